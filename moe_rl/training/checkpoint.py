@@ -1,0 +1,155 @@
+"""Checkpoints that resume exactly: weights, optimizer, waiting batches, RNG; safetensors and JSON, no pickle.
+
+A checkpoint is a folder that appears whole: it is written beside the old one, flushed, checked in by a manifest of
+SHA-256 sums, then renamed. If writing fails, the old checkpoint stays.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from moe_rl.routing import RoutedExperts
+from moe_rl.training.batch import Batch
+
+if TYPE_CHECKING:
+    from moe_rl.training.trainer import Trainer
+
+VERSION = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be trusted; the message names the file and what to do."""
+
+
+def save_checkpoint(trainer: "Trainer") -> None:
+    """Write `<folder>/checkpoint`, replacing the previous one only when the new one is complete."""
+    target = trainer.folder / "checkpoint"
+    staging = trainer.folder / "checkpoint.new"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    save_file(_own(model.state_dict()), staging / "model.safetensors")
+    save_file(_optimizer_tensors(trainer), staging / "optimizer.safetensors")
+    if trainer.reference is not None:
+        save_file(_own(trainer.reference.state_dict()), staging / "reference.safetensors")
+    queue = []
+    for index, batch in enumerate(trainer.queue):
+        save_file(_batch_tensors(batch), staging / f"batch_{index}.safetensors")
+        batch.routes.save(staging / f"batch_{index}_routes.safetensors")
+        queue.append(batch.step)
+    save_file({"torch": torch.get_rng_state()}, staging / "rng.safetensors")
+    state = {"version": VERSION, "step": trainer.step, "queue_steps": queue}
+    state["files"] = {path.name: _sha256(path) for path in sorted(staging.iterdir())}
+    (staging / "state.json").write_text(json.dumps(state, indent=1))
+    for path in staging.iterdir():
+        _flush(path)
+    old = trainer.folder / "checkpoint.old"
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    staging.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def load_checkpoint(trainer: "Trainer") -> bool:
+    """Restore `trainer` from its folder; False if there is no checkpoint. Raises CheckpointError on damage."""
+    folder = trainer.folder / "checkpoint"
+    if not folder.exists():  # interrupted between the two renames
+        folder = trainer.folder / "checkpoint.old"
+        if not folder.exists():
+            return False
+    state = _read_state(folder)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    model.load_state_dict(_load(folder / "model.safetensors"))
+    _restore_optimizer(trainer, _load(folder / "optimizer.safetensors"))
+    if trainer.reference is not None:
+        trainer.reference.load_state_dict(_load(folder / "reference.safetensors"))
+    trainer.queue.clear()
+    for index, step in enumerate(state["queue_steps"]):
+        tensors = {k: v.to(trainer.accelerator.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
+        routes = RoutedExperts.load(folder / f"batch_{index}_routes.safetensors").to(trainer.accelerator.device)
+        tensors.setdefault("ref_logps", None)
+        trainer.queue.append(Batch(**tensors, routes=routes, step=step))
+    torch.set_rng_state(_load(folder / "rng.safetensors")["torch"])
+    trainer.step = state["step"]
+    return True
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    remedy = f"Delete {folder} to start this run again, or restore the folder from a copy."
+    try:
+        state = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder}: state.json is missing or unreadable ({error}). {remedy}") from error
+    if state.get("version") != VERSION:
+        raise CheckpointError(
+            f"{folder}: checkpoint format {state.get('version')}, this version of moe_rl reads {VERSION}. {remedy}"
+        )
+    for name, digest in state["files"].items():
+        path = folder / name
+        if not path.exists():
+            raise CheckpointError(f"{path} is missing from the checkpoint. {remedy}")
+        if _sha256(path) != digest:
+            raise CheckpointError(f"{path} is damaged: its content is not what was written. {remedy}")
+    return state
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous copies: safetensors refuses memory that is shared (tied embeddings)."""
+    return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+
+
+def _names(trainer: "Trainer") -> dict[int, str]:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _optimizer_tensors(trainer: "Trainer") -> dict[str, Tensor]:
+    names = _names(trainer)
+    return {
+        f"{key}/{names[id(parameter)]}": torch.as_tensor(value).detach().clone().contiguous()
+        for parameter, state in trainer.optimizer.state.items()
+        for key, value in state.items()
+    }
+
+
+def _restore_optimizer(trainer: "Trainer", tensors: dict[str, Tensor]) -> None:
+    parameters = {
+        name: parameter for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    }
+    trainer.optimizer.state.clear()
+    for key, tensor in tensors.items():
+        kind, name = key.split("/", 1)
+        parameter = parameters[name]
+        value = tensor if kind == "step" else tensor.to(parameter.device)
+        trainer.optimizer.state[parameter][kind] = value
+
+
+def _batch_tensors(batch: Batch) -> dict[str, Tensor]:
+    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
+    return _own({name: value for name, value in values.items() if isinstance(value, Tensor)})
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
