@@ -1,0 +1,31 @@
+# Two commands from a fresh clone:  make study   make test
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: study quick test check figures clean
+study: .venv/.installed   ## replay against GSPO: all runs, figures, report (about ten minutes on two idle cores)
+	$(BIN)/moe-rl study experiments/replay_vs_gspo.yaml
+
+quick: .venv/.installed   ## the same in small: one seed, fewer steps (under three minutes)
+	$(BIN)/moe-rl study experiments/quick.yaml
+
+test: .venv/.installed    ## all tests
+	$(BIN)/python -m pytest -n auto
+
+check: .venv/.installed   ## lint, format, types, import arrows
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+figures: .venv/.installed ## redraw figures and report of the main study
+	$(BIN)/moe-rl figures runs/replay_vs_gspo
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,201 @@
+"""The command line: moe-rl VERB ...
+
+study FILE     all arms x seeds of a study, resuming what is unfinished; then figures and the report
+run FILE       one arm and seed
+figures DIR    redraw the figures and the report of a study folder
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import tyro
+
+VERBS: dict[str, tuple[str, Callable[[list[str]], None]]] = {}
+
+
+def verb(name: str, summary: str) -> Callable[[Callable[[list[str]], None]], Callable[[list[str]], None]]:
+    """Register a verb; its imports happen when it is called, so that help and mistakes answer at once."""
+
+    def register(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
+        VERBS[name] = (summary, function)
+        return function
+
+    return register
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point. Expected errors are one message on stderr and exit status 1; wrong usage is 2."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        from moe_rl import __version__
+
+        print(f"moe_rl {__version__}")
+        return
+    name = arguments[0]
+    if name not in VERBS:
+        from moe_rl.study.config import nearest
+
+        fail(f"unknown command {name!r}{nearest(name, VERBS)}\n\n{usage()}", 2)
+    try:
+        VERBS[name][1](arguments[1:])
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on where it stopped", 130)
+    except OSError as error:
+        where = f" while writing {error.filename}" if error.filename else ""
+        fail(f"{error.strerror or error}{where}. What was finished is kept; the same command goes on from there.")
+    except (ValueError, RuntimeError, FloatingPointError) as error:
+        if os.environ.get("MOE_RL_TRACEBACK"):
+            raise
+        fail(str(error))
+
+
+def fail(message: str, status: int = 1) -> NoReturn:
+    """Say what is wrong on stderr and leave."""
+    print(f"moe-rl: error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+def usage() -> str:
+    verbs = "\n".join(f"  {name:9}{summary}" for name, (summary, _) in VERBS.items())
+    return f"usage: moe-rl COMMAND ...\n\n{verbs}\n\nmoe-rl COMMAND --help lists a command's options."
+
+
+def _file_first(arguments: list[str], name: str, what: str) -> Path:
+    """The leading positional argument, needed before the options can be known."""
+    if arguments and not arguments[0].startswith("-"):
+        return Path(arguments[0])
+    if "-h" in arguments or "--help" in arguments:
+        print(f"usage: moe-rl {name} {what} [options]\n\nGive {what} first: the options show its values as defaults.")
+        sys.exit(0)
+    fail(f"{name} needs {what} as its first argument", 2)
+
+
+@verb("study", "run all arms x seeds of a study file, then draw its figures and report")
+def study_verb(arguments: list[str]) -> None:
+    from moe_rl.study.config import load_study, nearest
+    from moe_rl.study.grid import run_study
+    from moe_rl.training import RunConfig
+
+    path = _file_first(arguments, "study", "FILE")
+    study = load_study(path)
+
+    @dataclass(frozen=True)
+    class Options:
+        """Run a study. Any field of the base configuration can be given, e.g. --optim.steps 5."""
+
+        base: tyro.conf.OmitArgPrefixes[RunConfig]
+        output: Path = Path("runs") / study.name
+        """Folder of the study."""
+        cold_starts: Path = Path("runs") / "cold_starts"
+        """Where cold-started models are kept; studies share them."""
+        workers: int = 0
+        """Runs at a time, one thread each; 0: one per core (one in all on a GPU)."""
+        seeds: tuple[int, ...] = study.seeds
+        """Seeds of every arm that does not name its own."""
+        arms: tuple[str, ...] = tuple(study.arms)
+        """Arms to run."""
+        figures: bool = True
+        """Draw figures and the report when the runs are done."""
+
+    options = _parse(Options, arguments[1:], f"moe-rl study {path}", Options(base=study.base))
+    if not options.seeds:
+        fail("seeds: at least one is needed, e.g. --seeds 0 1 2", 2)
+    for arm in options.arms:
+        if arm not in study.arms:
+            fail(f"unknown arm {arm!r} in {path}{nearest(arm, study.arms)}", 2)
+    study = replace(
+        study, base=options.base, seeds=options.seeds, arms={name: study.arms[name] for name in options.arms}
+    )
+    run_study(
+        study,
+        options.output,
+        options.cold_starts,
+        options.workers or default_workers(),
+        " ".join(["moe-rl", "study", *arguments]),
+    )
+    if options.figures:
+        draw(options.output)
+
+
+@verb("run", "run one arm and seed of a study file")
+def run_verb(arguments: list[str]) -> None:
+    from moe_rl.study.config import load_study
+    from moe_rl.study.run import run_one
+    from moe_rl.training import RunConfig
+
+    path = _file_first(arguments, "run", "FILE")
+    study = load_study(path)
+
+    @dataclass(frozen=True)
+    class Options:
+        """Run one arm with one seed. Any field of its configuration can be given, e.g. --optim.steps 5."""
+
+        arm: str = next(iter(study.arms))
+        seed: int = study.seeds[0]
+        output: Path | None = None
+        """Run folder; by default runs/STUDY/ARM/seedN."""
+        cold_starts: Path = Path("runs") / "cold_starts"
+        """Where cold-started models are kept; studies share them."""
+
+    @dataclass(frozen=True)
+    class Full(Options):
+        config: tyro.conf.OmitArgPrefixes[Annotated[RunConfig, tyro.conf.arg()]] = field(default_factory=RunConfig)
+
+    first, _ = tyro.cli(Options, args=[a for a in arguments[1:] if a not in ("-h", "--help")], return_unknown_args=True)
+    config = study.resolve(first.arm, first.seed)
+    options = _parse(
+        Full,
+        arguments[1:],
+        f"moe-rl run {path}",
+        Full(first.arm, first.seed, first.output, first.cold_starts, config),
+    )
+    folder = options.output or Path("runs") / study.name / options.arm / f"seed{options.seed}"
+    run_one(replace(options.config, seed=options.seed), folder, options.cold_starts, listener=_tell)
+
+
+@verb("figures", "redraw the figures and the report of a study folder")
+def figures_verb(arguments: list[str]) -> None:
+    @dataclass(frozen=True)
+    class Options:
+        """Draw every figure and the report from run folders alone."""
+
+        folder: tyro.conf.Positional[Path]
+        """A study folder, e.g. runs/replay_vs_gspo."""
+
+    draw(_parse(Options, arguments, "moe-rl figures", None).folder)
+
+
+def draw(folder: Path) -> None:
+    """Figures and report of a study folder."""
+    from moe_rl.study.figures import draw_all
+    from moe_rl.study.report import write_report
+
+    draw_all(folder)
+    print(f"report: {write_report(folder)}")
+
+
+def default_workers() -> int:
+    """One run per core, one thread each; one in all where there is a GPU."""
+    import torch
+
+    return 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+
+
+def _parse(options: Any, arguments: list[str], program: str, default: Any) -> Any:
+    known = {} if default is None else {"default": default}
+    return tyro.cli(options, args=arguments, prog=program, **known)
+
+
+def _tell(row: dict[str, Any]) -> None:
+    """Progress of a single run: a line per step."""
+    if row["kind"] == "rollout":
+        print(f"step {row['step']}: reward {row['reward']:.3f}", flush=True)
+    elif row["kind"] == "eval":
+        print(f"step {row['step']}: held-out reward {row['reward']:.3f}", flush=True)

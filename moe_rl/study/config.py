@@ -1,0 +1,216 @@
+"""A study file: one base configuration, the arms that depart from it, the seeds. YAML in, frozen dataclasses out."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_rl.training.config import RunConfig, validate
+
+
+class ConfigError(ValueError):
+    """A study file that cannot be used; the message names the file, the field and the remedy."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One arm: what it changes in the base configuration."""
+
+    label: str
+    """Name in figures."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Nested fields of RunConfig that differ from the base."""
+    seeds: tuple[int, ...] | None = None
+    """Seeds of this arm alone; None takes the study's."""
+    note: str = ""
+    """A sentence for the report."""
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """A study: arms x seeds under one base configuration."""
+
+    name: str
+    question: str
+    arms: dict[str, Arm]
+    seeds: tuple[int, ...]
+    base: RunConfig = field(default_factory=RunConfig)
+    notes: str = ""
+
+    def runs(self) -> list[tuple[str, int]]:
+        """(arm, seed) of every run, seeds outermost, so that early results compare all arms."""
+        seeds = sorted({seed for arm in self.arms.values() for seed in (arm.seeds or self.seeds)})
+        return [(name, s) for s in seeds for name, arm in self.arms.items() if s in (arm.seeds or self.seeds)]
+
+    def resolve(self, arm: str, seed: int) -> RunConfig:
+        """The full configuration of one run. Raises ConfigError for an unknown arm or values that cannot run."""
+        if arm not in self.arms:
+            raise ConfigError(f"unknown arm {arm!r} in study {self.name!r}{nearest(arm, self.arms)}")
+        merged = _merge(dataclasses.asdict(self.base), self.arms[arm].changes)
+        config = build(RunConfig, {**merged, "seed": seed}, f"arms.{arm}")
+        try:
+            validate(config)
+        except ValueError as error:
+            raise ConfigError(f"arm {arm!r}: {error}") from error
+        return config
+
+
+def load_study(path: str | Path) -> StudyConfig:
+    """Read a study file. Raises ConfigError naming the file, the field and what was expected."""
+    path = Path(path)
+    if not path.is_file():
+        near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
+        raise ConfigError(f"{path}: no such study file{near}")
+    try:
+        data = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    try:
+        return parse_study(data)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def parse_study(data: Any) -> StudyConfig:
+    """A study from plain YAML data; every arm is resolved once so that a mistake shows before anything runs."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"expected a mapping with name, question, seeds, base and arms, got {type(data).__name__}")
+    arms = data.get("arms")
+    if not isinstance(arms, dict) or not arms:
+        raise ConfigError("arms: expected a mapping of at least one arm name to what it changes")
+    parsed = {}
+    for name, changes in arms.items():
+        changes = dict(changes or {})
+        own = {key: changes.pop(key) for key in ("label", "seeds", "note") if key in changes}
+        parsed[str(name)] = build(Arm, {"label": str(name), **own, "changes": changes}, f"arms.{name}")
+    seeds = data.get("seeds", (0, 1, 2))
+    if not isinstance(seeds, list | tuple) or not seeds:
+        raise ConfigError(f"seeds: expected a list of at least one whole number, got {seeds!r}")
+    study = build(StudyConfig, {**data, "arms": parsed, "seeds": seeds, "question": data.get("question", "")}, "")
+    for arm in study.arms:
+        study.resolve(arm, study.seeds[0])
+    return study
+
+
+def dump_run(config: RunConfig) -> str:
+    """A resolved run configuration as YAML."""
+    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)
+
+
+def dump_study(study: StudyConfig) -> str:
+    """A study as YAML that `load_study` reads back."""
+    data = _plain(dataclasses.asdict(study))
+    data["arms"] = {
+        name: {"label": arm["label"], **({"seeds": arm["seeds"]} if arm["seeds"] else {}), "note": arm["note"]}
+        | arm["changes"]
+        for name, arm in data["arms"].items()
+    }
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Dotted fields in which two nested mappings differ, with both values."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        found = {}
+        for key in [*a, *(k for k in b if k not in a)]:
+            found |= differences(a.get(key), b.get(key), f"{prefix}.{key}" if prefix else str(key))
+        return found
+    return {} if a == b else {prefix: (a, b)}
+
+
+def nearest(word: str, known: typing.Iterable[str]) -> str:
+    """A hint at the nearest known word, or at all of them."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else ""
+
+
+def build(cls: Any, data: Any, where: str) -> Any:
+    """A dataclass from a mapping; unknown fields and wrong types raise ConfigError naming the dotted field."""
+    if dataclasses.is_dataclass(data) and isinstance(data, cls):
+        return data
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: expected a mapping of {cls.__name__} fields, got {data!r}")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in data.items():
+        name = f"{where}.{key}" if where else str(key)
+        if key not in hints:
+            raise ConfigError(f"{name}: unknown field{nearest(str(key), hints)}")
+        values[key] = _convert(hints[key], value, name)
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where or cls.__name__}: missing field {missing[0]!r}")
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        errors = []
+        for option in (a for a in args if a is not type(None)):
+            try:
+                return _convert(option, value, where)
+            except ConfigError as error:
+                errors.append(error)
+        raise errors[0]
+    if dataclasses.is_dataclass(hint):
+        return build(hint, value, where)
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise ConfigError(f"{where}: expected a list, got {value!r}")
+        kinds = args[:1] * len(value) if len(args) == 2 and args[1] is Ellipsis else args
+        if len(kinds) != len(value):
+            raise ConfigError(f"{where}: expected {len(kinds)} values, got {len(value)}")
+        return tuple(_convert(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
+    if origin is typing.Literal:
+        if value not in args:
+            raise ConfigError(f"{where}: expected one of {', '.join(map(repr, args))}, got {value!r}")
+        return value
+    if origin is dict or hint is dict:
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where}: expected a mapping, got {value!r}")
+        kind = args[1] if args else Any
+        return {k: v if kind is Any else _convert(kind, v, f"{where}.{k}") for k, v in value.items()}
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):  # YAML 1.1 reads 1e-3 as a string
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise ConfigError(f"{where}: expected {hint.__name__}, got {value!r}")
+    return value
+
+
+def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`changes` laid over `base`; mappings merge, everything else replaces."""
+    merged = dict(base)
+    for key, value in changes.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value

@@ -1,0 +1,269 @@
+"""All runs of a study in parallel processes: one thread each, progress, and resumption of what is unfinished."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from moe_rl.study.config import ConfigError, StudyConfig, dump_study
+from moe_rl.study.run import check_folder, environment
+from moe_rl.training.runlog import write_atomic
+
+POLL_SECONDS = 1.0
+PLAIN_SECONDS = 15.0  # between progress lines where there is no terminal
+
+
+class StudyFailed(RuntimeError):
+    """Some runs did not finish; the message says which, why and how to go on."""
+
+
+@dataclass
+class Run:
+    """One (arm, seed): where it writes, what it is doing."""
+
+    arm: str
+    seed: int
+    folder: Path
+    log: Path
+    steps: int
+    process: subprocess.Popen[bytes] | None = None
+    state: str = "waiting"
+    began: float = 0.0
+    seconds: float = 0.0
+    step: int = 0
+    first_step: int | None = None
+    reward: float | None = None
+    change: float | None = None
+    offset: int = field(default=0, repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm} seed {self.seed}"
+
+    def read(self) -> None:
+        """Take in what the run wrote to metrics.jsonl since the last call."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return
+        if path.stat().st_size < self.offset:  # rewritten by a resume
+            self.offset = 0
+        with open(path, "rb") as file:
+            file.seek(self.offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self.offset += len(line)
+                self.take(json.loads(line))
+
+    def take(self, row: dict[str, Any]) -> None:
+        if row["kind"] == "rollout":
+            self.reward = row["reward"]
+        elif row["kind"] == "probe":
+            self.change = row["slots_changed"] / row["slots"] if row["slots"] else None
+        elif row["kind"] == "step":
+            self.step = row["step"] + 1
+            if self.first_step is None and self.process is not None:
+                self.first_step, self.began = self.step, time.monotonic()
+
+    def left(self, usual: float | None) -> float | None:
+        """Seconds that this run still needs, from its own pace or from a finished run's."""
+        if self.state == "done":
+            return 0.0
+        if self.first_step is not None and self.step > self.first_step:
+            pace = (time.monotonic() - self.began) / (self.step - self.first_step)
+            return pace * (self.steps - self.step)
+        return usual * (1 - self.step / self.steps) if usual else None
+
+
+def run_study(study: StudyConfig, output: Path, cold_starts: Path, workers: int, command: str) -> None:
+    """Run every (arm, seed) of `study` under `output`, `workers` at a time; finished runs are kept.
+
+    Raises:
+        ConfigError: a run folder belongs to another configuration; nothing is started.
+        StudyFailed: runs that ended with an error, after all the others were finished.
+    """
+    runs = []
+    for arm, seed in study.runs():
+        config = study.resolve(arm, seed)
+        folder = output / arm / f"seed{seed}"
+        run = Run(arm, seed, folder, output / "logs" / f"{arm}_seed{seed}.log", config.optim.steps)
+        run.state = "waiting" if check_folder(config, folder) else "done"
+        runs.append(run)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "logs").mkdir(exist_ok=True)
+    write_atomic(output / "study.yaml", dump_study(study))
+    write_atomic(output / "env.json", json.dumps({**environment(), "command": command}, indent=1) + "\n")
+    console = Console()
+    display = _Live(console, runs, workers) if console.is_terminal else _Plain(console, runs, workers)
+    with display:
+        for _ in _schedule(runs, output, cold_starts, workers):
+            display.show()
+    failed = [run for run in runs if run.state == "failed"]
+    if failed:
+        reasons = "\n".join(f"  {run.name}: {_last_line(run.log)} (log: {run.log})" for run in failed)
+        raise StudyFailed(
+            f"{len(failed)} of {len(runs)} runs did not finish:\n{reasons}\n"
+            "The others are complete. The same command goes on from the last checkpoints."
+        )
+
+
+def _schedule(runs: list[Run], output: Path, cold_starts: Path, workers: int) -> Iterator[None]:
+    """Start and watch the processes; yields once per poll. Children end with their parent."""
+    waiting = [run for run in runs if run.state == "waiting"]
+    active: list[Run] = []
+    try:
+        while waiting or active:
+            while waiting and len(active) < workers:
+                run = waiting.pop(0)
+                run.read()
+                run.process = _start(run, output, cold_starts)
+                run.state, run.began = "running", time.monotonic()
+                run.seconds = time.monotonic()
+                active.append(run)
+            time.sleep(POLL_SECONDS)
+            for run in list(active):
+                run.read()
+                assert run.process is not None
+                if run.process.poll() is not None:
+                    run.state = "done" if run.process.returncode == 0 else "failed"
+                    run.seconds = time.monotonic() - run.seconds
+                    active.remove(run)
+            yield
+    finally:
+        for run in active:
+            assert run.process is not None
+            run.process.terminate()
+        for run in active:
+            assert run.process is not None
+            run.process.wait()
+
+
+def _start(run: Run, output: Path, cold_starts: Path) -> subprocess.Popen[bytes]:
+    arguments = ["run", output / "study.yaml", "--arm", run.arm, "--seed", run.seed]
+    arguments += ["--output", run.folder, "--cold-starts", cold_starts]
+    one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    with open(run.log, "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "moe_rl", *map(str, arguments)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **one_thread, "PYTHONUNBUFFERED": "1"},
+        )
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return lines[-1] if lines else "no output"
+
+
+def _totals(runs: list[Run], workers: int) -> tuple[int, float | None]:
+    """Runs that are done, and seconds left for all of them."""
+    done = [run.seconds for run in runs if run.state == "done" and run.seconds]
+    running = [run.left(None) for run in runs if run.state == "running"]
+    known = [x for x in running if x is not None]
+    usual = sum(done) / len(done) if done else None
+    if usual is None and known:
+        paces = [(run.left(None) or 0) / max(1, run.steps - run.step) for run in runs if run.state == "running"]
+        usual = max(paces) * max(run.steps for run in runs)
+    left = [run.left(usual) for run in runs if run.state in ("running", "waiting")]
+    finished = sum(run.state == "done" for run in runs)
+    if any(x is None for x in left):
+        return finished, None
+    total = sum(x for x in left if x is not None)
+    return finished, max([total / workers, *known]) if left else 0.0
+
+
+def _clock(seconds: float | None) -> str:
+    if seconds is None:
+        return "?"
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.1f}%"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+class _Live:
+    """A table that redraws itself on a terminal."""
+
+    def __init__(self, console: Console, runs: list[Run], workers: int):
+        self.runs, self.workers = runs, workers
+        self.live = Live(console=console, auto_refresh=False)
+
+    def __enter__(self) -> "_Live":
+        self.live.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.live.__exit__(*error)
+
+    def show(self) -> None:
+        finished, left = _totals(self.runs, self.workers)
+        table = Table(title=f"{finished}/{len(self.runs)} runs done, {_clock(left)} left")
+        for column in ("arm", "seed", "state", "step", "reward", "slots changed", "time left"):
+            table.add_column(column, justify="left" if column in ("arm", "state") else "right")
+        for run in self.runs:
+            table.add_row(
+                run.arm,
+                str(run.seed),
+                run.state,
+                f"{run.step}/{run.steps}",
+                _number(run.reward),
+                _percent(run.change),
+                _clock(run.left(None)) if run.state == "running" else "",
+            )
+        self.live.update(table, refresh=True)
+
+
+class _Plain:
+    """Lines, every few seconds and when something ends, where there is no terminal."""
+
+    def __init__(self, console: Console, runs: list[Run], workers: int):
+        self.console, self.runs, self.workers = console, runs, workers
+        self.told: set[str] = {run.name for run in runs if run.state == "done"}
+        self.last = time.monotonic()
+
+    def __enter__(self) -> "_Plain":
+        self.say(f"{len(self.runs)} runs, {len(self.told)} already done, {self.workers} at a time")
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        print(text, file=self.console.file, flush=True)
+
+    def show(self) -> None:
+        finished, left = _totals(self.runs, self.workers)
+        total = f"study: {finished}/{len(self.runs)} done, {_clock(left)} left"
+        for run in self.runs:
+            if run.state in ("done", "failed") and run.name not in self.told:
+                self.told.add(run.name)
+                end = f"done in {_clock(run.seconds)}, reward {_number(run.reward)}"
+                self.say(f"{run.name}: {end if run.state == 'done' else _last_line(run.log)} | {total}")
+        if time.monotonic() - self.last >= PLAIN_SECONDS:
+            self.last = time.monotonic()
+            for run in self.runs:
+                if run.state == "running":
+                    self.say(
+                        f"{run.name}: step {run.step}/{run.steps}, reward {_number(run.reward)}, slots changed "
+                        f"{_percent(run.change)}, {_clock(run.left(None))} left | {total}"
+                    )
+
+
+__all__ = ["ConfigError", "StudyFailed", "run_study"]

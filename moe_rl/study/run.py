@@ -1,0 +1,105 @@
+"""One run: its folder, its environment, its end. Training itself is `moe_rl.training`."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_rl.study.config import ConfigError, differences, dump_run
+from moe_rl.training import RunConfig, train
+from moe_rl.training.runlog import write_atomic
+
+PACKAGES = ("moe_rl", "torch", "transformers", "accelerate", "numpy", "pandas", "pyarrow", "matplotlib", "scipy")
+
+
+def run_one(
+    config: RunConfig,
+    folder: Path,
+    cache_dir: Path | None = None,
+    listener: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
+    """Run one arm and seed in `folder`, or finish what was begun there. Does nothing if it is done.
+
+    Raises:
+        ConfigError: the folder holds a run of another configuration.
+    """
+    if not check_folder(config, folder):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.yaml").exists():
+        write_atomic(folder / "config.yaml", dump_run(config))
+    write_atomic(folder / "env.json", json.dumps(environment(), indent=1) + "\n")
+    started = time.time()
+    train(config, folder, cache_dir, listener)
+    write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
+
+
+def check_folder(config: RunConfig, folder: Path) -> bool:
+    """True if there is work left to do in `folder`; ConfigError if it belongs to another configuration."""
+    stored = folder / "config.yaml"
+    if stored.exists():
+        try:
+            old = yaml.safe_load(stored.read_text())
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{stored} is damaged: {error}. Move {folder} away to run again.") from error
+        changed = differences(old, yaml.safe_load(dump_run(config)))
+        if changed:
+            listed = "; ".join(f"{name}: {a!r} there, {b!r} now" for name, (a, b) in list(changed.items())[:5])
+            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+            raise ConfigError(
+                f"{folder} holds a run of another configuration ({listed}{more}). Nothing was overwritten: choose "
+                "another --output, or move the folder away."
+            )
+    elif folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty and holds no run (no config.yaml). Choose another --output.")
+    return not (folder / "DONE").exists()
+
+
+def environment() -> dict[str, Any]:
+    """What a reader needs to repeat the run: commit, versions, device, threads, command."""
+    import torch
+
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    cuda = torch.cuda.is_available()
+    return {
+        **_git(),
+        "versions": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "cuda": torch.version.cuda if cuda else None,
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _git() -> dict[str, Any]:
+    """Commit and dirty flag of the source tree, null when it is not a checkout."""
+
+    def git(*args: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(Path(__file__).parent), *args], capture_output=True, text=True, timeout=10
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    status = git("status", "--porcelain", "--untracked-files=no") if commit else None
+    return {"git_commit": commit, "git_dirty": None if status is None else bool(status)}
