@@ -1,0 +1,341 @@
+"""Run folders as tidy tables: `load(path)` gives one row per measurement, with its arm and seed.
+
+>>> data = load("runs/replay_vs_gspo")                                     # doctest: +SKIP
+>>> data.rollouts.groupby(["arm", "step"])["reward"].mean()                # doctest: +SKIP
+
+It reads folders only, never a model, so a study that was copied from a cluster loads the same.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+KINDS = ("rollout", "update", "probe", "eval")
+_KEYS = {
+    kind: ["arm", "seed", "step"] + (["update"] if kind in ("update", "probe") else []) for kind in KINDS
+}
+_NEEDED = {
+    "rollout": ("step", "reward"),
+    "update": ("step", "update"),
+    "probe": ("step", "update"),
+    "eval": ("step",),
+}
+_SEED_FOLDER = re.compile(r"seed(\d+)")
+
+
+class StudyDataError(ValueError):
+    """A run folder that cannot be read: says which file, where in it, and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One (arm, seed): its folder, resolved configuration and environment, and whether it finished."""
+
+    arm: str
+    seed: int
+    folder: Path
+    finished: bool
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A setting by name, from the top of the configuration or from its `method` part."""
+        for place in (self.config, self.config.get("method"), self.config.get("arm")):
+            if isinstance(place, dict) and place.get(name) is not None and not isinstance(place[name], dict):
+                return place[name]
+        return default
+
+    @property
+    def objective(self) -> str:
+        """Name of the objective, e.g. `grpo`."""
+        return str(self.setting("objective") or self.setting("method") or self.arm)
+
+    @property
+    def replay(self) -> str:
+        return str(self.setting("replay", "none"))
+
+    @property
+    def noise(self) -> float:
+        """Scale of the selection noise in router-logit units: a stress test, 0 in a natural run."""
+        return float(self.setting("noise", 0.0))
+
+    @property
+    def method(self) -> str:
+        """Objective and replay in one word, the key of a colour: `grpo`, `grpo_replay`, `gspo`, ..."""
+        return self.objective if self.replay.lower() in ("none", "") else f"{self.objective}_replay"
+
+
+@dataclass(frozen=True)
+class StudyData:
+    """A study, or a single run, as tables.
+
+    `rollouts`, `updates`, `probes`, `evals`: one row per line of metrics.jsonl of that kind, with `arm` and
+    `seed` in front (columns as the run wrote them; log-ratios in nats, rates as numerator and denominator).
+    `tokens` is read on first use, `route_files` lists what `RoutedExperts.load` opens.
+    """
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+    runs: tuple[Run, ...]
+    rollouts: pd.DataFrame
+    updates: pd.DataFrame
+    probes: pd.DataFrame
+    evals: pd.DataFrame
+    notes: tuple[str, ...] = field(default=())
+
+    @cached_property
+    def arms(self) -> pd.DataFrame:
+        """One row per arm, in the study's order: label, objective, replay, noise, method, seeds, finished."""
+        declared = _declared_arms(self.config)
+        rows: dict[str, dict[str, Any]] = {}
+        for run in self.runs:
+            row = rows.setdefault(
+                run.arm,
+                {
+                    "label": declared.get(run.arm, {}).get("label") or run.setting("label") or run.arm,
+                    "objective": run.objective,
+                    "replay": run.replay,
+                    "noise": run.noise,
+                    "method": run.method,
+                    "seeds": [],
+                    "finished": 0,
+                },
+            )
+            row["seeds"].append(run.seed)
+            row["finished"] += run.finished
+        order = [arm for arm in declared if arm in rows] + [arm for arm in rows if arm not in declared]
+        return pd.DataFrame.from_dict({arm: rows[arm] for arm in order}, orient="index").rename_axis("arm")
+
+    @property
+    def seeds(self) -> list[int]:
+        return sorted({run.seed for run in self.runs})
+
+    @property
+    def unfinished(self) -> list[Run]:
+        """Runs without DONE: still running, interrupted or crashed; their rows so far are in the tables."""
+        return [run for run in self.runs if not run.finished]
+
+    def runs_of(self, arm: str) -> list[Run]:
+        return [run for run in self.runs if run.arm == arm]
+
+    @cached_property
+    def tokens(self) -> pd.DataFrame:
+        """Per-token facts of all stored steps: arm, seed, step, update, seq, pos, logps, flips, reward."""
+        return self.read_tokens()
+
+    def read_tokens(
+        self, arm: str | None = None, seed: int | None = None, last_steps: int | None = None
+    ) -> pd.DataFrame:
+        """As `tokens`, for one arm or seed, or the last few stored steps of each run only."""
+        parts = []
+        for run in self.runs:
+            if (arm is not None and run.arm != arm) or (seed is not None and run.seed != seed):
+                continue
+            files = sorted((run.folder / "tokens").glob("*.parquet"))
+            for file in files[-last_steps:] if last_steps else files:
+                parts.append(_read_parquet(file).assign(arm=run.arm, seed=run.seed, step=_step_of(file)))
+        if not parts:
+            return pd.DataFrame(
+                columns=["arm", "seed", "step", "update", "old_logp", "logp_natural", "logp_replayed"]
+            )
+        frame = pd.concat(parts, ignore_index=True)
+        frame["arm"] = frame["arm"].astype("category")
+        return frame
+
+    @cached_property
+    def route_files(self) -> pd.DataFrame:
+        """Stored routes, on demand: arm, seed, step and path, for `moe_rl.routing.RoutedExperts.load`."""
+        rows = [
+            {"arm": run.arm, "seed": run.seed, "step": _step_of(file), "path": file}
+            for run in self.runs
+            for file in sorted((run.folder / "routes").glob("[!.]*"))
+            if file.suffix in (".safetensors", ".parquet")
+        ]
+        return pd.DataFrame(rows, columns=["arm", "seed", "step", "path"])
+
+
+def load(path: str | Path) -> StudyData:
+    """Read `runs/<study>` or one run folder `runs/<study>/<arm>/seed<k>`.
+
+    Unfinished runs are loaded as far as they got and listed in `unfinished`; an interrupted last line is left
+    out with a note. Raises StudyDataError where there is no run, or naming file and line of any other damage.
+    """
+    path = Path(path).expanduser()
+    if not path.is_dir():
+        raise StudyDataError(f"{path}: no such folder; expected runs/<study> or runs/<study>/<arm>/seed<k>")
+    if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
+        folders, above = [path], path.resolve().parent.parent / "study.yaml"
+        config = _read_yaml(above) if above.exists() else {}
+        config["name"] = f"{path.resolve().parent.name}/{path.resolve().name}"
+    else:
+        folders = [f for f in sorted(path.glob("*/seed*")) if f.is_dir() and _SEED_FOLDER.fullmatch(f.name)]
+        config = _read_yaml(path / "study.yaml") if (path / "study.yaml").exists() else {}
+        if not folders:
+            raise StudyDataError(_nothing_here(path, bool(config)))
+    loaded = [_load_run(folder) for folder in sorted(folders, key=_folder_order)]
+    runs = tuple(run for run, _ in loaded)
+    tables = {kind: _stack([rows[kind] for _, rows in loaded]) for kind in KINDS}
+    notes = tuple(f"{run.arm}/seed{run.seed}: {note}" for run in runs for note in run.notes)
+    name = str(config.get("name") or path.resolve().name)
+    return StudyData(
+        name, path, config, runs, tables["rollout"], tables["update"], tables["probe"], tables["eval"], notes
+    )
+
+
+def join(studies: dict[str, StudyData]) -> StudyData:
+    """Several studies as one, to compare them: arms become `<key>/<arm>`, everything else stays.
+
+    >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
+    """
+    from dataclasses import replace
+
+    runs, notes, declared = [], [], {}
+    tables: dict[str, list[pd.DataFrame]] = {kind: [] for kind in KINDS}
+    for key, data in studies.items():
+        for run in data.runs:
+            runs.append(replace(run, arm=f"{key}/{run.arm}"))
+        for arm, row in data.arms.iterrows():
+            declared[f"{key}/{arm}"] = {"label": f"{row['label']} ({key})"}
+        for kind, frame in zip(KINDS, (data.rollouts, data.updates, data.probes, data.evals), strict=True):
+            tables[kind].append(frame.assign(arm=f"{key}/" + frame["arm"].astype(str)))
+        notes += [f"{key}/{note}" for note in data.notes]
+    rollouts, updates, probes, evals = (_stack(tables[kind]) for kind in KINDS)
+    name, config = " + ".join(studies), {"arms": declared}
+    return StudyData(name, Path(), config, tuple(runs), rollouts, updates, probes, evals, tuple(notes))
+
+
+def _stack(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    # an empty frame has no column types; stacking it would turn the others' integers into objects
+    return pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True)
+
+
+def _folder_order(folder: Path) -> tuple[str, int]:
+    match = _SEED_FOLDER.fullmatch(folder.name)
+    return folder.parent.name, int(match.group(1)) if match else 0
+
+
+def _load_run(folder: Path) -> tuple[Run, dict[str, pd.DataFrame]]:
+    config = _read_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
+    environment = _read_json(folder / "env.json") if (folder / "env.json").exists() else {}
+    match = _SEED_FOLDER.fullmatch(folder.resolve().name)
+    arm = config["arm"] if isinstance(config.get("arm"), str) else folder.resolve().parent.name
+    seed = int(match.group(1)) if match else int(config.get("seed", 0))
+    notes: list[str] = []
+    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists():
+        for row in _read_lines(metrics, notes):
+            rows[row.pop("kind")].append(row)
+    else:
+        notes.append("no metrics.jsonl yet")
+    finished = (folder / "DONE").exists()
+    tables = {}
+    for kind, keys in _KEYS.items():
+        frame = pd.DataFrame(rows[kind], columns=None if rows[kind] else keys[2:])
+        frame.insert(0, "arm", arm)
+        frame.insert(1, "seed", seed)
+        for column in frame.select_dtypes(
+            object
+        ).columns:  # null: a number that was not finite or not asked for
+            if all(value is None or isinstance(value, int | float) for value in frame[column]):
+                frame[column] = frame[column].astype(float)
+        if frame.duplicated(keys).any():  # a resumed run wrote these steps again; the later row counts
+            notes.append(f"repeated {kind} rows after a resume; the last of each was kept")
+            frame = frame.drop_duplicates(keys, keep="last")
+        tables[kind] = frame.sort_values(keys).reset_index(drop=True)
+    return Run(str(arm), seed, folder, finished, config, environment, tuple(notes)), tables
+
+
+def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    lines = path.read_bytes().split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    unknown = set()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"expected an object, got {type(row).__name__}")
+            kind = row.get("kind")
+            missing = [
+                name
+                for name in _NEEDED.get(str(kind), ("step",))
+                if row.get(name) is None and name != "reward"
+            ]
+            if kind == "rollout" and "reward" not in row:
+                missing.append("reward")
+            if kind is None or missing:
+                raise ValueError(f"lacks {', '.join(missing) or 'kind'}")
+        except ValueError as error:  # json's and unicode's errors are ValueErrors
+            if number == len(lines):
+                notes.append(f"{path.name} line {number} is cut off (interrupted write) and was left out")
+                return
+            raise StudyDataError(
+                f"{path} line {number}: not a metrics row ({error}). The file was damaged after it was "
+                "written: restore it, or delete this run's folder and run the study again (the rest is kept)."
+            ) from error
+        if kind in KINDS:
+            yield row
+        elif kind not in unknown:
+            unknown.add(kind)
+            notes.append(f"rows of kind {kind!r} were left out (written by another version?)")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StudyDataError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise StudyDataError(f"{path}: expected a mapping of settings, got {type(content).__name__}")
+    return content
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise StudyDataError(f"{path}: not valid JSON: {error}") from error
+    return content if isinstance(content, dict) else {"value": content}
+
+
+def _read_parquet(path: Path) -> pd.DataFrame:
+    try:
+        return pd.read_parquet(path)
+    except Exception as error:  # pyarrow raises many kinds; the file is what matters
+        raise StudyDataError(
+            f"{path}: not a readable Parquet file ({error}). Delete it to go on without it."
+        ) from error
+
+
+def _step_of(path: Path) -> int:
+    match = re.search(r"step_(\d+)", path.name)
+    if not match:
+        raise StudyDataError(f"{path}: expected a name like step_000012{path.suffix}")
+    return int(match.group(1))
+
+
+def _declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    arms = config.get("arms") or {}
+    if isinstance(arms, dict):
+        return {str(name): value if isinstance(value, dict) else {} for name, value in arms.items()}
+    return {
+        str(a.get("name")) if isinstance(a, dict) else str(a): a if isinstance(a, dict) else {} for a in arms
+    }
+
+
+def _nothing_here(path: Path, is_study: bool) -> str:
+    if is_study:
+        return f"{path}: a study without runs yet; start it with: moe-rl study {path / 'study.yaml'}"
+    inside = sorted(p.parent.name for p in path.glob("*/study.yaml"))
+    hint = f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""
+    return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{hint}"

@@ -1,0 +1,220 @@
+"""A run folder as training would leave it, from a random generator: for tests of loading, figures and report.
+
+The numbers are shaped like those of the tiny model (see the study's README): they are not results.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+SITES = [f"model.layers.{i}.mlp.gate" for i in range(4)]
+K, LENGTH = 2, 25
+
+ARMS: dict[str, dict[str, Any]] = {
+    "grpo": {"label": "GRPO", "method": {"objective": "grpo", "replay": "none", "noise": 0.0}},
+    "grpo_replay": {
+        "label": "GRPO + Routing Replay",
+        "method": {"objective": "grpo", "replay": "R2", "noise": 0.0},
+    },
+    "gspo": {"label": "GSPO", "method": {"objective": "gspo", "replay": "none", "noise": 0.0}},
+    "grpo_noise": {
+        "label": "GRPO, noise 1.0",
+        "method": {"objective": "grpo", "replay": "none", "noise": 1.0},
+    },
+    "gspo_noise": {
+        "label": "GSPO, noise 1.0",
+        "method": {"objective": "gspo", "replay": "none", "noise": 1.0},
+    },
+}
+FINAL = {"grpo": 0.82, "grpo_replay": 0.83, "gspo": 0.83, "grpo_noise": 0.45, "gspo_noise": 0.82}
+
+
+def write_study(
+    folder: Path,
+    arms: tuple[str, ...] = tuple(ARMS),
+    seeds: tuple[int, ...] = (0, 1, 2),
+    steps: int = 31,
+    minibatches: int = 4,
+    sequences: int = 32,
+    tokens_every: int = 10,
+    unfinished: tuple[tuple[str, int], ...] = (),
+) -> Path:
+    """Write `folder` as one study and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    study = {
+        "name": folder.name,
+        "question": "Does Routing Replay or GSPO keep a small Mixture-of-Experts model stable?",
+        "notes": "Synthetic numbers for tests.",
+        "arms": {arm: ARMS[arm] for arm in arms},
+        "seeds": list(seeds),
+        "base": {"optim": {"learning_rate": 1e-3, "num_minibatches": minibatches, "steps": steps}},
+    }
+    (folder / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
+    for arm in arms:
+        for seed in seeds:
+            done = (arm, seed) not in unfinished
+            write_run(
+                folder / arm / f"seed{seed}", arm, seed, steps, minibatches, sequences, tokens_every, done
+            )
+    return folder
+
+
+def write_run(
+    folder: Path,
+    arm: str,
+    seed: int,
+    steps: int,
+    minibatches: int,
+    sequences: int,
+    tokens_every: int,
+    done: bool,
+) -> None:
+    rng = np.random.default_rng([seed, list(ARMS).index(arm)])
+    method = ARMS[arm]["method"]
+    noisy, replay, gspo = method["noise"] > 0, method["replay"] == "R2", method["objective"] == "gspo"
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "seed": seed,
+        "model": {"family": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": K},
+        "method": {**method, "clip_low": 0.003 if gspo else 0.2, "clip_high": 0.004 if gspo else 0.27},
+        "rollout": {"prompts": 32, "group_size": 8, "lag": 0},
+        "optim": {
+            "learning_rate": 1e-3,
+            "num_minibatches": minibatches,
+            "steps": steps,
+            "betas": [0.9, 0.999],
+        },
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    environment = {
+        "command": "moe-rl study experiments/replay_vs_gspo.yaml",
+        "git": {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False},
+        "versions": {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"},
+        "device": "cpu",
+        "threads": 1,
+    }
+    (folder / "env.json").write_text(json.dumps(environment, indent=1))
+    rows: list[dict[str, Any]] = []
+    goal = FINAL[arm] + rng.normal(0, 0.02)
+    steps_done = steps if done else steps // 2
+    for step in range(steps_done):
+        rise = 0.38 + (max(goal, 0.62) - 0.38) * (1 - np.exp(-step / 5))
+        reward = rise if goal > 0.6 else rise - (rise - goal) * min(1.0, max(0.0, step - 10) / 12)
+        reward = float(np.clip(reward + rng.normal(0, 0.025), 0, 1))
+        rows.append(
+            {
+                "kind": "rollout",
+                "step": step,
+                "reward": reward,
+                "reward_n": 256,
+                "reward_std": float(np.sqrt(reward * (1 - reward))),
+                "response_length": LENGTH + rng.normal(0, 0.1),
+                "groups_equal": 0.3,
+                "seconds": 1.0,
+                "rollout_logp_gap": 2e-6,
+                "lag": 0,
+            }
+        )
+        tables = []
+        for u in range(1, minibatches + 1):
+            rows.append(_update(rng, step, u, noisy, replay, gspo))
+            probe, tokens = _probe(rng, step, u, sequences, reward, keep=step % tokens_every == 0)
+            rows.append(probe)
+            tables += tokens
+        if tables:
+            (folder / "tokens").mkdir(exist_ok=True)
+            pd.concat(tables).to_parquet(folder / "tokens" / f"step_{step:06d}.parquet")
+        if step % 10 == 0:
+            rows.append({"kind": "eval", "step": step, "reward": reward, "reward_n": 128, "greedy": False})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if done:
+        (folder / "DONE").write_text("")
+
+
+def _update(
+    rng: np.random.Generator, step: int, u: int, noisy: bool, replay: bool, gspo: bool
+) -> dict[str, Any]:
+    noise = noisy and not replay
+    var = (
+        (0.25 if noise else 0.006 if replay else 0.024)
+        * rng.lognormal(0, 0.3)
+        * (1 if noise else (u - 1) / 2)
+    )
+    clipped = int(rng.poisson(1600 * ((0.18 if gspo else 0.03 if noise else 0.0005) * (u > 1 or noise))))
+    return {
+        "kind": "update",
+        "step": step,
+        "update": u,
+        "loss": rng.normal(0, 0.01),
+        "lr": 1e-3,
+        "grad_norm": float((0.55 if noise and not gspo else 0.2) * rng.lognormal(0, 0.25)),
+        "clipped_tokens": clipped,
+        "tokens": 1600,
+        "clipped_sequences": clipped // LENGTH if gspo else min(clipped, 64),
+        "sequences": 64,
+        "var_token_log_ratio": var,
+        "var_sequence_log_ratio": var / LENGTH,
+        "k1": var / 2,
+        "k3": var / 2 * 0.97,
+        "entropy": 0.4 * np.exp(-step / 20),
+        "aux_loss": None,
+        "replayed_rows": 64 if replay else 0,
+        "routed_rows": 64,
+    }
+
+
+def _probe(
+    rng: np.random.Generator, step: int, u: int, sequences: int, reward: float, keep: bool
+) -> tuple[dict[str, Any], list[pd.DataFrame]]:
+    T, L = sequences * LENGTH, len(SITES)
+    token_rate = rng.gamma(0.5, 2.0, T) * 0.012 * u  # clustered on tokens, as real flips are
+    slots = rng.binomial(K, np.clip(token_rate[:, None] * np.linspace(0.8, 1.3, L), 0, 1))
+    flips = (slots > 0).sum(1)
+    old = -rng.gamma(0.4, 0.6, T)
+    drift = rng.normal(0, 0.04 * np.sqrt(u), T)
+    natural = drift + flips * rng.normal(0, 0.12, T)
+    sequence = natural.reshape(sequences, LENGTH).mean(1)
+    table = pd.DataFrame(
+        {
+            "seq": np.repeat(np.arange(sequences), LENGTH),
+            "pos": np.tile(np.arange(LENGTH), sequences),
+            "token": rng.integers(0, 28, T),
+            "update": u,
+            "old_logp": old,
+            "logp_natural": np.minimum(old + natural, 0),
+            "logp_replayed": np.minimum(old + drift, 0),
+            "flips": flips,
+            "reward": np.repeat(rng.random(sequences) < reward, LENGTH).astype(float),
+        }
+    )
+    site_rate, mean = (slots > 0).mean(), flips.mean()
+    row = {
+        "kind": "probe",
+        "step": step,
+        "update": u,
+        "slots_changed": int(slots.sum()),
+        "slots": T * L * K,
+        "sites_changed": int(flips.sum()),
+        "sites": T * L,
+        "tokens_changed": int((flips > 0).sum()),
+        "tokens": T,
+        "site_names": SITES,
+        "site_slots_changed": slots.sum(0).tolist(),
+        "site_slots": [T * K] * L,
+        "flips_histogram": np.bincount(flips, minlength=L + 1).tolist(),
+        "deviation_histogram": np.bincount(slots.ravel(), minlength=K + 1).tolist(),
+        "overdispersion": float(flips.var() / max(mean * (1 - site_rate), 1e-12)),
+        "entropy": 0.4,
+        "var_token_natural": natural.var(),
+        "var_sequence_natural": sequence.var(),
+        "var_token_replayed": drift.var(),
+        "var_sequence_replayed": drift.reshape(sequences, LENGTH).mean(1).var(),
+        "k1_natural": -natural.mean(),
+        "k3_natural": float(np.mean(np.expm1(natural) - natural)),
+        "k3_replayed": float(np.mean(np.expm1(drift) - drift)),
+    }
+    return row, [table] if keep else []
