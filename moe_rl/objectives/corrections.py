@@ -1,0 +1,140 @@
+"""Weights that correct for the engine that sampled: rollout policy mu against training policy pi_old.
+
+Samples come from the rollout engine, gradients from the training engine, and the two disagree a little even
+with equal parameters. Every function here takes the log-weight `log w = log pi_old - log mu` of each token
+(nats, padding already zero, as `token_log_ratio(old_logps, rollout_logps, mask)` gives it) and returns a
+detached weight `[B,T]` that multiplies the surrogate of a token; 0 drops the token. Dropped tokens still count
+in the denominators of the loss, as in TRL, so that dropping never enlarges the weight of what is left.
+
+Differs: verl removes rejected tokens from the response mask, hence from the denominators too.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from moe_rl.objectives.ratios import masked_row_mean, masked_row_sum
+
+CorrectionKind = Literal[
+    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask", "off_policy_mask"
+]
+
+
+def token_truncate(log_weight: Float[Tensor, "B T"], cap: float) -> Float[Tensor, "B T"]:
+    """Truncated importance sampling (TIS): `min(w_t, C)`; Yao et al. 2025, fengyao.notion.site/off-policy-rl."""
+    return log_weight.detach().exp().clamp(max=cap)
+
+
+def token_mask(log_weight: Float[Tensor, "B T"], low: float, high: float) -> Float[Tensor, "B T"]:
+    """Masked importance sampling: `w_t 1[low <= w_t <= high]`.
+
+    With `low=0` this is MIS; with 0.5 and 5 it is IcePop (arXiv:2510.18855).
+    """
+    weight = log_weight.detach().exp()
+    return torch.where((weight >= low) & (weight <= high), weight, 0.0)
+
+
+def sequence_truncate(
+    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], cap: float
+) -> Float[Tensor, "B T"]:
+    """Sequence-level TIS: `min(prod_t w_t, C)`, one weight for all tokens of a sequence (product, no root)."""
+    weight = masked_row_sum(log_weight.detach(), mask).exp().clamp(max=cap)
+    return _spread(weight, mask)
+
+
+def sequence_mask(
+    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], low: float, high: float
+) -> Float[Tensor, "B T"]:
+    """Sequence-level MIS: `W 1[low <= W <= high]` with `W = prod_t w_t`."""
+    weight = masked_row_sum(log_weight.detach(), mask).exp()
+    return _spread(torch.where((weight >= low) & (weight <= high), weight, 0.0), mask)
+
+
+def geometric_mask(
+    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], low: float, high: float
+) -> Float[Tensor, "B T"]:
+    """Geometric rejection: keep a sequence iff `low <= (prod_t w_t)^(1/|y|) <= high`; weight 1 or 0.
+
+    The geometric mean does not drift with length, which the product does.
+    """
+    weight = masked_row_mean(log_weight.detach(), mask).exp()
+    return _spread(((weight >= low) & (weight <= high)).to(log_weight.dtype), mask)
+
+
+def off_policy_sequence_mask(
+    log_weight: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    delta: float,
+) -> Float[Tensor, "B T"]:
+    """One-sided off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1); weight 1 or 0.
+
+    A token is dropped iff its advantage is negative and `mean_t log(mu/pi) > delta` (nats per token) in its
+    sequence: what the policy has already left is not pushed further away. For negative advantages this is
+    `geometric_mask` with `low = exp(-delta)` and no upper bound.
+    """
+    too_far = -masked_row_mean(log_weight.detach(), mask) > delta
+    dropped = too_far[:, None] & (advantages < 0)
+    return torch.where(mask & ~dropped, 1.0, 0.0).to(log_weight.dtype)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """One engine correction of an `Objective`.
+
+    Fields:
+        kind: which function of this module.
+        low, high: bounds of the weight (fractions, not nats); `high` is the cap of the truncating kinds;
+            for `off_policy_mask`, `high` is delta in nats per token.
+        policy: numerator of the weight: "old" (pi_old/mu, the engine gap alone) or "current" (pi/mu, which
+            adds the staleness since the rollout; detached).
+        optional: what a missing `rollout_logps` means: False refuses it; True reads it as "one engine sampled
+            and scored", so that the weight is exactly 1.
+    """
+
+    kind: CorrectionKind
+    low: float = 0.0
+    high: float = float("inf")
+    policy: Literal["old", "current"] = "old"
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(CorrectionKind):
+            raise ValueError(
+                f"Correction.kind: expected one of {get_args(CorrectionKind)}, got {self.kind!r}."
+            )
+        if self.policy not in ("old", "current"):
+            raise ValueError(f"Correction.policy: expected 'old' or 'current', got {self.policy!r}.")
+        if not self.low <= self.high:
+            raise ValueError(f"Correction({self.kind}): low {self.low} is above high {self.high}.")
+        if self.kind.endswith("truncate") and self.low != 0.0:
+            raise ValueError(f"Correction({self.kind}): truncation has a cap only, got low={self.low}.")
+
+    def weight(
+        self,
+        log_weight: Float[Tensor, "B T"],
+        advantages: Float[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+    ) -> Float[Tensor, "B T"]:
+        """The detached weight `[B,T]` of each token; `log_weight` is log pi_old - log mu (nats)."""
+        match self.kind:
+            case "token_truncate":
+                return token_truncate(log_weight, self.high)
+            case "token_mask":
+                return token_mask(log_weight, self.low, self.high)
+            case "sequence_truncate":
+                return sequence_truncate(log_weight, mask, self.high)
+            case "sequence_mask":
+                return sequence_mask(log_weight, mask, self.low, self.high)
+            case "geometric_mask":
+                return geometric_mask(log_weight, mask, self.low, self.high)
+            case "off_policy_mask":
+                return off_policy_sequence_mask(log_weight, advantages, mask, self.high)
+
+
+def _spread(per_sequence: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """One value a sequence -> the same value on each of its tokens, 0 in padding."""
+    return torch.where(mask, per_sequence[:, None], 0.0)

@@ -1,0 +1,108 @@
+"""Log-ratios between the current policy and the one that the samples are anchored to.
+
+`mask` is True (or 1) on completion tokens. Values under a False mask may be anything, NaN and inf included: they
+reach neither a value nor a gradient, because they are replaced before any arithmetic.
+"""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+RatioLevel = Literal["token", "sequence", "sequence_token"]
+
+
+def as_bool_mask(mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """A bool mask from a bool, integer or float 0/1 one.
+
+    Raises:
+        ValueError: an entry is neither 0 nor 1 (weights are not masks: put them into the advantages).
+    """
+    if mask.dtype == torch.bool:
+        return mask
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ValueError(
+            "mask: expected only 0 and 1 (or bool), got other values. A mask says which tokens count; "
+            "token weights belong into token-level advantages."
+        )
+    return mask != 0
+
+
+def masked_row_sum(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """Sum over the unmasked tokens of each row; 0 for a fully masked row."""
+    return torch.where(mask, values, 0.0).sum(-1)
+
+
+def masked_row_mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
+    """Mean over the unmasked tokens of each row; 0 for a fully masked row."""
+    return masked_row_sum(values, mask) / mask.sum(-1).clamp(min=1)
+
+
+def token_log_ratio(
+    logps: Float[Tensor, "B T"], old_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """Log importance ratio of each token, nats (GSPO, arXiv:2507.18071, eq. 3, in logs).
+
+        log w[i,t] = log pi(y[i,t] | x, y[i,<t]) - log pi_old(y[i,t] | x, y[i,<t])
+
+    Args:
+        logps: log-probabilities under the current policy, nats; the gradient flows through these only.
+        old_logps: the same tokens under the anchor policy, nats; detached here.
+        mask: True or 1 on completion tokens.
+
+    Returns:
+        `[B,T]`, with gradient; exactly 0 where the mask is False. float16 and bfloat16 are computed in float32.
+
+    >>> token_log_ratio(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, float("nan")]]), torch.tensor([[1, 0]]))
+    tensor([[0.5000, 0.0000]])
+    """
+    keep = as_bool_mask(mask)
+    new = torch.where(keep, at_least_float32(logps), 0.0)
+    old = torch.where(keep, at_least_float32(old_logps.detach()), 0.0)
+    return new - old
+
+
+def sequence_log_ratio(
+    logps: Float[Tensor, "B T"], old_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
+) -> Float[Tensor, " B"]:
+    """Length-normalised log importance ratio of each sequence, nats per token (arXiv:2507.18071, eq. 7, in logs).
+
+        log s[i] = (1/|y[i]|) sum_t log w[i,t]
+
+    Args and masking as in `token_log_ratio`.
+
+    Returns:
+        `[B]`, with gradient; 0 for a fully masked row.
+
+    >>> sequence_log_ratio(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.1]]), torch.tensor([[1, 1]]))
+    tensor([0.3000])
+    """
+    return masked_row_mean(token_log_ratio(logps, old_logps, mask), as_bool_mask(mask))
+
+
+def log_ratio_at_level(
+    log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], level: RatioLevel
+) -> Float[Tensor, "B T"]:
+    """The log-ratio that multiplies each token's advantage, nats.
+
+    - "token": log w[i,t] itself (arXiv:2507.18071, eq. 3)
+    - "sequence": log s[i] on every token of the sequence (eq. 7)
+    - "sequence_token": sg[log s[i]] + log pi - sg[log pi] (eq. 14): the value of s[i], but each token's
+      gradient goes to its own log-probability, so that advantages can differ between tokens
+
+    `log_ratio` is the output of `token_log_ratio`; the result is 0 in padding and keeps the gradient.
+    """
+    if level == "token":
+        return log_ratio
+    per_sequence = torch.where(mask, masked_row_mean(log_ratio, mask)[:, None], 0.0)
+    if level == "sequence":
+        return per_sequence
+    if level == "sequence_token":
+        return per_sequence.detach() + (log_ratio - log_ratio.detach())
+    raise ValueError(f"ratio: expected 'token', 'sequence' or 'sequence_token', got {level!r}.")
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Half-precision tensors in float32: a log-ratio is a small difference of large numbers."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
