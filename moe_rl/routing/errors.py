@@ -1,4 +1,4 @@
-"""The two errors of `moe_rl.routing`. Both are `ValueError`s: the caller gave something that cannot be right."""
+"""The two errors of `moe_rl.routing`. Both are `ValueError`s: what was given cannot be right."""
 
 
 class RoutingError(ValueError):
@@ -9,4 +9,4 @@ class RoutingError(ValueError):
 
 
 class UnsupportedModelError(RoutingError):
-    """A model whose routing cannot be recorded or replayed exactly: the message names the class and the reason."""
+    """A model whose routing cannot be recorded or replayed exactly; the message names the class and why."""

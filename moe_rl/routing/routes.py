@@ -1,99 +1,83 @@
-"""RoutedExperts: which experts every router chose for every token, packed, aligned with the tokens, savable."""
+"""RoutedExperts: which experts every router chose for every token; packed, aligned with tokens, savable."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, UInt
 from torch import Tensor
 
+from moe_rl.routing.engine_routes import decode_sglang, ids_from_engine
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.packing import check_packed, move_tokens, pack_checked, pack_ids, unpack_ids
+from moe_rl.routing.route_files import read_routes, write_routes
 from moe_rl.routing.site_names import canonical_site, match_sites
 
 if TYPE_CHECKING:
     import pandas as pd
 
-LIVE = (
-    -1
-)  # in `ids`: this token's router decides for itself; in the packed form: the largest value of the dtype
-
-
-def packed_dtype(num_experts: int) -> torch.dtype:
-    """Smallest unsigned dtype that holds ids `0..num_experts-1` and, as its largest value, the sentinel."""
-    if num_experts <= 255:
-        return torch.uint8
-    if num_experts <= 65535:
-        return torch.uint16
-    raise RoutingError(f"num_experts is {num_experts}; at most 65535 are supported")
-
-
-def pack_ids(ids: Int[Tensor, "*rows"], num_experts: int) -> Tensor:
-    """Valid ids (-1 = live) in their compact dtype. The cast is all there is: -1 wraps to the largest value."""
-    return ids.to(packed_dtype(num_experts))
-
-
-def unpack_ids(packed: Tensor) -> Int[Tensor, "*rows"]:
-    """int64 ids with -1 for the sentinel; the inverse of `pack_ids`."""
-    ids = packed.to(torch.int64)
-    return ids.masked_fill_(ids == torch.iinfo(packed.dtype).max, LIVE)
+__all__ = ["RoutedExperts", "canonical_site", "match_sites", "pack_ids", "unpack_ids"]
 
 
 class RoutedExperts:
     """The experts that every routing site chose for every token of a batch.
 
-    ids: integer `[B,T,L,K]`, aligned with the tokens: `ids[b,t,l]` are the K experts that site l gave to token t. A row
-        (the last axis) that holds a -1 has no route ("live": its router decides for itself under replay) and is
-        normalised to all -1. Slot order is kept, because the order of summation matters bit for bit; change metrics
-        ignore it.
-    sites: L qualified module names, without wrapper parts (`canonical_site`), so that the routes of a bare, compiled,
-        DDP or PEFT-wrapped model have the same names.
+    ids: integer `[B,T,L,K]`, aligned with the tokens: `ids[b,t,l]` are the K experts that site l gave to
+        token t. A row (the last axis) that holds a -1 has no route ("live": its router decides for itself
+        under replay) and is normalised to all -1. Slot order is kept, because the order of summation
+        matters bit for bit; change metrics ignore it.
+    sites: L qualified module names, kept without wrapper parts (`canonical_site`), so that the routes of a
+        bare, compiled, DDP or PEFT-wrapped model have the same names.
     num_experts: experts per site; one int, or L of them where sites differ.
-    tokens: optional integer `[B,T]`, the token ids that these routes belong to (-1 = unknown). They travel with the
-        routes, so that routes shuffled differently from their tokens can be caught.
+    tokens: optional integer `[B,T]`, the token ids that these routes belong to (-1 = unknown). They travel
+        with the routes, so that routes shuffled differently from their tokens can be caught.
     meta: optional facts to keep with the routes (model name, library versions, ...): JSON values.
 
-    Stored as `.packed`, in uint8 up to 255 experts and uint16 above (sentinel: the largest value); `.ids` decodes to
-    int64. Objects are not changed after construction: every method returns a new one.
+    Stored as `.packed`, uint8 up to 255 experts and uint16 above (sentinel: the largest value); `.ids`
+    decodes to int64. Never changed after construction: every method returns a new object.
 
-    Raises RoutingError, naming the site and the offending value, for float or bool ids, a wrong number of axes, a
-    number of sites other than L, ids out of range, negative ids other than -1, and an id twice in one row.
+    Raises RoutingError, naming the site and the offending value, for float or bool ids, another number of
+    axes, a number of sites other than L, ids out of range, negative ids other than -1, an id twice in a row.
 
-    >>> routes = RoutedExperts(torch.tensor([[[[3, 0]], [[-1, -1]]]]), ["model.layers.0.mlp.gate"], num_experts=4)
+    >>> ids = torch.tensor([[[[3, 0]], [[-1, -1]]]])
+    >>> routes = RoutedExperts(ids, ["model.layers.0.mlp.gate"], num_experts=4)
     >>> routes.shape, routes.packed.dtype, routes.has_live
     (torch.Size([1, 2, 1, 2]), torch.uint8, True)
     """
 
     def __init__(
         self,
-        ids: Tensor,
+        ids: Tensor,  # no shape annotation: what is wrong with ids is for `pack_checked` to say
         sites: Sequence[str],
         num_experts: int | Sequence[int],
         *,
         tokens: Tensor | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
-        # `ids` and `tokens` carry no shape annotation: what is wrong with them is for `_validated` to say.
         names = tuple(canonical_site(name) for name in sites)
-        experts = _expert_counts(num_experts, names)
-        ids = _validated(torch.as_tensor(ids), names, experts)
-        self._set(pack_ids(ids, max(experts)), names, experts, _checked_tokens(tokens, ids), meta, None)
+        experts = _experts_per_site(num_experts, names)
+        packed = pack_checked(ids, names, experts)
+        if tokens is not None:
+            tokens = _checked_tokens(tokens, packed)
+        self._set(packed, names, experts, tokens, meta, None)
 
     @classmethod
     def _trusted(
         cls,
-        packed: Tensor,
+        packed: UInt[Tensor, "B T L K"],
         sites: tuple[str, ...],
         num_experts: int | Sequence[int],
         *,
-        tokens: Tensor | None = None,
+        tokens: Int[Tensor, "B T"] | None = None,
         meta: Mapping[str, Any] | None = None,
         has_live: bool | None = None,
     ) -> "RoutedExperts":
-        """Wrap packed ids that are known to be valid, with canonical site names; no check, no device sync."""
+        """Wrap packed ids known to be valid, and canonical names: nothing is checked, no device sync."""
         self = cls.__new__(cls)
-        self._set(packed, sites, _expert_counts(num_experts, sites), tokens, meta, has_live)
+        self._set(packed, sites, _experts_per_site(num_experts, sites), tokens, meta, has_live)
         return self
 
     def _set(
@@ -108,35 +92,30 @@ class RoutedExperts:
         self._packed, self._sites, self._experts = packed, sites, experts
         self._tokens, self._meta, self._has_live = tokens, dict(meta or {}), has_live
 
-    def _like(
-        self,
-        packed: Tensor,
-        tokens: Tensor | None,
-        sites: tuple[str, ...] | None = None,
-        has_live: bool | None = None,
-    ) -> "RoutedExperts":
+    def _with(self, packed: Tensor, tokens: Tensor | None, has_live: bool | None = None) -> "RoutedExperts":
         return RoutedExperts._trusted(
-            packed, sites or self._sites, self._experts, tokens=tokens, meta=self._meta, has_live=has_live
+            packed, self._sites, self._experts, tokens=tokens, meta=self._meta, has_live=has_live
         )
 
-    # -- what is in it ------------------------------------------------------------------------------------------------
+    # What is in it
 
     @property
-    def packed(self) -> Tensor:
+    def packed(self) -> UInt[Tensor, "B T L K"]:
         """`[B,T,L,K]`, uint8 or uint16; the largest value of the dtype means live."""
         return self._packed
 
     @property
     def ids(self) -> Int[Tensor, "B T L K"]:
-        """`[B,T,L,K]` int64, -1 = live. Decoded anew at every call."""
+        """`[B,T,L,K]` int64, -1 = live. Decoded anew at every access."""
         return unpack_ids(self._packed)
 
     def site_ids(self, site: int | str) -> Int[Tensor, "B T K"]:
-        """int64 ids of one site, by position or name; decodes nothing else."""
+        """int64 ids of one site, by position or name; the others are not decoded."""
         return unpack_ids(self._packed[:, :, match_sites(self._sites, site)[0]])
 
     @property
     def sites(self) -> tuple[str, ...]:
+        """L qualified module names, without wrapper parts."""
         return self._sites
 
     @property
@@ -151,6 +130,7 @@ class RoutedExperts:
 
     @property
     def meta(self) -> dict[str, Any]:
+        """Facts kept with the routes (a copy)."""
         return dict(self._meta)
 
     @property
@@ -181,127 +161,263 @@ class RoutedExperts:
 
     @property
     def token_hash(self) -> str | None:
-        """SHA-256 of the tokens (shape and int32 values, little-endian), or None where they are unknown."""
+        """SHA-256 over shape and int32 little-endian values of the tokens; None where they are unknown."""
         if self._tokens is None:
             return None
-        values = self._tokens.to("cpu", torch.int32).contiguous().numpy().astype("<i4")
-        return hashlib.sha256(repr(tuple(values.shape)).encode() + values.tobytes()).hexdigest()
+        values = self._tokens.cpu().contiguous().numpy().astype("<i4")
+        return hashlib.sha256(repr(values.shape).encode() + values.tobytes()).hexdigest()
 
     def equal(self, other: "RoutedExperts") -> bool:
-        """Same sites, num_experts and ids, slot order included; and the same tokens where both know theirs."""
+        """Same sites, num_experts, ids (slot order included), and tokens where both know theirs."""
         if self._sites != other._sites or self._experts != other._experts or self.shape != other.shape:
             return False
-        if self._tokens is not None and other._tokens is not None:
-            if not torch.equal(self._tokens, other._tokens.to(self.device)):
-                return False
+        mine, theirs = self._tokens, other._tokens
+        if mine is not None and theirs is not None and not torch.equal(mine, theirs.to(self.device)):
+            return False
         return torch.equal(self._packed, other._packed.to(self.device))
 
     def __repr__(self) -> str:
-        b, t, l, k = self.shape  # noqa: E741
+        b, t, sites, k = self.shape
         return (
-            f"RoutedExperts({b} sequences x {t} tokens x {l} sites x {k} of {self.num_experts} experts, "
-            f"{self.nbytes / 2**20:.1f} MiB on {self.device}{', with tokens' if self._tokens is not None else ''})"
+            f"RoutedExperts({b} sequences x {t} tokens x {sites} sites x {k} of {self.num_experts} experts, "
+            f"{self._packed.dtype} on {self.device}{', with tokens' if self._tokens is not None else ''})"
         )
 
-    # -- taking parts, putting together -------------------------------------------------------------------------------
+    # Taking parts, moving, putting together
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RoutedExperts":
         """The same routes on another device."""
         tokens = None if self._tokens is None else self._tokens.to(device, non_blocking=non_blocking)
-        return self._like(self._packed.to(device, non_blocking=non_blocking), tokens, has_live=self._has_live)
+        return self._with(self._packed.to(device, non_blocking=non_blocking), tokens, self._has_live)
 
     def rows(self, index: int | slice | Sequence[int] | Sequence[bool] | Tensor) -> "RoutedExperts":
-        """The routes of some sequences: an int (B becomes 1), a slice, ints (in that order), or a bool mask over B."""
-        chosen = torch.arange(self.shape[0])[
-            index if isinstance(index, slice) else torch.as_tensor(index).cpu()
-        ]
+        """The routes of some sequences: an int (B becomes 1), a slice, ints, or a bool mask over B.
+
+        Raises RoutingError for an index out of range or a mask of another length.
+        """
+        size = self.shape[0]
+        try:
+            # Indexing 0..B-1 on the CPU gives every kind of index one meaning, and errors without a sync.
+            chosen = torch.arange(size)[index if isinstance(index, slice) else torch.as_tensor(index).cpu()]
+        except (IndexError, TypeError) as error:
+            raise RoutingError(f"rows: no such rows among B = {size} sequences: {error}") from error
         chosen = chosen.reshape(-1).to(self.device)
         tokens = None if self._tokens is None else self._tokens.index_select(0, chosen)
-        return self._like(self._packed.index_select(0, chosen), tokens, has_live=self._has_live or None)
+        return self._with(
+            self._packed.index_select(0, chosen), tokens, None if self._has_live else self._has_live
+        )
 
     def select(self, sites: str | int | Iterable[str | int]) -> "RoutedExperts":
-        """The routes of some sites, in the order asked for: names, shell patterns or indices."""
+        """The routes of some sites, in that order: names, shell patterns or indices (`match_sites`)."""
         chosen = match_sites(self._sites, sites)
-        index = torch.tensor(chosen, device=self.device)
         return RoutedExperts._trusted(
-            self._packed.index_select(2, index),
+            self._packed.index_select(2, torch.tensor(chosen, device=self.device)),
             tuple(self._sites[i] for i in chosen),
             [self._experts[i] for i in chosen],
             tokens=self._tokens,
             meta=self._meta,
+            has_live=None if self._has_live else self._has_live,
+        )
+
+    def realign(self, from_mask: Tensor, to_mask: Tensor) -> "RoutedExperts":
+        """Move the routes from one padding to another: left to right, packed to padded, longer to shorter.
+
+        from_mask: `[B,T]` or `[B,T+1]`, True where the tokens of these routes are. One column more than the
+            routes is what `generate()` leads to: its last token was never fed back, so it has no route (-1).
+        to_mask: `[B,T']`, True where the same tokens shall be. The n-th True position of a row of from_mask
+            moves to the n-th True position of that row of to_mask; all other rows become -1.
+
+        Raises RoutingError if the masks have other shapes or a sequence has other token counts in the two.
+
+        >>> left = RoutedExperts(torch.tensor([[[[-1]], [[5]], [[6]]]]), ["gate"], 8)
+        >>> left.realign(torch.tensor([[False, True, True]]), torch.tensor([[True, True]])).ids.flatten()
+        tensor([5, 6])
+        """
+        b, t = self.shape[:2]
+        source, target = from_mask.to(self.device).bool(), to_mask.to(self.device).bool()
+        if source.ndim != 2 or source.shape[0] != b or source.shape[1] not in (t, t + 1):
+            raise RoutingError(
+                f"from_mask must be [B,T] = [{b},{t}], or [{b},{t + 1}] if the last token has no route; "
+                f"got {list(source.shape)}"
+            )
+        if target.ndim != 2 or target.shape[0] != b:
+            raise RoutingError(f"to_mask must be [B,T'] with B = {b}, got {list(target.shape)}")
+        counts = torch.stack([source.sum(-1), target.sum(-1)]).cpu()
+        if not torch.equal(counts[0], counts[1]):
+            row = int((counts[0] != counts[1]).nonzero()[0])
+            raise RoutingError(
+                f"sequence {row} has {int(counts[0, row])} tokens in from_mask and {int(counts[1, row])} in "
+                "to_mask: the masks are of different batches, or one lacks the prompt or the last token"
+            )
+        packed = move_tokens(self._packed, source, target, torch.iinfo(self._packed.dtype).max)
+        tokens = None if self._tokens is None else move_tokens(self._tokens, source, target, -1)
+        return self._with(packed, tokens)
+
+    @staticmethod
+    def cat(parts: Sequence["RoutedExperts"]) -> "RoutedExperts":
+        """Join batches along B. Facts in `meta` that differ are dropped; unknown tokens become -1.
+
+        Raises RoutingError if sites, num_experts, T or K differ.
+        """
+        if not parts:
+            raise RoutingError("cat needs at least one RoutedExperts")
+        first = parts[0]
+        for i, part in enumerate(parts):
+            if (part._sites, part._experts, part.shape[3]) != (first._sites, first._experts, first.shape[3]):
+                raise RoutingError(f"part {i} has other sites, experts or slots: {part} after {first}")
+            if part.shape[1] != first.shape[1]:
+                raise RoutingError(
+                    f"part {i} has T = {part.shape[1]}, part 0 has {first.shape[1]}: bring them to one width "
+                    "with realign first"
+                )
+        tokens = None
+        if any(part._tokens is not None for part in parts):
+            unknown = [torch.full(p.shape[:2], -1, dtype=torch.int32, device=p.device) for p in parts]
+            tokens = torch.cat(
+                [u if p._tokens is None else p._tokens for u, p in zip(unknown, parts, strict=True)]
+            )
+        shared = {k: v for k, v in first._meta.items() if all(p._meta.get(k, ...) == v for p in parts)}
+        known = [part._has_live for part in parts]
+        has_live = True if True in known else None if None in known else False
+        return RoutedExperts._trusted(
+            torch.cat([part._packed for part in parts]),
+            first._sites,
+            first._experts,
+            tokens=tokens,
+            meta=shared,
+            has_live=has_live,
+        )
+
+    # Files and tables
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """One safetensors file; its header has sites, num_experts, K, meta, token hash, library versions.
+
+        Written to a temporary name, flushed, then renamed, so that `path` is never half a file.
+        """
+        tensors = {"ids": self._packed} | ({} if self._tokens is None else {"tokens": self._tokens})
+        facts = {
+            "sites": self._sites,
+            "num_experts": self._experts,
+            "num_experts_per_tok": self.shape[3],
+            "token_hash": self.token_hash,
+            "meta": self._meta,
+        }
+        write_routes(path, tensors, facts)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> "RoutedExperts":
+        """Read a file of `save`; library versions of the writer are under `meta["written_by"]`.
+
+        Raises FileNotFoundError; RoutingError for a file that is cut off, foreign, of a newer format, or
+        whose parts do not fit each other (ids against header, tokens against their hash).
+        """
+        tensors, facts = read_routes(path)
+        try:
+            packed, sites, tokens = tensors["ids"], tuple(facts["sites"]), tensors.get("tokens")
+            experts = _experts_per_site(facts["num_experts"], sites)
+            check_packed(packed, sites, experts)
+            tokens = None if tokens is None else _checked_tokens(tokens, packed)
+            meta = {**facts["meta"], "written_by": facts["written_by"]}
+            expected = facts["token_hash"], facts["num_experts_per_tok"]
+        except (KeyError, RoutingError) as error:
+            raise RoutingError(f"{path}: header and contents do not fit each other: {error}") from error
+        routes = RoutedExperts._trusted(packed, sites, experts, tokens=tokens, meta=meta)
+        if (routes.token_hash, routes.shape[3]) != expected:
+            raise RoutingError(f"{path}: tokens or slots are not those that the header names")
+        return routes.to(device)
+
+    def to_frame(self, mask: Tensor | None = None) -> "pd.DataFrame":
+        """Tidy table, one row per (sequence, position, site); live rows are left out.
+
+        Columns: `sequence`, `position` (t), `token` (where known), `site` (categorical), `expert_0` ..
+        `expert_{K-1}` in slot order. mask: `[B,T]`, only positions where it is True.
+
+        >>> routes = RoutedExperts(torch.tensor([[[[3, 0]], [[2, 3]]]]), ["gate"], 4)
+        >>> routes.to_frame().melt(["sequence", "position", "site"], value_name="expert")["expert"].tolist()
+        [3, 2, 0, 3]
+        """
+        import pandas as pd
+
+        keep = ~self.live
+        if mask is not None:
+            if mask.shape != self.shape[:2]:
+                raise RoutingError(f"mask must be [B,T] = {list(self.shape[:2])}, got {list(mask.shape)}")
+            keep = keep & mask.to(self.device).bool()[:, :, None]
+        where = keep.nonzero().cpu().numpy()
+        chosen = self.ids[keep].cpu().numpy()
+        columns: dict[str, Any] = {"sequence": where[:, 0], "position": where[:, 1]}
+        if self._tokens is not None:
+            columns["token"] = self._tokens.cpu().numpy()[where[:, 0], where[:, 1]]
+        columns["site"] = pd.Categorical.from_codes(where[:, 2], pd.Index(self._sites))
+        columns |= {f"expert_{slot}": chosen[:, slot] for slot in range(chosen.shape[1])}
+        return pd.DataFrame(columns)
+
+    # Routes from inference engines
+
+    @staticmethod
+    def from_vllm(
+        arrays: Sequence[np.ndarray],
+        sites: Sequence[str],
+        num_experts: int | Sequence[int],
+        *,
+        layers: Sequence[int] | None = None,
+        mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> "RoutedExperts":
+        """Routes of vLLM's `CompletionOutput.routed_experts`: per sequence `[P+G-1, num_layers, K]` integers.
+
+        layers: index of each site along the engine's layer axis, which counts dense layers too (zero rows).
+            Default: all layers in order if there are L of them, else the layer number in each site's name.
+        mask: `[B,T]`, where each sequence's P+G (or P+G-1) tokens are. Default: packed to the left, T the
+            longest array.
+
+        Raises RoutingError if the arrays do not fit sites or mask, or if a routed layer is all zeros: then
+        the engine captured nothing (see `ids_from_engine`).
+        """
+        names = tuple(canonical_site(name) for name in sites)
+        ids = ids_from_engine(arrays, names, layers, mask)
+        return RoutedExperts(ids, names, num_experts, tokens=tokens, meta=meta)
+
+    @staticmethod
+    def from_sglang(
+        payloads: Sequence[str | bytes],
+        sites: Sequence[str],
+        num_experts: int | Sequence[int],
+        *,
+        num_layers: int,
+        num_experts_per_tok: int,
+        layers: Sequence[int] | None = None,
+        mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> "RoutedExperts":
+        """Routes of SGLang's `meta_info["routed_experts"]`: base64 of int32 `[P+G-1, num_layers, K]` each.
+
+        The bytes do not say their shape: num_layers counts all hidden layers. The rest is as in `from_vllm`.
+        """
+        arrays = [decode_sglang(payload, num_layers, num_experts_per_tok) for payload in payloads]
+        return RoutedExperts.from_vllm(
+            arrays, sites, num_experts, layers=layers, mask=mask, tokens=tokens, meta=meta
         )
 
 
-def _expert_counts(num_experts: int | Sequence[int], sites: tuple[str, ...]) -> tuple[int, ...]:
-    counts = (
-        (num_experts,) * len(sites) if isinstance(num_experts, int) else tuple(int(n) for n in num_experts)
-    )
+def _experts_per_site(num_experts: int | Sequence[int], sites: tuple[str, ...]) -> tuple[int, ...]:
     if not sites:
-        raise RoutingError("no sites: routes need at least one routing site")
-    if len(counts) != len(sites):
-        raise RoutingError(f"num_experts gives {len(counts)} numbers for {len(sites)} sites")
-    if min(counts) < 1:
-        raise RoutingError(f"num_experts must be positive, got {num_experts}")
+        raise RoutingError("no sites were named: routes need at least one")
+    counts = (num_experts,) * len(sites) if isinstance(num_experts, int) else tuple(num_experts)
+    if len(counts) != len(sites) or min(counts) < 1:
+        raise RoutingError(
+            f"num_experts must be positive, one int or {len(sites)} of them, got {num_experts}"
+        )
     return counts
 
 
-def _validated(ids: Tensor, sites: tuple[str, ...], experts: tuple[int, ...]) -> Int[Tensor, "B T L K"]:
-    """int64 ids with live rows normalised, or a RoutingError."""
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+def _checked_tokens(tokens: Tensor, packed: Tensor) -> Int[Tensor, "B T"]:
+    shape = packed.shape[:2]
+    if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != shape:
         raise RoutingError(
-            f"ids must be integers, got {ids.dtype}: router logits or weights instead of expert ids?"
+            f"tokens must be integers [B,T] = {list(shape)}, got {tokens.dtype} {list(tokens.shape)}"
         )
-    if ids.ndim != 4:
-        raise RoutingError(
-            f"ids must be [B,T,L,K] (sequence, token, site, slot), got shape {tuple(ids.shape)}"
-        )
-    if ids.shape[2] != len(sites):
-        raise RoutingError(
-            f"ids {tuple(ids.shape)} hold {ids.shape[2]} sites on axis 2, but {len(sites)} sites were named"
-        )
-    if len(set(sites)) != len(sites):
-        twice = next(s for i, s in enumerate(sites) if s in sites[:i])
-        raise RoutingError(f"site {twice} is named twice (names are compared without wrapper parts)")
-    wide = ids.to(torch.int64)
-    counts = torch.tensor(experts, device=ids.device)[:, None]
-    _refuse(wide, (wide < LIVE) | (wide >= counts), sites, experts, ids.dtype)
-    wide = torch.where((wide == LIVE).any(-1, keepdim=True), LIVE, wide)
-    if ids.shape[-1] > 1:
-        ordered = wide.sort(-1).values
-        twice_mask = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != LIVE)
-        if bool(twice_mask.any()):
-            b, t, l, _ = twice_mask.nonzero()[0].tolist()  # noqa: E741
-            raise RoutingError(
-                f"site {sites[l]}: sequence {b}, token {t} names an expert twice: {wide[b, t, l].tolist()}; padding or "
-                "rows that were never captured should be -1"
-            )
-    return wide
-
-
-def _refuse(
-    ids: Tensor, bad: Tensor, sites: tuple[str, ...], experts: tuple[int, ...], dtype: torch.dtype
-) -> None:
-    if not bool(bad.any()):
-        return
-    b, t, l, k = bad.nonzero()[0].tolist()  # noqa: E741
-    value = int(ids[b, t, l, k])
-    cause = "routes of another model?"
-    if value < LIVE:
-        cause = "only -1 has a meaning below zero (live); an int8 or int16 overflow?"
-    elif not dtype.is_signed and value == torch.iinfo(dtype).max:
-        cause = (
-            f"{value} is the packed sentinel of {dtype}: decode it to -1, or pass `.ids` instead of `.packed`"
-        )
-    raise RoutingError(
-        f"site {sites[l]}: sequence {b}, token {t}, slot {k} holds expert {value}; expected 0..{experts[l] - 1} or -1. {cause}"
-    )
-
-
-def _checked_tokens(tokens: Tensor | None, ids: Tensor) -> Tensor | None:
-    if tokens is None:
-        return None
-    if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != ids.shape[:2]:
-        raise RoutingError(
-            f"tokens must be integers of shape [B,T] = {tuple(ids.shape[:2])}, got {tokens.dtype} {tuple(tokens.shape)}"
-        )
-    return tokens.to(ids.device, torch.int32)
+    return tokens.to(packed.device, torch.int32)

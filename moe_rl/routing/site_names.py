@@ -1,4 +1,4 @@
-"""Names of routing sites that stay the same when a model is wrapped (compiled, DDP, FSDP, PEFT, checkpointing)."""
+"""Names of routing sites that stay the same under wrappers (compile, DDP, FSDP, PEFT, checkpointing)."""
 
 import difflib
 import fnmatch
@@ -18,9 +18,9 @@ _WRAPPERS = {
 def canonical_site(name: str) -> str:
     """The qualified name of a module without the parts that wrappers add.
 
-    `module.` (DistributedDataParallel) and `base_model.model.` (PEFT) are dropped only at the front, because a model
-    may have a child of its own called `module`; the other parts are dropped anywhere. A name made of nothing but
-    wrapper parts is returned as it is.
+    `module.` (DistributedDataParallel) and `base_model.model.` (PEFT) are dropped only at the front, because
+    a model may have a child of its own called `module`; the other parts are dropped anywhere. A name made of
+    nothing but wrapper parts is returned as it is.
 
     >>> canonical_site("module._orig_mod.model.layers.0.mlp.gate")
     'model.layers.0.mlp.gate'
@@ -44,15 +44,17 @@ def canonical_site(name: str) -> str:
 
 
 def match_sites(sites: Sequence[str], wanted: str | int | Iterable[str | int]) -> list[int]:
-    """Positions in `sites` of what is wanted: names, shell patterns (`"*.layers.3.*"`) or indices, one or several.
+    """Positions in `sites` of what is wanted: names, shell patterns (`"*.layers.3.*"`) or indices.
 
-    Every entry has to find something, else RoutingError with the nearest names. Each site is listed once, in the order
-    in which it was asked for.
+    Every entry has to find something, else RoutingError with the nearest names. Each site is listed once, in
+    the order in which it was asked for.
 
     >>> match_sites(["layers.0.gate", "layers.1.gate"], "*.1.*")
     [1]
     """
     entries = [wanted] if isinstance(wanted, str | int) else list(wanted)
+    if not entries:
+        raise RoutingError(f"no routing site was asked for; there are {len(sites)}, the first is {sites[0]}")
     found: dict[int, None] = {}
     for entry in entries:
         if isinstance(entry, str):
@@ -63,7 +65,7 @@ def match_sites(sites: Sequence[str], wanted: str | int | Iterable[str | int]) -
         if not hits:
             near = difflib.get_close_matches(str(entry), sites, n=3, cutoff=0.3) or list(sites[:3])
             raise RoutingError(
-                f"no routing site matches {entry!r}; there are {len(sites)} sites, nearest: {near}"
+                f"no routing site matches {entry!r}; there are {len(sites)}, the nearest: {near}"
             )
         found.update(dict.fromkeys(hits))
     return list(found)
