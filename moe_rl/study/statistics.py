@@ -97,6 +97,32 @@ def bootstrap_interval(
     return Interval(estimate, float(result.low), float(result.high), n, confidence, "BCa")
 
 
+def bootstrap_band(values: np.ndarray, confidence: float = 0.95, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Pointwise percentile interval of the mean over seeds: values [n, X] -> (low [X], high [X]).
+
+    All n^n resamples up to n = 6, else 2000 with a fixed generator, the same rows at every X. NaN (a seed that
+    has not come that far) is left out pointwise; NaN where fewer than two seeds remain.
+    """
+    n, width = values.shape
+    low, high = np.full(width, np.nan), np.full(width, np.nan)
+    tail = (1.0 - confidence) / 2
+    present = np.isfinite(values)
+    for pattern in np.unique(present, axis=1).T:
+        rows = np.flatnonzero(pattern)
+        if rows.size < 2:
+            continue
+        columns = np.flatnonzero((present == pattern[:, None]).all(axis=0))
+        if rows.size <= _ENUMERATE_UP_TO:
+            draws = np.array(list(itertools.product(rows, repeat=rows.size)))
+        else:
+            draws = np.random.default_rng(seed).choice(rows, (2000, rows.size))
+        # counts [resamples, n] @ values [n, X]: the means of all resamples at once
+        weights = (draws[:, :, None] == rows).sum(1) / rows.size
+        means = weights @ values[np.ix_(rows, columns)]
+        low[columns], high[columns] = np.quantile(means, [tail, 1 - tail], axis=0, method="inverted_cdf")
+    return low, high
+
+
 def student_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> Interval:
     """Mean ± t_{n-1} s / √n: exact if seeds scatter normally, and far wider than the bootstrap at n = 3.
 
@@ -127,7 +153,7 @@ def small_sample_note(n: int) -> str:
         return "one seed: no interval"
     if n <= 3:  # 1/n^n > 2.5 %: the percentile interval cannot leave the extreme resamples out
         share = 100 * (1 - 2.0 ** (1 - n))
-        return f"with n = {n} it is the range of the seeds, which holds the true mean in about {share:.0f} % of studies"
+        return f"with n = {n} it is the seeds' range, which holds the true mean in about {share:.0f} % of studies"
     return f"n = {n} seeds are few: the interval tends to be too narrow" if n < 10 else ""
 
 

@@ -1,0 +1,218 @@
+"""Figures of routing change: how much of the selection moves, where, and how it clusters on tokens."""
+
+import os
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.style import (
+    GREY,
+    StudyFigure,
+    arm_looks,
+    conditions,
+    draw_seeds,
+    legend_above,
+    log_axis,
+    need,
+    noise_note,
+    panels,
+    seeds_note,
+    styled,
+    summarise,
+)
+
+GSPO_CHANGE = 0.10
+"""GSPO (2507.18071) §5.3: "roughly 10% of the experts activated" change per update; its denominator is not defined."""
+
+PROBE = (
+    "Probe: a fixed subset of each step's responses, routed live and without noise, old policy of the step against the "
+    "weights after the update"
+)
+DEFINITIONS = {
+    "slot": ("slots_changed", "slots", "slot: expert slots replaced / K·L·tokens"),
+    "site": ("sites_changed", "sites", "site: (token, router) pairs whose set differs"),
+    "token": ("tokens_changed", "tokens", "token: tokens with any site changed"),
+}
+
+
+@styled
+def expert_change(data: StudyData) -> StudyFigure:
+    """Change rate by update index within a step, under the three definitions."""
+    rows = need(data.probes, ["slots_changed", "sites_changed", "tokens_changed"], "expert_change")
+    shown = conditions(data)
+    figure, axes = panels(len(shown), 3, 0.55 + 1.95 * len(shown), sharex=True, sharey="col")
+    parts = []
+    for i, (row, condition) in enumerate(zip(axes, shown, strict=True)):
+        for ax, (name, (changed, total, _)) in zip(row, DEFINITIONS.items(), strict=True):
+            for arm, (look, label) in arm_looks(data, condition.arms).items():
+                table = pooled_rate(rows[rows["arm"] == arm], changed, total, ["update"])
+                if not table.empty:
+                    draw_seeds(ax, 100 * table, look, label)
+                    parts.append(summarise(table, definition=name, condition=condition.name, arm=arm))
+            ax.set_title("" if i else f"per {name}")
+            ax.set_ylim(0, None)
+        row[0].set_ylabel(f"{condition.name}\nchanged, %")
+    for ax in axes[:, 0]:
+        ax.axhline(100 * GSPO_CHANGE, color=GREY, lw=1, ls=(0, (1, 2)))
+    axes[0, 0].annotate(
+        "GSPO paper: “roughly 10 %”,\ndenominator not defined", (0.03, 100 * GSPO_CHANGE), fontsize=6.5, color=GREY,
+        xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points", va="top",
+    )  # fmt: skip
+    for ax in axes[-1]:
+        ax.set_xlabel("update within the step")
+        ax.set_xticks(sorted(rows["update"].unique())[:: max(1, rows["update"].nunique() // 8)])
+    legend_above(figure, axes)
+    definitions = "; ".join(text for _, _, text in DEFINITIONS.values())
+    caption = (
+        f"{PROBE}; changes and totals pooled over all steps of a seed. Rates by definition – {definitions}. The three "
+        "differ by up to a factor of K·L and must not be compared with one another. Dotted: the GSPO paper (§5.3), "
+        "drawn with the slot definition only, per update, as the most plausible reading of “experts activated”. "
+        f"Thin lines: seeds; thick: mean; band: interval.{noise_note(data)} {seeds_note(data)}"
+    )
+    title = "Expert change by update index."
+    return StudyFigure("expert_change", title, caption, figure, pd.concat(parts))
+
+
+@styled
+def expert_change_by_site(data: StudyData) -> StudyFigure:
+    """Heat map routing site x update index, slot definition, one panel per arm."""
+    rows = need(data.probes, ["site_slots_changed", "site_slots", "site_names"], "expert_change_by_site")
+    names = list(rows["site_names"].iloc[0])
+    long = rows[["arm", "seed", "update", "site_slots_changed", "site_slots"]].copy()
+    long["site"] = [range(len(names))] * len(long)
+    long = long.explode(["site", "site_slots_changed", "site_slots"])
+    pooled = long.groupby(["arm", "site", "update"], as_index=False)[
+        ["site_slots_changed", "site_slots"]
+    ].sum()
+    pooled["rate"] = pooled["site_slots_changed"].astype(float) / pooled["site_slots"].astype(float)
+    arms = [arm for condition in conditions(data) for arm in condition.arms if (pooled["arm"] == arm).any()]
+    columns = min(len(arms), 5)
+    lines = -(-len(arms) // columns)
+    height = 0.7 + lines * float(np.clip(0.28 * len(names) + 0.45, 1.2, 5))
+    figure, axes = panels(lines, columns, height, sharex=True, sharey=True)
+    top = 100 * float(pooled["rate"].max()) or 1.0
+    for ax in axes.flat[len(arms) :]:
+        ax.axis("off")
+    for ax, arm in zip(axes.flat, arms, strict=False):
+        grid = 100 * pooled[pooled["arm"] == arm].pivot(index="site", columns="update", values="rate")
+        values = grid.to_numpy(dtype=float)
+        image = ax.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=top, interpolation="nearest")
+        if values.size <= 48:
+            for (i, j), value in np.ndenumerate(values):
+                ink = "white" if value > 0.6 * top else "#1a1a1a"
+                ax.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=ink)
+        noise = data.arms.loc[arm, "noise"]
+        label = arm_looks(data, [arm])[arm][1]
+        ax.set_title(label.replace(" + ", "\n+ ") + (f"\nnoise {noise:g}" if noise else ""), fontsize=7.5)
+        ax.set_xticks(range(len(grid.columns)), [str(u) for u in grid.columns])
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
+        ax.tick_params(length=0)
+    short, common = short_sites(names)
+    step = max(1, len(names) // 12)
+    for ax in axes[:, 0]:
+        ax.set_yticks(range(0, len(names), step), short[::step])
+        ax.set_ylabel("routing site")
+    for ax in axes[-1]:
+        ax.set_xlabel("update")
+    figure.colorbar(
+        image, ax=axes, shrink=0.9, aspect=18, pad=0.02, label="slots changed, %"
+    ).outline.set_visible(False)
+    pooled["site_name"] = [names[i] for i in pooled["site"]]
+    caption = (
+        f"{PROBE}. Slots replaced, in %, by routing site ({common}, shallow to deep from the top) and by update index, "
+        f"pooled over all steps and seeds.{noise_note(data)} {seeds_note(data, interval=False)}"
+    )
+    title = "Expert change by routing site and update."
+    return StudyFigure("expert_change_by_site", title, caption, figure, pooled)
+
+
+@styled
+def flips_per_token(data: StudyData) -> StudyFigure:
+    """How many sites change on one token, and how many slots at one site, against independence."""
+    rows = need(data.probes, ["flips_histogram", "deviation_histogram"], "flips_per_token")
+    rows = rows[rows["update"] == rows["update"].max()]
+    arms = [arm for condition in conditions(data) for arm in condition.arms if (rows["arm"] == arm).any()]
+    figure, axes = panels(2, len(arms), 3.9, sharey="row", sharex="row")
+    parts = []
+    for column, arm in zip(axes.T, arms, strict=True):
+        of_arm = rows[rows["arm"] == arm]
+        look, label = arm_looks(data, [arm])[arm]
+        noise = data.arms.loc[arm, "noise"]
+        for ax, name in zip(column, ("flips_histogram", "deviation_histogram"), strict=True):
+            counts = np.sum(of_arm[name].tolist(), axis=0).astype(float)
+            expected = binomial_of(counts)
+            x = np.arange(len(counts))
+            observed = counts / counts.sum()
+            ax.bar(x, observed, color=look.colour, width=0.72, label="observed" if arm == arms[0] else None)
+            ax.plot(x, expected, "o--", color="#1a1a1a", mfc="white", lw=0.9, ms=3.5, label="if independent")
+            parts.append(
+                pd.DataFrame({"histogram": name, "arm": arm, "value": x, "count": counts, "share": observed,
+                              "binomial": expected})
+            )  # fmt: skip
+            ax.set_xticks(x[:: max(1, len(x) // 8)])
+        spread = np.average(of_arm["overdispersion"].dropna()) if "overdispersion" in of_arm else np.nan
+        title = label.replace(" + ", "\n+ ") + (f"\nnoise {noise:g}" if noise else "")
+        column[0].set_title(title, fontsize=7.5)
+        column[0].text(
+            0.96,
+            0.96,
+            f"variance ×{spread:.2g}",
+            transform=column[0].transAxes,
+            ha="right",
+            va="top",
+            fontsize=7,
+        )
+        column[0].set_xlabel("sites changed per token")
+        column[1].set_xlabel("slots changed per site")
+    frame = pd.concat(parts)
+    for ax in axes[:, 0]:
+        log_axis(ax.yaxis)
+    for row, name in zip(axes, ("flips_histogram", "deviation_histogram"), strict=True):
+        seen = frame[(frame["histogram"] == name) & (frame["count"] > 0)]["share"]
+        row[0].set_ylim(float(seen.min()) / 3, 1.5)
+    axes[0, 0].set_ylabel("share of tokens")
+    axes[1, 0].set_ylabel("share of sites")
+    legend_above(figure, axes[:1])
+    caption = (
+        f"{PROBE}, last update of each step, pooled over steps and seeds; log axis. Top: routing sites that changed on "
+        "one token; bottom: slots replaced at one site. Circles: the binomial with the same mean, which independent "
+        "flips would follow. “variance ×”: variance of flips per token over that of the binomial, mean over probes; "
+        f"above 1, flips cluster on tokens.{noise_note(data)} {seeds_note(data, interval=False)}"
+    )
+    title = "Flips per token and slots per site."
+    return StudyFigure("flips_per_token", title, caption, figure, frame)
+
+
+def pooled_rate(rows: pd.DataFrame, changed: str, total: str, by: list[str]) -> pd.DataFrame:
+    """Rate = summed changes / summed totals, index `by`, one column per seed."""
+    sums = rows.groupby([*by, "seed"])[[changed, total]].sum()
+    return (sums[changed] / sums[total]).unstack("seed")
+
+
+def binomial_of(counts: np.ndarray) -> np.ndarray:
+    """Binomial(N, p) with N = len(counts) - 1 trials and the mean of the counted values."""
+    from scipy import stats
+
+    trials = len(counts) - 1
+    mean = float(np.average(np.arange(trials + 1), weights=counts))
+    return np.asarray(stats.binom.pmf(np.arange(trials + 1), trials, mean / trials))
+
+
+def short_sites(names: list[str]) -> tuple[list[str], str]:
+    """Site names without what they share, and the shared pattern: layers.0.gate, layers.1.gate -> 0, 1.
+
+    >>> short_sites(["layers.0.gate", "layers.1.gate"])
+    (['0', '1'], 'layers.·.gate')
+    """
+    if len(names) < 2:
+        return names, names[0] if names else ""
+    front = os.path.commonprefix(names)
+    front = front[: front.rfind(".") + 1]
+    back = os.path.commonprefix([name[::-1] for name in names])[::-1]
+    back = back[back.find(".") :] if "." in back else ""
+    return [name[len(front) : len(name) - len(back)] for name in names], f"{front}·{back}"
+
+
+__all__ = ["GSPO_CHANGE", "expert_change", "expert_change_by_site", "flips_per_token"]

@@ -1,0 +1,309 @@
+"""What all figures share: one look per method, panels by condition, mean and interval over seeds, saving."""
+
+import io
+import os
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.statistics import bootstrap_band, small_sample_note
+
+STYLE = Path(__file__).parent.parent / "moe_rl.mplstyle"
+WIDTH = 7.0  # inches: the text width of a two-column paper
+GREY = "#6b6b6b"
+
+
+class NothingToDraw(ValueError):
+    """The runs hold no data for this figure; the message says which and what would record it."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a method appears everywhere; colours differ in lightness too, for print in grey."""
+
+    colour: str
+    dash: Any
+    marker: str
+
+
+# Okabe-Ito hues, shifted in lightness (L* 53, 30, 66): tell apart by colour, by grey value, by dash, by marker.
+LOOKS: dict[str, Look] = {
+    "grpo": Look("#D55E00", "-", "o"),
+    "grpo_replay": Look("#0B4A8F", (0, (5, 1.6)), "s"),
+    "gspo": Look("#27B08B", (0, (5, 1.4, 1.2, 1.4)), "^"),
+    "gspo_replay": Look("#0F6B54", (0, (2.4, 1.2)), "v"),
+    "gspo_token": Look("#8CC63E", (0, (1.2, 1.2)), "<"),
+    "dapo": Look("#CC79A7", (0, (6, 2, 1, 2, 1, 2)), "D"),
+    "dr_grpo": Look("#E69F00", (0, (3, 1)), "P"),
+    "cispo": Look("#56B4E9", (0, (1, 1)), "X"),
+    "gmpo": Look("#7B3F98", (0, (4, 1, 1, 1)), ">"),
+    "sapo": Look("#8C564B", (0, (7, 2)), "h"),
+    "minirl": Look("#4D4D4D", (0, (2, 2)), "*"),
+    "ppo": Look("#9A9A9A", "-", "p"),
+}
+_SPARE = ("#B8860B", "#5F9EA0", "#A0522D", "#708090", "#C71585", "#6B8E23")
+_DASHES = ("-", (0, (5, 1.6)), (0, (5, 1.4, 1.2, 1.4)), (0, (1.2, 1.2)), (0, (3, 1, 1, 1, 1, 1)))
+METHOD_NAMES = {
+    "grpo": "GRPO",
+    "grpo_replay": "GRPO + Routing Replay",
+    "gspo": "GSPO",
+    "gspo_replay": "GSPO + Routing Replay",
+    "gspo_token": "GSPO-token",
+}
+
+
+def look_of(method: str) -> Look:
+    """The look of a method; an unknown one gets a colour from its name, the same in every study and session."""
+    if method in LOOKS:
+        return LOOKS[method]
+    number = zlib.crc32(method.encode())
+    return Look(_SPARE[number % len(_SPARE)], _DASHES[number % len(_DASHES)], "ovs^D"[number % 5])
+
+
+@dataclass(frozen=True)
+class StudyFigure:
+    """A drawn figure with what was drawn (`frame`) and what it says (`title`, `caption`)."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+    frame: pd.DataFrame
+
+    def render(self, kind: str) -> bytes:
+        """The picture as `pdf`, `svg` or `png`; the same data give the same bytes."""
+        buffer = io.BytesIO()
+        if self.figure.get_layout_engine() is not None:  # lay out once, not once per format
+            with house_style():
+                self.figure.draw_without_rendering()
+            self.figure.set_layout_engine("none")
+        no_dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {"Software": None}}[kind]
+        with house_style():
+            self.figure.savefig(buffer, format=kind, metadata=no_dates)  # type: ignore[arg-type]
+        return buffer.getvalue()
+
+    def _repr_png_(self) -> bytes:
+        return self.render("png")
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """The house style, for the block only."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.style.use(STYLE)
+        yield
+
+
+def save_figure(figure: StudyFigure, folder: str | Path, name: str | None = None) -> list[Path]:
+    """Write NAME.pdf, .svg, .png, .csv (what was plotted) and .md (the caption), each whole or not at all."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = name or figure.name
+    contents = {kind: figure.render(kind) for kind in ("pdf", "svg", "png")}
+    contents["csv"] = figure.frame.to_csv(index=False, float_format="%.8g", lineterminator="\n").encode()
+    contents["md"] = f"**{figure.title}** {figure.caption}\n".encode()
+    return [write_atomic(folder / f"{name}.{kind}", content) for kind, content in contents.items()]
+
+
+def write_atomic(path: Path, content: bytes) -> Path:
+    """A temporary name beside it, flushed, renamed: readers never see half a file."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Arms that share a noise scale: one panel."""
+
+    noise: float
+    arms: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return "natural" if self.noise == 0 else f"noise {self.noise:g}"
+
+    @property
+    def title(self) -> str:
+        return "Natural routing" if self.noise == 0 else f"Selection noise σ = {self.noise:g} (stress test)"
+
+
+def conditions(data: StudyData) -> list[Condition]:
+    """Natural first, then growing noise."""
+    arms = data.arms
+    return [
+        Condition(float(noise), tuple(str(arm) for arm in arms.index[arms["noise"] == noise]))
+        for noise in sorted(arms["noise"].unique())
+    ]
+
+
+def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str]]:
+    """Look and legend label of arms in one panel; arms of one method share its colour and differ in dash."""
+    found: dict[str, tuple[Look, str]] = {}
+    methods = data.arms.loc[list(arms), "method"]
+    for arm in arms:
+        method = methods[arm]
+        twins = [a for a in arms if methods[a] == method]
+        look = look_of(method)
+        label = str(data.arms.loc[arm, "label"])
+        if len(twins) == 1:
+            label = METHOD_NAMES.get(method, label)
+        elif twins.index(arm):
+            i = twins.index(arm)
+            look = Look(look.colour, _DASHES[i % len(_DASHES)], "osv^D"[i % 5])
+        found[arm] = (look, label)
+    return found
+
+
+def seed_table(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+    """Rows x, one column per seed, mean over repeated rows."""
+    return frame.pivot_table(index=x, columns="seed", values=y, aggfunc="mean")
+
+
+def summarise(table: pd.DataFrame, **labels: Any) -> pd.DataFrame:
+    """Seeds as columns -> tidy rows: labels, x, n, mean, low, high and each seed's value."""
+    values = table.to_numpy(dtype=float).T
+    low, high = bootstrap_band(values)
+    out = pd.DataFrame({**labels, str(table.index.name): table.index})
+    out["n"] = np.isfinite(values).sum(0)
+    out["mean"], out["low"], out["high"] = table.mean(axis=1).to_numpy(), low, high
+    for seed in table.columns:
+        out[f"seed{seed}"] = table[seed].to_numpy()
+    return out
+
+
+def draw_seeds(
+    ax: Axes, table: pd.DataFrame, look: Look, label: str, *, thin: bool = True, **line: Any
+) -> Line2D:
+    """Thin line per seed, mean, band of the 95 % bootstrap interval (where at least two seeds are there)."""
+    low, high = bootstrap_band(table.to_numpy(dtype=float).T)
+    x = table.index.to_numpy()
+    every = max(1, len(x) // 8)
+    start = (
+        (sum(map(ord, look.marker)) % every) if len(x) > 8 else 0
+    )  # stagger, so that markers do not hide each other
+    if table.shape[1] > 1:
+        if thin:
+            ax.plot(x, table, color=look.colour, lw=0.6, alpha=0.45)
+        ax.fill_between(x, low, high, color=look.colour, alpha=0.16, lw=0)
+    style = {
+        "color": look.colour,
+        "ls": look.dash,
+        "marker": look.marker,
+        "markevery": (start, every),
+        **line,
+    }
+    return ax.plot(x, table.mean(axis=1), label=label, **style)[0]
+
+
+def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, np.ndarray]:
+    """A figure of the house width with a grid of axes [rows, columns]; call inside `house_style`."""
+    figure = Figure(figsize=(WIDTH, height))
+    axes = figure.subplots(rows, columns, squeeze=False, **options)
+    return figure, axes
+
+
+def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Sequence[Line2D] = ()) -> None:
+    """One legend for all panels, above them; entries of the same label appear once."""
+    entries: dict[str, Any] = {}
+    for ax in np.ravel(np.asarray(axes, dtype=object)):
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    for handle in extra:
+        entries.setdefault(str(handle.get_label()), handle)
+    if entries:
+        figure.legend(
+            list(entries.values()),
+            list(entries),
+            loc="outside upper left",
+            ncols=min(4, len(entries)),
+            borderaxespad=0.3,
+        )
+
+
+def log_axis(axis: Axis) -> None:
+    """Log scale with plain numbers (0.2, 0.5) where the range is short and powers of ten where it is long."""
+    (axis.axes.set_yscale if axis.axis_name == "y" else axis.axes.set_xscale)("log")
+    low, high = axis.get_view_interval()
+    if high / low < 50:
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def seeds_note(data: StudyData, interval: bool = True) -> str:
+    """How many seeds, what the interval is and is worth, and which runs are unfinished: the end of a caption."""
+    counts = data.arms["seeds"].map(len)
+    if counts.nunique() == 1:
+        n = f"n = {counts.iloc[0]} seed{'s' if counts.iloc[0] > 1 else ''} per arm"
+    else:
+        n = "seeds per arm: " + ", ".join(f"{data.arms.loc[arm, 'label']} {k}" for arm, k in counts.items())
+    parts = [n]
+    if interval and counts.max() > 1:
+        note = small_sample_note(int(counts.max()))
+        parts.append("intervals: 95 % bootstrap over seeds" + (f" ({note})" if note else ""))
+    elif interval:
+        parts.append("one seed: no interval")
+    if data.unfinished:
+        runs = ", ".join(f"{run.arm}/seed{run.seed}" for run in data.unfinished)
+        parts.append(f"unfinished runs included as far as they got: {runs}")
+    return "; ".join(parts) + "."
+
+
+NOISE_NOTE = (
+    "Selection noise is a stress test: Gaussian noise of scale σ on the router logits, for the choice of experts only "
+    "and in the update forward only."
+)
+
+
+def noise_note(data: StudyData) -> str:
+    """The stress-test sentence, where a noise arm is shown."""
+    return f" {NOISE_NOTE}" if (data.arms["noise"] > 0).any() else ""
+
+
+def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFrame:
+    """The rows in which all these columns are present; NothingToDraw naming them if there is none."""
+    missing = [name for name in columns if name not in frame.columns]
+    rows = frame.dropna(subset=list(columns)) if not missing and len(frame) else frame.iloc[:0]
+    if missing or rows.empty:
+        what = ", ".join(missing or columns)
+        raise NothingToDraw(
+            f"{figure}: the runs recorded no {what} (too early, or switched off in the study)"
+        )
+    return rows
+
+
+def styled(draw: Callable[..., StudyFigure]) -> Callable[..., StudyFigure]:
+    """Draw inside the house style."""
+
+    @wraps(draw)
+    def inside(*args: Any, **options: Any) -> StudyFigure:
+        with house_style():
+            return draw(*args, **options)
+
+    return inside

@@ -1,0 +1,135 @@
+"""One row per arm: the numbers that figures, report and reading share, so that they cannot disagree."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.statistics import (
+    Comparison,
+    area_under_curve,
+    bootstrap_interval,
+    compare_paired,
+    detect_collapse,
+    final_value,
+    interquartile_mean,
+)
+
+METHOD_FIELDS = ("method", "seed", "arm", "label", "note")
+"""Parts of a configuration in which arms of one condition may differ and still be the same experiment."""
+
+
+def final_rewards(data: StudyData) -> pd.DataFrame:
+    """Per arm: final reward with intervals, spread, area under the curve, collapses, held-out reward.
+
+    Columns: arm, label, noise, n, finished, final, low, high, interval, sd, iqm, area, best, fall, collapsed,
+    evaluation (held-out reward at the last evaluation), `by_seed` (seed -> final reward), `collapse_steps`.
+    """
+    rows = []
+    for arm, about in data.arms.iterrows():
+        final: dict[int, float] = {}
+        areas, falls, bests, steps = [], [], [], []
+        for seed, run in data.rollouts[data.rollouts["arm"] == arm].groupby("seed"):
+            values = run["reward"].to_numpy()
+            final[int(str(seed))] = final_value(values)
+            areas.append(area_under_curve(run["step"].to_numpy(), values))
+            collapse = detect_collapse(run["step"].to_numpy(), values)
+            bests.append(collapse.best)
+            falls.append(collapse.fall)
+            steps += [collapse.step] if collapse.collapsed else []
+        interval = bootstrap_interval(list(final.values()))
+        values = np.array(list(final.values()))
+        rows.append(
+            {
+                "arm": arm,
+                "label": about["label"],
+                "noise": about["noise"],
+                "n": len(final),
+                "finished": about["finished"],
+                "final": interval.estimate,
+                "low": interval.low,
+                "high": interval.high,
+                "interval": interval.method,
+                "sd": values.std(ddof=1) if len(values) > 1 else np.nan,
+                "iqm": float(interquartile_mean(values)) if len(values) else np.nan,
+                "area": _mean(areas),
+                "best": _mean(bests),
+                "fall": _mean(falls),
+                "collapsed": len(steps),
+                "evaluation": _last_evaluation(data, str(arm)),
+                "by_seed": final,
+                "collapse_steps": steps,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def compare_arms(data: StudyData, a: str, b: str) -> Comparison:
+    """Final reward of arm a minus arm b, paired by seed."""
+    table = final_rewards(data).set_index("arm")["by_seed"]
+    return compare_paired(table[a], table[b])
+
+
+def replay_stands_for_noise(data: StudyData, noise: float) -> str | None:
+    """The natural replay arm that is, by construction, also the replay arm under this noise; None if there is none.
+
+    Replay forces the choice of experts, so noise on the choice changes nothing. That makes the two runs equal
+    only if nothing else differs: every setting outside the method must be that of the noise arms.
+    """
+    arms = data.arms
+    noisy = [str(arm) for arm in arms.index[arms["noise"] == noise]]
+    if noise == 0 or any(arms.loc[arm, "replay"].lower() != "none" for arm in noisy):
+        return None
+    base = [outside_method(data.runs_of(arm)[0].config) for arm in noisy]
+    for arm in arms.index[(arms["noise"] == 0) & (arms["replay"].str.lower() != "none")]:
+        if all(outside_method(data.runs_of(str(arm))[0].config) == other for other in base):
+            return str(arm)
+    return None
+
+
+def outside_method(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings without its method, seed and names."""
+    return {key: value for key, value in config.items() if key not in METHOD_FIELDS}
+
+
+def _last_evaluation(data: StudyData, arm: str) -> float:
+    rows = data.evals[data.evals["arm"] == arm]
+    if rows.empty or "reward" not in rows:
+        return float("nan")
+    return float(rows.sort_values("step").groupby("seed")["reward"].last().mean())
+
+
+def _mean(values: list[float]) -> float:
+    array = np.array(values, dtype=float)
+    array = array[np.isfinite(array)]
+    return float(array.mean()) if array.size else float("nan")
+
+
+def in_run_variance(data: StudyData) -> pd.DataFrame:
+    """Per arm, seed, step: mean variance of token and sequence log-ratios over the updates from the second on.
+
+    In the first update of a step old and new policy are one, so its variance is zero without noise; it is left
+    out in every arm (unless it is the only one).
+    """
+    rows = data.updates
+    if (rows["update"] > 1).any():
+        rows = rows[rows["update"] > 1]
+    names = {"var_token_log_ratio": "token", "var_sequence_log_ratio": "sequence"}
+    return rows.groupby(["arm", "seed", "step"], as_index=False)[list(names)].mean().rename(columns=names)
+
+
+def probe_factors(data: StudyData) -> pd.DataFrame:
+    """Per arm, seed and update index, medians over steps of two paired ratios of variances (same tokens).
+
+    `replay`: token variance natural / replayed on the same weights; `averaging`: token / sequence, natural.
+    Medians, because single probes are heavy-tailed.
+    """
+    rows = data.probes[["arm", "seed", "update"]].copy()
+    rows["replay"] = _ratio(data.probes["var_token_natural"], data.probes["var_token_replayed"])
+    rows["averaging"] = _ratio(data.probes["var_token_natural"], data.probes["var_sequence_natural"])
+    return rows.groupby(["arm", "seed", "update"], as_index=False).median()
+
+
+def _ratio(a: pd.Series, b: pd.Series) -> pd.Series:
+    return (a / b.where(b > 0)).astype(float)
