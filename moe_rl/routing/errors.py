@@ -1,4 +1,4 @@
-"""The two errors of `moe_rl.routing`. Both are `ValueError`s: what was given cannot be right."""
+"""The errors of `moe_rl.routing`. All are `ValueError`s: what was given cannot be right."""
 
 
 class RoutingError(ValueError):
@@ -10,3 +10,7 @@ class RoutingError(ValueError):
 
 class UnsupportedModelError(RoutingError):
     """A model whose routing cannot be recorded or replayed exactly; the message names the class and why."""
+
+
+class UnsupportedExpertsError(UnsupportedModelError):
+    """Experts, tensors or a device that an experts implementation does not cover; the message names which."""
