@@ -1,0 +1,246 @@
+"""The output head of a language model and the softmax behind it, a chunk of tokens at a time.
+
+For N tokens, hidden size H and vocabulary V, forward and backward together: 8 N V H operations where holding
+the logits takes 6 N V H (one product more, the recomputation), and chunk x V entries held instead of N x V.
+"""
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+logger = logging.getLogger(__name__)
+
+CHUNK_LOGITS = 2**25
+"""Logits held at once where no chunk size is given: 128 MiB in fp32."""
+
+
+class LogitMap(NamedTuple):
+    """What a model does to its head's output x: `softcap tanh(scale x / softcap)`, or `scale x` uncapped."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def head_logps(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    targets: Int[Tensor, "N"],
+    *,
+    bias: Float[Tensor, "V"] | None = None,
+    logit_map: LogitMap | None = None,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    chunk_size: int | None = None,
+) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
+    """`log softmax(logit_map(hidden @ weight.T + bias) / temperature)[target]` and the entropy, in chunks.
+
+    With p the softmax, l its log-probabilities and H its entropy, the gradient at the divided logit j is
+
+        d logp / d z_j = [j = target] - p_j            d H / d z_j = -p_j (l_j + H)
+
+    The product is taken in the inputs' dtype, as the model would, what follows in fp32 (float64 for float64),
+    and the weight's gradient is summed over chunks in fp32. Under autocast, the product is taken in its
+    dtype.
+
+    Args:
+        chunk_size: tokens whose logits are held at once; default `CHUNK_LOGITS // V`.
+
+    Returns:
+        Log-probabilities and entropies (None unless asked for) in nats, fp32 or float64, differentiable once.
+
+    >>> h, w = torch.zeros(2, 3), torch.zeros(4, 3)
+    >>> logps, entropy = head_logps(h, w, torch.tensor([0, 3]), entropy=True)
+    >>> logps.exp(), entropy.exp()
+    (tensor([0.2500, 0.2500]), tensor([4., 4.]))
+    """
+    logps, entropies, _ = threaded_head_logps(
+        hidden, weight, targets, bias, logit_map or LogitMap(), temperature, entropy, chunk_size
+    )
+    return logps, entropies
+
+
+def threaded_head_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    logit_map: LogitMap,
+    temperature: float,
+    entropy: bool,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """`head_logps` and an empty tensor from the same autograd node: whatever hangs on the tensor happens, in
+    backward, before the head's own backward."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    chunk = chunk_size or max(1, CHUNK_LOGITS // weight.shape[0])
+    with torch.autocast(device, enabled=False):
+        return _ChunkedHead.apply(hidden, weight, bias, targets, logit_map, temperature, entropy, chunk)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Keeps the hidden states, the weight and two numbers per token; backward computes the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        logit_map: LogitMap,
+        temperature: float,
+        entropy: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        N = hidden.shape[0]
+        logps, lse = hidden.new_empty(N, dtype=dtype), hidden.new_empty(N, dtype=dtype)
+        entropies = hidden.new_empty(N, dtype=dtype) if entropy else None
+        for start in range(0, N, chunk):
+            rows = slice(start, start + chunk)
+            z, _ = _divided_logits(hidden[rows], weight, bias, logit_map, temperature, dtype)
+            chosen = z.gather(1, targets[rows, None]).squeeze(1)
+            top = z.amax(1)
+            z.sub_(top[:, None])
+            p = z.exp_() if entropies is None else z.exp()
+            total = p.sum(1)
+            lse[rows] = top + total.log()
+            logps[rows] = chosen - lse[rows]
+            if entropies is not None:  # H = log sum e^z - sum p z, with z measured from the largest
+                entropies[rows] = total.log() - p.mul_(z).sum(1) / total
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
+        ctx.options = logit_map, temperature, chunk
+        ctx.set_materialize_grads(False)
+        return logps, entropies, hidden.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_logps: Tensor | None, d_entropies: Tensor | None, _: Any) -> tuple[Any, ...]:
+        hidden, weight, bias, targets, lse, entropies = ctx.saved_tensors
+        logit_map, temperature, chunk = ctx.options
+        if d_logps is None and d_entropies is None:
+            return (None,) * 8
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if need_weight else None
+        d_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, hidden.shape[0], chunk):
+                rows = slice(start, start + chunk)
+                z, slope = _divided_logits(hidden[rows], weight, bias, logit_map, temperature, lse.dtype)
+                d_z = z.sub_(lse[rows, None])  # log p
+                if d_entropies is None:
+                    d_z.exp_().mul_(-d_logps[rows, None])  # type: ignore[index]
+                else:
+                    p = d_z.exp()
+                    d_z.add_(entropies[rows, None]).mul_(-d_entropies[rows, None])
+                    if d_logps is not None:
+                        d_z.sub_(d_logps[rows, None])
+                    d_z.mul_(p)
+                    del p
+                if d_logps is not None:
+                    d_z.scatter_add_(1, targets[rows, None], d_logps[rows, None])
+                if slope is not None:
+                    d_z.mul_(slope)
+                if (factor := logit_map.scale / temperature) != 1:
+                    d_z.mul_(factor)
+                if d_bias is not None:
+                    d_bias += d_z.sum(0)
+                d_z = d_z.to(hidden.dtype)
+                if d_hidden is not None:
+                    torch.mm(d_z, weight, out=d_hidden[rows])
+                if d_weight is not None and d_weight.dtype == d_z.dtype:
+                    d_weight.addmm_(d_z.T, hidden[rows])
+                elif d_weight is not None:
+                    d_weight += d_z.T @ hidden[rows]
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        d_bias = None if d_bias is None else d_bias.to(bias.dtype)
+        return d_hidden, d_weight, d_bias, None, None, None, None, None
+
+
+def _divided_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    logit_map: LogitMap,
+    temperature: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor | None]:
+    """Logits over the temperature, in a `dtype` buffer of their own; the slope of the soft cap, if any."""
+    z = F.linear(hidden, weight, bias).to(dtype)
+    if logit_map.softcap is not None:
+        z.mul_(logit_map.scale / logit_map.softcap).tanh_()
+        slope = 1 - z * z
+        return z.mul_(logit_map.softcap / temperature), slope
+    factor = logit_map.scale / temperature
+    return (z if factor == 1 else z.mul_(factor)), None
+
+
+def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
+    """Find what a model does to its head's output by trying it out; None if not a scale nor a soft cap.
+
+    Runs the model's own `forward` on a copy of its outermost object, in which the backbone answers zeros and
+    the head answers known numbers. No weight, layer or hook takes part: no recording is disturbed, sharded
+    and quantised models are no different, and it costs a few operations on two rows of logits.
+    """
+    head, backbone = lm.get_output_embeddings(), lm.base_model
+    V, H = head.weight.shape
+    # In float64, small numbers show the scale, large ones the cap, and a grid proves that there is no more to
+    # it.
+    grid = torch.linspace(-50, 50, 2 * V, dtype=torch.float64).view(1, 2, V)
+    probes = [torch.full_like(grid, 2.0**-30), torch.full_like(grid, 2.0**60), grid]
+    answers = iter(probes)
+    shapes: list[tuple[int, ...]] = []
+
+    def known_logits(hidden: Tensor) -> Tensor:
+        shapes.append(tuple(hidden.shape))
+        return next(answers).clone()
+
+    copy: Any = object.__new__(type(lm))
+    copy.__dict__.update(lm.__dict__)
+    copy.__dict__["_modules"] = {
+        name: known_logits if module is head else _Backbone(module, H) if module is backbone else module
+        for name, module in lm._modules.items()
+    }
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    inputs = {"input_ids": ids, "attention_mask": ids + 1, "use_cache": False, "return_dict": True}
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            small, large, values = (type(lm).forward(copy, **inputs).logits.double() for _ in probes)
+    except Exception as error:  # a forward of another build: not an error, the caller takes the plain way
+        logger.debug("%s: the treatment of logits could not be tried out: %r", type(lm).__name__, error)
+        return None
+    if shapes != [(1, 2, H)] * len(probes) or values.shape != grid.shape:
+        return None
+    scale, largest = float(small[0, 0, 0]) * 2.0**30, float(large[0, 0, 0])
+    found = LogitMap(scale, largest if largest < 2.0**50 * scale else None)
+    # Some families cap in fp32, hence 1e-6.
+    return found if torch.allclose(found(grid), values, rtol=1e-6, atol=1e-6) else None
+
+
+class _Backbone:
+    """Answers a causal LM's call of its backbone with zeros; has the attributes of the real one."""
+
+    def __init__(self, real: nn.Module, hidden_size: int):
+        self.real, self.hidden_size = real, hidden_size
+
+    def __call__(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 2, self.hidden_size))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
