@@ -1,26 +1,69 @@
-"""Log-probabilities and rewards -> advantages, ratios, loss. Pure torch functions; nothing here knows a model.
+"""Log-probabilities and rewards -> advantages, ratios, loss: pure torch functions that know no model.
 
-Reading order: `ratios`, `gates`, `objective`, `loss`, `presets`; then `advantages`, `corrections`, `kl`.
+Reading order: `ratios`, `gates`, `aggregation`, `objective`, `presets`, `loss`; then `advantages`,
+`corrections`, `kl`, `gae` (PPO), `preferences` (DPO), `iterative`, and `gradient`, which shows what a method
+does to each token.
 """
 
-from moe_rl.objectives.advantages import group_advantages
-from moe_rl.objectives.corrections import Correction
+from moe_rl.objectives.advantages import (
+    accepted_advantages,
+    decoupled_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    process_advantages,
+)
+from moe_rl.objectives.aggregation import aggregation_weights
+from moe_rl.objectives.corrections import (
+    Correction,
+    geometric_mask,
+    off_policy_sequence_mask,
+    sequence_mask,
+    sequence_truncate,
+    token_mask,
+    token_truncate,
+)
+from moe_rl.objectives.gae import generalized_advantages, token_rewards, value_loss, whiten
+from moe_rl.objectives.gradient import TokenWeights, token_weights
+from moe_rl.objectives.iterative import historical_sample, reward_model_loss
 from moe_rl.objectives.kl import kl_estimate
-from moe_rl.objectives.loss import LossOutput, aggregate, policy_loss
+from moe_rl.objectives.loss import LossOutput, policy_loss
 from moe_rl.objectives.objective import Objective
-from moe_rl.objectives.presets import OBJECTIVES, get_objective
+from moe_rl.objectives.preferences import dpo_coefficients, dpo_loss, sequence_margin
+from moe_rl.objectives.presets import NOTES, OBJECTIVES, get_objective
 from moe_rl.objectives.ratios import sequence_log_ratio, token_log_ratio
 
 __all__ = [
+    "NOTES",
     "OBJECTIVES",
     "Correction",
     "LossOutput",
     "Objective",
-    "aggregate",
+    "TokenWeights",
+    "accepted_advantages",
+    "aggregation_weights",
+    "decoupled_advantages",
+    "dpo_coefficients",
+    "dpo_loss",
+    "generalized_advantages",
+    "geometric_mask",
     "get_objective",
     "group_advantages",
+    "historical_sample",
     "kl_estimate",
+    "leave_one_out_advantages",
+    "off_policy_sequence_mask",
     "policy_loss",
+    "process_advantages",
+    "reward_model_loss",
     "sequence_log_ratio",
+    "sequence_margin",
+    "sequence_mask",
+    "sequence_truncate",
     "token_log_ratio",
+    "token_mask",
+    "token_rewards",
+    "token_truncate",
+    "token_weights",
+    "value_loss",
+    "whiten",
 ]

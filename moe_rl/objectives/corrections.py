@@ -3,8 +3,8 @@
 Samples come from the rollout engine, gradients from the training engine, and the two disagree a little even
 with equal parameters. Every function here takes the log-weight `log w = log pi_old - log mu` of each token
 (nats, padding already zero, as `token_log_ratio(old_logps, rollout_logps, mask)` gives it) and returns a
-detached weight `[B,T]` that multiplies the surrogate of a token; 0 drops the token. Dropped tokens still count
-in the denominators of the loss, as in TRL, so that dropping never enlarges the weight of what is left.
+detached weight `[B,T]` that multiplies the surrogate of a token; 0 drops the token. Dropped tokens still
+count in the denominators of the loss, as in TRL: dropping never enlarges the weight of what is left.
 
 Differs: verl removes rejected tokens from the response mask, hence from the denominators too.
 """
@@ -24,7 +24,7 @@ CorrectionKind = Literal[
 
 
 def token_truncate(log_weight: Float[Tensor, "B T"], cap: float) -> Float[Tensor, "B T"]:
-    """Truncated importance sampling (TIS): `min(w_t, C)`; Yao et al. 2025, fengyao.notion.site/off-policy-rl."""
+    """Truncated importance sampling (TIS): `min(w_t, C)`; Yao et al., fengyao.notion.site/off-policy-rl."""
     return log_weight.detach().exp().clamp(max=cap)
 
 
@@ -40,7 +40,7 @@ def token_mask(log_weight: Float[Tensor, "B T"], low: float, high: float) -> Flo
 def sequence_truncate(
     log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], cap: float
 ) -> Float[Tensor, "B T"]:
-    """Sequence-level TIS: `min(prod_t w_t, C)`, one weight for all tokens of a sequence (product, no root)."""
+    """Sequence-level TIS: `min(prod_t w_t, C)`, one weight for all tokens of a sequence (no root)."""
     weight = masked_row_sum(log_weight.detach(), mask).exp().clamp(max=cap)
     return _spread(weight, mask)
 

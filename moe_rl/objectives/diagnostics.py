@@ -35,7 +35,8 @@ def loss_metrics(
       `log_ratio_square_sum`; `log_ratio_abs_max` (nats)
     - `gate_ratio_mean`: of the ratio that the gate saw (token, or sequence on each of its tokens)
     - `extreme_tokens`: tokens with a log-ratio beyond 20 nats, or not finite
-    - `old_kl_k1`, `old_kl_k3`: KL(old || current) from the anchor's samples (nats): mean of -log r, of r - 1 - log r
+    - `old_kl_k1`, `old_kl_k3`: KL(old || current) from the anchor's samples (nats), by -log r and by
+      r - 1 - log r
     - with a reference policy: `ref_kl` = `ref_kl_sum` / `tokens`, KL(current || reference) (nats)
     - with rollout log-probabilities: `engine_kl_k1`, `engine_kl_k3`, KL(rollout engine || old) (nats),
       `engine_log_weight_abs_max`

@@ -2,11 +2,11 @@
 
 Every function takes log-ratios (nats) and advantages `[B,T]`, both 0 in padding, and returns `Gated`: the
 surrogate `[B,T]` with its gradient, and `clipped [B,T]`, the tokens that the gate takes out of the gradient
-(they depend on the sign of the advantage; a zero advantage is never clipped). Bounds are strict: a ratio exactly
-on a bound is not clipped.
+(they depend on the sign of the advantage; a zero advantage is never clipped). Bounds are strict: a ratio
+exactly on a bound is not clipped.
 
-A clipped token never meets `exp`: its log-ratio is replaced first, so that a ratio that overflows gives neither a
-value nor a NaN gradient (0 * inf) if the clip removes it anyway.
+A clipped token never meets `exp`: its log-ratio is replaced first, so that a ratio that overflows gives
+neither a value nor a NaN gradient (0 * inf) if the clip removes it anyway.
 """
 
 from typing import NamedTuple
@@ -41,10 +41,10 @@ def clip_gate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Gated:
-    """PPO's pessimistic clip: min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (arXiv:2507.18071, eqs 1, 2, 5, 13).
+    """PPO's pessimistic clip: min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
-    With `dual_clip` = c, additionally at least c A where A < 0 (arXiv:1912.09729, eq. 5): tokens with A < 0 and
-    r > c leave the gradient too.
+    arXiv:2507.18071, eqs 1 (PPO), 2 (GRPO), 5 (GSPO), 13 (GSPO-token). With `dual_clip` = c, additionally at
+    least c A where A < 0 (arXiv:1912.09729): tokens with A < 0 and r > c leave the gradient too.
     """
     ratio = log_ratio.detach().exp()
     low, high = 1.0 - clip_low, 1.0 + clip_high
@@ -65,7 +65,7 @@ def mask_gate(
     clip_low: float,
     clip_high: float,
 ) -> Gated:
-    """MiniRL (arXiv:2512.01374, eq. 7): sg[M r] A log pi, with M = 0 exactly where `clip_gate` clips.
+    """MiniRL (arXiv:2512.01374): sg[M r] A log pi, with M = 0 exactly where `clip_gate` clips.
 
     The gradient is that of `clip_gate`; only the reported value differs.
     """
@@ -81,7 +81,7 @@ def cap_gate(
     clip_low: float,
     clip_high: float,
 ) -> Gated:
-    """CISPO (arXiv:2506.13585, eqs 4, 5): sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi.
+    """CISPO (arXiv:2506.13585): sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi.
 
     The weight is bounded, but no token leaves the gradient: `clipped` is False everywhere.
     """
@@ -95,9 +95,10 @@ def sigmoid_gate(
     temperature_pos: float,
     temperature_neg: float,
 ) -> Gated:
-    """SAPO (arXiv:2511.20347): (4/tau) sigma(tau (r - 1)) A, tau = temperature_pos if A > 0 else temperature_neg.
+    """SAPO (arXiv:2511.20347): (4/tau) sigma(tau (r - 1)) A.
 
-    The slope in r is sech^2(tau (r - 1)/2): 1 on-policy, fading smoothly on both sides. Nothing is clipped.
+    tau is temperature_pos where A > 0, else temperature_neg. The slope in r is sech^2(tau (r - 1)/2):
+    1 on-policy, fading smoothly on both sides. Nothing is clipped.
     """
     tau = torch.where(advantages > 0, temperature_pos, temperature_neg).to(log_ratio.dtype)
     ratio = log_ratio.clamp(max=_SATURATED).exp()
@@ -113,7 +114,7 @@ def geometric_gate(
     clip_high: float,
     log_route_weight: Float[Tensor, "B T"] | None = None,
 ) -> Gated:
-    """GMPO (arXiv:2507.20673, eq. 4): geometric mean over a sequence of its clipped token ratios, times A.
+    """GMPO (arXiv:2507.20673): geometric mean over a sequence of its clipped token ratios, times A.
 
         (prod_t |min(r A, clip(r, e^-clip_low, e^clip_high) A)|)^(1/|y|) sgn A
             = A exp((1/|y|) sum_t clipped log r),   clipped at +clip_high if A > 0, at -clip_low if A < 0
@@ -138,5 +139,5 @@ def plain_gate(log_ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]
 
 
 def likelihood_gate(logps: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"]) -> Gated:
-    """A log pi: the policy gradient without any ratio; SFT and RFT with A of 0 or 1 (arXiv:2402.03300, A.1)."""
+    """A log pi, the policy gradient without a ratio; SFT and RFT with A of 0 or 1 (arXiv:2402.03300, A.1)."""
     return Gated(logps * advantages, torch.zeros_like(advantages, dtype=torch.bool))

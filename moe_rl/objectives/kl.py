@@ -6,8 +6,8 @@ With d = log pi_ref - log pi of the sampled token, nats:
     k2 = d^2 / 2         biased, low variance; its gradient is that of the KL (on-policy)
     k3 = e^d - d - 1     unbiased, never negative; GRPO's choice (DeepSeekMath, arXiv:2402.03300, eq. 4)
 
-"Unbiased" speaks of the value, for samples of pi itself. Swap the arguments for the other direction, and always
-say whose samples were used.
+"Unbiased" speaks of the value, for samples of pi itself. Swap the arguments for the other direction, and
+always say whose samples were used.
 """
 
 from typing import Literal
@@ -36,8 +36,8 @@ def kl_estimate(
         estimator: "k1", "k2" or "k3".
 
     Returns:
-        `[B,T]` with gradient; exactly 0 in padding. k3 is computed with `expm1`, so that it keeps its relative
-        accuracy where the policies nearly agree.
+        `[B,T]` with gradient; exactly 0 in padding. k3 uses `expm1`, which keeps its relative accuracy where
+        the policies nearly agree.
 
     Raises:
         ValueError: an unknown estimator.

@@ -4,15 +4,16 @@ import difflib
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from moe_rl.objectives.advantages import Scale
+from moe_rl.objectives.aggregation import Aggregate
 from moe_rl.objectives.corrections import Correction
 from moe_rl.objectives.kl import KLEstimator
 from moe_rl.objectives.ratios import RatioLevel
 
 Gate = Literal["clip", "mask", "cap", "sigmoid", "geometric", "none", "likelihood"]
 Anchor = Literal["old", "rollout"]
-Aggregate = Literal["sequence_mean", "token_mean", "sum", "constant"]
 RouteWeight = Literal["none", "before_clip", "after_clip"]
-Advantage = Literal["std", "none", "batch", "leave_one_out", "gae", "one", "accepted"]
+Advantage = Literal["group", "leave_one_out", "gae", "one", "accepted"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Objective:
             "mask"       sg[M r] A log pi, M = 0 on the tokens that "clip" would take out of the gradient
             "cap"        sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi: no token is taken out
             "sigmoid"    (4/tau) sigma(tau (r - 1)) A, tau by the sign of A
-            "geometric"  geometric mean over the sequence of token ratios clipped to [e^-clip_low, e^clip_high]
+            "geometric"  geometric mean over a sequence of token ratios clipped to [e^-clip_low, e^clip_high]
             "none"       r A
             "likelihood" A log pi, no ratio at all (SFT, RFT)
         clip_low, clip_high: distances of the clip bounds from ratio 1 (fractions; nats for "geometric").
@@ -38,10 +39,13 @@ class Objective:
         corrections: engine corrections; their weights multiply.
         route_weight: where the router-shift weight of RSPO enters, "before_clip" or "after_clip".
         route_floor: that weight is never below this (gamma_min of RSPO; fraction).
-        aggregate: how token values become one number (see `moe_rl.objectives.loss.aggregate`).
+        aggregate: how token values become one number (see `aggregation_weights`).
         length_constant: divisor of aggregate="constant", in tokens; e.g. the generation budget.
         local_normalizer: a token mean over the local micro-batch, even if global totals are given (BNPO).
-        advantage: how advantages are to be made; for the caller, `policy_loss` takes them as given.
+        advantage: how advantages are to be made, for the caller (`policy_loss` takes them as given):
+            "group" `group_advantages`, "leave_one_out" `leave_one_out_advantages`, "gae" a value model and
+            `generalized_advantages`, "one" 1 everywhere (SFT), "accepted" 1 for a correct response (RFT).
+        advantage_scale: the `scale` of `group_advantages`: "std", "none" or "batch".
         kl_coef: beta; 0 needs no reference policy.
         kl_estimator: "k1", "k2" or "k3" (see `moe_rl.objectives.kl`).
         kl_importance_weighted: multiply the KL of a token by its ratio, which makes the estimate unbiased
@@ -68,7 +72,8 @@ class Objective:
     aggregate: Aggregate = "sequence_mean"
     length_constant: float = 1.0
     local_normalizer: bool = False
-    advantage: Advantage = "std"
+    advantage: Advantage = "group"
+    advantage_scale: Scale = "std"
     kl_coef: float = 0.0
     kl_estimator: KLEstimator = "k3"
     kl_importance_weighted: bool = False
@@ -89,7 +94,7 @@ class Objective:
             )
         if self.dual_clip is not None and (self.gate != "clip" or self.dual_clip <= 1.0 + self.clip_high):
             raise ValueError(
-                f"Objective.dual_clip: a ceiling for gate='clip', above 1 + clip_high = {1 + self.clip_high}; "
+                f"Objective.dual_clip: a ceiling above 1 + clip_high = {1 + self.clip_high} for gate='clip'; "
                 f"got {self.dual_clip} with gate={self.gate!r}."
             )
         if self.local_normalizer and self.aggregate != "token_mean":
@@ -121,6 +126,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "route_weight": get_args(RouteWeight),
     "aggregate": get_args(Aggregate),
     "advantage": get_args(Advantage),
+    "advantage_scale": get_args(Scale),
     "kl_estimator": get_args(KLEstimator),
 }
 

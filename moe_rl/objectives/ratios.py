@@ -1,7 +1,7 @@
 """Log-ratios between the current policy and the one that the samples are anchored to.
 
-`mask` is True (or 1) on completion tokens. Values under a False mask may be anything, NaN and inf included: they
-reach neither a value nor a gradient, because they are replaced before any arithmetic.
+`mask` is True (or 1) on completion tokens. Values under a False mask may be anything, NaN and inf included:
+they reach neither a value nor a gradient, because they are replaced before any arithmetic.
 """
 
 from typing import Literal
@@ -52,9 +52,10 @@ def token_log_ratio(
         mask: True or 1 on completion tokens.
 
     Returns:
-        `[B,T]`, with gradient; exactly 0 where the mask is False. float16 and bfloat16 are computed in float32.
+        `[B,T]`, with gradient; exactly 0 where the mask is False. Half precision is computed in float32.
 
-    >>> token_log_ratio(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, float("nan")]]), torch.tensor([[1, 0]]))
+    >>> old = torch.tensor([[-1.5, float("nan")]])
+    >>> token_log_ratio(torch.tensor([[-1.0, -2.0]]), old, torch.tensor([[1, 0]]))
     tensor([[0.5000, 0.0000]])
     """
     keep = as_bool_mask(mask)
@@ -66,7 +67,7 @@ def token_log_ratio(
 def sequence_log_ratio(
     logps: Float[Tensor, "B T"], old_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> Float[Tensor, " B"]:
-    """Length-normalised log importance ratio of each sequence, nats per token (arXiv:2507.18071, eq. 7, in logs).
+    """Length-normalised log ratio of each sequence, nats per token (arXiv:2507.18071, eq. 7, in logs).
 
         log s[i] = (1/|y[i]|) sum_t log w[i,t]
 

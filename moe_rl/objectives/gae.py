@@ -1,0 +1,136 @@
+"""PPO with a value model: rewards on tokens, generalised advantages, the clipped value loss.
+
+The baseline that GRPO was made to replace. Tokens under a False mask are skipped: the unmasked tokens of a
+row are its time steps, in order, whatever lies between them. A response is an episode; after its last token
+the value is 0.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from moe_rl.objectives.aggregation import aggregation_weights, weighted_sum
+from moe_rl.objectives.ratios import at_least_float32, token_log_ratio
+
+
+def token_rewards(
+    rewards: Float[Tensor, " B"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    kl_coef: float = 0.0,
+    logps: Float[Tensor, "B T"] | None = None,
+    ref_logps: Float[Tensor, "B T"] | None = None,
+) -> Float[Tensor, "B T"]:
+    """The outcome reward on the last token of each response, minus PPO's KL penalty on every token.
+
+        r[i,t] = 1[t last] R_i - kl_coef (log pi_old - log pi_ref)[i,t]          (arXiv:2402.03300, eq. 2)
+
+    Args:
+        rewards: `[B]`.
+        mask: True on completion tokens; a row without any gets no reward.
+        kl_coef: beta of the penalty; not 0 needs both log-probabilities.
+        logps, ref_logps: the policy that sampled and the reference, nats.
+
+    Returns:
+        `[B,T]`, detached; 0 in padding.
+
+    Raises:
+        ValueError: `kl_coef` is not 0 and a log-probability is missing.
+    """
+    after = mask.flip(-1).cumsum(-1).flip(-1)
+    values = torch.where(mask & (after == 1), at_least_float32(rewards.detach())[:, None], 0.0)
+    if kl_coef == 0.0:
+        return values
+    if logps is None or ref_logps is None:
+        raise ValueError("token_rewards: kl_coef is not 0, so logps and ref_logps are both needed.")
+    return values - kl_coef * token_log_ratio(logps.detach(), ref_logps, mask)
+
+
+def generalized_advantages(
+    rewards: Float[Tensor, "B T"],
+    values: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
+    """Generalised advantage estimation (arXiv:1506.02438, eqs 11-16).
+
+        delta_t = r_t + gamma V_{t+1} - V_t,   A_t = delta_t + gamma lam A_{t+1},   return_t = A_t + V_t
+
+    with V = A = 0 after the last token.
+
+    Args:
+        rewards: `[B,T]`, e.g. of `token_rewards`.
+        values: V of the state in which token t is chosen, `[B,T]`, units of reward; detached.
+        mask: True on completion tokens.
+        gamma, lam: discount and trace decay, fractions. lam=1 gives Monte Carlo returns minus values.
+
+    Returns:
+        advantages and returns, `[B,T]`, detached, 0 in padding.
+
+    >>> r, v = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
+    >>> generalized_advantages(r, v, torch.tensor([[True, True]]), lam=1.0)[0].tolist()
+    [[0.5, 0.75]]
+    """
+    reward = torch.where(mask, at_least_float32(rewards.detach()), 0.0)
+    value = torch.where(mask, at_least_float32(values.detach()), 0.0)
+    advantages = torch.zeros_like(value)
+    next_value = value.new_zeros(value.shape[0])
+    next_advantage = value.new_zeros(value.shape[0])
+    for t in reversed(range(value.shape[1])):
+        delta = reward[:, t] + gamma * next_value - value[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = torch.where(mask[:, t], advantage, 0.0)
+        next_value = torch.where(mask[:, t], value[:, t], next_value)
+        next_advantage = torch.where(mask[:, t], advantage, next_advantage)
+    return advantages, advantages + value
+
+
+def whiten(
+    advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 1e-8
+) -> Float[Tensor, "B T"]:
+    """Advantages with mean 0 and unbiased variance 1 over the unmasked tokens, as PPO codes do; 0 in padding.
+
+    Fewer than two tokens have no variance: all 0.
+    """
+    live = advantages.detach()[mask]
+    if live.numel() < 2:
+        return torch.zeros_like(advantages)
+    scaled = (advantages.detach() - live.mean()) / (live.std(correction=1) + eps)
+    return torch.where(mask, scaled, 0.0)
+
+
+def value_loss(
+    values: Float[Tensor, "B T"],
+    old_values: Float[Tensor, "B T"],
+    returns: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    clip: float | None = 0.2,
+    *,
+    total_tokens: float | Tensor | None = None,
+) -> Float[Tensor, ""]:
+    """PPO's clipped regression of the value head on the returns, a mean over tokens.
+
+        L = (1/M) sum_it 1/2 max( (V - R)^2, (V_old + clip(V - V_old, -clip, clip) - R)^2 )
+
+    The form of OpenAI baselines and TRL; the PPO paper has the unclipped one (`clip=None`).
+
+    Args:
+        values: current value head, units of reward; with gradient.
+        old_values, returns: detached here.
+        mask: True on completion tokens; padding may hold anything.
+        clip: how far V may move from V_old and still matter, units of reward; None for no clip.
+        total_tokens: M over all micro-batches of an optimiser step; default this mask's.
+
+    Returns:
+        A scalar with gradient; 0 without tokens.
+    """
+    value = torch.where(mask, at_least_float32(values), 0.0)
+    old = torch.where(mask, at_least_float32(old_values.detach()), 0.0)
+    target = torch.where(mask, at_least_float32(returns.detach()), 0.0)
+    error = (value - target).square()
+    if clip is not None:
+        near = old + (value - old).clamp(-clip, clip)
+        error = torch.maximum(error, (near - target).square())
+    weights = aggregation_weights(mask, "token_mean", total_tokens=total_tokens, dtype=error.dtype)
+    return weighted_sum(0.5 * error, weights, mask)

@@ -1,0 +1,149 @@
+"""The weight that each token's log-probability receives under each method, in closed form, clipped or not.
+
+GSPO's argument against GRPO is about these weights (arXiv:2507.18071, section 4.2): GRPO weighs the tokens of
+one response by their own ratios, in (0, 1 + eps] for A > 0 and [1 - eps, inf) for A < 0; GSPO weighs them
+equally.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Shaped
+from torch import Tensor
+
+from moe_rl.objectives.aggregation import aggregation_weights
+from moe_rl.objectives.kl import kl_estimate
+from moe_rl.objectives.loss import apply_gate
+from moe_rl.objectives.objective import Objective
+from moe_rl.objectives.ratios import masked_row_mean
+from moe_rl.objectives.terms import Terms, prepare_terms
+
+
+@dataclass(frozen=True)
+class TokenWeights:
+    """All `[B,T]`, detached, 0 (False) in padding.
+
+    Fields:
+        weight: what multiplies grad log pi of the token in the ascent direction, advantage, aggregation,
+            corrections and KL included: -d loss / d log pi[i,t].
+        importance: the part that ratio and gate contribute; 0 on clipped tokens. w[i,t] for GRPO
+            (arXiv:2507.18071, eq. 12), s[i] for GSPO and GSPO-token (eqs 10, 17).
+        clipped: the tokens that the clip takes out of the gradient.
+    """
+
+    weight: Float[Tensor, "B T"]
+    importance: Float[Tensor, "B T"]
+    clipped: Bool[Tensor, "B T"]
+
+
+@torch.no_grad()
+def token_weights(
+    objective: Objective | str,
+    logps: Float[Tensor, "B T"],
+    old_logps: Float[Tensor, "B T"],
+    advantages: Float[Tensor, " B"] | Float[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
+    *,
+    ref_logps: Float[Tensor, "B T"] | None = None,
+    rollout_logps: Float[Tensor, "B T"] | None = None,
+    route_weight: Float[Tensor, "B T"] | None = None,
+) -> TokenWeights:
+    """The gradient of `policy_loss` with respect to each log-probability, without autograd.
+
+    With a[t] the token's weight in the aggregation, c[t] its correction, g[t] the importance:
+
+        own        a[t] c[t] g[t] A[t]                                          arXiv:2507.18071, eqs 12, 17
+        shared     (1/|y|) sum_u a[u] c[u] g[u] A[u]                            eq. 10
+        geometric  1[t not clipped] (1/|y|) sum_u a[u] c[u] m A[u]              m the geometric mean
+
+    minus kl_coef times the slope of the KL estimate. "shared" holds for a sequence ratio that carries the
+    gradient itself (gates clip, sigmoid, none); "own" for all other ratios and gates.
+
+    Args and Raises: as `policy_loss`, for a batch in one piece.
+
+    >>> logps, mask = torch.tensor([[-1.0, -1.0]]), torch.tensor([[True, True]])
+    >>> token_weights("gspo", logps, logps, torch.tensor([3.0]), mask).weight.tolist()
+    [[1.5, 1.5]]
+    """
+    terms = prepare_terms(
+        objective,
+        logps,
+        old_logps,
+        advantages,
+        mask,
+        ref_logps=ref_logps,
+        rollout_logps=rollout_logps,
+        route_weight=route_weight,
+    )
+    o, keep = terms.objective, terms.mask
+    share = aggregation_weights(
+        keep,
+        o.aggregate,
+        length_constant=o.length_constant,
+        local_normalizer=o.local_normalizer,
+        dtype=terms.log_ratio.dtype,
+    )
+    clipped = apply_gate(terms).clipped & keep
+    importance = torch.where(keep, _importance(terms, clipped), 0.0)
+    after_gate = terms.after_gate()
+    scaled = share * terms.advantages if after_gate is None else share * terms.advantages * after_gate
+    if o.gate == "geometric":
+        shared = _over_row(scaled * _geometric_mean(terms), keep)
+        weight = torch.where(clipped, 0.0, shared)
+    elif o.ratio == "sequence" and o.gate in ("clip", "sigmoid", "none"):
+        weight = _over_row(scaled * importance, keep)
+    else:
+        weight = scaled * importance
+    if ref_logps is not None and o.kl_coef:
+        weight = weight - o.kl_coef * _kl_slope(terms, ref_logps, share)
+    return TokenWeights(torch.where(keep, weight, 0.0), importance, clipped)
+
+
+def _importance(terms: Terms, clipped: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """Slope of the gate in the token's log-ratio (or log-probability), divided by the advantage."""
+    o, ratio = terms.objective, terms.level_log_ratio.exp()
+    match o.gate:
+        case "likelihood":
+            return torch.ones_like(ratio)
+        case "cap":
+            return ratio.clamp(min=1.0 - o.clip_low, max=1.0 + o.clip_high)
+        case "sigmoid":
+            tau = torch.where(terms.advantages > 0, o.temperature_pos, o.temperature_neg)
+            slope = torch.cosh(0.5 * tau * (ratio - 1.0)).pow(-2)
+            return torch.where(slope > 0, ratio * slope, 0.0)
+        case "geometric":
+            return torch.where(clipped, 0.0, _geometric_mean(terms))
+    return torch.where(clipped, 0.0, ratio)
+
+
+def _geometric_mean(terms: Terms) -> Float[Tensor, "B T"]:
+    """The sequence's geometric mean of clipped ratios on each token: the surrogate at advantage +1 or -1."""
+    o, sign = terms.objective, terms.advantages.sign()
+    log_ratio = terms.level_log_ratio
+    bounded = torch.where(sign > 0, log_ratio.clamp(max=o.clip_high), log_ratio)
+    bounded = torch.where(sign < 0, bounded.clamp(min=-o.clip_low), bounded)
+    if terms.log_gamma_after is not None:
+        bounded = bounded + terms.log_gamma_after
+    return torch.where(terms.mask, masked_row_mean(bounded, terms.mask).exp()[:, None], 0.0)
+
+
+def _over_row(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """(1/|y|) sum_u values[u], on every token of the row."""
+    return torch.where(mask, masked_row_mean(values, mask)[:, None], 0.0)
+
+
+def _kl_slope(
+    terms: Terms, ref_logps: Float[Tensor, "B T"], share: Float[Tensor, "B T"]
+) -> Float[Tensor, "B T"]:
+    """d Agg[KL] / d log pi[i,t]."""
+    o, keep = terms.objective, terms.mask
+    d = torch.where(keep, ref_logps, 0.0) - terms.logps
+    slope = {"k1": torch.ones_like(d), "k2": -d, "k3": -torch.expm1(d)}[o.kl_estimator]
+    if not o.kl_importance_weighted:
+        return share * slope
+    kl = kl_estimate(terms.logps, ref_logps, keep, o.kl_estimator)
+    ratio = terms.level_log_ratio.exp()
+    through_ratio = share * kl * ratio
+    if o.ratio == "sequence":
+        through_ratio = _over_row(through_ratio, keep)
+    return share * slope * ratio + through_ratio

@@ -1,0 +1,101 @@
+"""The presets as one table, a row per method and a column per knob; written to `docs/methods.md` by
+
+python -m moe_rl.objectives.methods_table > docs/methods.md
+"""
+
+import math
+
+from moe_rl.objectives.corrections import Correction
+from moe_rl.objectives.objective import Objective
+from moe_rl.objectives.presets import NOTES, OBJECTIVES
+
+_HEADER = """# Methods
+
+Generated from `moe_rl/objectives/presets.py` by
+
+    python -m moe_rl.objectives.methods_table > docs/methods.md
+
+Do not edit; a test compares this page with the presets.
+
+Every method is `loss = -Agg[ c G(r; A) ] + beta Agg[ KL ]` with ratio r, gate G, advantage A, engine
+correction c and aggregation Agg; `Objective` in `moe_rl/objectives/objective.py` defines the values of each
+column. Range: the bounds of the clip (`clip`, `mask`, `geometric`) or of the weight (`cap`); for `sigmoid` the
+temperatures for A > 0 and A <= 0. Needs: arguments of `policy_loss` that the method cannot do without. DPO
+learns from pairs and is in `moe_rl/objectives/preferences.py`.
+"""
+
+_COLUMNS = (
+    "Method",
+    "Ratio",
+    "Gate",
+    "Range",
+    "Anchor",
+    "Correction",
+    "Route weight",
+    "Aggregation",
+    "Advantage",
+    "KL",
+    "Needs",
+    "Source",
+)
+
+
+def methods_markdown() -> str:
+    """The text of `docs/methods.md`, with a trailing newline."""
+    rows = [_COLUMNS, tuple("---" for _ in _COLUMNS)]
+    rows += [_row(name, objective) for name, objective in OBJECTIVES.items()]
+    table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
+    departures = "\n".join(
+        f"- `{name}` Differs: {note.differs}" for name, note in NOTES.items() if note.differs
+    )
+    return f"{_HEADER}\n{table}\n\n## Departures from the sources\n\n{departures}\n"
+
+
+def _row(name: str, o: Objective) -> tuple[str, ...]:
+    without_ratio = o.gate == "likelihood"
+    return (
+        f"`{name}`",
+        "–" if without_ratio else o.ratio,
+        o.gate,
+        _range(o),
+        "–" if without_ratio else o.anchor,
+        ", ".join(_correction(c) for c in o.corrections) or "–",
+        "–" if o.route_weight == "none" else f"{o.route_weight}, floor {o.route_floor:g}",
+        _aggregation(o),
+        f"group, {o.advantage_scale}" if o.advantage == "group" else o.advantage,
+        "–" if o.kl_coef == 0 else f"{o.kl_coef:g} {o.kl_estimator}",
+        ", ".join(f"`{need}`" for need in sorted(o.needs)) or "–",
+        NOTES[name].source,
+    )
+
+
+def _range(o: Objective) -> str:
+    match o.gate:
+        case "none" | "likelihood":
+            return "–"
+        case "sigmoid":
+            return f"τ {o.temperature_pos:g}, {o.temperature_neg:g}"
+        case "geometric":
+            return f"[e^-{o.clip_low:g}, e^{o.clip_high:g}]"
+    text = f"[{1 - o.clip_low:g}, {1 + o.clip_high:g}]"
+    return text if o.dual_clip is None else f"{text}, A<0: ≤ {o.dual_clip:g}"
+
+
+def _aggregation(o: Objective) -> str:
+    if o.aggregate == "constant":
+        return f"constant {o.length_constant:g}"
+    return f"{o.aggregate}, local" if o.local_normalizer else o.aggregate
+
+
+def _correction(c: Correction) -> str:
+    if c.kind == "off_policy_mask":
+        bounds = f"δ {c.high:g}"
+    elif c.kind.endswith("truncate") or c.low == 0:
+        bounds = f"≤ {c.high:g}"
+    else:
+        bounds = f"[{c.low:g}, {'∞' if math.isinf(c.high) else f'{c.high:g}'}]"
+    return f"{c.kind} {bounds} ({c.policy}{', optional' if c.optional else ''})"
+
+
+if __name__ == "__main__":
+    print(methods_markdown(), end="")

@@ -1,0 +1,63 @@
+"""DPO, which learns from pairs, and its place in the unified view of DeepSeekMath (arXiv:2402.03300, A.1).
+
+Every method's gradient is an expectation of GC(q, o, t) * grad log pi(o_t | q, o_<t); they differ in the data and
+in the gradient coefficient GC:
+
+    SFT          1                            human demonstrations            preset "sft"
+    RFT          1[correct]                   samples of the initial policy   preset "rft"
+    online RFT   1[correct]                   samples of the current policy   preset "online_rft"
+    DPO          sigma(margin), below         pairs                           `dpo_coefficients`
+    PPO          A_t of a value model         samples of the current policy   preset "ppo"
+    GRPO         A_t + beta (pi_ref/pi - 1)   samples of the current policy   preset "grpo" with kl_coef
+
+`moe_rl.objectives.gradient.token_weights` computes the coefficient of every preset on real tensors.
+"""
+
+import torch
+from jaxtyping import Float, Shaped
+from torch import Tensor
+from torch.nn import functional
+
+from moe_rl.objectives.ratios import as_bool_mask, masked_row_sum, token_log_ratio
+
+
+def sequence_margin(
+    logps: Float[Tensor, "B T"], ref_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
+) -> Float[Tensor, " B"]:
+    """log pi(y) - log pi_ref(y) of each sequence, nats, summed over its tokens; with gradient."""
+    return masked_row_sum(token_log_ratio(logps, ref_logps, mask), as_bool_mask(mask))
+
+
+def dpo_coefficients(
+    chosen_margin: Float[Tensor, " B"], rejected_margin: Float[Tensor, " B"], beta: float = 0.1
+) -> Float[Tensor, " B"]:
+    """DPO's gradient coefficient of each pair (arXiv:2402.03300, A.1.4).
+
+        GC = sigma( beta (rejected_margin - chosen_margin) )
+
+    Every token of the chosen response has +beta GC, every token of the rejected one -beta GC; in (0, 1),
+    small where the policy already prefers the chosen response. Detached.
+
+    Differs: the paper drops the constant factor beta.
+
+    >>> dpo_coefficients(torch.tensor([1.0]), torch.tensor([1.0]))
+    tensor([0.5000])
+    """
+    return torch.sigmoid(beta * (rejected_margin - chosen_margin)).detach()
+
+
+def dpo_loss(
+    chosen_margin: Float[Tensor, " B"], rejected_margin: Float[Tensor, " B"], beta: float = 0.1
+) -> Float[Tensor, ""]:
+    """Direct preference optimisation (arXiv:2305.18290, eq. 7), a mean over pairs.
+
+        L = -mean log sigma( beta (chosen_margin - rejected_margin) )
+
+    Args:
+        chosen_margin, rejected_margin: `sequence_margin` of the preferred and of the other response, nats.
+        beta: strength of the tie to the reference policy.
+
+    Returns:
+        A scalar with gradient.
+    """
+    return -functional.logsigmoid(beta * (chosen_margin - rejected_margin)).mean()
