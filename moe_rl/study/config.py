@@ -106,7 +106,11 @@ def dump_study(study: StudyConfig) -> str:
     """A study as YAML that `load_study` reads back."""
     data = _plain(dataclasses.asdict(study))
     data["arms"] = {
-        name: {"label": arm["label"], **({"seeds": arm["seeds"]} if arm["seeds"] else {}), "note": arm["note"]}
+        name: {
+            "label": arm["label"],
+            **({"seeds": arm["seeds"]} if arm["seeds"] else {}),
+            "note": arm["note"],
+        }
         | arm["changes"]
         for name, arm in data["arms"].items()
     }
@@ -175,7 +179,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         kinds = args[:1] * len(value) if len(args) == 2 and args[1] is Ellipsis else args
         if len(kinds) != len(value):
             raise ConfigError(f"{where}: expected {len(kinds)} values, got {len(value)}")
-        return tuple(_convert(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
+        return tuple(
+            _convert(kind, item, f"{where}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
+        )
     if origin is typing.Literal:
         if value not in args:
             raise ConfigError(f"{where}: expected one of {', '.join(map(repr, args))}, got {value!r}")

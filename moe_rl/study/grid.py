@@ -150,7 +150,7 @@ def _schedule(runs: list[Run], output: Path, cold_starts: Path, workers: int) ->
 def _start(run: Run, output: Path, cold_starts: Path) -> subprocess.Popen[bytes]:
     arguments = ["run", output / "study.yaml", "--arm", run.arm, "--seed", run.seed]
     arguments += ["--output", run.folder, "--cold-starts", cold_starts]
-    one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
     with open(run.log, "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "moe_rl", *map(str, arguments)],

@@ -17,7 +17,17 @@ from moe_rl.study.config import ConfigError, differences, dump_run
 from moe_rl.training import RunConfig, train
 from moe_rl.training.runlog import write_atomic
 
-PACKAGES = ("moe_rl", "torch", "transformers", "accelerate", "numpy", "pandas", "pyarrow", "matplotlib", "scipy")
+PACKAGES = (
+    "moe_rl",
+    "torch",
+    "transformers",
+    "accelerate",
+    "numpy",
+    "pandas",
+    "pyarrow",
+    "matplotlib",
+    "scipy",
+)
 
 
 def run_one(

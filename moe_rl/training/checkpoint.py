@@ -129,9 +129,7 @@ def _optimizer_tensors(trainer: "Trainer") -> dict[str, Tensor]:
 
 
 def _restore_optimizer(trainer: "Trainer", tensors: dict[str, Tensor]) -> None:
-    parameters = {
-        name: parameter for name, parameter in trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-    }
+    parameters = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
     trainer.optimizer.state.clear()
     for key, tensor in tensors.items():
         kind, name = key.split("/", 1)

@@ -135,7 +135,10 @@ def validate(config: RunConfig) -> None:
     )
     require(method.noise >= 0, f"method.noise: a standard deviation is not negative, got {method.noise}")
     require(rollout.prompts >= 1, f"rollout.prompts: at least 1, got {rollout.prompts}")
-    require(rollout.group_size >= 2, f"rollout.group_size: a group baseline needs 2 or more, got {rollout.group_size}")
+    require(
+        rollout.group_size >= 2,
+        f"rollout.group_size: a group baseline needs 2 or more, got {rollout.group_size}",
+    )
     require(rollout.temperature > 0, f"rollout.temperature: must be positive, got {rollout.temperature}")
     require(rollout.lag >= 0, f"rollout.lag: not negative, got {rollout.lag}")
     require(optim.steps >= 1, f"optim.steps: at least 1, got {optim.steps}")

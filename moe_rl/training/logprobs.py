@@ -91,9 +91,7 @@ def token_logps(
     tensor([[ 0.0000,  0.0000, -1.9459]])
     """
     if not temperature > 0:
-        raise ValueError(
-            f"temperature must be positive, got {temperature}: greedy choice has no log-probability"
-        )
+        raise ValueError(f"temperature must be positive, got {temperature}: greedy choice has no log-probability")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size counts tokens and must be at least 1, got {chunk_size}")
     lm = causal_lm(model)

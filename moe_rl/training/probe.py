@@ -14,10 +14,9 @@ from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import (
     RoutedExperts,
     change_counts,
-    overdispersion,
+    flips_per_token,
     record_routes,
     replay_routes,
-    site_change,
 )
 from moe_rl.training.batch import Batch
 from moe_rl.training.runlog import write_table
@@ -95,17 +94,17 @@ def measure(trainer: "Trainer", part: Batch) -> tuple[dict[str, Any], Tensor, Te
     counts = change_counts(part.routes, recording.routes, mask)
     facts: dict[str, Any] = {
         "slots_changed": counts.slots_changed,
-        "slots": counts.slots,
+        "slots": counts.slots_total,
         "sites_changed": counts.sites_changed,
-        "sites": counts.sites,
+        "sites": counts.sites_total,
         "tokens_changed": counts.tokens_changed,
-        "tokens": counts.tokens,
-        "site_names": list(part.routes.sites),
-        "site_slots_changed": counts.site_slots_changed,
-        "site_slots": counts.site_slots,
-        "flips_histogram": counts.flips_histogram,
-        "deviation_histogram": counts.deviation_histogram,
-        "overdispersion": overdispersion(part.routes, recording.routes, mask),
+        "tokens": counts.tokens_total,
+        "site_names": counts.sites,
+        "site_slots_changed": counts.per_site_slots_changed,
+        "site_slots": counts.per_site_slots_total,
+        "flips_histogram": counts.flips,
+        "deviation_histogram": counts.deviation,
+        "overdispersion": counts.overdispersion,
         "entropy": natural.entropy[mask].mean(),
     }
     for name, logps in (("natural", natural.logps), ("replayed", replayed)):
@@ -123,7 +122,7 @@ def token_columns(
     """Per-token facts of one probe, one row per response token."""
     mask = part.completion_mask
     B, T = mask.shape
-    flips = site_change(part.routes, routes).sum(-1)
+    flips = flips_per_token(part.routes, routes)
     first = mask.int().argmax(1, keepdim=True)
 
     def take(x: Tensor) -> Tensor:

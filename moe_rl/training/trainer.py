@@ -1,7 +1,7 @@
 """The loop. One for all methods: only `MethodConfig` tells arms apart.
 
-    sample -> score (old log-probabilities and routes in one pass) -> advantages
-           -> for each minibatch: forward and backward, inside replay for a replay arm -> step -> probe
+sample -> score (old log-probabilities and routes in one pass) -> advantages
+       -> for each minibatch: forward and backward, inside replay for a replay arm -> step -> probe
 """
 
 import copy

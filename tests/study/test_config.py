@@ -1,0 +1,114 @@
+"""A study file is checked whole before anything runs; every mistake is named with its field and a way out."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_rl.study.config import ConfigError, differences, dump_run, dump_study, load_study, parse_study
+from moe_rl.training import RunConfig
+
+EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
+
+STUDY = {
+    "name": "s",
+    "question": "?",
+    "seeds": [0, 1],
+    "base": {"optim": {"steps": 2, "learning_rate": 1e-3}},
+    "arms": {
+        "grpo": {"label": "GRPO"},
+        "gspo": {"method": {"objective": "gspo", "clip_low": 3e-4}, "seeds": [1]},
+    },
+}
+
+
+def changed(**changes):
+    return {**STUDY, **changes}
+
+
+@pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda p: p.stem)
+def test_every_shipped_study_resolves_and_survives_a_round_trip(path, tmp_path):
+    study = load_study(path)
+    copy = tmp_path / "study.yaml"
+    copy.write_text(dump_study(study))
+    assert load_study(copy) == study
+    for arm, seed in study.runs():
+        config = study.resolve(arm, seed)
+        assert config.seed == seed
+        assert differences(yaml.safe_load(dump_run(config)), yaml.safe_load(dump_run(config))) == {}
+
+
+def test_arms_lie_over_the_base_and_name_their_own_seeds():
+    study = parse_study(STUDY)
+    assert study.runs() == [("grpo", 0), ("grpo", 1), ("gspo", 1)]
+    grpo, gspo = study.resolve("grpo", 1), study.resolve("gspo", 1)
+    assert grpo.optim == gspo.optim and grpo.optim.steps == 2
+    assert gspo.method.objective == "gspo" and gspo.method.clip_low == 3e-4
+    assert set(differences(yaml.safe_load(dump_run(grpo)), yaml.safe_load(dump_run(gspo)))) == {
+        "method.objective",
+        "method.clip_low",
+    }
+
+
+def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
+    study = parse_study(
+        yaml.safe_load("{name: s, question: q, seeds: [0], base: {optim: {learning_rate: 1e-3}}, arms: {a: {}}}")
+    )
+    assert study.base.optim.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "expected a mapping"),
+        (changed(seeds=[]), "seeds: expected a list of at least one"),
+        (changed(seeds=["x"]), r"seeds\[0\]: expected int, got 'x'"),
+        (changed(arms={}), "arms: expected a mapping of at least one arm"),
+        (changed(sedes=[1]), "sedes: unknown field; did you mean 'seeds'"),
+        (
+            changed(base={"optim": {"learning_rat": 1}}),
+            "base.optim.learning_rat: unknown field; did you mean 'learning_rate'",
+        ),
+        (changed(base={"optim": {"steps": "many"}}), "base.optim.steps: expected int, got 'many'"),
+        (changed(base={"optim": {"steps": True}}), "base.optim.steps: expected int, got True"),
+        (
+            changed(arms={"a": {"method": {"objective": "gsop"}}}),
+            "method.objective: unknown objective 'gsop'",
+        ),
+        (changed(arms={"a": {"method": {"replay": "R9"}}}), "method.replay: unknown kind 'R9'"),
+        (changed(arms={"a": {"metod": {}}}), "arms.a.metod: unknown field; did you mean 'method'"),
+        (
+            changed(arms={"a": {"optim": {"num_minibatches": 5}}}),
+            "optim.num_minibatches: .*must divide rollout.prompts",
+        ),
+        (changed(arms={"a": {"method": {"noise": -1}}}), "method.noise: .*not negative"),
+        (changed(arms={"a": {"rollout": {"group_size": 1}}}), "rollout.group_size: a group baseline needs 2"),
+    ],
+)
+def test_a_mistake_is_named_with_its_field(data, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_study(data)
+
+
+def test_a_missing_file_names_the_nearest(tmp_path):
+    (tmp_path / "quick.yaml").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no such study file; did you mean 'quick.yaml'"):
+        load_study(tmp_path / "quik.yaml")
+
+
+def test_broken_yaml_names_the_file(tmp_path):
+    path = tmp_path / "bad.yaml"
+    path.write_text("a: [1,\nb: 2")
+    with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML"):
+        load_study(path)
+
+
+def test_unknown_arm_names_the_nearest():
+    with pytest.raises(ConfigError, match="unknown arm 'gspoo' in study 's'; did you mean 'gspo'"):
+        parse_study(STUDY).resolve("gspoo", 0)
+
+
+def test_defaults_are_a_run_that_can_start():
+    from moe_rl.training import validate
+
+    validate(RunConfig())
