@@ -18,10 +18,11 @@ MegaBlocks and grouped_gemm are optional and are imported when the `megablocks` 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
@@ -29,13 +30,13 @@ from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
 _INSTALL = """
   pip install triton
   pip install --no-deps --no-build-isolation stanford-stk==0.7.1 grouped_gemm==0.3.0 megablocks==0.10.0
-Their version pins conflict with a recent torch, hence --no-deps; CUDA 13 needs one edit. See docs/megablocks.md.
+Their version pins conflict with a recent torch, hence --no-deps; CUDA 13 needs one edit: docs/megablocks.md.
 On any device, experts_implementation="megablocks_reference" runs the same pipeline in plain torch."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """The six operations of a dropless experts layer, with the signatures of `megablocks.ops` and `grouped_gemm`.
+    """Six operations that make a dropless experts layer, as `megablocks.ops` and `grouped_gemm` spell them.
 
     S = T*K slots, numbered row-major: slot = token * K + k. "Sorted row" r belongs to slot `indices[r]`.
 
@@ -46,8 +47,8 @@ class Backend:
     - `gather(x [T, d], indices, bin_ids, bins, K) -> [S, d]`: token rows, sorted by expert.
     - `gmm(a [S, d], b [E, n, d] if trans_b else [E, d, n], batch_sizes [E], trans_b) -> [S, n]`: rows of
       expert e times the matrix of expert e. `batch_sizes` is int64 on the CPU.
-    - `scatter(x [S, d], indices, bin_ids, weights [S], bins, K) -> [T, d]`: weighted rows back to their tokens,
-      summed over k. The products are formed in float32 (or wider); the gradient reaches `weights`.
+    - `scatter(x [S, d], indices, bin_ids, weights [S], bins, K) -> [T, d]`: weighted rows back to their
+      tokens, summed over k. The products are formed in float32 (or wider); the gradient reaches `weights`.
     """
 
     sort: Callable
@@ -59,7 +60,7 @@ class Backend:
 
 
 def dropless_experts(
-    experts: nn.Module,
+    experts: Any,
     hidden_states: Float[Tensor, "T d"],
     top_k_index: Int[Tensor, "T K"],
     top_k_weights: Float[Tensor, "T K"],
@@ -82,8 +83,9 @@ def dropless_experts(
     check_experts(experts)
     if top_k_index.numel() == 0:
         return torch.zeros_like(hidden_states)
-    num_experts, top_k = experts.gate_up_proj.shape[0], top_k_index.shape[-1]
-    dtype = _compute_dtype(experts, hidden_states.device)
+    gate_up, down = experts.gate_up_proj, experts.down_proj  # read once: adapters compute them on access
+    num_experts, top_k = gate_up.shape[0], top_k_index.shape[-1]
+    dtype = _compute_dtype(gate_up, hidden_states.device)
     trans_b = not getattr(experts, "is_transposed", False)
 
     ids = top_k_index.reshape(-1).to(torch.int32)
@@ -91,25 +93,25 @@ def dropless_experts(
     counts = backend.histogram(ids, num_experts)
     bins = backend.cumsum(counts, 0).reshape(-1)  # megablocks squeezes a single expert's count to a scalar
     batch_sizes = counts.to("cpu", torch.int64)
-    _check_every_slot_counted(experts, batch_sizes, top_k_index, num_experts)
+    _check_counted(experts, batch_sizes, top_k_index)
 
     # The casts are explicit because the kernels do not take part in autocast.
     with torch.autocast(hidden_states.device.type, enabled=False):
         rows = backend.gather(hidden_states.to(dtype).contiguous(), indices, bin_ids, bins, top_k)
-        rows = backend.gmm(rows, experts.gate_up_proj.to(dtype).contiguous(), batch_sizes, trans_b)
+        rows = backend.gmm(rows, gate_up.to(dtype).contiguous(), batch_sizes, trans_b)
         rows = experts._apply_gate(rows).contiguous()
-        rows = backend.gmm(rows, experts.down_proj.to(dtype).contiguous(), batch_sizes, trans_b)
+        rows = backend.gmm(rows, down.to(dtype).contiguous(), batch_sizes, trans_b)
         out = backend.scatter(rows, indices, bin_ids, top_k_weights.reshape(-1).contiguous(), bins, top_k)
     return out.to(hidden_states.dtype)
 
 
 def megablocks_reference(
-    self: nn.Module,
+    self: Any,
     hidden_states: Float[Tensor, "T d"],
     top_k_index: Int[Tensor, "T K"],
     top_k_weights: Float[Tensor, "T K"],
 ) -> Float[Tensor, "T d"]:
-    """`dropless_experts` in plain torch: any device, float16, bfloat16, float32 and float64, gradients by autograd.
+    """`dropless_experts` in plain torch: any device, float16 to float64, gradients by autograd.
 
     It rounds where the MegaBlocks kernels round, so that the two can be compared in bf16.
 
@@ -130,7 +132,7 @@ def megablocks_reference(
 
 
 def megablocks(
-    self: nn.Module,
+    self: Any,
     hidden_states: Float[Tensor, "T d"],
     top_k_index: Int[Tensor, "T K"],
     top_k_weights: Float[Tensor, "T K"],
@@ -152,12 +154,12 @@ def megablocks(
 def register_experts() -> tuple[str, ...]:
     """Make `megablocks` and `megablocks_reference` known to transformers; returns the names.
 
-    From then on `experts_implementation=NAME` in `from_pretrained` and `model.set_experts_implementation(NAME)`
-    accept them. Registering twice changes nothing. Needs neither MegaBlocks nor a GPU: what is missing is
-    said when a layer first runs.
+    From then on `from_pretrained(..., experts_implementation=NAME)` and
+    `model.set_experts_implementation(NAME)` accept them. Registering twice changes nothing. Needs neither
+    MegaBlocks nor a GPU: what is missing is said when a layer first runs.
 
-    `generate` on a GPU replaces `grouped_mm` by `batched_mm` while it decodes; it leaves these names alone, so
-    sampling and training run the same experts code.
+    `generate` on a GPU replaces `grouped_mm` by `batched_mm` while it decodes; it leaves these names alone,
+    so sampling and training run the same experts code.
     """
     implementations = {"megablocks": megablocks, "megablocks_reference": megablocks_reference}
     for name, function in implementations.items():
@@ -165,7 +167,7 @@ def register_experts() -> tuple[str, ...]:
     return tuple(implementations)
 
 
-def check_experts(experts: nn.Module) -> None:
+def check_experts(experts: Any) -> None:
     """Refuse experts that the pipeline would compute wrongly.
 
     Covered: gated experts without bias, gate and up projections concatenated in `gate_up_proj`, either
@@ -203,49 +205,46 @@ def check_experts(experts: nn.Module) -> None:
         )
 
 
-def _check_kernels(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor) -> None:
+def _check_kernels(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> None:
     """What MegaBlocks' and grouped_gemm's kernels lack, beyond `check_experts`."""
-    where, instead = (
-        f"{type(experts).__name__}:",
-        'Or model.set_experts_implementation("megablocks_reference").',
-    )
+    where, instead = type(experts).__name__, "Or choose experts_implementation='megablocks_reference'."
     device = hidden_states.device
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UnsupportedExpertsError(
-            f"{where} megablocks needs tensors on a CUDA device, these are on {str(device)!r}. "
+            f"{where}: megablocks needs tensors on a CUDA device, these are on {str(device)!r}. "
             f"Move the model: model.to('cuda'). {instead}"
         )
-    dtype = _compute_dtype(experts, device)
+    dtype = _compute_dtype(experts.gate_up_proj, device)
     if device.type == "cuda" and dtype != torch.bfloat16:
         raise UnsupportedExpertsError(
-            f"{where} megablocks multiplies in bfloat16 only, this layer computes in {_name(dtype)}. Load the "
-            f"model with dtype=torch.bfloat16, or run it under torch.autocast('cuda', torch.bfloat16). {instead}"
+            f"{where}: megablocks multiplies in bfloat16 only, this layer computes in {_name(dtype)}. "
+            "Load the model with dtype=torch.bfloat16, or run it under torch.autocast('cuda', torch.bfloat16). "
+            f"{instead}"
         )
     # The copy kernels form slot * hidden_size in 32 bits; past that they would read and write elsewhere.
     elements = top_k_index.numel() * hidden_states.shape[-1]
     if elements >= 2**31:
         raise UnsupportedExpertsError(
-            f"{where} {tuple(top_k_index.shape)} routed slots of {hidden_states.shape[-1]} features are "
-            f"{elements:,} elements; megablocks' kernels address at most {2**31 - 1:,}. Use smaller batches. {instead}"
+            f"{where}: {tuple(top_k_index.shape)} routed slots of {hidden_states.shape[-1]} features are "
+            f"{elements:,} elements; megablocks' kernels address at most {2**31 - 1:,}. "
+            f"Use smaller batches. {instead}"
         )
 
 
-def _check_every_slot_counted(
-    experts: nn.Module, batch_sizes: Tensor, top_k_index: Tensor, num_experts: int
-) -> None:
-    """The group sizes are on the CPU anyway: comparing their sum finds indices that no expert owns, for free."""
-    counted = int(batch_sizes.sum())
-    if counted != top_k_index.numel():
+def _check_counted(experts: Any, batch_sizes: Tensor, top_k_index: Tensor) -> None:
+    """An index that no expert owns is in no count. The counts are on the CPU anyway, so the check is free."""
+    uncounted = top_k_index.numel() - int(batch_sizes.sum())
+    if uncounted:
         raise RoutingError(
-            f"{type(experts).__name__}: {top_k_index.numel() - counted} of {top_k_index.numel()} expert indices lie "
-            f"outside 0..{num_experts - 1}. Were these routes recorded from a model with another number of experts?"
+            f"{type(experts).__name__}: {uncounted} of {top_k_index.numel()} expert indices lie outside "
+            f"0..{len(batch_sizes) - 1}. Were these routes recorded from a model with another number of experts?"
         )
 
 
-def _compute_dtype(experts: nn.Module, device: torch.device) -> torch.dtype:
+def _compute_dtype(weight: Tensor, device: torch.device) -> torch.dtype:
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
-    return experts.gate_up_proj.dtype
+    return weight.dtype
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -258,8 +257,8 @@ def _megablocks_backend() -> Backend:
         from megablocks import ops
     except ImportError as error:
         raise ImportError(
-            f"experts_implementation='megablocks' needs MegaBlocks and grouped_gemm with their compiled modules: "
-            f"{error}. Install them with CUDA_HOME set, beside the torch you use:{_INSTALL}"
+            "experts_implementation='megablocks' needs MegaBlocks and grouped_gemm with their compiled modules, "
+            f"but: {error}. Install them with CUDA_HOME set, beside the torch you use:{_INSTALL}"
         ) from error
     return Backend(ops.sort, ops.histogram, ops.inclusive_cumsum, ops.gather, gmm, ops.scatter)
 
@@ -277,8 +276,8 @@ def _histogram(ids: Tensor, num_experts: int) -> Tensor:
 
 
 def _gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, top_k: int) -> Tensor:
-    # Expand, then permute: in the backward pass every slot is written once and a token's K gradients are summed
-    # in one reduction, as in the kernels, instead of being accumulated K times in bf16.
+    # Expand, then permute: in the backward pass every slot is written once and a token's K gradients
+    # are summed in one reduction, as in the kernels, instead of being accumulated K times in bf16.
     return x.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, x.shape[-1])[indices]
 
 
