@@ -1,0 +1,147 @@
+"""One model call, and the calls that a KV cache joins into one logical forward."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.selection import Job
+
+_PAGED = ("block_table", "read_index", "write_index")
+
+
+class Call:
+    """What one call of the model is given, and what its sites did. Keyed by site, never a queue.
+
+    A recomputation for the backward pass runs under the very Call of its forward and so finds the same routes; once
+    closed, a Call takes no more results.
+    """
+
+    def __init__(self, inputs: dict[str, Any], sites: int, check: bool = True) -> None:
+        ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
+        given = ids if ids is not None else embeds
+        if given is None or given.ndim < 2:
+            raise RoutingError(
+                "cannot tell batch and length of this call: expected input_ids [B,S] or inputs_embeds [B,S,d]"
+            )
+        if any(inputs.get(name) is not None for name in _PAGED):
+            raise RoutingError(
+                "packed continuous batching (paged attention) mixes sequences on one axis: routes of such calls would "
+                "belong to no sequence. Use generate(), or your engine's own capture of routed experts"
+            )
+        self.batch, self.length = int(given.shape[0]), int(given.shape[1])
+        self.tokens: Tensor | None = ids
+        self.cache: Any = inputs.get("past_key_values")
+        self.past = _seen(self.cache)
+        self.jobs: list[Job | None] = [None] * sites
+        self.chosen: list[Tensor | None] = [None] * sites
+        self.fired = [False] * sites
+        self.capture = False
+        self.disturb: Callable[..., Tensor] | None = None  # see noise.py
+        self.disturbed = [False] * sites
+        self.open = True
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.length
+
+    def job(self, site: int) -> Job:
+        own = self.jobs[site]
+        if own is None:
+            own = self.jobs[site] = Job()
+        return own
+
+    def close(self, names: list[str]) -> None:
+        """End of the forward: every site has fired, or the result would be silently partial."""
+        self.open = False
+        if not all(self.fired):
+            silent = [name for name, fired in zip(names, self.fired, strict=True) if not fired]
+            raise RoutingError(
+                f"{len(silent)} of {len(names)} routing sites did not run in this forward, first {silent[0]}: a fused "
+                "or replaced MoE block that bypasses its router, or layers that were skipped"
+            )
+        for job in self.jobs:
+            if job is not None:
+                job.closed = True
+
+
+class Joined:
+    """Tensors `[B,S,...]` of successive calls, joined along the tokens while a KV cache connects them."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+        self.length = 0
+        self.pieces: list[tuple[Tensor, ...]] = []
+        self.refused: str | None = None
+        self._cache: Any = None
+        self._keys: int | None = None
+
+    def continues(self, call: Call) -> bool:
+        return call.past > 0 and self._cache is not None and self._cache() is call.cache
+
+    def start(self, length: int, *parts: Tensor) -> None:
+        """Rows of a cache that was filled before anyone listened."""
+        self.pieces.append(parts)
+        self.length = length
+
+    def check(self, call: Call) -> None:
+        """Before a call that continues this one: is the cache as it was left?"""
+        if call.past == self.length and _keys(call.cache) != self._keys:
+            self.refused = (
+                "the KV cache was reordered between two calls (beam search, or sequences leaving the batch): rows of "
+                "one call do not continue the same rows of the call before. `.steps` has each call by itself"
+            )
+        if call.batch != self.batch:
+            self.refused = f"the batch changed from {self.batch} to {call.batch} sequences between two calls on one KV cache"
+
+    def add(self, call: Call, *parts: Tensor) -> None:
+        """Append a call; a cache that was cropped since (speculative decoding) first crops what was recorded."""
+        if call.past < self.length:
+            self.crop(call.past)
+        self.pieces.append(parts)
+        self.length += call.length
+
+    def crop(self, length: int) -> None:
+        while self.length > length:
+            last = self.pieces.pop()
+            size = last[0].shape[1]
+            self.length -= size
+            if self.length < length:
+                keep = length - self.length
+                self.pieces.append(tuple(part[:, :keep] for part in last))
+                self.length += keep
+
+    def follow(self, cache: Any) -> None:
+        """Remember the cache as it is after the call, to recognise the next one."""
+        self._cache = weakref.ref(cache) if cache is not None else None
+        self._keys = _keys(cache)
+
+    def part(self, index: int) -> Tensor:
+        """One of the joined tensors, `[B,T,...]`."""
+        if self.refused:
+            raise RoutingError(self.refused)
+        return torch.cat([piece[index] for piece in self.pieces], dim=1)
+
+
+def _seen(cache: Any) -> int:
+    """Tokens that are in the cache already."""
+    if cache is None:
+        return 0
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:  # recurrent layers only: such a cache does not count
+        return -1
+
+
+def _keys(cache: Any) -> int | None:
+    """Where the cache keeps its first keys after a call. Cropping keeps the place, reordering allocates another."""
+    if cache is None or getattr(cache, "offloading", False):
+        return None
+    for layer in getattr(cache, "layers", ()):
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, Tensor) and keys.numel():
+            return keys.untyped_storage().data_ptr()
+    return None

@@ -1,0 +1,234 @@
+"""Hooks on a model's routers, and who listens to them.
+
+One `Tap` per model. Its hooks are on the model while a context is open or the model is attached; nothing of them is
+left behind. Listeners (the open contexts) stand in a list, outermost first; each is told when a call of the model
+begins and when it ends.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moe_rl.routing.calls import Call
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.selection import Job, Probe, Selection, selection_mode
+from moe_rl.routing.sites import Site
+
+
+class Listener(Protocol):
+    """An open context."""
+
+    def begin(self, call: Call) -> None: ...
+
+    def end(self, call: Call, cache: Any) -> None: ...
+
+
+def _inert(*_: Any) -> None:
+    """What our hooks become in a copy of the model."""
+
+
+class _Hook:
+    """A hook that does nothing in a deep copy or a pickle of its model."""
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self.act = act
+
+    def __call__(self, *args: Any) -> None:
+        self.act(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return _inert
+
+    def __reduce__(self) -> Any:
+        return _same, (_inert,)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+class _Segments:
+    """A checkpoint function whose recomputation, however late, runs under the Call of its forward."""
+
+    def __init__(self, tap: "Tap", original: Callable[..., Any]) -> None:
+        self.tap, self.original = tap, original
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tap, call = self.tap, self.tap.call
+        if call is None:
+            return self.original(function, *args, **kwargs)
+
+        def segment(*inner: Any, **named: Any) -> Any:
+            with tap.resumed(call):
+                return function(*inner, **named)
+
+        return self.original(segment, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return self.original
+
+    def __reduce__(self) -> Any:
+        return _same, (self.original,)
+
+
+_CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
+
+
+class Tap:
+    """Hooks on one model: the boundary opens and closes a Call, each router asks it what to do."""
+
+    def __init__(self, model: nn.Module, sites: list[Site], boundary: PreTrainedModel) -> None:
+        self.root, self.sites, self.boundary = model, sites, boundary
+        self.names = [site.name for site in sites]
+        self.parameters = {name: i for i, name in enumerate(inspect.signature(self.boundary.forward).parameters)}
+        self.probes: list[Probe] = []
+        self.listeners: list[Listener] = []
+        self.users = 0
+        self.call: Call | None = None
+        self.last: Call | None = None
+        self._modes: list[Selection | None] = []
+        self._handles: list[Any] = []
+        self._wrapped: list[tuple[nn.Module, str]] = []
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    def hook(self) -> None:
+        if self._handles:
+            return
+        self._handles.append(
+            self.boundary.register_forward_pre_hook(_Hook(self.before_model), with_kwargs=True)
+        )
+        self._handles.append(
+            self.boundary.register_forward_hook(_Hook(self.after_model), always_call=True)
+        )
+        for index in range(len(self.sites)):
+            before, after = _Hook(partial(self.before_site, index)), _Hook(partial(self.after_site, index))
+            for module in self.scope(index):
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(after, always_call=True))
+        self.wrap_checkpoints()
+
+    def unhook(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module, name in self._wrapped:
+            own = module.__dict__.get(name)
+            if isinstance(own, _Segments):
+                setattr(module, name, own.original)
+        self._wrapped.clear()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Leave modes that a KeyboardInterrupt left open (torch runs no hook then), and forget the call."""
+        while self._modes:
+            mode = self._modes.pop()
+            if mode is not None:
+                mode.__exit__(None, None, None)
+        self.call = self.last = None
+
+    def scope(self, index: int) -> tuple[nn.Module, ...]:
+        """The modules in which the selection of a site happens: the router, or a holder of it (DBRX)."""
+        depth = self.probes[index].depth if self.probes else 0
+        return self.sites[index].modules if depth == 0 else (self.sites[index].parents[depth - 1],)
+
+    def wrap_checkpoints(self) -> None:
+        for module in self.boundary.modules():
+            for name in _CHECKPOINT_ATTRIBUTES:
+                own = module.__dict__.get(name)
+                if callable(own) and not isinstance(own, _Segments):
+                    setattr(module, name, _Segments(self, own))
+                    self._wrapped.append((module, name))
+
+    @contextmanager
+    def resumed(self, call: Call) -> Iterator[None]:
+        """Run a segment of `call` again (or for the first time), with hooks even after the context was left."""
+        if self.call is call:
+            yield
+            return
+        before, hooked = self.call, bool(self._handles)
+        self.hook()
+        self.call = call
+        try:
+            yield
+        finally:
+            self.call = before
+            if not hooked:
+                self.unhook()
+
+    # -- one call -----------------------------------------------------------------------------------------------------
+
+    def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self.listeners:
+            return
+        inputs = {**{name: args[i] for name, i in self.parameters.items() if i < len(args)}, **kwargs}
+        call = Call(inputs, len(self.sites))
+        if call.past < 0:
+            last = self.last
+            call.past = last.past + last.length if last is not None and last.cache is call.cache else 0
+        for listener in self.listeners:
+            listener.begin(call)
+        self.call = call
+
+    def after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        call, self.call = self.call, None
+        if call is None or output is None:  # not listening, or the forward raised
+            return
+        call.close(self.names)
+        cache = call.cache if call.cache is not None else getattr(output, "past_key_values", None)
+        for listener in self.listeners:
+            listener.end(call, cache)
+        call.cache, self.last = cache, call
+
+    def before_site(
+        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        call = self.call
+        if call is None:
+            if self.listeners:
+                raise RoutingError(
+                    f"site {self.names[index]} ran outside a call of {type(self.boundary).__name__}: part of the model "
+                    "was called by itself, or recomputed by a checkpoint that was set by hand (use "
+                    "model.gradient_checkpointing_enable(), which replay follows)"
+                )
+            self._modes.append(None)
+            return
+        if call.open and call.fired[index]:
+            raise RoutingError(
+                f"site {self.names[index]} ran twice in one forward: one router shared by several layers cannot be told apart"
+            )
+        probe = self.probes[index]
+        if call.disturb is not None and not call.disturbed[index] and not self.sites[index].fixed:
+            call.disturbed[index] = True  # a recomputation finds the noisy choice in its job
+            ids = call.disturb(self.names[index], probe, module, args, kwargs)
+            call.job(index).underlay(ids)
+        job = call.jobs[index]
+        if job is None:
+            self._modes.append(None)
+            return
+        mode = selection_mode(self.names[index], probe, job, module.training)
+        mode.__enter__()
+        self._modes.append(mode)
+
+    def after_site(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        mode = self._modes.pop() if self._modes else None
+        if mode is not None:
+            mode.__exit__(None, None, None)
+        call = self.call
+        if call is None or output is None or not call.open:
+            return
+        call.fired[index] = True
+        if call.capture:
+            call.chosen[index] = self.read(index, call.jobs[index], output)
+
+    def read(self, index: int, job: Job | None, output: Any) -> Tensor:
+        place = self.probes[index].output
+        ids = job.chosen if job is not None else output[place] if place is not None else None
+        if ids is None:
+            raise RoutingError(f"site {self.names[index]} made no selection in this forward")
+        return ids.reshape(-1, self.probes[index].k)

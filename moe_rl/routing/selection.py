@@ -1,0 +1,222 @@
+"""Inside one router: answering the question "which k experts?" with given experts and the live scores of them.
+
+A `TorchFunctionMode` that is on while one router runs. It lets every operation pass except the router's own selection,
+which it answers with `(scores.gather(-1, forced), forced)`. What follows (removing a bias, renormalising, scaling,
+casting) stays the model's code, so that gates are live, exact and differentiable for every family.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from moe_rl.routing.errors import RoutingError
+
+TOPK = (torch.topk, torch.Tensor.topk)
+MAX = (torch.max, torch.Tensor.max)
+LINEAR = (torch.nn.functional.linear, torch.mm, torch.matmul, torch.Tensor.matmul, torch.addmm)
+_FILL = (torch.masked_fill, torch.Tensor.masked_fill)
+
+Holes = Literal["none", "rows", "slots"]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the self-check learned about one site.
+
+    num_experts, k: width of the scores that are ranked (a skip or zero expert counts) and experts per token.
+    selection: which of the router's `topk` calls selects experts (group-limited routers make three).
+    depth: how many parents up the selection happens: 0 the router itself, 1 the block (DBRX).
+    output: where in the output tuple the selected ids are, or None where no output holds them unchanged.
+    by_max: the selection is a sequence of `max` calls (Phi-MoE's sparsemixer), not a `topk`.
+    logits: which of the router's linear maps onto `num_experts` makes the logits; where selection noise goes.
+    """
+
+    num_experts: int
+    k: int
+    selection: int = 0
+    depth: int = 0
+    output: int | None = None
+    by_max: bool = False
+    logits: int = -1
+
+
+class Job:
+    """What one site has to do in one model call, and what it did.
+
+    forced: `[N,K]` int64, -1 where the slot is chosen live; None: all live.
+    holes: what of `forced` may be -1: nothing, whole rows, or single slots. Decided once per replay, because a test of
+        the data in here would wait for the device.
+    shadow: also rank live. Results: `chosen` [N,K]; with shadow also `live` [N,K] and `regret` [N].
+    """
+
+    __slots__ = ("chosen", "closed", "forced", "holes", "live", "regret", "shadow")
+
+    def __init__(self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False) -> None:
+        self.forced, self.holes, self.shadow = forced, holes, shadow
+        self.chosen: Tensor | None = None
+        self.live: Tensor | None = None
+        self.regret: Tensor | None = None
+        self.closed = False
+
+    def impose(self, forced: Tensor, holes: Holes) -> None:
+        """Force more rows; where both force a row, the newcomer (the inner replay) has it."""
+        if self.forced is not None and holes != "none":
+            own = (forced >= 0).any(-1, keepdim=True)
+            forced = forced.where(own, self.forced)
+            holes = "slots" if "slots" in (holes, self.holes) else "rows" if self.holes == "rows" else "none"
+        self.forced, self.holes = forced, holes
+
+    def underlay(self, ids: Tensor) -> None:
+        """Force ids wherever nothing is forced yet (selection noise: any replay has precedence)."""
+        if self.forced is not None:
+            ids = self.forced.where((self.forced >= 0).any(-1, keepdim=True), ids) if self.holes != "none" else self.forced
+        self.forced = ids
+        self.holes = "slots" if self.holes == "slots" else "none"
+
+
+def is_held(forced: Tensor, num_experts: int) -> Tensor:
+    """`[..,E]` bool: the experts that a row forces; -1 forces nothing."""
+    mask = torch.zeros((*forced.shape[:-1], num_experts + 1), dtype=torch.bool, device=forced.device)
+    return mask.scatter(-1, forced.where(forced >= 0, num_experts), True)[..., :-1]
+
+
+def fill(forced: Tensor, live: Tensor, scores: Tensor, holes: Holes) -> Tensor:
+    """`forced` with its -1 decided live: a whole row as the router would; single slots by the best of the rest."""
+    if holes == "none":
+        return forced
+    rows = forced >= 0
+    if holes == "slots":
+        rest = scores.masked_fill(is_held(forced, scores.shape[-1]), float("-inf")).topk(forced.shape[-1]).indices
+        nth = (~rows).cumsum(-1).sub(1).clamp(min=0)
+        forced, rows = forced.where(rows, rest.gather(-1, nth)), rows.any(-1, keepdim=True)
+    return forced.where(rows, live)
+
+
+class Selection(TorchFunctionMode):
+    """The mode for routers that select with one `topk`."""
+
+    def __init__(self, name: str, probe: Probe, job: Job, training: bool = False) -> None:
+        super().__init__()
+        self.name, self.probe, self.job, self.training = name, probe, job, training
+        self.calls = 0
+        self.opened: Tensor | None = None
+        self.masked: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in TOPK:
+            self.calls += 1
+            if self.calls - 1 == self.probe.selection:
+                return self.select(func, args, kwargs)
+        elif func in _FILL and self.job.forced is not None:
+            return self.open(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def open(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Group-limited routers mask the experts of closed groups, and some read gates from the masked scores.
+
+        A forced expert has to keep its score, whichever groups are open now.
+        """
+        scores, mask = args[0], args[1] if len(args) > 1 else kwargs.get("mask")
+        if scores.shape[-1] != self.probe.num_experts or not isinstance(mask, Tensor) or mask.shape != scores.shape:
+            return func(*args, **kwargs)
+        if self.job.holes == "none" and not self.job.shadow:
+            return scores  # nothing is ranked any more, and ranking is all the mask is for
+        self.masked = func(*args, **kwargs)
+        self.opened = scores.where(is_held(self.shaped(scores), scores.shape[-1]), self.masked)
+        return self.opened
+
+    def select(self, func: Any, args: Any, kwargs: Any) -> Any:
+        scores, job = args[0], self.job
+        k = args[1] if len(args) > 1 else kwargs["k"]
+        if scores.shape[-1] != self.probe.num_experts or k != self.probe.k:
+            raise RoutingError(
+                f"site {self.name}: the router ranks {scores.shape[-1]} experts for {k} slots; when it was checked it "
+                f"ranked {self.probe.num_experts} for {self.probe.k}. Was the model changed inside the context?"
+            )
+        if job.forced is None:
+            values, ids = func(*args, **kwargs)
+            self.report(ids, ids, scores)
+            return torch.return_types.topk((values, ids))
+        if job.holes == "none" and not job.shadow:
+            ids = self.shaped(scores)
+            self.report(ids)
+        else:
+            ranked = self.masked if self.masked is not None and scores is self.opened else scores
+            live = func(ranked, *args[1:], **kwargs)[1]
+            ids = fill(self.shaped(scores), live, ranked, job.holes)
+            self.report(ids, live, scores)
+        return torch.return_types.topk((scores.gather(-1, ids), ids))
+
+    def shaped(self, scores: Tensor) -> Tensor:
+        """The forced ids in the shape of the router's scores; says so where the row count does not fit."""
+        forced = self.job.forced
+        assert forced is not None
+        if forced.shape[0] * self.probe.num_experts != scores.numel():
+            raise RoutingError(
+                f"site {self.name}: routes for {forced.shape[0]} tokens, but the router sees scores of shape "
+                f"{tuple(scores.shape)}: does this model drop or pack padding before its experts?"
+            )
+        return forced.reshape(*scores.shape[:-1], self.probe.k)
+
+    def report(self, ids: Tensor, live: Tensor | None = None, scores: Tensor | None = None) -> None:
+        job, k = self.job, self.probe.k
+        if job.closed:
+            return  # a recomputation for the backward pass: the call has been read already
+        job.chosen = ids.reshape(-1, k)
+        if job.shadow and live is not None and scores is not None:
+            job.live = live.reshape(-1, k)
+            scores = scores.detach()
+            gap = scores.gather(-1, live).sum(-1) - scores.gather(-1, ids).sum(-1)
+            job.regret = gap.reshape(-1).clamp(min=0).float()
+
+
+class SequentialMax(Selection):
+    """Phi-MoE's sparsemixer: k times a `max` over what is left (in train mode: of a sample); it has no `topk`.
+
+    Slot j's index is answered. The threshold stays that of the live maximum, and the mask drawn around it is opened
+    for the expert of slot j, so that its gate is never zero. Shadow reports the top k of the logits.
+    """
+
+    def __init__(self, name: str, probe: Probe, job: Job, training: bool = False) -> None:
+        super().__init__(name, probe, job, training)
+        self.per_slot = 3 if training else 1  # in train mode: threshold, sampled choice, maximum for Heun's rule
+        self.slots: list[Tensor] = []
+        self.top: tuple[Tensor, Tensor] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in MAX and "dim" in kwargs:
+            return self.answer(func, args, kwargs)
+        if func in _FILL and self.job.forced is not None and args[0].shape[-1] == self.probe.num_experts:
+            own = self.slot(args[0], (self.calls - 1) // self.per_slot)
+            return func(args[0], args[1] & ~is_held(own, self.probe.num_experts), *args[2:], **kwargs)
+        return func(*args, **kwargs)
+
+    def slot(self, scores: Tensor, j: int) -> Tensor:
+        return self.shaped(scores)[..., j : j + 1]
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        scores, (values, ids) = args[0], func(*args, **kwargs)
+        j, step = divmod(self.calls, self.per_slot)
+        self.calls += 1
+        if self.calls == 1 and self.job.shadow:
+            self.top = (scores, scores.topk(self.probe.k).indices)
+        if step == (0 if self.per_slot == 1 else 1):
+            chosen = ids if kwargs.get("keepdim") else ids.unsqueeze(-1)
+            if self.job.forced is not None:
+                own = self.slot(scores, j)
+                chosen = own.where(own >= 0, chosen)
+            self.slots.append(chosen)
+            ids = chosen if kwargs.get("keepdim") else chosen.squeeze(-1)
+            if j + 1 == self.probe.k:
+                logits, live = self.top or (None, None)
+                self.report(torch.cat(self.slots, -1), live, logits)
+        return torch.return_types.max((values, ids))
+
+
+def selection_mode(name: str, probe: Probe, job: Job, training: bool) -> Selection:
+    return (SequentialMax if probe.by_max else Selection)(name, probe, job, training)

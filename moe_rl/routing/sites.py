@@ -1,0 +1,140 @@
+"""Where a model routes: the routers that transformers itself registers, under names that wrappers do not change."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from moe_rl.routing.errors import UnsupportedModelError
+from moe_rl.routing.site_names import canonical_site
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One place where tokens are given to experts.
+
+    name: qualified name of the router in the model that was searched, without wrapper parts.
+    modules: the router under that name; more than one where PEFT keeps the original beside the copy that it trains.
+    parents: the modules that hold the router, innermost first (the block, the decoder layer, ...).
+    fixed: the selection is a table over token ids, not a choice (hash routing): recorded, never replayed.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    parents: tuple[nn.Module, ...]
+    fixed: bool = False
+
+    @property
+    def module(self) -> nn.Module:
+        """The router; where PEFT holds two, the copy that it trains."""
+        return self.modules[-1]
+
+    def __repr__(self) -> str:
+        return f"Site({self.name!r}, {type(self.module).__name__}{', fixed' if self.fixed else ''})"
+
+
+def find_sites(model: nn.Module) -> list[Site]:
+    """The routing sites of a transformers model, in the order of its modules; wrappers are looked through.
+
+    A router is what the model's own classes register as the source of `router_logits`
+    (`PreTrainedModel._can_record_outputs`). Matching is by `isinstance`, so that classes which FSDP2 derives are
+    found. Of two registered modules inside each other the inner one is the router (JetMoE registers its attention
+    too). A module that stands where routers stand in other layers, but is of a class that is not registered, is a
+    fixed site (the hash-routed layers of DeepSeek-V4).
+
+    Structure only: nothing runs, and a family whose routers cannot be intercepted is refused later, by `attach` or by
+    the first context. Raises UnsupportedModelError for a model without registered routers.
+    """
+    named = dict(model.named_modules())
+    registered = tuple({cls for m in named.values() for cls in _router_classes(m)})
+    found = {name for name, module in named.items() if isinstance(module, registered)} if registered else set()
+    routers = {name for name in found if not any(n.startswith(name + ".") for n in found if not _twin(name, n))}
+    if not routers:
+        raise UnsupportedModelError(_why_no_router(model, named))
+    places = {_place(name, named) for name in routers}
+    fixed = {n for n in named if n not in found and n and _place(n, named) in places and not _inside(n, routers)}
+    sites: dict[str, list[str]] = {}
+    for name in named:
+        if name in routers or name in fixed:
+            sites.setdefault(canonical_site(name), []).append(name)
+    return [
+        Site(
+            name,
+            tuple(named[n] for n in full),
+            tuple(_parents(full[0], named)),
+            fixed=not any(n in routers for n in full),
+        )
+        for name, full in sites.items()
+        if any(n in routers for n in full) or len(full) == 1
+    ]
+
+
+routing_sites = find_sites
+
+
+def boundary_of(model: nn.Module, sites: list[Site]) -> PreTrainedModel:
+    """The innermost transformers model that holds every site: one call of it is one forward, however it is called."""
+    wanted = {id(m) for site in sites for m in site.modules}
+    holders = [
+        m
+        for m in model.modules()
+        if isinstance(m, PreTrainedModel) and wanted <= {id(child) for child in m.modules()}
+    ]
+    if not holders:
+        raise UnsupportedModelError(
+            f"the routers of {type(model).__name__} lie in several transformers models; record and replay each of "
+            "them on its own"
+        )
+    return holders[-1]
+
+
+def _router_classes(module: nn.Module) -> Iterator[type[nn.Module]]:
+    if not isinstance(module, PreTrainedModel):
+        return
+    specs = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+    for spec in specs if isinstance(specs, list | tuple) else [specs]:
+        target = spec.target_class if isinstance(spec, OutputRecorder) else spec
+        if isinstance(target, type):
+            yield target
+
+
+def _twin(outer: str, inner: str) -> bool:
+    """Whether two nested names are one router and its wrapper (LoRA around a router that is itself a Linear)."""
+    return canonical_site(outer) == canonical_site(inner)
+
+
+def _inside(name: str, routers: set[str]) -> bool:
+    return any(name.startswith(r + ".") or canonical_site(r) == canonical_site(name) for r in routers)
+
+
+def _place(name: str, named: dict[str, nn.Module]) -> tuple[type, str]:
+    """The class of the holder and the attribute: what routers of different layers have in common."""
+    full = canonical_site(name)
+    holder = next(iter(_parents(name, named)), None)
+    return type(holder), full.rpartition(".")[2]
+
+
+def _parents(name: str, named: dict[str, nn.Module]) -> Iterator[nn.Module]:
+    """Holders of a module, innermost first, without wrappers and containers."""
+    own, last = canonical_site(name), None
+    while name:
+        name = name.rpartition(".")[0]
+        here = canonical_site(name) if name else ""
+        if here != own and here != last and not isinstance(named[name], nn.ModuleList | nn.ModuleDict):
+            yield named[name]
+        last = here
+
+
+def _why_no_router(model: nn.Module, named: dict[str, nn.Module]) -> str:
+    inner = [m for m in named.values() if isinstance(m, PreTrainedModel)]
+    what = type(inner[0] if inner else model).__name__
+    if not inner:
+        return f"{what} holds no transformers model: routing sites are found through PreTrainedModel"
+    import transformers
+
+    return (
+        f"{what} registers no router for `router_logits` in transformers {transformers.__version__}: a dense model, "
+        "or a family whose routers this version of transformers does not register (5.23 knows the most)"
+    )
