@@ -18,9 +18,7 @@ import pandas as pd
 import yaml
 
 KINDS = ("rollout", "update", "probe", "eval")
-_KEYS = {
-    kind: ["arm", "seed", "step"] + (["update"] if kind in ("update", "probe") else []) for kind in KINDS
-}
+_KEYS = {kind: ["arm", "seed", "step"] + (["update"] if kind in ("update", "probe") else []) for kind in KINDS}
 _NEEDED = {
     "rollout": ("step", "reward"),
     "update": ("step", "update"),
@@ -144,9 +142,7 @@ class StudyData:
             for file in files[-last_steps:] if last_steps else files:
                 parts.append(_read_parquet(file).assign(arm=run.arm, seed=run.seed, step=_step_of(file)))
         if not parts:
-            return pd.DataFrame(
-                columns=["arm", "seed", "step", "update", "old_logp", "logp_natural", "logp_replayed"]
-            )
+            return pd.DataFrame(columns=["arm", "seed", "step", "update", "old_logp", "logp_natural", "logp_replayed"])
         frame = pd.concat(parts, ignore_index=True)
         frame["arm"] = frame["arm"].astype("category")
         return frame
@@ -243,9 +239,7 @@ def _load_run(folder: Path) -> tuple[Run, dict[str, pd.DataFrame]]:
         frame = pd.DataFrame(rows[kind], columns=None if rows[kind] else keys[2:])
         frame.insert(0, "arm", arm)
         frame.insert(1, "seed", seed)
-        for column in frame.select_dtypes(
-            object
-        ).columns:  # null: a number that was not finite or not asked for
+        for column in frame.select_dtypes(object).columns:  # null: a number that was not finite or not asked for
             if all(value is None or isinstance(value, int | float) for value in frame[column]):
                 frame[column] = frame[column].astype(float)
         if frame.duplicated(keys).any():  # a resumed run wrote these steps again; the later row counts
@@ -266,11 +260,7 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise ValueError(f"expected an object, got {type(row).__name__}")
             kind = row.get("kind")
-            missing = [
-                name
-                for name in _NEEDED.get(str(kind), ("step",))
-                if row.get(name) is None and name != "reward"
-            ]
+            missing = [name for name in _NEEDED.get(str(kind), ("step",)) if row.get(name) is None and name != "reward"]
             if kind == "rollout" and "reward" not in row:
                 missing.append("reward")
             if kind is None or missing:
@@ -328,9 +318,7 @@ def _declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     arms = config.get("arms") or {}
     if isinstance(arms, dict):
         return {str(name): value if isinstance(value, dict) else {} for name, value in arms.items()}
-    return {
-        str(a.get("name")) if isinstance(a, dict) else str(a): a if isinstance(a, dict) else {} for a in arms
-    }
+    return {str(a.get("name")) if isinstance(a, dict) else str(a): a if isinstance(a, dict) else {} for a in arms}
 
 
 def _nothing_here(path: Path, is_study: bool) -> str:

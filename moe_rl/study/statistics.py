@@ -103,7 +103,7 @@ def bootstrap_band(values: np.ndarray, confidence: float = 0.95, seed: int = 0) 
     All n^n resamples up to n = 6, else 2000 with a fixed generator, the same rows at every X. NaN (a seed that
     has not come that far) is left out pointwise; NaN where fewer than two seeds remain.
     """
-    n, width = values.shape
+    width = values.shape[1]
     low, high = np.full(width, np.nan), np.full(width, np.nan)
     tail = (1.0 - confidence) / 2
     present = np.isfinite(values)
@@ -231,9 +231,7 @@ def compare_paired(a: dict[int, float], b: dict[int, float], confidence: float =
         verdict = "same sign in every seed"
     improvement = probability_of_improvement([a[s] for s in seeds], [b[s] for s in seeds])
     signs = 2.0 ** (1 - n) if n else float("nan")
-    return Comparison(
-        seeds, tuple(float(d) for d in difference), interval, student, improvement, signs, verdict
-    )
+    return Comparison(seeds, tuple(float(d) for d in difference), interval, student, improvement, signs, verdict)
 
 
 def final_value(values: Sequence[float] | np.ndarray, last: int = FINAL_STEPS) -> float:

@@ -79,7 +79,7 @@ def replay_stands_for_noise(data: StudyData, noise: float) -> str | None:
     """
     arms = data.arms
     noisy = [str(arm) for arm in arms.index[arms["noise"] == noise]]
-    if noise == 0 or any(arms.loc[arm, "replay"].lower() != "none" for arm in noisy):
+    if noise == 0 or any(str(arms["replay"][arm]).lower() != "none" for arm in noisy):
         return None
     base = [outside_method(data.runs_of(arm)[0].config) for arm in noisy]
     for arm in arms.index[(arms["noise"] == 0) & (arms["replay"].str.lower() != "none")]:

@@ -4,19 +4,22 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import LogNorm
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.style import (
     GREY,
     StudyFigure,
     arm_looks,
+    arm_title,
     conditions,
     draw_seeds,
     legend_above,
-    log_axis,
+    log_y,
     need,
     noise_note,
     panels,
+    plain,
     seed_table,
     seeds_note,
     styled,
@@ -25,8 +28,8 @@ from moe_rl.study.figures.style import (
 from moe_rl.study.summary import in_run_variance, probe_factors
 
 PAIR = (
-    "log r = new − old log-probability of the same token (nats); natural: live routing; replayed: the old policy's "
-    "routes forced on the same weights"
+    "log r = new − old log-probability of the same token (nats); natural: live routing; replayed: the old "
+    "policy's routes forced on the same weights"
 )
 TAUS = np.round(np.geomspace(1.01, 10, 60), 6)
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -35,14 +38,12 @@ FEWEST_TOKENS = 30
 
 @styled
 def ratio_variance(data: StudyData) -> StudyFigure:
-    """Variance of log-ratios in training; what replay and what the sequence mean remove of it on equal weights."""
+    """Variance of log-ratios in training; what replay and averaging remove of it."""
     need(data.updates, ["var_token_log_ratio", "var_sequence_log_ratio"], "ratio_variance")
     need(data.probes, ["var_token_natural", "var_token_replayed", "var_sequence_natural"], "ratio_variance")
     steps, factors = in_run_variance(data), probe_factors(data)
     shown = conditions(data)
-    figure, axes = panels(
-        len(shown), 3, 0.6 + 2.05 * len(shown), sharex="col", sharey="col", width_ratios=[1.45, 1, 1]
-    )
+    figure, axes = panels(len(shown), 3, 0.6 + 2.05 * len(shown), sharex="col", sharey="col", width_ratios=[1.45, 1, 1])
     parts = []
     for i, (row, condition) in enumerate(zip(axes, shown, strict=True)):
         for arm, (look, label) in arm_looks(data, condition.arms).items():
@@ -51,9 +52,7 @@ def ratio_variance(data: StudyData) -> StudyFigure:
                 if not table.dropna(how="all").empty:
                     style = {} if level == "token" else {"lw": weight, "ms": 2.5, "mfc": "white"}
                     draw_seeds(row[0], table, look, label if level == "token" else "_", thin=False, **style)
-                    parts.append(
-                        summarise(table, quantity=f"in-run {level}", condition=condition.name, arm=arm)
-                    )
+                    parts.append(summarise(table, quantity=f"in-run {level}", condition=condition.name, arm=arm))
             for ax, factor in ((row[1], "replay"), (row[2], "averaging")):
                 table = seed_table(factors[factors["arm"] == arm], "update", factor)
                 if not table.dropna(how="all").empty:
@@ -65,31 +64,26 @@ def ratio_variance(data: StudyData) -> StudyFigure:
             row[1].set_title("natural / replayed, token")
             row[2].set_title("token / sequence")
     length = float(data.rollouts["response_length"].mean()) if "response_length" in data.rollouts else np.nan
-    for ax in axes[:, 0]:
-        ax.set_yscale("log")
+    log_y(axes[0, 0])
     for row in axes:
         row[1].axhline(1, color=GREY, lw=1, ls=(0, (1, 2)))
         row[2].axhline(length, color=GREY, lw=1, ls=(0, (1, 2)))
         row[2].set_ylim(0, None)
-    log_axis(axes[0, 1].yaxis)
-    axes[0, 2].annotate(
-        f"mean response length {length:.0f}", (0.97, length), xycoords=("axes fraction", "data"), xytext=(0, 3),
-        textcoords="offset points", fontsize=6.5, color=GREY, ha="right",
-    )  # fmt: skip
-    for ax, label in zip(
-        axes[-1], ("RL step", "update within the step", "update within the step"), strict=True
-    ):
+    log_y(axes[0, 1])
+    text = f"dotted: mean response length {length:.0f}"
+    axes[0, 2].text(0.97, 0.04, text, transform=axes[0, 2].transAxes, fontsize=6.5, color=GREY, ha="right")
+    for ax, label in zip(axes[-1], ("RL step", "update within the step", "update within the step"), strict=True):
         ax.set_xlabel(label)
     for ax in axes[-1, 1:]:
         ax.set_xticks(sorted(factors["update"].unique())[:: max(1, factors["update"].nunique() // 8)])
     legend_above(figure, axes[:, 0])
     caption = (
-        f"{PAIR}. Left: variance over the training minibatches of a step, mean of the updates from the second on, under "
-        "the arm's own routing (noise and replay included); filled: tokens; open: length-normalised sequences. These "
-        "compare different trajectories. Middle: token variance natural over replayed on the same weights and tokens "
-        "(probe, median over steps, log axis); 1: replay removes nothing. Right: token over sequence variance (probe, "
-        "natural, median over steps); independent tokens would give the response length (dotted)."
-        f"{noise_note(data)} {seeds_note(data)}"
+        f"{PAIR}. Left: variance over the training minibatches of a step, mean of the updates from the "
+        "second on, under the arm's own routing (noise and replay included); filled: tokens; open: "
+        "length-normalised sequences. These compare different trajectories. Middle: token variance natural "
+        "over replayed on the same weights and tokens (probe, median over steps, log axis); 1: replay "
+        "removes nothing. Right: token over sequence variance (probe, natural, median over steps); "
+        f"independent tokens would give the response length (dotted).{noise_note(data)} {seeds_note(data)}"
     )
     title = "Variance of log-ratios."
     return StudyFigure("ratio_variance", title, caption, figure, pd.concat(parts))
@@ -113,26 +107,20 @@ def log_ratio_bands(data: StudyData) -> StudyFigure:
             marker = "o" if len(table) < 12 else None
             if kind == "natural":
                 for low, high, alpha in ((0.01, 0.99, 0.15), (0.05, 0.95, 0.2), (0.25, 0.75, 0.35)):
-                    ax.fill_between(
-                        table.index, table[low], table[high], color=look.colour, alpha=alpha, lw=0
-                    )
+                    ax.fill_between(table.index, table[low], table[high], color=look.colour, alpha=alpha, lw=0)
                 ax.plot(table.index, table[0.5], color=look.colour, lw=1.3)
             else:
                 for q in (0.01, 0.99):
-                    ax.plot(
-                        table.index, table[q], color="#1a1a1a", lw=0.9, ls=(0, (3, 1.5)), marker=marker, ms=2
-                    )
-        ax.set_title(_arm_title(data, arm), fontsize=7.5)
+                    ax.plot(table.index, table[q], color="#1a1a1a", lw=0.9, ls=(0, (3, 1.5)), marker=marker, ms=2)
+        ax.set_title(arm_title(data, arm), fontsize=7.5)
         ax.set_xlabel("RL step")
     axes[0, 0].set_ylabel("log r, nats")
     caption = (
-        f"{PAIR}. Quantiles over the stored response tokens of all seeds after the last update of a step: bands 1–99 %, "
-        "5–95 %, 25–75 % and the median, natural; dashed: the 1 % and 99 % quantiles replayed."
-        f"{noise_note(data)} {seeds_note(data, interval=False)}"
+        f"{PAIR}. Quantiles over the stored response tokens of all seeds after the last update of a step: "
+        "bands 1–99 %, 5–95 %, 25–75 % and the median, natural; dashed: the 1 % and 99 % quantiles "
+        f"replayed.{noise_note(data)} {seeds_note(data, interval=False)}"
     )
-    return StudyFigure(
-        "log_ratio_bands", "Quantiles of the token log-ratio.", caption, figure, pd.concat(parts)
-    )
+    return StudyFigure("log_ratio_bands", "Quantiles of the token log-ratio.", caption, figure, pd.concat(parts))
 
 
 @styled
@@ -141,7 +129,7 @@ def probability_scatter(data: StudyData) -> StudyFigure:
     tokens = _tokens(data, "probability_scatter")
     tokens = tokens[tokens["update"] == tokens["update"].max()]
     arms = _drawn_arms(data, tokens)
-    figure, axes = panels(2, len(arms), 0.75 + 2 * 6.2 / max(len(arms), 3), sharex=True, sharey=True)
+    figure, axes = panels(2, len(arms), 0.95 + 2 * 5.1 / max(len(arms), 3), sharex=True, sharey=True)
     edges = np.linspace(0, 1, 61)
     grids = {}
     for arm in arms:
@@ -159,28 +147,24 @@ def probability_scatter(data: StudyData) -> StudyFigure:
         ax.plot([0, 1], [0, 1], color="#1a1a1a", lw=0.5)
         of_arm = tokens[tokens["arm"] == arm]
         gap = np.abs(np.exp(of_arm["old_logp"]) - np.exp(of_arm[f"logp_{kind}"])).mean()
-        ax.text(0.04, 0.96, f"mean |Δp| {gap:.3f}", transform=ax.transAxes, va="top", fontsize=6.5)
+        ax.text(0.04, 0.96, f"|Δp| {gap:.3f}", transform=ax.transAxes, va="top", fontsize=6.5)
         ax.set_aspect("equal")
         ax.set_xticks([0, 0.5, 1])
         ax.set_yticks([0, 0.5, 1])
-        i, j = np.nonzero(grid)
-        parts.append(
-            pd.DataFrame(
-                {"arm": arm, "routing": kind, "old_low": edges[i], "new_low": edges[j], "tokens": grid[i, j]}
-            )
-        )
+        x, y = np.nonzero(grid)
+        cells = {"old_from": edges[x], "new_from": edges[y], "tokens": grid[x, y]}
+        parts.append(pd.DataFrame({"arm": arm, "routing": kind, **cells}))
     for j, arm in enumerate(arms):
-        axes[0, j].set_title(_arm_title(data, arm), fontsize=7.5)
+        axes[0, j].set_title(arm_title(data, arm), fontsize=7.5)
         axes[1, j].set_xlabel("old probability")
     axes[0, 0].set_ylabel("natural\nnew probability")
     axes[1, 0].set_ylabel("replayed\nnew probability")
-    figure.colorbar(
-        mesh, ax=axes, shrink=0.8, aspect=25, pad=0.02, label="tokens per cell"
-    ).outline.set_visible(False)
+    figure.colorbar(mesh, ax=axes, shrink=0.8, aspect=25, pad=0.02, label="tokens per cell").outline.set_visible(False)
     caption = (
-        "Probability of each stored response token under the old policy and after the last update of its step, live "
-        "routing (top) and the old routes forced on the same weights (bottom); all stored steps and seeds; log colour. "
-        f"|Δp|: mean absolute difference.{noise_note(data)} {seeds_note(data, interval=False)}"
+        "Probability of each stored response token under the old policy and after the last update of its "
+        "step, live routing (top) and the old routes forced on the same weights (bottom); all stored steps "
+        f"and seeds; log colour. |Δp|: mean absolute difference.{noise_note(data)} "
+        f"{seeds_note(data, interval=False)}"
     )
     title = "Token probability, old against new."
     return StudyFigure("probability_scatter", title, caption, figure, pd.concat(parts))
@@ -220,17 +204,18 @@ def variance_by_flips(data: StudyData) -> StudyFigure:
         ax.set(title=condition.title, xlabel="sites changed on the token", yscale="log")
         flips = rows.loc[rows["drawn"], "flips"]
         ax.set_xticks(range(0, int(flips.max()) + 1, max(1, int(flips.max()) // 8)))
-    log_axis(axes[0, 0].yaxis)
+    log_y(axes[0, 0])
     axes[0, 0].set_ylabel("variance of log r, nats²")
     outlined = Line2D(
         [], [], color=GREY, ls=(0, (1, 1.5)), marker="o", mfc="white", lw=1, label="replayed, same weights"
     )
     legend_above(figure, axes, [outlined])
     caption = (
-        f"{PAIR}. Variance over all stored response tokens (all steps, updates, seeds) by the number of routing sites "
-        f"that changed on the token; bins of fewer than {FEWEST_TOKENS} tokens are left out. Tokens that flip also "
-        "drift more: the rise of the filled line is a correlation, and only its distance to the open markers, where "
-        f"the same tokens are replayed, is due to routing.{noise_note(data)} {seeds_note(data, interval=False)}"
+        f"{PAIR}. Variance over all stored response tokens (all steps, updates, seeds) by the number of "
+        f"routing sites that changed on the token; bins of fewer than {FEWEST_TOKENS} tokens are left out. "
+        "Tokens that flip also drift more: the rise of the filled line is a correlation, and only its "
+        "distance to the open markers, where the same tokens are replayed, is due to "
+        f"routing.{noise_note(data)} {seeds_note(data, interval=False)}"
     )
     title = "Ratio variance against flips per token."
     return StudyFigure("variance_by_flips", title, caption, figure, rows)
@@ -253,9 +238,7 @@ def tail_fraction(data: StudyData) -> StudyFigure:
                 size = np.sort(np.abs(of_arm[kind].to_numpy(dtype=float)))
                 share = 1 - np.searchsorted(size, np.log(TAUS), side="right") / size.size
                 parts.append(
-                    pd.DataFrame(
-                        {"arm": arm, "routing": kind, "tau": TAUS, "fraction": share, "tokens": size.size}
-                    )
+                    pd.DataFrame({"arm": arm, "routing": kind, "tau": TAUS, "fraction": share, "tokens": size.size})
                 )
                 seen = share > 0
                 if kind == "natural":
@@ -264,17 +247,26 @@ def tail_fraction(data: StudyData) -> StudyFigure:
                     line = {"ls": (0, (1, 1.5)), "lw": 1.1}
                 ax.plot(TAUS[seen], share[seen], color=look.colour, **line)
         ax.set(title=condition.title, xlabel="τ", xscale="log", yscale="log")
-        ax.set_xticks([1, 1.1, 1.5, 2, 3, 5, 10], ["1", "1.1", "1.5", "2", "3", "5", "10"])
-    axes[0, 0].set_xlim(TAUS[0], TAUS[-1])
+    log_y(axes[0, 0])
+    frame = pd.concat(parts)
+    last = float(frame.loc[frame["fraction"] > 0, "tau"].max())
+    axes[0, 0].set_xlim(TAUS[0], min(TAUS[-1], max(1.1, last * 1.1)))
+    for ax in axes[0]:
+        top = ax.get_xlim()[1]
+        ticks = (1.1, 1.5, 2, 3, 5, 10) if top > 3.5 else (1.1, 1.2, 1.5, 2, 3) if top > 1.5 else (1.02, 1.05, 1.1, 1.2)
+        ax.set_xticks([t for t in ticks if t <= top])
+        ax.xaxis.set_major_formatter(FuncFormatter(plain))
+        ax.xaxis.set_minor_formatter(NullFormatter())
     axes[0, 0].set_ylabel("share of tokens with max(r, 1/r) > τ")
     replayed = Line2D([], [], color=GREY, ls=(0, (1, 1.5)), lw=1.1, label="replayed, same weights")
     legend_above(figure, axes, [replayed])
     caption = (
-        "F(τ): share of stored response tokens whose ratio r = new/old, or its inverse, exceeds τ, after the last update "
-        "of a step; log-log; a line ends where no token is left. Pair: two policies, one engine, so published values "
-        f"for two engines are not drawn. All stored steps and seeds.{noise_note(data)} {seeds_note(data, interval=False)}"
+        "F(τ): share of stored response tokens whose ratio r = new/old, or its inverse, exceeds τ, after "
+        "the last update of a step; log-log; a line ends where no token is left. Pair: two policies, one "
+        "engine, so published values for two engines are not drawn. All stored steps and "
+        f"seeds.{noise_note(data)} {seeds_note(data, interval=False)}"
     )
-    return StudyFigure("tail_fraction", "Tail of the ratio, F(τ).", caption, figure, pd.concat(parts))
+    return StudyFigure("tail_fraction", "Tail of the ratio, F(τ).", caption, figure, frame)
 
 
 def _tokens(data: StudyData, figure: str) -> pd.DataFrame:
@@ -287,11 +279,6 @@ def _tokens(data: StudyData, figure: str) -> pd.DataFrame:
 def _drawn_arms(data: StudyData, rows: pd.DataFrame) -> list[str]:
     present = set(rows["arm"].unique())
     return [arm for condition in conditions(data) for arm in condition.arms if arm in present]
-
-
-def _arm_title(data: StudyData, arm: str) -> str:
-    noise = data.arms.loc[arm, "noise"]
-    return arm_looks(data, [arm])[arm][1].replace(" + ", "\n+ ") + (f"\nnoise {noise:g}" if noise else "")
 
 
 __all__ = ["log_ratio_bands", "probability_scatter", "ratio_variance", "tail_fraction", "variance_by_flips"]

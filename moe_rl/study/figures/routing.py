@@ -1,19 +1,20 @@
 """Figures of routing change: how much of the selection moves, where, and how it clusters on tokens."""
 
-import os
-
 import numpy as np
 import pandas as pd
+from matplotlib.patches import Patch
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.style import (
     GREY,
     StudyFigure,
     arm_looks,
+    arm_title,
     conditions,
     draw_seeds,
     legend_above,
-    log_axis,
+    log_y,
+    look_of,
     need,
     noise_note,
     panels,
@@ -23,11 +24,11 @@ from moe_rl.study.figures.style import (
 )
 
 GSPO_CHANGE = 0.10
-"""GSPO (2507.18071) §5.3: "roughly 10% of the experts activated" change per update; its denominator is not defined."""
+"""GSPO (2507.18071) §5.3: "roughly 10% of the experts activated" per update; the denominator is not defined."""
 
 PROBE = (
-    "Probe: a fixed subset of each step's responses, routed live and without noise, old policy of the step against the "
-    "weights after the update"
+    "Probe: a fixed subset of each step's responses, routed live and without noise, old policy of the step "
+    "against the weights after the update"
 )
 DEFINITIONS = {
     "slot": ("slots_changed", "slots", "slot: expert slots replaced / K·L·tokens"),
@@ -53,22 +54,18 @@ def expert_change(data: StudyData) -> StudyFigure:
             ax.set_title("" if i else f"per {name}")
             ax.set_ylim(0, None)
         row[0].set_ylabel(f"{condition.name}\nchanged, %")
-    for ax in axes[:, 0]:
-        ax.axhline(100 * GSPO_CHANGE, color=GREY, lw=1, ls=(0, (1, 2)))
-    axes[0, 0].annotate(
-        "GSPO paper: “roughly 10 %”,\ndenominator not defined", (0.03, 100 * GSPO_CHANGE), fontsize=6.5, color=GREY,
-        xycoords=("axes fraction", "data"), xytext=(0, -3), textcoords="offset points", va="top",
-    )  # fmt: skip
+    _draw_reference(axes[:, 0])
     for ax in axes[-1]:
         ax.set_xlabel("update within the step")
         ax.set_xticks(sorted(rows["update"].unique())[:: max(1, rows["update"].nunique() // 8)])
     legend_above(figure, axes)
     definitions = "; ".join(text for _, _, text in DEFINITIONS.values())
     caption = (
-        f"{PROBE}; changes and totals pooled over all steps of a seed. Rates by definition – {definitions}. The three "
-        "differ by up to a factor of K·L and must not be compared with one another. Dotted: the GSPO paper (§5.3), "
-        "drawn with the slot definition only, per update, as the most plausible reading of “experts activated”. "
-        f"Thin lines: seeds; thick: mean; band: interval.{noise_note(data)} {seeds_note(data)}"
+        f"{PROBE}; changes and totals pooled over all steps of a seed. Rates by definition – {definitions}. "
+        "The three differ by up to a factor of K·L and must not be compared with one another. Reference: "
+        "the GSPO paper (§5.3), given with the slot definition only, per update, as the most plausible "
+        f"reading of “experts activated”. Thin lines: seeds; thick: mean; band: interval.{noise_note(data)} "
+        f"{seeds_note(data)}"
     )
     title = "Expert change by update index."
     return StudyFigure("expert_change", title, caption, figure, pd.concat(parts))
@@ -82,9 +79,7 @@ def expert_change_by_site(data: StudyData) -> StudyFigure:
     long = rows[["arm", "seed", "update", "site_slots_changed", "site_slots"]].copy()
     long["site"] = [range(len(names))] * len(long)
     long = long.explode(["site", "site_slots_changed", "site_slots"])
-    pooled = long.groupby(["arm", "site", "update"], as_index=False)[
-        ["site_slots_changed", "site_slots"]
-    ].sum()
+    pooled = long.groupby(["arm", "site", "update"], as_index=False)[["site_slots_changed", "site_slots"]].sum()
     pooled["rate"] = pooled["site_slots_changed"].astype(float) / pooled["site_slots"].astype(float)
     arms = [arm for condition in conditions(data) for arm in condition.arms if (pooled["arm"] == arm).any()]
     columns = min(len(arms), 5)
@@ -102,9 +97,7 @@ def expert_change_by_site(data: StudyData) -> StudyFigure:
             for (i, j), value in np.ndenumerate(values):
                 ink = "white" if value > 0.6 * top else "#1a1a1a"
                 ax.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=ink)
-        noise = data.arms.loc[arm, "noise"]
-        label = arm_looks(data, [arm])[arm][1]
-        ax.set_title(label.replace(" + ", "\n+ ") + (f"\nnoise {noise:g}" if noise else ""), fontsize=7.5)
+        ax.set_title(arm_title(data, arm), fontsize=7.5)
         ax.set_xticks(range(len(grid.columns)), [str(u) for u in grid.columns])
         ax.grid(False)
         ax.spines[:].set_visible(False)
@@ -116,13 +109,14 @@ def expert_change_by_site(data: StudyData) -> StudyFigure:
         ax.set_ylabel("routing site")
     for ax in axes[-1]:
         ax.set_xlabel("update")
-    figure.colorbar(
-        image, ax=axes, shrink=0.9, aspect=18, pad=0.02, label="slots changed, %"
-    ).outline.set_visible(False)
+    figure.colorbar(image, ax=axes, shrink=0.9, aspect=18, pad=0.02, label="slots changed, %").outline.set_visible(
+        False
+    )
     pooled["site_name"] = [names[i] for i in pooled["site"]]
     caption = (
-        f"{PROBE}. Slots replaced, in %, by routing site ({common}, shallow to deep from the top) and by update index, "
-        f"pooled over all steps and seeds.{noise_note(data)} {seeds_note(data, interval=False)}"
+        f"{PROBE}. Slots replaced, in %, by routing site ({common}, shallow to deep from the top) and by "
+        f"update index, pooled over all steps and seeds.{noise_note(data)} "
+        f"{seeds_note(data, interval=False)}"
     )
     title = "Expert change by routing site and update."
     return StudyFigure("expert_change_by_site", title, caption, figure, pooled)
@@ -138,14 +132,13 @@ def flips_per_token(data: StudyData) -> StudyFigure:
     parts = []
     for column, arm in zip(axes.T, arms, strict=True):
         of_arm = rows[rows["arm"] == arm]
-        look, label = arm_looks(data, [arm])[arm]
-        noise = data.arms.loc[arm, "noise"]
+        look = look_of(str(data.arms["method"][arm]))
         for ax, name in zip(column, ("flips_histogram", "deviation_histogram"), strict=True):
             counts = np.sum(of_arm[name].tolist(), axis=0).astype(float)
             expected = binomial_of(counts)
             x = np.arange(len(counts))
             observed = counts / counts.sum()
-            ax.bar(x, observed, color=look.colour, width=0.72, label="observed" if arm == arms[0] else None)
+            ax.bar(x, observed, color=look.colour, width=0.72)
             ax.plot(x, expected, "o--", color="#1a1a1a", mfc="white", lw=0.9, ms=3.5, label="if independent")
             parts.append(
                 pd.DataFrame({"histogram": name, "arm": arm, "value": x, "count": counts, "share": observed,
@@ -153,8 +146,7 @@ def flips_per_token(data: StudyData) -> StudyFigure:
             )  # fmt: skip
             ax.set_xticks(x[:: max(1, len(x) // 8)])
         spread = np.average(of_arm["overdispersion"].dropna()) if "overdispersion" in of_arm else np.nan
-        title = label.replace(" + ", "\n+ ") + (f"\nnoise {noise:g}" if noise else "")
-        column[0].set_title(title, fontsize=7.5)
+        column[0].set_title(arm_title(data, arm), fontsize=7.5)
         column[0].text(
             0.96,
             0.96,
@@ -164,25 +156,39 @@ def flips_per_token(data: StudyData) -> StudyFigure:
             va="top",
             fontsize=7,
         )
-        column[0].set_xlabel("sites changed per token")
-        column[1].set_xlabel("slots changed per site")
     frame = pd.concat(parts)
     for ax in axes[:, 0]:
-        log_axis(ax.yaxis)
+        log_y(ax)
     for row, name in zip(axes, ("flips_histogram", "deviation_histogram"), strict=True):
         seen = frame[(frame["histogram"] == name) & (frame["count"] > 0)]["share"]
         row[0].set_ylim(float(seen.min()) / 3, 1.5)
+    for row, text in zip(axes, ("routing sites changed on a token", "slots changed at a site"), strict=True):
+        row[len(arms) // 2].set_xlabel(text)
     axes[0, 0].set_ylabel("share of tokens")
     axes[1, 0].set_ylabel("share of sites")
-    legend_above(figure, axes[:1])
+    legend_above(figure, axes[:1], [Patch(color=GREY, label="observed")])
     caption = (
-        f"{PROBE}, last update of each step, pooled over steps and seeds; log axis. Top: routing sites that changed on "
-        "one token; bottom: slots replaced at one site. Circles: the binomial with the same mean, which independent "
-        "flips would follow. “variance ×”: variance of flips per token over that of the binomial, mean over probes; "
-        f"above 1, flips cluster on tokens.{noise_note(data)} {seeds_note(data, interval=False)}"
+        f"{PROBE}, last update of each step, pooled over steps and seeds; log axis. Top: routing sites that "
+        "changed on one token; bottom: slots replaced at one site. Circles: the binomial with the same "
+        "mean, which independent flips would follow. “variance ×”: variance of flips per token over that "
+        f"of the binomial, mean over probes; above 1, flips cluster on tokens.{noise_note(data)} "
+        f"{seeds_note(data, interval=False)}"
     )
     title = "Flips per token and slots per site."
     return StudyFigure("flips_per_token", title, caption, figure, frame)
+
+
+def _draw_reference(column: np.ndarray) -> None:
+    """The GSPO paper's value, where the axis can show it without flattening the data."""
+    ax, text = column[0], "GSPO paper: “roughly 10 %”,\ndenominator not defined"
+    look = {"fontsize": 6.5, "color": GREY, "va": "top"}
+    if ax.get_ylim()[1] < 30 * GSPO_CHANGE:
+        ax.text(0.03, 0.98, f"{text} (above this axis)", transform=ax.transAxes, **look)
+        return
+    ax.set_ylim(0, max(ax.get_ylim()[1], 115 * GSPO_CHANGE))
+    ax.text(0.03, 98 * GSPO_CHANGE, text, transform=ax.get_yaxis_transform(), **look)
+    for ax in column:
+        ax.axhline(100 * GSPO_CHANGE, color=GREY, lw=1, ls=(0, (1, 2)))
 
 
 def pooled_rate(rows: pd.DataFrame, changed: str, total: str, by: list[str]) -> pd.DataFrame:
@@ -208,11 +214,12 @@ def short_sites(names: list[str]) -> tuple[list[str], str]:
     """
     if len(names) < 2:
         return names, names[0] if names else ""
-    front = os.path.commonprefix(names)
-    front = front[: front.rfind(".") + 1]
-    back = os.path.commonprefix([name[::-1] for name in names])[::-1]
-    back = back[back.find(".") :] if "." in back else ""
-    return [name[len(front) : len(name) - len(back)] for name in names], f"{front}·{back}"
+    parts = [name.split(".") for name in names]
+    shortest = min(map(len, parts))
+    front = next((i for i in range(shortest) if len({p[i] for p in parts}) > 1), shortest - 1)
+    back = next((i for i in range(shortest - front) if len({p[-1 - i] for p in parts}) > 1), 0)
+    short = [".".join(p[front : len(p) - back]) for p in parts]
+    return short, ".".join([*parts[0][:front], "·", *parts[0][len(parts[0]) - back :]])
 
 
 __all__ = ["GSPO_CHANGE", "expert_change", "expert_change_by_site", "flips_per_token"]

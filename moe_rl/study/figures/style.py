@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import matplotlib.style
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -88,13 +90,14 @@ class StudyFigure:
     def render(self, kind: str) -> bytes:
         """The picture as `pdf`, `svg` or `png`; the same data give the same bytes."""
         buffer = io.BytesIO()
-        if self.figure.get_layout_engine() is not None:  # lay out once, not once per format
+        if isinstance(self.figure.get_layout_engine(), ConstrainedLayoutEngine):  # once, not for each format
             with house_style():
+                self.figure.draw_without_rendering()  # twice: the first pass changes the tick labels that it fits
                 self.figure.draw_without_rendering()
             self.figure.set_layout_engine("none")
         no_dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {"Software": None}}[kind]
         with house_style():
-            self.figure.savefig(buffer, format=kind, metadata=no_dates)  # type: ignore[arg-type]
+            self.figure.savefig(buffer, format=kind, metadata=no_dates)
         return buffer.getvalue()
 
     def _repr_png_(self) -> bytes:
@@ -106,7 +109,7 @@ def house_style() -> Iterator[None]:
     """The house style, for the block only."""
     with mpl.rc_context():
         mpl.rcdefaults()
-        mpl.style.use(STYLE)
+        matplotlib.style.use(STYLE)
         yield
 
 
@@ -146,7 +149,7 @@ class Condition:
 
     @property
     def name(self) -> str:
-        return "natural" if self.noise == 0 else f"noise {self.noise:g}"
+        return "natural" if self.noise == 0 else f"noise σ = {self.noise:g}"
 
     @property
     def title(self) -> str:
@@ -180,6 +183,13 @@ def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str
     return found
 
 
+def arm_title(data: StudyData, arm: str) -> str:
+    """Title of a panel that shows one arm: its method, and its noise if any."""
+    noise = float(data.arms["noise"][arm])
+    label = arm_looks(data, [arm])[arm][1].replace(" + ", "\n+ ")
+    return label + (f"\nnoise σ = {noise:g}" if noise else "")
+
+
 def seed_table(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
     """Rows x, one column per seed, mean over repeated rows."""
     return frame.pivot_table(index=x, columns="seed", values=y, aggfunc="mean")
@@ -197,16 +207,12 @@ def summarise(table: pd.DataFrame, **labels: Any) -> pd.DataFrame:
     return out
 
 
-def draw_seeds(
-    ax: Axes, table: pd.DataFrame, look: Look, label: str, *, thin: bool = True, **line: Any
-) -> Line2D:
+def draw_seeds(ax: Axes, table: pd.DataFrame, look: Look, label: str, *, thin: bool = True, **line: Any) -> Line2D:
     """Thin line per seed, mean, band of the 95 % bootstrap interval (where at least two seeds are there)."""
     low, high = bootstrap_band(table.to_numpy(dtype=float).T)
     x = table.index.to_numpy()
     every = max(1, len(x) // 8)
-    start = (
-        (sum(map(ord, look.marker)) % every) if len(x) > 8 else 0
-    )  # stagger, so that markers do not hide each other
+    start = (sum(map(ord, look.marker)) % every) if len(x) > 8 else 0  # stagger, so that markers do not hide each other
     if table.shape[1] > 1:
         if thin:
             ax.plot(x, table, color=look.colour, lw=0.6, alpha=0.45)
@@ -228,7 +234,7 @@ def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figu
     return figure, axes
 
 
-def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Sequence[Line2D] = ()) -> None:
+def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Sequence[Artist] = ()) -> None:
     """One legend for all panels, above them; entries of the same label appear once."""
     entries: dict[str, Any] = {}
     for ax in np.ravel(np.asarray(axes, dtype=object)):
@@ -246,14 +252,29 @@ def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Seque
         )
 
 
-def log_axis(axis: Axis) -> None:
-    """Log scale with plain numbers (0.2, 0.5) where the range is short and powers of ten where it is long."""
-    (axis.axes.set_yscale if axis.axis_name == "y" else axis.axes.set_xscale)("log")
-    low, high = axis.get_view_interval()
+def log_y(ax: Axes) -> None:
+    """Log y axis with plain numbers (0.2, 0.5) where the range is short and powers of ten where it is long."""
+    ax.set_yscale("log")
+    low, high = ax.get_ylim()
+    ax.yaxis.set_minor_formatter(NullFormatter())
+    ax.yaxis.set_major_formatter(FuncFormatter(_power))  # matplotlib's own goes through mathtext, which is slow
     if high / low < 50:
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8)))
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(NullFormatter())
+        subs = (1, 2, 3, 5) if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8)
+        ax.yaxis.set_major_locator(LogLocator(subs=subs))
+        ax.yaxis.set_major_formatter(FuncFormatter(plain))
+
+
+def plain(value: float, _: int) -> str:
+    """A tick label without powers or trailing zeros."""
+    return f"{value:g}"
+
+
+def _power(value: float, _: int) -> str:
+    exponent = round(np.log10(value))
+    return "10" + str(exponent).translate(_SUPERSCRIPT) if exponent else "1"
+
+
+_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def seeds_note(data: StudyData, interval: bool = True) -> str:
@@ -262,7 +283,7 @@ def seeds_note(data: StudyData, interval: bool = True) -> str:
     if counts.nunique() == 1:
         n = f"n = {counts.iloc[0]} seed{'s' if counts.iloc[0] > 1 else ''} per arm"
     else:
-        n = "seeds per arm: " + ", ".join(f"{data.arms.loc[arm, 'label']} {k}" for arm, k in counts.items())
+        n = "seeds per arm: " + ", ".join(f"{label} {k}" for label, k in zip(data.arms["label"], counts, strict=True))
     parts = [n]
     if interval and counts.max() > 1:
         note = small_sample_note(int(counts.max()))
@@ -276,8 +297,8 @@ def seeds_note(data: StudyData, interval: bool = True) -> str:
 
 
 NOISE_NOTE = (
-    "Selection noise is a stress test: Gaussian noise of scale σ on the router logits, for the choice of experts only "
-    "and in the update forward only."
+    "Selection noise is a stress test: Gaussian noise of scale σ on the router logits, for the choice of "
+    "experts only and in the update forward only."
 )
 
 
@@ -292,9 +313,7 @@ def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFra
     rows = frame.dropna(subset=list(columns)) if not missing and len(frame) else frame.iloc[:0]
     if missing or rows.empty:
         what = ", ".join(missing or columns)
-        raise NothingToDraw(
-            f"{figure}: the runs recorded no {what} (too early, or switched off in the study)"
-        )
+        raise NothingToDraw(f"{figure}: the runs recorded no {what} (too early, or switched off in the study)")
     return rows
 
 

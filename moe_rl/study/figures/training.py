@@ -1,5 +1,7 @@
 """Figures of training itself: reward, clipping, gradient norm, KL, entropy, length, and the final table."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -14,7 +16,7 @@ from moe_rl.study.figures.style import (
     conditions,
     draw_seeds,
     legend_above,
-    log_axis,
+    log_y,
     need,
     noise_note,
     panels,
@@ -45,9 +47,9 @@ def reward(data: StudyData) -> StudyFigure:
     legend_above(figure, axes)
     many = f"{int(rows['reward_n'].median())} " if "reward_n" in rows else ""
     caption = (
-        f"Mean reward of the {many}responses sampled at each RL step, before the updates of that step. Thin lines: "
-        f"seeds; thick line: their mean; band: interval of the mean; ×: a run collapsed ({COLLAPSE_RULE})."
-        f"{noise_note(data)} {seeds_note(data)}"
+        f"Mean reward of the {many}responses sampled at each RL step, before the updates of that step. Thin "
+        "lines: seeds; thick line: their mean; band: interval of the mean; ×: a run collapsed "
+        f"({COLLAPSE_RULE}).{noise_note(data)} {seeds_note(data)}"
     )
     return StudyFigure("reward", "Reward against RL step.", caption, figure, pd.concat(parts))
 
@@ -73,7 +75,8 @@ def clipped_tokens(data: StudyData) -> StudyFigure:
             none = table.index[table.mean(axis=1) == 0]
             zeros |= len(none) > 0
             ax.plot(none, np.full(len(none), floor), look.marker, mfc="white", mec=look.colour, zorder=4)
-        ax.set(title=condition.title, xlabel="RL step", yscale="log")
+        ax.set(title=condition.title, xlabel="RL step")
+    log_y(axes[0, 0])
     if zeros:
         for ax in axes[0]:
             ax.axhline(floor * 1.6, color=GREY, lw=0.6, ls=(0, (1, 2)))
@@ -85,11 +88,11 @@ def clipped_tokens(data: StudyData) -> StudyFigure:
     axes[0, 0].set_ylim(floor * 0.75, 1)
     legend_above(figure, axes)
     caption = (
-        "Fraction of response tokens that the clip takes out of the gradient (A > 0 and ratio above the range, or "
-        "A < 0 and below; with a sequence ratio every token of a clipped sequence), pooled over all updates of a "
-        "step; log axis. Line: mean over seeds. Steps in which no seed clipped a token are drawn as open markers "
-        f"below the dotted line, at 0. Clip ranges differ by method and are listed in the configuration."
-        f"{noise_note(data)} {seeds_note(data)}"
+        "Fraction of response tokens that the clip takes out of the gradient (A > 0 and ratio above the "
+        "range, or A < 0 and below; with a sequence ratio every token of a clipped sequence), pooled over "
+        "all updates of a step; log axis. Line: mean over seeds. Steps in which no seed clipped a token "
+        "are drawn as open markers below the dotted line, at 0. Clip ranges differ by method and are "
+        f"listed in the configuration.{noise_note(data)} {seeds_note(data)}"
     )
     return StudyFigure("clipped_tokens", "Clipped tokens.", caption, figure, pd.concat(parts))
 
@@ -98,19 +101,19 @@ def clipped_tokens(data: StudyData) -> StudyFigure:
 def gradient_norm(data: StudyData) -> StudyFigure:
     """Gradient norm before clipping, mean over the updates of a step."""
     rows = need(data.updates, ["grad_norm"], "gradient_norm")
-    steps = rows.groupby(["arm", "seed", "step"], as_index=False)["grad_norm"].mean()
+    steps = rows.groupby(["arm", "seed", "step"], as_index=False)[["grad_norm"]].mean()
     shown = conditions(data)
     figure, axes = panels(1, len(shown), 2.6, sharey=True)
     parts = []
     for ax, condition in zip(axes[0], shown, strict=True):
         parts += _curves(ax, data, condition, steps, "grad_norm")
-        ax.set(title=condition.title, xlabel="RL step", yscale="log")
-    log_axis(axes[0, 0].yaxis)
+        ax.set(title=condition.title, xlabel="RL step")
+    log_y(axes[0, 0])
     axes[0, 0].set_ylabel("gradient norm, before clipping")
     legend_above(figure, axes)
     caption = (
-        "Global L2 norm of the gradient before it is clipped, mean over the updates of a step; log axis. Thin lines: "
-        f"seeds; thick: mean; band: interval.{noise_note(data)} {seeds_note(data)}"
+        "Global L2 norm of the gradient before it is clipped, mean over the updates of a step; log axis. "
+        f"Thin lines: seeds; thick: mean; band: interval.{noise_note(data)} {seeds_note(data)}"
     )
     return StudyFigure("gradient_norm", "Gradient norm.", caption, figure, pd.concat(parts))
 
@@ -137,7 +140,9 @@ def dynamics(data: StudyData) -> StudyFigure:
         for ax, (name, label, scale) in zip(row, _DYNAMICS, strict=True):
             if name in frame:
                 parts += _curves(ax, data, condition, frame.dropna(subset=[name]), name)
-            ax.set(yscale=scale, title="" if i else label)
+            ax.set_title("" if i else label)
+            if scale == "log":
+                log_y(ax)
             _mark_collapse(ax, data, condition)
         row[0].set_ylabel(condition.name)
     for column, (name, _, _) in zip(axes.T, _DYNAMICS, strict=True):
@@ -148,11 +153,11 @@ def dynamics(data: StudyData) -> StudyFigure:
                 ax.set_ylim(limits.min(), limits.max())
     legend_above(figure, axes)
     caption = (
-        "In-run quantities on the training minibatches, under each arm's own routing, mean over the updates of a step. "
-        "k1 = mean(−log r) and k3 = mean(r − 1 − log r) with r = new/old on the old policy's tokens both estimate "
-        "KL(old‖new); the axis of k1 differs between rows. Entropy of the sampled distribution; mean response length. "
-        "×: a run collapsed."
-        f"{noise_note(data)} {seeds_note(data)}"
+        "In-run quantities on the training minibatches, under each arm's own routing, mean over the "
+        "updates of a step. k1 = mean(−log r) and k3 = mean(r − 1 − log r) with r = new/old on the old "
+        "policy's tokens both estimate KL(old‖new); the axis of k1 differs between rows. Entropy of the "
+        f"sampled distribution; mean response length. ×: a run collapsed.{noise_note(data)} "
+        f"{seeds_note(data)}"
     )
     title = "KL, entropy and response length."
     return StudyFigure("dynamics", title, caption, figure, pd.concat(parts))
@@ -171,64 +176,46 @@ def final_reward(data: StudyData) -> StudyFigure:
     text.axis("off")
     heads = ("mean [95 % interval]", "IQM", "area", "collapsed")
     places = (0.36, 0.58, 0.76, 0.98)
+    cell: dict[str, Any] = {"transform": text.get_yaxis_transform(), "ha": "right", "va": "center"}
     for head, place in zip(heads, places, strict=True):
-        text.text(
-            place,
-            -0.9,
-            head,
-            transform=text.get_yaxis_transform(),
-            ha="right",
-            va="center",
-            color=GREY,
-            fontsize=7,
-        )
-    y, ticks = 0, []
+        text.text(place, -0.9, head, color=GREY, fontsize=7, **cell)
+    rows_of = {str(row["arm"]): row for row in table.to_dict("records")}
+    y, ticks = 0, list[tuple[int, str, bool]]()
     for condition in shown:
         ticks.append((y, condition.title, True))
-        y += 1
         for arm, (look, label) in arm_looks(data, condition.arms).items():
-            row = table.set_index("arm").loc[arm]
-            values = list(row["by_seed"].values())
-            if np.isfinite(row["low"]):
-                ax.plot([row["low"], row["high"]], [y, y], "|-", color=look.colour, lw=1.4, ms=8, mew=1.2)
-            ax.plot(values, np.full(len(values), y + 0.3), "|", color=look.colour, ms=3.5, mew=1)
-            ax.plot(row["final"], y, look.marker, color=look.colour, ms=4.5, zorder=4)
-            ticks.append((y, label, False))
-            mean = f"{row['final']:.3f}" + (
-                f" [{row['low']:.3f}, {row['high']:.3f}]" if np.isfinite(row["low"]) else ""
-            )
-            cells = (mean, f"{row['iqm']:.3f}", f"{row['area']:.3f}", f"{row['collapsed']}/{row['n']}")
-            for cell, place in zip(cells, places, strict=True):
-                text.text(
-                    place,
-                    y,
-                    cell,
-                    transform=text.get_yaxis_transform(),
-                    ha="right",
-                    va="center",
-                    fontsize=7.5,
-                )
             y += 1
+            ticks.append((y, label, False))
+            row = rows_of[arm]
+            bar = [row["low"], row["high"]]
+            seeds = list(row["by_seed"].values())
+            ax.plot(bar, [y, y], color=look.colour, lw=2.4, alpha=0.55)
+            ax.plot(seeds, np.full(len(seeds), y + 0.3), "o", mfc="none", mec=look.colour, ms=2.6, mew=0.7)
+            ax.plot(row["final"], y, look.marker, color=look.colour, mec="white", ms=6, zorder=4)
+            mean = f"{row['final']:.3f}" + (f" [{bar[0]:.3f}, {bar[1]:.3f}]" if np.isfinite(bar[0]) else "")
+            values = (mean, f"{row['iqm']:.3f}", f"{row['area']:.3f}", f"{row['collapsed']}/{row['n']}")
+            for value, place in zip(values, places, strict=True):
+                text.text(place, y, value, fontsize=7.5, **cell)
+        y += 1
     ax.set_yticks([t[0] for t in ticks], [t[1] for t in ticks])
-    for tick, (_, _, head) in zip(ax.get_yticklabels(), ticks, strict=True):
-        tick.set_fontweight("bold" if head else "normal")
+    for tick, (_, _, bold) in zip(ax.get_yticklabels(), ticks, strict=True):
+        tick.set(fontweight="bold" if bold else "normal", fontsize=7 if bold else 8)
     ax.tick_params(axis="y", length=0)
     ax.spines["left"].set_visible(False)
     ax.grid(axis="y", visible=False)
     ax.set_ylim(y - 0.4, -1.3)
-    ax.set_xlim(0, 1 if table["final"].max() <= 1 else None)
+    ends = [v for seeds in table["by_seed"] for v in seeds.values()]
+    ax.set_xlim(np.floor(10 * min(ends) - 0.2) / 10, np.ceil(10 * max(ends) + 0.2) / 10)
     ax.set_xlabel("final reward (mean of the last 5 steps)")
     caption = (
-        "Final reward: mean of the last 5 steps of a run. Marker: mean over seeds; bar: its interval; small "
-        "ticks below: seeds. IQM: interquartile mean (equals the mean below four seeds). Area: mean reward over all steps. "
-        f"Collapsed: {COLLAPSE_RULE}.{noise_note(data)} {seeds_note(data)}"
+        "Final reward: mean of the last 5 steps of a run. Marker: mean over seeds; bar: its interval; open "
+        "circles below: seeds. IQM: interquartile mean (equals the mean below four seeds). Area: mean "
+        f"reward over all steps. Collapsed: {COLLAPSE_RULE}.{noise_note(data)} {seeds_note(data)}"
     )
     return StudyFigure("final_reward", "Final reward.", caption, figure, table.drop(columns="by_seed"))
 
 
-def _curves(
-    ax: Axes, data: StudyData, condition: Condition, rows: pd.DataFrame, y: str
-) -> list[pd.DataFrame]:
+def _curves(ax: Axes, data: StudyData, condition: Condition, rows: pd.DataFrame, y: str) -> list[pd.DataFrame]:
     """Every arm of a condition against the step; returns what was drawn."""
     parts = []
     for arm, (look, label) in arm_looks(data, condition.arms).items():
@@ -242,10 +229,8 @@ def _curves(
 def _mark_collapse(ax: Axes, data: StudyData, condition: Condition) -> None:
     table = final_rewards(data).set_index("arm")
     for arm, (look, _) in arm_looks(data, condition.arms).items():
-        for step in table.loc[arm, "collapse_steps"]:
-            ax.plot(
-                step, 0.02, "x", color=look.colour, transform=ax.get_xaxis_transform(), mew=1.4, clip_on=False
-            )
+        for step in table["collapse_steps"][arm]:
+            ax.plot(step, 0.02, "x", color=look.colour, transform=ax.get_xaxis_transform(), mew=1.4, clip_on=False)
 
 
 def _say_replay(ax: Axes, data: StudyData, condition: Condition) -> None:
@@ -253,7 +238,7 @@ def _say_replay(ax: Axes, data: StudyData, condition: Condition) -> None:
     stands = replay_stands_for_noise(data, condition.noise)
     if stands:
         label = arm_looks(data, [stands])[stands][1]
-        value = final_rewards(data).set_index("arm").loc[stands, "final"]
+        value = float(final_rewards(data).set_index("arm")["final"][stands])
         ax.text(
             0.98, 0.04, f"{label}: by construction its natural run\n(left; final {value:.2f})",
             transform=ax.transAxes, ha="right", va="bottom", fontsize=7, color=GREY,
