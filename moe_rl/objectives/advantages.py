@@ -12,7 +12,7 @@ Scale = Literal["std", "none", "batch"]
 
 
 def group_advantages(
-    rewards: Float[Tensor, " B"], group_size: int, scale: Scale = "std", eps: float = 1e-4
+    rewards: Float[Tensor, " B"], group_size: int, scale: Scale | str = "std", eps: float | int = 1e-4
 ) -> Float[Tensor, " B"]:
     """Outcome supervision: each reward against the mean of its group (arXiv:2507.18071, eqs 3 and 6).
 
@@ -63,7 +63,7 @@ def leave_one_out_advantages(rewards: Float[Tensor, " B"], group_size: int) -> F
     return (_centre(_as_groups(rewards, group_size)) * (group_size / (group_size - 1))).flatten()
 
 
-def accepted_advantages(rewards: Float[Tensor, " B"], threshold: float = 0.5) -> Float[Tensor, " B"]:
+def accepted_advantages(rewards: Float[Tensor, " B"], threshold: float | int = 0.5) -> Float[Tensor, " B"]:
     """1 where the reward is above `threshold`, else 0: the coefficient of RFT (arXiv:2402.03300, A.1)."""
     return (rewards.detach() > threshold).to(rewards.dtype)
 
@@ -72,8 +72,8 @@ def process_advantages(
     rewards: Float[Tensor, "B T"],
     step_ends: Bool[Tensor, "B T"],
     group_size: int,
-    scale: Literal["std", "none"] = "std",
-    eps: float = 1e-4,
+    scale: Literal["std", "none"] | str = "std",
+    eps: float | int = 1e-4,
 ) -> Float[Tensor, "B T"]:
     """Process supervision: normalised step rewards, summed to returns-to-go (arXiv:2402.03300, 4.1.3).
 
@@ -124,7 +124,7 @@ def decoupled_advantages(
     rewards: Float[Tensor, "B R"],
     group_size: int,
     weights: Float[Tensor, " R"] | None = None,
-    eps: float = 1e-4,
+    eps: float | int = 1e-4,
 ) -> Float[Tensor, " B"]:
     """GDPO: each of R rewards normalised in its group, then summed, then normalised over the batch.
 
@@ -148,9 +148,7 @@ def decoupled_advantages(
     Raises:
         ValueError: as `group_advantages`.
     """
-    per_reward = torch.stack(
-        [group_advantages(column, group_size, "std", eps) for column in rewards.unbind(-1)], -1
-    )
+    per_reward = torch.stack([group_advantages(column, group_size, "std", eps) for column in rewards.unbind(-1)], -1)
     summed = per_reward.sum(-1) if weights is None else (per_reward * weights).sum(-1)
     return summed / (_unbiased_std(summed) + eps)
 

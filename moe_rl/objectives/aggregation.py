@@ -13,10 +13,10 @@ def aggregation_weights(
     mask: Bool[Tensor, "B T"],
     how: Aggregate,
     *,
-    length_constant: float = 1.0,
+    length_constant: float | int = 1.0,
     local_normalizer: bool = False,
-    total_sequences: float | Tensor | None = None,
-    total_tokens: float | Tensor | None = None,
+    total_sequences: float | int | Tensor | None = None,
+    total_tokens: float | int | Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Float[Tensor, "B T"]:
     """The weight of each token in the aggregate; N counts rows with a token, M the unmasked tokens.
@@ -75,6 +75,6 @@ def weighted_sum(
     return (torch.where(mask, values, 0.0) * weights).sum()
 
 
-def _at_least_one(total: float | Tensor) -> float | Tensor:
+def _at_least_one(total: float | int | Tensor) -> float | Tensor:
     """A denominator that is never 0: without any token the numerator is 0 too."""
     return total.clamp(min=1) if isinstance(total, Tensor) else max(float(total), 1.0)

@@ -23,12 +23,12 @@ CorrectionKind = Literal[
 ]
 
 
-def token_truncate(log_weight: Float[Tensor, "B T"], cap: float) -> Float[Tensor, "B T"]:
+def token_truncate(log_weight: Float[Tensor, "B T"], cap: float | int) -> Float[Tensor, "B T"]:
     """Truncated importance sampling (TIS): `min(w_t, C)`; Yao et al., fengyao.notion.site/off-policy-rl."""
     return log_weight.detach().exp().clamp(max=cap)
 
 
-def token_mask(log_weight: Float[Tensor, "B T"], low: float, high: float) -> Float[Tensor, "B T"]:
+def token_mask(log_weight: Float[Tensor, "B T"], low: float | int, high: float | int) -> Float[Tensor, "B T"]:
     """Masked importance sampling: `w_t 1[low <= w_t <= high]`.
 
     With `low=0` this is MIS; with 0.5 and 5 it is IcePop (arXiv:2510.18855).
@@ -38,7 +38,7 @@ def token_mask(log_weight: Float[Tensor, "B T"], low: float, high: float) -> Flo
 
 
 def sequence_truncate(
-    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], cap: float
+    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], cap: float | int
 ) -> Float[Tensor, "B T"]:
     """Sequence-level TIS: `min(prod_t w_t, C)`, one weight for all tokens of a sequence (no root)."""
     weight = masked_row_sum(log_weight.detach(), mask).exp().clamp(max=cap)
@@ -46,7 +46,7 @@ def sequence_truncate(
 
 
 def sequence_mask(
-    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], low: float, high: float
+    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], low: float | int, high: float | int
 ) -> Float[Tensor, "B T"]:
     """Sequence-level MIS: `W 1[low <= W <= high]` with `W = prod_t w_t`."""
     weight = masked_row_sum(log_weight.detach(), mask).exp()
@@ -54,7 +54,7 @@ def sequence_mask(
 
 
 def geometric_mask(
-    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], low: float, high: float
+    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], low: float | int, high: float | int
 ) -> Float[Tensor, "B T"]:
     """Geometric rejection: keep a sequence iff `low <= (prod_t w_t)^(1/|y|) <= high`; weight 1 or 0.
 
@@ -68,7 +68,7 @@ def off_policy_sequence_mask(
     log_weight: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
-    delta: float,
+    delta: float | int,
 ) -> Float[Tensor, "B T"]:
     """One-sided off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1); weight 1 or 0.
 
@@ -96,16 +96,14 @@ class Correction:
     """
 
     kind: CorrectionKind
-    low: float = 0.0
-    high: float = float("inf")
+    low: float | int = 0.0
+    high: float | int = float("inf")
     policy: Literal["old", "current"] = "old"
     optional: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(CorrectionKind):
-            raise ValueError(
-                f"Correction.kind: expected one of {get_args(CorrectionKind)}, got {self.kind!r}."
-            )
+            raise ValueError(f"Correction.kind: expected one of {get_args(CorrectionKind)}, got {self.kind!r}.")
         if self.policy not in ("old", "current"):
             raise ValueError(f"Correction.policy: expected 'old' or 'current', got {self.policy!r}.")
         if not self.low <= self.high:

@@ -17,7 +17,7 @@ def token_rewards(
     rewards: Float[Tensor, " B"],
     mask: Bool[Tensor, "B T"],
     *,
-    kl_coef: float = 0.0,
+    kl_coef: float | int = 0.0,
     logps: Float[Tensor, "B T"] | None = None,
     ref_logps: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
@@ -50,8 +50,8 @@ def generalized_advantages(
     rewards: Float[Tensor, "B T"],
     values: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
-    gamma: float = 1.0,
-    lam: float = 0.95,
+    gamma: float | int = 1.0,
+    lam: float | int = 0.95,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Generalised advantage estimation (arXiv:1506.02438, eqs 11-16).
 
@@ -87,7 +87,7 @@ def generalized_advantages(
 
 
 def whiten(
-    advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float = 1e-8
+    advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float | int = 1e-8
 ) -> Float[Tensor, "B T"]:
     """Advantages with mean 0 and unbiased variance 1 over the unmasked tokens, as PPO codes do; 0 in padding.
 
@@ -105,9 +105,9 @@ def value_loss(
     old_values: Float[Tensor, "B T"],
     returns: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
-    clip: float | None = 0.2,
+    clip: float | int | None = 0.2,
     *,
-    total_tokens: float | Tensor | None = None,
+    total_tokens: float | int | Tensor | None = None,
 ) -> Float[Tensor, ""]:
     """PPO's clipped regression of the value head on the returns, a mean over tokens.
 

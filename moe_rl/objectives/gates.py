@@ -28,7 +28,7 @@ class Gated(NamedTuple):
 
 
 def outside_trust_region(
-    ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], low: float, high: float
+    ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], low: float | int, high: float | int
 ) -> Bool[Tensor, "B T"]:
     """(A > 0 and r > high) or (A < 0 and r < low): where min(r A, clip(r, low, high) A) is flat in r."""
     return ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
@@ -37,9 +37,9 @@ def outside_trust_region(
 def clip_gate(
     log_ratio: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
+    clip_low: float | int,
+    clip_high: float | int,
+    dual_clip: float | int | None = None,
 ) -> Gated:
     """PPO's pessimistic clip: min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
@@ -62,8 +62,8 @@ def mask_gate(
     log_ratio: Float[Tensor, "B T"],
     logps: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | int,
+    clip_high: float | int,
 ) -> Gated:
     """MiniRL (arXiv:2512.01374): sg[M r] A log pi, with M = 0 exactly where `clip_gate` clips.
 
@@ -78,8 +78,8 @@ def cap_gate(
     log_ratio: Float[Tensor, "B T"],
     logps: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | int,
+    clip_high: float | int,
 ) -> Gated:
     """CISPO (arXiv:2506.13585): sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi.
 
@@ -92,8 +92,8 @@ def cap_gate(
 def sigmoid_gate(
     log_ratio: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
-    temperature_pos: float,
-    temperature_neg: float,
+    temperature_pos: float | int,
+    temperature_neg: float | int,
 ) -> Gated:
     """SAPO (arXiv:2511.20347): (4/tau) sigma(tau (r - 1)) A.
 
@@ -110,8 +110,8 @@ def geometric_gate(
     log_ratio: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | int,
+    clip_high: float | int,
     log_route_weight: Float[Tensor, "B T"] | None = None,
 ) -> Gated:
     """GMPO (arXiv:2507.20673): geometric mean over a sequence of its clipped token ratios, times A.

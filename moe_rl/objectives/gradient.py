@@ -132,9 +132,7 @@ def _over_row(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[
     return torch.where(mask, masked_row_mean(values, mask)[:, None], 0.0)
 
 
-def _kl_slope(
-    terms: Terms, ref_logps: Float[Tensor, "B T"], share: Float[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
+def _kl_slope(terms: Terms, ref_logps: Float[Tensor, "B T"], share: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """d Agg[KL] / d log pi[i,t]."""
     o, keep = terms.objective, terms.mask
     d = torch.where(keep, ref_logps, 0.0) - terms.logps

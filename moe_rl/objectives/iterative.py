@@ -10,15 +10,13 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def reward_model_loss(
-    chosen_scores: Float[Tensor, " B"], rejected_scores: Float[Tensor, " B"]
-) -> Float[Tensor, ""]:
+def reward_model_loss(chosen_scores: Float[Tensor, " B"], rejected_scores: Float[Tensor, " B"]) -> Float[Tensor, ""]:
     """Bradley-Terry loss of a reward model, -mean log sigma(s_chosen - s_rejected) (arXiv:2203.02155)."""
     return -functional.logsigmoid(chosen_scores - rejected_scores).mean()
 
 
 def historical_sample(
-    new: int, history: int, fraction: float = 0.1, *, generator: torch.Generator | None = None
+    new: int, history: int, fraction: float | int = 0.1, *, generator: torch.Generator | None = None
 ) -> Int[Tensor, " H"]:
     """Which historical samples to mix with `new` fresh ones, so that they are `fraction` of the whole.
 

@@ -45,8 +45,8 @@ def policy_loss(
     ref_logps: Float[Tensor, "B T"] | None = None,
     rollout_logps: Float[Tensor, "B T"] | None = None,
     route_weight: Float[Tensor, "B T"] | None = None,
-    total_sequences: float | Tensor | None = None,
-    total_tokens: float | Tensor | None = None,
+    total_sequences: float | int | Tensor | None = None,
+    total_tokens: float | int | Tensor | None = None,
 ) -> LossOutput:
     """The loss of one method on one (micro-)batch.
 
@@ -130,9 +130,7 @@ def policy_loss(
             clipped=clipped,
             mask=keep,
             kl=None if kl is None else kl.detach(),
-            engine_log_weight=None
-            if rollout_logps is None
-            else token_log_ratio(old_logps, rollout_logps, keep),
+            engine_log_weight=None if rollout_logps is None else token_log_ratio(old_logps, rollout_logps, keep),
             correction_weights=terms.correction_weights,
         ),
     )

@@ -19,8 +19,8 @@ Do not edit; a test compares this page with the presets.
 
 Every method is `loss = -Agg[ c G(r; A) ] + beta Agg[ KL ]` with ratio r, gate G, advantage A, engine
 correction c and aggregation Agg; `Objective` in `moe_rl/objectives/objective.py` defines the values of each
-column. Range: the bounds of the clip (`clip`, `mask`, `geometric`) or of the weight (`cap`); for `sigmoid` the
-temperatures for A > 0 and A <= 0. Needs: arguments of `policy_loss` that the method cannot do without. DPO
+column. Range: the bounds of the clip (`clip`, `mask`, `geometric`) or of the weight (`cap`); for `sigmoid`
+the temperatures for A > 0 and A <= 0. Needs: arguments of `policy_loss` that the method cannot do without. DPO
 learns from pairs and is in `moe_rl/objectives/preferences.py`.
 """
 
@@ -45,9 +45,7 @@ def methods_markdown() -> str:
     rows = [_COLUMNS, tuple("---" for _ in _COLUMNS)]
     rows += [_row(name, objective) for name, objective in OBJECTIVES.items()]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    departures = "\n".join(
-        f"- `{name}` Differs: {note.differs}" for name, note in NOTES.items() if note.differs
-    )
+    departures = "\n".join(f"- `{name}` Differs: {note.differs}" for name, note in NOTES.items() if note.differs)
     return f"{_HEADER}\n{table}\n\n## Departures from the sources\n\n{departures}\n"
 
 

@@ -60,27 +60,27 @@ class Objective:
 
     ratio: RatioLevel = "token"
     gate: Gate = "clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    temperature_pos: float = 1.0
-    temperature_neg: float = 1.05
+    clip_low: float | int = 0.2
+    clip_high: float | int = 0.2
+    dual_clip: float | int | None = None
+    temperature_pos: float | int = 1.0
+    temperature_neg: float | int = 1.05
     anchor: Anchor = "old"
     corrections: tuple[Correction, ...] = ()
     route_weight: RouteWeight = "none"
-    route_floor: float = 0.0
+    route_floor: float | int = 0.0
     aggregate: Aggregate = "sequence_mean"
-    length_constant: float = 1.0
+    length_constant: float | int = 1.0
     local_normalizer: bool = False
     advantage: Advantage = "group"
     advantage_scale: Scale = "std"
-    kl_coef: float = 0.0
+    kl_coef: float | int = 0.0
     kl_estimator: KLEstimator = "k3"
     kl_importance_weighted: bool = False
 
     def __post_init__(self) -> None:
         for field, allowed in _CHOICES.items():
-            _refuse_unknown(field, getattr(self, field), allowed)
+            refuse_unknown(field, getattr(self, field), allowed)
         for field in ("clip_low", "clip_high", "kl_coef", "route_floor"):
             if not getattr(self, field) >= 0.0:
                 raise ValueError(f"Objective.{field}: expected a number >= 0, got {getattr(self, field)!r}.")
@@ -98,9 +98,7 @@ class Objective:
                 f"got {self.dual_clip} with gate={self.gate!r}."
             )
         if self.local_normalizer and self.aggregate != "token_mean":
-            raise ValueError(
-                f"Objective.local_normalizer belongs to aggregate='token_mean', got {self.aggregate!r}."
-            )
+            raise ValueError(f"Objective.local_normalizer belongs to aggregate='token_mean', got {self.aggregate!r}.")
 
     @property
     def needs(self) -> frozenset[str]:
@@ -131,7 +129,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _refuse_unknown(field: str, value: object, allowed: tuple[str, ...]) -> None:
+def refuse_unknown(field: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise a ValueError that names the field and the nearest choice."""
     if value not in allowed:
         near = difflib.get_close_matches(str(value), allowed, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""

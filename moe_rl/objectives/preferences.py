@@ -1,7 +1,7 @@
 """DPO, which learns from pairs, and its place in the unified view of DeepSeekMath (arXiv:2402.03300, A.1).
 
-Every method's gradient is an expectation of GC(q, o, t) * grad log pi(o_t | q, o_<t); they differ in the data and
-in the gradient coefficient GC:
+Every method's gradient is an expectation of GC(q, o, t) * grad log pi(o_t | q, o_<t); they differ in the data
+and in the gradient coefficient GC:
 
     SFT          1                            human demonstrations            preset "sft"
     RFT          1[correct]                   samples of the initial policy   preset "rft"
@@ -29,7 +29,7 @@ def sequence_margin(
 
 
 def dpo_coefficients(
-    chosen_margin: Float[Tensor, " B"], rejected_margin: Float[Tensor, " B"], beta: float = 0.1
+    chosen_margin: Float[Tensor, " B"], rejected_margin: Float[Tensor, " B"], beta: float | int = 0.1
 ) -> Float[Tensor, " B"]:
     """DPO's gradient coefficient of each pair (arXiv:2402.03300, A.1.4).
 
@@ -47,7 +47,7 @@ def dpo_coefficients(
 
 
 def dpo_loss(
-    chosen_margin: Float[Tensor, " B"], rejected_margin: Float[Tensor, " B"], beta: float = 0.1
+    chosen_margin: Float[Tensor, " B"], rejected_margin: Float[Tensor, " B"], beta: float | int = 0.1
 ) -> Float[Tensor, ""]:
     """Direct preference optimisation (arXiv:2305.18290, eq. 7), a mean over pairs.
 

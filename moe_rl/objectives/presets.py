@@ -33,9 +33,7 @@ OBJECTIVES: dict[str, Objective] = {
     "cispo": replace(GRPO, gate="cap", clip_low=1.0, clip_high=4.0, aggregate="token_mean"),
     "sapo": replace(GRPO, gate="sigmoid", temperature_pos=1.0, temperature_neg=1.05),
     "gmpo": GMPO,
-    "minirl": replace(
-        GRPO, gate="mask", aggregate="sum", advantage_scale="none", corrections=(TIS_5_OPTIONAL,)
-    ),
+    "minirl": replace(GRPO, gate="mask", aggregate="sum", advantage_scale="none", corrections=(TIS_5_OPTIONAL,)),
     # Router-shift weight
     "rspo": replace(GMPO, route_weight="before_clip", route_floor=0.8),
     "rspo_after_clip": replace(GMPO, route_weight="after_clip", route_floor=0.8),

@@ -111,9 +111,7 @@ def _check_shapes(logps: Tensor, advantages: Tensor, others: dict[str, Tensor | 
                 "All [B,T] tensors must be aligned with the same tokens."
             )
     if tuple(advantages.shape) not in (shape, shape[:1]):
-        raise ValueError(
-            f"advantages: expected [B] = {shape[:1]} or [B,T] = {shape}, got {tuple(advantages.shape)}."
-        )
+        raise ValueError(f"advantages: expected [B] = {shape[:1]} or [B,T] = {shape}, got {tuple(advantages.shape)}.")
 
 
 _WHY_NEEDED = {

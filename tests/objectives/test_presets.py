@@ -1,0 +1,88 @@
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+from jaxtyping import TypeCheckError
+
+from moe_rl.objectives import NOTES, OBJECTIVES, Correction, Objective, get_objective
+from moe_rl.objectives.methods_table import methods_markdown
+from moe_rl.objectives.objective import refuse_unknown
+
+DOCS = Path(__file__).parents[2] / "docs" / "methods.md"
+
+
+def test_the_page_is_generated_from_the_presets():
+    assert DOCS.read_text(encoding="utf-8") == methods_markdown(), (
+        "docs/methods.md is stale; run: python -m moe_rl.objectives.methods_table > docs/methods.md"
+    )
+
+
+def test_every_preset_has_a_row_and_a_source():
+    assert list(NOTES) == list(OBJECTIVES)
+    assert all(note.source for note in NOTES.values())
+    page = methods_markdown()
+    assert all(f"| `{name}` |" in page for name in OBJECTIVES)
+
+
+def test_published_defaults():
+    grpo, gspo = OBJECTIVES["grpo"], OBJECTIVES["gspo"]
+    assert (grpo.clip_low, grpo.clip_high, grpo.kl_coef) == (0.2, 0.27, 0.0)  # arXiv:2507.18071, section 5.1
+    assert (gspo.ratio, gspo.clip_low, gspo.clip_high, gspo.kl_coef) == ("sequence", 3e-4, 4e-4, 0.0)
+    assert OBJECTIVES["gspo_token"] == replace(gspo, ratio="sequence_token")
+    assert (OBJECTIVES["dapo"].clip_high, OBJECTIVES["dapo"].aggregate) == (0.28, "token_mean")
+    assert (OBJECTIVES["sapo"].temperature_pos, OBJECTIVES["sapo"].temperature_neg) == (1.0, 1.05)
+    assert (OBJECTIVES["minirl"].advantage_scale, OBJECTIVES["dr_grpo"].advantage_scale) == ("none", "none")
+
+
+def test_needs():
+    assert OBJECTIVES["minirl"].needs == frozenset()
+    assert OBJECTIVES["gspo_rollout"].needs == OBJECTIVES["grpo_tis"].needs == {"rollout_logps"}
+    assert OBJECTIVES["rspo"].needs == {"route_weight"}
+    assert replace(OBJECTIVES["grpo"], kl_coef=0.04).needs == {"ref_logps"}
+
+
+def test_an_unknown_preset_names_the_nearest():
+    with pytest.raises(ValueError, match="Did you mean 'gspo_token'"):
+        get_objective("gspo-token")
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"clip_low": -0.1}, "clip_low: expected a number >= 0"),
+        ({"kl_coef": float("nan")}, "kl_coef"),
+        ({"temperature_neg": 0.0}, "temperature_neg"),
+        ({"gate": "geometric", "ratio": "sequence"}, "geometric mean of token ratios itself"),
+        ({"gate": "sigmoid", "dual_clip": 3.0}, "dual_clip"),
+        ({"dual_clip": 1.1}, "dual_clip"),
+        ({"local_normalizer": True}, "token_mean"),
+    ],
+)
+def test_refused_knobs(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        Objective(**knobs)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"kind": "token_mask", "low": 2.0, "high": 1.0},
+        {"kind": "token_truncate", "low": 0.5},
+    ],
+)
+def test_refused_corrections(knobs):
+    with pytest.raises(ValueError, match="Correction"):
+        Correction(**knobs)
+
+
+def test_an_unknown_choice_names_the_nearest():
+    # tests run with shapes and literals checked at run time; users see this check
+    with pytest.raises(ValueError, match=r"Objective.gate: .* got 'clipp'. Did you mean 'clip'"):
+        refuse_unknown("gate", "clipp", ("clip", "mask"))
+    with pytest.raises((ValueError, TypeCheckError), match="token_truncate"):
+        Correction("tis")
+
+
+def test_presets_cannot_be_changed_in_place():
+    with pytest.raises(FrozenInstanceError):
+        OBJECTIVES["grpo"].clip_low = 0.5
