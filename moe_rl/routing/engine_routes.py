@@ -38,15 +38,13 @@ def ids_from_engine(
     num_layers, top_k = arrays[0].shape[1:]
     chosen = list(layers) if layers is not None else _layers_by_name(sites, num_layers)
     if len(chosen) != len(sites) or not all(0 <= layer < num_layers for layer in chosen):
-        raise RoutingError(
-            f"layers {chosen} do not name one of 0..{num_layers - 1} for each of {len(sites)} sites"
-        )
+        raise RoutingError(f"layers {chosen} do not name one of 0..{num_layers - 1} for each of {len(sites)} sites")
     captured = np.any([np.any(a != 0, axis=(0, 2)) for a in arrays], axis=0)
     for site, layer in zip(sites, chosen, strict=True):
         if not captured[layer]:
             raise RoutingError(
                 f"site {site} (layer {layer} of the engine) is all zeros in every sequence: the engine "
-                "captured nothing there (a fused or compiled kernel that bypasses the router?), or the layer is dense"
+                "captured nothing there (a fused kernel that bypasses the router?), or the layer is dense"
             )
     stray = sorted(set(np.flatnonzero(captured).tolist()) - set(chosen))
     if stray:
@@ -66,7 +64,7 @@ def ids_from_engine(
         if len(where) - len(array) not in (0, 1):
             raise RoutingError(
                 f"sequence {b}: {len(array)} rows of routes for {len(where)} tokens in the mask, expected "
-                f"{len(where) - 1} (the last sampled token has none) or {len(where)}; was the prompt left out?"
+                f"{len(where)}, or {len(where) - 1} as the last sampled token has none. Prompt left out?"
             )
         ids[b, where[: len(array)]] = torch.from_numpy(array[:, chosen].astype(np.int64))
     return ids

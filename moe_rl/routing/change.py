@@ -1,0 +1,294 @@
+"""What changed in routing between two policies, or between two engines: one definition per name.
+
+"Expert-change rate" alone is ambiguous by a factor of up to K. With one of K = 8 experts exchanged at 10 % of
+the (token, site) pairs of 48 sites, 1.25 % of the slots, 10 % of the sites, and, if sites were independent,
+99.4 % of the tokens changed. Hence:
+
+- slot  (`slot_change`)   share of a row's K experts that are not in the other row
+- site  (`site_change`)   whether the two sets of experts differ at one (token, site)
+- token (`token_change`)  whether they differ at any site of the token
+
+Published numbers. GSPO (arXiv 2507.18071, section 5.3): "roughly 10% of the experts activated" differ after a
+gradient update, for the same sample; it states no denominator, the slot reading is the literal one. R3 (arXiv
+2510.11370): about 10 % of sites and 94 % of tokens, between two engines with the same weights.
+
+Everywhere here: `old` and `new` are `RoutedExperts`, or integer ids `[...,L,K]` with distinct ids in a row
+and -1 for "no route"; two RoutedExperts are aligned by site name. Slot order never matters, and every
+function but the order of its arguments is symmetric. A row without a route on either side compares as
+unchanged and is in no denominator. Rates come from `change_counts`, which keeps numerators and
+denominators. Nothing carries gradient.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int, UInt
+from torch import Tensor
+
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.expert_load import active_set_churn, expert_load, load_cv, load_entropy
+from moe_rl.routing.router_scores import boundary_margin, router_js, router_kl, router_shift
+from moe_rl.routing.routes import RoutedExperts
+from moe_rl.routing.set_match import compact, shared_slots
+
+__all__ = [
+    "ChangeCounts",
+    "active_set_churn",
+    "boundary_margin",
+    "change_counts",
+    "deviation_histogram",
+    "expert_load",
+    "flips_per_token",
+    "jaccard",
+    "load_cv",
+    "load_entropy",
+    "router_js",
+    "router_kl",
+    "router_shift",
+    "site_change",
+    "slot_change",
+    "token_change",
+]
+
+Routes = RoutedExperts | Tensor
+
+
+def slot_change(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
+    """1 - |old ∩ new| / K per (token, site): the share of experts exchanged, in [0, 1], float32.
+
+    Literal reading of GSPO's "10% of the experts activated" (arXiv 2507.18071, section 5.3); its complement
+    is the router saturation of OLMoE (arXiv 2409.02060) and the top-k overlap of others.
+
+    >>> slot_change(torch.tensor([[[3, 0]], [[1, 2]]]), torch.tensor([[[0, 1]], [[2, 1]]])).flatten()
+    tensor([0.5000, 0.0000])
+    """
+    changed, _, k = _changed_slots(old, new)
+    return changed / k
+
+
+def site_change(old: Routes, new: Routes) -> Bool[Tensor, "*rows L"]:
+    """Whether the sets of experts differ, per (token, site): router discrepancy in R3 (arXiv 2510.11370)."""
+    return _changed_slots(old, new)[0] > 0
+
+
+def token_change(old: Routes, new: Routes) -> Bool[Tensor, "*rows"]:
+    """Whether the sets differ at any site of the token: the 94 % of R3 (arXiv 2510.11370)."""
+    return site_change(old, new).any(-1)
+
+
+def flips_per_token(old: Routes, new: Routes) -> Int[Tensor, "*rows"]:
+    """Number of sites, 0..L, whose sets differ, per token: about 6 of 48 in R3 (arXiv 2510.11370)."""
+    return site_change(old, new).sum(-1)
+
+
+def jaccard(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
+    """|old ∩ new| / |old ∪ new| per (token, site), float32: (K-d)/(K+d) if d slots changed; 1 if none."""
+    changed, _, k = _changed_slots(old, new)
+    return (k - changed.float()) / (k + changed.float())
+
+
+def deviation_histogram(old: Routes, new: Routes, mask: Bool[Tensor, "..."] | None = None) -> Int[Tensor, "K_plus_1"]:
+    """How many (token, site) pairs changed 0, 1, .., K slots; mask as in `change_counts`.
+
+    Entry 0 over the sum is the zero-deviation ratio of PR² (arXiv 2606.00395), if its unit is (token, site).
+    """
+    return change_counts(old, new, mask).deviation
+
+
+@dataclass(frozen=True, eq=False)
+class ChangeCounts:
+    """Numerators and denominators of every change rate. Batches of the same sites add up with `+`.
+
+    site_deviation: `[L,K+1]`, per site how many tokens changed 0, 1, .., K slots; only rows routed on both
+    sides.
+    flips: `[L+1]`, how many tokens changed at 0, 1, .., L sites; tokens with at least one such row.
+    incomplete_tokens: tokens where some sites could be compared and others not.
+    sites: names, where known.
+    pair: what was compared, as it should stand on a figure: "policies" (old and new weights) or "engines".
+    """
+
+    site_deviation: Int[Tensor, "L K_plus_1"]
+    flips: Int[Tensor, "L_plus_1"]
+    incomplete_tokens: int = 0
+    sites: tuple[str, ...] = ()
+    pair: str = field(default="policies", kw_only=True)
+
+    @property
+    def deviation(self) -> Int[Tensor, "K_plus_1"]:
+        """How many (token, site) pairs changed 0, 1, .., K slots."""
+        return self.site_deviation.sum(0)
+
+    @property
+    def per_site_slots_changed(self) -> Int[Tensor, "L"]:
+        return (self.site_deviation * torch.arange(self.site_deviation.shape[1])).sum(-1)
+
+    @property
+    def per_site_slots_total(self) -> Int[Tensor, "L"]:
+        return self.per_site_total * (self.site_deviation.shape[1] - 1)
+
+    @property
+    def per_site_changed(self) -> Int[Tensor, "L"]:
+        """Tokens whose set of experts changed, per site."""
+        return self.site_deviation[:, 1:].sum(-1)
+
+    @property
+    def per_site_total(self) -> Int[Tensor, "L"]:
+        """Tokens compared, per site."""
+        return self.site_deviation.sum(-1)
+
+    @property
+    def slots_changed(self) -> int:
+        return int(self.per_site_slots_changed.sum())
+
+    @property
+    def slots_total(self) -> int:
+        return int(self.per_site_slots_total.sum())
+
+    @property
+    def sites_changed(self) -> int:
+        return int(self.per_site_changed.sum())
+
+    @property
+    def sites_total(self) -> int:
+        return int(self.per_site_total.sum())
+
+    @property
+    def tokens_changed(self) -> int:
+        return int(self.flips[1:].sum())
+
+    @property
+    def tokens_total(self) -> int:
+        return int(self.flips.sum())
+
+    @property
+    def overdispersion(self) -> float:
+        """Variance of flips per token over what independent sites would give: Var(F) / Σ_l p_l (1 - p_l).
+
+        F is the number of sites of a token that changed, Var its variance over tokens (divisor n), p_l the
+        share of tokens changed at site l. If sites changed independently, F would be Poisson-binomial with
+        that
+        variance: 1 is independence, above 1 flips cluster on some tokens, below 1 they avoid each other; L
+        identical sites give L. R3's pair of 10 % of sites but only 94 % of tokens implies clustering.
+
+        NaN if nothing changed at all, or if tokens are incomplete: then `select` the sites that have routes.
+        """
+        total = self.tokens_total
+        if total == 0 or self.incomplete_tokens:
+            return float("nan")
+        count = torch.arange(len(self.flips), dtype=torch.float64)
+        weight = self.flips / torch.tensor(total, dtype=torch.float64)
+        mean = (weight * count).sum()
+        p = self.per_site_changed.double() / total
+        return float((weight * (count - mean) ** 2).sum() / (p * (1 - p)).sum())
+
+    def rates(self) -> dict[str, float]:
+        """Fractions slot_change, site_change, token_change, and mean jaccard of (token, site) pairs; also
+        flips_per_token (sites per token) and overdispersion (ratio of variances). NaN without a denominator.
+        """
+        k = self.site_deviation.shape[1] - 1
+        d = torch.arange(k + 1)
+        overlap = float((self.deviation.double() * (k - d) / (k + d)).sum())
+        return {
+            "slot_change": _ratio(self.slots_changed, self.slots_total),
+            "site_change": _ratio(self.sites_changed, self.sites_total),
+            "token_change": _ratio(self.tokens_changed, self.tokens_total),
+            "flips_per_token": _ratio(self.sites_changed, self.tokens_total),
+            "jaccard": _ratio(overlap, self.sites_total),
+            "overdispersion": self.overdispersion,
+        }
+
+    def __add__(self, other: "ChangeCounts") -> "ChangeCounts":
+        if (self.sites, self.pair) != (other.sites, other.pair):
+            raise RoutingError(
+                f"counts of different sites or pairs do not add: {self.pair} {self.sites[:1]} "
+                f"({len(self.sites)} sites) and {other.pair} {other.sites[:1]} ({len(other.sites)} sites)"
+            )
+        return ChangeCounts(
+            self.site_deviation + other.site_deviation,
+            self.flips + other.flips,
+            self.incomplete_tokens + other.incomplete_tokens,
+            self.sites,
+            pair=self.pair,
+        )
+
+
+def change_counts(
+    old: Routes, new: Routes, mask: Bool[Tensor, "..."] | None = None, *, pair: str = "policies"
+) -> ChangeCounts:
+    """Count changes; everything that reports a rate goes through here.
+
+    mask: bool over the leading axes (`[B,T]`), True on the tokens to count: leave out padding, and for a
+    metric of the completion, the prompt. The last sampled token of `generate` has no route and leaves
+    itself out. The result is on the CPU.
+
+    Raises RoutingError if shapes, sites, or, where both know them, the counted tokens differ.
+    """
+    changed, both, k = _changed_slots(old, new)
+    if mask is not None:
+        if mask.shape != both.shape[:-1]:
+            raise RoutingError(f"mask must have the shape {list(both.shape[:-1])} of tokens, got {list(mask.shape)}")
+        mask = mask.to(both.device)
+        both = both & mask[..., None]
+    _refuse_other_tokens(old, new, mask)
+    sites = changed.shape[-1]
+    changed, both = changed.reshape(-1, sites), both.reshape(-1, sites)
+    code = torch.where(both, changed, k + 1)  # one bin more for what does not count
+    deviation = torch.stack([torch.bincount(site, minlength=k + 2)[: k + 1] for site in code.unbind(-1)])
+    compared = both.sum(-1)
+    flips = ((changed > 0) & both).sum(-1)[compared > 0]
+    return ChangeCounts(
+        deviation.cpu(),
+        torch.bincount(flips, minlength=sites + 1).cpu(),
+        int(((compared > 0) & (compared < sites)).sum()),
+        old.sites if isinstance(old, RoutedExperts) else (),
+        pair=pair,
+    )
+
+
+def _changed_slots(old: Routes, new: Routes) -> tuple[UInt[Tensor, "*rows L"], Bool[Tensor, "*rows L"], int]:
+    """Slots changed (0 without a route on both sides), whether both have a route, and K."""
+    a, b = _aligned(old, new)
+    k = a.shape[-1]
+    shared, both = shared_slots(a, b)
+    return (k - shared) * both, both, k
+
+
+def _aligned(old: Routes, new: Routes) -> tuple[UInt[Tensor, "*rows L K"], UInt[Tensor, "*rows L K"]]:
+    """Packed ids of both, the sites of `new` in the order of `old`."""
+    if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts) and old.sites != new.sites:
+        if missing := set(old.sites) ^ set(new.sites):
+            name = sorted(missing)[0]
+            raise RoutingError(
+                f"site {name} is only in the {'old' if name in old.sites else 'new'} routes (one of "
+                f"{len(missing)}): routes of different models? To compare a part of the sites, use select"
+            )
+        new = new.select(old.sites)
+    a, b = (x.packed if isinstance(x, RoutedExperts) else compact(x) for x in (old, new))
+    b = b.to(a.device)
+    if a.shape != b.shape or a.ndim < 2:
+        raise RoutingError(
+            f"old {list(a.shape)} and new {list(b.shape)} must have one shape [...,L,K]; realign brings "
+            "routes to one padding"
+        )
+    if a.shape[-1] > 254:  # counts of slots are uint8
+        raise RoutingError(f"K is {a.shape[-1]}; at most 254 slots are supported")
+    return a, b
+
+
+def _refuse_other_tokens(old: Routes, new: Routes, mask: Tensor | None) -> None:
+    if not (isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts)):
+        return
+    if old.tokens is None or new.tokens is None:
+        return
+    a, b = old.tokens, new.tokens.to(old.device)
+    differ = (a != b) & (a >= 0) & (b >= 0) & (torch.ones_like(a, dtype=torch.bool) if mask is None else mask)
+    if differ.any():
+        row, t = differ.nonzero()[0].tolist()
+        raise RoutingError(
+            f"the routes are of different tokens: sequence {row}, position {t} is token {int(a[row, t])} in the old and "
+            f"{int(b[row, t])} in the new ones; were rows shuffled, or paddings not realigned?"
+        )
+
+
+def _ratio(numerator: float, denominator: int) -> float:
+    return numerator / denominator if denominator else float("nan")
