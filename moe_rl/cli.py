@@ -8,7 +8,7 @@ figures DIR    redraw the figures and the report of a study folder
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -90,7 +90,7 @@ def study_verb(arguments: list[str]) -> None:
     class Options:
         """Run a study. Any field of the base configuration can be given, e.g. --optim.steps 5."""
 
-        base: tyro.conf.OmitArgPrefixes[RunConfig]
+        base: Annotated[RunConfig, tyro.conf.arg(name="")]
         output: Path = Path("runs") / study.name
         """Folder of the study."""
         cold_starts: Path = Path("runs") / "cold_starts"
@@ -134,30 +134,29 @@ def run_verb(arguments: list[str]) -> None:
     study = load_study(path)
 
     @dataclass(frozen=True)
+    class Chosen:
+        arm: str = next(iter(study.arms))
+        seed: int = study.seeds[0]
+
+    given = [argument for argument in arguments[1:] if argument not in ("-h", "--help")]
+    chosen, _ = tyro.cli(Chosen, args=given, return_unknown_args=True)
+
+    @dataclass(frozen=True)
     class Options:
         """Run one arm with one seed. Any field of its configuration can be given, e.g. --optim.steps 5."""
 
-        arm: str = next(iter(study.arms))
-        seed: int = study.seeds[0]
+        config: Annotated[RunConfig, tyro.conf.arg(name="")]
+        arm: str = chosen.arm
+        """Arm of the study file."""
         output: Path | None = None
         """Run folder; by default runs/STUDY/ARM/seedN."""
         cold_starts: Path = Path("runs") / "cold_starts"
         """Where cold-started models are kept; studies share them."""
 
-    @dataclass(frozen=True)
-    class Full(Options):
-        config: tyro.conf.OmitArgPrefixes[Annotated[RunConfig, tyro.conf.arg()]] = field(default_factory=RunConfig)
-
-    first, _ = tyro.cli(Options, args=[a for a in arguments[1:] if a not in ("-h", "--help")], return_unknown_args=True)
-    config = study.resolve(first.arm, first.seed)
-    options = _parse(
-        Full,
-        arguments[1:],
-        f"moe-rl run {path}",
-        Full(first.arm, first.seed, first.output, first.cold_starts, config),
-    )
-    folder = options.output or Path("runs") / study.name / options.arm / f"seed{options.seed}"
-    run_one(replace(options.config, seed=options.seed), folder, options.cold_starts, listener=_tell)
+    config = study.resolve(chosen.arm, chosen.seed)
+    options = _parse(Options, arguments[1:], f"moe-rl run {path}", Options(config))
+    folder = options.output or Path("runs") / study.name / options.arm / f"seed{options.config.seed}"
+    run_one(options.config, folder, options.cold_starts, listener=_tell)
 
 
 @verb("figures", "redraw the figures and the report of a study folder")

@@ -1,5 +1,15 @@
 """What routers chose, and making them choose it again. Needs torch and transformers only."""
 
+from moe_rl.routing.change import (
+    ChangeCounts,
+    change_counts,
+    deviation_histogram,
+    flips_per_token,
+    jaccard,
+    site_change,
+    slot_change,
+    token_change,
+)
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.sites import Site, find_sites, routing_sites
@@ -7,6 +17,7 @@ from moe_rl.routing.tap import Attachment, Recording, Replay, attach, noisy_rout
 
 __all__ = [
     "Attachment",
+    "ChangeCounts",
     "Recording",
     "Replay",
     "RoutedExperts",
@@ -14,9 +25,16 @@ __all__ = [
     "Site",
     "UnsupportedModelError",
     "attach",
+    "change_counts",
+    "deviation_histogram",
     "find_sites",
+    "flips_per_token",
+    "jaccard",
     "noisy_routes",
     "record_routes",
     "replay_routes",
     "routing_sites",
+    "site_change",
+    "slot_change",
+    "token_change",
 ]
