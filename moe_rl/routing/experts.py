@@ -286,9 +286,7 @@ def _gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool) -> Tensor:
     return torch.cat([x @ w for x, w in zip(a.split(batch_sizes.tolist()), matrices, strict=True)])
 
 
-def _scatter(
-    x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor, bins: Tensor, top_k: int
-) -> Tensor:
+def _scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor, bins: Tensor, top_k: int) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     slots = x[torch.argsort(indices)]
     weighted = (slots.to(wide) * weights.to(wide)[:, None]).to(x.dtype)
