@@ -1,19 +1,16 @@
 """Prompts -> completions, their log-probabilities, rewards and routes.
 
-`tasks` says what is asked and what an answer is worth; `sampler` lets a model answer.
+- `task`             what a verifiable task is
+- `character_tasks`  the small ones that come along
+- `tasks`            tasks by name, one's own included
+- `sampler`          a model answers
+- `completions`      what comes of it
 """
 
-from moe_rl.rollout.sampler import Rollout, sample, score
-from moe_rl.rollout.tasks import (
-    TASKS,
-    Problem,
-    Task,
-    TaskConfig,
-    TaskError,
-    VerifiableTask,
-    is_held_out,
-    make_task,
-)
+from moe_rl.rollout.completions import Rollout, score
+from moe_rl.rollout.sampler import sample
+from moe_rl.rollout.task import Problem, Task, TaskError, VerifiableTask, is_held_out
+from moe_rl.rollout.tasks import TASKS, TaskConfig, make_task
 
 __all__ = [
     "TASKS",

@@ -1,92 +1,28 @@
-"""Sample completions from a Hugging Face causal language model: prompts prefilled once per group, finished sequences
-leave the batch, every token's log-probability kept, and, where asked for, the experts that decoding chose.
+"""Sample completions from a Hugging Face causal language model, with a KV cache and one prefill per group.
 
-The sampler owns its loop because `generate()` repeats the prefill G times, decodes finished sequences to the end, and
-draws randomness that depends on the batch. Here a sequence's random numbers depend on its row alone, so that neither
+Finished sequences leave the batch; every token's log-probability is kept, and, where asked for, the experts that
+decoding chose. `generate()` would repeat the prefill G times, decode every sequence to the longest one's end, and draw
+randomness that depends on the batch. Here the random numbers of a sequence depend on its row alone, so that neither
 compaction nor chunking changes what is sampled (up to what the model's own arithmetic makes of another batch shape).
 """
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.rollout.tasks import Problem, Task
-from moe_rl.routing.routes import RoutedExperts
+from moe_rl.rollout.completions import Rollout
+from moe_rl.rollout.task import Problem
+from moe_rl.routing import RoutedExperts, record_routes
 
 UNWRITTEN = -1  # in the token buffer: past the end of this completion
 COMPACT_SHARE = 0.25  # finished sequences leave the batch when they are this share of it
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Completions, one row each, groups contiguous: row `b` answers problem `b // group_size`.
-
-    Attributes:
-        input_ids: prompt (left-padded) and completion (right-padded); the end token is part of the completion.
-        attention_mask: False on padding.
-        completion_mask: True on completion tokens.
-        logps: nats; the sampler's own log-probability of each completion token under the distribution that it was
-            drawn from (at the sampling temperature; for greedy decoding: at temperature 1); 0 elsewhere. Detached.
-        rewards: one per completion; NaN until `score` fills them.
-        finished: True where the completion ended with an end token, False where the length limit cut it.
-        group_size: completions per problem.
-        problems: one per row.
-        completions: text, one per row, without the end token.
-        routes: the experts that decoding chose, `[B,T,L,K]`; -1 on padding and on each row's last token, which no
-            router ever saw. None unless recorded.
-    """
-
-    input_ids: Int[Tensor, "B T"]
-    attention_mask: Bool[Tensor, "B T"]
-    completion_mask: Bool[Tensor, "B T"]
-    logps: Float[Tensor, "B T"]
-    rewards: Float[Tensor, "B"]
-    finished: Bool[Tensor, "B"]
-    group_size: int
-    problems: list[Problem]
-    completions: list[str]
-    routes: RoutedExperts | None = None
-
-    def __len__(self) -> int:
-        return self.input_ids.shape[0]
-
-    @property
-    def lengths(self) -> Int[Tensor, "B"]:
-        """Completion tokens per row, the end token included."""
-        return self.completion_mask.sum(1)
-
-    def rows(self, index: Int[Tensor, "n"]) -> "Rollout":
-        """The completions `index`, in that order. `group_size` is kept: whether groups stay whole is up to `index`."""
-        where = index.tolist()
-        index = index.to(self.input_ids.device)
-        return replace(
-            self,
-            **{name: getattr(self, name)[index] for name in _TENSORS},
-            problems=[self.problems[i] for i in where],
-            completions=[self.completions[i] for i in where],
-            routes=None if self.routes is None else self.routes.rows(index),
-        )
-
-    def to(self, device: torch.device | str) -> "Rollout":
-        """The same rollout on another device."""
-        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
-        return replace(self, **moved, routes=None if self.routes is None else self.routes.to(device))
-
-
-_TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished")
-
-
-def score(task: Task, rollout: Rollout) -> Rollout:
-    """The rollout with its rewards: the task's verdict on every completion. The verifier must accept any text."""
-    pairs = zip(rollout.problems, rollout.completions, strict=True)
-    rewards = torch.tensor([float(task.reward(problem, text)) for problem, text in pairs])
-    return replace(rollout, rewards=rewards.to(rollout.input_ids.device))
 
 
 def sample(
@@ -105,14 +41,14 @@ def sample(
 
     Args:
         model: any Hugging Face causal language model; evaluated in `eval()` mode, its own mode is restored.
-        tokenizer: its tokenizer, with a padding token.
+        tokenizer: its tokenizer.
         problems: one prompt each.
         group_size: completions per prompt (G); row `b` of the result answers problem `b // G`.
         max_new_tokens: length limit of a completion, the end token included.
         temperature: softmax(logits / temperature) is sampled from, and is what `logps` speak of; 0 takes the most
             probable token.
-        generator: source of randomness (any device); None draws from torch's default one. One uniform number per
-            row and position is drawn at once, before decoding.
+        generator: source of randomness (any device); None: torch's default one. One uniform number per row and
+            position is drawn before decoding begins.
         record: record the experts that prefill and decoding chose.
         max_batch: completions decoded together; None decodes all at once.
 
@@ -124,104 +60,148 @@ def sample(
     """
     _check(problems, group_size, max_new_tokens, temperature, max_batch)
     device = next(model.parameters()).device
-    prompts, prompt_mask = encode_prompts(tokenizer, [p.prompt for p in problems])
+    prompts, prompt_mask = encode_prompts(tokenizer, [problem.prompt for problem in problems])
     prompts, prompt_mask = prompts.to(device), prompt_mask.to(device)
     B, P, N = len(problems) * group_size, prompts.shape[1], max_new_tokens
-    source = device if generator is None else generator.device
+    source = "cpu" if generator is None else generator.device
     uniform = torch.rand(B, N, generator=generator, dtype=torch.float64, device=source).to(device)
     ends = end_tokens(model, tokenizer).to(device)
     prompt = torch.arange(B, device=device) // group_size
 
     tokens = torch.full((B, N), UNWRITTEN, device=device)
     logps = torch.zeros(B, N, device=device)
+    traces: list[_Trace] = []
     with torch.no_grad(), _evaluating(model):
         for rows in torch.arange(B, device=device).split(max_batch or B):
-            chunk = _Chunk(model, prompts, prompt_mask, prompt[rows])
-            chunk.decode(rows, tokens, logps, uniform, ends, temperature)
+            with record_routes(model) if record else nullcontext() as recording:
+                chunk = _Chunk(model, prompts, prompt_mask, prompt[rows], rows)
+                chunk.decode(tokens, logps, uniform, ends, temperature)
+            if recording is not None:
+                traces += zip(chunk.fed, recording.steps, strict=True)
     written = tokens != UNWRITTEN
     N = int(written.sum(1).max())
     tokens, written, logps = tokens[:, :N], written[:, :N], logps[:, :N]
     ended = torch.isin(tokens, ends)
+    ids = torch.cat([prompts[prompt], tokens.masked_fill(~written, _padding_token(tokenizer))], 1)
+    attention_mask = torch.cat([prompt_mask[prompt], written], 1)
     return Rollout(
-        input_ids=torch.cat([prompts[prompt], tokens.masked_fill(~written, int(tokenizer.pad_token_id))], 1),
-        attention_mask=torch.cat([prompt_mask[prompt], written], 1),
-        completion_mask=torch.nn.functional.pad(written, (P, 0)),
-        logps=torch.nn.functional.pad(logps, (P, 0)),
+        input_ids=ids,
+        attention_mask=attention_mask,
+        completion_mask=F.pad(written, (P, 0)),
+        logps=F.pad(logps, (P, 0)),
         rewards=torch.full((B,), float("nan"), device=device),
         finished=ended.any(1),
         group_size=group_size,
         problems=[problem for problem in problems for _ in range(group_size)],
         completions=_decode_text(tokenizer, tokens, (written & ~ended).sum(1)),
+        routes=_assemble(traces, ids, attention_mask) if record else None,
     )
 
 
-class _Chunk:
-    """Rows decoded together: their tokens so far, their cache, and which of them are still being decoded."""
+@dataclass(frozen=True)
+class _Fed:
+    """Which part of the result one call of the model spoke of."""
 
-    def __init__(self, model: nn.Module, ids: Tensor, mask: Tensor, prompt: Tensor):
-        """Prefill. `ids` and `mask` `[N,P]` are all prompts, `prompt` `[n]` says which one each row continues."""
-        self.model = model
+    rows: Int[Tensor, "n"]
+    source: Int[Tensor, "n"]  # rows[i] of the result was row source[i] of the call
+    column: int  # where the call's first token stands in the result
+
+
+_Trace = tuple[_Fed, RoutedExperts]
+
+
+def _assemble(
+    traces: list[_Trace], input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]
+) -> RoutedExperts:
+    """Routes of the result from those of the calls; -1 on padding and on each row's last token."""
+    like = traces[0][1]
+    ids = input_ids.new_full((*input_ids.shape, *like.shape[2:]), -1, dtype=torch.int16)
+    for fed, routes in traces:
+        ids[fed.rows, fed.column : fed.column + routes.shape[1]] = routes.ids.to(torch.int16)[fed.source]
+    # A row's last token is the last True of its mask: no later one is True, nor is there one.
+    later = attention_mask.flip(1).cumsum(1).flip(1) > 1
+    ids.masked_fill_(~(attention_mask & later)[:, :, None, None], -1)
+    return RoutedExperts(ids, like.sites, like.num_experts, tokens=input_ids, meta=like.meta)
+
+
+class _Chunk:
+    """Rows decoded together: their tokens so far and their cache. Rows leave it when they are done."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ids: Int[Tensor, "N P"],
+        mask: Bool[Tensor, "N P"],
+        prompt: Int[Tensor, "n"],
+        rows: Int[Tensor, "n"],
+    ):
+        """Prefill: row i of the chunk is row `rows[i]` of the result and continues prompt `prompt[i]`."""
+        self.model, self.rows, self.cache = model, rows, None
+        self.fed: list[_Fed] = []
         self.accepts = set(inspect.signature(model.forward).parameters)
         used, place = torch.unique_consecutive(prompt, return_inverse=True)
         ids, mask = ids[used], mask[used].long()
-        first = int(mask.any(0).int().argmax())  # columns that are padding in all of these prompts
-        self.ids, self.mask, self.cache = ids[:, first:], mask[:, first:], None
-        self.logits = self.forward()
+        self.first = int(mask.any(0).int().argmax())  # columns that are padding in all of these prompts
+        self.ids, self.mask = ids[:, self.first :], mask[:, self.first :]
+        self.forward(place)
         self.selectable = _selectable(self.cache)
         if self.selectable:
             self.select(place)
         elif len(used) < len(place):
             self.ids, self.mask, self.cache = self.ids[place], self.mask[place], None
-            self.logits = self.forward()
+            self.forward()
 
-    def forward(self) -> Float[Tensor, "n V"]:
-        """Logits (fp32) after the last token; feeds what the cache has not seen."""
-        ids = self.ids if self.cache is None else self.ids[:, -1:]
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": self.mask, "use_cache": True}
+    def forward(self, source: Int[Tensor, "n"] | None = None) -> None:
+        """Feed `ids`; `logits` (fp32, `[n,V]`) are those after the last of them. `source`: the call's row of each
+        of the chunk's rows, where they are not the same."""
+        new = self.ids.shape[1]
+        inputs: dict[str, Any] = {"input_ids": self.ids, "attention_mask": self.mask, "use_cache": True}
         if self.cache is not None:
             inputs["past_key_values"] = self.cache
         if "position_ids" in self.accepts:
             # Positions count real tokens: the first one is 0, wherever left-padding put it.
-            inputs["position_ids"] = (self.mask.cumsum(1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
+            inputs["position_ids"] = (self.mask.cumsum(1) - 1).clamp_(min=0)[:, -new:]
         if "logits_to_keep" in self.accepts:
             inputs["logits_to_keep"] = 1
         out = self.model(**inputs)
+        source = torch.arange(len(self.rows), device=self.rows.device) if source is None else source
+        self.fed.append(_Fed(self.rows, source, self.first + self.mask.shape[1] - new))
         self.cache = getattr(out, "past_key_values", None)
-        return out.logits[:, -1].float()
+        self.logits = out.logits[:, -1].float()
 
     def select(self, index: Int[Tensor, "m"]) -> None:
-        """Keep (or repeat) the rows `index`."""
+        """Keep (or repeat) the rows `index` of what was fed."""
         if self.cache is not None:
             self.cache.batch_select_indices(index)
         self.ids, self.mask, self.logits = self.ids[index], self.mask[index], self.logits[index]
 
     def decode(
         self,
-        rows: Int[Tensor, "n"],
         tokens: Int[Tensor, "B N"],
         logps: Float[Tensor, "B N"],
         uniform: Float[Tensor, "B N"],
         ends: Int[Tensor, "e"],
         temperature: float,
     ) -> None:
-        """Fill the rows `rows` of `tokens` and `logps` up to each one's end."""
-        done = torch.zeros_like(rows, dtype=torch.bool)
+        """Fill the chunk's rows of `tokens` and `logps`, each up to its end."""
+        done = torch.zeros_like(self.rows, dtype=torch.bool)
         limit = tokens.shape[1]
         for t in range(limit):
-            token, logp = draw_tokens(self.logits, uniform[rows, t], temperature)
-            live = rows[~done]
+            token, logp = draw_tokens(self.logits, uniform[self.rows, t], temperature)
+            live = self.rows[~done]
             tokens[live, t], logps[live, t] = token[~done], logp[~done]
             done = done | torch.isin(token, ends)
             finished = int(done.sum())
-            if finished == len(rows) or t == limit - 1:
+            if finished == len(done) or t == limit - 1:
                 return
-            self.ids = torch.cat([self.ids, token[:, None]], 1)
-            self.mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
-            if self.selectable and finished >= COMPACT_SHARE * len(rows):
+            if self.selectable and finished >= COMPACT_SHARE * len(done):
                 keep = (~done).nonzero()[:, 0]
                 self.select(keep)
-                rows, done = rows[keep], done[keep]
-            self.logits = self.forward()
+                self.rows, token, done = self.rows[keep], token[keep], done[keep]
+            # With a cache only the new token is fed; without one, everything.
+            self.ids = token[:, None] if self.cache is not None else torch.cat([self.ids, token[:, None]], 1)
+            self.mask = F.pad(self.mask, (0, 1), value=1)
+            self.forward()
 
 
 def draw_tokens(
@@ -254,10 +234,16 @@ def encode_prompts(tokenizer: Any, prompts: list[str]) -> tuple[Int[Tensor, "N P
     if empty:
         raise ValueError(f"problem {empty[0]}: the prompt {prompts[empty[0]]!r} has no tokens")
     width = max(map(len, encoded))
-    pad = int(tokenizer.pad_token_id)
-    ids = torch.tensor([[pad] * (width - len(row)) + row for row in encoded])
+    padding = _padding_token(tokenizer)
+    ids = torch.tensor([[padding] * (width - len(row)) + row for row in encoded])
     lengths = torch.tensor([len(row) for row in encoded])
-    return ids, torch.arange(width)[None] >= width - lengths[:, None]
+    return ids, torch.arange(width) >= width - lengths[:, None]
+
+
+def _padding_token(tokenizer: Any) -> int:
+    """Any valid token serves: padding is masked everywhere."""
+    ids = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)
+    return next(int(token) for token in ids if token is not None)
 
 
 def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, "e"]:

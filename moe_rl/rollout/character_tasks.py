@@ -1,0 +1,193 @@
+"""Small tasks whose prompts and answers are characters: what the tiny model can learn in a minute on a CPU.
+
+Every prompt begins with `^`; `$` is the end token, which a completion's text does not hold.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from moe_rl.rollout.task import Problem, TaskError, VerifiableTask
+
+BOS, EOS = "^", "$"
+
+
+def _require(ok: bool, option: str, expected: str, value: Any) -> None:
+    if not ok:
+        raise TaskError(f"task.options.{option}: expected {expected}, got {value!r}")
+
+
+def _other(symbols: str, right: str, rng: random.Random) -> str:
+    return rng.choice([symbol for symbol in symbols if symbol != right])
+
+
+@dataclass(frozen=True)
+class ModChain(VerifiableTask):
+    """A chain of modular arithmetic, spelled out: `^3+4*5-6+2=` is answered by `3+4=0;0*5=0;0-6=1;1+2=3.`
+
+    Operators apply from left to right, each result modulo `modulus`. Reward 1 if the completion is a chain
+    of `steps` equations closed by a full stop and its last digit is the answer, else 0. What stands between
+    is not checked: a slip that cancels out is worth as much as none.
+    """
+
+    modulus: int = 7
+    steps: int = 4
+    operators: str = "+-*"
+
+    name: ClassVar[str] = "mod_chain"
+
+    def __post_init__(self) -> None:
+        _require(2 <= self.modulus <= 10, "modulus", "between 2 and 10 (one digit)", self.modulus)
+        _require(self.steps >= 1, "steps", "at least 1", self.steps)
+        known = bool(self.operators) and set(self.operators) <= set("+-*")
+        _require(known, "operators", "some of + - *", self.operators)
+
+    @property
+    def alphabet(self) -> str:
+        return self._digits + "+-*=;." + BOS + EOS
+
+    @property
+    def max_new_tokens(self) -> int:
+        return 6 * self.steps + 1
+
+    @property
+    def _digits(self) -> str:
+        return "0123456789"[: self.modulus]
+
+    def draw(self, rng: random.Random) -> Problem:
+        text = rng.choice(self._digits)
+        for _ in range(self.steps):
+            text += rng.choice(self.operators) + rng.choice(self._digits)
+        return Problem(f"{BOS}{text}=", self._chain(text, rng, 0.0)[-2])
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        digit = f"[0-{self.modulus - 1}]"
+        equation = rf"{digit}[+*-]{digit}=({digit})"
+        match = re.fullmatch(rf"(?:{equation};){{{self.steps - 1}}}{equation}\.", completion)
+        return float(match is not None and match[2] == problem.answer)
+
+    def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
+        """The chain; each result is, with probability `noise`, a wrong digit, from which the next goes on."""
+        return self._chain(problem.prompt[1:-1], rng, noise)
+
+    def _chain(self, text: str, rng: random.Random, noise: float) -> str:
+        value, parts = int(text[0]), []
+        for operator, operand in zip(text[1::2], text[2::2], strict=True):
+            b = int(operand)
+            result = {"+": value + b, "-": value - b, "*": value * b}[operator] % self.modulus
+            if noise and rng.random() < noise:
+                result = int(_other(self._digits, str(result), rng))
+            parts.append(f"{value}{operator}{b}={result}")
+            value = result
+        return ";".join(parts) + "."
+
+
+@dataclass(frozen=True)
+class StringTask(VerifiableTask):
+    """Base of the tasks with one short answer: reward 1 for exactly the answer, else 0."""
+
+    length: int = 8
+    symbols: str = "abcdefgh"
+
+    def __post_init__(self) -> None:
+        _require(self.length >= 1, "length", "at least 1", self.length)
+        distinct = len(set(self.symbols)) == len(self.symbols) >= 2
+        usable = distinct and not set(self.symbols) & set(BOS + EOS + "=")
+        _require(usable, "symbols", "2 or more distinct characters, none of ^ $ =", self.symbols)
+
+    @property
+    def alphabet(self) -> str:
+        return self.symbols + "=" + BOS + EOS
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.length + 1
+
+    def answer(self, text: str) -> str:
+        """What `text` asks for."""
+        raise NotImplementedError(f"{type(self).__name__} must define answer(text) -> str")
+
+    def draw(self, rng: random.Random) -> Problem:
+        text = "".join(rng.choices(self.symbols, k=self.length))
+        return Problem(f"{BOS}{text}=", self.answer(text))
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        return float(completion == problem.answer)
+
+    def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
+        """The answer; each character is, with probability `noise`, a wrong one."""
+        return "".join(_other(self.symbols, c, rng) if rng.random() < noise else c for c in problem.answer)
+
+
+@dataclass(frozen=True)
+class Copy(StringTask):
+    """`^bca=` is answered by `bca`."""
+
+    name: ClassVar[str] = "copy"
+
+    def answer(self, text: str) -> str:
+        return text
+
+
+@dataclass(frozen=True)
+class Reverse(StringTask):
+    """`^bca=` is answered by `acb`."""
+
+    name: ClassVar[str] = "reverse"
+
+    def answer(self, text: str) -> str:
+        return text[::-1]
+
+
+@dataclass(frozen=True)
+class Sort(StringTask):
+    """`^bca=` is answered by `abc`: in the order of `symbols`."""
+
+    name: ClassVar[str] = "sort"
+
+    def answer(self, text: str) -> str:
+        return "".join(sorted(text, key=self.symbols.index))
+
+
+@dataclass(frozen=True)
+class Parity(StringTask):
+    """`^1011=` is answered by `1`: whether the number of ones is odd."""
+
+    length: int = 12
+    symbols: ClassVar[str] = "01"  # type: ignore[misc]
+
+    name: ClassVar[str] = "parity"
+
+    @property
+    def max_new_tokens(self) -> int:
+        return 2
+
+    def answer(self, text: str) -> str:
+        return str(text.count("1") % 2)
+
+
+@dataclass(frozen=True)
+class Add(StringTask):
+    """`^27+85=` is answered by `112`: two numbers of up to `length` digits."""
+
+    length: int = 3
+    symbols: ClassVar[str] = "0123456789"  # type: ignore[misc]
+
+    name: ClassVar[str] = "add"
+
+    @property
+    def alphabet(self) -> str:
+        return super().alphabet + "+"
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.length + 2
+
+    def answer(self, text: str) -> str:
+        a, b = text.split("+")
+        return str(int(a) + int(b))
+
+    def draw(self, rng: random.Random) -> Problem:
+        text = f"{rng.randrange(10**self.length)}+{rng.randrange(10**self.length)}"
+        return Problem(f"{BOS}{text}=", self.answer(text))

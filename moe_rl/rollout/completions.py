@@ -1,0 +1,76 @@
+"""What sampling gives: completions with the sampler's own log-probabilities, rewards and, if recorded, routes."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from moe_rl.rollout.task import Problem, Task
+from moe_rl.routing import RoutedExperts
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Completions, one row each, groups contiguous: row `b` answers problem `b // group_size`.
+
+    Attributes:
+        input_ids: prompt (left-padded) and completion (right-padded); the end token is part of the completion.
+        attention_mask: False on padding.
+        completion_mask: True on completion tokens.
+        logps: nats; the sampler's own log-probability of each completion token under the distribution that it was
+            drawn from (at the sampling temperature; for greedy decoding: at temperature 1); 0 elsewhere. Detached.
+        rewards: one per completion; NaN until `score` fills them.
+        finished: True where the completion ended with an end token, False where the length limit cut it.
+        group_size: completions per problem.
+        problems: one per row.
+        completions: text, one per row, without the end token.
+        routes: the experts that decoding chose, `[B,T,L,K]`; -1 on padding and on each row's last token, which no
+            router ever saw. None unless recorded.
+    """
+
+    input_ids: Int[Tensor, "B T"]
+    attention_mask: Bool[Tensor, "B T"]
+    completion_mask: Bool[Tensor, "B T"]
+    logps: Float[Tensor, "B T"]
+    rewards: Float[Tensor, "B"]
+    finished: Bool[Tensor, "B"]
+    group_size: int
+    problems: list[Problem]
+    completions: list[str]
+    routes: RoutedExperts | None = None
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def lengths(self) -> Int[Tensor, "B"]:
+        """Completion tokens per row, the end token included."""
+        return self.completion_mask.sum(1)
+
+    def rows(self, index: Int[Tensor, "n"]) -> "Rollout":
+        """The completions `index`, in that order. `group_size` is kept: whether groups stay whole is up to `index`."""
+        where = index.tolist()
+        index = index.to(self.input_ids.device)
+        return replace(
+            self,
+            **{name: getattr(self, name)[index] for name in _TENSORS},
+            problems=[self.problems[i] for i in where],
+            completions=[self.completions[i] for i in where],
+            routes=None if self.routes is None else self.routes.rows(index),
+        )
+
+    def to(self, device: torch.device | str) -> "Rollout":
+        """The same rollout on another device."""
+        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
+        return replace(self, **moved, routes=None if self.routes is None else self.routes.to(device))
+
+
+_TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished")
+
+
+def score(task: Task, rollout: Rollout) -> Rollout:
+    """The rollout with its rewards: the task's verdict on every completion. The verifier must accept any text."""
+    pairs = zip(rollout.problems, rollout.completions, strict=True)
+    rewards = torch.tensor([float(task.reward(problem, text)) for problem, text in pairs])
+    return replace(rollout, rewards=rewards.to(rollout.input_ids.device))

@@ -1,0 +1,91 @@
+"""What a verifiable task is: a source of problems and a judge of completions."""
+
+import hashlib
+import random
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+HELD_OUT_SHARE = 0.1
+"""Share of all prompts that is never trained on."""
+
+
+class TaskError(ValueError):
+    """A task that does not exist or cannot be built; the message names the field and the nearest match."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt and what its verifier needs to know."""
+
+    prompt: str
+    answer: str
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What sampling and training need of a task.
+
+    `demonstration(problem, rng, noise) -> str` is optional: a completion to imitate, without the end token,
+    in which a decision is wrong with probability `noise`. Only the cold start of the tiny model asks for it.
+    """
+
+    @property
+    def name(self) -> str:
+        """How the task is called in reports."""
+
+    @property
+    def alphabet(self) -> str:
+        """Every character of its prompts and completions: the tiny model's vocabulary."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Length limit of a completion in tokens, the end token included."""
+
+    def problem(self, rng: random.Random, held_out: bool = False) -> Problem:
+        """Draw a problem. No prompt is ever drawn both with `held_out` and without."""
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """What `completion` (its text, without the end token) is worth. Must accept any text."""
+
+
+class VerifiableTask:
+    """Base class that makes `problem` from `draw`, with a held-out split by a hash of the prompt.
+
+    A subclass is best a frozen dataclass whose fields are its options. It has `name`, `alphabet`,
+    `max_new_tokens`, `draw(rng)` and `reward(problem, completion)`:
+
+    >>> class Double(VerifiableTask):
+    ...     name, alphabet, max_new_tokens = "double", "0123456789=^$", 5
+    ...     def draw(self, rng):
+    ...         n = rng.randrange(1000)
+    ...         return Problem(f"^{n}=", str(2 * n))
+    ...     def reward(self, problem, completion):
+    ...         return float(completion == problem.answer)
+    >>> Double().problem(random.Random(0)), isinstance(Double(), Task)
+    (Problem(prompt='^864=', answer='1728'), True)
+    """
+
+    def draw(self, rng: random.Random) -> Problem:
+        """Any problem, of either split."""
+        raise NotImplementedError(f"{type(self).__name__} must define draw(rng) -> Problem")
+
+    def problem(self, rng: random.Random, held_out: bool = False) -> Problem:
+        """Draw until the prompt is of the wanted split; TaskError if 10,000 draws bring none."""
+        for _ in range(10_000):
+            drawn = self.draw(rng)
+            if is_held_out(drawn.prompt) == held_out:
+                return drawn
+        raise TaskError(
+            f"{type(self).__name__}: no {'held-out' if held_out else 'training'} prompt in 10,000 draws. The "
+            "task has too few different prompts to split; make its options larger."
+        )
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a prompt belongs to evaluation: by SHA-256 of its text, whatever the seed or the run.
+
+    >>> sum(is_held_out(str(n)) for n in range(10_000))
+    1019
+    """
+    number = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big")
+    return number < HELD_OUT_SHARE * 2**32
