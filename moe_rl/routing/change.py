@@ -290,5 +290,5 @@ def _refuse_other_tokens(old: Routes, new: Routes, mask: Tensor | None) -> None:
         )
 
 
-def _ratio(numerator: float, denominator: int) -> float:
+def _ratio(numerator: int | float, denominator: int) -> float:
     return numerator / denominator if denominator else float("nan")

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_rl.routing.errors import RoutingError
@@ -45,6 +45,7 @@ def test_the_smallest_dtype_keeps_every_id_and_the_sentinel(num_experts, dtype, 
     assert routes.ids.dtype == torch.int64
 
 
+@settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 700).flatmap(lambda e: st.tuples(st.just(e), st.integers(1, min(e, 9)))),
     st.sampled_from([torch.int16, torch.int32, torch.int64]),
@@ -249,6 +250,7 @@ def test_the_last_generated_token_has_no_route():
     assert moved.tokens.tolist() == [[-1, 11, 12, 13, -1]]
 
 
+@settings(deadline=None, max_examples=60)
 @given(st.integers(0, 10_000), st.sampled_from([5, 400]))
 def test_realign_there_and_back_is_the_identity_on_routed_tokens(seed, num_experts):
     generator = torch.Generator().manual_seed(seed)

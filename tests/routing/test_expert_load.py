@@ -1,0 +1,75 @@
+"""Expert load, its balance, and the experts a sequence uses, counted by hand and by Python."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_rl.routing.change import active_set_churn, expert_load, load_cv, load_entropy
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.expert_load import active_experts
+from moe_rl.routing.routes import RoutedExperts
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 9999), st.sampled_from([5, 300]))
+def test_load_counts_what_python_counts(seed, experts):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.rand(2, 3, 2, experts, generator=g).topk(2).indices
+    ids[torch.rand(2, 3, 2, generator=g) < 0.3] = -1
+    mask = torch.rand(2, 3, generator=g) < 0.7
+    expected = torch.zeros(2, experts, dtype=torch.long)
+    for b, t, site in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(2)).tolist():
+        for expert in ids[b, t, site].tolist():
+            if mask[b, t] and expert >= 0:
+                expected[site, expert] += 1
+    assert torch.equal(expert_load(ids, mask, num_experts=experts), expected)
+    assert torch.equal(expert_load(RoutedExperts(ids, ["a", "b"], experts), mask), expected)
+
+
+def test_the_unrouted_last_token_is_credited_to_nobody():
+    # Zero-filled, it would raise the load of expert 0 from 0 to 1.
+    ids = torch.tensor([[[[1, 2]], [[2, 3]], [[-1, -1]]]])
+    assert expert_load(ids, num_experts=4).tolist() == [[0, 1, 2, 1]]
+
+
+def test_balance_by_hand():
+    # Even; all on 2 of 8, where CV = sqrt(8/2 - 1) and the entropy is ln 2; nothing at all.
+    load = torch.tensor([[5] * 8, [20, 20, 0, 0, 0, 0, 0, 0], [0] * 8])
+    assert load_cv(load)[:2].tolist() == pytest.approx([0.0, math.sqrt(3)])
+    assert load_entropy(load)[:2].tolist() == pytest.approx([math.log(8), math.log(2)])
+    assert load_cv(load)[2].isnan()
+    assert load_entropy(load)[2].isnan()
+
+
+def test_active_experts_and_their_churn_by_hand():
+    # One site, K = 2. Sequence 0 used {0,1,2}, then {0,1,3,4}: 2 of 4 are new. Sequence 1: {0,1} both times,
+    # though every token changed its experts. Its third token is not counted, sequence 2 has no route.
+    old = torch.tensor([[[0, 1], [1, 2], [1, 2]], [[0, 1], [1, 0], [2, 3]], [[-1, -1]] * 3])[:, :, None]
+    new = torch.tensor([[[0, 1], [3, 4], [0, 3]], [[1, 0], [0, 1], [4, 3]], [[0, 1]] * 3])[:, :, None]
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]]).bool()
+    assert active_experts(old, mask, num_experts=5)[:, 0].long().tolist() == [
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0],
+    ]
+    assert active_set_churn(old, new, mask, num_experts=5)[:2].tolist() == [[0.5], [0.0]]
+    assert active_set_churn(old, old, mask, num_experts=5).tolist() == [[0.0]] * 3
+
+
+def test_churn_of_routes_matches_sites_by_name():
+    ids = torch.tensor([[[[0, 1], [2, 3]]]])
+    old, new = RoutedExperts(ids, ["a", "b"], 4), RoutedExperts(ids.flip(2), ["b", "a"], 4)
+    assert active_set_churn(old, new).tolist() == [[0.0, 0.0]]
+
+
+def test_mistakes():
+    ids = torch.tensor([[[[0, 4]]]])
+    with pytest.raises(RoutingError, match="pass num_experts="):
+        expert_load(ids)
+    with pytest.raises(RoutingError, match=r"ids from 0 to 4, expected -1\.\.3"):
+        expert_load(ids, num_experts=4)
+    with pytest.raises(RoutingError, match=r"mask must have the shape \[1, 1\]"):
+        expert_load(ids, torch.ones(2, 1, dtype=torch.bool), num_experts=5)

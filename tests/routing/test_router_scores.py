@@ -1,0 +1,102 @@
+"""Divergences, margins and router shift against hand computations and identities."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_rl.routing.change import boundary_margin, router_js, router_kl, router_shift, site_change
+from moe_rl.routing.errors import RoutingError
+
+LN2 = math.log(2.0)
+
+
+def test_kl_and_js_by_hand():
+    # p = (3/4, 1/4), q = (1/4, 3/4), m = (1/2, 1/2).
+    old = torch.tensor([3.0, 1.0], dtype=torch.float64).log()
+    new = torch.tensor([1.0, 3.0], dtype=torch.float64).log()
+    # KL = 3/4 ln 3 - 1/4 ln 3 = ½ ln 3
+    assert router_kl(old, new).item() == pytest.approx(0.5 * math.log(3))
+    # JS = 3/4 ln(3/2) + 1/4 ln(1/2)
+    assert router_js(old, new).item() == pytest.approx(0.75 * math.log(1.5) - 0.25 * LN2)
+
+
+def test_kl_is_from_old_to_new():
+    # p = (1/2, 1/2), q = (3/4, 1/4): KL(p||q) = ½ ln(2/3) + ½ ln 2 = ½ ln(4/3).
+    old, new = torch.zeros(2), torch.tensor([3.0, 1.0]).log()
+    assert router_kl(old, new).item() == pytest.approx(0.5 * math.log(4 / 3))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 9999))
+def test_divergences_are_bounded_symmetric_and_blind_to_a_shift_of_logits(seed):
+    g = torch.Generator().manual_seed(seed)
+    old, new = (5 * torch.randn(3, 2, 6, generator=g, dtype=torch.float64) for _ in range(2))
+    assert (router_kl(old, new) >= 0).all()
+    assert ((router_js(old, new) >= 0) & (router_js(old, new) <= LN2 + 1e-12)).all()
+    torch.testing.assert_close(router_js(old, new), router_js(new, old))
+    torch.testing.assert_close(router_kl(old + 3.0, new - 7.0), router_kl(old, new))
+    assert router_kl(old, old + 1.0).abs().max() < 1e-12
+
+
+def test_disjoint_routers_are_ln2_apart_without_overflow():
+    old, new = torch.tensor([200.0, -200.0]), torch.tensor([-200.0, 200.0])
+    assert router_js(old, new).item() == pytest.approx(LN2)
+    assert router_kl(old, new).item() == pytest.approx(400.0)
+
+
+def test_low_precision_logits_are_compared_in_float32():
+    old = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert router_kl(old, old + 1).dtype == torch.float32
+
+
+def test_margin_by_hand_and_its_meaning():
+    scores = torch.tensor([[4.0, 1.0, 3.0, 0.5]])
+    assert boundary_margin(scores, 1).tolist() == [1.0]  # 4 - 3
+    assert boundary_margin(scores, 2).tolist() == [2.0]  # 3 - 1
+    # Moving each score by less than half of the margin cannot exchange an expert; by more, it can.
+    push = torch.tensor([[0.0, 1.0, -1.0, 0.0]])
+    for size, flips in ((0.99, False), (1.01, True)):
+        moved = (scores + size * push).topk(2).indices
+        assert site_change(scores.topk(2).indices, moved).item() == flips
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_no_boundary_no_margin(k):
+    with pytest.raises(RoutingError, match="has no boundary"):
+        boundary_margin(torch.zeros(4), k)
+
+
+def test_router_shift_by_hand():
+    # Two sites, E = 2, K = 1. Site 0: r(e) 1/2 -> 3/4, |Δ log| = ln 1.5. Site 1: 3/4 -> 1/4, |Δ log| = ln 3.
+    old = torch.tensor([[1.0, 1.0], [3.0, 1.0]], dtype=torch.float64).log()
+    new = torch.tensor([[3.0, 1.0], [1.0, 3.0]], dtype=torch.float64).log()
+    ids = torch.tensor([[0], [0]])
+    shift = router_shift(old, new, ids, gamma_min=0.1)
+    delta = (math.log(1.5) + math.log(3)) / 2
+    assert shift.delta.item() == pytest.approx(delta)
+    assert shift.gamma.item() == pytest.approx(math.exp(-delta))
+    assert not shift.floored
+    floored = router_shift(old, new, ids)
+    assert floored.gamma.item() == pytest.approx(0.8)
+    assert floored.floored
+
+
+def test_router_shift_looks_at_experts_of_the_old_policy_only():
+    # Expert 2 gains from expert 3, neither was active: no shift. Probabilities 1/2, 1/4, then 1/8 <-> 1/16 + 1/16.
+    old = torch.tensor([[8.0, 4.0, 1.0, 3.0]]).log()
+    new = torch.tensor([[8.0, 4.0, 3.0, 1.0]]).log()
+    assert router_shift(old, new, torch.tensor([[0, 1]])).delta.item() == pytest.approx(0.0, abs=1e-6)
+    assert router_shift(old, new, torch.tensor([[0, 2]])).delta.item() == pytest.approx(math.log(3) / 2)
+
+
+def test_router_shift_leaves_out_sites_without_a_route_and_carries_no_gradient():
+    old = torch.zeros(2, 2, requires_grad=True)
+    new = torch.tensor([[3.0, 1.0], [5.0, 1.0]]).log().requires_grad_()
+    shift = router_shift(old, new, torch.tensor([[0], [-1]]), gamma_min=0.0)
+    assert shift.delta.item() == pytest.approx(math.log(1.5))  # site 0 alone: 1/2 -> 3/4
+    assert not shift.gamma.requires_grad
+    nothing = router_shift(old, new, torch.full((2, 1), -1))
+    assert (nothing.delta.item(), nothing.gamma.item()) == (0.0, 1.0)
