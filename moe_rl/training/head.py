@@ -17,8 +17,15 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 logger = logging.getLogger(__name__)
 
-CHUNK_LOGITS = 2**25
-"""Logits held at once where no chunk size is given: 128 MiB in fp32."""
+
+def default_chunk(vocabulary: int, hidden_size: int) -> int:
+    """Tokens whose logits are held at once: 128 MiB of them in fp32, or a quarter of the weight's own gradient if
+    that is more: each chunk reads and writes that gradient once, so chunks far smaller than it are slow.
+
+    >>> default_chunk(151_936, 512), default_chunk(151_936, 4096), default_chunk(28, 48)
+    (220, 1024, 1198372)
+    """
+    return max(1, 2**25 // vocabulary, hidden_size // 4)
 
 
 class LogitMap(NamedTuple):
@@ -54,7 +61,7 @@ def head_logps(
     dtype.
 
     Args:
-        chunk_size: tokens whose logits are held at once; default `CHUNK_LOGITS // V`.
+        chunk_size: tokens whose logits are held at once; default `default_chunk(V, H)`.
 
     Returns:
         Log-probabilities and entropies (None unless asked for) in nats, fp32 or float64, differentiable once.
@@ -87,7 +94,7 @@ def threaded_head_logps(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    chunk = chunk_size or max(1, CHUNK_LOGITS // weight.shape[0])
+    chunk = chunk_size or default_chunk(*weight.shape)
     with torch.autocast(device, enabled=False):
         return _ChunkedHead.apply(hidden, weight, bias, targets, logit_map, temperature, entropy, chunk)
 
@@ -123,6 +130,7 @@ class _ChunkedHead(torch.autograd.Function):
             logps[rows] = chosen - lse[rows]
             if entropies is not None:  # H = log sum e^z - sum p z, with z measured from the largest
                 entropies[rows] = total.log() - p.mul_(z).sum(1) / total
+            del z, p  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
         ctx.options = logit_map, temperature, chunk
         ctx.set_materialize_grads(False)
@@ -168,6 +176,7 @@ class _ChunkedHead(torch.autograd.Function):
                     d_weight.addmm_(d_z.T, hidden[rows])
                 elif d_weight is not None:
                     d_weight += d_z.T @ hidden[rows]
+                del z, d_z, slope  # before the next chunk's are made
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None

@@ -226,7 +226,7 @@ def _obstacle(model: nn.Module, lm: PreTrainedModel) -> tuple[str | None, LogitM
     """Why the head cannot be stood in for, or None; and what the model does to the head's output."""
     head = lm.get_output_embeddings()
     if getattr(type(head), "forward", None) is not nn.Linear.forward or "forward" in vars(head):
-        return f"its output head is a {type(head).__name__} with a forward of its own", LogitMap()
+        return f"its output head ({type(head).__module__}.{type(head).__name__}) has a forward of its own", LogitMap()
     if getattr(lm, "tp_size", None):
         return "its output head is split (tensor parallelism)", LogitMap()
     for module in model.modules():  # the wrappers, then the model: a compiled one would not see the stand-in

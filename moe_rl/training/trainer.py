@@ -92,9 +92,9 @@ class Trainer:
     def run(self) -> None:
         """From the current step to the last."""
         config = self.config
-        if self.step == 0:
-            self.evaluate()
         while self.step < config.optim.steps:
+            if self.step == 0 or (config.eval.every and self.step % config.eval.every == 0):
+                self.evaluate()
             started = time.perf_counter()
             while len(self.queue) <= config.rollout.lag:
                 self.queue.append(self.collect())
@@ -111,11 +111,9 @@ class Trainer:
                 probe.finish()
             self.step += 1
             self.log.append("step", self.step - 1, seconds=time.perf_counter() - started)
-            last = self.step == config.optim.steps
-            if last or (config.eval.every and self.step % config.eval.every == 0):
-                self.evaluate()
-            if last or self.step % config.checkpoint_every == 0:
+            if self.step == config.optim.steps or self.step % config.checkpoint_every == 0:
                 save_checkpoint(self)
+        self.evaluate()
 
     def collect(self) -> Batch:
         """Sample a batch from the current policy and score it: old log-probabilities and routes in one pass."""
