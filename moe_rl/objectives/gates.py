@@ -27,6 +27,13 @@ class Gated(NamedTuple):
     clipped: Bool[Tensor, "B T"]
 
 
+def choose(
+    condition: Bool[Tensor, "B T"], yes: float | int, no: float | int, dtype: torch.dtype
+) -> Float[Tensor, "B T"]:
+    """`torch.where` of two numbers in `dtype`; torch's own would round them to float32 first."""
+    return torch.where(condition, torch.tensor(yes, dtype=dtype, device=condition.device), no)
+
+
 def outside_trust_region(
     ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], low: float | int, high: float | int
 ) -> Bool[Tensor, "B T"]:
@@ -49,7 +56,7 @@ def clip_gate(
     ratio = log_ratio.detach().exp()
     low, high = 1.0 - clip_low, 1.0 + clip_high
     clipped = outside_trust_region(ratio, advantages, low, high)
-    bound = torch.where(advantages > 0, high, low).to(ratio.dtype)
+    bound = choose(advantages > 0, high, low, ratio.dtype)
     if dual_clip is not None:
         above_ceiling = (advantages < 0) & (ratio > dual_clip)
         bound = torch.where(above_ceiling, dual_clip, bound)
@@ -100,7 +107,7 @@ def sigmoid_gate(
     tau is temperature_pos where A > 0, else temperature_neg. The slope in r is sech^2(tau (r - 1)/2):
     1 on-policy, fading smoothly on both sides. Nothing is clipped.
     """
-    tau = torch.where(advantages > 0, temperature_pos, temperature_neg).to(log_ratio.dtype)
+    tau = choose(advantages > 0, temperature_pos, temperature_neg, log_ratio.dtype)
     ratio = log_ratio.clamp(max=_SATURATED).exp()
     surrogate = torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * advantages
     return Gated(surrogate, torch.zeros_like(advantages, dtype=torch.bool))

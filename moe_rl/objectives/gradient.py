@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from moe_rl.objectives.aggregation import aggregation_weights
+from moe_rl.objectives.gates import choose
 from moe_rl.objectives.kl import kl_estimate
 from moe_rl.objectives.loss import apply_gate
 from moe_rl.objectives.objective import Objective
@@ -108,7 +109,7 @@ def _importance(terms: Terms, clipped: Bool[Tensor, "B T"]) -> Float[Tensor, "B 
         case "cap":
             return ratio.clamp(min=1.0 - o.clip_low, max=1.0 + o.clip_high)
         case "sigmoid":
-            tau = torch.where(terms.advantages > 0, o.temperature_pos, o.temperature_neg)
+            tau = choose(terms.advantages > 0, o.temperature_pos, o.temperature_neg, ratio.dtype)
             slope = torch.cosh(0.5 * tau * (ratio - 1.0)).pow(-2)
             return torch.where(slope > 0, ratio * slope, 0.0)
         case "geometric":

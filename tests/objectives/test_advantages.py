@@ -63,12 +63,10 @@ def test_groups_sum_to_zero_and_shifts_do_not_matter(rewards, shift, factor):
     torch.testing.assert_close(
         group_advantages(values + shift, 4, "none"), group_advantages(values, 4, "none"), atol=1e-12, rtol=0
     )
-    torch.testing.assert_close(
-        group_advantages(values * factor, 4, "std", eps=0.0).nan_to_num(),
-        group_advantages(values, 4, "std", eps=0.0).nan_to_num(),
-        atol=1e-6,
-        rtol=1e-6,
-    ) if values.reshape(2, 4).std(-1).min() > 1e-3 else None
+    if values.reshape(2, 4).std(-1).min() > 1e-3:
+        torch.testing.assert_close(
+            group_advantages(values * factor, 4, "std", eps=0.0), group_advantages(values, 4, "std", eps=0.0)
+        )
 
 
 def test_refusals():
