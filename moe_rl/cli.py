@@ -189,7 +189,7 @@ def default_workers() -> int:
 
 def _parse(options: Any, arguments: list[str], program: str, default: Any) -> Any:
     known = {} if default is None else {"default": default}
-    return tyro.cli(options, args=arguments, prog=program, **known)
+    return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **known)
 
 
 def _tell(row: dict[str, Any]) -> None:
