@@ -95,7 +95,9 @@ class Joined:
                 "one call do not continue the same rows of the call before. `.steps` has each call by itself"
             )
         if call.batch != self.batch:
-            self.refused = f"the batch changed from {self.batch} to {call.batch} sequences between two calls on one KV cache"
+            self.refused = (
+                f"the batch changed from {self.batch} to {call.batch} sequences between two calls on one KV cache"
+            )
 
     def add(self, call: Call, *parts: Tensor) -> None:
         """Append a call; a cache that was cropped since (speculative decoding) first crops what was recorded."""

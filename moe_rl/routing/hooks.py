@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -20,6 +20,7 @@ from moe_rl.routing.selection import Job, Probe, Selection, selection_mode
 from moe_rl.routing.sites import Site
 
 
+@runtime_checkable
 class Listener(Protocol):
     """An open context."""
 
@@ -100,12 +101,8 @@ class Tap:
     def hook(self) -> None:
         if self._handles:
             return
-        self._handles.append(
-            self.boundary.register_forward_pre_hook(_Hook(self.before_model), with_kwargs=True)
-        )
-        self._handles.append(
-            self.boundary.register_forward_hook(_Hook(self.after_model), always_call=True)
-        )
+        self._handles.append(self.boundary.register_forward_pre_hook(_Hook(self.before_model), with_kwargs=True))
+        self._handles.append(self.boundary.register_forward_hook(_Hook(self.after_model), always_call=True))
         for index in range(len(self.sites)):
             before, after = _Hook(partial(self.before_site, index)), _Hook(partial(self.after_site, index))
             for module in self.scope(index):
@@ -173,6 +170,10 @@ class Tap:
             call.past = last.past + last.length if last is not None and last.cache is call.cache else 0
         for listener in self.listeners:
             listener.begin(call)
+        if call.capture:
+            for index, probe in enumerate(self.probes):
+                if probe.output is None:  # only the mode sees what is selected here
+                    call.job(index)
         self.call = call
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -185,9 +186,7 @@ class Tap:
             listener.end(call, cache)
         call.cache, self.last = cache, call
 
-    def before_site(
-        self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def before_site(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self.call
         if call is None:
             if self.listeners:

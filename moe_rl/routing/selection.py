@@ -72,7 +72,11 @@ class Job:
     def underlay(self, ids: Tensor) -> None:
         """Force ids wherever nothing is forced yet (selection noise: any replay has precedence)."""
         if self.forced is not None:
-            ids = self.forced.where((self.forced >= 0).any(-1, keepdim=True), ids) if self.holes != "none" else self.forced
+            ids = (
+                self.forced.where((self.forced >= 0).any(-1, keepdim=True), ids)
+                if self.holes != "none"
+                else self.forced
+            )
         self.forced = ids
         self.holes = "slots" if self.holes == "slots" else "none"
 

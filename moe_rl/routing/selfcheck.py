@@ -125,7 +125,9 @@ def _deduce(tap: Tap, index: int, seen: _Seen, rows: int) -> Probe:
     call = len(seen.ranked) - 1
     experts, k, chosen = seen.ranked[call]
     if chosen.numel() != rows * k:
-        raise _refuse(tap, index, f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens")
+        raise _refuse(
+            tap, index, f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens"
+        )
     return Probe(experts, k, call, logits=_logits(seen, call))
 
 
@@ -171,37 +173,42 @@ def _force_others(tap: Tap, probes: list[Probe], batch: int, length: int) -> Non
     for index, (found, ids, probe) in enumerate(zip(seen, forced, probes, strict=True)):
         if tap.sites[index].fixed:
             continue
-        problem = _not_used(found, ids, probe)
-        if problem:
-            raise _refuse(tap, index, problem)
+        kept = _kept(found, ids, probe)
+        if kept is None:
+            raise _refuse(
+                tap,
+                index,
+                "forced experts do not show in what the router returns or the experts receive: its selection is not "
+                "one top-k whose result is used as it is",
+            )
+        if not _gates_alive(found, ids, probe, kept):
+            raise _refuse(
+                tap,
+                index,
+                "gates of forced experts are zero or not finite: they are read from scores that the live selection masks",
+            )
+        if not bool(kept.all()):
+            probes[index] = replace(probe, output=None)  # the output loses an id: read the selection itself
 
 
-def _not_used(seen: _Seen, forced: Tensor, probe: Probe) -> str | None:
-    values = list(_flat((seen.output, seen.arrived)))
-    tensors = [v for v in values if isinstance(v, Tensor)]
-    kept = _kept(tensors, values, forced, probe)
-    if kept is None:
-        return (
-            "forced experts do not show in what the router returns or the experts receive: its selection is not one "
-            "top-k whose result is used as it is"
-        )
+def _gates_alive(seen: _Seen, forced: Tensor, probe: Probe, kept: Tensor) -> bool:
+    tensors = _tensors(seen)
     gates = [t.reshape(forced.shape) for t in tensors if t.is_floating_point() and t.numel() == forced.numel()]
     spread = [t for t in tensors if t.is_floating_point() and t.numel() == forced.shape[0] * probe.num_experts]
     gates += [t.reshape(forced.shape[0], -1).gather(-1, forced) for t in spread]
-    if not any(bool(g.isfinite().all()) and ((g == 0) & kept).float().mean() < _ZERO_GATES for g in gates):
-        return "gates of forced experts are zero or not finite: they are read from scores that the live selection masks"
-    return None
+    return any(bool(g.isfinite().all()) and float(((g == 0) & kept).float().mean()) < _ZERO_GATES for g in gates)
 
 
-def _kept(tensors: list[Tensor], values: list[Any], forced: Tensor, probe: Probe) -> Tensor | None:
+def _kept(seen: _Seen, forced: Tensor, probe: Probe) -> Tensor | None:
     """Which forced slots show unchanged: all; all but those of one id (a skip expert that is remapped); or None."""
+    tensors = _tensors(seen)
     whole = torch.ones_like(forced, dtype=torch.bool)
     integers = [t for t in tensors if not t.is_floating_point() and t.numel() == forced.numel()]
     for ids in integers:
         same = ids.reshape(forced.shape) == forced
         if bool(same.all()):
             return whole
-        if probe.output is None and not bool(same.all()) and len(forced[~same].unique()) == 1:
+        if len(forced[~same].unique()) == 1 and not bool((forced[same] == forced[~same][0]).any()):
             return same
     for table in tensors:  # Llama 4: scores of all experts, zero where not selected
         if table.is_floating_point() and table.numel() == forced.shape[0] * probe.num_experts:
@@ -334,9 +341,14 @@ def _evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[_Seen]
         yield seen
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
+def _tensors(seen: _Seen) -> list[Tensor]:
+    """All tensors that came out of the router or into a module beside it."""
+
+    def flat(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            for item in value:
+                yield from flat(item)
+
+    return list(flat((seen.output, seen.arrived)))

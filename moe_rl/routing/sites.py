@@ -78,9 +78,7 @@ def boundary_of(model: nn.Module, sites: list[Site]) -> PreTrainedModel:
     """The innermost transformers model that holds every site: one call of it is one forward, however it is called."""
     wanted = {id(m) for site in sites for m in site.modules}
     holders = [
-        m
-        for m in model.modules()
-        if isinstance(m, PreTrainedModel) and wanted <= {id(child) for child in m.modules()}
+        m for m in model.modules() if isinstance(m, PreTrainedModel) and wanted <= {id(child) for child in m.modules()}
     ]
     if not holders:
         raise UnsupportedModelError(

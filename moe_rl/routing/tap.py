@@ -1,7 +1,5 @@
 """The context managers: record what routers choose, make them choose it again, disturb their choice."""
 
-import sys
-import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -9,7 +7,6 @@ from typing import Any
 
 import torch
 import transformers
-from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from moe_rl.routing.calls import Call, Joined
