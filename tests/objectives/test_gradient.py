@@ -1,0 +1,89 @@
+"""Closed-form token weights: what GSPO's section 4.2 says about them, and autograd where the reference is silent."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.objectives import OBJECTIVES, policy_loss, token_weights
+
+
+def double(rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def test_importance_of_grpo_and_gspo_golden():
+    # ratios 1.2, 0.9 (A = 1): GRPO weighs them so (eq. 12); GSPO by s = sqrt(1.08) each (eq. 10), if not clipped
+    old = double([[-1.0, -1.0]])
+    logps = old + double([[1.2, 0.9]]).log()
+    arguments = (logps, old, double([3.0]), torch.tensor([[1, 1]]))
+    grpo = token_weights("grpo", *arguments)
+    torch.testing.assert_close(grpo.importance, double([[1.2, 0.9]]))
+    torch.testing.assert_close(grpo.weight, 3.0 / 2 * double([[1.2, 0.9]]))
+    s = math.sqrt(1.08)
+    for ratio in ("sequence", "sequence_token"):
+        wide = replace(OBJECTIVES["gspo"], ratio=ratio, clip_low=0.5, clip_high=0.5)
+        torch.testing.assert_close(token_weights(wide, *arguments).importance, double([[s, s]]))
+        torch.testing.assert_close(token_weights(wide, *arguments).weight, 1.5 * double([[s, s]]))
+    clipped = token_weights("gspo", *arguments)  # s = 1.039 > 1.0004
+    assert clipped.clipped.all() and (clipped.weight == 0).all() and (clipped.importance == 0).all()
+
+
+def test_ranges_of_the_importance_weights():
+    # section 4.2: (0, 1 + eps] for A > 0, [1 - eps, inf) for A < 0, apart from the clipped ones, which are 0
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(64, 16, generator=g, dtype=torch.float64)
+    logps = old + torch.randn(64, 16, generator=g, dtype=torch.float64)
+    advantages = torch.randn(64, generator=g, dtype=torch.float64)
+    grpo = token_weights("grpo", logps, old, advantages, torch.ones(64, 16))
+    up = grpo.importance[(advantages > 0)[:, None] & ~grpo.clipped]
+    down = grpo.importance[(advantages < 0)[:, None] & ~grpo.clipped]
+    assert up.min() > 0 and up.max() <= 1.27
+    assert down.min() >= 0.8 and down.max() > 3
+    gspo = token_weights(
+        replace(OBJECTIVES["gspo"], clip_low=0.9, clip_high=9), logps, old, advantages, torch.ones(64, 16)
+    )
+    assert (gspo.importance == gspo.importance[:, :1]).all()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "gspo", "gspo_token", "dapo", "dr_grpo", "gmpo", "sapo", "cispo", "rspo", "sft"]
+)
+def test_closed_form_equals_autograd_with_kl_and_gates_at_other_levels(name, estimator, weighted):
+    g = torch.Generator().manual_seed(4)
+    old = -torch.rand(6, 5, generator=g, dtype=torch.float64)
+    shift = 0.3 * torch.randn(6, 5, generator=g, dtype=torch.float64)
+    ref, mask = old - 0.2, torch.rand(6, 5, generator=g) < 0.7
+    advantages = torch.randn(6, 5, generator=g, dtype=torch.float64)
+    options = {"route_weight": torch.rand(6, 5, generator=g, dtype=torch.float64)} if name == "rspo" else {}
+    objective = replace(OBJECTIVES[name], kl_coef=0.2, kl_estimator=estimator, kl_importance_weighted=weighted)
+    levels = (
+        [objective]
+        if objective.gate == "geometric"
+        else [replace(objective, ratio=r) for r in ("token", "sequence", "sequence_token")]
+    )
+    for o in levels:
+        logps = (old + shift).requires_grad_()
+        out = policy_loss(o, logps, old, advantages, mask, ref_logps=ref, **options)
+        out.loss.backward()
+        closed = token_weights(o, logps, old, advantages, mask, ref_logps=ref, **options)
+        torch.testing.assert_close(closed.weight, -logps.grad, rtol=1e-11, atol=1e-13)
+        assert torch.equal(closed.clipped, out.clipped)
+        assert not closed.weight.requires_grad
+
+
+def test_extreme_ratios_have_finite_weights():
+    old = torch.zeros(1, 3, dtype=torch.float64)
+    logps = double([[5000.0, -5000.0, 0.0]])
+    for name in ("grpo", "sapo", "cispo", "gmpo"):
+        assert torch.isfinite(token_weights(name, logps, old, double([1.0]), torch.ones(1, 3)).weight).all()
+
+
+def test_online_rft_is_grpo_without_punishment():
+    # arXiv:2402.03300, A.1: coefficient 1 for a correct response, 0 for a wrong one
+    old = double([[-1.0, -2.0], [-1.0, -1.0]])
+    got = token_weights("online_rft", old, old, double([1.0, 0.0]), torch.ones(2, 2))
+    torch.testing.assert_close(got.weight, double([[0.25, 0.25], [0.0, 0.0]]))

@@ -1,0 +1,322 @@
+"""Goldens by hand, identities between methods, what is refused, and the metrics."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.objectives import OBJECTIVES, Objective, kl_estimate, policy_loss
+from moe_rl.objectives.aggregation import aggregation_weights
+
+ONE_PIECE = [name for name, objective in OBJECTIVES.items() if not objective.needs]
+
+
+def double(rows, **options):
+    return torch.tensor(rows, dtype=torch.float64, **options)
+
+
+def at_ratios(ratios, requires_grad=True):
+    """(logps, old_logps) with these token ratios; old_logps = -1."""
+    old = torch.full_like(double(ratios), -1.0)
+    return (old + double(ratios).log()).requires_grad_(requires_grad), old
+
+
+def run(objective, ratios, advantages, mask=None, **options):
+    logps, old = at_ratios(ratios)
+    mask = torch.ones(old.shape, dtype=torch.bool) if mask is None else torch.tensor(mask)
+    out = policy_loss(objective, logps, old, double(advantages), mask, **options)
+    (slope,) = torch.autograd.grad(out.loss, logps)
+    return out, slope
+
+
+def test_grpo_golden():
+    # row 0, A = 2: ratios 1.5 (clipped at 1.27) and 0.5 (A > 0: not clipped): (1.27 + 0.5)/2 * 2 = 1.77
+    # row 1, A = -1: ratios 0.5 (clipped at 0.8) and 1.5 (not clipped): -(0.8 + 1.5)/2 = -1.15
+    # J = (1.77 - 1.15)/2 = 0.31. d J/d logp = r A/(2 * 2) where not clipped: 0.5 * 2/4 = 0.25, -1.5/4
+    out, slope = run("grpo", [[1.5, 0.5], [0.5, 1.5]], [2.0, -1.0])
+    torch.testing.assert_close(out.loss, double(-0.31))
+    assert out.clipped.tolist() == [[True, False], [True, False]]
+    torch.testing.assert_close(slope, double([[0.0, -0.25], [0.0, 0.375]]))
+
+
+def test_gspo_golden():
+    # s = sqrt(1.21 * 1) = 1.1, above 1.0004: clipped for A > 0, not for A < 0
+    # J = (1.0004 * 2 + 1.1 * (-1))/2 = 0.4504; row 1: s A/(2 * 2) = -1.1/4 on both tokens
+    out, slope = run("gspo", [[1.21, 1.0], [1.21, 1.0]], [2.0, -1.0])
+    torch.testing.assert_close(out.loss, double(-0.4504))
+    assert out.clipped.tolist() == [[True, True], [False, False]]
+    torch.testing.assert_close(slope, double([[0.0, 0.0], [0.275, 0.275]]))
+
+
+def test_gspo_token_golden_with_token_advantages():
+    # s = 1.1: token 0 (A = 2) is clipped at 1.0004, token 1 (A = -1) is not
+    # J = (1.0004 * 2 - 1.1)/2 = 0.4504; token 1: 1.1 * (-1)/2 = -0.55
+    out, slope = run("gspo_token", [[1.21, 1.0]], [[2.0, -1.0]])
+    torch.testing.assert_close(out.loss, double(-0.4504))
+    assert out.clipped.tolist() == [[True, False]]
+    torch.testing.assert_close(slope, double([[0.0, 0.55]]))
+    # GSPO with the same advantages shares the gradient of token 1 among both
+    _, shared = run("gspo", [[1.21, 1.0]], [[2.0, -1.0]])
+    torch.testing.assert_close(shared, double([[0.275, 0.275]]))
+
+
+def test_dual_clip_golden():
+    # A = -2, r = 5: PPO -10, floored at 3 * (-2) = -6 and out of the gradient; r = 2: -4, in the gradient
+    out, slope = run("dual_clip", [[5.0, 2.0]], [-2.0])
+    torch.testing.assert_close(out.loss, double(5.0))
+    assert out.clipped.tolist() == [[True, False]]
+    torch.testing.assert_close(slope, double([[0.0, 2.0]]))
+
+
+def test_sapo_golden():
+    # A = 1, tau = 1, r = 2: 4 sigma(1); slope 4 sigma(1) sigma(-1) r = sech^2(1/2) * 2
+    out, slope = run("sapo", [[2.0]], [1.0])
+    torch.testing.assert_close(out.loss, double(-4 / (1 + math.exp(-1))))
+    torch.testing.assert_close(slope, double([[-2 / math.cosh(0.5) ** 2]]))
+    # A = -1, tau = 1.05, r = 1: 4/1.05 * 1/2; slope 1
+    out, slope = run("sapo", [[1.0]], [-1.0])
+    torch.testing.assert_close(out.loss, double(2 / 1.05))
+    torch.testing.assert_close(slope, double([[1.0]]))
+
+
+def test_a_ratio_on_the_bound_is_not_clipped():
+    objective = Objective(clip_low=0.5, clip_high=1.0)  # bounds 0.5 and 2, exact in binary
+    logps, old = double([[math.log(2.0), math.log(0.5)]], requires_grad=True), double([[0.0, 0.0]])
+    ratio = logps.detach().exp()
+    assert ratio.tolist() == [[2.0, 0.5]]
+    out = policy_loss(objective, logps, old, double([[1.0, -1.0]]), torch.tensor([[1, 1]]))
+    out.loss.backward()
+    assert not out.clipped.any() and (logps.grad != 0).all()
+
+
+@pytest.mark.parametrize("name", ONE_PIECE)
+def test_on_policy_gradients_are_plain_policy_gradients(name):
+    # at pi = pi_old every gate has slope 1, so that d loss/d logp = -A * (weight of the token)
+    g = torch.Generator().manual_seed(3)
+    logps = -torch.rand(4, 6, generator=g, dtype=torch.float64) - 0.1
+    mask = torch.rand(4, 6, generator=g) < 0.7
+    advantages = torch.randn(4, generator=g, dtype=torch.float64)
+    leaf = logps.clone().requires_grad_()
+    out = policy_loss(name, leaf, logps, advantages, mask)
+    out.loss.backward()
+    o = OBJECTIVES[name]
+    weights = aggregation_weights(mask, o.aggregate, length_constant=o.length_constant)
+    torch.testing.assert_close(leaf.grad, -weights * advantages[:, None])
+    assert not out.clipped.any()
+    assert torch.equal(out.log_ratio, torch.zeros(4, 6, dtype=torch.float64))
+
+
+def test_one_token_completions_make_gspo_equal_grpo():
+    g = torch.Generator().manual_seed(0)
+    old = -torch.rand(16, 4, generator=g, dtype=torch.float64)
+    shift = 1e-3 * torch.randn(16, 4, generator=g, dtype=torch.float64)
+    advantages = torch.randn(16, generator=g, dtype=torch.float64)
+    mask = torch.zeros(16, 4, dtype=torch.bool)
+    mask[torch.arange(16), torch.randint(4, (16,), generator=g)] = True
+    results = []
+    for ratio in ("token", "sequence", "sequence_token"):
+        logps = (old + shift).requires_grad_()
+        out = policy_loss(replace(OBJECTIVES["gspo"], ratio=ratio), logps, old, advantages, mask)
+        out.loss.backward()
+        results.append((out.loss.detach(), logps.grad, out.clipped))
+    for loss, slope, clipped in results[1:]:
+        torch.testing.assert_close(loss, results[0][0])
+        torch.testing.assert_close(slope, results[0][1])
+        assert torch.equal(clipped, results[0][2]) and 0 < clipped.sum() < 16
+
+
+def test_equal_token_advantages_make_gspo_token_equal_gspo():
+    g = torch.Generator().manual_seed(1)
+    old = -torch.rand(12, 5, generator=g, dtype=torch.float64)
+    shift = 1e-3 * torch.randn(12, 5, generator=g, dtype=torch.float64)
+    advantages = torch.randn(12, generator=g, dtype=torch.float64)
+    mask = torch.rand(12, 5, generator=g) < 0.8
+    results = []
+    for name, given in (("gspo", advantages), ("gspo_token", advantages[:, None].expand(12, 5))):
+        logps = (old + shift).requires_grad_()
+        out = policy_loss(name, logps, old, given, mask)
+        out.loss.backward()
+        results.append((out.loss.detach(), logps.grad, out.clipped))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1])
+    assert torch.equal(results[0][2], results[1][2]) and results[0][2].any() and not results[0][2].all()
+
+
+def test_gmpo_is_never_above_grpo():
+    # |geometric mean| <= |arithmetic mean| of the same clipped terms, sequence by sequence
+    bounds = {"clip_low": 1 - math.exp(-0.4), "clip_high": math.exp(0.4) - 1}
+    grpo = replace(OBJECTIVES["grpo"], **bounds)
+    g = torch.Generator().manual_seed(2)
+    for _ in range(50):
+        old = -torch.rand(1, 8, generator=g, dtype=torch.float64)
+        logps = old + 0.7 * torch.randn(1, 8, generator=g, dtype=torch.float64)
+        advantages = torch.randn(1, generator=g, dtype=torch.float64)
+        mask = torch.ones(1, 8, dtype=torch.bool)
+        gmpo = policy_loss("gmpo", logps, old, advantages, mask)
+        arithmetic = policy_loss(grpo, logps, old, advantages, mask)
+        assert gmpo.loss.abs() <= arithmetic.loss.abs() + 1e-12
+        assert torch.equal(gmpo.clipped, arithmetic.clipped)
+
+
+def test_minirl_has_the_gradient_of_a_summed_grpo():
+    ratios, advantages = [[1.5, 0.9, 1.1], [0.5, 1.3, 1.0]], [1.0, -2.0]
+    _, slope = run("minirl", ratios, advantages)
+    _, expected = run(replace(OBJECTIVES["grpo"], aggregate="sum"), ratios, advantages)
+    torch.testing.assert_close(slope, expected)
+
+
+def test_the_rollout_anchor_is_the_old_anchor_with_other_log_probabilities():
+    logps, old = at_ratios([[1.5, 0.9], [0.5, 1.3]], requires_grad=False)
+    rollout, garbage = old + 0.3, torch.full_like(old, float("nan"))
+    advantages, mask = double([1.0, -1.0]), torch.ones(2, 2, dtype=torch.bool)
+    anchored = replace(OBJECTIVES["grpo"], anchor="rollout")
+    out = policy_loss(anchored, logps, garbage, advantages, mask, rollout_logps=rollout)
+    plain = policy_loss("grpo", logps, rollout, advantages, mask)
+    assert torch.equal(out.loss, plain.loss) and torch.equal(out.log_ratio, plain.log_ratio)
+
+
+def test_a_route_weight_of_one_changes_nothing_and_a_small_one_is_floored():
+    logps, old = at_ratios([[1.5, 0.9], [0.5, 1.3]], requires_grad=False)
+    advantages, mask = double([1.0, -1.0]), torch.ones(2, 2, dtype=torch.bool)
+    plain = policy_loss("gmpo", logps, old, advantages, mask).loss
+    for name in ("rspo", "rspo_after_clip"):
+        ones = policy_loss(name, logps, old, advantages, mask, route_weight=torch.ones_like(old)).loss
+        torch.testing.assert_close(ones, plain)
+        tiny = policy_loss(name, logps, old, advantages, mask, route_weight=torch.zeros_like(old)).loss
+        floor = policy_loss(name, logps, old, advantages, mask, route_weight=torch.full_like(old, 0.8)).loss
+        torch.testing.assert_close(tiny, floor)
+        assert not torch.isclose(floor, plain)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "sapo", "cispo"])
+def test_route_weight_plugs_into_other_methods(name):
+    # before the clip it scales the ratio, as lower old log-probabilities would; after the clip the surrogate
+    logps, old = at_ratios([[1.1, 0.9], [0.95, 1.2]], requires_grad=False)
+    advantages, mask = double([1.0, -1.0]), torch.ones(2, 2, dtype=torch.bool)
+    gamma = double([[0.9, 0.9], [0.85, 0.85]])
+    before = replace(OBJECTIVES[name], route_weight="before_clip")
+    torch.testing.assert_close(
+        policy_loss(before, logps, old, advantages, mask, route_weight=gamma).loss,
+        policy_loss(name, logps, old - gamma.log(), advantages, mask).loss,
+    )
+    after = replace(OBJECTIVES[name], route_weight="after_clip")
+    torch.testing.assert_close(  # gamma is the same on each token of a row here
+        policy_loss(after, logps, old, advantages, mask, route_weight=gamma).loss,
+        policy_loss(name, logps, old, (advantages * gamma[:, 0]), mask).loss,
+    )
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo", "minirl"])
+def test_kl_in_the_loss_is_aggregated_like_the_policy_term(name, estimator):
+    logps, old = at_ratios([[1.1, 0.9, 7.0], [0.95, 1.2, 1.0]])
+    ref = old - 0.3
+    ref[0, 2] = float("nan")
+    advantages, mask = double([1.0, -1.0]), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    objective = replace(OBJECTIVES[name], kl_coef=0.1, kl_estimator=estimator)
+    out = policy_loss(objective, logps, old, advantages, mask, ref_logps=ref)
+    plain = policy_loss(name, logps, old, advantages, mask)
+    kl = kl_estimate(logps, ref, mask, estimator)
+    penalty = (aggregation_weights(mask, objective.aggregate) * kl).sum()
+    torch.testing.assert_close(out.loss, plain.loss + 0.1 * penalty)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.loss, logps)[0], torch.autograd.grad(plain.loss + 0.1 * penalty, logps)[0]
+    )
+    torch.testing.assert_close(out.metrics["ref_kl"], kl.detach().sum() / 5)
+
+
+def test_importance_weighted_kl_golden():
+    # r = 2, d = log ref - log pi = -log 4: k3 = 1/4 - 1 + log 4; times r
+    logps, old = at_ratios([[2.0]])
+    ref = logps.detach() - math.log(4.0)
+    objective = replace(OBJECTIVES["grpo"], kl_coef=1.0, kl_importance_weighted=True)
+    out = policy_loss(objective, logps, old, double([0.0]), torch.tensor([[True]]), ref_logps=ref)
+    k3 = 0.25 - 1 + math.log(4.0)
+    torch.testing.assert_close(out.loss, double(2 * k3))
+    # slope: r (k3 + d k3/d logp) = 2 (k3 + 1 - 1/4)
+    torch.testing.assert_close(torch.autograd.grad(out.loss, logps)[0], double([[2 * (k3 + 0.75)]]))
+
+
+def test_a_reference_without_a_coefficient_is_only_reported():
+    logps, old = at_ratios([[1.1, 0.9]])
+    mask = torch.tensor([[1, 1]])
+    out = policy_loss("grpo", logps, old, double([1.0]), mask, ref_logps=old)
+    assert torch.equal(out.loss, policy_loss("grpo", logps, old, double([1.0]), mask).loss)
+    assert out.metrics["ref_kl"] > 0
+
+
+def test_metrics_golden():
+    # ratios 1.5, 0.5 | 0.5 of three unmasked tokens, as in the GRPO golden; A = 2 and 0
+    out, _ = run("grpo", [[1.5, 0.5], [0.5, 1.5]], [2.0, 0.0], mask=[[1, 1], [1, 0]])
+    m = {name: value.item() for name, value in out.metrics.items()}
+    assert (m["tokens"], m["sequences"], m["live_tokens"]) == (3, 2, 2)
+    assert (m["clipped_tokens"], m["clipped_high_tokens"], m["clipped_low_tokens"]) == (1, 1, 0)
+    assert m["clip_fraction"] == pytest.approx(1 / 3) and m["clip_fraction_sequences"] == 0.5
+    logs = [math.log(1.5), math.log(0.5), math.log(0.5)]
+    mean = sum(logs) / 3
+    assert m["log_ratio_mean"] == pytest.approx(mean) and m["old_kl_k1"] == pytest.approx(-mean)
+    assert m["log_ratio_variance"] == pytest.approx(sum((x - mean) ** 2 for x in logs) / 3)
+    assert m["log_ratio_sum"] == pytest.approx(3 * mean)
+    assert m["log_ratio_abs_max"] == pytest.approx(math.log(2))
+    assert m["gate_ratio_mean"] == pytest.approx((1.5 + 0.5 + 0.5) / 3)
+    assert m["old_kl_k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in logs) / 3)
+    assert m["extreme_tokens"] == 0
+    torch.testing.assert_close(out.sequence_log_ratio, double([math.log(0.75) / 2, math.log(0.5)]))
+    assert not any(value.requires_grad for value in out.metrics.values())
+    assert not (out.log_ratio.requires_grad or out.sequence_log_ratio.requires_grad)
+
+
+def test_engine_metrics_golden():
+    # w = pi_old/mu = 4 and 1: TIS 2 keeps 2 and 1; MIS 3 drops the first
+    logps, old = at_ratios([[1.0, 1.0]], requires_grad=False)
+    rollout = old - double([[math.log(4.0), 0.0]])
+    arguments = (logps, old, double([1.0]), torch.tensor([[1, 1]]))
+    m = policy_loss("grpo_tis", *arguments, rollout_logps=rollout).metrics
+    assert m["correction_weight_mean"].item() == pytest.approx(1.5)
+    assert m["correction_dropped_tokens"].item() == 0
+    assert m["engine_kl_k1"].item() == pytest.approx(-math.log(4.0) / 2)
+    assert m["engine_kl_k3"].item() == pytest.approx((4 - 1 - math.log(4.0)) / 2)
+    assert m["engine_log_weight_abs_max"].item() == pytest.approx(math.log(4.0))
+    m = policy_loss("grpo_mis", *arguments, rollout_logps=rollout).metrics
+    assert m["correction_dropped_fraction"].item() == 0.5
+
+
+def arguments_of(shape=(2, 3)):
+    z = torch.zeros(shape)
+    return {"logps": z, "old_logps": z, "advantages": z[:, 0], "mask": torch.ones(shape, dtype=torch.bool)}
+
+
+@pytest.mark.parametrize(
+    ("objective", "change", "message"),
+    [
+        ("grop", {}, "Did you mean 'grpo'"),
+        (replace(OBJECTIVES["grpo"], kl_coef=0.1), {}, "ref_logps is missing: kl_coef is not 0"),
+        ("gspo_rollout", {}, "rollout_logps is missing"),
+        ("grpo_tis", {}, "rollout_logps is missing"),
+        ("rspo", {}, "route_weight is missing"),
+        ("grpo", {"route_weight": torch.ones(2, 3)}, "would ignore it"),
+        ("grpo", {"mask": torch.full((2, 3), 2.0)}, "only 0 and 1"),
+    ],
+)
+def test_refusals(objective, change, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss(objective, **{**arguments_of(), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"old_logps": torch.zeros(2, 4)}, "old_logps: expected the shape of logps"),
+        ({"advantages": torch.zeros(3)}, "advantages: expected"),
+        ({"advantages": torch.zeros(2, 1)}, "advantages: expected"),
+        ({"ref_logps": torch.zeros(1, 3)}, "ref_logps: expected the shape of logps"),
+    ],
+)
+def test_shapes_that_differ_are_named(change, message):
+    # below the run-time shape check of the tests, where users without it arrive
+    from moe_rl.objectives.terms import prepare_terms
+
+    optional = {"ref_logps": None, "rollout_logps": None, "route_weight": None}
+    with pytest.raises(ValueError, match=message):
+        prepare_terms("grpo", **{**arguments_of(), **optional, **change})
