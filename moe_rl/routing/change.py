@@ -29,7 +29,7 @@ from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.expert_load import active_set_churn, expert_load, load_cv, load_entropy
 from moe_rl.routing.router_scores import boundary_margin, router_js, router_kl, router_shift
 from moe_rl.routing.routes import RoutedExperts
-from moe_rl.routing.set_match import compact, shared_slots
+from moe_rl.routing.set_match import changed_slots, compact
 
 __all__ = [
     "ChangeCounts",
@@ -78,7 +78,7 @@ def token_change(old: Routes, new: Routes) -> Bool[Tensor, "*rows"]:
 
 def flips_per_token(old: Routes, new: Routes) -> Int[Tensor, "*rows"]:
     """Number of sites, 0..L, whose sets differ, per token: about 6 of 48 in R3 (arXiv 2510.11370)."""
-    return site_change(old, new).sum(-1)
+    return site_change(old, new).sum(-1, dtype=torch.int32)  # int64 sums of bool are 20 times slower
 
 
 def jaccard(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
@@ -234,8 +234,8 @@ def change_counts(
     changed, both = changed.reshape(-1, sites), both.reshape(-1, sites)
     code = torch.where(both, changed, k + 1)  # one bin more for what does not count
     deviation = torch.stack([torch.bincount(site, minlength=k + 2)[: k + 1] for site in code.unbind(-1)])
-    compared = both.sum(-1)
-    flips = ((changed > 0) & both).sum(-1)[compared > 0]
+    compared = both.sum(-1, dtype=torch.int32)
+    flips = ((changed > 0) & both).sum(-1, dtype=torch.int32)[compared > 0]
     return ChangeCounts(
         deviation.cpu(),
         torch.bincount(flips, minlength=sites + 1).cpu(),
@@ -248,13 +248,11 @@ def change_counts(
 def _changed_slots(old: Routes, new: Routes) -> tuple[UInt[Tensor, "*rows L"], Bool[Tensor, "*rows L"], int]:
     """Slots changed (0 without a route on both sides), whether both have a route, and K."""
     a, b = _aligned(old, new)
-    k = a.shape[-1]
-    shared, both = shared_slots(a, b)
-    return (k - shared) * both, both, k
+    return *changed_slots(a, b), a.shape[-1]
 
 
-def _aligned(old: Routes, new: Routes) -> tuple[UInt[Tensor, "*rows L K"], UInt[Tensor, "*rows L K"]]:
-    """Packed ids of both, the sites of `new` in the order of `old`."""
+def _aligned(old: Routes, new: Routes) -> tuple[Tensor, Tensor]:
+    """Ids of both as `changed_slots` takes them, the sites of `new` in the order of `old`."""
     if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts) and old.sites != new.sites:
         if missing := set(old.sites) ^ set(new.sites):
             name = sorted(missing)[0]
@@ -263,7 +261,7 @@ def _aligned(old: Routes, new: Routes) -> tuple[UInt[Tensor, "*rows L K"], UInt[
                 f"{len(missing)}): routes of different models? To compare a part of the sites, use select"
             )
         new = new.select(old.sites)
-    a, b = (x.packed if isinstance(x, RoutedExperts) else compact(x) for x in (old, new))
+    a, b = (_ids(x) for x in (old, new))
     b = b.to(a.device)
     if a.shape != b.shape or a.ndim < 2:
         raise RoutingError(
@@ -273,6 +271,14 @@ def _aligned(old: Routes, new: Routes) -> tuple[UInt[Tensor, "*rows L K"], UInt[
     if a.shape[-1] > 254:  # counts of slots are uint8
         raise RoutingError(f"K is {a.shape[-1]}; at most 254 slots are supported")
     return a, b
+
+
+def _ids(routes: Routes) -> Tensor:
+    if isinstance(routes, RoutedExperts):
+        return routes.packed
+    if routes.is_floating_point() or not routes.dtype.is_signed:
+        return compact(routes)  # plain ids of an unsigned dtype have no sentinel yet; other kinds are refused
+    return routes
 
 
 def _refuse_other_tokens(old: Routes, new: Routes, mask: Tensor | None) -> None:
@@ -285,8 +291,8 @@ def _refuse_other_tokens(old: Routes, new: Routes, mask: Tensor | None) -> None:
     if differ.any():
         row, t = differ.nonzero()[0].tolist()
         raise RoutingError(
-            f"the routes are of different tokens: sequence {row}, position {t} is token {int(a[row, t])} in the old and "
-            f"{int(b[row, t])} in the new ones; were rows shuffled, or paddings not realigned?"
+            f"the routes are of different tokens: sequence {row}, position {t} is token {int(a[row, t])} in the old "
+            f"and {int(b[row, t])} in the new ones; were rows shuffled, or paddings not realigned?"
         )
 
 

@@ -1,14 +1,14 @@
-"""How many experts two rows of ids share, as sets: the kernel under every change metric."""
+"""How many experts two rows of ids do not share, as sets: the kernel under every change metric."""
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Shaped, UInt
+from jaxtyping import Bool, Integer, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import LIVE, packed_dtype
 
-_CPU_ROWS = 32768  # rows at a time: with K = 8 the planes of both sides (512 KiB) stay in the L2 cache
+_CPU_ROWS = 32768  # rows at a time: at K = 8 the planes of both sides (512 KiB) stay in the L2 cache
 _DEVICE_ROWS = 1 << 24
 
 
@@ -29,51 +29,53 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
     return packed
 
 
-def shared_slots(
-    old: UInt[Tensor, "*rows K"], new: UInt[Tensor, "*rows K"]
+def changed_slots(
+    old: Integer[Tensor, "*rows K"], new: Integer[Tensor, "*rows K"]
 ) -> tuple[UInt[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
-    """|old ∩ new| of each row as uint8, and whether both rows have a route (else the count means nothing).
+    """K - |old ∩ new| of each row as uint8, and whether both rows have a route; without, the count is 0.
 
     Ids are distinct within a row, so that a slot of `old` is shared if it equals any slot of `new`: K·K
-    comparisons, done on planes (one slot of many rows) because those vectorise; about 16 bytes are read and
-    2 written per row at K = 8.
+    comparisons, done on planes (one slot of many rows) because those vectorise. Per row 2K ids are read and 2
+    bytes written. Unsigned ids are taken as packed (`pack_ids`), signed ones are packed on the way.
     """
-    if old.dtype != new.dtype:  # their sentinels differ
-        old, new = (_widened(x) for x in (old, new))
     rows, k = old.shape[:-1], old.shape[-1]
-    shared = torch.empty(rows.numel(), dtype=torch.uint8, device=old.device)
+    changed = torch.empty(rows.numel(), dtype=torch.uint8, device=old.device)
     both = torch.empty(rows.numel(), dtype=torch.bool, device=old.device)
     match, step = (_match_numpy, _CPU_ROWS) if old.device.type == "cpu" else (_match_torch, _DEVICE_ROWS)
     flat_old, flat_new = old.reshape(-1, k), new.reshape(-1, k)
-    for start in range(0, len(shared), step):
+    for start in range(0, len(changed), step):
         part = slice(start, start + step)
-        match(flat_old[part], flat_new[part], shared[part], both[part])
-    return shared.view(rows), both.view(rows)
+        a, b = (compact(x[part]) if x.dtype.is_signed else x[part] for x in (flat_old, flat_new))
+        if a.dtype != b.dtype:  # their sentinels differ
+            a, b = _widened(a), _widened(b)
+        match(a, b, changed[part], both[part])
+    return changed.view(rows), both.view(rows)
 
 
-def _match_numpy(old: Tensor, new: Tensor, shared: Tensor, both: Tensor) -> None:
+def _match_numpy(old: Tensor, new: Tensor, changed: Tensor, both: Tensor) -> None:
     # numpy transposes bytes five times faster than torch does on the CPU, which is most of the work.
     a, b = (np.ascontiguousarray(x.numpy().T) for x in (old, new))
     hit = a == b[0]
     for plane in b[1:]:
         hit |= a == plane
-    np.add.reduce(hit.view(np.uint8), axis=0, dtype=np.uint8, out=shared.numpy())
     live = np.iinfo(a.dtype).max
-    np.logical_and(a[0] != live, b[0] != live, out=both.numpy())
+    routed = np.logical_and(a[0] != live, b[0] != live, out=both.numpy())
+    shared = np.add.reduce(hit.view(np.uint8), axis=0, dtype=np.uint8)
+    np.multiply(len(b) - shared, routed, out=changed.numpy())
 
 
-def _match_torch(old: Tensor, new: Tensor, shared: Tensor, both: Tensor) -> None:
+def _match_torch(old: Tensor, new: Tensor, changed: Tensor, both: Tensor) -> None:
     live = torch.iinfo(old.dtype).max
     if old.dtype == torch.uint16:  # few torch kernels know uint16; equality is the same on the signed view
         old, new, live = old.view(torch.int16), new.view(torch.int16), -1
     hit = old == new[:, :1]
     for slot in range(1, new.shape[1]):
         hit |= old == new[:, slot, None]
-    shared.copy_(hit.sum(-1))
     both.copy_((old[:, 0] != live) & (new[:, 0] != live))
+    changed.copy_((new.shape[1] - hit.sum(-1)) * both)
 
 
-def _widened(packed: Tensor) -> Shaped[Tensor, "*rows K"]:
+def _widened(packed: UInt[Tensor, "*rows K"]) -> UInt[Tensor, "*rows K"]:
     """uint8 -> uint16, sentinel included."""
     if packed.dtype == torch.uint16:
         return packed

@@ -284,12 +284,12 @@ def test_ids_in_two_packings_still_compare():
 @given(cases, st.integers(1, 40))
 def test_the_device_kernel_and_chunk_sizes_agree_with_the_cpu_kernel(pair, rows):
     old, new = (set_match.compact(x) for x in pair)
-    reference = set_match.shared_slots(old, new)
+    reference = set_match.changed_slots(old, new)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(set_match, "_CPU_ROWS", rows)
-        chunked = set_match.shared_slots(old, new)
+        chunked = set_match.changed_slots(old, new)
         patch.setattr(set_match, "_match_numpy", set_match._match_torch)
-        device = set_match.shared_slots(old, new)
+        device = set_match.changed_slots(old, new)
     for a, b, c in zip(reference, chunked, device, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
@@ -308,3 +308,24 @@ def test_a_change_count_is_built_by_hand_too():
     assert counts.rates()["site_change"] == 4 / 20
     assert counts.rates()["token_change"] == 3 / 10
     assert counts.pair == "policies"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("experts", [8, 300])
+def test_a_cuda_device_gives_the_same(experts):
+    old, new = two_routings(1, k=4, experts=experts)
+    names = ["a", "b", "c"]
+    here = [RoutedExperts(x, names, experts, tokens=torch.arange(12).view(3, 4)) for x in (old, new)]
+    there = [x.to("cuda") for x in here]
+    assert torch.equal(slot_change(*there).cpu(), slot_change(*here))
+    assert torch.equal(change_counts(*there).site_deviation, change_counts(*here).site_deviation)
+    assert torch.equal(slot_change(old.cuda(), new.cuda()).cpu(), slot_change(old, new))
+    assert RoutedExperts(old.cuda(), names, experts).equal(here[0])
+    mask = torch.rand(3, 4) < 0.6
+    there_mask = mask.flip(1)
+    assert there[0].realign(mask, there_mask).equal(here[0].realign(mask, there_mask))
+    assert there[0].rows([2, 0]).select(["c", "a"]).equal(here[0].rows([2, 0]).select(["c", "a"]))
+    assert RoutedExperts.cat([there[0], there[1]]).equal(RoutedExperts.cat(here))
+    assert there[0].token_hash == here[0].token_hash
+    assert there[0].to_frame().equals(here[0].to_frame())
