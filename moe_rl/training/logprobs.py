@@ -172,7 +172,7 @@ def _through_head(
             states, head.weight, targets, head.bias, logit_map, temperature, entropy, chunk_size
         )
         results.append((logps, entropies))
-        return thread.view(B, 0, len(head.weight))
+        return thread.view(B, 0, len(head.weight)).clone()  # FSDP2 warns of outputs that are views
 
     with _replaced_forward(head, stand_in):
         outputs = model(**inputs)

@@ -1,0 +1,227 @@
+"""Peak memory and CPU time of token log-probabilities: moe_rl against holding the logits.
+
+    python benchmarks/logprobs.py                # the head alone at a real vocabulary: memory, then time
+    python benchmarks/logprobs.py --tiny         # the default study's model: what the machinery costs when V is 28
+
+What must be paid at least, for N tokens, hidden size H, vocabulary V, forward and backward, in fp32:
+
+    holding the logits   6 N V H operations (three products) and, at its peak, 4 N V bytes per copy of the logits held:
+                         one for the logits and one for their gradient is the floor, 8 N V
+    in chunks            8 N V H operations (the logits once more), so at least 1.33 times the products' time, and
+                         one or two chunks of logits, 4-8 C V bytes
+    either way           8 V H bytes: the weight and its gradient
+
+Memory is counted twice: every allocation torch makes (its profiler), and the growth of the process's resident
+peak in a process of its own. Time is CPU time, the methods taking turns, as a ratio to `log_softmax + gather`.
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moe_rl.training.head import head_logps
+from moe_rl.training.logprobs import token_logps
+
+MIB = 2**20
+SEQUENCES = 8  # that the tokens come in; TRL's function goes through them one at a time
+Method = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def log_softmax_gather(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight).float()
+    return logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+
+
+def selective_log_softmax(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """TRL's, from the installed package or, without one, the same steps: the chosen logit less the row's logsumexp,
+    one sequence at a time, in fp32 and float64; a log_softmax per sequence in lower precision."""
+    logits = F.linear(hidden, weight).unflatten(0, (SEQUENCES, -1))
+    index = targets.unflatten(0, (SEQUENCES, -1))
+    try:
+        from trl.trainer.utils import selective_log_softmax as published
+    except ImportError:
+        if logits.dtype in (torch.float32, torch.float64):
+            chosen = logits.gather(-1, index[..., None]).squeeze(-1)
+            return (chosen - torch.stack([row.logsumexp(-1) for row in logits])).flatten()
+        return torch.stack(
+            [row.log_softmax(-1).gather(-1, i[:, None]).squeeze(-1) for row, i in zip(logits, index, strict=True)]
+        ).flatten()
+    return published(logits, index).flatten()
+
+
+def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return head_logps(hidden, weight, targets)[0]
+
+
+METHODS: dict[str, Method] = {
+    "log_softmax + gather": log_softmax_gather,
+    "selective_log_softmax": selective_log_softmax,
+    "moe_rl": chunked,
+    **{
+        f"moe_rl, chunk {size}": lambda h, w, t, size=size: head_logps(h, w, t, chunk_size=size)[0]
+        for size in (32, 128, 512)
+    },
+}
+
+
+def problem(N: int, H: int, V: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(N, H, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(V, H, generator=generator) / H**0.5).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, V, (N,), generator=generator), torch.randn(N, generator=generator)
+
+
+def step(method: Method, hidden: Tensor, weight: Tensor, targets: Tensor, direction: Tensor) -> None:
+    hidden.grad = weight.grad = None
+    (method(hidden, weight, targets) * direction).sum().backward()
+
+
+def allocated_peak(run: Callable[[], None]) -> int:
+    """Largest number of bytes that torch held at once beyond what it held before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def resident_peak() -> int:
+    """Of this process since its start, from Linux. (getrusage would also count the process that started it.)"""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
+
+
+def measure_memory(name: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Print resident and allocated bytes. Runs in a process of its own: a peak cannot be taken back."""
+    torch.set_num_threads(1)
+    step(METHODS[name], *problem(8, 8, 16, dtype))  # load what is loaded lazily
+    inputs = problem(*sizes, dtype)
+    before = resident_peak()
+    step(METHODS[name], *inputs)
+    print(resident_peak() - before, allocated_peak(lambda: step(METHODS[name], *inputs)))
+
+
+def memory_of(name: str, sizes: tuple[int, int, int], dtype: str) -> tuple[int, int]:
+    command = [sys.executable, __file__, "--measure", name, "--dtype", dtype]
+    command += ["--tokens", str(sizes[0]), "--hidden", str(sizes[1]), "--vocabulary", str(sizes[2])]
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    resident, allocated = lines[-1].split()
+    return int(resident), int(allocated)
+
+
+def interleaved(runs: dict[str, Callable[[], Any]], rounds: int) -> tuple[dict[str, list[float]], list[float]]:
+    """CPU-time ratios to the first, round by round, and the first's own seconds."""
+    ratios: dict[str, list[float]] = {name: [] for name in runs}
+    base = []
+    for _ in range(rounds):
+        seconds = {}
+        for name, run in runs.items():
+            start = time.process_time()
+            run()
+            seconds[name] = time.process_time() - start
+        first = next(iter(seconds.values()))
+        base.append(first)
+        for name, value in seconds.items():
+            ratios[name].append(value / first)
+    return ratios, base
+
+
+def summary(values: list[float]) -> str:
+    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return f"{statistics.median(values):5.2f}  [{low:.2f}, {high:.2f}]"
+
+
+def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> None:
+    N, H, V = sizes
+    bytes_per = torch.finfo(getattr(torch, dtype)).bits // 8
+    print(f"N = {N} tokens, H = {H}, V = {V:,}, {dtype}; forward and backward")
+    print(f"weight and hidden gradients alone: {bytes_per * (V + N) * H / MIB:,.0f} MiB (in every row below)")
+    print(f"one copy of the logits in fp32: {4 * N * V / MIB:,.0f} MiB; the products: {6e-9 * N * V * H:,.0f} GFLOP\n")
+    memory = {name: memory_of(name, sizes, dtype) for name in METHODS}
+    inputs = problem(*sizes, getattr(torch, dtype))
+    runs = {name: (lambda m=method: step(m, *inputs)) for name, method in METHODS.items()}
+    ratios, base = interleaved(runs, rounds)
+    print(f"{'':24}{'allocated MiB':>14}{'resident MiB':>14}   CPU time / first [quartiles]")
+    for name in METHODS:
+        resident, allocated = (number / MIB for number in memory[name])
+        print(f"{name:24}{allocated:14,.0f}{resident:14,.0f}   {summary(ratios[name])}")
+    print(f"first: {statistics.median(base):.2f} CPU-seconds, {rounds} rounds")
+
+
+def compare_tiny(rounds: int) -> None:
+    """The default study's policy, one minibatch: what is paid where there is nothing to save."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=28,
+        hidden_size=48,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=12,
+        num_experts=16,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    ids = torch.randint(0, 28, (64, 36))
+    attended = torch.ones_like(ids)
+    completion = torch.arange(36).expand(64, 36) >= 11
+
+    def plain() -> None:
+        logits = model(input_ids=ids, attention_mask=attended, use_cache=False).logits[:, :-1]
+        logps = logits.log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        (logps * completion[:, 1:]).sum().backward()
+
+    def ours(**options: Any) -> None:
+        out = token_logps(model, ids, attended, completion, **options)
+        (out.logps.sum() + (out.entropy.sum() if out.entropy is not None else 0)).backward()
+
+    runs = {"log_softmax + gather": plain, "moe_rl": ours, "moe_rl, with entropy": lambda: ours(entropy=True)}
+    for run in runs.values():
+        run()
+    ratios, base = interleaved(runs, rounds)
+    print("batch 64 x 36, 25 completion tokens each, H 48, 4 layers, 16 experts, V 28; forward and backward")
+    for name, values in ratios.items():
+        print(f"{name:24}CPU time / first {summary(values)}")
+    print(f"first: {statistics.median(base):.3f} CPU-seconds, {rounds} rounds")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    sizes = options.tokens, options.hidden, options.vocabulary
+    if options.measure:
+        measure_memory(options.measure, sizes, getattr(torch, options.dtype))
+        return
+    torch.set_num_threads(1)
+    if options.tiny:
+        compare_tiny(options.rounds)
+    else:
+        compare_heads(sizes, options.dtype, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
