@@ -4,6 +4,10 @@ The interpreter test runs MegaBlocks' real Triton kernels on the CPU, where trit
 """
 
 import ast
+import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,11 +26,12 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from moe_rl.routing import RoutedExperts, record_routes, replay_routes
 from moe_rl.routing import experts as room
 from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
 
 NAMES = room.register_experts()
-E, H, WIDTH = 6, 8, 5  # experts, hidden size, width of an expert
+E, H, WIDTH = 6, 8, 16  # experts, hidden size, width of an expert
 
 
 class Sizes:
@@ -75,7 +80,7 @@ def run(experts, implementation, hidden, index, weights):
     experts.config._experts_implementation = implementation
     hidden, weights = hidden.detach().requires_grad_(), weights.detach().requires_grad_()
     out = experts(hidden, index, weights)
-    probe = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    probe = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)
     parameters = dict(experts.named_parameters())
     gradients = torch.autograd.grad((out * probe).sum(), [hidden, weights, *parameters.values()])
     return dict(zip(["output", "hidden", "weights", *parameters], [out.detach(), *gradients], strict=True))
@@ -149,7 +154,7 @@ def test_bf16_is_as_close_to_float64_as_eager_is(family):
     for name in truth:
         assert ours[name].dtype == torch.bfloat16
         assert relative(ours[name], truth[name]) < 1.3 * relative(eager[name], truth[name]) + 1e-3, name
-        assert relative(ours[name], truth[name]) < 0.02, name
+        assert relative(ours[name], truth[name]) < 0.05, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -216,7 +221,7 @@ def test_autocast_computes_in_its_dtype():
 SMALL = {
     "vocab_size": 50,
     "hidden_size": 16,
-    "intermediate_size": 12,
+    "intermediate_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -290,6 +295,30 @@ def test_generation_keeps_the_name_and_the_tokens():
     model.set_experts_implementation("megablocks_reference")
     assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
     assert model.config._experts_implementation == "megablocks_reference"
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeConfig", "MixtralConfig", "OlmoeConfig"])
+def test_routes_are_recorded_and_replayed_unchanged(name):
+    model, tokens = make_model(name), torch.arange(14).view(2, 7)
+    with record_routes(model) as eager:
+        model(tokens)
+    model.set_experts_implementation("megablocks_reference")
+    with record_routes(model) as recording:
+        live = model(tokens).logits
+    routes = recording.routes
+    assert torch.equal(routes.ids, eager.routes.ids) and routes.sites == eager.routes.sites
+
+    with replay_routes(model, routes):
+        assert torch.equal(model(tokens).logits, live)
+    # Routes that the model would not choose: every expert's neighbour. Forced alike, the two must agree.
+    shifted = RoutedExperts((routes.ids.long() + 1) % routes.num_experts, routes.sites, routes.num_experts)
+    with replay_routes(model, shifted):
+        got = logits_and_gradients(model, tokens)
+    model.set_experts_implementation("eager")
+    with replay_routes(model, shifted):
+        expected = logits_and_gradients(model, tokens)
+    assert_same(got, expected, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(got["logits"], live)
 
 
 def test_registering_twice_changes_nothing():
@@ -385,3 +414,57 @@ def test_importing_the_room_imports_no_kernels():
     statements = ast.parse(Path(room.__file__).read_text()).body
     imported = [ast.unparse(s) for s in statements if isinstance(s, ast.Import | ast.ImportFrom)]
     assert imported and not [s for s in imported if "megablocks" in s or "grouped_gemm" in s]
+
+
+# --- the real kernels ----------------------------------------------------------------------------------
+
+
+def has(*packages):
+    """Installed? Asked without importing: beside a CPU torch megablocks imports only with the stand-ins."""
+    return all(importlib.util.find_spec(package) for package in packages)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has("triton", "megablocks", "stk"), reason="needs triton, megablocks and stanford-stk")
+def test_triton_kernels_under_the_interpreter():
+    """In a process of its own, because triton decides at import whether its kernels are interpreted.
+
+    The kernels must agree with eager, and with the reference bit for bit in all but the routing weights' gradient,
+    which is a dot product over the hidden size summed in another order.
+    """
+    program = Path(__file__).with_name("megablocks_on_cpu.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert report["replays"]
+    for dtype, tolerance in {"torch.float32": 5e-7, "torch.bfloat16": 0.015}.items():
+        errors = report[dtype]
+        assert errors["eager"].keys() == errors["reference"].keys() == COVERED.keys()
+        for family in COVERED:
+            assert max(errors["eager"][family].values()) < tolerance, (dtype, family)
+            weights = errors["reference"][family].pop("weights")
+            assert weights < tolerance and not any(errors["reference"][family].values()), (dtype, family)
+        for name, implementations in errors["models"].items():
+            for error in implementations.values():
+                assert error["logits"] < tolerance and error["gradients"] < 2 * tolerance, (dtype, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and has("triton", "megablocks", "stk", "grouped_gemm")),
+    reason="needs a CUDA device, megablocks and grouped_gemm",
+)
+@pytest.mark.parametrize("family", COVERED)
+def test_kernels_on_a_gpu(family):
+    """bf16 on CUDA: close to eager, exact zeros for experts without a slot, the same bits twice."""
+    experts = make_experts(COVERED[family], dtype=torch.bfloat16).cuda()
+    for tokens, k, num_used in [(64, 3, E), (1, 2, E), (9, 1, E), (9, 2, 2)]:
+        inputs = [t.cuda() for t in make_inputs(tokens, k, num_used, dtype=torch.bfloat16)]
+        expected, first, second = (run(experts, name, *inputs) for name in ("eager", "megablocks", "megablocks"))
+        for name in expected:
+            assert relative(first[name], expected[name]) < 0.02, name
+        assert_same(second, first, rtol=0, atol=0)
+        unused = sorted(set(range(E)) - set(inputs[1].flatten().tolist()))
+        assert not any(first[name][unused].any() for name in ("gate_up_proj", "down_proj"))
