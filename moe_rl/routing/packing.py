@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Bool, Int, Shaped, UInt
+from jaxtyping import Bool, Int, Integer, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
@@ -23,13 +23,26 @@ def packed_dtype(num_experts: int) -> torch.dtype:
 
 def pack_ids(ids: Int[Tensor, "*rows"], num_experts: int) -> UInt[Tensor, "*rows"]:
     """Valid ids (-1 = live) in their compact dtype: a cast, in which -1 wraps to the largest value."""
-    return ids.to(packed_dtype(num_experts))
+    dtype = packed_dtype(num_experts)
+    return ids.to(torch.int16).view(dtype) if dtype == torch.uint16 else ids.to(dtype)
 
 
 def unpack_ids(packed: UInt[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
     """int64 ids with -1 for the sentinel; the inverse of `pack_ids`."""
-    ids = packed.to(torch.int64)
+    ids = words(packed).to(torch.int64)
+    if packed.dtype == torch.uint16:
+        ids.bitwise_and_(0xFFFF)
     return ids.masked_fill_(ids == torch.iinfo(packed.dtype).max, LIVE)
+
+
+def words(packed: UInt[Tensor, "*rows"]) -> Integer[Tensor, "*rows"]:
+    """The same memory in a dtype that every torch kernel knows: few know uint16, least of all indexed writes."""
+    return packed.view(torch.int16) if packed.dtype == torch.uint16 else packed
+
+
+def is_live(packed: UInt[Tensor, "*rows"]) -> Bool[Tensor, "*rows"]:
+    """True where packed ids are the sentinel."""
+    return words(packed) == (255 if packed.dtype == torch.uint8 else -1)
 
 
 def pack_checked(ids: Tensor, sites: Sequence[str], experts: Sequence[int]) -> UInt[Tensor, "B T L K"]:
@@ -50,7 +63,7 @@ def pack_checked(ids: Tensor, sites: Sequence[str], experts: Sequence[int]) -> U
         raise RoutingError(f"site {twice} is named twice (names are compared without wrapper parts)")
     packed = torch.empty(ids.shape, dtype=packed_dtype(max(experts)), device=ids.device)
     for chunk in _chunks(ids):
-        packed[chunk] = _checked(ids[chunk].to(torch.int64), chunk.start, ids.dtype, sites, experts)
+        words(packed)[chunk] = words(_checked(ids[chunk].to(torch.int64), chunk.start, ids.dtype, sites, experts))
     return packed
 
 
@@ -63,7 +76,7 @@ def check_packed(packed: Tensor, sites: Sequence[str], experts: Sequence[int]) -
         )
     for chunk in _chunks(packed):
         again = _checked(unpack_ids(packed[chunk]), chunk.start, torch.int64, sites, experts)
-        if not torch.equal(again, packed[chunk]):
+        if not torch.equal(words(again), words(packed[chunk])):
             raise RoutingError("a row of packed ids is live in some slots only")
 
 
@@ -72,9 +85,7 @@ def _chunks(ids: Tensor) -> list[slice]:
     return [slice(start, start + step) for start in range(0, len(ids), step)]
 
 
-def _checked(
-    wide: Tensor, start: int, dtype: torch.dtype, sites: Sequence[str], experts: Sequence[int]
-) -> Tensor:
+def _checked(wide: Tensor, start: int, dtype: torch.dtype, sites: Sequence[str], experts: Sequence[int]) -> Tensor:
     bad = (wide < LIVE) | (wide >= torch.tensor(experts, device=wide.device)[:, None])
     if bad.any():
         b, t, site, k = bad.nonzero()[0].tolist()
@@ -101,17 +112,14 @@ def _checked(
 
 
 def move_tokens(
-    values: Shaped[Tensor, "B T *rest"],
+    values: Integer[Tensor, "B T *rest"],
     source: Bool[Tensor, "B T_source"],
     target: Bool[Tensor, "B T_target"],
     fill: int,
-) -> Shaped[Tensor, "B T_target *rest"]:
+) -> Integer[Tensor, "B T_target *rest"]:
     """The n-th True position of `source` to the n-th of `target`; `fill` elsewhere and where `values` end."""
     b, t = values.shape[:2]
     extra = values.new_full((b, source.shape[1] - t, *values.shape[2:]), fill)
     moved = values.new_full((b, target.shape[1], *values.shape[2:]), fill)
-    # torch cannot write uint16 by index on the CPU; the same memory as int16 it can.
-    here, there = (x.view(torch.int16) if x.dtype == torch.uint16 else x for x in (extra, moved))
-    old = values.view(torch.int16) if values.dtype == torch.uint16 else values
-    there[target] = torch.cat([old, here], dim=1)[source]
+    moved[target] = torch.cat([values, extra], dim=1)[source]
     return moved

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moe_rl.routing.engine_routes import decode_sglang, ids_from_engine
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import check_packed, move_tokens, pack_checked, pack_ids, unpack_ids
+from moe_rl.routing.packing import check_packed, is_live, move_tokens, pack_checked, pack_ids, unpack_ids, words
 from moe_rl.routing.route_files import read_routes, write_routes
 from moe_rl.routing.site_names import canonical_site, match_sites
 
@@ -150,7 +150,7 @@ class RoutedExperts:
     @property
     def live(self) -> Bool[Tensor, "B T L"]:
         """True where a row has no route."""
-        return self._packed[..., 0] == torch.iinfo(self._packed.dtype).max
+        return is_live(self._packed[..., 0])
 
     @property
     def has_live(self) -> bool:
@@ -174,7 +174,7 @@ class RoutedExperts:
         mine, theirs = self._tokens, other._tokens
         if mine is not None and theirs is not None and not torch.equal(mine, theirs.to(self.device)):
             return False
-        return torch.equal(self._packed, other._packed.to(self.device))
+        return torch.equal(words(self._packed), words(other._packed.to(self.device)))
 
     def __repr__(self) -> str:
         b, t, sites, k = self.shape
@@ -203,15 +203,15 @@ class RoutedExperts:
             raise RoutingError(f"rows: no such rows among B = {size} sequences: {error}") from error
         chosen = chosen.reshape(-1).to(self.device)
         tokens = None if self._tokens is None else self._tokens.index_select(0, chosen)
-        return self._with(
-            self._packed.index_select(0, chosen), tokens, None if self._has_live else self._has_live
-        )
+        packed = words(self._packed).index_select(0, chosen).view(self._packed.dtype)
+        return self._with(packed, tokens, None if self._has_live else self._has_live)
 
     def select(self, sites: str | int | Iterable[str | int]) -> "RoutedExperts":
         """The routes of some sites, in that order: names, shell patterns or indices (`match_sites`)."""
         chosen = match_sites(self._sites, sites)
+        index = torch.tensor(chosen, device=self.device)
         return RoutedExperts._trusted(
-            self._packed.index_select(2, torch.tensor(chosen, device=self.device)),
+            words(self._packed).index_select(2, index).view(self._packed.dtype),
             tuple(self._sites[i] for i in chosen),
             [self._experts[i] for i in chosen],
             tokens=self._tokens,
@@ -249,7 +249,8 @@ class RoutedExperts:
                 f"sequence {row} has {int(counts[0, row])} tokens in from_mask and {int(counts[1, row])} in "
                 "to_mask: the masks are of different batches, or one lacks the prompt or the last token"
             )
-        packed = move_tokens(self._packed, source, target, torch.iinfo(self._packed.dtype).max)
+        live = 255 if self._packed.dtype == torch.uint8 else -1
+        packed = move_tokens(words(self._packed), source, target, live).view(self._packed.dtype)
         tokens = None if self._tokens is None else move_tokens(self._tokens, source, target, -1)
         return self._with(packed, tokens)
 
@@ -273,14 +274,12 @@ class RoutedExperts:
         tokens = None
         if any(part._tokens is not None for part in parts):
             unknown = [torch.full(p.shape[:2], -1, dtype=torch.int32, device=p.device) for p in parts]
-            tokens = torch.cat(
-                [u if p._tokens is None else p._tokens for u, p in zip(unknown, parts, strict=True)]
-            )
+            tokens = torch.cat([u if p._tokens is None else p._tokens for u, p in zip(unknown, parts, strict=True)])
         shared = {k: v for k, v in first._meta.items() if all(p._meta.get(k, ...) == v for p in parts)}
         known = [part._has_live for part in parts]
         has_live = True if True in known else None if None in known else False
         return RoutedExperts._trusted(
-            torch.cat([part._packed for part in parts]),
+            torch.cat([words(part._packed) for part in parts]).view(first._packed.dtype),
             first._sites,
             first._experts,
             tokens=tokens,
@@ -398,9 +397,7 @@ class RoutedExperts:
         The bytes do not say their shape: num_layers counts all hidden layers. The rest is as in `from_vllm`.
         """
         arrays = [decode_sglang(payload, num_layers, num_experts_per_tok) for payload in payloads]
-        return RoutedExperts.from_vllm(
-            arrays, sites, num_experts, layers=layers, mask=mask, tokens=tokens, meta=meta
-        )
+        return RoutedExperts.from_vllm(arrays, sites, num_experts, layers=layers, mask=mask, tokens=tokens, meta=meta)
 
 
 def _experts_per_site(num_experts: int | Sequence[int], sites: tuple[str, ...]) -> tuple[int, ...]:
@@ -408,16 +405,12 @@ def _experts_per_site(num_experts: int | Sequence[int], sites: tuple[str, ...]) 
         raise RoutingError("no sites were named: routes need at least one")
     counts = (num_experts,) * len(sites) if isinstance(num_experts, int) else tuple(num_experts)
     if len(counts) != len(sites) or min(counts) < 1:
-        raise RoutingError(
-            f"num_experts must be positive, one int or {len(sites)} of them, got {num_experts}"
-        )
+        raise RoutingError(f"num_experts must be positive, one int or {len(sites)} of them, got {num_experts}")
     return counts
 
 
 def _checked_tokens(tokens: Tensor, packed: Tensor) -> Int[Tensor, "B T"]:
     shape = packed.shape[:2]
     if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != shape:
-        raise RoutingError(
-            f"tokens must be integers [B,T] = {list(shape)}, got {tokens.dtype} {list(tokens.shape)}"
-        )
+        raise RoutingError(f"tokens must be integers [B,T] = {list(shape)}, got {tokens.dtype} {list(tokens.shape)}")
     return tokens.to(packed.device, torch.int32)

@@ -6,7 +6,7 @@ from jaxtyping import Bool, Integer, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import LIVE, packed_dtype
+from moe_rl.routing.packing import LIVE, is_live, pack_ids, words
 
 _CPU_ROWS = 32768  # rows at a time: at K = 8 the planes of both sides (512 KiB) stay in the L2 cache
 _DEVICE_ROWS = 1 << 24
@@ -22,11 +22,9 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
     low, high = (int(x) for x in torch.aminmax(wide))
     if low < LIVE:
         raise RoutingError(f"expert ids hold {low}; below zero only -1 has a meaning (no route)")
-    packed = ids.to(packed_dtype(high + 1))
     if low == LIVE:
-        live = (ids == LIVE).any(-1, keepdim=True)
-        packed = torch.where(live, torch.iinfo(packed.dtype).max, packed.to(torch.int32)).to(packed.dtype)
-    return packed
+        wide = torch.where((wide == LIVE).any(-1, keepdim=True), LIVE, wide)
+    return pack_ids(wide, high + 1)
 
 
 def changed_slots(
@@ -65,13 +63,11 @@ def _match_numpy(old: Tensor, new: Tensor, changed: Tensor, both: Tensor) -> Non
 
 
 def _match_torch(old: Tensor, new: Tensor, changed: Tensor, both: Tensor) -> None:
-    live = torch.iinfo(old.dtype).max
-    if old.dtype == torch.uint16:  # few torch kernels know uint16; equality is the same on the signed view
-        old, new, live = old.view(torch.int16), new.view(torch.int16), -1
+    both.copy_(~is_live(old[:, 0]) & ~is_live(new[:, 0]))
+    old, new = words(old), words(new)
     hit = old == new[:, :1]
     for slot in range(1, new.shape[1]):
         hit |= old == new[:, slot, None]
-    both.copy_((old[:, 0] != live) & (new[:, 0] != live))
     changed.copy_((new.shape[1] - hit.sum(-1)) * both)
 
 
@@ -79,5 +75,5 @@ def _widened(packed: UInt[Tensor, "*rows K"]) -> UInt[Tensor, "*rows K"]:
     """uint8 -> uint16, sentinel included."""
     if packed.dtype == torch.uint16:
         return packed
-    wide = packed.to(torch.int32)
-    return wide.masked_fill_(wide == 255, 65535).to(torch.uint16)
+    wide = packed.to(torch.int16)
+    return wide.masked_fill_(is_live(packed), -1).view(torch.uint16)
