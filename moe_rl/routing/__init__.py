@@ -11,9 +11,11 @@ from moe_rl.routing.change import (
     token_change,
 )
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
+from moe_rl.routing.recording import Recording
+from moe_rl.routing.replay import Replay
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.sites import Site, find_sites, routing_sites
-from moe_rl.routing.tap import Attachment, Recording, Replay, attach, noisy_routes, record_routes, replay_routes
+from moe_rl.routing.tap import Attachment, attach, noisy_routes, record_routes, replay_routes
 
 __all__ = [
     "Attachment",

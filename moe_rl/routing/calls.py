@@ -39,6 +39,7 @@ class Call:
         self.jobs: list[Job | None] = [None] * sites
         self.chosen: list[Tensor | None] = [None] * sites
         self.fired = [False] * sites
+        self.grad = torch.is_grad_enabled()
         self.capture = False
         self.disturb: Callable[..., Tensor] | None = None  # see noise.py
         self.disturbed = [False] * sites
@@ -121,11 +122,59 @@ class Joined:
         self._cache = weakref.ref(cache) if cache is not None else None
         self._keys = _keys(cache)
 
-    def part(self, index: int) -> Tensor:
-        """One of the joined tensors, `[B,T,...]`."""
+    def parts(self) -> tuple[Tensor, ...]:
+        """The joined tensors, `[B,T,...]`."""
         if self.refused:
             raise RoutingError(self.refused)
-        return torch.cat([piece[index] for piece in self.pieces], dim=1)
+        return tuple(torch.cat(part, dim=1) for part in zip(*self.pieces, strict=True))
+
+
+class Collected:
+    """What a listener keeps of all calls: a tuple of tensors `[B,S,...]` each, joined where a KV cache joins them."""
+
+    def __init__(self) -> None:
+        self.joined: list[Joined] = []
+        self.steps: list[tuple[Tensor, ...]] = []
+
+    def begin(self, call: Call) -> None:
+        before = self._continued(call)
+        if before is not None:
+            before.check(call)
+
+    def end(self, call: Call, cache: Any, parts: tuple[Tensor, ...], unknown: tuple[float, ...]) -> None:
+        """`unknown` fills the rows of a cache that was filled before anyone listened."""
+        self.steps.append(parts)
+        joined = self._continued(call)
+        if joined is None:
+            joined = Joined(call.batch)
+            self.joined.append(joined)
+            if call.past:
+                gap = [
+                    torch.full((call.batch, call.past, *part.shape[2:]), value, device=part.device).to(part.dtype)
+                    for part, value in zip(parts, unknown, strict=True)
+                ]
+                joined.start(call.past, *gap)
+        joined.add(call, *parts)
+        joined.follow(cache)
+
+    def _continued(self, call: Call) -> Joined | None:
+        return next((j for j in reversed(self.joined) if j.continues(call)), None)
+
+    def together(self) -> tuple[Tensor, ...]:
+        """Every call, joined along the batch; RoutingError where that is not possible."""
+        if not self.joined:
+            raise RoutingError(
+                "nothing was seen: no call of the model happened inside the context (a compiled function around the "
+                "model, without attach(model) before?)"
+            )
+        lengths = {joined.length for joined in self.joined}
+        if len(lengths) > 1:
+            raise RoutingError(
+                f"{len(self.joined)} forwards with different lengths {sorted(lengths)} do not make one batch; `.calls` "
+                "of the recording has each of them"
+            )
+        alone = [joined.parts() for joined in self.joined]
+        return alone[0] if len(alone) == 1 else tuple(torch.cat(part) for part in zip(*alone, strict=True))
 
 
 def _seen(cache: Any) -> int:

@@ -6,11 +6,14 @@ begins and when it ends.
 """
 
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -95,6 +98,10 @@ class Tap:
         self._modes: list[Selection | None] = []
         self._handles: list[Any] = []
         self._wrapped: list[tuple[nn.Module, str]] = []
+        self._checkpointed = [
+            m for m in boundary.modules() if hasattr(m, "gradient_checkpointing") or hasattr(m, "checkpoint_fn")
+        ]
+        self._segments = 0
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -135,9 +142,9 @@ class Tap:
         return self.sites[index].modules if depth == 0 else (self.sites[index].parents[depth - 1],)
 
     def wrap_checkpoints(self) -> None:
-        for module in self.boundary.modules():
+        for module in self._checkpointed:
             for name in _CHECKPOINT_ATTRIBUTES:
-                own = module.__dict__.get(name)
+                own = vars(module).get(name)
                 if callable(own) and not isinstance(own, _Segments):
                     setattr(module, name, _Segments(self, own))
                     self._wrapped.append((module, name))
@@ -145,15 +152,14 @@ class Tap:
     @contextmanager
     def resumed(self, call: Call) -> Iterator[None]:
         """Run a segment of `call` again (or for the first time), with hooks even after the context was left."""
-        if self.call is call:
-            yield
-            return
         before, hooked = self.call, bool(self._handles)
         self.hook()
         self.call = call
+        self._segments += 1
         try:
             yield
         finally:
+            self._segments -= 1
             self.call = before
             if not hooked:
                 self.unhook()
@@ -163,6 +169,9 @@ class Tap:
     def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.listeners:
             return
+        if not torch.compiler.is_compiling():
+            self.wrap_checkpoints()  # gradient checkpointing may have been switched on since
+            _refuse_checkpoint_by_hand(type(module).__name__)
         inputs = {**{name: args[i] for name, i in self.parameters.items() if i < len(args)}, **kwargs}
         call = Call(inputs, len(self.sites))
         if call.past < 0:
@@ -201,6 +210,8 @@ class Tap:
             raise RoutingError(
                 f"site {self.names[index]} ran twice in one forward: one router shared by several layers cannot be told apart"
             )
+        if call.open and not self._segments and not torch.compiler.is_compiling() and _may_recompute(call):
+            _refuse_checkpoint_by_hand(self.names[index])
         probe = self.probes[index]
         if call.disturb is not None and not call.disturbed[index] and not self.sites[index].fixed:
             call.disturbed[index] = True  # a recomputation finds the noisy choice in its job
@@ -231,3 +242,27 @@ class Tap:
         if ids is None:
             raise RoutingError(f"site {self.names[index]} made no selection in this forward")
         return ids.reshape(-1, self.probes[index].k)
+
+
+_CHECKPOINT_FILES = (
+    os.path.join("torch", "utils", "checkpoint.py"),
+    os.path.join("activation_checkpointing", "checkpointing.py"),
+)
+
+
+def _may_recompute(call: Call) -> bool:
+    """Cheap sign of a checkpoint around a router: its saved-tensor hooks, or gradients that were switched off inside."""
+    return call.grad != torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def _refuse_checkpoint_by_hand(where: str) -> None:
+    """torch.utils.checkpoint around the model or a layer, not through transformers: the recomputation is out of reach."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_CHECKPOINT_FILES):
+            raise RoutingError(
+                f"{where} runs inside torch.utils.checkpoint that was set up by hand: its recomputation in the backward "
+                "pass cannot be told which routes its forward had. Use model.gradient_checkpointing_enable() or torch's "
+                "checkpoint_wrapper, which are followed"
+            )
+        frame = frame.f_back

@@ -164,7 +164,7 @@ class Selection(TorchFunctionMode):
                 f"site {self.name}: routes for {forced.shape[0]} tokens, but the router sees scores of shape "
                 f"{tuple(scores.shape)}: does this model drop or pack padding before its experts?"
             )
-        return forced.reshape(*scores.shape[:-1], self.probe.k)
+        return forced.to(scores.device).reshape(*scores.shape[:-1], self.probe.k)
 
     def report(self, ids: Tensor, live: Tensor | None = None, scores: Tensor | None = None) -> None:
         job, k = self.job, self.probe.k

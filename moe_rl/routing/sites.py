@@ -50,7 +50,7 @@ def find_sites(model: nn.Module) -> list[Site]:
     named = dict(model.named_modules())
     registered = tuple({cls for m in named.values() for cls in _router_classes(m)})
     found = {name for name, module in named.items() if isinstance(module, registered)} if registered else set()
-    routers = {name for name in found if not any(n.startswith(name + ".") for n in found if not _twin(name, n))}
+    routers = {name for name in found if not any(n.startswith(name + ".") and not _twin(name, n) for n in found)}
     if not routers:
         raise UnsupportedModelError(_why_no_router(model, named))
     places = {_place(name, named) for name in routers}

@@ -1,0 +1,94 @@
+"""What the routers used, kept call by call."""
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from moe_rl.routing.calls import Call, Collected
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.hooks import Tap
+from moe_rl.routing.routes import RoutedExperts, pack_ids
+
+
+def stacked(tap: Tap, call: Call, ids: list[Tensor | None]) -> Tensor:
+    """`[B,S,L,K]`, packed, from one `[B·S,K]` for each site."""
+    rows: list[Tensor] = []
+    for name, one in zip(tap.names, ids, strict=True):
+        if one is None or one.shape[0] != call.rows:
+            raise RoutingError(
+                f"site {name} routed {'no' if one is None else one.shape[0]} tokens in a call of {call.batch} x "
+                f"{call.length}: does this model drop or pack padding before its experts?"
+            )
+        rows.append(one if one.device == (rows or [one])[0].device else one.to(rows[0].device))
+    experts = max(probe.num_experts for probe in tap.probes)
+    return pack_ids(torch.stack(rows, dim=1), experts).unflatten(0, (call.batch, call.length))
+
+
+def wrapped(tap: Tap, names: tuple[str, ...], packed: Tensor, tokens: Tensor) -> RoutedExperts:
+    """Packed ids and tokens (-1 = unknown) as RoutedExperts that say where they come from."""
+    meta = {
+        "model": getattr(tap.boundary.config, "name_or_path", "") or "",
+        "class": type(tap.boundary).__name__,
+        "transformers": transformers.__version__,
+    }
+    experts = [probe.num_experts for probe in tap.probes]
+    known = tokens if bool((tokens >= 0).any()) else None
+    return RoutedExperts._trusted(packed, names, experts, tokens=known, meta=meta)
+
+
+def tokens_of(call: Call, like: Tensor) -> Tensor:
+    """`[B,S]` int32 token ids of a call, -1 where it was given embeddings."""
+    tokens = torch.full((call.batch, call.length), -1, dtype=torch.int32, device=like.device)
+    return tokens if call.tokens is None else tokens.copy_(call.tokens)
+
+
+def one_width(tap: Tap) -> None:
+    widths = {probe.k for probe in tap.probes}
+    if len(widths) > 1:
+        raise RoutingError(
+            f"{type(tap.boundary).__name__} gives a token different numbers of experts at different sites "
+            f"({sorted(widths)}); RoutedExperts holds one number for all sites"
+        )
+
+
+class Recording:
+    """What the routers used. Rows are detached and packed as they come.
+
+    `.routes`: all of it as one RoutedExperts: one forward, one generate() (`[B,P+G-1,L,K]`: the last sampled token was
+        never routed), or several forwards of one length, joined along the batch.
+    `.calls`: one RoutedExperts per logical forward; calls on one KV cache are one.
+    `.steps`: one per call of the model, whatever happened to the cache in between.
+    """
+
+    def __init__(self, tap: Tap, names: list[str]) -> None:
+        one_width(tap)
+        self._tap, self._names, self._seen = tap, tuple(names), Collected()
+
+    def begin(self, call: Call) -> None:
+        call.capture = True
+        self._seen.begin(call)
+
+    def end(self, call: Call, cache: Any) -> None:
+        packed = stacked(self._tap, call, call.chosen)
+        self._seen.end(call, cache, (packed, tokens_of(call, packed)), (torch.iinfo(packed.dtype).max, -1))
+
+    def _wrap(self, parts: tuple[Tensor, ...]) -> RoutedExperts:
+        return wrapped(self._tap, self._names, *parts)
+
+    @property
+    def steps(self) -> list[RoutedExperts]:
+        """`[B,S,L,K]` for each call of the model."""
+        return [self._wrap(step) for step in self._seen.steps]
+
+    @property
+    def calls(self) -> list[RoutedExperts]:
+        """`[B,T,L,K]` for each logical forward."""
+        return [self._wrap(joined.parts()) for joined in self._seen.joined]
+
+    @property
+    def routes(self) -> RoutedExperts:
+        """Everything, joined along the batch. Raises RoutingError where nothing was seen, where lengths differ, and
+        where the KV cache was reordered between calls (beam search)."""
+        return self._wrap(self._seen.together())

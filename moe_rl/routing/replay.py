@@ -1,0 +1,196 @@
+"""Forcing routes on the calls of a model, and counting what was forced."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from moe_rl.routing.calls import Call, Collected
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.hooks import Tap
+from moe_rl.routing.recording import one_width, stacked, tokens_of, wrapped
+from moe_rl.routing.routes import RoutedExperts
+from moe_rl.routing.selection import Holes
+from moe_rl.routing.site_names import match_sites
+
+
+class Replay:
+    """Forces routes, and counts.
+
+    `.replayed_rows`, `.live_rows`: (token, site) rows of all forwards so far that were forced (at least in part) and
+        that were left to the router; fixed sites (hash routing) are neither. `.replayed_fraction` is the share.
+    `.shadow`, `.regret`: with `shadow=True`, what the routers would have chosen live, and by how much they prefer it.
+    """
+
+    def __init__(
+        self,
+        tap: Tap,
+        names: list[str],
+        routes: RoutedExperts,
+        sites: str | int | Iterable[str | int] | None,
+        tokens: Tensor | None,
+        slots: int | None,
+        shadow: bool,
+        check_tokens: bool,
+    ) -> None:
+        one_width(tap)
+        if not isinstance(routes, RoutedExperts):
+            raise RoutingError(f"routes must be RoutedExperts (recording.routes), got {type(routes).__name__}")
+        self._tap, self._names = tap, tuple(names)
+        chosen = set(range(len(names)) if sites is None else match_sites(names, sites))
+        self._where = _aligned(routes, names, chosen, tap)
+        self._sites = [i for i in sorted(chosen) if not tap.sites[i].fixed]
+        self._packed = routes.packed.to(tap.boundary.device)
+        self._sentinel = torch.iinfo(self._packed.dtype).max
+        self._holes: Holes = "rows" if routes.has_live else "none"
+        self._restrict(tokens, slots)
+        self._tokens = routes.tokens.to(self._packed.device) if routes.tokens is not None and check_tokens else None
+        self._seen = Collected() if shadow else None
+        self.replayed_rows = 0
+        self.live_rows = 0
+
+    def _restrict(self, tokens: Tensor | None, slots: int | None) -> None:
+        batch, length, _, k = self._packed.shape
+        if tokens is not None:
+            if tokens.dtype != torch.bool or tokens.shape != (batch, length):
+                raise RoutingError(
+                    f"tokens must be a bool mask [B,T] = {(batch, length)}, True where routes are forced; got "
+                    f"{tokens.dtype} {tuple(tokens.shape)}"
+                )
+            self._packed = self._blanked(~tokens.to(self._packed.device)[:, :, None, None])
+            self._holes = "rows"
+        if slots is not None:
+            if not 1 <= slots <= k:
+                raise RoutingError(f"slots must be 1..{k} (experts per token), got {slots}")
+            if slots < k:
+                self._packed = self._blanked(torch.arange(k, device=self._packed.device) >= slots)
+                self._holes = "slots"
+
+    def _blanked(self, mask: Tensor) -> Tensor:
+        return torch.where(mask, self._packed.new_full((), self._sentinel), self._packed)
+
+    # -- during a call ------------------------------------------------------------------------------------------------
+
+    def begin(self, call: Call) -> None:
+        packed, holes = self._rows(call)
+        ids = packed[:, :, [self._where[i] for i in self._sites]].permute(2, 0, 1, 3)
+        ids = ids.reshape(len(self._sites), call.rows, -1).to(torch.int64)
+        if holes != "none":
+            ids = ids.masked_fill(ids == self._sentinel, -1)
+        for row, index in enumerate(self._sites):
+            call.job(index).impose(ids[row], holes)
+        if self._seen is not None:
+            call.capture = True
+            self._seen.begin(call)
+            for index, site in enumerate(self._tap.sites):
+                if not site.fixed:
+                    call.job(index).shadow = True
+        forced = len(self._sites) * call.rows if holes == "none" else int((ids[..., 0] >= 0).sum())
+        self.replayed_rows += forced
+        self.live_rows += call.rows * sum(not site.fixed for site in self._tap.sites) - forced
+
+    def _rows(self, call: Call) -> tuple[Tensor, Holes]:
+        """The packed rows for this call, checked against its shape and its tokens."""
+        batch, length = self._packed.shape[:2]
+        start, stop = call.past, call.past + call.length
+        fits = call.batch == batch and (stop <= length if call.cache is not None else stop == length)
+        # The last sampled token has no route. One token more is accepted where the others prove that it is that one.
+        proven = call.batch == batch and stop == length + 1 and self._tokens is not None and call.tokens is not None
+        if not (fits or (proven and call.length > 1)):
+            raise RoutingError(
+                f"routes for {batch} sequences x {length} tokens do not fit this call of {call.batch} x {call.length} "
+                f"tokens{f' after {start} cached ones' if start else ''}: another batch? Record its routes first; "
+                "RoutedExperts.rows and .realign take sequences and move padding"
+            )
+        packed = self._packed[:, start:stop]
+        if self._tokens is not None and call.tokens is not None and not torch.compiler.is_compiling():
+            self._compare(call, packed, self._tokens[:, start:stop])
+        if fits:
+            return packed, self._holes
+        last = packed.new_full((batch, 1, *packed.shape[2:]), self._sentinel)
+        return torch.cat([packed, last], dim=1), "slots" if self._holes == "slots" else "rows"
+
+    def _compare(self, call: Call, packed: Tensor, tokens: Tensor) -> None:
+        given = call.tokens
+        assert given is not None
+        given = given[:, : tokens.shape[1]].to(tokens.device)
+        wrong = (tokens != given) & (tokens >= 0) & (packed != self._sentinel).flatten(2).any(-1)
+        if bool(wrong.any()):
+            b, t = wrong.nonzero()[0].tolist()
+            raise RoutingError(
+                f"these routes were recorded for other tokens: sequence {b}, token {call.past + t} was "
+                f"{int(tokens[b, t])} and is now {int(given[b, t])} ({int(wrong.any(1).sum())} of {call.batch} "
+                "sequences differ). Another batch, another order of rows, another padding? "
+                "(check_tokens=False switches this check off)"
+            )
+
+    def end(self, call: Call, cache: Any) -> None:
+        if self._seen is None:
+            return
+        live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]
+        packed = stacked(self._tap, call, live)
+        none = torch.zeros(call.rows, device=packed.device)
+        gaps = [none if job is None or job.regret is None else job.regret.to(packed.device) for job in call.jobs]
+        regret = torch.stack(gaps, dim=1).unflatten(0, (call.batch, call.length))
+        self._seen.end(call, cache, (packed, tokens_of(call, packed), regret), (self._sentinel, -1, 0))
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    @property
+    def replayed_fraction(self) -> float:
+        if not self.replayed_rows + self.live_rows:
+            raise RoutingError("nothing was replayed: no call of the model happened inside the context")
+        return self.replayed_rows / (self.replayed_rows + self.live_rows)
+
+    @property
+    def shadow(self) -> RoutedExperts:
+        """What the routers would have chosen at these hidden states, `[B,T,L,K]`; the hidden states follow the replay."""
+        packed, tokens, _ = self._shadowed()
+        return wrapped(self._tap, self._names, packed, tokens)
+
+    @property
+    def regret(self) -> Float[Tensor, "B T L"]:
+        """Sum of the live top-k scores minus the sum of the scores of the experts used; detached, at least 0.
+
+        In units of what the router ranks: probabilities, sigmoids or logits, with a selection bias where it has one.
+        Group-limited routers may choose a lower sum for the sake of their groups; that counts as 0.
+        """
+        return self._shadowed()[2]
+
+    def _shadowed(self) -> tuple[Tensor, ...]:
+        if self._seen is None:
+            raise RoutingError("ask for it: replay_routes(..., shadow=True)")
+        return self._seen.together()
+
+
+def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap) -> dict[int, int]:
+    """Position in the routes of each chosen site; RoutingError where the routes are of another model."""
+    given = routes.sites
+    exact = {name: j for j, name in enumerate(given)}
+    found = {i: exact[name] for i, name in enumerate(names) if name in exact}
+    if not found:  # one was named as part of the base model, the other of the model around it
+        found = {i: j for i, name in enumerate(names) for j, other in enumerate(given) if _within(name, other)}
+    missing = [names[i] for i in sorted(chosen) if i not in found and not tap.sites[i].fixed]
+    unknown = [other for j, other in enumerate(given) if j not in found.values()]
+    if missing or unknown:
+        raise RoutingError(
+            f"the routes do not fit this model of {len(names)} sites: they hold {len(given)}"
+            + (f", none for {missing[0]}" if missing else "")
+            + (f", and {unknown[0]}, which it does not have" if unknown else "")
+            + ". Routes of another model?"
+        )
+    counts = routes.num_experts
+    for i in sorted(chosen & set(found)):
+        experts, probe = counts if isinstance(counts, int) else counts[found[i]], tap.probes[i]
+        if experts != probe.num_experts or routes.shape[-1] != probe.k:
+            raise RoutingError(
+                f"site {names[i]} gives each token {probe.k} of {probe.num_experts} experts; the routes hold "
+                f"{routes.shape[-1]} of {experts}. Routes of another model?"
+            )
+    return found
+
+
+def _within(own: str, other: str) -> bool:
+    return own.endswith("." + other) or other.endswith("." + own)
