@@ -50,7 +50,7 @@ class RoutedExperts:
 
     def __init__(
         self,
-        ids: Tensor,  # no shape annotation: what is wrong with ids is for `pack_checked` to say
+        ids: Tensor | np.ndarray,  # no shape annotation: what is wrong with ids is for `pack_checked` to say
         sites: Sequence[str],
         num_experts: int | Sequence[int],
         *,
@@ -59,7 +59,7 @@ class RoutedExperts:
     ) -> None:
         names = tuple(canonical_site(name) for name in sites)
         experts = _experts_per_site(num_experts, names)
-        packed = pack_checked(ids, names, experts)
+        packed = pack_checked(torch.as_tensor(ids), names, experts)
         if tokens is not None:
             tokens = _checked_tokens(tokens, packed)
         self._set(packed, names, experts, tokens, meta, None)

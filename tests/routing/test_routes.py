@@ -56,6 +56,7 @@ def test_any_ids_come_back_from_every_integer_dtype(experts_and_k, dtype, seed):
     ids = random_ids(2, 3, 2, k, experts, seed)
     ids[0, seed % 3, seed % 2] = -1
     assert torch.equal(RoutedExperts(ids.to(dtype), SITES, experts).ids, ids)
+    assert torch.equal(RoutedExperts(ids.to(dtype).numpy(), SITES, experts).ids, ids)
 
 
 def test_one_missing_id_makes_the_whole_row_live():
