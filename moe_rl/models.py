@@ -96,7 +96,9 @@ def load_policy(
     except UnsupportedModelError as error:
         raise ModelError(f"model.path: {config.path} is no Mixture-of-Experts to study: {error}") from error
     if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Never the reentrant kind: replay could not follow its recomputation. The method has a new name since 5.23.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
     return model.eval(), tokenizer
 
 
@@ -121,7 +123,7 @@ def _load(path: str, config: ModelConfig) -> tuple[Any, Any]:
                 **_implementations(config),
             )
     except Exception as error:  # safetensors, hub and config errors share no base class
-        raise ModelError(f"model.path: cannot load {path}: {_first_lines(error)}") from error
+        raise ModelError(f"model.path: cannot load {path}: {_brief(error)}") from error
     model, report = loaded
     for problem in ("missing_keys", "mismatched_keys"):
         if report.get(problem):
@@ -131,9 +133,11 @@ def _load(path: str, config: ModelConfig) -> tuple[Any, Any]:
             )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, padding_side="left")
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # some classes come up empty without their files
+            raise ValueError("its vocabulary is empty")
     except Exception as error:
         raise ModelError(
-            f"model.path: {path} has no usable tokenizer: {_first_lines(error)}. Save one next to the model "
+            f"model.path: {path} has no usable tokenizer: {_brief(error)}. Save one next to the model "
             "(tokenizer.save_pretrained)."
         ) from error
     if tokenizer.pad_token_id is None:
@@ -151,8 +155,8 @@ def _implementations(config: ModelConfig) -> dict[str, str]:
     return {name: value for name, value in chosen.items() if value is not None}
 
 
-def _first_lines(error: Exception, limit: int = 300) -> str:
-    text = f"{type(error).__name__}: {error}".strip()
+def _brief(error: Exception, limit: int = 300) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= limit else text[:limit] + "..."
 
 

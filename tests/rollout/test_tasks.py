@@ -1,0 +1,184 @@
+import random
+import re
+import textwrap
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_rl.rollout import TASKS, Problem, Task, TaskConfig, TaskError, VerifiableTask, is_held_out, make_task
+
+CHAIN = make_task(TaskConfig("mod_chain"))
+# From left to right, mod 7: 3+4=7=0; 0*5=0; 0-6=-6=1; 1+2=3.
+PROBLEM = Problem("^3+4*5-6+2=", "3")
+RIGHT = "3+4=0;0*5=0;0-6=1;1+2=3."
+
+
+def test_mod_chain_spells_out_the_chain():
+    assert CHAIN.demonstration(PROBLEM, random.Random(0), 0.0) == RIGHT
+    assert CHAIN.reward(PROBLEM, RIGHT) == 1.0
+    assert CHAIN.max_new_tokens == len(RIGHT) + 1  # the end token
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "3",
+        "3+4=0;0*5=0;0-6=1;1+2=4.",  # wrong digit
+        "3+4=0;0*5=0;0-6=1;1+2=3",  # no full stop
+        "3+4=0;0*5=0;0-6=1;1+2=3.$",  # an end token that is not the last one
+        "3+4=0;0*5=0;0-6=1;1+2=3..",
+        "3+4=0;0*5=0;1+2=3.",  # a step short
+        "3+4=0;0*5=0;0-6=1;0-6=1;1+2=3.",  # a step too many
+        "3+4=0;0*5=0;0-6=1;1+2=3.\n",
+        "^3+4=0;0*5=0;0-6=1;1+2=3.",
+        "3+4=0;0*5=0;0-6=1;1+2=<pad>3.",
+        "3+4=7;0*5=0;0-6=1;1+2=3.",  # 7 is no digit modulo 7
+        "3+4=0;0*5=0;0-6=1;1/2=3.",
+        "3+4=0;0*5=0;0-6=1;1+2=３.",  # a digit of another script
+    ],
+)
+def test_mod_chain_refuses_malformed_or_wrong_answers(completion):
+    assert CHAIN.reward(PROBLEM, completion) == 0.0
+
+
+def test_mod_chain_looks_at_form_and_final_digit_only():
+    assert CHAIN.reward(PROBLEM, "5+5=5;5*5=5;5-5=5;5+5=3.") == 1.0
+
+
+@given(st.integers(0, 10**9), st.floats(0, 1))
+def test_noisy_chains_are_wellformed_and_go_on_from_their_own_results(seed, noise):
+    rng = random.Random(seed)
+    problem = CHAIN.problem(rng)
+    chain = CHAIN.demonstration(problem, rng, noise)
+    steps = [re.fullmatch(r"(\d)([+*-])(\d)=(\d)", part).groups() for part in chain[:-1].split(";")]
+    assert problem.prompt == "^" + steps[0][0] + "".join(op + b for _, op, b, _ in steps) + "="
+    assert [a for a, *_ in steps[1:]] == [result for *_, result in steps[:-1]]
+    assert CHAIN.reward(problem, chain) == float(steps[-1][-1] == problem.answer)
+
+
+def test_noise_is_the_share_of_wrong_results():
+    # 2,000 chains x 4 steps at 0.2: 1,600 expected, standard deviation sqrt(8000 * .2 * .8) = 36.
+    rng = random.Random(0)
+    wrong = 0
+    for _ in range(2000):
+        problem = CHAIN.problem(rng)
+        for a, op, b, result in re.findall(r"(\d)([+*-])(\d)=(\d)", CHAIN.demonstration(problem, rng, 0.2)):
+            wrong += eval(f"({a}{op}{b})%7") != int(result)
+    assert abs(wrong - 1600) < 4 * 36
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "answer"),
+    [
+        ("copy", "^hgfa=", "hgfa"),
+        ("reverse", "^hgfa=", "afgh"),
+        ("sort", "^hgfa=", "afgh"),
+        ("parity", "^1011=", "1"),
+        ("parity", "^1001=", "0"),
+        ("add", "^27+985=", "1012"),
+    ],
+)
+def test_string_tasks(name, prompt, answer):
+    task = make_task(TaskConfig(name))
+    assert task.answer(prompt[1:-1]) == answer
+    problem = Problem(prompt, answer)
+    assert [task.reward(problem, text) for text in (answer, answer + "$", answer[:-1], "")] == [1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_keeps_its_promises(name):
+    task = make_task(TaskConfig(name))
+    assert isinstance(task, Task) and task.name == name
+    rng = random.Random(1)
+    for _ in range(200):
+        problem = task.problem(rng)
+        right = task.demonstration(problem, rng, 0.0)
+        assert task.reward(problem, right) == 1.0
+        noisy = task.demonstration(problem, rng, 1.0)
+        assert set(problem.prompt + right + noisy + "$") <= set(task.alphabet)
+        assert max(len(right), len(noisy)) + 1 <= task.max_new_tokens
+        assert task.reward(problem, noisy) == float(name == "mod_chain" and noisy[-2] == problem.answer)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_training_and_held_out_prompts_never_meet(name):
+    task = make_task(TaskConfig(name))
+    rng = random.Random(0)
+    train = {task.problem(rng).prompt for _ in range(1000)}
+    held_out = {task.problem(rng, held_out=True).prompt for _ in range(300)}
+    assert train.isdisjoint(held_out)
+    assert all(map(is_held_out, held_out)) and not any(map(is_held_out, train))
+
+
+def test_problems_come_from_the_generator_alone():
+    draws = [[CHAIN.problem(random.Random(seed)) for _ in range(3)] for seed in (5, 5, 6)]
+    assert draws[0] == draws[1] != draws[2]
+
+
+def test_a_task_without_a_second_split_says_so():
+    task = make_task(TaskConfig("copy", {"length": 1, "symbols": "ab"}))
+    wanted = not is_held_out("^a=")
+    with pytest.raises(TaskError, match=r"Copy: no held-out prompt .* make its options larger"):
+        task.problem(random.Random(0), held_out=wanted)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TaskConfig("mod_chian"), "unknown task 'mod_chian'; did you mean 'mod_chain'"),
+        (TaskConfig("mod_chain", {"step": 3}), "task.options.step: mod_chain has no such option; did you mean 'steps'"),
+        (TaskConfig("mod_chain", {"steps": "3"}), "task.options.steps: expected int, got '3'"),
+        (TaskConfig("mod_chain", {"steps": True}), "task.options.steps: expected int, got True"),
+        (TaskConfig("mod_chain", {"steps": 0}), "task.options.steps: expected at least 1, got 0"),
+        (TaskConfig("mod_chain", {"modulus": 11}), "task.options.modulus: expected between 2 and 10"),
+        (TaskConfig("mod_chain", {"operators": "/"}), "task.options.operators: expected some of"),
+        (TaskConfig("copy", {"symbols": "a$"}), "task.options.symbols: expected 2 or more distinct"),
+        (TaskConfig("parity", {"symbols": "ab"}), "parity has no such option"),
+        (TaskConfig("no_such_package.tasks:Thing"), "cannot import 'no_such_package.tasks'"),
+        (TaskConfig("no/such/file.py:Thing"), "there is no file .*no/such/file.py"),
+        (TaskConfig("moe_rl.rollout.character_tasks:ModChian"), "no class 'ModChian'; did you mean 'ModChain'"),
+        (TaskConfig("collections:OrderedDict"), "collections:OrderedDict lacks name, alphabet"),
+    ],
+)
+def test_bad_configs_name_the_field_and_the_remedy(config, message):
+    with pytest.raises(TaskError, match=message):
+        make_task(config)
+
+
+OWN = """
+    from __future__ import annotations
+    from dataclasses import dataclass
+    from moe_rl.rollout import Problem, VerifiableTask
+
+    @dataclass(frozen=True)
+    class Double(VerifiableTask):
+        below: int = 1000
+        name, alphabet, max_new_tokens = "double", "0123456789=^$", 5
+
+        def draw(self, rng):
+            n = rng.randrange(self.below)
+            return Problem(f"^{n}=", str(2 * n))
+
+        def reward(self, problem, completion):
+            return float(completion == problem.answer)
+"""
+
+
+def test_a_task_of_ones_own_from_a_file(tmp_path):
+    file = tmp_path / "random.py"  # hides nothing
+    file.write_text(textwrap.dedent(OWN))
+    task = make_task(TaskConfig(f"{file}:Double", {"below": 100}))
+    problem = task.problem(random.Random(0))
+    assert isinstance(task, VerifiableTask) and isinstance(task, Task)
+    assert task.reward(problem, str(2 * int(problem.prompt[1:-1]))) == 1.0
+    with pytest.raises(TaskError, match=r"task.options.below: expected int, got 'x'"):
+        make_task(TaskConfig(f"{file}:Double", {"below": "x"}))
+
+
+def test_a_file_that_fails_is_named(tmp_path):
+    file = tmp_path / "broken.py"
+    file.write_text("1 / 0")
+    with pytest.raises(TaskError, match=r"cannot import .*broken.py.*ZeroDivisionError"):
+        make_task(TaskConfig(f"{file}:Double"))
