@@ -173,11 +173,9 @@ def figures_verb(arguments: list[str]) -> None:
 
 def draw(folder: Path) -> None:
     """Figures and report of a study folder."""
-    from moe_rl.study.figures import draw_all
-    from moe_rl.study.report import write_report
+    from moe_rl.study.report import draw_study
 
-    draw_all(folder)
-    print(f"report: {write_report(folder)}")
+    print(f"report: {draw_study(folder)}")
 
 
 def default_workers() -> int:

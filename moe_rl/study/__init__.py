@@ -1,0 +1,50 @@
+"""Many runs -> numbers, figures, a report.
+
+    from moe_rl import study
+    data = study.load("runs/replay_vs_gspo")      # tidy DataFrames: rollouts, updates, probes, evals, tokens
+    study.figures.reward(data)                    # a figure with its table and caption
+    study.statistics.bootstrap_interval([...])    # intervals across seeds
+
+Submodules are imported when they are first used: reading tables needs no torch, numbers need no matplotlib.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_rl.study import figures, reading, report, statistics, summary
+    from moe_rl.study.data import Run, StudyData, StudyDataError, join, load
+    from moe_rl.study.report import draw_study, write_report
+
+_MODULES = ("figures", "reading", "report", "statistics", "summary")
+_NAMES = {
+    **dict.fromkeys(("Run", "StudyData", "StudyDataError", "join", "load"), "data"),
+    **dict.fromkeys(("draw_study", "write_report"), "report"),
+}
+
+__all__ = [
+    "Run",
+    "StudyData",
+    "StudyDataError",
+    "draw_study",
+    "figures",
+    "join",
+    "load",
+    "reading",
+    "report",
+    "statistics",
+    "summary",
+    "write_report",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"moe_rl.study.{name}")
+    if name in _NAMES:
+        return getattr(import_module(f"moe_rl.study.{_NAMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

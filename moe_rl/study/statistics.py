@@ -153,7 +153,7 @@ def small_sample_note(n: int) -> str:
         return "one seed: no interval"
     if n <= 3:  # 1/n^n > 2.5 %: the percentile interval cannot leave the extreme resamples out
         share = 100 * (1 - 2.0 ** (1 - n))
-        return f"with n = {n} it is the seeds' range, which holds the true mean in about {share:.0f} % of studies"
+        return f"at n = {n} the range of the seeds, which holds the true mean in about {share:.0f} % of studies"
     return f"n = {n} seeds are few: the interval tends to be too narrow" if n < 10 else ""
 
 

@@ -1,5 +1,6 @@
 """One row per arm: the numbers that figures, report and reading share, so that they cannot disagree."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -67,25 +68,99 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
 
 def compare_arms(data: StudyData, a: str, b: str) -> Comparison:
     """Final reward of arm a minus arm b, paired by seed."""
-    table = final_rewards(data).set_index("arm")["by_seed"]
-    return compare_paired(table[a], table[b])
+    seeds = {str(row["arm"]): row["by_seed"] for row in final_rewards(data).to_dict("records")}
+    return compare_paired(seeds[a], seeds[b])
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two arms of one condition, and the comparison of their final rewards, `arm` minus `other`."""
+
+    noise: float
+    arm: str
+    other: str
+    result: Comparison
+
+
+def comparisons(data: StudyData) -> list[Pair]:
+    """Every pair of arms within a condition.
+
+    Under noise the natural replay run stands for replay where it is the same by construction.
+    """
+    rows = []
+    for noise in sorted(data.arms["noise"].unique()):
+        arms = [str(arm) for arm in data.arms.index[data.arms["noise"] == noise]]
+        natural = replay_stands_for_noise(data, float(noise))
+        if natural is not None:
+            arms = [arm for arm in arms if data.arms["method"][arm] != data.arms["method"][natural]] + [natural]
+        for i, other in enumerate(arms):
+            for arm in arms[i + 1 :]:
+                rows.append(Pair(float(noise), arm, other, compare_arms(data, arm, other)))
+    return rows
+
+
+def arm_settings(data: StudyData) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """(settings in which arms differ: rows dotted setting, columns arm; settings that all arms share)."""
+    by_arm = {str(arm): flatten(data.runs_of(str(arm))[0].config) for arm in data.arms.index}
+    names = list(dict.fromkeys(name for settings in by_arm.values() for name in settings if name != "seed"))
+    table = pd.DataFrame({arm: [settings.get(name) for name in names] for arm, settings in by_arm.items()}, index=names)
+    differ = [len({str(value) for value in row}) > 1 for row in table.to_numpy()]
+    shared = {name: table.loc[name].iloc[0] for name, d in zip(names, differ, strict=True) if not d}
+    return table[differ], shared
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted names.
+
+    >>> flatten({"optim": {"steps": 31}, "seed": 0})
+    {'optim.steps': 31, 'seed': 0}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return flat
+
+
+def full_label(data: StudyData, arm: str) -> str:
+    """Label of an arm, with its noise where it has some."""
+    noise = float(data.arms["noise"][arm])
+    label = str(data.arms["label"][arm])
+    return f"{label}, noise σ = {noise:g}" if noise and "noise" not in label.lower() else label
 
 
 def replay_stands_for_noise(data: StudyData, noise: float) -> str | None:
     """The natural replay arm that is, by construction, also the replay arm under this noise; None if there is none.
 
-    Replay forces the choice of experts, so noise on the choice changes nothing. That makes the two runs equal
-    only if nothing else differs: every setting outside the method must be that of the noise arms.
+    Replay forces the choice of experts, so noise on the choice changes nothing. The two runs are equal only if
+    nothing else differs: every setting outside the method must be that of the noise arms.
     """
     arms = data.arms
-    noisy = [str(arm) for arm in arms.index[arms["noise"] == noise]]
-    if noise == 0 or any(str(arms["replay"][arm]).lower() != "none" for arm in noisy):
+    if noise == 0:
         return None
-    base = [outside_method(data.runs_of(arm)[0].config) for arm in noisy]
+    base = [outside_method(data.runs_of(str(arm))[0].config) for arm in arms.index[arms["noise"] == noise]]
     for arm in arms.index[(arms["noise"] == 0) & (arms["replay"].str.lower() != "none")]:
         if all(outside_method(data.runs_of(str(arm))[0].config) == other for other in base):
             return str(arm)
     return None
+
+
+def replay_identity(data: StudyData) -> pd.DataFrame:
+    """For each replay arm under noise that was run: does it repeat the natural replay run, as it must?
+
+    Columns: arm, natural, seeds compared, steps compared, difference (largest absolute difference of reward).
+    """
+    rows = []
+    for arm, about in data.arms.iterrows():
+        natural = replay_stands_for_noise(data, float(about["noise"])) if about["noise"] else None
+        if natural is None or about["method"] != data.arms["method"][natural]:
+            continue
+        pair = [data.rollouts.loc[data.rollouts["arm"] == a, ["seed", "step", "reward"]] for a in (arm, natural)]
+        both = pair[0].merge(pair[1], on=["seed", "step"])
+        gap = float((both["reward_x"] - both["reward_y"]).abs().max()) if len(both) else np.nan
+        seeds = both["seed"].nunique()
+        rows.append({"arm": arm, "natural": natural, "seeds": seeds, "steps": len(both), "difference": gap})
+    return pd.DataFrame(rows, columns=["arm", "natural", "seeds", "steps", "difference"])
 
 
 def outside_method(config: dict[str, Any]) -> dict[str, Any]:

@@ -21,14 +21,14 @@ ARMS: dict[str, dict[str, Any]] = {
         "method": {"objective": "grpo", "replay": "R2", "noise": 0.0},
     },
     "gspo": {"label": "GSPO", "method": {"objective": "gspo", "replay": "none", "noise": 0.0}},
-    "grpo_noise": {
-        "label": "GRPO, noise 1.0",
-        "method": {"objective": "grpo", "replay": "none", "noise": 1.0},
+    "grpo_noise": {"label": "GRPO", "method": {"objective": "grpo", "replay": "none", "noise": 1.0}},
+    "grpo_replay_noise": {
+        "label": "GRPO + Routing Replay",
+        "note": "Replay ignores selection noise, so this run repeats the natural replay run of its seed.",
+        "seeds": [0],
+        "method": {"objective": "grpo", "replay": "R2", "noise": 1.0},
     },
-    "gspo_noise": {
-        "label": "GSPO, noise 1.0",
-        "method": {"objective": "gspo", "replay": "none", "noise": 1.0},
-    },
+    "gspo_noise": {"label": "GSPO", "method": {"objective": "gspo", "replay": "none", "noise": 1.0}},
 }
 FINAL = {"grpo": 0.82, "grpo_replay": 0.83, "gspo": 0.83, "grpo_noise": 0.45, "gspo_noise": 0.82}
 
@@ -55,11 +55,9 @@ def write_study(
     }
     (folder / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
     for arm in arms:
-        for seed in seeds:
+        for seed in [seed for seed in seeds if seed in ARMS[arm].get("seeds", seeds)]:
             done = (arm, seed) not in unfinished
-            write_run(
-                folder / arm / f"seed{seed}", arm, seed, steps, minibatches, sequences, tokens_every, done
-            )
+            write_run(folder / arm / f"seed{seed}", arm, seed, steps, minibatches, sequences, tokens_every, done)
     return folder
 
 
@@ -73,8 +71,9 @@ def write_run(
     tokens_every: int,
     done: bool,
 ) -> None:
-    rng = np.random.default_rng([seed, list(ARMS).index(arm)])
     method = ARMS[arm]["method"]
+    draws = "grpo_replay" if method["replay"] == "R2" else arm  # replay does not see noise: the same run
+    rng = np.random.default_rng([seed, list(ARMS).index(draws)])
     noisy, replay, gspo = method["noise"] > 0, method["replay"] == "R2", method["objective"] == "gspo"
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -92,14 +91,20 @@ def write_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     environment = {
         "command": "moe-rl study experiments/replay_vs_gspo.yaml",
-        "git": {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False},
-        "versions": {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.23.0"},
+        "git_commit": "0123456789abcdef0123456789abcdef01234567",
+        "git_dirty": False,
+        "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+        "python": "3.11.7",
+        "platform": "Linux",
         "device": "cpu",
+        "cuda": None,
+        "cpus": 2,
         "threads": 1,
+        "started": "2026-01-01T00:00:00Z",
     }
     (folder / "env.json").write_text(json.dumps(environment, indent=1))
     rows: list[dict[str, Any]] = []
-    goal = FINAL[arm] + rng.normal(0, 0.02)
+    goal = FINAL[draws] + rng.normal(0, 0.02)
     steps_done = steps if done else steps // 2
     for step in range(steps_done):
         rise = 0.38 + (max(goal, 0.62) - 0.38) * (1 - np.exp(-step / 5))
@@ -135,15 +140,9 @@ def write_run(
         (folder / "DONE").write_text("")
 
 
-def _update(
-    rng: np.random.Generator, step: int, u: int, noisy: bool, replay: bool, gspo: bool
-) -> dict[str, Any]:
+def _update(rng: np.random.Generator, step: int, u: int, noisy: bool, replay: bool, gspo: bool) -> dict[str, Any]:
     noise = noisy and not replay
-    var = (
-        (0.25 if noise else 0.006 if replay else 0.024)
-        * rng.lognormal(0, 0.3)
-        * (1 if noise else (u - 1) / 2)
-    )
+    var = (0.25 if noise else 0.006 if replay else 0.024) * rng.lognormal(0, 0.3) * (1 if noise else (u - 1) / 2)
     clipped = int(rng.poisson(1600 * ((0.18 if gspo else 0.03 if noise else 0.0005) * (u > 1 or noise))))
     return {
         "kind": "update",

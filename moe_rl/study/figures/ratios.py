@@ -18,7 +18,9 @@ from moe_rl.study.figures.style import (
     log_y,
     need,
     noise_note,
+    panel_arms,
     panels,
+    panels_note,
     plain,
     seed_table,
     seeds_note,
@@ -163,7 +165,7 @@ def probability_scatter(data: StudyData) -> StudyFigure:
     caption = (
         "Probability of each stored response token under the old policy and after the last update of its "
         "step, live routing (top) and the old routes forced on the same weights (bottom); all stored steps "
-        f"and seeds; log colour. |Δp|: mean absolute difference.{noise_note(data)} "
+        f"and seeds; log colour. |Δp|: mean absolute difference.{panels_note(data)} "
         f"{seeds_note(data, interval=False)}"
     )
     title = "Token probability, old against new."
@@ -278,7 +280,7 @@ def _tokens(data: StudyData, figure: str) -> pd.DataFrame:
 
 def _drawn_arms(data: StudyData, rows: pd.DataFrame) -> list[str]:
     present = set(rows["arm"].unique())
-    return [arm for condition in conditions(data) for arm in condition.arms if arm in present]
+    return [arm for arm in panel_arms(data) if arm in present]
 
 
 __all__ = ["log_ratio_bands", "probability_scatter", "ratio_variance", "tail_fraction", "variance_by_flips"]

@@ -17,7 +17,9 @@ from moe_rl.study.figures.style import (
     look_of,
     need,
     noise_note,
+    panel_arms,
     panels,
+    panels_note,
     seeds_note,
     styled,
     summarise,
@@ -81,9 +83,9 @@ def expert_change_by_site(data: StudyData) -> StudyFigure:
     long = long.explode(["site", "site_slots_changed", "site_slots"])
     pooled = long.groupby(["arm", "site", "update"], as_index=False)[["site_slots_changed", "site_slots"]].sum()
     pooled["rate"] = pooled["site_slots_changed"].astype(float) / pooled["site_slots"].astype(float)
-    arms = [arm for condition in conditions(data) for arm in condition.arms if (pooled["arm"] == arm).any()]
-    columns = min(len(arms), 5)
-    lines = -(-len(arms) // columns)
+    arms = [arm for arm in panel_arms(data) if (pooled["arm"] == arm).any()]
+    lines = -(-len(arms) // 5)
+    columns = -(-len(arms) // lines)
     height = 0.7 + lines * float(np.clip(0.28 * len(names) + 0.45, 1.2, 5))
     figure, axes = panels(lines, columns, height, sharex=True, sharey=True)
     top = 100 * float(pooled["rate"].max()) or 1.0
@@ -115,7 +117,7 @@ def expert_change_by_site(data: StudyData) -> StudyFigure:
     pooled["site_name"] = [names[i] for i in pooled["site"]]
     caption = (
         f"{PROBE}. Slots replaced, in %, by routing site ({common}, shallow to deep from the top) and by "
-        f"update index, pooled over all steps and seeds.{noise_note(data)} "
+        f"update index, pooled over all steps and seeds.{panels_note(data)} "
         f"{seeds_note(data, interval=False)}"
     )
     title = "Expert change by routing site and update."
@@ -127,7 +129,7 @@ def flips_per_token(data: StudyData) -> StudyFigure:
     """How many sites change on one token, and how many slots at one site, against independence."""
     rows = need(data.probes, ["flips_histogram", "deviation_histogram"], "flips_per_token")
     rows = rows[rows["update"] == rows["update"].max()]
-    arms = [arm for condition in conditions(data) for arm in condition.arms if (rows["arm"] == arm).any()]
+    arms = [arm for arm in panel_arms(data) if (rows["arm"] == arm).any()]
     figure, axes = panels(2, len(arms), 3.9, sharey="row", sharex="row")
     parts = []
     for column, arm in zip(axes.T, arms, strict=True):
@@ -171,7 +173,7 @@ def flips_per_token(data: StudyData) -> StudyFigure:
         f"{PROBE}, last update of each step, pooled over steps and seeds; log axis. Top: routing sites that "
         "changed on one token; bottom: slots replaced at one site. Circles: the binomial with the same "
         "mean, which independent flips would follow. “variance ×”: variance of flips per token over that "
-        f"of the binomial, mean over probes; above 1, flips cluster on tokens.{noise_note(data)} "
+        f"of the binomial, mean over probes; above 1, flips cluster on tokens.{panels_note(data)} "
         f"{seeds_note(data, interval=False)}"
     )
     title = "Flips per token and slots per site."

@@ -24,6 +24,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.statistics import bootstrap_band, small_sample_note
+from moe_rl.study.summary import full_label, replay_identity
 
 STYLE = Path(__file__).parent.parent / "moe_rl.mplstyle"
 WIDTH = 7.0  # inches: the text width of a two-column paper
@@ -92,7 +93,6 @@ class StudyFigure:
         buffer = io.BytesIO()
         if isinstance(self.figure.get_layout_engine(), ConstrainedLayoutEngine):  # once, not for each format
             with house_style():
-                self.figure.draw_without_rendering()  # twice: the first pass changes the tick labels that it fits
                 self.figure.draw_without_rendering()
             self.figure.set_layout_engine("none")
         no_dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {"Software": None}}[kind]
@@ -190,6 +190,13 @@ def arm_title(data: StudyData, arm: str) -> str:
     return label + (f"\nnoise σ = {noise:g}" if noise else "")
 
 
+def panel_arms(data: StudyData) -> list[str]:
+    """Arms that get a panel of their own; a replay run that repeats its natural run under noise is shown once."""
+    same = replay_identity(data)
+    repeats = set(same.loc[same["difference"] == 0, "arm"])
+    return [arm for condition in conditions(data) for arm in condition.arms if arm not in repeats]
+
+
 def seed_table(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
     """Rows x, one column per seed, mean over repeated rows."""
     return frame.pivot_table(index=x, columns="seed", values=y, aggfunc="mean")
@@ -228,8 +235,8 @@ def draw_seeds(ax: Axes, table: pd.DataFrame, look: Look, label: str, *, thin: b
 
 
 def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, np.ndarray]:
-    """A figure of the house width with a grid of axes [rows, columns]; call inside `house_style`."""
-    figure = Figure(figsize=(WIDTH, height))
+    """A figure with a grid of axes [rows, columns], of the house width unless it is one panel; in `house_style`."""
+    figure = Figure(figsize=(WIDTH if columns > 1 else 0.65 * WIDTH, height))
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, axes
 
@@ -280,13 +287,13 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 def seeds_note(data: StudyData, interval: bool = True) -> str:
     """How many seeds, what the interval is and is worth, and which runs are unfinished: the end of a caption."""
     counts = data.arms["seeds"].map(len)
-    if counts.nunique() == 1:
-        n = f"n = {counts.iloc[0]} seed{'s' if counts.iloc[0] > 1 else ''} per arm"
-    else:
-        n = "seeds per arm: " + ", ".join(f"{label} {k}" for label, k in zip(data.arms["label"], counts, strict=True))
+    usual = int(counts.mode().iloc[0])
+    n = f"n = {usual} seed{'s' if usual > 1 else ''} per arm"
+    others = [f"{k} for {full_label(data, str(arm))}" for arm, k in counts.items() if k != usual]
+    n += f" ({', '.join(others)})" if others else ""
     parts = [n]
     if interval and counts.max() > 1:
-        note = small_sample_note(int(counts.max()))
+        note = small_sample_note(usual)
         parts.append("intervals: 95 % bootstrap over seeds" + (f" ({note})" if note else ""))
     elif interval:
         parts.append("one seed: no interval")
@@ -297,14 +304,20 @@ def seeds_note(data: StudyData, interval: bool = True) -> str:
 
 
 NOISE_NOTE = (
-    "Selection noise is a stress test: Gaussian noise of scale σ on the router logits, for the choice of "
-    "experts only and in the update forward only."
+    "Selection noise (scale σ, on the router logits, for the choice of experts only, in the update forward only) is a "
+    "stress test."
 )
 
 
 def noise_note(data: StudyData) -> str:
     """The stress-test sentence, where a noise arm is shown."""
     return f" {NOISE_NOTE}" if (data.arms["noise"] > 0).any() else ""
+
+
+def panels_note(data: StudyData) -> str:
+    """`noise_note`, and which arms `panel_arms` left out."""
+    left = [full_label(data, str(arm)) for arm in data.arms.index if arm not in panel_arms(data)]
+    return noise_note(data) + (f" Not repeated: {', '.join(left)} (equals its natural run)." if left else "")
 
 
 def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFrame:

@@ -26,7 +26,7 @@ from moe_rl.study.figures.style import (
     summarise,
 )
 from moe_rl.study.statistics import COLLAPSE_RULE
-from moe_rl.study.summary import final_rewards, replay_stands_for_noise
+from moe_rl.study.summary import final_rewards, full_label, replay_stands_for_noise
 
 
 @styled
@@ -47,9 +47,9 @@ def reward(data: StudyData) -> StudyFigure:
     legend_above(figure, axes)
     many = f"{int(rows['reward_n'].median())} " if "reward_n" in rows else ""
     caption = (
-        f"Mean reward of the {many}responses sampled at each RL step, before the updates of that step. Thin "
-        "lines: seeds; thick line: their mean; band: interval of the mean; ×: a run collapsed "
-        f"({COLLAPSE_RULE}).{noise_note(data)} {seeds_note(data)}"
+        f"Mean reward of the {many}responses sampled at each RL step, before the updates of that step. Thin lines: "
+        f"seeds; thick line: their mean; band: interval of the mean.{_collapse_note(data)}{noise_note(data)} "
+        f"{seeds_note(data)}"
     )
     return StudyFigure("reward", "Reward against RL step.", caption, figure, pd.concat(parts))
 
@@ -141,8 +141,7 @@ def dynamics(data: StudyData) -> StudyFigure:
             if name in frame:
                 parts += _curves(ax, data, condition, frame.dropna(subset=[name]), name)
             ax.set_title("" if i else label)
-            if scale == "log":
-                log_y(ax)
+            ax.set_yscale(scale)
             _mark_collapse(ax, data, condition)
         row[0].set_ylabel(condition.name)
     for column, (name, _, _) in zip(axes.T, _DYNAMICS, strict=True):
@@ -151,12 +150,15 @@ def dynamics(data: StudyData) -> StudyFigure:
             limits = np.array([ax.get_ylim() for ax in column])
             for ax in column:
                 ax.set_ylim(limits.min(), limits.max())
+        if name == "k3":
+            for ax in column:
+                log_y(ax)
     legend_above(figure, axes)
     caption = (
         "In-run quantities on the training minibatches, under each arm's own routing, mean over the "
         "updates of a step. k1 = mean(−log r) and k3 = mean(r − 1 − log r) with r = new/old on the old "
         "policy's tokens both estimate KL(old‖new); the axis of k1 differs between rows. Entropy of the "
-        f"sampled distribution; mean response length. ×: a run collapsed.{noise_note(data)} "
+        f"sampled distribution; mean response length.{_collapse_note(data)}{noise_note(data)} "
         f"{seeds_note(data)}"
     )
     title = "KL, entropy and response length."
@@ -207,6 +209,7 @@ def final_reward(data: StudyData) -> StudyFigure:
     ends = [v for seeds in table["by_seed"] for v in seeds.values()]
     ax.set_xlim(np.floor(10 * min(ends) - 0.2) / 10, np.ceil(10 * max(ends) + 0.2) / 10)
     ax.set_xlabel("final reward (mean of the last 5 steps)")
+    figure.draw_without_rendering()  # bold tick labels are only measured at the second layout
     caption = (
         "Final reward: mean of the last 5 steps of a run. Marker: mean over seeds; bar: its interval; open "
         "circles below: seeds. IQM: interquartile mean (equals the mean below four seeds). Area: mean "
@@ -226,6 +229,11 @@ def _curves(ax: Axes, data: StudyData, condition: Condition, rows: pd.DataFrame,
     return parts
 
 
+def _collapse_note(data: StudyData) -> str:
+    fell = bool(final_rewards(data)["collapsed"].any())
+    return f" ×: step at which a run collapsed ({COLLAPSE_RULE})." if fell else ""
+
+
 def _mark_collapse(ax: Axes, data: StudyData, condition: Condition) -> None:
     table = final_rewards(data).set_index("arm")
     for arm, (look, _) in arm_looks(data, condition.arms).items():
@@ -234,15 +242,14 @@ def _mark_collapse(ax: Axes, data: StudyData, condition: Condition) -> None:
 
 
 def _say_replay(ax: Axes, data: StudyData, condition: Condition) -> None:
-    """Replay never sees selection noise: its natural run is its noise run, drawn once, said here."""
-    stands = replay_stands_for_noise(data, condition.noise)
-    if stands:
-        label = arm_looks(data, [stands])[stands][1]
-        value = float(final_rewards(data).set_index("arm")["final"][stands])
-        ax.text(
-            0.98, 0.04, f"{label}: by construction its natural run\n(left; final {value:.2f})",
-            transform=ax.transAxes, ha="right", va="bottom", fontsize=7, color=GREY,
-        )  # fmt: skip
+    """Replay never sees selection noise: its run under noise is its natural run; drawn once, said here."""
+    natural = replay_stands_for_noise(data, condition.noise)
+    if natural is None:
+        return
+    label, final = full_label(data, natural), final_rewards(data).set_index("arm")["final"][natural]
+    drawn = any(data.arms["method"][arm] == data.arms["method"][natural] for arm in condition.arms)
+    text = f"{label}: by construction its natural run" + ("" if drawn else f"\n(left; final {float(final):.2f})")
+    ax.text(0.98, 0.04, text, transform=ax.transAxes, ha="right", va="bottom", fontsize=7, color=GREY)
 
 
 __all__ = ["clipped_tokens", "dynamics", "final_reward", "gradient_norm", "reward"]

@@ -1,0 +1,197 @@
+"""One self-contained HTML page of a study: question, reading, table, figures, arms, commands, versions, limits."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from moe_rl.study.data import StudyData, load
+from moe_rl.study.figures import NothingToDraw, StudyFigure, each_figure, save_figure
+from moe_rl.study.figures.style import write_atomic
+from moe_rl.study.reading import RULES, read
+from moe_rl.study.statistics import small_sample_note
+from moe_rl.study.summary import arm_settings, comparisons, final_rewards, flatten, full_label
+
+LIMITS = (
+    "The runs are of one model, one task and one set of hyper-parameters. Nothing here is a statement about other "
+    "models, and a tiny model is an instrument for the mechanism, not a stand-in for a large one.",
+    "Few seeds: read the intervals with the note on n, and “no separation” as “not told apart by these runs”.",
+    "Hyper-parameters were not tuned separately for each arm; a learning rate or a clip range that suits one method "
+    "may not suit another.",
+    "The probe replays routes on the training engine's own old policy (R2). Differences between a separate rollout "
+    "engine and the training engine are not in it.",
+)
+
+
+def write_report(path: str | Path, figures: Sequence[StudyFigure] | None = None) -> Path:
+    """Write `report.html` into the study (or run) folder `path` and return where it is.
+
+    The page needs no network and no scripts. Figures are drawn from the runs unless they are given.
+    """
+    data = load(path)
+    target = Path(path) / "report.html"
+    return write_atomic(target, render_report(data, figures).encode())
+
+
+def draw_study(path: str | Path) -> Path:
+    """All figures of a study into `path`/figures and its report, each figure drawn once; returns the report."""
+    data = load(path)
+    skipped: list[str] = []
+    figures = list(each_figure(data, skipped))
+    if not figures:
+        raise NothingToDraw(f"{path}: nothing to draw yet. " + "; ".join(skipped))
+    for figure in figures:
+        save_figure(figure, Path(path) / "figures")
+    return write_atomic(Path(path) / "report.html", render_report(data, figures, skipped).encode())
+
+
+def render_report(
+    data: StudyData, figures: Sequence[StudyFigure] | None = None, skipped: Sequence[str] | None = None
+) -> str:
+    """The page as text; the same runs give the same page."""
+    missing = list(skipped or [])
+    drawn = list(each_figure(data, missing)) if figures is None else list(figures)
+    environment = Environment(
+        loader=PackageLoader("moe_rl.study", "."),
+        autoescape=select_autoescape(default=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    differ, shared = arm_settings(data)
+    return environment.get_template("report.html.j2").render(
+        data=data,
+        question=str(data.config.get("question") or ""),
+        notes=str(data.config.get("notes") or ""),
+        statements=_by_topic(data),
+        rules=RULES,
+        small_sample=small_sample_note(int(data.arms["seeds"].map(len).mode().iloc[0])),
+        finals=_finals(data),
+        pairs=_pairs(data),
+        figures=[(figure, Markup(inline_svg(figure))) for figure in drawn],
+        missing=missing,
+        arms=_arms(data),
+        differ=[
+            (name, [_plain(value) for value in row]) for name, row in zip(differ.index, differ.to_numpy(), strict=True)
+        ],
+        shared=[(name, _plain(value)) for name, value in shared.items()],
+        commands=_commands(data),
+        environment=_environment(data),
+        limits=[*_own_limits(data), *LIMITS],
+    )
+
+
+def inline_svg(figure: StudyFigure) -> str:
+    """The figure as an <svg> element: ids made unique, no prologue or metadata, labelled for screen readers."""
+    svg = figure.render("svg").decode()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    prefix = f"{figure.name}-"
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}", svg)
+    svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'\1 style="max-width:\2pt"', svg, count=1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{figure.title}"', 1)
+
+
+def _by_topic(data: StudyData) -> list[tuple[str, list[str]]]:
+    topics: dict[str, list[str]] = {}
+    for statement in read(data):
+        topics.setdefault(statement.topic, []).append(statement.text)
+    return list(topics.items())
+
+
+def _finals(data: StudyData) -> list[dict[str, Any]]:
+    rows = final_rewards(data).to_dict("records")
+    for row in rows:
+        row["label"] = full_label(data, row["arm"])
+        row["seeds"] = ", ".join(f"{value:.3f}" for value in row["by_seed"].values())
+        row["bounds"] = f"[{row['low']:.3f}, {row['high']:.3f}]" if np.isfinite(row["low"]) else "–"
+    return [{str(key): value for key, value in row.items()} for row in rows]
+
+
+def _pairs(data: StudyData) -> list[dict[str, Any]]:
+    return [
+        {
+            "condition": "natural" if pair.noise == 0 else f"noise σ = {pair.noise:g}",
+            "arm": str(data.arms["label"][pair.arm]),
+            "other": str(data.arms["label"][pair.other]),
+            "result": pair.result,
+        }
+        for pair in comparisons(data)
+    ]
+
+
+def _arms(data: StudyData) -> list[dict[str, Any]]:
+    declared = data.config.get("arms")
+    notes = (
+        {arm: about.get("note", "") for arm, about in declared.items() if isinstance(about, dict)}
+        if isinstance(declared, dict)
+        else {}
+    )
+    return [
+        {
+            "arm": arm,
+            "label": full_label(data, str(arm)),
+            "seeds": ", ".join(map(str, row["seeds"])),
+            "finished": f"{row['finished']} of {len(row['seeds'])}",
+            "note": notes.get(arm, ""),
+        }
+        for arm, row in data.arms.iterrows()
+    ]
+
+
+def _commands(data: StudyData) -> list[tuple[str, str]]:
+    recorded = dict.fromkeys(str(run.environment["command"]) for run in data.runs if run.environment.get("command"))
+    folder = data.folder.name or data.name
+    return [
+        *(("as recorded by the runs", command) for command in recorded),
+        ("figures and this page again", f"moe-rl figures runs/{folder}"),
+        ("the same tables in Python", f'moe_rl.study.load("runs/{folder}")'),
+    ]
+
+
+def _environment(data: StudyData) -> list[tuple[str, str]]:
+    """Every recorded fact, with all its values where runs differ; start times as their range."""
+    values: dict[str, dict[str, None]] = {}
+    for run in data.runs:
+        for name, value in flatten(run.environment).items():
+            if name != "command" and value is not None:
+                values.setdefault(name, {})[_plain(value)] = None
+    rows = []
+    for name, seen in values.items():
+        found = sorted(seen)
+        if name == "started" and len(found) > 1:
+            found = [f"{found[0]} to {found[-1]}"]
+        rows.append((name.removeprefix("versions."), ", ".join(found)))
+    return rows
+
+
+def _own_limits(data: StudyData) -> list[str]:
+    found = []
+    if (data.arms["noise"] > 0).any():
+        found.append(
+            "Selection noise is a stress test: it injects routing volatility and does not reproduce the volatility "
+            "that weight updates cause. Replay under noise equals the natural replay run by construction, so only "
+            "the contrast between the arms without replay is informative there."
+        )
+    if data.unfinished:
+        runs = ", ".join(f"{run.arm}/seed{run.seed}" for run in data.unfinished)
+        found.append(f"Unfinished runs are included as far as they got: {runs}.")
+    dirty = {run.environment.get("git_dirty") for run in data.runs}
+    if True in dirty:
+        found.append(
+            "The source tree had uncommitted changes when runs were made, so the commit alone does not give it."
+        )
+    return found + [f"Note from reading the runs: {note}." for note in data.notes]
+
+
+def _plain(value: Any) -> str:
+    if value is None or (isinstance(value, float) and np.isnan(value)):
+        return "–"
+    if isinstance(value, list | tuple):
+        return ", ".join(_plain(item) for item in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
