@@ -1,0 +1,14 @@
+"""Shared test settings."""
+
+import os
+
+import hypothesis
+import torch
+
+# Shared machines stall: a deadline would fail a property for the neighbour's load.
+hypothesis.settings.register_profile("moe_rl", deadline=None)
+hypothesis.settings.load_profile("moe_rl")
+
+# One thread is the fastest for models this small, and the reproducible choice.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
