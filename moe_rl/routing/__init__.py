@@ -11,9 +11,12 @@ from moe_rl.routing.change import (
     token_change,
 )
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
+from moe_rl.routing.expert_load import active_set_churn, expert_load, load_cv, load_entropy
 from moe_rl.routing.recording import Recording
 from moe_rl.routing.replay import Replay
+from moe_rl.routing.router_scores import boundary_margin, router_js, router_kl, router_shift
 from moe_rl.routing.routes import RoutedExperts
+from moe_rl.routing.site_names import canonical_site
 from moe_rl.routing.sites import Site, find_sites, routing_sites
 from moe_rl.routing.tap import Attachment, attach, noisy_routes, record_routes, replay_routes
 
@@ -26,15 +29,24 @@ __all__ = [
     "RoutingError",
     "Site",
     "UnsupportedModelError",
+    "active_set_churn",
     "attach",
+    "boundary_margin",
+    "canonical_site",
     "change_counts",
     "deviation_histogram",
+    "expert_load",
     "find_sites",
     "flips_per_token",
     "jaccard",
+    "load_cv",
+    "load_entropy",
     "noisy_routes",
     "record_routes",
     "replay_routes",
+    "router_js",
+    "router_kl",
+    "router_shift",
     "routing_sites",
     "site_change",
     "slot_change",
