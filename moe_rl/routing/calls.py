@@ -141,7 +141,7 @@ class Collected:
         if before is not None:
             before.check(call)
 
-    def end(self, call: Call, cache: Any, parts: tuple[Tensor, ...], unknown: tuple[float, ...]) -> None:
+    def end(self, call: Call, cache: Any, parts: tuple[Tensor, ...], unknown: tuple[int, ...]) -> None:
         """`unknown` fills the rows of a cache that was filled before anyone listened."""
         self.steps.append(parts)
         joined = self._continued(call)
@@ -189,7 +189,7 @@ def _seen(cache: Any) -> int:
 
 def _keys(cache: Any) -> int | None:
     """Where the cache keeps its first keys after a call. Cropping keeps the place, reordering allocates another."""
-    if cache is None or getattr(cache, "offloading", False):
+    if cache is None or torch.compiler.is_compiling() or getattr(cache, "offloading", False):
         return None
     for layer in getattr(cache, "layers", ()):
         keys = getattr(layer, "keys", None)

@@ -1,12 +1,12 @@
 """The context managers: record what routers choose, make them choose it again, disturb their choice."""
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
@@ -66,6 +66,11 @@ def _refuse_compiled(model: nn.Module) -> None:
                 f"{name or type(module).__name__} is compiled already: torch.compile skips hooks that were added later, "
                 "so nothing would be recorded or replayed. Call attach(model) before torch.compile(model)"
             )
+
+
+def _dynamo_ran() -> bool:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
 
 
 class Attachment:
@@ -149,6 +154,11 @@ def replay_routes(
     replay = Replay(tap, names, routes, sites, tokens, slots, shadow, check_tokens)
     with _listening(tap, replay):
         yield replay
+    if not replay.replayed_rows + replay.live_rows and _dynamo_ran():
+        raise RoutingError(
+            "nothing was replayed: no call of the model reached its hooks, and torch.compile was used in this process. "
+            "Was a function around the model compiled before? Call attach(model) first"
+        )
 
 
 @contextmanager
