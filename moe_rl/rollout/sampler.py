@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.task import Problem
@@ -138,7 +139,7 @@ class _Chunk:
         """Prefill: row i of the chunk is row `rows[i]` of the result and continues prompt `prompt[i]`."""
         self.model, self.rows, self.cache = model, rows, None
         self.fed: list[_Fed] = []
-        self.accepts = set(inspect.signature(model.forward).parameters)
+        self.accepts = set(inspect.signature(_inside(model).forward).parameters)
         used, place = torch.unique_consecutive(prompt, return_inverse=True)
         ids, mask = ids[used], mask[used].long()
         self.first = int(mask.any(0).int().argmax())  # columns that are padding in all of these prompts
@@ -249,7 +250,7 @@ def _padding_token(tokenizer: Any) -> int:
 def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, "e"]:
     """Every token that ends a completion: the tokenizer's and those of the model's generation config."""
     ends: set[int] = set()
-    for source in (tokenizer, getattr(model, "generation_config", None)):
+    for source in (tokenizer, getattr(_inside(model), "generation_config", None)):
         found = getattr(source, "eos_token_id", None)
         ends |= set(found if isinstance(found, list | tuple) else [found]) - {None}
     return torch.tensor(sorted(ends), dtype=torch.int64)
@@ -259,6 +260,11 @@ def _decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
     """Special tokens inside a completion stay visible: a verifier must not be blind to them."""
     rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """The transformers model in a wrapper (PEFT, DDP, ...), which alone says what it accepts."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
 def _selectable(cache: Any) -> bool:

@@ -62,7 +62,7 @@ class VerifiableTask:
     ...     def reward(self, problem, completion):
     ...         return float(completion == problem.answer)
     >>> Double().problem(random.Random(0)), isinstance(Double(), Task)
-    (Problem(prompt='^864=', answer='1728'), True)
+    (Problem(prompt='^776=', answer='1552'), True)
     """
 
     def draw(self, rng: random.Random) -> Problem:
@@ -85,7 +85,7 @@ def is_held_out(prompt: str) -> bool:
     """Whether a prompt belongs to evaluation: by SHA-256 of its text, whatever the seed or the run.
 
     >>> sum(is_held_out(str(n)) for n in range(10_000))
-    1019
+    1018
     """
     number = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big")
     return number < HELD_OUT_SHARE * 2**32

@@ -232,6 +232,31 @@ def test_a_model_without_a_cache_is_fed_everything():
     assert torch.allclose(rollout.logps[:, 1:], expected, atol=1e-6)
 
 
+class Wrapper(nn.Module):
+    """Hides the model's signature and attributes, as PEFT and DDP do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+def test_wrapped_models_get_their_positions_and_end_tokens():
+    model = tiny()
+    model.generation_config.eos_token_id = TOKENIZER.convert_tokens_to_ids(["a", "$"])
+    seen = []
+    model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    wrapped, bare = draw(Wrapper(model)), draw(model)
+    assert torch.equal(wrapped.input_ids, bare.input_ids) and torch.equal(wrapped.logps, bare.logps)
+    # prompts of 5, 2, 14, 3 and 4 tokens, left-padded to 14: the last one stands at its own length - 1
+    prefill, step = seen[0]["position_ids"], seen[1]["position_ids"]
+    assert prefill[:, -1].tolist() == [4, 1, 13, 2, 3]
+    assert prefill[1].tolist() == [0] * 13 + [1]
+    assert sorted(set(step[:, 0].tolist())) == [2, 3, 4, 5, 14]
+
+
 def test_sampled_frequencies_are_the_model_s():
     model = Bigram(len(TOKENIZER))
     n = 20_000
