@@ -98,6 +98,10 @@ class ProbeConfig:
     """Responses of the step's batch that are probed, spread over its groups."""
     tokens_every: int = 10
     """Steps between steps whose per-token facts and routes are written to Parquet (0: never)."""
+    decompose_every: int = 0
+    """Steps between steps after whose updates the log-ratio of the probed responses is split into weights, routes and
+    their interaction, also by routing site (0: never). Keeps a CPU copy of the weights during such a step; costs 3 + 2L
+    forwards of the subset per update at L routing sites."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +153,7 @@ def validate(config: RunConfig) -> None:
         f"({rollout.prompts}), got {optim.num_minibatches}",
     )
     require(
-        1 <= probe.sequences <= rollout.prompts * rollout.group_size or not probe.every,
+        1 <= probe.sequences <= rollout.prompts * rollout.group_size or not (probe.every or probe.decompose_every),
         f"probe.sequences: between 1 and the batch's {rollout.prompts * rollout.group_size} responses, "
         f"got {probe.sequences}",
     )

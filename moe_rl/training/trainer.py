@@ -22,10 +22,11 @@ from torch import Tensor
 from moe_rl.models import load_policy
 from moe_rl.objectives import OBJECTIVES, Objective, group_advantages, policy_loss
 from moe_rl.rollout import Rollout, make_task, sample, score
-from moe_rl.routing import noisy_routes, record_routes, replay_routes, routing_sites
+from moe_rl.routing import change_counts, noisy_routes, record_routes, replay_routes, routing_sites
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from moe_rl.training.config import MethodConfig, RunConfig, validate
+from moe_rl.training.decompose_probe import DecompositionProbe
 from moe_rl.training.logprobs import token_logps
 from moe_rl.training.probe import Probe, ratio_facts
 from moe_rl.training.runlog import RunLog
@@ -102,11 +103,15 @@ class Trainer:
             self.reset_reference()
             probing = config.probe.every and self.step % config.probe.every == 0
             probe = Probe(self, batch) if probing else None
+            splitting = config.probe.decompose_every and self.step % config.probe.decompose_every == 0
+            decomposition = DecompositionProbe(self, batch) if splitting else None
             order = minibatches(batch, config.optim.num_minibatches, config.rollout.group_size, self.draw("order"))
             for update, rows in enumerate(order, start=1):
                 self.update(batch.rows(rows), update)
                 if probe:
                     probe(update)
+                if decomposition:
+                    decomposition(update)
             if probe:
                 probe.finish()
             self.step += 1
@@ -151,7 +156,7 @@ class Trainer:
         noise = self.draw("noise", update)
         parts: list[tuple[Any, Any, Tensor]] = []
         loss_sum = aux_sum = 0.0
-        replayed = routed = 0
+        counts = []
         for start in range(0, len(batch), size):
             micro = batch.rows(torch.arange(start, min(start + size, len(batch))))
             with update_routing(self.model, method, micro, noise) as routing:
@@ -173,7 +178,7 @@ class Trainer:
                     aux_sum += share * float(out.aux_loss.detach())
                 self.accelerator.backward(total)
             loss_sum += float(loss.loss.detach())
-            replayed, routed = replayed + routing.replayed_rows, routed + routing.routed_rows
+            counts.append(routing)
             parts.append((loss, out, micro.completion_mask))
         grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), optim.max_grad_norm)
         self.optimizer.step()
@@ -200,8 +205,10 @@ class Trainer:
             entropy=torch.cat([out.entropy.detach() for _, out, _ in parts])[mask].mean(),
             aux_loss=aux_sum if optim.aux_loss_coef else None,
             aux_loss_coef=optim.aux_loss_coef,
-            replayed_rows=replayed,
-            routed_rows=routed,
+            **{
+                name: sum(getattr(count, name) for count in counts)
+                for name in ("replayed_rows", "routed_rows", "slots_changed", "slots")
+            },
         )
 
     def evaluate(self) -> None:
@@ -314,10 +321,13 @@ def parameter_groups(model: torch.nn.Module, config: RunConfig) -> list[dict[str
 
 
 class RoutingCount:
-    """(token, site) rows of one update forward: how many were routed, how many of them by replay."""
+    """(token, site) rows of one update forward, how many of them by replay; response slots that were routed
+    otherwise than by the old policy (0 under replay; under selection noise, the dose)."""
 
     replayed_rows = 0
     routed_rows = 0
+    slots_changed = 0
+    slots = 0
 
 
 @contextmanager
@@ -330,7 +340,10 @@ def update_routing(
         if method.noise:
             stack.enter_context(noisy_routes(model, method.noise, generator=noise))
         replay = stack.enter_context(replay_routes(model, batch.routes)) if method.replay == "R2" else None
+        recording = stack.enter_context(record_routes(model))
         yield count
+    changed = change_counts(batch.routes, recording.routes, batch.completion_mask)
+    count.slots_changed, count.slots = changed.slots_changed, changed.slots_total
     B, T, L, _ = batch.routes.shape
     count.routed_rows = B * T * L
     if replay is not None:

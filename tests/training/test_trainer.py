@@ -103,6 +103,8 @@ def test_replay_is_whole_in_every_update_and_absent_elsewhere(trainer_of, tmp_pa
     trainer_of(MICRO, tmp_path / "live").run()
     assert all(r["replayed_rows"] == r["routed_rows"] > 0 for r in rows(tmp_path / "replay", "update"))
     assert all(r["replayed_rows"] == 0 < r["routed_rows"] for r in rows(tmp_path / "live", "update"))
+    assert all(r["slots_changed"] == 0 < r["slots"] for r in rows(tmp_path / "replay", "update"))
+    assert sum(r["slots_changed"] for r in rows(tmp_path / "live", "update")) > 0
     assert sum(r["slots_changed"] for r in rows(tmp_path / "replay", "probe")) > 0, "the probe routes live"
 
 
@@ -115,7 +117,9 @@ def test_replay_is_a_no_op_on_the_first_minibatch(trainer_of, tmp_path):
 
 def test_noise_moves_the_update_and_replay_is_immune_to_it(trainer_of, tmp_path):
     trainer_of(method(noise=1.0), tmp_path / "noise").run()
-    assert rows(tmp_path / "noise", "update")[0]["var_token_log_ratio"] > 1e-8
+    first = rows(tmp_path / "noise", "update")[0]
+    assert first["var_token_log_ratio"] > 1e-8
+    assert 0.2 < first["slots_changed"] / first["slots"] < 0.9, "the dose is measured"
     quiet, noisy = (
         trainer_of(method(replay="R2"), tmp_path / "a"),
         trainer_of(method(replay="R2", noise=1.0), tmp_path / "b"),
