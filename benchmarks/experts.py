@@ -1,0 +1,142 @@
+"""Speed of the experts implementations as ratios to `grouped_mm`, their parity with eager, and determinism.
+
+    python benchmarks/experts.py                             # a small layer; CPU time on a CPU, events on a GPU
+    python benchmarks/experts.py --layer qwen3-30b-a3b --tokens 8192 --dtype bfloat16     # one layer, on a GPU
+
+One experts layer, forward, and forward with backward. Implementations take turns within a round, so that what else
+the machine does falls on all of them alike; a figure is the median over rounds of the ratio within a round, with
+its quartiles. Also printed: the floor, the time of the two matrix products alone, one call per expert, with no
+permutation.
+
+First each implementation is compared with eager (relative difference of the output and of every gradient) and run
+twice on the same input: "same bits" says whether the two results are identical. `megablocks` joins on a CUDA device
+where it is installed (docs/megablocks.md).
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from moe_rl.routing.experts import register_experts
+
+LAYERS = {  # hidden size, expert width, experts, experts per token
+    "small": (128, 64, 16, 4),
+    "olmoe-1b-7b": (2048, 1024, 64, 8),
+    "qwen3-30b-a3b": (2048, 768, 128, 8),
+}
+IMPLEMENTATIONS = ["eager", "grouped_mm", "megablocks_reference"]
+
+
+class Problem:
+    """One layer with its inputs; the routing is random and uneven, as a softmax of normal logits gives it."""
+
+    def __init__(self, layer: str, tokens: int, dtype: torch.dtype, device: str) -> None:
+        hidden, width, num_experts, k = LAYERS[layer]
+        torch.manual_seed(0)
+        config = Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=width, num_experts=num_experts)
+        with torch.device(device):
+            self.experts = Qwen3MoeExperts(config).to(dtype)
+            for parameter in self.experts.parameters():
+                nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+            self.hidden = torch.randn(tokens, hidden).to(dtype).requires_grad_()
+            logits = torch.randn(tokens, num_experts) + torch.randn(num_experts)
+            weights, self.index = logits.softmax(-1).topk(k)
+            self.weights = (weights / weights.sum(-1, keepdim=True)).to(dtype).requires_grad_()
+            self.probe = torch.randn(tokens, hidden).to(dtype)
+
+    def forward(self, implementation: str) -> Tensor:
+        self.experts.config._experts_implementation = implementation
+        with torch.no_grad():
+            return self.experts(self.hidden, self.index, self.weights)
+
+    def forward_backward(self, implementation: str) -> list[Tensor]:
+        self.experts.config._experts_implementation = implementation
+        out = self.experts(self.hidden, self.index, self.weights)
+        return [
+            out.detach(),
+            *torch.autograd.grad(out, [self.hidden, self.weights, *self.experts.parameters()], self.probe),
+        ]
+
+    def floor(self) -> None:
+        """The two products of the forward pass on rows already sorted."""
+        counts = torch.bincount(self.index.flatten(), minlength=self.experts.num_experts).tolist()
+        rows = self.hidden.detach().repeat_interleave(self.index.shape[1], 0)
+        for x, up, down in zip(rows.split(counts), self.experts.gate_up_proj, self.experts.down_proj, strict=True):
+            (x @ up.detach().T)[:, : down.shape[1]] @ down.detach().T
+
+
+def seconds(function: Callable[[], object], device: str) -> float:
+    if device == "cpu":
+        began = time.process_time()
+        function()
+        return time.process_time() - began
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def compare(candidates: dict[str, Callable[[], object]], rounds: int, device: str) -> None:
+    for function in candidates.values():  # warm up: allocations, autotuning
+        function()
+    times = [{name: seconds(f, device) for name, f in candidates.items()} for _ in range(rounds)]
+    for name in candidates:
+        ratios = [t[name] / t["grouped_mm"] for t in times]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        milliseconds = statistics.median(t[name] for t in times) * 1e3
+        print(f"  {name:22} {median:6.2f}  [{low:.2f}, {high:.2f}]   {milliseconds:9.2f} ms")
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
+def check(problem: Problem, implementations: list[str]) -> None:
+    names = ["output", "hidden states", "routing weights", *dict(problem.experts.named_parameters())]
+    expected = problem.forward_backward("eager")
+    for implementation in implementations:
+        first, second = (problem.forward_backward(implementation) for _ in range(2))
+        errors = ", ".join(f"{n} {relative(a, b):.1e}" for n, a, b in zip(names, first, expected, strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        print(f"  {implementation:22} {errors}; same bits twice: {'yes' if same else 'NO'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layer", choices=LAYERS, default="small")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=None)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+
+    register_experts()
+    cuda = args.device.startswith("cuda")
+    dtype = getattr(torch, args.dtype or ("bfloat16" if cuda else "float32"))
+    implementations = IMPLEMENTATIONS + (["megablocks"] if cuda and find_spec("megablocks") else [])
+    problem = Problem(args.layer, args.tokens, dtype, args.device)
+    where = torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} thread(s), CPU time"
+    print(f"{args.layer} {LAYERS[args.layer]}, {args.tokens} tokens, {dtype}, {where}, torch {torch.__version__}")
+    print("against eager:")
+    check(problem, implementations)
+    print(f"forward, ratio to grouped_mm: median [quartiles] of {args.rounds} rounds")
+    compare(
+        {i: lambda i=i: problem.forward(i) for i in implementations} | {"floor": problem.floor},
+        args.rounds,
+        args.device,
+    )
+    print("forward + backward")
+    compare({i: lambda i=i: problem.forward_backward(i) for i in implementations}, args.rounds, args.device)
+
+
+if __name__ == "__main__":
+    main()
