@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
@@ -179,7 +180,10 @@ def _load_cached(config: ModelConfig, task: Task, root: Path, progress: Progress
     recipe = _recipe(config, task)
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     folder = root / key
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"cannot keep cold-started models in {root}: {error}. Choose another folder.") from error
     with _lock(root / f"{key}.lock"):
         if not folder.exists():
             _make(config, task, recipe, folder, progress)
@@ -211,6 +215,10 @@ def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: 
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
         unfinished.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot write the cold-started model to {folder}: {error}. Nothing was kept; is the disk full?"
+        ) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 

@@ -186,13 +186,21 @@ def cold_start(
         held-out problems, sampled at temperature 1.
 
     Raises:
-        ModelError: the task has no demonstrations; the loss is no longer finite.
+        ModelError: the task has no demonstrations; a hyper-parameter out of range; a loss that is not finite.
     """
     if not hasattr(task, "demonstration"):
         raise ModelError(
             f"task {task.name} has no demonstration(problem, rng, noise), which the cold start imitates. Add one, "
             "or set model.cold_start to null, or train a model that can already do something (model.path)."
         )
+    for name, ok, expected in (
+        ("steps", config.steps >= 1, "at least 1"),
+        ("batch_size", config.batch_size >= 1, "at least 1"),
+        ("learning_rate", config.learning_rate > 0, "a positive number"),
+        ("demonstration_noise", 0 <= config.demonstration_noise <= 1, "between 0 and 1"),
+    ):
+        if not ok:
+            raise ModelError(f"model.cold_start.{name}: expected {expected}, got {getattr(config, name)}")
     device = next(model.parameters()).device
     frozen = {id(p) for p in router_parameters(model)} if config.freeze_router else set()
     trained = [p for p in model.parameters() if id(p) not in frozen]

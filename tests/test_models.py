@@ -139,6 +139,20 @@ def test_a_cold_start_that_diverges_stops():
         cold_start(model, TOKENIZER, TASK, START)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "model.cold_start.steps: expected at least 1, got 0"),
+        ({"batch_size": 0}, "model.cold_start.batch_size: expected at least 1, got 0"),
+        ({"learning_rate": 0.0}, r"model.cold_start.learning_rate: expected a positive number, got 0\.0"),
+        ({"demonstration_noise": 2.0}, r"model.cold_start.demonstration_noise: expected between 0 and 1, got 2\.0"),
+    ],
+)
+def test_impossible_cold_starts_are_refused(change, message):
+    with pytest.raises(ModelError, match=message):
+        cold_start(build_tiny(SMALL, TOKENIZER), TOKENIZER, TASK, replace(START, **change))
+
+
 class Mute(VerifiableTask):
     name, alphabet, max_new_tokens = "mute", "0123456789", 2
 
@@ -233,6 +247,20 @@ def test_those_who_want_the_same_model_make_it_once(tmp_path):
     for thread in threads:
         thread.join()
     assert sorted(steps) == [0, 3]
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=f"cannot keep cold-started models in {tmp_path}/file: .*another folder"):
+        load_policy(CONFIG, TASK, tmp_path / "file")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(ModelError, match=f"cannot write the cold-started model to {tmp_path}.*No space left"):
+        load_policy(CONFIG, TASK, tmp_path / "cache")
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == []
 
 
 def truncate(path):
