@@ -11,11 +11,13 @@ from moe_rl.study.figures.style import (
     GREY,
     StudyFigure,
     arm_looks,
+    arm_panels,
     arm_title,
     conditions,
     draw_seeds,
     legend_above,
     log_y,
+    look_of,
     need,
     noise_note,
     panel_arms,
@@ -24,6 +26,7 @@ from moe_rl.study.figures.style import (
     plain,
     seed_table,
     seeds_note,
+    share_axes,
     styled,
     summarise,
 )
@@ -97,10 +100,10 @@ def log_ratio_bands(data: StudyData) -> StudyFigure:
     tokens = _tokens(data, "log_ratio_bands")
     tokens = tokens[tokens["update"] == tokens["update"].max()]
     arms = _drawn_arms(data, tokens)
-    figure, axes = panels(1, len(arms), 2.5, sharey=True, sharex=True)
+    figure, axes = arm_panels(len(arms), 1, 2.0)
     parts = []
     for ax, arm in zip(axes[0], arms, strict=True):
-        look, _ = arm_looks(data, [arm])[arm]
+        look = look_of(str(data.arms["method"][arm]))
         of_arm = tokens[tokens["arm"] == arm]
         for kind in ("natural", "replayed"):
             table = of_arm.groupby("step")[kind].quantile(list(QUANTILES)).unstack()
@@ -115,12 +118,11 @@ def log_ratio_bands(data: StudyData) -> StudyFigure:
                 for q in (0.01, 0.99):
                     ax.plot(table.index, table[q], color="#1a1a1a", lw=0.9, ls=(0, (3, 1.5)), marker=marker, ms=2)
         ax.set_title(arm_title(data, arm), fontsize=7.5)
-        ax.set_xlabel("RL step")
-    axes[0, 0].set_ylabel("log r, nats")
+    share_axes(axes[0], "RL step", "log r, nats")
     caption = (
         f"{PAIR}. Quantiles over the stored response tokens of all seeds after the last update of a step: "
         "bands 1–99 %, 5–95 %, 25–75 % and the median, natural; dashed: the 1 % and 99 % quantiles "
-        f"replayed.{noise_note(data)} {seeds_note(data, interval=False)}"
+        f"replayed.{panels_note(data)} {seeds_note(data, interval=False)}"
     )
     return StudyFigure("log_ratio_bands", "Quantiles of the token log-ratio.", caption, figure, pd.concat(parts))
 
@@ -131,7 +133,7 @@ def probability_scatter(data: StudyData) -> StudyFigure:
     tokens = _tokens(data, "probability_scatter")
     tokens = tokens[tokens["update"] == tokens["update"].max()]
     arms = _drawn_arms(data, tokens)
-    figure, axes = panels(2, len(arms), 0.95 + 2 * 5.1 / max(len(arms), 3), sharex=True, sharey=True)
+    figure, axes = arm_panels(len(arms), 2, 0.2 + 5.1 / min(5, max(len(arms), 3)))
     edges = np.linspace(0, 1, 61)
     grids = {}
     for arm in arms:
@@ -156,11 +158,10 @@ def probability_scatter(data: StudyData) -> StudyFigure:
         x, y = np.nonzero(grid)
         cells = {"old_from": edges[x], "new_from": edges[y], "tokens": grid[x, y]}
         parts.append(pd.DataFrame({"arm": arm, "routing": kind, **cells}))
-    for j, arm in enumerate(arms):
-        axes[0, j].set_title(arm_title(data, arm), fontsize=7.5)
-        axes[1, j].set_xlabel("old probability")
-    axes[0, 0].set_ylabel("natural\nnew probability")
-    axes[1, 0].set_ylabel("replayed\nnew probability")
+    for ax, arm in zip(axes[0], arms, strict=True):
+        ax.set_title(arm_title(data, arm), fontsize=7.5)
+    share_axes(axes[0], "", "natural\nnew probability")
+    share_axes(axes[1], "old probability", "replayed\nnew probability")
     figure.colorbar(mesh, ax=axes, shrink=0.8, aspect=25, pad=0.02, label="tokens per cell").outline.set_visible(False)
     caption = (
         "Probability of each stored response token under the old policy and after the last update of its "
@@ -203,7 +204,7 @@ def variance_by_flips(data: StudyData) -> StudyFigure:
                 marker=look.marker,
                 mfc="white",
             )
-        ax.set(title=condition.title, xlabel="sites changed on the token", yscale="log")
+        ax.set(title=condition.title(len(shown) - 1), xlabel="sites changed on the token", yscale="log")
         flips = rows.loc[rows["drawn"], "flips"]
         ax.set_xticks(range(0, int(flips.max()) + 1, max(1, int(flips.max()) // 8)))
     log_y(axes[0, 0])
@@ -248,7 +249,7 @@ def tail_fraction(data: StudyData) -> StudyFigure:
                 else:
                     line = {"ls": (0, (1, 1.5)), "lw": 1.1}
                 ax.plot(TAUS[seen], share[seen], color=look.colour, **line)
-        ax.set(title=condition.title, xlabel="τ", xscale="log", yscale="log")
+        ax.set(title=condition.title(len(shown) - 1), xlabel="τ", xscale="log", yscale="log")
     log_y(axes[0, 0])
     frame = pd.concat(parts)
     last = float(frame.loc[frame["fraction"] > 0, "tau"].max())

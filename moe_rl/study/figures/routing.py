@@ -9,10 +9,12 @@ from moe_rl.study.figures.style import (
     GREY,
     StudyFigure,
     arm_looks,
+    arm_panels,
     arm_title,
     conditions,
     draw_seeds,
     legend_above,
+    lines_note,
     log_y,
     look_of,
     need,
@@ -21,6 +23,7 @@ from moe_rl.study.figures.style import (
     panels,
     panels_note,
     seeds_note,
+    share_axes,
     styled,
     summarise,
 )
@@ -66,7 +69,7 @@ def expert_change(data: StudyData) -> StudyFigure:
         f"{PROBE}; changes and totals pooled over all steps of a seed. Rates by definition – {definitions}. "
         "The three differ by up to a factor of K·L and must not be compared with one another. Reference: "
         "the GSPO paper (§5.3), given with the slot definition only, per update, as the most plausible "
-        f"reading of “experts activated”. Thin lines: seeds; thick: mean; band: interval.{noise_note(data)} "
+        f"reading of “experts activated”. {lines_note(data)}{noise_note(data)} "
         f"{seeds_note(data)}"
     )
     title = "Expert change by update index."
@@ -86,7 +89,7 @@ def expert_change_by_site(data: StudyData) -> StudyFigure:
     arms = [arm for arm in panel_arms(data) if (pooled["arm"] == arm).any()]
     lines = -(-len(arms) // 5)
     columns = -(-len(arms) // lines)
-    height = 0.7 + lines * float(np.clip(0.28 * len(names) + 0.45, 1.2, 5))
+    height = 0.7 + lines * float(np.clip(0.28 * len(names) + 0.45, 1.2, 5 / lines))
     figure, axes = panels(lines, columns, height, sharex=True, sharey=True)
     top = 100 * float(pooled["rate"].max()) or 1.0
     for ax in axes.flat[len(arms) :]:
@@ -130,7 +133,7 @@ def flips_per_token(data: StudyData) -> StudyFigure:
     rows = need(data.probes, ["flips_histogram", "deviation_histogram"], "flips_per_token")
     rows = rows[rows["update"] == rows["update"].max()]
     arms = [arm for arm in panel_arms(data) if (rows["arm"] == arm).any()]
-    figure, axes = panels(2, len(arms), 3.9, sharey="row", sharex="row")
+    figure, axes = arm_panels(len(arms), 2, 1.65)
     parts = []
     for column, arm in zip(axes.T, arms, strict=True):
         of_arm = rows[rows["arm"] == arm]
@@ -146,28 +149,19 @@ def flips_per_token(data: StudyData) -> StudyFigure:
                 pd.DataFrame({"histogram": name, "arm": arm, "value": x, "count": counts, "share": observed,
                               "binomial": expected})
             )  # fmt: skip
-            ax.set_xticks(x[:: max(1, len(x) // 8)])
+            ax.set_xticks(x[:: max(1, len(x) // 5)])
         spread = np.average(of_arm["overdispersion"].dropna()) if "overdispersion" in of_arm else np.nan
         column[0].set_title(arm_title(data, arm), fontsize=7.5)
-        column[0].text(
-            0.96,
-            0.96,
-            f"variance ×{spread:.2g}",
-            transform=column[0].transAxes,
-            ha="right",
-            va="top",
-            fontsize=7,
-        )
+        where = {"transform": column[0].transAxes, "ha": "right", "va": "top", "fontsize": 7}
+        column[0].text(0.96, 0.96, f"variance ×{spread:.2g}", **where)
     frame = pd.concat(parts)
-    for ax in axes[:, 0]:
-        log_y(ax)
-    for row, name in zip(axes, ("flips_histogram", "deviation_histogram"), strict=True):
+    words = (("routing sites changed on a token", "share of tokens"), ("slots changed at a site", "share of sites"))
+    for row, name, (below, beside) in zip(axes, ("flips_histogram", "deviation_histogram"), words, strict=True):
         seen = frame[(frame["histogram"] == name) & (frame["count"] > 0)]["share"]
-        row[0].set_ylim(float(seen.min()) / 3, 1.5)
-    for row, text in zip(axes, ("routing sites changed on a token", "slots changed at a site"), strict=True):
-        row[len(arms) // 2].set_xlabel(text)
-    axes[0, 0].set_ylabel("share of tokens")
-    axes[1, 0].set_ylabel("share of sites")
+        for ax in row:
+            ax.set_ylim(float(seen.min()) / 3, 1.5)
+            log_y(ax)
+        share_axes(row, below, beside)
     legend_above(figure, axes[:1], [Patch(color=GREY, label="observed")])
     caption = (
         f"{PROBE}, last update of each step, pooled over steps and seeds; log axis. Top: routing sites that "

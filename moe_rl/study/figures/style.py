@@ -29,6 +29,7 @@ from moe_rl.study.summary import full_label, replay_identity
 STYLE = Path(__file__).parent.parent / "moe_rl.mplstyle"
 WIDTH = 7.0  # inches: the text width of a two-column paper
 GREY = "#6b6b6b"
+THIN_LINES = 5  # with more seeds than this, single seeds are left to the CSV
 
 
 class NothingToDraw(ValueError):
@@ -61,13 +62,6 @@ LOOKS: dict[str, Look] = {
 }
 _SPARE = ("#B8860B", "#5F9EA0", "#A0522D", "#708090", "#C71585", "#6B8E23")
 _DASHES = ("-", (0, (5, 1.6)), (0, (5, 1.4, 1.2, 1.4)), (0, (1.2, 1.2)), (0, (3, 1, 1, 1, 1, 1)))
-METHOD_NAMES = {
-    "grpo": "GRPO",
-    "grpo_replay": "GRPO + Routing Replay",
-    "gspo": "GSPO",
-    "gspo_replay": "GSPO + Routing Replay",
-    "gspo_token": "GSPO-token",
-}
 
 
 def look_of(method: str) -> Look:
@@ -151,9 +145,11 @@ class Condition:
     def name(self) -> str:
         return "natural" if self.noise == 0 else f"noise σ = {self.noise:g}"
 
-    @property
-    def title(self) -> str:
-        return "Natural routing" if self.noise == 0 else f"Selection noise σ = {self.noise:g} (stress test)"
+    def title(self, lines: int = 1) -> str:
+        """Heading of its panel; in two lines where panels are narrow."""
+        if self.noise == 0:
+            return "Natural routing"
+        return f"Selection noise σ = {self.noise:g}" + ("\n" if lines > 1 else " ") + "(stress test)"
 
 
 def conditions(data: StudyData) -> list[Condition]:
@@ -174,20 +170,16 @@ def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str
         twins = [a for a in arms if methods[a] == method]
         look = look_of(method)
         label = str(data.arms.loc[arm, "label"])
-        if len(twins) == 1:
-            label = METHOD_NAMES.get(method, label)
-        elif twins.index(arm):
-            i = twins.index(arm)
+        i = twins.index(arm)
+        if i:
             look = Look(look.colour, _DASHES[i % len(_DASHES)], "osv^D"[i % 5])
         found[arm] = (look, label)
     return found
 
 
 def arm_title(data: StudyData, arm: str) -> str:
-    """Title of a panel that shows one arm: its method, and its noise if any."""
-    noise = float(data.arms["noise"][arm])
-    label = arm_looks(data, [arm])[arm][1].replace(" + ", "\n+ ")
-    return label + (f"\nnoise σ = {noise:g}" if noise else "")
+    """Title of a panel that shows one arm: its label, and its noise if any."""
+    return full_label(data, arm).replace(" + ", "\n+ ").replace(", noise", "\nnoise")
 
 
 def panel_arms(data: StudyData) -> list[str]:
@@ -221,7 +213,7 @@ def draw_seeds(ax: Axes, table: pd.DataFrame, look: Look, label: str, *, thin: b
     every = max(1, len(x) // 8)
     start = (sum(map(ord, look.marker)) % every) if len(x) > 8 else 0  # stagger, so that markers do not hide each other
     if table.shape[1] > 1:
-        if thin:
+        if thin and table.shape[1] <= THIN_LINES:
             ax.plot(x, table, color=look.colour, lw=0.6, alpha=0.45)
         ax.fill_between(x, low, high, color=look.colour, alpha=0.16, lw=0)
     style = {
@@ -239,6 +231,42 @@ def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figu
     figure = Figure(figsize=(WIDTH if columns > 1 else 0.65 * WIDTH, height))
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, axes
+
+
+def arm_panels(count: int, each: int, height: float, most: int = 5) -> tuple[Figure, np.ndarray]:
+    """Panels for arms side by side, at most five in a line, `each` below one another: axes [each, count]."""
+    lines = -(-count // most)
+    columns = -(-count // lines)
+    figure, grid = panels(lines * each, columns, 0.6 + lines * each * height)
+    for ax in grid[-each:, count - (lines - 1) * columns :].flat:
+        ax.axis("off")
+    index = range(count)
+    return figure, np.array([[grid[i // columns * each + k, i % columns] for i in index] for k in range(each)])
+
+
+def share_axes(axes: np.ndarray, xlabel: str, ylabel: str) -> None:
+    """Common limits; the y label and y numbers only in the first column, the x label once per line."""
+    x, y = np.array([ax.get_xlim() for ax in axes]), np.array([ax.get_ylim() for ax in axes])
+    for ax in axes:
+        ax.set_xlim(x.min(), x.max())
+        ax.set_ylim(y.min(), y.max())
+        place = ax.get_subplotspec()
+        if place.is_first_col():
+            ax.set_ylabel(ylabel)
+        else:
+            ax.tick_params(labelleft=False)
+        if place.colspan.start == place.get_gridspec().ncols // 2 or len(axes) == 1:
+            ax.set_xlabel(xlabel)
+
+
+def lines_note(data: StudyData) -> str:
+    """What the lines of `draw_seeds` are, for a caption."""
+    most = int(data.arms["seeds"].map(len).max())
+    if most == 1:
+        return "One line per run."
+    return (
+        "Thin lines: seeds; thick: their mean; " if most <= THIN_LINES else "Line: mean over seeds; "
+    ) + "band: interval."
 
 
 def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Sequence[Artist] = ()) -> None:

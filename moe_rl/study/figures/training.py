@@ -16,6 +16,7 @@ from moe_rl.study.figures.style import (
     conditions,
     draw_seeds,
     legend_above,
+    lines_note,
     log_y,
     need,
     noise_note,
@@ -39,17 +40,14 @@ def reward(data: StudyData) -> StudyFigure:
     for ax, condition in zip(axes[0], shown, strict=True):
         parts += _curves(ax, data, condition, rows, "reward")
         _mark_collapse(ax, data, condition)
-        ax.set(title=condition.title, xlabel="RL step")
-        if condition.noise:
-            _say_replay(ax, data, condition)
+        ax.set(title=condition.title(len(shown) - 1), xlabel="RL step")
     axes[0, 0].set_ylabel("reward, mean over responses")
     axes[0, 0].set_ylim(0, min(1.0, rows["reward"].max() * 1.08) if rows["reward"].max() <= 1 else None)
     legend_above(figure, axes)
     many = f"{int(rows['reward_n'].median())} " if "reward_n" in rows else ""
     caption = (
-        f"Mean reward of the {many}responses sampled at each RL step, before the updates of that step. Thin lines: "
-        f"seeds; thick line: their mean; band: interval of the mean.{_collapse_note(data)}{noise_note(data)} "
-        f"{seeds_note(data)}"
+        f"Mean reward of the {many}responses sampled at each RL step, before the updates of that step. "
+        f"{lines_note(data)}{_collapse_note(data)}{noise_note(data)}{_replay_note(data)} {seeds_note(data)}"
     )
     return StudyFigure("reward", "Reward against RL step.", caption, figure, pd.concat(parts))
 
@@ -75,7 +73,7 @@ def clipped_tokens(data: StudyData) -> StudyFigure:
             none = table.index[table.mean(axis=1) == 0]
             zeros |= len(none) > 0
             ax.plot(none, np.full(len(none), floor), look.marker, mfc="white", mec=look.colour, zorder=4)
-        ax.set(title=condition.title, xlabel="RL step")
+        ax.set(title=condition.title(len(shown) - 1), xlabel="RL step")
     log_y(axes[0, 0])
     if zeros:
         for ax in axes[0]:
@@ -107,13 +105,13 @@ def gradient_norm(data: StudyData) -> StudyFigure:
     parts = []
     for ax, condition in zip(axes[0], shown, strict=True):
         parts += _curves(ax, data, condition, steps, "grad_norm")
-        ax.set(title=condition.title, xlabel="RL step")
+        ax.set(title=condition.title(len(shown) - 1), xlabel="RL step")
     log_y(axes[0, 0])
     axes[0, 0].set_ylabel("gradient norm, before clipping")
     legend_above(figure, axes)
     caption = (
         "Global L2 norm of the gradient before it is clipped, mean over the updates of a step; log axis. "
-        f"Thin lines: seeds; thick: mean; band: interval.{noise_note(data)} {seeds_note(data)}"
+        f"{lines_note(data)}{noise_note(data)} {seeds_note(data)}"
     )
     return StudyFigure("gradient_norm", "Gradient norm.", caption, figure, pd.concat(parts))
 
@@ -158,7 +156,7 @@ def dynamics(data: StudyData) -> StudyFigure:
         "In-run quantities on the training minibatches, under each arm's own routing, mean over the "
         "updates of a step. k1 = mean(−log r) and k3 = mean(r − 1 − log r) with r = new/old on the old "
         "policy's tokens both estimate KL(old‖new); the axis of k1 differs between rows. Entropy of the "
-        f"sampled distribution; mean response length.{_collapse_note(data)}{noise_note(data)} "
+        f"sampled distribution; mean response length. {lines_note(data)}{_collapse_note(data)}{noise_note(data)} "
         f"{seeds_note(data)}"
     )
     title = "KL, entropy and response length."
@@ -184,7 +182,7 @@ def final_reward(data: StudyData) -> StudyFigure:
     rows_of = {str(row["arm"]): row for row in table.to_dict("records")}
     y, ticks = 0, list[tuple[int, str, bool]]()
     for condition in shown:
-        ticks.append((y, condition.title, True))
+        ticks.append((y, condition.title(), True))
         for arm, (look, label) in arm_looks(data, condition.arms).items():
             y += 1
             ticks.append((y, label, False))
@@ -213,7 +211,7 @@ def final_reward(data: StudyData) -> StudyFigure:
     caption = (
         "Final reward: mean of the last 5 steps of a run. Marker: mean over seeds; bar: its interval; open "
         "circles below: seeds. IQM: interquartile mean (equals the mean below four seeds). Area: mean "
-        f"reward over all steps. Collapsed: {COLLAPSE_RULE}.{noise_note(data)} {seeds_note(data)}"
+        f"reward over all steps. Collapsed: {COLLAPSE_RULE}.{noise_note(data)}{_replay_note(data)} {seeds_note(data)}"
     )
     return StudyFigure("final_reward", "Final reward.", caption, figure, table.drop(columns="by_seed"))
 
@@ -241,15 +239,13 @@ def _mark_collapse(ax: Axes, data: StudyData, condition: Condition) -> None:
             ax.plot(step, 0.02, "x", color=look.colour, transform=ax.get_xaxis_transform(), mew=1.4, clip_on=False)
 
 
-def _say_replay(ax: Axes, data: StudyData, condition: Condition) -> None:
-    """Replay never sees selection noise: its run under noise is its natural run; drawn once, said here."""
-    natural = replay_stands_for_noise(data, condition.noise)
-    if natural is None:
-        return
-    label, final = full_label(data, natural), final_rewards(data).set_index("arm")["final"][natural]
-    drawn = any(data.arms["method"][arm] == data.arms["method"][natural] for arm in condition.arms)
-    text = f"{label}: by construction its natural run" + ("" if drawn else f"\n(left; final {float(final):.2f})")
-    ax.text(0.98, 0.04, text, transform=ax.transAxes, ha="right", va="bottom", fontsize=7, color=GREY)
+def _replay_note(data: StudyData) -> str:
+    """Replay never sees selection noise: its run under noise is its natural run, which is drawn; said here."""
+    for condition in conditions(data):
+        natural = replay_stands_for_noise(data, condition.noise)
+        if natural is not None:
+            return f" {full_label(data, natural)} does not see the noise: its run there is its natural run by construction."
+    return ""
 
 
 __all__ = ["clipped_tokens", "dynamics", "final_reward", "gradient_norm", "reward"]
