@@ -1,0 +1,210 @@
+"""Variances and covariances of the parts of a log-ratio, over tokens and over sequences; batches add up with `+`."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+PARTS = ("weight", "routing", "interaction")
+
+
+@dataclass(frozen=True, eq=False)
+class Moments:
+    """Count, mean and scatter of P quantities; float64. Pooling is exact (Chan, Golub and LeVeque 1979).
+
+    scatter: Σ (x - mean)(x - mean)ᵀ; divided by count - 1 it is the covariance.
+
+    >>> values = torch.tensor([[1.0, 2.0], [3.0, 2.0], [5.0, 8.0]])
+    >>> (Moments.of(values[:1]) + Moments.of(values[1:])).covariance
+    tensor([[ 4.,  6.],
+            [ 6., 12.]], dtype=torch.float64)
+    """
+
+    count: int
+    mean: Float[Tensor, "P"]
+    scatter: Float[Tensor, "P P"]
+
+    @staticmethod
+    def of(values: Float[Tensor, "N P"]) -> "Moments":
+        """Of N rows."""
+        values = values.double()
+        if not len(values):
+            return Moments(0, values.new_zeros(values.shape[1]), values.new_zeros(values.shape[1], values.shape[1]))
+        mean = values.mean(0)
+        centred = values - mean
+        return Moments(len(values), mean, centred.T @ centred)
+
+    def __add__(self, other: "Moments") -> "Moments":
+        count = self.count + other.count
+        if not count:
+            return self
+        gap = other.mean - self.mean
+        scatter = self.scatter + other.scatter + torch.outer(gap, gap) * (self.count * other.count / count)
+        return Moments(count, self.mean + gap * (other.count / count), scatter)
+
+    @property
+    def covariance(self) -> Float[Tensor, "P P"]:
+        """Unbiased; NaN with fewer than two rows."""
+        return self.scatter / (self.count - 1) if self.count > 1 else torch.full_like(self.scatter, float("nan"))
+
+
+@dataclass(frozen=True, eq=False)
+class Variance:
+    """How the variance of a sum is made of its three parts at one level.
+
+    Σ variance + 2 Σ covariance = total, exactly. `share` is Cov(part, log r) / Var(log r): it gives each part half of
+    the covariances that it has, sums to 1, and may be negative (a part that works against the others).
+    """
+
+    moments: Moments
+
+    @property
+    def count(self) -> int:
+        return self.moments.count
+
+    @property
+    def total(self) -> float:
+        """Var(log r), nats² (squared nats per token at sequence level)."""
+        return float(self.moments.covariance.sum())
+
+    def var(self, part: str) -> float:
+        """Variance of one part."""
+        return self.cov(part, part)
+
+    def cov(self, a: str, b: str) -> float:
+        """Covariance of two parts; it enters the total twice."""
+        return float(self.moments.covariance[PARTS.index(a), PARTS.index(b)])
+
+    def mean(self, part: str) -> float:
+        """Mean of one part, nats."""
+        return float(self.moments.mean[PARTS.index(part)]) if self.count else float("nan")
+
+    def share(self, part: str) -> float:
+        """Cov(part, log r) / Var(log r), a fraction; NaN where nothing varies. The interaction's share given half to
+        each of the other two makes theirs the shares of the Shapley split."""
+        return _ratio(float(self.moments.covariance[PARTS.index(part)].sum()), self.total)
+
+    def rows(self) -> dict[str, float]:
+        """variance, var_*, cov_* (each counted twice in the total) and share_*, to log or to tabulate."""
+        pairs = [(a, b) for i, a in enumerate(PARTS) for b in PARTS[i + 1 :]]
+        return {
+            "variance": self.total,
+            **{f"var_{part}": self.var(part) for part in PARTS},
+            **{f"cov_{a}_{b}": self.cov(a, b) for a, b in pairs},
+            **{f"share_{part}": self.share(part) for part in PARTS},
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """The parts at token and at sequence level, and what averaging over a sequence does to each.
+
+    inverse_lengths: Σ 1/n over the measured sequences, n their numbers of measured tokens.
+    """
+
+    tokens: Moments
+    sequences: Moments
+    inverse_lengths: float
+
+    @staticmethod
+    def of(parts: Float[Tensor, "B T P"], mask: Bool[Tensor, "B T"]) -> "Shares":
+        """parts: any P of them, the three of a log-ratio in the order of PARTS; mask: the measured tokens."""
+        lengths = mask.sum(1)
+        measured = lengths > 0
+        means = (parts * mask[..., None]).sum(1)[measured] / lengths[measured, None]
+        return Shares(Moments.of(parts[mask]), Moments.of(means), float((1 / lengths[measured].double()).sum()))
+
+    def __add__(self, other: "Shares") -> "Shares":
+        lengths = self.inverse_lengths + other.inverse_lengths
+        return Shares(self.tokens + other.tokens, self.sequences + other.sequences, lengths)
+
+    @property
+    def token(self) -> Variance:
+        """Level of GRPO's ratios."""
+        return Variance(self.tokens)
+
+    @property
+    def sequence(self) -> Variance:
+        """Level of GSPO's ratios: length-normalised means (arXiv 2507.18071, eq. 7)."""
+        return Variance(self.sequences)
+
+    @property
+    def harmonic_length(self) -> float:
+        """Harmonic mean length: by this factor averaging lowers the variance of independent tokens, E[1/n] = 1/it."""
+        return _ratio(self.sequences.count, self.inverse_lengths)
+
+    def averaging(self, part: str) -> float:
+        """Var over tokens / Var over sequence means: what averaging divides the part's variance by."""
+        return _ratio(self.token.var(part), self.sequence.var(part))
+
+    def design_effect(self, part: str) -> float:
+        """Var over sequence means * harmonic length / Var over tokens: 1 where the tokens of a sequence are
+        independent, so that the mean over |y| tokens removes exactly 1/|y|; above 1 they move together and averaging
+        removes less (Kish's design effect); below 1 they cancel.
+
+        Does GSPO lower routing noise or only average it? A sequence ratio divides Var(routing) by
+        harmonic_length / design_effect and leaves the token variance what it is; whether *training* with it lowers
+        that is seen by comparing `token.var("routing")` between arms.
+        """
+        return _ratio(self.harmonic_length, self.averaging(part))
+
+    def rows(self) -> dict[str, float | int]:
+        """All numbers under their names, to log."""
+        return {
+            "tokens": self.tokens.count,
+            "sequences": self.sequences.count,
+            "harmonic_length": self.harmonic_length,
+            **{f"token_{name}": value for name, value in self.token.rows().items()},
+            **{f"sequence_{name}": value for name, value in self.sequence.rows().items()},
+            **{f"averaging_{part}": self.averaging(part) for part in PARTS},
+            **{f"design_effect_{part}": self.design_effect(part) for part in PARTS},
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class SiteShares:
+    """Moments of what each routing site does alone, of what it does last, and of the whole replay effect.
+
+    moments: over (alone of sites 0..L-1, last of sites 0..L-1, whole); see `Decomposition.site_alone`.
+    """
+
+    sites: tuple[str, ...]
+    tokens: Moments
+    sequences: Moments
+
+    @staticmethod
+    def of(
+        sites: tuple[str, ...],
+        alone: Float[Tensor, "L B T"],
+        last: Float[Tensor, "L B T"],
+        whole: Float[Tensor, "B T"],
+        mask: Bool[Tensor, "B T"],
+    ) -> "SiteShares":
+        both = Shares.of(torch.cat([alone, last, whole[None]]).movedim(0, -1), mask)
+        return SiteShares(sites, both.tokens, both.sequences)
+
+    def __add__(self, other: "SiteShares") -> "SiteShares":
+        return SiteShares(self.sites, self.tokens + other.tokens, self.sequences + other.sequences)
+
+    def rows(self) -> dict[str, list[float]]:
+        """Per site: variance alone and last, by token and by sequence (nats²), and the share of the whole, Cov(site,
+        whole) / Var(whole), of both kinds by token; it sums to 1 over the sites only where sites add up."""
+        number = len(self.sites)
+        token, sequence = self.tokens.covariance, self.sequences.covariance
+        share = token[:-1, -1] / token[-1, -1] if token[-1, -1] else torch.full_like(token[:-1, -1], float("nan"))
+        found = {"token_var": token.diagonal()[:-1], "sequence_var": sequence.diagonal()[:-1], "token_share": share}
+        return {
+            f"{name}_{kind}": values.view(2, number)[row].tolist()
+            for name, values in found.items()
+            for row, kind in enumerate(("alone", "last"))
+        }
+
+    @property
+    def whole(self) -> float:
+        """Token variance of the whole replay effect, nats²."""
+        return float(self.tokens.covariance[-1, -1])
+
+
+def _ratio(a: float | int, b: float | int) -> float:
+    return a / b if b else float("nan")
