@@ -96,8 +96,17 @@ def allocated_peak(run: Callable[[], None]) -> int:
     return peak
 
 
+def resident_growth(run: Callable[[], None]) -> int:
+    """How far the process's resident memory rose above its level, in bytes, from Linux. (getrusage cannot start
+    anew, and counts the process that started this one.)"""
+    with open("/proc/self/clear_refs", "w") as reset:
+        reset.write("5")  # the peak starts again from the present
+    before = resident_peak()
+    run()
+    return resident_peak() - before
+
+
 def resident_peak() -> int:
-    """Of this process since its start, from Linux. (getrusage would also count the process that started it.)"""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
 
@@ -105,17 +114,20 @@ def resident_peak() -> int:
 def measure_memory(name: str, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Print resident and allocated bytes. Runs in a process of its own: a peak cannot be taken back."""
     torch.set_num_threads(1)
-    step(METHODS[name], *problem(8, 8, 16, dtype))  # load what is loaded lazily
+    step(METHODS[name], *problem(8, 8, 16, dtype))  # load what torch loads when first used
     inputs = problem(*sizes, dtype)
-    before = resident_peak()
-    step(METHODS[name], *inputs)
-    print(resident_peak() - before, allocated_peak(lambda: step(METHODS[name], *inputs)))
+    resident = resident_growth(lambda: step(METHODS[name], *inputs))
+    inputs = problem(*sizes, dtype)  # without the first step's gradients
+    print(resident, allocated_peak(lambda: step(METHODS[name], *inputs)))
 
 
 def memory_of(name: str, sizes: tuple[int, int, int], dtype: str) -> tuple[int, int]:
     command = [sys.executable, __file__, "--measure", name, "--dtype", dtype]
     command += ["--tokens", str(sizes[0]), "--hidden", str(sizes[1]), "--vocabulary", str(sizes[2])]
-    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"measuring {name} failed:\n{done.stderr}")
+    lines = done.stdout.splitlines()
     resident, allocated = lines[-1].split()
     return int(resident), int(allocated)
 

@@ -492,6 +492,12 @@ def test_autocast_rounds_the_product_as_the_model_would():
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
     exact = token_logps(model, *data).logps
     assert (got - exact).abs().max() > 1e-4  # autocast was in force
+    hidden, weight, bias = (weights(s, dtype=torch.float32) for s in ((5, 3), (4, 3), (4,)))
+    targets = torch.tensor([0, 3, 3, 1, 2])
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = head_logps(hidden, weight, targets, bias=bias, chunk_size=5)
+        want = F.linear(hidden, weight, bias).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------
