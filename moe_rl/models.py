@@ -107,13 +107,24 @@ def load_policy(
 
 
 def _load(path: str, config: ModelConfig) -> tuple[Any, Any]:
+    return load_model(path, config), load_tokenizer(path, config.trust_remote_code)
+
+
+def check_path(path: str) -> str:
+    """A folder in hub format, or a hub id, as transformers takes it. Raises ModelError for anything else."""
     folder = Path(path).expanduser()
     if folder.is_dir():
-        path = str(folder)
         if not (folder / "config.json").is_file():
             raise ModelError(f"model.path: {folder.absolute()} holds no model (no config.json)")
-    elif path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return str(folder)
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelError(f"model.path: there is no folder {folder.absolute()} (a hub id would look like owner/name)")
+    return path
+
+
+def load_model(path: str, config: ModelConfig) -> Any:
+    """The model of a folder in hub format or of a hub id, on the CPU. Raises ModelError, also for missing weights."""
+    path = check_path(path)
     try:
         with _quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -132,8 +143,14 @@ def _load(path: str, config: ModelConfig) -> tuple[Any, Any]:
                 f"model.path: {path} does not fit its config: {problem.replace('_', ' ')} "
                 f"{sorted(map(str, report[problem]))[:3]}. A damaged or partial checkpoint?"
             )
+    return model
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """Its tokenizer, padding on the left, with a padding token. Raises ModelError where there is no usable one."""
+    path = check_path(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, padding_side="left")
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, padding_side="left")
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # some classes come up empty without their files
             raise ValueError("its vocabulary is empty")
     except Exception as error:
@@ -145,7 +162,7 @@ def _load(path: str, config: ModelConfig) -> tuple[Any, Any]:
         if tokenizer.eos_token is None:
             raise ModelError(f"model.path: the tokenizer of {path} has neither a padding nor an end token")
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere, so any token serves
-    return model, tokenizer
+    return tokenizer
 
 
 def _implementations(config: ModelConfig) -> dict[str, str]:
