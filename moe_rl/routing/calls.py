@@ -9,10 +9,12 @@ from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.selection import Job
+from moe_rl.routing.traced import no_type_check
 
 _PAGED = ("block_table", "read_index", "write_index")
 
 
+@no_type_check
 class Call:
     """What one call of the model is given, and what its sites did. Keyed by site, never a queue.
 
@@ -69,6 +71,7 @@ class Call:
                 job.closed = True
 
 
+@no_type_check
 class Joined:
     """Tensors `[B,S,...]` of successive calls, joined along the tokens while a KV cache connects them."""
 
@@ -129,6 +132,7 @@ class Joined:
         return tuple(torch.cat(part, dim=1) for part in zip(*self.pieces, strict=True))
 
 
+@no_type_check
 class Collected:
     """What a listener keeps of all calls: a tuple of tensors `[B,S,...]` each, joined where a KV cache joins them."""
 
@@ -177,6 +181,7 @@ class Collected:
         return alone[0] if len(alone) == 1 else tuple(torch.cat(part) for part in zip(*alone, strict=True))
 
 
+@no_type_check
 def _seen(cache: Any) -> int:
     """Tokens that are in the cache already."""
     if cache is None:
@@ -187,6 +192,7 @@ def _seen(cache: Any) -> int:
         return -1
 
 
+@no_type_check
 def _keys(cache: Any) -> int | None:
     """Where the cache keeps its first keys after a call. Cropping keeps the place, reordering allocates another."""
     if cache is None or torch.compiler.is_compiling() or getattr(cache, "offloading", False):

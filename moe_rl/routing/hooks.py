@@ -21,6 +21,7 @@ from moe_rl.routing.calls import Call
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.selection import Job, Probe, Selection, selection_mode
 from moe_rl.routing.sites import Site
+from moe_rl.routing.traced import no_type_check
 
 
 @runtime_checkable
@@ -36,6 +37,7 @@ def _inert(*_: Any) -> None:
     """What our hooks become in a copy of the model."""
 
 
+@no_type_check
 class _Hook:
     """A hook that does nothing in a deep copy or a pickle of its model."""
 
@@ -83,6 +85,7 @@ class _Segments:
 _CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
+@no_type_check
 class Tap:
     """Hooks on one model: the boundary opens and closes a Call, each router asks it what to do."""
 
@@ -250,6 +253,7 @@ _CHECKPOINT_FILES = (
 )
 
 
+@no_type_check
 def _may_recompute(call: Call) -> bool:
     """Cheap sign of a checkpoint around a router: its saved-tensor hooks, or gradients that were switched off inside."""
     return call.grad != torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

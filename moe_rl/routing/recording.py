@@ -9,11 +9,14 @@ from torch import Tensor
 from moe_rl.routing.calls import Call, Collected
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap
-from moe_rl.routing.routes import RoutedExperts, pack_ids
+from moe_rl.routing.packing import packed_dtype
+from moe_rl.routing.routes import RoutedExperts
+from moe_rl.routing.traced import no_type_check
 
 
-def stacked(tap: Tap, call: Call, ids: list[Tensor | None]) -> Tensor:
-    """`[B,S,L,K]`, packed, from one `[B·S,K]` for each site."""
+@no_type_check
+def stacked(tap: Tap, call: Call, ids: list[Tensor | None], dtype: torch.dtype) -> Tensor:
+    """`[B,S,L,K]`, packed to `dtype`, from one `[B·S,K]` for each site."""
     rows: list[Tensor] = []
     for name, one in zip(tap.names, ids, strict=True):
         if one is None or one.shape[0] != call.rows:
@@ -22,8 +25,7 @@ def stacked(tap: Tap, call: Call, ids: list[Tensor | None]) -> Tensor:
                 f"{call.length}: does this model drop or pack padding before its experts?"
             )
         rows.append(one if one.device == (rows or [one])[0].device else one.to(rows[0].device))
-    experts = max(probe.num_experts for probe in tap.probes)
-    return pack_ids(torch.stack(rows, dim=1), experts).unflatten(0, (call.batch, call.length))
+    return torch.stack(rows, dim=1).to(dtype).unflatten(0, (call.batch, call.length))
 
 
 def wrapped(tap: Tap, names: tuple[str, ...], packed: Tensor, tokens: Tensor) -> RoutedExperts:
@@ -38,6 +40,7 @@ def wrapped(tap: Tap, names: tuple[str, ...], packed: Tensor, tokens: Tensor) ->
     return RoutedExperts._trusted(packed, names, experts, tokens=known, meta=meta)
 
 
+@no_type_check
 def tokens_of(call: Call, like: Tensor) -> Tensor:
     """`[B,S]` int32 token ids of a call, -1 where it was given embeddings."""
     tokens = torch.full((call.batch, call.length), -1, dtype=torch.int32, device=like.device)
@@ -53,6 +56,7 @@ def one_width(tap: Tap) -> None:
         )
 
 
+@no_type_check
 class Recording:
     """What the routers used. Rows are detached and packed as they come.
 
@@ -65,13 +69,14 @@ class Recording:
     def __init__(self, tap: Tap, names: list[str]) -> None:
         one_width(tap)
         self._tap, self._names, self._seen = tap, tuple(names), Collected()
+        self._dtype = packed_dtype(max(probe.num_experts for probe in tap.probes))
 
     def begin(self, call: Call) -> None:
         call.capture = True
         self._seen.begin(call)
 
     def end(self, call: Call, cache: Any) -> None:
-        packed = stacked(self._tap, call, call.chosen)
+        packed = stacked(self._tap, call, call.chosen, self._dtype)
         self._seen.end(call, cache, (packed, tokens_of(call, packed)), (torch.iinfo(packed.dtype).max, -1))
 
     def _wrap(self, parts: tuple[Tensor, ...]) -> RoutedExperts:

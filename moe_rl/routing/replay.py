@@ -14,8 +14,10 @@ from moe_rl.routing.recording import one_width, stacked, tokens_of, wrapped
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Holes
 from moe_rl.routing.site_names import match_sites
+from moe_rl.routing.traced import no_type_check
 
 
+@no_type_check
 class Replay:
     """Forces routes, and counts.
 
@@ -130,7 +132,7 @@ class Replay:
         if self._seen is None:
             return
         live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]
-        packed = stacked(self._tap, call, live)
+        packed = stacked(self._tap, call, live, self._packed.dtype)
         none = torch.zeros(call.rows, device=packed.device)
         gaps = [none if job is None or job.regret is None else job.regret.to(packed.device) for job in call.jobs]
         regret = torch.stack(gaps, dim=1).unflatten(0, (call.batch, call.length))

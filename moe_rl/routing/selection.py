@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.traced import no_type_check
 
 TOPK = (torch.topk, torch.Tensor.topk)
 MAX = (torch.max, torch.Tensor.max)
@@ -43,6 +44,7 @@ class Probe:
     logits: int = -1
 
 
+@no_type_check
 class Job:
     """What one site has to do in one model call, and what it did.
 
@@ -81,12 +83,14 @@ class Job:
         self.holes = "slots" if self.holes == "slots" else "none"
 
 
+@no_type_check
 def is_held(forced: Tensor, num_experts: int) -> Tensor:
     """`[..,E]` bool: the experts that a row forces; -1 forces nothing."""
     mask = torch.zeros((*forced.shape[:-1], num_experts + 1), dtype=torch.bool, device=forced.device)
     return mask.scatter(-1, forced.where(forced >= 0, num_experts), True)[..., :-1]
 
 
+@no_type_check
 def fill(forced: Tensor, live: Tensor, scores: Tensor, holes: Holes) -> Tensor:
     """`forced` with its -1 decided live: a whole row as the router would; single slots by the best of the rest."""
     if holes == "none":
@@ -99,6 +103,7 @@ def fill(forced: Tensor, live: Tensor, scores: Tensor, holes: Holes) -> Tensor:
     return forced.where(rows, live)
 
 
+@no_type_check
 class Selection(TorchFunctionMode):
     """The mode for routers that select with one `topk`."""
 
@@ -178,6 +183,7 @@ class Selection(TorchFunctionMode):
             job.regret = gap.reshape(-1).clamp(min=0).float()
 
 
+@no_type_check
 class SequentialMax(Selection):
     """Phi-MoE's sparsemixer: k times a `max` over what is left (in train mode: of a sample); it has no `topk`.
 
@@ -222,5 +228,6 @@ class SequentialMax(Selection):
         return torch.return_types.max((values, ids))
 
 
+@no_type_check
 def selection_mode(name: str, probe: Probe, job: Job, training: bool) -> Selection:
     return (SequentialMax if probe.by_max else Selection)(name, probe, job, training)

@@ -1,6 +1,7 @@
 """The context managers: record what routers choose, make them choose it again, disturb their choice."""
 
 import sys
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -155,9 +156,10 @@ def replay_routes(
     with _listening(tap, replay):
         yield replay
     if not replay.replayed_rows + replay.live_rows and _dynamo_ran():
-        raise RoutingError(
+        warnings.warn(
             "nothing was replayed: no call of the model reached its hooks, and torch.compile was used in this process. "
-            "Was a function around the model compiled before? Call attach(model) first"
+            "If a function around the model was compiled before, call attach(model) first",
+            stacklevel=3,
         )
 
 
