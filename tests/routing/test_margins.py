@@ -1,0 +1,100 @@
+"""Margins of live choices, against the router's own scores, and as what they promise."""
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import (
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from moe_rl.routing import RoutingError, record_routes, site_change
+from moe_rl.routing.margins import record_margins
+
+COMMON = {
+    "vocab_size": 19,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.3,
+}
+FAMILIES = {
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON, num_experts=6, moe_intermediate_size=12)),
+    "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**COMMON, num_experts=6)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**COMMON, num_local_experts=6)),
+    "granitemoe": lambda: GraniteMoeForCausalLM(GraniteMoeConfig(**COMMON, num_local_experts=6)),
+}
+
+
+def built(family):
+    torch.manual_seed(0)
+    return FAMILIES[family]().eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_margins_are_those_of_the_ranked_scores_and_nothing_changes(family):
+    model = built(family)
+    ids = torch.randint(0, 19, (3, 7), generator=torch.Generator().manual_seed(0))
+    with record_routes(model) as plain:
+        expected = model(ids, output_router_logits=True)
+    with record_routes(model) as recording, record_margins(model) as margins:
+        got = model(ids)
+    assert torch.equal(got.logits, expected.logits) and recording.routes.equal(plain.routes)
+    for site, logits in enumerate(expected.router_logits):
+        ranked = logits.softmax(-1) if family in ("qwen3_moe", "olmoe", "mixtral") else logits
+        best = ranked.sort(-1, descending=True).values
+        torch.testing.assert_close(margins.values[..., site].flatten(), best[:, 1] - best[:, 2])
+
+
+class Shifted(TorchFunctionMode):
+    """Logits of one router with the second expert lowered and the third raised."""
+
+    def __init__(self, weight, order, by):
+        super().__init__()
+        self.weight, self.order, self.by = weight, order, by
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.nn.functional.linear and args[1] is self.weight:
+            rows = torch.arange(len(out))
+            out[rows, self.order[:, 1]] -= self.by
+            out[rows, self.order[:, 2]] += self.by
+        return out
+
+
+@torch.no_grad()
+def test_a_change_below_half_the_margin_flips_nothing_and_one_above_it_can():
+    """One site; the scores of Granite are logits, so that a shift of the second and third expert is known exactly."""
+    torch.manual_seed(0)
+    model = GraniteMoeForCausalLM(GraniteMoeConfig(**(COMMON | {"num_hidden_layers": 1}), num_local_experts=6)).eval()
+    ids = torch.randint(0, 19, (1, 9), generator=torch.Generator().manual_seed(1))
+    with record_routes(model) as old, record_margins(model) as margins:
+        logits = model(ids, output_router_logits=True).router_logits[0]
+    order = logits.sort(-1, descending=True).indices
+    weight = model.model.layers[0].block_sparse_moe.router.weight
+    for factor, flips in ((0.49, False), (0.51, True)):
+        with record_routes(model) as new, Shifted(weight, order, factor * margins.values[0, :, 0]):
+            model(ids)
+        assert bool(site_change(old.routes, new.routes).all()) is flips
+        assert bool(site_change(old.routes, new.routes).any()) is flips
+
+
+@torch.no_grad()
+def test_all_experts_taken_is_infinitely_far_and_nothing_read_is_an_error():
+    model = MixtralForCausalLM(MixtralConfig(**(COMMON | {"num_experts_per_tok": 3}), num_local_experts=3)).eval()
+    with record_margins(model) as margins:
+        with pytest.raises(RoutingError, match="nothing was read"):
+            _ = margins.values
+        model(torch.zeros(1, 2, dtype=torch.long))
+        model(torch.zeros(2, 2, dtype=torch.long))
+    assert margins.values.shape == (3, 2, 2) and margins.values.isinf().all()
