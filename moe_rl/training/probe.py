@@ -4,6 +4,7 @@ Under replay the change rate is zero by construction, so the probe routes live; 
 policy's routes on the same weights. The difference between the two is what routing adds to the log-ratio.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,8 +74,13 @@ class Probe:
         """Write the step's per-token facts."""
         if self.columns:
             self._save_routes(0, self.part.routes)
-            table = {key: torch.cat([c[key] for c in self.columns]).cpu().numpy() for key in self.columns[0]}
-            write_table(self.trainer.folder / "tokens" / f"step_{self.trainer.step:06d}.parquet", table)
+            table: dict[str, Any] = {
+                key: torch.cat([c[key] for c in self.columns]).cpu().numpy() for key in self.columns[0]
+            }
+            pieces = token_pieces(self.trainer.tokenizer, table["token"].tolist())
+            table["text"] = [pieces[token] for token in table["token"].tolist()]
+            about = prompt_texts(self.trainer.tokenizer, self.part, self.rows)
+            write_table(self.trainer.folder / "tokens" / f"step_{self.trainer.step:06d}.parquet", table, about)
 
     def _save_routes(self, update: int, routes: RoutedExperts) -> None:
         """Update 0 is the old policy."""
@@ -114,6 +120,31 @@ def measure(trainer: "Trainer", part: Batch) -> tuple[dict[str, Any], Tensor, Te
         facts[f"k1_{name}"] = (-tokens).mean()
         facts[f"k3_{name}"] = (tokens.exp() - 1 - tokens).mean()
     return facts, natural.logps, replayed, recording.routes
+
+
+def token_pieces(tokenizer: Any, tokens: Iterable[int]) -> dict[int, str]:
+    """The text of every distinct token as it stands inside a text: what decoding it twice adds to decoding it once.
+
+    Decoded alone, tokens of some vocabularies lose their leading space. Special tokens keep their names; a token that
+    is part of a character shows the replacement character.
+    """
+    known = sorted(set(tokens))
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    once = tokenizer.batch_decode([[token] for token in known], **options)
+    twice = tokenizer.batch_decode([[token, token] for token in known], **options)
+    return {t: b[len(a) :] if b.startswith(a) else a for t, a, b in zip(known, once, twice, strict=True)}
+
+
+def prompt_texts(tokenizer: Any, part: Batch, rows: Tensor) -> dict[str, Any]:
+    """What a token view needs besides the tokens: by `seq`, the prompt's text and the column of position 0, where the
+    stored routes of the response begin."""
+    first = part.completion_mask.int().argmax(1).tolist()
+    prompts = [
+        ids[:start][mask[:start]].tolist()
+        for ids, mask, start in zip(part.input_ids.cpu(), part.attention_mask.cpu().bool(), first, strict=True)
+    ]
+    texts = tokenizer.batch_decode(prompts, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return {"seq": rows.tolist(), "prompt": texts, "first": first}
 
 
 def token_columns(
