@@ -19,6 +19,7 @@ from transformers.utils import logging as hf_logging
 
 from moe_rl.rollout import Task
 from moe_rl.routing import UnsupportedModelError
+from moe_rl.routing.experts import register_experts
 from moe_rl.routing.sites import find_sites
 from moe_rl.tiny import (
     ColdStartConfig,
@@ -166,6 +167,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
 
 
 def _implementations(config: ModelConfig) -> dict[str, str]:
+    register_experts()  # so that `experts_implementation: megablocks` is a known name
     chosen = {
         "attn_implementation": config.attn_implementation,
         "experts_implementation": config.experts_implementation,
