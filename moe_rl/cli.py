@@ -3,6 +3,7 @@
 study FILE     all arms x seeds of a study, resuming what is unfinished; then figures and the report
 run FILE       one arm and seed
 figures DIR    redraw the figures and the report of a study folder
+watch DIR      follow a study in the browser
 """
 
 import os
@@ -169,6 +170,25 @@ def figures_verb(arguments: list[str]) -> None:
         """A study folder, e.g. runs/replay_vs_gspo."""
 
     draw(_parse(Options, arguments, "moe-rl figures", None).folder)
+
+
+@verb("watch", "follow a study in the browser: a local page with its curves, routing and tokens")
+def watch_verb(arguments: list[str]) -> None:
+    @dataclass(frozen=True)
+    class Options:
+        """Serve a page that follows a running or finished study, to this machine only."""
+
+        folder: tyro.conf.Positional[Path]
+        """A study folder, e.g. runs/replay_vs_gspo, or one run's."""
+        port: int = 0
+        """0: 8765 or the next free one."""
+        open: bool = False
+        """Open the page in the browser."""
+
+    options = _parse(Options, arguments, "moe-rl watch", None)
+    from moe_rl.study.watch import watch
+
+    watch(options.folder, options.port, options.open)
 
 
 def draw(folder: Path) -> None:

@@ -5,7 +5,6 @@ and answer with the next one. A run that was resumed has rewritten its file: the
 says `reset`.
 """
 
-import colorsys
 import json
 import math
 import re
@@ -21,6 +20,7 @@ import yaml
 
 from moe_rl.study.data import Run, StudyData, StudyDataError
 from moe_rl.study.figures.routing import short_sites
+from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.summary import full_label
 
@@ -250,31 +250,6 @@ def read_since(path: Path, since: str = "") -> tuple[list[dict[str, Any]], dict[
         else:
             damaged += 1
     return rows, {"since": cursor, "more": more, "reset": reset, "damaged": damaged}
-
-
-def on_dark(colour: str, contrast: float = 4.5, background: str = "#15181c") -> str:
-    """The colour, made lighter until it stands out from a dark background (WCAG contrast ratio); hue kept.
-
-    >>> on_dark("#E69F00"), on_dark("#0B4A8F")
-    ('#e69f00', '#378eee')
-    """
-    hue, light, saturation = colorsys.rgb_to_hls(*_rgb(colour))
-    while light < 1:
-        rgb = colorsys.hls_to_rgb(hue, light, saturation)
-        if (_luminance(rgb) + 0.05) / (_luminance(_rgb(background)) + 0.05) >= contrast:
-            break
-        light = min(1.0, light + 0.01)
-    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, light, saturation))
-
-
-def _rgb(colour: str) -> tuple[float, float, float]:
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return red, green, blue
-
-
-def _luminance(rgb: tuple[float, float, float]) -> float:
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def _before(file: Any, offset: int) -> int:

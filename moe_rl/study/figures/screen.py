@@ -1,0 +1,47 @@
+"""The figures' colours on a screen, which may be dark."""
+
+import colorsys
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+
+def scales() -> dict[str, dict[str, list[str]]]:
+    """Colours of the page: `sequence` (nothing to all, the figures' Blues) and `diverging` (fell, same, rose)."""
+    blues, purples = mpl.colormaps["Blues"], mpl.colormaps["PuOr"]
+    dark = LinearSegmentedColormap.from_list("dark", ["#1d2127", "#15406f", "#2f78b8", "#86bde4", "#eef6ff"])
+    split = LinearSegmentedColormap.from_list("split", ["#ffb45e", "#8a5417", "#1d2127", "#5b4a94", "#c3b4ff"])
+    nine, steps = np.linspace(0, 1, 9), np.linspace(0.08, 0.92, 9)
+    return {
+        "light": {
+            "sequence": ["#ffffff", *(to_hex(blues(x)) for x in np.linspace(0.18, 1, 8))],
+            "diverging": [to_hex(purples(x)) if i != 4 else "#ffffff" for i, x in enumerate(steps)],
+        },
+        "dark": {"sequence": [to_hex(dark(x)) for x in nine], "diverging": [to_hex(split(x)) for x in nine]},
+    }
+
+
+def on_dark(colour: str, contrast: float = 4.5, background: str = "#15181c") -> str:
+    """The colour, made lighter until it stands out from a dark background (WCAG contrast ratio); hue kept.
+
+    >>> on_dark("#E69F00"), on_dark("#0B4A8F")
+    ('#e69f00', '#1d80ee')
+    """
+    hue, light, saturation = colorsys.rgb_to_hls(*_rgb(colour))
+    while light < 1:
+        rgb = colorsys.hls_to_rgb(hue, light, saturation)
+        if (_luminance(rgb) + 0.05) / (_luminance(_rgb(background)) + 0.05) >= contrast:
+            break
+        light = min(1.0, light + 0.01)
+    return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, light, saturation))
+
+
+def _rgb(colour: str) -> tuple[float, float, float]:
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return red, green, blue
+
+
+def _luminance(rgb: tuple[float, float, float]) -> float:
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in rgb]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,0 +1,273 @@
+"""The token view: responses of a stored step, each token with its log-probabilities and its experts, old and new.
+
+`TokenStep` reads what the probe wrote; `token_view_html` puts a few responses into a page as a fragment that needs no
+network. The live page shows the same view of the same data.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from markupsafe import Markup
+
+from moe_rl.study.data import Run, StudyData, StudyDataError
+from moe_rl.study.figures.routing import short_sites
+from moe_rl.study.figures.screen import scales
+from moe_rl.study.summary import full_label
+
+MOST_TOKENS = 4096
+"""Tokens of one response that are shown."""
+REPORT_BYTES = 300_000
+"""Data of a token view inside a report."""
+REPORT_TOKENS = 512
+
+
+class TokenStep:
+    """Tokens of one stored step of a run, and their routes where they were kept.
+
+    Raises StudyDataError for a step that was not stored, or files that do not fit each other.
+    """
+
+    def __init__(self, folder: Path, step: int):
+        self.folder, self.step = folder, step
+        path = folder / "tokens" / f"step_{step:06d}.parquet"
+        if not path.exists():
+            raise StudyDataError(f"{folder}: no tokens of step {step}; stored are {stored_steps(folder) or 'none'}")
+        try:
+            self.table = pd.read_parquet(path)
+            about = _metadata(path)
+        except Exception as error:  # pyarrow raises many kinds; the file is what matters
+            raise StudyDataError(f"{path}: not a readable Parquet file ({error})") from error
+        self.sequences = [int(seq) for seq in about.get("seq") or pd.unique(self.table["seq"])]
+        self.prompts: list[str] = about.get("prompt") or [""] * len(self.sequences)
+        self._first: list[int] | None = about.get("first")
+        self.updates = sorted(int(update) for update in self.table["update"].unique())
+        self._routes: dict[int, Any] = {}
+
+    @cached_property
+    def routed(self) -> bool:
+        """Whether the routes of the old policy and of every update are there."""
+        return all(self._path(update).exists() for update in (0, *self.updates))
+
+    def index(self) -> dict[str, Any]:
+        """What there is to choose from, and `top`, the largest number of changed experts of a token."""
+        last = self.table[self.table["update"] == self.updates[-1]]
+        rewards, counts = last.groupby("seq")["reward"].first(), last.groupby("seq").size()
+        about: dict[str, Any] = {"sites": [], "labels": [], "common": "", "slots": 0}
+        if self.routed:
+            routes = self.routes(0)
+            labels, common = short_sites(list(routes.sites))
+            L, K = routes.shape[2:]
+            about = {"sites": list(routes.sites), "labels": labels, "common": common, "slots": L * K}
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "responses": [
+                {"seq": seq, "reward": _plain(rewards.get(seq)), "tokens": int(counts.get(seq, 0))}
+                for seq in self.sequences
+            ],
+            "top": max((int(self.changed(seq, u).max()) for u in self.updates for seq in self.sequences), default=0),
+            "unit": "experts" if self.routed else "sites",
+            **about,
+        }
+
+    def response(self, seq: int, update: int, most: int = MOST_TOKENS) -> dict[str, Any]:
+        """One response after one update; lists have one entry per token, the first `most` of them.
+
+        `old_experts`: [T][L][K] ids, -1 where no route is known; `new_experts`: per token only the sites whose set
+        changed, {site index: [K]}; both null where routes were not kept.
+        """
+        rows = self.rows(seq, update).iloc[:most]
+        text = rows["text"].astype(str).tolist() if "text" in rows else [f"⟨{token}⟩" for token in rows["token"]]
+        found: dict[str, Any] = {
+            "seq": seq,
+            "update": update,
+            "reward": _plain(rows["reward"].iloc[0]) if len(rows) else None,
+            "prompt": self.prompts[self.sequences.index(seq)],
+            "left_out": len(self.rows(seq, update)) - len(rows),
+            "text": text,
+            "position": rows["pos"].tolist(),
+            "token": rows["token"].tolist(),
+            **{name: [_plain(x) for x in rows[name]] for name in ("old_logp", "logp_natural", "logp_replayed")},
+            "changed": self.changed(seq, update)[:most].tolist(),
+            "old_experts": None,
+            "new_experts": None,
+        }
+        if self.routed:
+            old, new = (self.experts(seq, u, rows["pos"].to_numpy()) for u in (0, update))
+            differ = (np.sort(old, -1) != np.sort(new, -1)).any(-1)
+            found["old_experts"] = old.tolist()
+            found["new_experts"] = [
+                {int(site): new[t, site].tolist() for site in np.flatnonzero(differ[t])} for t in range(len(old))
+            ]
+        return found
+
+    def rows(self, seq: int, update: int) -> pd.DataFrame:
+        """The table's rows of one response after one update. Raises StudyDataError if there are none."""
+        table = self.table
+        rows = table[(table["seq"] == seq) & (table["update"] == update)]
+        if rows.empty:
+            raise StudyDataError(
+                f"{self.folder} step {self.step}: no response {seq} after update {update}; stored are responses "
+                f"{self.sequences} and updates {self.updates}"
+            )
+        return rows.sort_values("pos")
+
+    def changed(self, seq: int, update: int) -> np.ndarray:
+        """Experts exchanged per token, summed over sites; without routes the number of changed sites."""
+        rows = self.rows(seq, update)
+        if not self.routed:
+            return rows["flips"].to_numpy()
+        old, new = (self.experts(seq, u, rows["pos"].to_numpy()) for u in (0, update))
+        kept = (old[..., :, None] == new[..., None, :]).any(-1).sum(-1)
+        live = (old[..., 0] < 0) | (new[..., 0] < 0)
+        return np.where(live, 0, old.shape[-1] - kept).sum(-1)
+
+    def experts(self, seq: int, update: int, positions: np.ndarray) -> np.ndarray:
+        """Expert ids [T,L,K] of the response's tokens after an update; update 0 is the old policy."""
+        row = self.sequences.index(seq)
+        routes = self.routes(update)
+        columns = self.first(row) + positions
+        part = routes.rows(row)
+        if part.tokens is not None:
+            rows = self.rows(seq, self.updates[0])
+            known = rows["token"].to_numpy()[: len(columns)]
+            if columns[-1] >= part.shape[1] or (part.tokens[0].numpy()[columns] != known).any():
+                raise StudyDataError(
+                    f"{self._path(update)}: its tokens are not those of tokens/step_{self.step:06d}.parquet"
+                )
+        return part.ids[0].numpy()[columns]
+
+    def first(self, row: int) -> int:
+        """Column of the routes in which a response begins; searched by its tokens in files that do not say it."""
+        if self._first is not None:
+            return int(self._first[row])
+        tokens = self.routes(0).tokens
+        rows = self.rows(self.sequences[row], self.updates[0])
+        wanted, offsets = rows["token"].to_numpy(), rows["pos"].to_numpy()
+        if tokens is not None:
+            line = tokens[row].numpy()
+            for start in range(len(line) - int(offsets[-1])):
+                if (line[start + offsets] == wanted).all():
+                    return start
+        raise StudyDataError(f"{self._path(0)}: its tokens are not those of tokens/step_{self.step:06d}.parquet")
+
+    def routes(self, update: int) -> Any:
+        """RoutedExperts after an update, read once; one row per response. Raises StudyDataError for a damaged file."""
+        if update not in self._routes:
+            from moe_rl.routing import RoutedExperts, RoutingError  # torch takes seconds: only where routes are shown
+
+            try:
+                routes = RoutedExperts.load(self._path(update))
+            except RoutingError as error:
+                raise StudyDataError(str(error)) from error
+            if routes.shape[0] != len(self.sequences):
+                raise StudyDataError(
+                    f"{self._path(update)}: {routes.shape[0]} responses, tokens of {len(self.sequences)}; the files "
+                    "are of different runs or steps"
+                )
+            self._routes[update] = routes
+        return self._routes[update]
+
+    def _path(self, update: int) -> Path:
+        return self.folder / "routes" / f"step_{self.step:06d}_update_{update}.safetensors"
+
+
+def stored_steps(folder: Path) -> list[int]:
+    """Steps of which a run folder holds tokens."""
+    found = (re.fullmatch(r"step_(\d+)\.parquet", path.name) for path in (folder / "tokens").glob("step_*.parquet"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def token_view_html(
+    data: StudyData, run: Run | None = None, step: int | None = None, limit: int = REPORT_BYTES
+) -> Markup:
+    """The token view of one run as an HTML fragment with data, style and script in it; empty if no tokens are stored.
+
+    Args:
+        data: the study.
+        run: which run; None takes the first arm's first seed that stored tokens.
+        step: which stored step; None takes the last.
+        limit: bytes of data; as many responses as fit are taken, spread over the step's, at least one.
+    """
+    for candidate in [run] if run else _in_order(data):
+        steps = stored_steps(candidate.folder)
+        if steps:
+            stored = TokenStep(candidate.folder, steps[-1] if step is None else step)
+            break
+    else:
+        return Markup("")
+    index, responses = stored.index(), {}
+    size = len(json.dumps(index))
+    for seq in spread(stored.sequences):
+        parts = {f"{seq}/{u}": stored.response(seq, u, REPORT_TOKENS) for u in stored.updates}
+        size += len(_dump(parts))
+        if responses and size > limit:
+            break
+        responses |= parts
+    kept = {int(name.split("/")[0]) for name in responses}
+    index["responses"] = [response for response in index["responses"] if response["seq"] in kept]
+    content = {
+        "title": f"{full_label(data, candidate.arm)}, seed {candidate.seed}",
+        "stored": len(stored.sequences),
+        "index": index,
+        "responses": responses,
+        "scales": scales(),
+    }
+    script = static("token_view.js") + "\nmoeRL.inlineTokenView();"
+    return Markup(  # own files, and data in which no tag can begin
+        f"<style>{static('token_view.css')}</style>\n"
+        '<div class="tv" id="token-view"><noscript>The token view needs JavaScript.</noscript></div>\n'
+        f'<script type="application/json" id="token-view-data">{_dump(content)}</script>\n'
+        f"<script>{script}</script>"
+    )
+
+
+def static(name: str) -> str:
+    """A file of the page as text."""
+    return (files("moe_rl.study") / "static" / name).read_text(encoding="utf-8")
+
+
+def spread(items: Sequence[int]) -> Iterator[int]:
+    """The items, first those far apart: ends, middle, quarters, ...
+
+    >>> list(spread([0, 1, 2, 3, 4]))
+    [0, 4, 2, 1, 3]
+    """
+    seen: set[int] = set()
+    parts = 1
+    while len(seen) < len(items):
+        for i in range(parts + 1):
+            place = round(i * (len(items) - 1) / parts)
+            if place not in seen:
+                seen.add(place)
+                yield items[place]
+        parts *= 2
+
+
+def _in_order(data: StudyData) -> list[Run]:
+    return [run for arm in data.arms.index for run in data.runs_of(str(arm))]
+
+
+def _dump(content: Any) -> str:
+    """JSON that may stand inside <script>: no `<`, so no tag can begin or end in it."""
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    """What `write_table` put into the schema, JSON values by name."""
+    import pyarrow.parquet as pq
+
+    stored = pq.read_schema(path).metadata or {}
+    return {key.decode(): json.loads(value) for key, value in stored.items() if key in (b"seq", b"prompt", b"first")}
+
+
+def _plain(value: Any) -> float | None:
+    return None if value is None or not np.isfinite(value) else float(f"{float(value):.6g}")

@@ -1,0 +1,232 @@
+"""`moe-rl watch`: one local page that follows a study. Loopback only, read only, nothing from outside.
+
+A page of another site could reach a server on this machine: requests whose Host is not this machine's name are refused
+(DNS rebinding), answers are same-origin, and run names are looked up in a list, never made into paths.
+"""
+
+import errno
+import json
+import os
+import re
+import sys
+import threading
+import webbrowser
+from collections.abc import Callable
+from functools import lru_cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from moe_rl.study.data import StudyDataError
+from moe_rl.study.figures.screen import scales
+from moe_rl.study.live import COLUMNS, LiveError, LiveStudy, new_rows, new_sites
+from moe_rl.study.token_view import TokenStep, static, stored_steps
+
+ADDRESS = "127.0.0.1"
+PORT = 8765
+OWN_NAMES = {"127.0.0.1", "localhost"}
+ASSETS = {
+    "/": ("watch.html", "text/html"),
+    **{
+        f"/{name}": (name, "text/javascript" if name.endswith(".js") else "text/css")
+        for name in ("watch.css", "token_view.css", "charts.js", "heat.js", "token_view.js", "watch.js")
+    },
+}
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None:
+    """Serve the page of a study (or run) folder until interrupted.
+
+    Args:
+        folder: runs/STUDY or runs/STUDY/ARM/seedN; it may still be empty of rows.
+        port: 0 takes 8765 or the next free one.
+        open_browser: open the page in this machine's browser.
+
+    Raises:
+        StudyDataError: the folder is missing, or holds neither a study nor a run.
+        ValueError: the port is taken.
+    """
+    server = make_server(folder, port)
+    url = f"http://{ADDRESS}:{server.server_port}/"
+    print(f"watching {folder} at {url}  (Ctrl-C ends it)", flush=True)
+    # Routes need torch, which takes seconds to import: done while the reader looks at the curves.
+    threading.Thread(target=_warm_up, daemon=True).start()
+    if open_browser:
+        webbrowser.open(url)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print("stopped")
+    finally:
+        server.server_close()
+
+
+def make_server(folder: str | Path, port: int = 0) -> "WatchServer":
+    """The server, bound but not serving yet."""
+    study = LiveStudy(folder)
+    for candidate in [port] if port else [*range(PORT, PORT + 20), 0]:
+        try:
+            return WatchServer((ADDRESS, candidate), study)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            if port:
+                raise ValueError(f"--port {port}: {error.strerror}. Leave it out to take a free one.") from error
+    raise ValueError("no free port on this machine")
+
+
+class WatchServer(ThreadingHTTPServer):
+    """One study; requests are answered by threads that end with the process."""
+
+    daemon_threads = True
+    allow_reuse_address = os.name != "nt"  # on Windows it would let two servers share a port
+
+    def __init__(self, address: tuple[str, int], study: LiveStudy):
+        super().__init__(address, Handler)
+        self.api = Api(study)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # a closed tab is no error
+            super().handle_error(request, client_address)
+
+
+class Api:
+    """Answers of /api/...: JSON values. Raises LiveError for what does not exist, StudyDataError for damaged files."""
+
+    def __init__(self, study: LiveStudy):
+        self.live = study
+        self.lock = threading.Lock()
+        self.answers: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
+            "study": self.study,
+            "run": self.run,
+            "sites": self.sites,
+            "tokens": self.tokens,
+            "response": self.response,
+        }
+
+    def study(self, query: dict[str, str]) -> dict[str, Any]:
+        """Runs, arms, conditions; with what the page draws them in."""
+        return {**self.live.overview(), "columns": COLUMNS, "scales": scales()}
+
+    def run(self, query: dict[str, str]) -> dict[str, Any]:
+        """Curves of `run` after the cursor `since`, and the steps whose tokens are stored."""
+        folder = self._folder(query)
+        return {**new_rows(folder / "metrics.jsonl", query.get("since", "")), "token_steps": stored_steps(folder)}
+
+    def sites(self, query: dict[str, str]) -> dict[str, Any]:
+        """Slot change by routing site of `run` after the cursor `since`."""
+        return new_sites(self._folder(query) / "metrics.jsonl", query.get("since", ""))
+
+    def tokens(self, query: dict[str, str]) -> dict[str, Any]:
+        """Responses and updates that `run` stored of `step`."""
+        with self.lock:
+            return self._step(query).index()
+
+    def response(self, query: dict[str, str]) -> dict[str, Any]:
+        """The tokens of `run`, `step`, response `seq` after `update`."""
+        with self.lock:
+            return self._step(query).response(_whole(query, "seq"), _whole(query, "update"))
+
+    def _step(self, query: dict[str, str]) -> TokenStep:
+        folder, step = self._folder(query), _whole(query, "step")
+        if step not in stored_steps(folder):
+            raise LiveError(f"run {query['run']!r} stored no tokens of step {step}; stored are {stored_steps(folder)}")
+        changed = (folder / "tokens" / f"step_{step:06d}.parquet").stat().st_mtime_ns
+        return _token_step(folder, step, changed)
+
+    def _folder(self, query: dict[str, str]) -> Path:
+        if "run" not in query:
+            raise LiveError("run=ARM/seedN is missing")
+        return self.live.run(query["run"]).folder
+
+
+class Handler(BaseHTTPRequestHandler):
+    """GET of the page, its files and the API; nothing else."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = "moe-rl"
+    sys_version = ""
+    timeout = 60
+    server: WatchServer
+
+    def do_GET(self) -> None:
+        if not own_host(self.headers.get("Host", "")):
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"moe-rl watch answers to 127.0.0.1 and localhost only\n")
+            return
+        url = urlsplit(self.path)
+        if url.path in ASSETS:
+            name, kind = ASSETS[url.path]
+            self._send(HTTPStatus.OK, f"{kind}; charset=utf-8", static(name).encode())
+        elif url.path.startswith("/api/"):
+            self._send(*_answer(self.server.api, url.path.removeprefix("/api/"), url.query))
+        else:
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"not found\n")
+
+    do_HEAD = do_GET
+
+    def _refuse(self) -> None:
+        self.close_connection = True  # a body that was not read would be taken for the next request
+        self._send(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"read only\n", {"Allow": "GET, HEAD"})
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes, more: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(body)), **(more or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A terminal full of requests would hide what matters."""
+
+
+def own_host(host: str) -> bool:
+    """Whether a Host header names this machine; any port, because of SSH forwarding.
+
+    >>> own_host("localhost:9000"), own_host("127.0.0.1"), own_host("study.example:8765"), own_host("")
+    (True, True, False, False)
+    """
+    match = re.fullmatch(r"([^:\[\]]+)(?::\d{1,5})?", host.strip().lower())
+    return match is not None and match[1] in OWN_NAMES
+
+
+def _answer(api: Api, name: str, query: str) -> tuple[HTTPStatus, str, bytes]:
+    status, kind = HTTPStatus.OK, "application/json; charset=utf-8"
+    try:
+        if name not in api.answers:
+            raise LiveError(f"no such answer {name!r}; there are {', '.join(api.answers)}")
+        asked = {key: values[-1] for key, values in parse_qs(query, keep_blank_values=True).items()}
+        content = api.answers[name](asked)
+    except LiveError as error:
+        status, content = HTTPStatus.NOT_FOUND, {"error": str(error)}
+    except (StudyDataError, OSError, ValueError) as error:
+        status, content = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
+    return status, kind, json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _whole(query: dict[str, str], name: str) -> int:
+    value = query.get(name, "")
+    if not re.fullmatch(r"\d{1,9}", value):
+        raise LiveError(f"{name}: expected a whole number, got {value!r}")
+    return int(value)
+
+
+@lru_cache(maxsize=8)
+def _token_step(folder: Path, step: int, _changed: int) -> TokenStep:
+    return TokenStep(folder, step)
+
+
+def _warm_up() -> None:
+    import moe_rl.routing  # noqa: F401
