@@ -9,7 +9,7 @@ It reads folders only, never a model, so a study that was copied from a cluster 
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-KINDS = ("rollout", "update", "probe", "eval")
+KINDS = ("rollout", "update", "probe", "eval", "step")
 _KEYS = {kind: ["arm", "seed", "step"] + (["update"] if kind in ("update", "probe") else []) for kind in KINDS}
 _NEEDED = {
     "rollout": ("step", "reward"),
@@ -77,7 +77,9 @@ class StudyData:
 
     `rollouts`, `updates`, `probes`, `evals`: one row per line of metrics.jsonl of that kind, with `arm` and
     `seed` in front (columns as the run wrote them; log-ratios in nats, rates as numerator and denominator).
-    `tokens` is read on first use, `route_files` lists what `RoutedExperts.load` opens.
+    `timings`: seconds of each step. `tokens` is read on first use, `route_files` lists what `RoutedExperts.load`
+    opens. `not_started` names runs that the study declares and that have no folder yet, `notes` what was odd
+    while reading.
     """
 
     name: str
@@ -88,7 +90,9 @@ class StudyData:
     updates: pd.DataFrame
     probes: pd.DataFrame
     evals: pd.DataFrame
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+    not_started: tuple[str, ...] = ()
+    timings: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @cached_property
     def arms(self) -> pd.DataFrame:
@@ -112,6 +116,12 @@ class StudyData:
             row["finished"] += run.finished
         order = [arm for arm in declared if arm in rows] + [arm for arm in rows if arm not in declared]
         return pd.DataFrame.from_dict({arm: rows[arm] for arm in order}, orient="index").rename_axis("arm")
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """The study's own env.json (the command that started it); empty for a single run."""
+        file = self.folder / "env.json"
+        return _read_json(file) if file.exists() and len(self.runs) != 1 else {}
 
     @property
     def seeds(self) -> list[int]:
@@ -182,9 +192,9 @@ def load(path: str | Path) -> StudyData:
     tables = {kind: _stack([rows[kind] for _, rows in loaded]) for kind in KINDS}
     notes = tuple(f"{run.arm}/seed{run.seed}: {note}" for run in runs for note in run.notes)
     name = str(config.get("name") or path.resolve().name)
-    return StudyData(
-        name, path, config, runs, tables["rollout"], tables["update"], tables["probe"], tables["eval"], notes
-    )
+    waiting = () if folders == [path] else _missing(config, runs)
+    rollouts, updates, probes, evals, timings = (tables[kind] for kind in KINDS)
+    return StudyData(name, path, config, runs, rollouts, updates, probes, evals, notes, waiting, timings)
 
 
 def join(studies: dict[str, StudyData]) -> StudyData:
@@ -192,8 +202,6 @@ def join(studies: dict[str, StudyData]) -> StudyData:
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
-    from dataclasses import replace
-
     runs, notes, declared = [], [], {}
     tables: dict[str, list[pd.DataFrame]] = {kind: [] for kind in KINDS}
     for key, data in studies.items():
@@ -201,12 +209,19 @@ def join(studies: dict[str, StudyData]) -> StudyData:
             runs.append(replace(run, arm=f"{key}/{run.arm}"))
         for arm, row in data.arms.iterrows():
             declared[f"{key}/{arm}"] = {"label": f"{row['label']} ({key})"}
-        for kind, frame in zip(KINDS, (data.rollouts, data.updates, data.probes, data.evals), strict=True):
+        for kind, frame in zip(KINDS, _tables(data), strict=True):
             tables[kind].append(frame.assign(arm=f"{key}/" + frame["arm"].astype(str)))
         notes += [f"{key}/{note}" for note in data.notes]
-    rollouts, updates, probes, evals = (_stack(tables[kind]) for kind in KINDS)
+    rollouts, updates, probes, evals, timings = (_stack(tables[kind]) for kind in KINDS)
     name, config = " + ".join(studies), {"arms": declared}
-    return StudyData(name, Path(), config, tuple(runs), rollouts, updates, probes, evals, tuple(notes))
+    waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
+    return StudyData(
+        name, Path(), config, tuple(runs), rollouts, updates, probes, evals, tuple(notes), waiting, timings
+    )
+
+
+def _tables(data: StudyData) -> tuple[pd.DataFrame, ...]:
+    return data.rollouts, data.updates, data.probes, data.evals, data.timings
 
 
 def _stack(frames: list[pd.DataFrame]) -> pd.DataFrame:
@@ -319,6 +334,14 @@ def _declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if isinstance(arms, dict):
         return {str(name): value if isinstance(value, dict) else {} for name, value in arms.items()}
     return {str(a.get("name")) if isinstance(a, dict) else str(a): a if isinstance(a, dict) else {} for a in arms}
+
+
+def _missing(config: dict[str, Any], runs: tuple[Run, ...]) -> tuple[str, ...]:
+    """Runs that the study declares and that have no folder yet."""
+    there = {(run.arm, run.seed) for run in runs}
+    declared = _declared_arms(config).items()
+    wanted = [(arm, seed) for arm, about in declared for seed in about.get("seeds") or config.get("seeds") or ()]
+    return tuple(f"{arm}/seed{seed}" for arm, seed in wanted if (arm, seed) not in there)
 
 
 def _nothing_here(path: Path, is_study: bool) -> str:

@@ -50,11 +50,14 @@ def read(data: StudyData) -> list[Statement]:
 
 
 def _runs(data: StudyData) -> list[Statement]:
-    done = sum(run.finished for run in data.runs)
-    text = f"{done} of {len(data.runs)} runs are finished: {len(data.arms)} arms, seeds {_list(map(str, data.seeds))}."
+    done, total = sum(run.finished for run in data.runs), len(data.runs) + len(data.not_started)
+    text = f"{done} of {total} runs are finished: {len(data.arms)} arms, seeds {_list(map(str, data.seeds))}."
     if len(data.rollouts):
         text += f" The longest has {int(data.rollouts.groupby(['arm', 'seed']).size().max())} RL steps."
-    if done < len(data.runs):
+    if len(data.timings):
+        seconds = data.timings.groupby(["arm", "seed"])["seconds"].sum()
+        text += f" A run's steps took {_span(seconds)} seconds."
+    if done < total:
         text += " The others are read as far as they got, so everything below is provisional."
     return [Statement("Runs", text)]
 

@@ -145,10 +145,11 @@ def _arms(data: StudyData) -> list[dict[str, Any]]:
 
 
 def _commands(data: StudyData) -> list[tuple[str, str]]:
-    recorded = dict.fromkeys(str(run.environment["command"]) for run in data.runs if run.environment.get("command"))
+    places = [data.environment] if data.environment.get("command") else [run.environment for run in data.runs]
+    recorded = dict.fromkeys(str(place["command"]) for place in places if place.get("command"))
     folder = data.folder.name or data.name
     return [
-        *(("as recorded by the runs", command) for command in recorded),
+        *(("as recorded", command) for command in recorded),
         ("figures and this page again", f"moe-rl figures runs/{folder}"),
         ("the same tables in Python", f'moe_rl.study.load("runs/{folder}")'),
     ]
@@ -181,6 +182,8 @@ def _own_limits(data: StudyData) -> list[str]:
     if data.unfinished:
         runs = ", ".join(f"{run.arm}/seed{run.seed}" for run in data.unfinished)
         found.append(f"Unfinished runs are included as far as they got: {runs}.")
+    if data.not_started:
+        found.append(f"Runs that have not started yet: {', '.join(data.not_started)}.")
     dirty = {run.environment.get("git_dirty") for run in data.runs}
     if True in dirty:
         found.append(

@@ -133,6 +133,7 @@ def write_run(
         if tables:
             (folder / "tokens").mkdir(exist_ok=True)
             pd.concat(tables).to_parquet(folder / "tokens" / f"step_{step:06d}.parquet")
+        rows.append({"kind": "step", "step": step, "seconds": 1.5})
         if step % 10 == 0:
             rows.append({"kind": "eval", "step": step, "reward": reward, "reward_n": 128, "greedy": False})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -175,7 +176,8 @@ def _probe(
     flips = (slots > 0).sum(1)
     old = -rng.gamma(0.4, 0.6, T)
     drift = rng.normal(0, 0.04 * np.sqrt(u), T)
-    natural = drift + flips * rng.normal(0, 0.12, T)
+    predictor = np.roll(flips.reshape(sequences, LENGTH), 1, axis=1).ravel()  # the position to the left predicts
+    natural = drift + predictor * rng.normal(0, 0.12, T)
     sequence = natural.reshape(sequences, LENGTH).mean(1)
     table = pd.DataFrame(
         {

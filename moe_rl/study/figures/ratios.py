@@ -27,6 +27,7 @@ from moe_rl.study.figures.style import (
     seed_table,
     seeds_note,
     share_axes,
+    step_axis,
     styled,
     summarise,
 )
@@ -77,9 +78,9 @@ def ratio_variance(data: StudyData) -> StudyFigure:
     log_y(axes[0, 1])
     text = f"dotted: mean response length {length:.0f}"
     axes[0, 2].text(0.97, 0.04, text, transform=axes[0, 2].transAxes, fontsize=6.5, color=GREY, ha="right")
-    for ax, label in zip(axes[-1], ("RL step", "update within the step", "update within the step"), strict=True):
-        ax.set_xlabel(label)
+    step_axis(axes[-1, 0])
     for ax in axes[-1, 1:]:
+        ax.set_xlabel("update within the step")
         ax.set_xticks(sorted(factors["update"].unique())[:: max(1, factors["update"].nunique() // 8)])
     legend_above(figure, axes[:, 0])
     caption = (
@@ -107,9 +108,10 @@ def log_ratio_bands(data: StudyData) -> StudyFigure:
         of_arm = tokens[tokens["arm"] == arm]
         for kind in ("natural", "replayed"):
             table = of_arm.groupby("step")[kind].quantile(list(QUANTILES)).unstack()
-            table.insert(0, "n", of_arm.groupby("step")[kind].size())
-            parts.append(table.reset_index().assign(arm=arm, routing=kind))
-            marker = "o" if len(table) < 12 else None
+            parts.append(table.assign(n=of_arm.groupby("step").size(), arm=arm, routing=kind).reset_index())
+            if len(table) == 1:  # one stored step: a band needs a width
+                table = pd.concat([table.set_index(table.index - 0.4), table.set_index(table.index + 0.4)])
+            marker = "o" if 2 < len(table) < 12 else None
             if kind == "natural":
                 for low, high, alpha in ((0.01, 0.99, 0.15), (0.05, 0.95, 0.2), (0.25, 0.75, 0.35)):
                     ax.fill_between(table.index, table[low], table[high], color=look.colour, alpha=alpha, lw=0)
@@ -118,6 +120,8 @@ def log_ratio_bands(data: StudyData) -> StudyFigure:
                 for q in (0.01, 0.99):
                     ax.plot(table.index, table[q], color="#1a1a1a", lw=0.9, ls=(0, (3, 1.5)), marker=marker, ms=2)
         ax.set_title(arm_title(data, arm), fontsize=7.5)
+    for ax in axes[0]:
+        ax.set_xticks(sorted(tokens["step"].unique())[:: -(-tokens["step"].nunique() // 4)])
     share_axes(axes[0], "RL step", "log r, nats")
     caption = (
         f"{PAIR}. Quantiles over the stored response tokens of all seeds after the last update of a step: "
@@ -176,7 +180,7 @@ def probability_scatter(data: StudyData) -> StudyFigure:
 @styled
 def variance_by_flips(data: StudyData) -> StudyFigure:
     """Variance of the token log-ratio by how many sites changed on that token."""
-    tokens = need(_tokens(data, "variance_by_flips"), ["flips"], "variance_by_flips")
+    tokens = predictor_flips(need(_tokens(data, "variance_by_flips"), ["flips", "pos"], "variance_by_flips"))
     rows = tokens.groupby(["arm", "flips"], observed=True).agg(
         tokens=("natural", "size"), natural=("natural", "var"), replayed=("replayed", "var")
     )
@@ -204,7 +208,7 @@ def variance_by_flips(data: StudyData) -> StudyFigure:
                 marker=look.marker,
                 mfc="white",
             )
-        ax.set(title=condition.title(len(shown) - 1), xlabel="sites changed on the token", yscale="log")
+        ax.set(title=condition.title(len(shown) - 1), xlabel="sites changed where the token is predicted", yscale="log")
         flips = rows.loc[rows["drawn"], "flips"]
         ax.set_xticks(range(0, int(flips.max()) + 1, max(1, int(flips.max()) // 8)))
     log_y(axes[0, 0])
@@ -214,11 +218,11 @@ def variance_by_flips(data: StudyData) -> StudyFigure:
     )
     legend_above(figure, axes, [outlined])
     caption = (
-        f"{PAIR}. Variance over all stored response tokens (all steps, updates, seeds) by the number of "
-        f"routing sites that changed on the token; bins of fewer than {FEWEST_TOKENS} tokens are left out. "
-        "Tokens that flip also drift more: the rise of the filled line is a correlation, and only its "
-        "distance to the open markers, where the same tokens are replayed, is due to "
-        f"routing.{noise_note(data)} {seeds_note(data, interval=False)}"
+        f"{PAIR}. Variance over the stored response tokens (all steps, updates, seeds) by the number of routing "
+        "sites that changed at the position that predicts the token (so the first token of a response is left out); "
+        f"bins of fewer than {FEWEST_TOKENS} tokens are left out. Tokens that flip also drift more: the rise of the "
+        "filled line is a correlation, and only its distance to the open markers, where the same tokens are "
+        f"replayed, is due to routing.{noise_note(data)} {seeds_note(data, interval=False)}"
     )
     title = "Ratio variance against flips per token."
     return StudyFigure("variance_by_flips", title, caption, figure, rows)
@@ -270,6 +274,18 @@ def tail_fraction(data: StudyData) -> StudyFigure:
         f"seeds.{noise_note(data)} {seeds_note(data, interval=False)}"
     )
     return StudyFigure("tail_fraction", "Tail of the ratio, F(τ).", caption, figure, frame)
+
+
+def predictor_flips(tokens: pd.DataFrame) -> pd.DataFrame:
+    """Tokens with the flips of the position that predicts them, one to the left of their own.
+
+    A router's choice at position t shapes the prediction of token t + 1, so its flips belong to that token's
+    log-ratio. The first response token is predicted at the prompt, which the table does not hold: left out.
+    """
+    runs = ["arm", "seed", "step", "update", "seq"]
+    ordered = tokens.sort_values([*runs, "pos"])
+    before = ordered.groupby(runs, observed=True)["flips"].shift(1)
+    return ordered.assign(flips=before).dropna(subset=["flips"]).astype({"flips": int})
 
 
 def _tokens(data: StudyData, figure: str) -> pd.DataFrame:

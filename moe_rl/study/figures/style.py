@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.statistics import bootstrap_band, small_sample_note
@@ -297,6 +297,12 @@ def log_y(ax: Axes) -> None:
         subs = (1, 2, 3, 5) if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8)
         ax.yaxis.set_major_locator(LogLocator(subs=subs))
         ax.yaxis.set_major_formatter(FuncFormatter(plain))
+
+
+def step_axis(ax: Axes, label: str = "RL step") -> None:
+    """Whole numbers only."""
+    ax.set_xlabel(label)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
 
 
 def plain(value: float, _: int) -> str:

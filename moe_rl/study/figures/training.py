@@ -23,6 +23,7 @@ from moe_rl.study.figures.style import (
     panels,
     seed_table,
     seeds_note,
+    step_axis,
     styled,
     summarise,
 )
@@ -40,7 +41,8 @@ def reward(data: StudyData) -> StudyFigure:
     for ax, condition in zip(axes[0], shown, strict=True):
         parts += _curves(ax, data, condition, rows, "reward")
         _mark_collapse(ax, data, condition)
-        ax.set(title=condition.title(len(shown) - 1), xlabel="RL step")
+        ax.set_title(condition.title(len(shown) - 1))
+        step_axis(ax)
     axes[0, 0].set_ylabel("reward, mean over responses")
     axes[0, 0].set_ylim(0, min(1.0, rows["reward"].max() * 1.08) if rows["reward"].max() <= 1 else None)
     legend_above(figure, axes)
@@ -61,7 +63,8 @@ def clipped_tokens(data: StudyData) -> StudyFigure:
     shown = conditions(data)
     figure, axes = panels(1, len(shown), 2.75, sharey=True)
     positive = steps.loc[steps["fraction"] > 0, "fraction"]
-    floor = float(positive.min()) / 4 if len(positive) else 1e-4
+    decade = 10.0 ** np.floor(np.log10(positive.min())) if len(positive) else 1e-3
+    floor = decade / 4  # the place of zero, between two powers of ten
     parts, zeros = [], False
     for ax, condition in zip(axes[0], shown, strict=True):
         for arm, (look, label) in arm_looks(data, condition.arms).items():
@@ -73,17 +76,18 @@ def clipped_tokens(data: StudyData) -> StudyFigure:
             none = table.index[table.mean(axis=1) == 0]
             zeros |= len(none) > 0
             ax.plot(none, np.full(len(none), floor), look.marker, mfc="white", mec=look.colour, zorder=4)
-        ax.set(title=condition.title(len(shown) - 1), xlabel="RL step")
+        ax.set_title(condition.title(len(shown) - 1))
+        step_axis(ax)
     log_y(axes[0, 0])
     if zeros:
         for ax in axes[0]:
-            ax.axhline(floor * 1.6, color=GREY, lw=0.6, ls=(0, (1, 2)))
+            ax.axhline(decade / 2, color=GREY, lw=0.6, ls=(0, (1, 2)))
         axes[0, 0].annotate(
             "0", (0, floor), xycoords=("axes fraction", "data"), xytext=(-4, 0), textcoords="offset points",
             ha="right", va="center", fontsize=7.5,
         )  # fmt: skip
     axes[0, 0].set_ylabel("clipped tokens / response tokens")
-    axes[0, 0].set_ylim(floor * 0.75, 1)
+    axes[0, 0].set_ylim(floor * 0.7, 1)
     legend_above(figure, axes)
     caption = (
         "Fraction of response tokens that the clip takes out of the gradient (A > 0 and ratio above the "
@@ -105,7 +109,8 @@ def gradient_norm(data: StudyData) -> StudyFigure:
     parts = []
     for ax, condition in zip(axes[0], shown, strict=True):
         parts += _curves(ax, data, condition, steps, "grad_norm")
-        ax.set(title=condition.title(len(shown) - 1), xlabel="RL step")
+        ax.set_title(condition.title(len(shown) - 1))
+        step_axis(ax)
     log_y(axes[0, 0])
     axes[0, 0].set_ylabel("gradient norm, before clipping")
     legend_above(figure, axes)
@@ -143,7 +148,7 @@ def dynamics(data: StudyData) -> StudyFigure:
             _mark_collapse(ax, data, condition)
         row[0].set_ylabel(condition.name)
     for column, (name, _, _) in zip(axes.T, _DYNAMICS, strict=True):
-        column[-1].set_xlabel("RL step")
+        step_axis(column[-1])
         if name != "k1":  # k1 under noise is so much larger that its own axis says more
             limits = np.array([ax.get_ylim() for ax in column])
             for ax in column:
@@ -244,7 +249,9 @@ def _replay_note(data: StudyData) -> str:
     for condition in conditions(data):
         natural = replay_stands_for_noise(data, condition.noise)
         if natural is not None:
-            return f" {full_label(data, natural)} does not see the noise: its run there is its natural run by construction."
+            return (
+                f" {full_label(data, natural)} never sees the noise: by construction its run there is its natural run."
+            )
     return ""
 
 
