@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -211,7 +212,8 @@ class Tap:
             return
         if call.open and call.fired[index]:
             raise RoutingError(
-                f"site {self.names[index]} ran twice in one forward: one router shared by several layers cannot be told apart"
+                f"site {self.names[index]} ran twice in one forward: one router that "
+                "several layers share cannot be told apart"
             )
         if call.open and not self._segments and not torch.compiler.is_compiling() and _may_recompute(call):
             _refuse_checkpoint_by_hand(self.names[index])
@@ -256,17 +258,18 @@ _CHECKPOINT_FILES = (
 @no_type_check
 def _may_recompute(call: Call) -> bool:
     """Cheap sign of a checkpoint around a router: its saved-tensor hooks, or gradients that were switched off inside."""
-    return call.grad != torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return saved is not None or call.grad != torch.is_grad_enabled()
 
 
 def _refuse_checkpoint_by_hand(where: str) -> None:
-    """torch.utils.checkpoint around the model or a layer, not through transformers: the recomputation is out of reach."""
-    frame = sys._getframe(1)
+    """torch.utils.checkpoint around the model or a layer, not through transformers: it recomputes out of reach."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_CHECKPOINT_FILES):
             raise RoutingError(
-                f"{where} runs inside torch.utils.checkpoint that was set up by hand: its recomputation in the backward "
-                "pass cannot be told which routes its forward had. Use model.gradient_checkpointing_enable() or torch's "
-                "checkpoint_wrapper, which are followed"
+                f"{where} runs inside torch.utils.checkpoint that was set up by hand: its recomputation in the "
+                "backward pass cannot be told which routes its forward had. Use "
+                "model.gradient_checkpointing_enable() or torch's checkpoint_wrapper, which are followed"
             )
         frame = frame.f_back

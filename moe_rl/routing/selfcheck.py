@@ -6,55 +6,18 @@ routes which cover every expert (exactly those must arrive at the experts, with 
 """
 
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
-from moe_rl.routing.calls import Call
 from moe_rl.routing.errors import UnsupportedModelError
 from moe_rl.routing.hooks import Tap
-from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Probe
+from moe_rl.routing.probing import Seen, evidence, forced_forward, forward, quiet, refused, tensors_of, watch
+from moe_rl.routing.selection import Probe
 
 _BY_MAX = {"PhimoeTopKRouter"}  # routers that select by successive maxima
 _ZERO_GATES = 0.05  # share of exactly zero gates that underflow may explain; masked scores give far more
-
-
-@dataclass
-class _Seen:
-    """What one site did in one forward."""
-
-    ranked: list[tuple[int, int, Tensor]] = field(default_factory=list)  # experts, k, ids of each topk
-    maxima: list[int] = field(default_factory=list)
-    linear: list[int] = field(default_factory=list)  # output widths of linear maps before the last topk
-    linear_at_topk: list[int] = field(default_factory=list)
-    output: tuple[Any, ...] = ()
-    arrived: list[Any] = field(default_factory=list)  # what the modules beside the router were called with
-    ran: int = 0
-
-
-class _Watch(TorchFunctionMode):
-    def __init__(self, seen: _Seen) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in TOPK:
-            scores = args[0] if args else kwargs["input"]
-            self.seen.ranked.append((scores.shape[-1], out[1].shape[-1], out[1].detach()))
-            self.seen.linear_at_topk.append(len(self.seen.linear))
-        elif func in LINEAR and isinstance(out, Tensor) and out.ndim:
-            self.seen.linear.append(out.shape[-1])
-        elif func in MAX and kwargs and "dim" in kwargs:
-            self.seen.maxima.append(args[0].shape[-1])
-        return out
 
 
 def examine(tap: Tap) -> list[Probe]:
@@ -63,16 +26,16 @@ def examine(tap: Tap) -> list[Probe]:
         raise UnsupportedModelError(
             f"{type(tap.boundary).__name__} has parameters on the meta device: load its weights first"
         )
-    with _quiet(tap.boundary):
-        plain, depths = _forward(tap, 2, 8), [0] * len(tap.sites)
+    with quiet(tap.boundary):
+        plain, depths = forward(tap, 2, 8), [0] * len(tap.sites)
         for _ in range(2):
-            seen = _watch(tap, depths, 2, 8)
+            seen = watch(tap, depths, 2, 8)
             deeper = [i for i, s in enumerate(seen) if not _selects(tap, i, s)]
             if not deeper:
                 break
             depths = [d + (i in deeper) for i, d in enumerate(depths)]
         else:
-            seen = _watch(tap, depths, 2, 8)
+            seen = watch(tap, depths, 2, 8)
         probes = [replace(_deduce(tap, i, s, 16), depth=depths[i]) for i, s in enumerate(seen)]
         tap.probes = probes
         own = [s.ranked[p.selection][2] if s.ranked else _output_ids(s, p) for s, p in zip(seen, probes, strict=True)]
@@ -82,7 +45,7 @@ def examine(tap: Tap) -> list[Probe]:
     return probes
 
 
-def _selects(tap: Tap, index: int, seen: _Seen) -> bool:
+def _selects(tap: Tap, index: int, seen: Seen) -> bool:
     site = tap.sites[index]
     return bool(seen.ranked) or site.fixed or _by_max(site.module)
 
@@ -91,18 +54,11 @@ def _by_max(module: nn.Module) -> bool:
     return any(cls.__name__ in _BY_MAX for cls in type(module).__mro__)
 
 
-def _refuse(tap: Tap, index: int, why: str) -> UnsupportedModelError:
-    site = tap.sites[index]
-    return UnsupportedModelError(
-        f"{type(tap.boundary).__name__}, site {site.name} ({type(site.module).__name__}): {why}"
-    )
-
-
-def _deduce(tap: Tap, index: int, seen: _Seen, rows: int) -> Probe:
+def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Probe:
     """Which operation selects, and where its result comes out."""
     site = tap.sites[index]
     if seen.ran != 1:
-        raise _refuse(tap, index, f"ran {seen.ran} times in one forward, expected once")
+        raise refused(tap, index, f"ran {seen.ran} times in one forward, expected once")
     integers = {
         place: value
         for place, value in enumerate(seen.output)
@@ -110,13 +66,13 @@ def _deduce(tap: Tap, index: int, seen: _Seen, rows: int) -> Probe:
     }
     if site.fixed or _by_max(site.module):
         if seen.ranked or not integers:
-            raise _refuse(tap, index, "stands where a router stands, but its selection is not understood")
+            raise refused(tap, index, "stands where a router stands, but its selection is not understood")
         place, ids = next((p, v) for p, v in integers.items())
         k = ids.numel() // rows
         experts = int(getattr(site.module, "num_experts", 0)) or int(ids.max()) + 1
         return Probe(experts, k, output=place, by_max=not site.fixed, logits=_last_of(seen.linear, experts))
     if not seen.ranked:
-        raise _refuse(tap, index, "selects experts without torch.topk, in a way that is not known")
+        raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
     for place, ids in integers.items():
         for call in reversed(range(len(seen.ranked))):
             experts, k, chosen = seen.ranked[call]
@@ -125,13 +81,13 @@ def _deduce(tap: Tap, index: int, seen: _Seen, rows: int) -> Probe:
     call = len(seen.ranked) - 1
     experts, k, chosen = seen.ranked[call]
     if chosen.numel() != rows * k:
-        raise _refuse(
+        raise refused(
             tap, index, f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens"
         )
     return Probe(experts, k, call, logits=_logits(seen, call))
 
 
-def _logits(seen: _Seen, call: int) -> int:
+def _logits(seen: Seen, call: int) -> int:
     return _last_of(seen.linear[: seen.linear_at_topk[call]], seen.ranked[call][0])
 
 
@@ -141,7 +97,7 @@ def _last_of(widths: list[int], experts: int) -> int:
     return wide[-1] if wide else -1
 
 
-def _output_ids(seen: _Seen, probe: Probe) -> Tensor:
+def _output_ids(seen: Seen, probe: Probe) -> Tensor:
     assert probe.output is not None
     return seen.output[probe.output]
 
@@ -149,15 +105,15 @@ def _output_ids(seen: _Seen, probe: Probe) -> Tensor:
 def _same_output(tap: Tap, plain: Tensor, own: list[Tensor], batch: int, length: int) -> None:
     """Replaying what the model chose anyway must not change one bit of its output."""
     forced = [ids.reshape(-1, p.k) for ids, p in zip(own, tap.probes, strict=True)]
-    call = _forced_forward(tap, forced, batch, length)
+    call = forced_forward(tap, forced, batch, length)
     for index, (chosen, ids) in enumerate(zip(call[1].chosen, forced, strict=True)):
         if chosen is None or not torch.equal(chosen, ids):
-            raise _refuse(tap, index, "did not use its own routes when they were forced")
+            raise refused(tap, index, "did not use its own routes when they were forced")
     if not torch.equal(call[0].nan_to_num(), plain.nan_to_num()):
-        again = _forward(tap, batch, length)  # kernels that are not deterministic: compare with their own noise
+        again = forward(tap, batch, length)  # kernels that are not deterministic: compare with their own noise
         noise = (again - plain).abs().max()
         if not (noise > 0 and (call[0] - plain).abs().max() <= 8 * noise):
-            raise _refuse(tap, 0, "replaying its own routes changed the output of the model")
+            raise refused(tap, 0, "replaying its own routes changed the output of the model")
 
 
 def _force_others(tap: Tap, probes: list[Probe], batch: int, length: int) -> None:
@@ -168,40 +124,40 @@ def _force_others(tap: Tap, probes: list[Probe], batch: int, length: int) -> Non
         (torch.arange(rows * p.k, device=device).reshape(rows, p.k) + 3 * i) % p.num_experts
         for i, p in enumerate(probes)
     ]
-    with _evidence(tap) as seen:
-        _forced_forward(tap, forced, batch, length)
+    with evidence(tap) as seen:
+        forced_forward(tap, forced, batch, length)
     for index, (found, ids, probe) in enumerate(zip(seen, forced, probes, strict=True)):
         if tap.sites[index].fixed:
             continue
         kept = _kept(found, ids, probe)
         if kept is None:
-            raise _refuse(
+            raise refused(
                 tap,
                 index,
                 "forced experts do not show in what the router returns or the experts receive: its selection is not "
                 "one top-k whose result is used as it is",
             )
         if not _gates_alive(found, ids, probe, kept):
-            raise _refuse(
+            raise refused(
                 tap,
                 index,
-                "gates of forced experts are zero or not finite: they are read from scores that the live selection masks",
+                "gates of forced experts are zero or not finite: they are read from scores that the live choice masks",
             )
         if not bool(kept.all()):
             probes[index] = replace(probe, output=None)  # the output loses an id: read the selection itself
 
 
-def _gates_alive(seen: _Seen, forced: Tensor, probe: Probe, kept: Tensor) -> bool:
-    tensors = _tensors(seen)
+def _gates_alive(seen: Seen, forced: Tensor, probe: Probe, kept: Tensor) -> bool:
+    tensors = tensors_of(seen)
     gates = [t.reshape(forced.shape) for t in tensors if t.is_floating_point() and t.numel() == forced.numel()]
     spread = [t for t in tensors if t.is_floating_point() and t.numel() == forced.shape[0] * probe.num_experts]
     gates += [t.reshape(forced.shape[0], -1).gather(-1, forced) for t in spread]
     return any(bool(g.isfinite().all()) and float(((g == 0) & kept).float().mean()) < _ZERO_GATES for g in gates)
 
 
-def _kept(seen: _Seen, forced: Tensor, probe: Probe) -> Tensor | None:
+def _kept(seen: Seen, forced: Tensor, probe: Probe) -> Tensor | None:
     """Which forced slots show unchanged: all; all but those of one id (a skip expert that is remapped); or None."""
-    tensors = _tensors(seen)
+    tensors = tensors_of(seen)
     whole = torch.ones_like(forced, dtype=torch.bool)
     integers = [t for t in tensors if not t.is_floating_point() and t.numel() == forced.numel()]
     for ids in integers:
@@ -221,134 +177,3 @@ def _kept(seen: _Seen, forced: Tensor, probe: Probe) -> Tensor | None:
             if len(order.unique()) == forced.numel() and bool((by_expert.diff() >= 0).all()):
                 return whole
     return None
-
-
-# -- running the model -----------------------------------------------------------------------------------------------
-
-
-class _Force:
-    """A listener that forces given ids, `[N,K]` per site."""
-
-    def __init__(self, tap: Tap, forced: list[Tensor]) -> None:
-        self.tap, self.forced = tap, forced
-        self.call: Call | None = None
-
-    def begin(self, call: Call) -> None:
-        call.capture = True
-        for index, (site, ids) in enumerate(zip(self.tap.sites, self.forced, strict=True)):
-            if not site.fixed:
-                call.jobs[index] = Job(ids)
-
-    def end(self, call: Call, cache: Any) -> None:
-        self.call = call
-
-
-def _forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> tuple[Tensor, Call]:
-    listener = _Force(tap, forced)
-    tap.listeners.append(listener)
-    tap.hook()
-    try:
-        out = _forward(tap, batch, length)
-    finally:
-        tap.listeners.remove(listener)
-        tap.unhook()
-    if listener.call is None:
-        raise UnsupportedModelError(f"{type(tap.boundary).__name__} was not called by {type(tap.root).__name__}")
-    return out, listener.call
-
-
-def _forward(tap: Tap, batch: int, length: int) -> Tensor:
-    """Output of the outermost model for a few fixed tokens; the way in is the user's, so that FSDP and DDP see it."""
-    model = tap.root
-    while hasattr(model, "_orig_mod"):
-        model = model._orig_mod
-    vocabulary = int(tap.boundary.get_input_embeddings().weight.shape[0])
-    ids = (torch.arange(batch * length, device=tap.boundary.device) * 7 + 1) % vocabulary
-    try:
-        out = model(input_ids=ids.reshape(batch, length))
-    except TypeError:
-        inner = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
-        if inner is model:
-            raise
-        out = inner(input_ids=ids.reshape(batch, length))
-    logits = getattr(out, "logits", None)
-    return (logits if logits is not None else out[0]).detach()
-
-
-@contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, and afterwards the modes and random states of before."""
-    modes = [(m, m.training) for m in model.modules()]
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)), warnings.catch_warnings():
-        try:
-            for module, _ in modes:
-                module.training = False
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-
-
-def _watch(tap: Tap, depths: list[int], batch: int, length: int) -> list[_Seen]:
-    modes: list[_Watch] = []
-    with ExitStack() as stack, _evidence(tap, depths) as seen:
-
-        def enter(index: int) -> None:
-            mode = _Watch(seen[index])
-            modes.append(mode)
-            mode.__enter__()
-
-        def leave(*_: Any) -> None:
-            modes.pop().__exit__(None, None, None)
-
-        for index, depth in enumerate(depths):
-            for module in _scope(tap, index, depth):
-                before = module.register_forward_pre_hook(lambda m, a, i=index: enter(i))
-                stack.callback(before.remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-        _forward(tap, batch, length)
-    return seen
-
-
-def _scope(tap: Tap, index: int, depth: int) -> tuple[nn.Module, ...]:
-    site = tap.sites[index]
-    if depth > len(site.parents):
-        raise _refuse(tap, index, "selects experts without torch.topk, in a way that is not known")
-    return site.modules if depth == 0 else (site.parents[depth - 1],)
-
-
-@contextmanager
-def _evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[_Seen]]:
-    """What the routers return, and what the modules beside them are called with."""
-    depths = depths or [p.depth for p in tap.probes]
-    seen = [_Seen() for _ in tap.sites]
-    with ExitStack() as stack:
-        for site, depth, found in zip(tap.sites, depths, seen, strict=True):
-
-            def returned(m: Any, a: Any, output: Any, found: _Seen = found) -> None:
-                found.ran += 1
-                found.output = tuple(output) if isinstance(output, tuple | list) else (output,)
-
-            def called(m: Any, args: Any, kwargs: Any, found: _Seen = found) -> None:
-                found.arrived.append((args, tuple(kwargs.values())))
-
-            for module in site.modules if depth == 0 else (site.parents[depth - 1],):
-                stack.callback(module.register_forward_hook(returned).remove)
-            for module in site.parents[0].children() if site.parents else ():
-                if module not in site.modules:
-                    stack.callback(module.register_forward_pre_hook(called, with_kwargs=True).remove)
-        yield seen
-
-
-def _tensors(seen: _Seen) -> list[Tensor]:
-    """All tensors that came out of the router or into a module beside it."""
-
-    def flat(value: Any) -> Iterator[Tensor]:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            for item in value:
-                yield from flat(item)
-
-    return list(flat((seen.output, seen.arrived)))

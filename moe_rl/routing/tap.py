@@ -38,7 +38,8 @@ def _acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     if not tap.users:
         _refuse_compiled(model)
         tap.root = model
-        signature = [(type(m), getattr(boundary.config, "_experts_implementation", None)) for m in modules]
+        kernels = getattr(boundary.config, "_experts_implementation", None)
+        signature = [(type(m), getattr(m, "top_k", None), kernels) for m in modules]
         cached = _PROBES.get(boundary)
         if cached is None or cached[0] != signature:
             _PROBES[boundary] = cached = (signature, examine(tap))
@@ -64,8 +65,8 @@ def _refuse_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None or "_compiled_call" in vars(module):
             raise RoutingError(
-                f"{name or type(module).__name__} is compiled already: torch.compile skips hooks that were added later, "
-                "so nothing would be recorded or replayed. Call attach(model) before torch.compile(model)"
+                f"{name or type(module).__name__} is compiled already: torch.compile skips hooks that were added "
+                "later, so nothing would be recorded or replayed. Call attach(model) before torch.compile(model)"
             )
 
 
@@ -137,13 +138,13 @@ def replay_routes(
     """Make the routers of `model` choose the given experts; gate weights come from the live scores.
 
     With live scores s and forced experts e the router continues with (s[e], e) where it would have with top-k of s:
-    Routing Replay of arXiv 2507.18071, section 5.3. Everything after the selection is the model's own code, so gates and their
-    gradients are exact. Put forward *and* backward inside where you can; with transformers' gradient checkpointing a
-    backward after the context is replayed, too.
+    Routing Replay of arXiv 2507.18071, section 5.3. Everything after the selection is the model's own code, so gates
+    and their gradients are exact. Put forward *and* backward inside where you can; with transformers' gradient
+    checkpointing a backward after the context is replayed, too.
 
     routes: for exactly this batch; rows of -1 are left to the router.
-    sites, tokens, slots: force only these sites (names, shell patterns or indices), only these tokens (bool [B,T]), only
-        the first n slots (the others are the best of the remaining experts).
+    sites, tokens, slots: force only these sites (names, shell patterns or indices), only these tokens (bool [B,T]),
+        only the first n slots (the others are the best of the remaining experts).
     shadow: also rank live: `.shadow` and `.regret` of the Replay.
     check_tokens: compare input_ids with those that the routes were recorded for.
     Nested: an inner replay decides where it forces, elsewhere the outer one does.
@@ -167,9 +168,9 @@ def replay_routes(
 def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | None = None) -> Iterator[None]:
     """Selection noise, a stress test: experts are chosen by the top k of `logits + sigma * N(0,1)`.
 
-    Only the choice is noisy: gate weights, gradients and router losses come from the clean logits of the chosen experts.
-    It is routing volatility of a dose that can be set, where real volatility has to be waited for; nothing in it is a
-    model of how real routers change. A replay, inside or outside, wins where it forces. A recomputation (gradient
+    Only the choice is noisy: gate weights, gradients and router losses come from the clean logits of the chosen
+    experts. It is routing volatility of a dose that can be set, where real volatility has to be waited for; nothing in
+    it is a model of how real routers change. A replay, inside or outside, wins where it forces. A recomputation (gradient
     checkpointing) finds the choice of its forward. Routers that are random in train mode (jitter) draw once more.
 
     sigma: in units of the router's logits. generator: source of the noise; its device may differ from the model's.

@@ -353,6 +353,7 @@ def test_compile_after_attach_is_exact_without_graph_breaks() -> None:
 
     torch._dynamo.reset()
     model, inputs, others = moe(), tokens(seed=1), tokens(seed=2)
+    model.model.layers = model.model.layers[:1]  # compilation is slow
     model.set_experts_implementation("batched_mm")
     mine, foreign = routes_of(model, inputs), routes_of(model, others)
     counter = CompileCounterWithBackend("aot_eager")

@@ -1,0 +1,199 @@
+"""A few tokens through a model, to see what its routers do: for the self-check only."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from moe_rl.routing.calls import Call
+from moe_rl.routing.errors import RoutingError, UnsupportedModelError
+from moe_rl.routing.hooks import Tap
+from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job
+
+
+def refused(tap: Tap, index: int, why: str) -> UnsupportedModelError:
+    site = tap.sites[index]
+    return UnsupportedModelError(
+        f"{type(tap.boundary).__name__}, site {site.name} ({type(site.module).__name__}): {why}"
+    )
+
+
+@dataclass
+class Seen:
+    """What one site did in one forward."""
+
+    ranked: list[tuple[int, int, Tensor]] = field(default_factory=list)  # experts, k, ids of each topk
+    maxima: list[int] = field(default_factory=list)
+    linear: list[int] = field(default_factory=list)  # output widths of linear maps before the last topk
+    linear_at_topk: list[int] = field(default_factory=list)
+    output: tuple[Any, ...] = ()
+    arrived: list[Any] = field(default_factory=list)  # what the modules beside the router were called with
+    ran: int = 0
+
+
+class _Watch(TorchFunctionMode):
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in TOPK:
+            scores = args[0] if args else kwargs["input"]
+            self.seen.ranked.append((scores.shape[-1], out[1].shape[-1], out[1].detach()))
+            self.seen.linear_at_topk.append(len(self.seen.linear))
+        elif func in LINEAR and isinstance(out, Tensor) and out.ndim:
+            self.seen.linear.append(out.shape[-1])
+        elif func in MAX and kwargs and "dim" in kwargs:
+            self.seen.maxima.append(args[0].shape[-1])
+        return out
+
+
+class _Force:
+    """A listener that forces given ids, `[N,K]` per site."""
+
+    def __init__(self, tap: Tap, forced: list[Tensor]) -> None:
+        self.tap, self.forced = tap, forced
+        self.call: Call | None = None
+
+    def begin(self, call: Call) -> None:
+        call.capture = True
+        for index, (site, ids) in enumerate(zip(self.tap.sites, self.forced, strict=True)):
+            if not site.fixed:
+                call.jobs[index] = Job(ids)
+
+    def end(self, call: Call, cache: Any) -> None:
+        self.call = call
+
+
+def forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> tuple[Tensor, Call]:
+    listener = _Force(tap, forced)
+    tap.listeners.append(listener)
+    tap.hook()
+    try:
+        out = forward(tap, batch, length)
+    finally:
+        tap.listeners.remove(listener)
+        tap.unhook()
+    if listener.call is None:
+        raise UnsupportedModelError(f"{type(tap.boundary).__name__} was not called by {type(tap.root).__name__}")
+    return out, listener.call
+
+
+def forward(tap: Tap, batch: int, length: int) -> Tensor:
+    """Output of the outermost model for a few fixed tokens; the way in is the user's, so that FSDP and DDP see it."""
+    model = tap.root
+    while isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
+        model = inner
+    table = tap.boundary.get_input_embeddings().weight
+    assert isinstance(table, Tensor)
+    vocabulary = int(table.shape[0])
+    ids = (torch.arange(batch * length, device=tap.boundary.device) * 7 + 1) % vocabulary
+    try:
+        try:
+            out = model(input_ids=ids.reshape(batch, length))
+        except TypeError:  # a module around the model with a forward of its own
+            outermost = next(m for m in model.modules() if isinstance(m, PreTrainedModel))
+            if outermost is model:
+                raise
+            out = outermost(input_ids=ids.reshape(batch, length))
+    except RoutingError:
+        raise
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"the self-check could not run {type(model).__name__} on {batch} x {length} token ids: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    logits = getattr(out, "logits", None)
+    return (logits if logits is not None else out[0]).detach()
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Eval mode, no gradients, and afterwards the modes and random states of before."""
+    modes = [(m, m.training) for m in model.modules()]
+    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)), warnings.catch_warnings():
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
+
+
+def watch(tap: Tap, depths: list[int], batch: int, length: int) -> list[Seen]:
+    modes: list[_Watch] = []
+    with ExitStack() as stack, evidence(tap, depths) as seen:
+
+        def enter(index: int) -> None:
+            mode = _Watch(seen[index])
+            modes.append(mode)
+            mode.__enter__()
+
+        def leave(*_: Any) -> None:
+            modes.pop().__exit__(None, None, None)
+
+        for index, depth in enumerate(depths):
+            for module in scope_of(tap, index, depth):
+                before = module.register_forward_pre_hook(lambda m, a, i=index: enter(i))
+                stack.callback(before.remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        forward(tap, batch, length)
+    return seen
+
+
+def scope_of(tap: Tap, index: int, depth: int) -> tuple[nn.Module, ...]:
+    site = tap.sites[index]
+    if depth > len(site.parents):
+        raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
+    if depth == 0:
+        return site.modules
+    holder = site.parents[depth - 1]
+    inside = {id(m) for m in holder.modules()}
+    if any(id(m) in inside for i, other in enumerate(tap.sites) if i != index for m in other.modules):
+        raise refused(tap, index, "makes no selection of its own, and the module around it holds several routers")
+    return (holder,)
+
+
+@contextmanager
+def evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[Seen]]:
+    """What the routers return, and what the modules beside them are called with."""
+    depths = depths or [p.depth for p in tap.probes]
+    seen = [Seen() for _ in tap.sites]
+    with ExitStack() as stack:
+        for site, depth, found in zip(tap.sites, depths, seen, strict=True):
+
+            def returned(m: Any, a: Any, output: Any, found: Seen = found) -> None:
+                found.ran += 1
+                found.output = tuple(output) if isinstance(output, tuple | list) else (output,)
+
+            def called(m: Any, args: Any, kwargs: Any, found: Seen = found) -> None:
+                found.arrived.append((args, tuple(kwargs.values())))
+
+            for module in site.modules if depth == 0 else (site.parents[depth - 1],):
+                stack.callback(module.register_forward_hook(returned).remove)
+            for module in site.parents[0].children() if site.parents else ():
+                if module not in site.modules:
+                    stack.callback(module.register_forward_pre_hook(called, with_kwargs=True).remove)
+        yield seen
+
+
+def tensors_of(seen: Seen) -> list[Tensor]:
+    """All tensors that came out of the router or into a module beside it."""
+
+    def flat(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            for item in value:
+                yield from flat(item)
+
+    return list(flat((seen.output, seen.arrived)))
