@@ -1,6 +1,7 @@
 """Policies: load a hub or local Mixture-of-Experts, or make the tiny one (`moe_rl.tiny`) and keep it for next time."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import random
@@ -10,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from moe_rl.lora import LoraConfig, add_lora
 from moe_rl.rollout import Task
 from moe_rl.routing import UnsupportedModelError
 from moe_rl.routing.experts import register_experts
@@ -33,6 +35,7 @@ from moe_rl.tiny import (
 
 __all__ = [
     "ColdStartConfig",
+    "LoraConfig",
     "ModelConfig",
     "ModelError",
     "TinyConfig",
@@ -55,12 +58,18 @@ class ModelConfig:
     cold_start: ColdStartConfig | None = field(default_factory=ColdStartConfig)
     """Of the tiny model only, always in fp32; None leaves it at its random weights."""
     dtype: str = "float32"
-    """`float32`, `bfloat16` or `float16`."""
+    """`float32`, `bfloat16` or `float16`: of weights, activations and gradients. The optimizer keeps fp32 master copies
+    of weights of 16 bits (`optim.master_weights`)."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where the run happens; `auto` takes an accelerator where there is one. CUDA_VISIBLE_DEVICES says which."""
     attn_implementation: str | None = None
     """`sdpa`, `eager`, `flash_attention_2`, ...; None takes transformers' choice."""
     experts_implementation: str | None = None
     """`grouped_mm`, `eager`, ... or one that `moe_rl.routing.experts` registers; None takes transformers' choice."""
     gradient_checkpointing: bool = False
+    """Compute activations again in backward instead of keeping them."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters (PEFT, an optional package) instead of all weights."""
     trust_remote_code: bool = False
     """Run code that comes with a hub model. Leave it off unless you trust its author."""
 
@@ -79,10 +88,11 @@ def load_policy(
 
     Raises:
         ModelError: no such folder or hub model, not a causal language model, a dense model, a damaged checkpoint
-            or cache, no tokenizer, an unknown dtype.
+            or cache, no tokenizer, no chat template where the task gives messages, an unknown dtype, a device that is
+            not there, a package that is missing.
     """
-    if config.dtype not in DTYPES:
-        raise ModelError(f"model.dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    check_machine(config)
+    chats = getattr(task, "chats", False)  # before the model, which may take minutes to load
     if config.path is not None:
         model, tokenizer = _load(config.path, config)
     elif config.cold_start is None:
@@ -97,11 +107,41 @@ def load_policy(
         find_sites(model)
     except UnsupportedModelError as error:
         raise ModelError(f"model.path: {config.path} is no Mixture-of-Experts to study: {error}") from error
+    if chats and not getattr(tokenizer, "chat_template", None):
+        raise ModelError(
+            f"model.path: the tokenizer of {config.path or 'the tiny model'} has no chat template, and the task "
+            f"{task.name} gives messages. Give prompts as text, or a model that was trained to chat."
+        )
     if config.gradient_checkpointing:
         # Never the reentrant kind: replay could not follow its recomputation. The method has a new name since 5.23.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+    if config.lora is not None:
+        model = add_lora(model, config.lora)
     return model.eval(), tokenizer
+
+
+def check_machine(config: ModelConfig) -> None:
+    """Refuse, before anything is loaded, what this machine or installation lacks. Raises ModelError."""
+    if config.dtype not in DTYPES:
+        raise ModelError(f"model.dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    there = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if config.device in there and not there[config.device]():
+        build = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", built without CUDA")
+        raise ModelError(
+            f"model.device: {config.device} is not there ({build}). `auto` takes what is; `moe-rl doctor` lists it."
+        )
+    if config.experts_implementation == "megablocks":
+        if importlib.util.find_spec("megablocks") is None:
+            raise ModelError(
+                "model.experts_implementation: megablocks is not installed (docs/megablocks.md says how). "
+                "megablocks_reference runs the same pipeline in plain torch."
+            )
+        if config.dtype != "bfloat16":
+            raise ModelError(
+                f"model.experts_implementation: the kernels of megablocks take bfloat16 alone, got model.dtype "
+                f"{config.dtype}"
+            )
 
 
 # -- any model ------------------------------------------------------------------------------------------------
