@@ -1,0 +1,233 @@
+// Curves: one thin line per seed, a thick mean where an arm has several, one cursor for all charts.
+"use strict";
+(() => {
+  const { make, svg, number } = moeRL;
+  const MARGIN = { left: 48, right: 12, top: 10, bottom: 24 };
+  const HEIGHT = 190;
+
+  /** Values by step, appended in order; a step that comes again (a resumed run) drops what came after it. */
+  moeRL.Points = class {
+    constructor(mode) {
+      this.mode = mode; // "last" row of a step counts, or the "mean" or the "share" (sum over sum) of its rows
+      this.xs = []; this.top = []; this.bottom = [];
+    }
+    add(x, top, bottom = 1) {
+      if (x === null || top === null || bottom === null) return;
+      while (this.xs.length && this.xs.at(-1) > x) { this.xs.pop(); this.top.pop(); this.bottom.pop(); }
+      const i = this.xs.length - 1;
+      if (i >= 0 && this.xs[i] === x) {
+        if (this.mode === "last") { this.top[i] = top; this.bottom[i] = bottom; }
+        else { this.top[i] += top; this.bottom[i] += bottom; }
+      } else { this.xs.push(x); this.top.push(top); this.bottom.push(bottom); }
+    }
+    y(i) { return this.bottom[i] ? this.top[i] / this.bottom[i] : null; }
+    at(x) {
+      let low = 0, high = this.xs.length - 1;
+      while (low <= high) {
+        const mid = (low + high) >> 1;
+        if (this.xs[mid] === x) return this.y(mid);
+        if (this.xs[mid] < x) low = mid + 1; else high = mid - 1;
+      }
+      return null;
+    }
+  };
+
+  /** Mean over runs at the steps that all of them have reached. */
+  moeRL.meanOf = (all) => {
+    const mean = new moeRL.Points("last");
+    const end = Math.min(...all.map((p) => p.xs.at(-1) ?? -1));
+    for (const x of all[0].xs) {
+      if (x > end) break;
+      const ys = all.map((p) => p.at(x)).filter((y) => y !== null);
+      if (ys.length === all.length) mean.add(x, ys.reduce((a, b) => a + b, 0) / ys.length);
+    }
+    return mean;
+  };
+
+  /** At most two points per pixel: the least and the greatest of each, so that spikes stay. */
+  moeRL.decimate = (xs, ys, pixels) => {
+    if (xs.length <= 2 * pixels) return xs.map((x, i) => [x, ys[i]]);
+    const out = [], size = xs.length / pixels;
+    for (let p = 0; p < pixels; p++) {
+      let low = null, high = null;
+      for (let i = Math.floor(p * size); i < Math.min(xs.length, Math.floor((p + 1) * size)); i++) {
+        if (ys[i] === null) continue;
+        if (low === null || ys[i] < ys[low]) low = i;
+        if (high === null || ys[i] > ys[high]) high = i;
+      }
+      if (low !== null) for (const i of low === high ? [low] : [Math.min(low, high), Math.max(low, high)]) out.push([xs[i], ys[i]]);
+    }
+    return out;
+  };
+
+  const niceStep = (span, count) => {
+    const raw = span / Math.max(1, count), power = 10 ** Math.floor(Math.log10(raw));
+    return power * [1, 2, 2.5, 5, 10].find((m) => m * power >= raw * 0.999);
+  };
+  const ticksOf = (low, high, count) => {
+    const step = niceStep(high - low || 1, count), out = [];
+    for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) out.push(Number(v.toPrecision(12)));
+    return out;
+  };
+  moeRL.ticksOf = ticksOf;
+  const power = (exponent) => "10" + String(exponent).replace(/[-0-9]/g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
+
+  /** Linear or logarithmic map of values to pixels; a log axis keeps a place for zero at its foot. */
+  const axis = (ys, spec, top, bottom) => {
+    const positive = ys.filter((y) => y > 0);
+    if (spec.log && positive.length) {
+      const zero = ys.some((y) => y <= 0), foot = zero ? bottom - 16 : bottom;
+      let [low, high] = minmax(positive).map(Math.log10);
+      if (high - low < 0.6) { const middle = (low + high) / 2; low = middle - 0.3; high = middle + 0.3; }
+      const pad = 0.05 * (high - low);
+      low -= pad; high += pad;
+      const place = (y) => (y <= 0 ? bottom : foot - ((Math.log10(y) - low) / (high - low)) * (foot - top));
+      const ticks = [];
+      const every = Math.max(1, Math.ceil((high - low) / 4));
+      for (let e = Math.ceil(low); e <= high; e++) if (e % every === 0) ticks.push([10 ** e, spec.percent ? null : power(e)]);
+      if (ticks.length < 2) for (let e = Math.floor(low); e <= high; e++) for (const m of [1, 2, 5]) {
+        const v = m * 10 ** e;
+        if (Math.log10(v) >= low && Math.log10(v) <= high && !ticks.some(([t]) => Math.abs(t / v - 1) < 1e-6)) ticks.push([v, null]);
+      }
+      if (zero) ticks.push([0, "0"]);
+      return { place, ticks, zero };
+    }
+    let [low, high] = ys.length ? minmax(ys) : [0, 1];
+    if (low > 0 && low < 0.6 * high) low = 0;
+    if (high === low) { high += Math.abs(high) * 0.1 || 1; low -= low ? Math.abs(low) * 0.1 : 0; }
+    else { high += 0.05 * (high - low); if (low !== 0) low -= 0.05 * (high - low); }
+    const place = (y) => bottom - ((y - low) / (high - low)) * (bottom - top);
+    return { place, ticks: ticksOf(low, high, 4).map((v) => [v, null]), zero: false };
+  };
+  const minmax = (values) => {
+    let low = Infinity, high = -Infinity;
+    for (const v of values) { if (v < low) low = v; if (v > high) high = v; }
+    return [low, high];
+  };
+
+  moeRL.LineChart = class {
+    /** spec: {key, title, note, log, percent}; page: {cursor(step or null, from a pointer or key), choose(step)}. */
+    constructor(host, spec, page) {
+      Object.assign(this, { spec, page, groups: [], step: null });
+      this.title = make("h3", { id: `title-${spec.key}` }, spec.title);
+      this.note = make("p", { class: "chart-note" }, spec.note);
+      this.plot = svg("svg", { class: "plot", tabindex: 0, role: "img", "aria-labelledby": `title-${spec.key}` });
+      this.readout = make("div", { class: "readout", hidden: true });
+      this.figure = make("figure", { class: "chart", id: `chart-${spec.key}` }, this.title, this.note,
+        make("div", { class: "plot-box" }, this.plot, this.readout));
+      host.append(this.figure);
+      this.plot.addEventListener("pointermove", (event) => this.point(event));
+      this.plot.addEventListener("pointerleave", () => page.cursor(null));
+      this.plot.addEventListener("click", () => this.step !== null && page.choose(this.step));
+      this.plot.addEventListener("keydown", (event) => this.key(event));
+      this.plot.addEventListener("blur", () => page.cursor(null));
+    }
+
+    /** groups: [{label, colour, dash, runs: [{name, points}]}]; end: last step of any run. */
+    draw(groups, end) {
+      this.groups = groups.map((g) => ({ ...g, runs: g.runs.filter((r) => r.points.xs.length) })).filter((g) => g.runs.length);
+      for (const group of this.groups) group.mean = moeRL.meanOf(group.runs.map((r) => r.points));
+      const width = Math.max(220, this.plot.clientWidth || 320);
+      const [left, right, top, bottom] = [MARGIN.left, width - MARGIN.right, MARGIN.top, HEIGHT - MARGIN.bottom];
+      Object.assign(this, { left, right, end: Math.max(1, end) });
+      this.plot.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
+      this.plot.setAttribute("height", HEIGHT);
+      const scaled = this.groups.flatMap((g) => g.runs.flatMap((r) => r.points.xs.map((_, i) => r.points.y(i)))).filter((y) => y !== null);
+      const { place, ticks } = axis(scaled, this.spec, top, bottom);
+      this.place = place;
+      const parts = [];
+      for (const [value, label] of ticks) {
+        const y = place(value);
+        parts.push(svg("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }),
+          svg("text", { class: "tick", x: left - 6, y: y + 3.5, "text-anchor": "end" }, label ?? this.show(value, 2)));
+      }
+      for (const x of ticksOf(0, this.end, Math.max(2, Math.floor(width / 80))).filter(Number.isInteger)) {
+        parts.push(svg("text", { class: "tick", x: this.x(x), y: HEIGHT - 8, "text-anchor": "middle" }, String(x)));
+      }
+      const pixels = Math.round(right - left);
+      for (const group of this.groups) {
+        const several = group.runs.length > 1;
+        for (const { points } of group.runs) parts.push(this.line(points, group, several ? "thin" : "thick", pixels));
+        if (several) parts.push(this.line(group.mean, group, "thick", pixels));
+      }
+      if (!scaled.length) parts.push(svg("text", { class: "tick", x: (left + right) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no data yet"));
+      this.cross = svg("g", { class: "cross" });
+      this.plot.replaceChildren(...parts, this.cross);
+      this.plot.setAttribute("aria-label", this.describe());
+      this.mark(this.step, false);
+    }
+
+    x(step) { return this.left + (step / this.end) * (this.right - this.left); }
+
+    show(value, digits = 3) {
+      if (value === null) return "–";
+      return this.spec.percent ? `${number(100 * value, digits)} %` : number(value, digits);
+    }
+
+    line(points, group, kind, pixels) {
+      const ys = points.xs.map((_, i) => points.y(i));
+      const shown = moeRL.decimate(points.xs, ys, pixels);
+      let path = "", pen = "M";
+      for (const [x, y] of shown) {
+        if (y === null) { pen = "M"; continue; }
+        path += `${pen}${this.x(x).toFixed(1)},${this.place(y).toFixed(1)}`;
+        pen = "L";
+      }
+      const g = svg("g", { class: `line ${kind}` });
+      if (path) g.append(svg("path", { d: path, stroke: group.colour, "stroke-dasharray": kind === "thick" ? group.dash.map((d) => d * 2).join(" ") : null }));
+      if (shown.length <= 16 && kind === "thick") {
+        for (const [x, y] of shown) if (y !== null) g.append(svg("circle", { cx: this.x(x), cy: this.place(y), r: 2.4, fill: group.colour }));
+      }
+      return g;
+    }
+
+    describe() {
+      const last = this.groups.map((g) => `${g.label} ${this.show(g.mean.xs.length ? g.mean.y(g.mean.xs.length - 1) : null)}`);
+      return `${this.spec.title}. Latest: ${last.join(", ") || "no data yet"}. Arrow keys move through the steps.`;
+    }
+
+    point(event) {
+      const box = this.plot.getBoundingClientRect();
+      const step = Math.round(((event.clientX - box.left - this.left) / (this.right - this.left)) * this.end);
+      this.page.cursor(Math.max(0, Math.min(this.end, step)), this);
+    }
+
+    key(event) {
+      const now = this.step ?? 0, page = Math.max(1, Math.round(this.end / 10));
+      const to = { ArrowRight: now + 1, ArrowLeft: now - 1, PageUp: now + page, PageDown: now - page, Home: 0, End: this.end }[event.key];
+      if (to !== undefined) { event.preventDefault(); this.page.cursor(Math.max(0, Math.min(this.end, to)), this); }
+      else if (event.key === "Enter" && this.step !== null) this.page.choose(this.step);
+      else if (event.key === "Escape") this.page.cursor(null);
+    }
+
+    /** Draw the cursor at a step; `reading`: this chart shows the values. */
+    mark(step, reading) {
+      this.step = step;
+      this.readout.hidden = step === null || !reading;
+      if (!this.cross) return;
+      if (step === null) return void this.cross.replaceChildren();
+      const x = this.x(step);
+      const parts = [svg("line", { x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom })];
+      const rows = [];
+      for (const group of this.groups) {
+        const values = group.runs.map((r) => r.points.at(step)).filter((y) => y !== null);
+        const mean = values.length ? values.reduce((a, b) => a + b, 0) / values.length : null;
+        if (mean !== null) parts.push(svg("circle", { cx: x, cy: this.place(mean), r: 3, fill: group.colour }));
+        rows.push(make("tr", {}, make("td", {}, moeRL.swatch(group)), make("td", {}, group.label), make("td", {}, this.show(mean)),
+          make("td", {}, values.length > 1 ? `n = ${values.length}` : "")));
+      }
+      this.cross.replaceChildren(...parts);
+      if (reading) {
+        this.readout.replaceChildren(make("b", {}, `step ${step}`), make("table", {}, make("tbody", {}, ...rows)));
+        const share = x / (this.right + MARGIN.right);
+        this.readout.classList.toggle("to-left", share > 0.5);
+        this.readout.style.setProperty("--x", `${100 * share}%`);
+        this.readout.setAttribute("role", "status");
+      }
+    }
+  };
+
+  /** A short piece of a group's line. */
+  moeRL.swatch = (group) => svg("svg", { class: "swatch", width: 26, height: 10, "aria-hidden": "true" },
+    svg("line", { x1: 1, x2: 25, y1: 5, y2: 5, stroke: group.colour, "stroke-width": 2.4, "stroke-dasharray": group.dash.map((d) => d * 2).join(" ") }));
+})();

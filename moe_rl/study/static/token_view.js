@@ -1,0 +1,294 @@
+// The token view: one response, each token coloured by what changed, its experts on request.
+// Used by the live page (source: the API) and by the report (source: data inside the page).
+"use strict";
+var moeRL = window.moeRL || (window.moeRL = {});
+
+(() => {
+  const SVG = "http://www.w3.org/2000/svg";
+
+  /** An element with properties and children; text is always text, never markup. */
+  moeRL.make = (tag, properties = {}, ...children) => {
+    const element = document.createElement(tag);
+    moeRL.set(element, properties);
+    element.append(...children.filter((child) => child !== null && child !== undefined));
+    return element;
+  };
+  moeRL.svg = (tag, properties = {}, ...children) => {
+    const element = document.createElementNS(SVG, tag);
+    moeRL.set(element, properties);
+    element.append(...children);
+    return element;
+  };
+  moeRL.set = (element, properties) => {
+    for (const [name, value] of Object.entries(properties)) {
+      if (name === "onclick" || name.startsWith("on")) element[name] = value;
+      else if (name === "style") for (const [key, v] of Object.entries(value)) element.style.setProperty(key, v);
+      else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+    }
+  };
+
+  /** Black or white ink on a colour #rrggbb, by its luminance. */
+  moeRL.inkOn = (colour) => {
+    const [r, g, b] = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16) / 255)
+      .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.19 ? "#111" : "#fff";
+  };
+
+  moeRL.number = (value, digits = 3) =>
+    value === null || value === undefined ? "–" : Math.abs(value) < 1e-12 ? "0" :
+      (Math.abs(value) < 0.001 || Math.abs(value) >= 1e5 ? value.toExponential(1) : String(Number(value.toPrecision(digits)))).replace("-", "−");
+  const signed = (value) => (value > 0 ? "+" : "") + moeRL.number(value);
+
+  const minus = (a, b) => (a === null || b === null ? null : a - b);
+  const BOUNDS = [0.01, 0.05, 0.2, 0.7]; // nats; 0.7 is a ratio of 2
+
+  const COLOURINGS = {
+    changed: { name: (index) => (index.unit === "experts" ? "experts changed" : "sites changed"), kind: "sequence", value: (r, t) => r.changed[t] },
+    natural: { name: () => "log-ratio, live routing", kind: "diverging", value: (r, t) => minus(r.logp_natural[t], r.old_logp[t]) },
+    routing: { name: () => "log-ratio, part of routing", kind: "diverging", value: (r, t) => minus(r.logp_natural[t], r.logp_replayed[t]) },
+  };
+
+  /** Bin 0..8 of a value, and the label of each bin that is used. */
+  const binner = (kind, top) => {
+    if (kind === "diverging") {
+      const bin = (x) => (x === null ? 4 : 4 + Math.sign(x) * BOUNDS.filter((b) => Math.abs(x) >= b).length);
+      const edges = BOUNDS.map(String);
+      const labels = ["≤−0.7", "≤−0.2", "≤−.05", "≤−.01", "0", "≥.01", "≥.05", "≥0.2", "≥0.7"];
+      return { bin, bins: labels.map((label, i) => [i, label]), edges };
+    }
+    const width = Math.max(1, Math.ceil(top / 8));
+    const used = Math.max(1, Math.ceil(top / width));
+    const place = (i) => Math.round((i * 8) / used); // few classes still reach the dark end
+    const bin = (x) => (x ? place(Math.min(used, Math.ceil(x / width))) : 0);
+    const label = (i) => (width === 1 ? String(i) : `${(i - 1) * width + 1}–${Math.min(top, i * width)}`);
+    return { bin, bins: [[0, "0"], ...Array.from({ length: used }, (_, i) => [place(i + 1), label(i + 1)])] };
+  };
+
+  moeRL.TokenView = class {
+    /**
+     * host: an element. source: {steps(run), index(run, step), response(run, step, seq, update)}, promises.
+     * scale(): {sequence: [9 colours], diverging: [9 colours]}. changed(state): told of every choice.
+     */
+    constructor(host, source, scale, changed = () => {}) {
+      Object.assign(this, { host, source, scale, changed });
+      this.state = { run: null, step: null, seq: null, update: null, token: null, colour: "changed" };
+      this.ticket = 0;
+      const { make } = moeRL;
+      this.pick = {};
+      const control = (name, label) => {
+        this.pick[name] = make("select", { onchange: (event) => this.choose({ [name]: event.target.value }) });
+        return make("label", {}, label, this.pick[name]);
+      };
+      const step = (name, by, text, label) =>
+        make("button", { class: "tv-step", type: "button", "aria-label": label, onclick: () => this.move(name, by) }, text);
+      const paired = (name, label, what) =>
+        make("div", { class: "tv-pair" }, control(name, label),
+          make("label", {}, "\u00a0", make("span", { class: "tv-pair" },
+            step(name, -1, "‹", `previous ${what}`), step(name, 1, "›", `next ${what}`))));
+      this.controls = make("div", { class: "tv-controls" },
+        paired("step", "stored step", "step"), paired("update", "after update", "update"),
+        paired("seq", "response", "response"), control("colour", "colour by"));
+      this.legend = make("div", { class: "tv-legend" });
+      this.text = make("div", { class: "tv-text", role: "group", "aria-label": "tokens of the response" });
+      this.text.addEventListener("keydown", (event) => this.key(event));
+      this.facts = make("p", { class: "tv-facts" });
+      this.detail = make("div", { class: "tv-detail", "aria-live": "polite" });
+      this.message = make("p", { class: "tv-message", role: "status" });
+      this.body = make("div", { class: "tv-body" }, make("div", {}, this.legend, this.text, this.facts), this.detail);
+      host.replaceChildren(this.controls, this.message, this.body);
+    }
+
+    /** Change some choices; what no longer exists falls back to what is nearest. */
+    async choose(choice) {
+      const before = this.state.run;
+      Object.assign(this.state, choice);
+      if (choice.run !== undefined && choice.run !== before) this.index = null;
+      if (["run", "step", "seq"].some((name) => name in choice) && !("token" in choice)) this.state.token = null;
+      const ticket = ++this.ticket;
+      try {
+        await this.load(ticket);
+      } catch (error) {
+        if (ticket === this.ticket) this.say(error.message);
+      }
+    }
+
+    async load(ticket) {
+      const state = this.state;
+      if (!state.run) return;
+      const steps = await this.source.steps(state.run);
+      if (ticket !== this.ticket) return;
+      if (!steps.length) return this.say("No tokens are stored for this run yet (probe.tokens_every in the study file says how often).");
+      const wanted = state.step === null || state.step === "" ? steps.at(-1) : Number(state.step);
+      state.step = steps.reduce((best, s) => (Math.abs(s - wanted) < Math.abs(best - wanted) ? s : best), steps[0]);
+      if (!this.index || this.index.run !== state.run || this.index.step !== state.step) {
+        this.say("reading …");
+        const index = await this.source.index(state.run, state.step);
+        if (ticket !== this.ticket) return;
+        this.index = { ...index, run: state.run };
+      }
+      const { updates, responses } = this.index;
+      const known = responses.map((r) => r.seq);
+      state.update = updates.includes(Number(state.update)) && state.update !== null ? Number(state.update) : updates.at(-1);
+      state.seq = state.seq !== null && known.includes(Number(state.seq)) ? Number(state.seq) : known[0];
+      if (!COLOURINGS[state.colour]) state.colour = "changed";
+      const response = await this.source.response(state.run, state.step, state.seq, state.update);
+      if (ticket !== this.ticket) return;
+      this.response = response;
+      this.fill("step", steps, (s) => `step ${s}`);
+      this.fill("update", updates, (u) => `update ${u} of ${updates.at(-1)}`);
+      this.fill("seq", known, (seq, i) => `${seq} · reward ${moeRL.number(responses[i].reward)}`);
+      this.fill("colour", Object.keys(COLOURINGS), (c) => COLOURINGS[c].name(this.index));
+      this.say("");
+      this.draw();
+      this.changed({ ...state });
+    }
+
+    fill(name, values, label) {
+      const select = this.pick[name];
+      const key = JSON.stringify(values) + label(values[0], 0);
+      if (select.dataset.key !== key) {
+        select.replaceChildren(...values.map((v, i) => moeRL.make("option", { value: v }, label(v, i))));
+        select.dataset.key = key;
+      }
+      select.value = this.state[name];
+    }
+
+    move(name, by) {
+      const options = [...this.pick[name].options].map((o) => o.value);
+      const at = options.indexOf(String(this.state[name])) + by;
+      if (at >= 0 && at < options.length) this.choose({ [name]: options[at] });
+    }
+
+    say(text) {
+      this.message.textContent = text;
+      this.message.hidden = !text;
+      this.body.hidden = Boolean(text) && text !== "reading …";
+    }
+
+    draw() {
+      const { make } = moeRL;
+      const { response, index, state } = this;
+      const colouring = COLOURINGS[state.colour];
+      const colours = this.scale()[colouring.kind];
+      const { bin, bins } = binner(colouring.kind, index.top);
+      const of = index.slots ? ` of ${index.slots}` : ` of ${index.labels.length || "its"}`;
+      const title = state.colour === "changed"
+        ? `${colouring.name(index)} against the old policy (per token${index.unit === "experts" ? of : ""})`
+        : `${colouring.name(index)} (nats)`;
+      this.legend.replaceChildren(make("b", {}, title),
+        ...bins.map(([i, label]) => make("span", {}, make("i", { style: { background: colours[i] } }), label)));
+      const chosen = response.position.indexOf(Number(state.token));
+      const has = state.token !== null && state.token !== "" && chosen >= 0;
+      const tokens = response.text.map((text, t) => {
+        const value = colouring.value(response, t);
+        const colour = colours[bin(value)];
+        const changed = index.unit === "experts" ? `${response.changed[t]}${of} experts changed` : `${response.changed[t]} sites changed`;
+        return make("button", {
+          type: "button", class: "tv-token", tabindex: (has ? t === chosen : t === 0) ? 0 : -1,
+          "aria-pressed": String(has && t === chosen), "data-token": response.position[t],
+          "aria-label": `token ${response.position[t]} ${visible(text)}, ${changed}`,
+          title: `${changed}; log-ratio ${moeRL.number(minus(response.logp_natural[t], response.old_logp[t]))}`,
+          style: { "--fill": colour, "--ink": moeRL.inkOn(colour) },
+          onclick: () => this.open(t),
+        }, visible(text));
+      });
+      const parts = [];
+      tokens.forEach((token, t) => { parts.push(token); if (response.text[t].includes("\n")) parts.push(make("br")); });
+      this.text.replaceChildren(make("span", { class: "tv-prompt" }, response.prompt), ...parts);
+      const ratios = response.position.map((_, t) => COLOURINGS.natural.value(response, t)).filter((x) => x !== null);
+      const mean = ratios.reduce((a, b) => a + b, 0) / Math.max(1, ratios.length);
+      const total = response.changed.reduce((a, b) => a + b, 0);
+      const touched = response.changed.filter(Boolean).length;
+      this.facts.textContent =
+        `Response ${response.seq}, reward ${moeRL.number(response.reward)}, ${response.text.length} tokens; the prompt is grey. ` +
+        `${touched} tokens changed${index.unit === "experts" ? `, ${total} of ${index.slots * response.text.length} experts` : ""}. ` +
+        `Sequence log-ratio (mean per token, live routing): ${signed(mean)} nats.` +
+        (response.left_out ? ` ${response.left_out} more tokens are not shown.` : "");
+      this.drawDetail(has ? chosen : null);
+    }
+
+    open(t) {
+      this.state.token = this.response.position[t];
+      this.text.querySelectorAll(".tv-token").forEach((button, i) => {
+        button.setAttribute("aria-pressed", String(i === t));
+        button.tabIndex = i === t ? 0 : -1;
+      });
+      this.drawDetail(t);
+      this.changed({ ...this.state });
+    }
+
+    key(event) {
+      const tokens = [...this.text.querySelectorAll(".tv-token")];
+      const at = tokens.indexOf(document.activeElement);
+      const to = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: tokens.length - 1 }[event.key];
+      if (to === undefined || at < 0 || !tokens[to]) return;
+      event.preventDefault();
+      tokens[at].tabIndex = -1;
+      tokens[to].tabIndex = 0;
+      tokens[to].focus();
+    }
+
+    drawDetail(t) {
+      const { make, number } = moeRL;
+      const { response, index } = this;
+      if (t === null) {
+        this.detail.replaceChildren(make("p", { class: "tv-message" },
+          "Choose a token (click, or arrow keys and Enter) to see its experts before and after, and its log-probabilities."));
+        return;
+      }
+      const [old, live, replay] = ["old_logp", "logp_natural", "logp_replayed"].map((name) => response[name][t]);
+      const row = (name, logp) => make("tr", {}, make("td", {}, name), cell(number(logp, 4)),
+        cell(logp === old ? "" : signed(minus(logp, old))), cell(logp === old ? "" : number(logp === null || old === null ? null : Math.exp(logp - old))));
+      const cell = (text) => make("td", { class: "tv-n" }, text);
+      const head = (...names) => make("thead", {}, make("tr", {}, ...names.map((n, i) => make("th", { class: i ? "tv-n" : null, scope: "col" }, n))));
+      const scores = make("table", {}, head("policy", "log p", "log-ratio", "ratio"), make("tbody", {},
+        row("old", old), row("new, live routing", live), row("new, old routes replayed", replay),
+        make("tr", {}, make("td", {}, "part of routing"), cell(""), cell(signed(minus(live, replay))), cell(""))));
+      const parts = [
+        make("h4", {}, `Token ${response.position[t]} `, make("code", {}, visible(response.text[t])), ` (id ${response.token[t]})`), scores,
+      ];
+      if (response.old_experts) parts.push(this.experts(t));
+      else parts.push(make("p", { class: "tv-message" }, "The routes of this step were not kept, so experts cannot be listed."));
+      this.detail.replaceChildren(...parts);
+    }
+
+    experts(t) {
+      const { make } = moeRL;
+      const { response, index } = this;
+      const old = response.old_experts[t], changes = response.new_experts[t];
+      const chip = (id, kind, word) => make("span", { class: `tv-expert ${kind}`, title: word }, id < 0 ? "live" : String(id));
+      const order = old.map((_, l) => l);
+      if (old.length > 16) order.sort((a, b) => (b in changes) - (a in changes) || a - b); // many sites: changed ones first
+      const rows = order.map((l) => {
+        const now = changes[l] || old[l];
+        const gone = old[l].map((id) => chip(id, now.includes(id) ? "" : "tv-gone", now.includes(id) ? "kept" : "gone"));
+        const came = now.map((id) => chip(id, old[l].includes(id) ? "" : "tv-came", old[l].includes(id) ? "kept" : "new"));
+        const count = now.filter((id) => !old[l].includes(id)).length;
+        return make("tr", {}, make("td", { title: index.sites[l] }, index.labels[l]), make("td", {}, ...gone),
+          make("td", {}, ...came), make("td", { class: "tv-n" }, count ? `${count} of ${old[l].length}` : "–"));
+      });
+      const head = make("tr", {}, ...["site", "old experts", "new experts", "changed"].map((name, i) =>
+        make("th", { scope: "col", class: i === 3 ? "tv-n" : null }, name)));
+      return make("div", { class: "tv-scroll", tabindex: 0, role: "region", "aria-label": "experts by site" },
+        make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)),
+        make("p", { class: "tv-message" }, `Struck: no longer chosen. Bold: newly chosen. Sites: ${index.common || index.sites[0]}, shallow to deep.`));
+    }
+  };
+
+  /** What cannot be seen made visible: line ends, tabs, lone spaces, nothing. */
+  const visible = (text) => (text === "" ? "∅" : text.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/^ +$/, (s) => "␣".repeat(s.length)));
+
+  /** The view inside the report: data from the page itself. */
+  moeRL.inlineTokenView = () => {
+    const data = JSON.parse(document.getElementById("token-view-data").textContent);
+    const source = {
+      steps: async () => [data.index.step],
+      index: async () => data.index,
+      response: async (_, __, seq, update) => data.responses[`${seq}/${update}`],
+    };
+    const view = new moeRL.TokenView(document.getElementById("token-view"), source, () => data.scales.light);
+    const first = data.index.responses[0];
+    view.choose({ run: data.title, seq: first ? first.seq : null });
+    moeRL.view = view;
+  };
+})();

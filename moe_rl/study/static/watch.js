@@ -1,0 +1,255 @@
+// The page: asks for what is new every two seconds, keeps the curves, draws what changed.
+"use strict";
+(() => {
+  const { make, number } = moeRL;
+  const POLL = 2000, QUIET_SECONDS = 60;
+  const $ = (id) => document.getElementById(id);
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+
+  const CHARTS = [
+    { key: "reward", title: "Reward", note: "of the responses that are trained on" },
+    { key: "heldout", title: "Held-out reward", note: "on prompts that are never trained on" },
+    { key: "changed", title: "Experts changed", note: "% of slots, after a step’s last update, routed live", percent: true },
+    { key: "clipped", title: "Clipped tokens", note: "% of a step’s tokens, log axis", percent: true, log: true },
+    { key: "vartoken", title: "Variance of token log-ratios", note: "nats², after a step’s last update, routed live, log axis", log: true },
+    { key: "varsequence", title: "Variance of sequence log-ratios", note: "of means per token, nats², as beside, log axis", log: true },
+    { key: "grad", title: "Gradient norm", note: "before clipping, mean of a step’s updates, log axis", log: true },
+    { key: "entropy", title: "Entropy", note: "nats per token, after a step’s last update" },
+  ];
+
+  const runs = new Map(); // name -> {since, points, step, seconds, tokenSteps, damaged, ...state of the last answer}
+  let study = null, version = 0, drawn = "", lost = false, answered = 0, timer = 0, polling = false;
+  const view = { run: null, step: null, condition: 0, hidden: new Set() };
+  let tokenChoice = {};
+
+  const fresh = () => ({
+    reward: new moeRL.Points("last"), heldout: new moeRL.Points("last"), changed: new moeRL.Points("last"),
+    clipped: new moeRL.Points("share"), vartoken: new moeRL.Points("last"), varsequence: new moeRL.Points("last"),
+    grad: new moeRL.Points("mean"), entropy: new moeRL.Points("last"),
+  });
+
+  async function get(path, query = {}) {
+    const answer = await fetch(`api/${path}?${new URLSearchParams(query)}`);
+    const content = await answer.json();
+    if (!answer.ok) throw Object.assign(new Error(content.error), { answered: true });
+    return content;
+  }
+
+  // Reading what is new
+
+  async function poll() {
+    if (polling) return;
+    polling = true;
+    clearTimeout(timer);
+    try {
+      study = await get("study");
+      for (const state of study.runs) {
+        if (!runs.has(state.run)) runs.set(state.run, { since: "", points: fresh(), step: null, seconds: [], tokenSteps: [], damaged: 0, bytes: -1 });
+      }
+      const due = study.runs.filter((state) => state.bytes !== runs.get(state.run).bytes);
+      await Promise.all([0, 1, 2, 3].map(async () => { while (due.length) await read(due.shift()); }));
+      for (const state of study.runs) Object.assign(runs.get(state.run), { state });
+      lost = false;
+      answered = Date.now();
+    } catch (error) {
+      lost = !error.answered;
+      $("status").textContent = lost ? "no answer: has moe-rl watch ended? Trying again …" : error.message;
+      $("status").classList.add("lost");
+    }
+    polling = false;
+    if (study && !lost) draw();
+    if (!document.hidden) timer = setTimeout(poll, POLL);
+  }
+
+  async function read(state) {
+    const run = runs.get(state.run);
+    for (let more = true; more;) {
+      const answer = await get("run", { run: state.run, since: run.since });
+      if (answer.reset) Object.assign(run, { points: fresh(), step: null, seconds: [], damaged: 0 });
+      take(run, answer.rows);
+      run.since = answer.since;
+      run.damaged += answer.damaged;
+      run.tokenSteps = answer.token_steps;
+      more = answer.more;
+    }
+    run.bytes = state.bytes;
+    version++;
+  }
+
+  function take(run, rows) {
+    const p = run.points;
+    for (const [step, reward] of rows.rollout || []) { p.reward.add(step, reward); run.step = Math.max(run.step ?? 0, step); }
+    for (const [step, reward] of rows.eval || []) p.heldout.add(step, reward);
+    for (const [step, , clipped, tokens, norm] of rows.update || []) { p.clipped.add(step, clipped, tokens); p.grad.add(step, norm); }
+    for (const [step, , changed, slots, token, sequence, entropy] of rows.probe || []) {
+      p.changed.add(step, changed, slots);
+      p.vartoken.add(step, token);
+      p.varsequence.add(step, sequence);
+      p.entropy.add(step, entropy);
+    }
+    for (const [step, seconds] of rows.step || []) {
+      run.step = step + 1; // steps done
+      if (seconds !== null) run.seconds = [...run.seconds.slice(-8), seconds];
+    }
+  }
+
+  // Drawing
+
+  const charts = CHARTS.map((spec) => new moeRL.LineChart($("charts"), spec, { cursor, choose: chooseStep }));
+  function cursor(step, of = null) { for (const chart of charts) chart.mark(step, chart === of); }
+
+  const theme = () => (dark.matches ? "dark" : "light");
+  const looks = () => study.arms.map((arm) => ({ ...arm, colour: arm.colour[theme()] }));
+  const armOf = (name) => looks().find((arm) => arm.arm === name) || { title: name, label: name, colour: "currentColor", dash: [] };
+
+  function draw() {
+    document.title = `${study.name} – moe-rl watch`;
+    $("name").textContent = study.name;
+    $("question").textContent = study.question;
+    if (!view.run || !runs.has(view.run)) view.run = (study.runs.find((r) => r.bytes) || study.runs[0])?.run ?? null;
+    drawStatus();
+    drawTable();
+    const key = JSON.stringify([version, theme(), view.condition, [...view.hidden], study.arms, study.runs.length, innerWidth]);
+    if (key !== drawn) {
+      drawn = key;
+      drawLegend();
+      drawCharts();
+      drawRunPicker();
+      drawOne();
+    }
+  }
+
+  function drawStatus() {
+    const count = (state) => study.runs.filter((r) => shownState(r) === state).length;
+    const parts = [`${count("done")} of ${study.runs.length} runs done`];
+    for (const state of ["running", "starting", "stalled", "failed", "waiting"]) if (count(state)) parts.push(`${count(state)} ${state}`);
+    if (!study.runs.length) parts.splice(0, 1, "no run has begun yet; this page goes on by itself");
+    $("status").textContent = parts.join(" · ");
+    $("status").classList.remove("lost");
+  }
+
+  /** A run without a row for much longer than its steps take is called stalled. */
+  function shownState(state) {
+    const seconds = [...(runs.get(state.run)?.seconds || [])].sort((a, b) => a - b);
+    const usual = seconds.length ? seconds[seconds.length >> 1] : 20;
+    return state.state === "running" && state.age > Math.max(QUIET_SECONDS, 5 * usual) ? "stalled" : state.state;
+  }
+
+  const MARKS = { done: "✓", running: "▶", starting: "…", waiting: "·", stalled: "‖", failed: "✕" };
+  const WORDS = { stalled: "no row for long", starting: "starting: no row yet", waiting: "not begun" };
+
+  function drawTable() {
+    const rows = study.runs.map((state) => {
+      const run = runs.get(state.run), arm = armOf(state.arm), shown = shownState(state);
+      const steps = state.steps ?? "?", done = run.step === null ? 0 : run.step;
+      const latest = (points) => (points.xs.length ? points.y(points.xs.length - 1) : null);
+      const changed = latest(run.points.changed);
+      const progress = make("span", { class: "progress", "aria-hidden": "true" }, make("i", { style: { width: `${state.steps ? Math.min(100, (100 * done) / state.steps) : 0}%` } }));
+      const name = `${arm.title}, seed ${state.seed}`;
+      return make("tr", { class: state.run === view.run ? "chosen" : null },
+        make("td", {}, make("button", { type: "button", "data-run": state.run, "aria-pressed": String(state.run === view.run), title: `show ${name} below`, onclick: () => chooseRun(state.run) }, moeRL.swatch(arm), name)),
+        make("td", {}, make("span", { class: `state ${shown}`, role: "img", "aria-label": WORDS[shown] || shown, title: WORDS[shown] || shown }, MARKS[shown]), ` ${done}/${steps}`, progress),
+        make("td", { class: "n" }, number(latest(run.points.reward))),
+        make("td", { class: "n" }, changed === null ? "–" : `${number(100 * changed, 2)} %`),
+        make("td", { class: "n" }, shown === "failed" ? "failed" : ago(state.age)));
+    });
+    const focus = document.activeElement?.dataset?.run;
+    $("run-rows").replaceChildren(...rows);
+    if (focus) [...$("run-rows").querySelectorAll("button")].find((b) => b.dataset.run === focus)?.focus({ preventScroll: true });
+    const problems = study.runs.filter((r) => r.problem).map((r) => `${r.run} failed: ${r.problem}`);
+    for (const [name, run] of runs) if (run.damaged) problems.push(`${name}: ${run.damaged} damaged lines of metrics.jsonl were left out`);
+    $("problems").textContent = problems.join(" ");
+  }
+
+  const ago = (seconds) => seconds === null ? "–" : seconds < 90 ? `${Math.round(seconds)} s ago` : seconds < 5400 ? `${Math.round(seconds / 60)} min ago`
+    : seconds < 129600 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} d ago`;
+
+  function drawLegend() {
+    if (view.condition >= study.conditions.length) view.condition = 0;
+    $("conditions").hidden = study.conditions.length < 2;
+    $("conditions").replaceChildren(...study.conditions.map((title, i) => make("button", {
+      type: "button", "aria-pressed": String(i === view.condition), onclick: () => { view.condition = i; remember(); draw(); } }, title)));
+    $("legend").replaceChildren(...looks().filter((arm) => arm.condition === view.condition).map((arm) => make("button", {
+      type: "button", "data-arm": arm.arm, "aria-pressed": String(!view.hidden.has(arm.arm)), title: "show or hide",
+      onclick: () => { view.hidden.delete(arm.arm) || view.hidden.add(arm.arm); remember(); draw(); refocus(arm.arm); } }, moeRL.swatch(arm), arm.label)));
+  }
+  const refocus = (arm) => $("legend").querySelector(`[data-arm="${CSS.escape(arm)}"]`)?.focus();
+
+  function drawCharts() {
+    const shown = looks().filter((arm) => arm.condition === view.condition && !view.hidden.has(arm.arm));
+    let end = 1;
+    for (const run of runs.values()) end = Math.max(end, run.points.reward.xs.at(-1) ?? 0, run.points.heldout.xs.at(-1) ?? 0);
+    for (const chart of charts) {
+      chart.draw(shown.map((arm) => ({
+        ...arm, runs: study.runs.filter((r) => r.arm === arm.arm).map((r) => ({ name: r.run, points: runs.get(r.run).points[chart.spec.key] })),
+      })), end);
+    }
+  }
+
+  function drawRunPicker() {
+    const options = study.runs.map((r) => make("option", { value: r.run }, `${armOf(r.arm).title}, seed ${r.seed}`));
+    $("run").replaceChildren(...options);
+    $("run").value = view.run;
+  }
+
+  // One run: heat maps and tokens
+
+  const heat = new moeRL.Heat($("heat"), (run, since) => get("sites", { run, since }), () => study.scales[theme()].sequence, chooseStep);
+  const tokens = new moeRL.TokenView($("tokens"), {
+    steps: async (run) => runs.get(run)?.tokenSteps || [],
+    index: (run, step) => get("tokens", { run, step }),
+    response: (run, step, seq, update) => get("response", { run, step, seq, update }),
+  }, () => study.scales[theme()], (state) => { tokenChoice = state; remember(); });
+
+  let shownTokens = "";
+  function drawOne() {
+    if (!view.run) return;
+    heat.show(view.run, view.step).catch((error) => { heat.message.hidden = false; heat.message.textContent = error.message; });
+    const key = JSON.stringify([view.run, runs.get(view.run).tokenSteps, theme()]);
+    if (key === shownTokens) return;
+    shownTokens = key;
+    tokens.choose({ run: view.run, ...("seq" in tokenChoice ? { token: tokens.state.token } : {}) });
+  }
+
+  function chooseRun(name) { view.run = name; drawn = ""; remember(); draw(); }
+  function chooseStep(step) {
+    view.step = step;
+    remember();
+    heat.show(view.run, step);
+    const stored = runs.get(view.run)?.tokenSteps || [];
+    if (stored.includes(step) && step !== tokens.state.step) tokens.choose({ step });
+  }
+  $("run").onchange = (event) => chooseRun(event.target.value);
+
+  // Permalinks: #run=grpo/seed0&step=20&tokens=20&update=4&response=8&token=7&colour=natural&hide=gspo&condition=1
+
+  let written = "";
+  function remember() {
+    const parts = { run: view.run, step: view.step, condition: view.condition || null, hide: [...view.hidden].join(",") || null };
+    const { step, update, seq, token, colour } = tokenChoice;
+    Object.assign(parts, { tokens: step, update, response: seq, token, colour: colour === "changed" ? null : colour });
+    const query = new URLSearchParams(Object.entries(parts).filter(([, v]) => v !== null && v !== undefined && v !== ""));
+    written = "#" + query.toString().replaceAll("%2F", "/");
+    history.replaceState(null, "", written);
+  }
+
+  function recall() {
+    const given = new URLSearchParams(location.hash.slice(1));
+    const whole = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : null);
+    if (given.get("run")) view.run = given.get("run");
+    view.step = whole("step");
+    view.condition = whole("condition") ?? 0;
+    view.hidden = new Set((given.get("hide") || "").split(",").filter(Boolean));
+    tokenChoice = { step: whole("tokens") ?? whole("step"), update: whole("update"), seq: whole("response"), token: whole("token"), colour: given.get("colour") || "changed" };
+    Object.assign(tokens.state, tokenChoice);
+    shownTokens = drawn = "";
+  }
+
+  addEventListener("hashchange", () => { if (location.hash !== written) { recall(); if (study) draw(); } });
+  addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
+  dark.addEventListener("change", () => study && draw());
+  let settling = 0;
+  addEventListener("resize", () => { clearTimeout(settling); settling = setTimeout(() => study && draw(), 150); });
+  if (location.hash.length > 1) recall();
+  poll();
+})();
