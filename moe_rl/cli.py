@@ -191,6 +191,28 @@ def watch_verb(arguments: list[str]) -> None:
     watch(options.folder, options.port, options.open)
 
 
+@verb("drift", "routing change between two checkpoints, whatever trained them")
+def drift_verb(arguments: list[str]) -> None:
+    from moe_rl.study.drift.run import DriftOptions, run_drift, say
+
+    @dataclass(frozen=True)
+    class Options(DriftOptions):
+        """Compare the routing of two checkpoints of one architecture on a text."""
+
+        old: tyro.conf.Positional[str]
+        """The first checkpoint: a folder in hub format or a hub id."""
+        new: tyro.conf.Positional[str]
+        """The second, of the same architecture."""
+
+    options = _parse(Options, arguments, "moe-rl drift", None)
+    try:
+        say(run_drift(options))
+    except KeyboardInterrupt:
+        fail("interrupted; nothing was written", 130)
+    except OSError as error:
+        fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}; nothing was written")
+
+
 def draw(folder: Path) -> None:
     """Figures and report of a study folder."""
     from moe_rl.study.report import draw_study

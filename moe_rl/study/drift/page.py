@@ -1,0 +1,177 @@
+"""Figures, summary and the one-page report of a comparison."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from moe_rl.study.drift.tally import Tally
+from moe_rl.study.figures import drift as figures_of
+from moe_rl.study.figures.style import StudyFigure, save_figure
+from moe_rl.study.report import inline_svg
+
+
+def draw(tally: Tally, tables: dict[str, pd.DataFrame], facts: dict[str, Any], folder: Path) -> list[StudyFigure]:
+    """All figures, saved as PDF, SVG, PNG, CSV and caption."""
+    counts = tally.counts
+    assert counts is not None
+    note = (
+        f"Pair: two policies, {facts['old']} (old) and {facts['new']} (new), on the same tokens; n = "
+        f"{facts['measured_tokens']:,} tokens of {facts['measured_sequences']:,} sequences."
+    )
+    sites = tables["sites"]
+    drawn = [
+        figures_of.change_by_site(sites, note),
+        figures_of.change_by_position(tables["positions"], note),
+        figures_of.flips(counts.flips.numpy(), counts.deviation.numpy(), counts.overdispersion, note),
+        figures_of.margins(tally.by_margin(), note),
+        figures_of.load_by_expert(tables["experts"], note),
+        figures_of.log_ratios(tally.tails(), tally.variance_by_flips(), note),
+    ]
+    rows = {name: np.nan if value is None else value for name, value in facts["decomposition"].items()}
+    drawn.append(figures_of.decomposition(rows, note))
+    if "token_var_alone" in sites:
+        drawn.append(figures_of.decomposition_by_site(sites, note))
+    for figure in drawn:
+        save_figure(figure, folder)
+    return drawn
+
+
+def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the numbers say, topic by topic; the same sentences on the terminal and on the page."""
+    change, parts, kl = facts["change"], facts["decomposition"], facts["kl"]
+    found = [
+        (
+            "Text",
+            f"{facts['measured_tokens']:,} tokens of {facts['measured_sequences']:,} sequences"
+            + (
+                f"; {facts['truncated']:,} examples cut to {facts['settings']['max_tokens']}"
+                if facts["truncated"]
+                else ""
+            )
+            + (f"; {facts['empty']:,} without a token to measure" if facts["empty"] else "")
+            + f". {facts['routing_sites']} routing sites, {facts['experts_per_token']} experts per token.",
+        ),
+        (
+            "Expert change",
+            "; ".join(
+                f"{_percent(row['rate'])} of {name}s{_interval(row)}"
+                for name, row in ((name, change[name]) for name in ("slot", "site", "token"))
+            )
+            + f". {_number(facts['flips_per_token'])} sites change per token"
+            + (
+                f", with {_number(facts['overdispersion'])} times the variance of independent sites."
+                if facts["overdispersion"] is not None
+                else "."
+            ),
+        ),
+    ]
+    natural, replayed = parts["token_variance"], parts["token_var_weight"]
+    if not natural:
+        text = "Natural and replayed log-ratios do not vary: the two checkpoints say the same of this text."
+        return [*found, ("Log-ratio", text)]
+    found.append(
+        (
+            "Log-ratio",
+            f"Variance by token {_number(natural)} nats² natural, {_number(replayed)} under replay of the old "
+            f"routes; by sequence mean {_number(parts['sequence_variance'])} and {_number(parts['sequence_var_weight'])}. k3 "
+            f"{_number(kl['k3_natural'])} and {_number(kl['k3_replayed'])} nats per token.",
+        )
+    )
+    for level, name in (("token", "By token (GRPO's ratio)"), ("sequence", "By sequence mean (GSPO's ratio)")):
+        of = [f"{_percent(parts[f'{level}_share_{part}'])} {part}" for part in ("weight", "routing", "interaction")]
+        found.append(("Where it comes from", f"{name}: {', '.join(of)} (shares Cov(part, log r) / Var(log r))."))
+    if parts["averaging_routing"] is not None:
+        found.append(
+            (
+                "Does averaging remove it?",
+                "The mean over a sequence divides the variance of the routing part by "
+                f"{_number(parts['averaging_routing'])}; independent tokens would give {_number(parts['harmonic_length'])} "
+                f"(harmonic mean length): what is left is {_number(parts['design_effect_routing'])} times that of "
+                f"independent tokens. For the weight part this factor is {_number(parts['design_effect_weight'])}.",
+            )
+        )
+    else:
+        found.append(("Does averaging remove it?", "The routing part does not vary: there is nothing to remove."))
+    return found
+
+
+def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure]) -> str:
+    """The page: self-contained, without scripts."""
+    environment = Environment(
+        loader=PackageLoader("moe_rl.study", "."),
+        autoescape=select_autoescape(default=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    columns = [(head, column, form) for head, column, form in COLUMNS if column in sites]
+    rows = [[form(value) for _, column, form in columns for value in [row[column]]] for row in sites.to_dict("records")]
+    levels = [
+        (
+            part,
+            *[
+                facts["decomposition"][f"{level}_{name}_{part}"]
+                for level in ("token", "sequence")
+                for name in ("var", "share")
+            ],
+        )
+        for part in ("weight", "routing", "interaction")
+    ]
+    return environment.get_template("drift/drift.html.j2").render(
+        facts=facts,
+        topics=_by_topic(summary(facts)),
+        figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
+        heads=[head for head, _, _ in columns],
+        rows=rows,
+        levels=[(part, _number(a), _percent(b), _number(c), _percent(d)) for part, a, b, c, d in levels],
+        decomposition={name: _number(value) for name, value in facts["decomposition"].items()},
+        settings=[(name, _plain(value)) for name, value in {**facts["settings"], **facts["environment"]}.items()],
+    )
+
+
+def _by_topic(pairs: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    topics: dict[str, list[str]] = {}
+    for topic, text in pairs:
+        topics.setdefault(topic, []).append(text)
+    return list(topics.items())
+
+
+def _number(value: float | None) -> str:
+    """Three digits; without an exponent where that stays short."""
+    if value is None or not np.isfinite(value):
+        return "–"
+    return f"{value:.3g}"
+
+
+def _percent(value: float | None) -> str:
+    if value is None or not np.isfinite(value):
+        return "–"
+    return f"{100 * value:.3g} %" if abs(value) >= 1e-5 or not value else f"{100 * value:.1e} %"
+
+
+def _interval(row: dict[str, Any]) -> str:
+    if row["low"] is None or not row["changed"]:
+        return ""
+    return f" [{_percent(row['low'])[:-2]}, {_percent(row['high'])[:-2]}]"
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
+    ("Site", "site", str),
+    ("Slots changed", "slot_change", _percent),
+    ("Tokens changed", "site_change", _percent),
+    ("Load moved", "load_moved", _percent),
+    ("Load cv, old", "load_cv_old", _number),
+    ("new", "load_cv_new", _number),
+    ("Median margin", "margin_median", _number),
+    ("Var, alone", "token_var_alone", _number),
+    ("Var, last", "token_var_last", _number),
+]

@@ -1,0 +1,299 @@
+"""Figures of `moe-rl drift`: two checkpoints on one text. Each takes tables and a note that ends its caption."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from moe_rl.study.figures.routing import binomial_of, short_sites
+from moe_rl.study.figures.style import GREY, StudyFigure, legend_above, log_y, panels, plain, styled
+
+# Lightness differs (L* 53, 30, 66), as does every marker: readable in grey.
+LOOKS: dict[str, dict[str, Any]] = {
+    "natural": {"color": "#D55E00", "ls": "-", "marker": "o", "label": "natural: what the ratio sees"},
+    "replayed": {"color": "#0B4A8F", "ls": (0, (5, 1.6)), "marker": "s", "label": "replayed: weights alone"},
+    "routing": {"color": "#27B08B", "ls": (0, (5, 1.4, 1.2, 1.4)), "marker": "^", "label": "routes alone"},
+}
+PARTS = {"weight": "#0B4A8F", "routing": "#27B08B", "interaction": "#B0B0B0"}
+FEWEST = 30
+
+
+@styled
+def change_by_site(sites: pd.DataFrame, note: str) -> StudyFigure:
+    """Slot and site change, load and margins along the depth of the model."""
+    figure, axes = panels(1, 3, 2.5, sharex=True)
+    x, tick, common = _depth(sites)
+    left, middle, right = axes[0]
+    left.plot(
+        x, 100 * sites["site_change"], color="#0B4A8F", marker="s", ls=(0, (5, 1.6)), label="site: the set differs"
+    )
+    left.plot(x, 100 * sites["slot_change"], color="#D55E00", marker="o", label="slot: experts replaced")
+    left.set(ylabel="changed, %", title="Expert change")
+    middle.plot(x, 100 * sites["load_moved"], color="#1a1a1a", marker="D", lw=1.2)
+    middle.set(ylabel="moved to other experts, %", title="Expert load")
+    if sites["margin_median"].notna().any():
+        right.plot(x, sites["margin_median"], color="#1a1a1a", marker="v", lw=1.2)
+        log_y(right)
+    right.set(ylabel="median margin (score units)", title="Margin of the old choice")
+    for ax in (left, middle):
+        ax.set_ylim(0, None)
+    for ax in axes[0]:
+        _depth_axis(ax, tick)
+    legend_above(figure, axes[:, 0])
+    caption = (
+        f"By routing site ({common}, shallow to deep). Left: tokens whose set of experts differs (site), and share of "
+        "the K slots replaced (slot); the two differ by a factor of up to K. Middle: half the sum of absolute changes "
+        "of the experts' shares of the load. Right: gap between the last expert chosen and the first that was not, "
+        f"under the old weights, in the units of the scores that the router ranks. {note}"
+    )
+    columns = ["site", "tokens", "site_change", "slot_change", "load_moved", "margin_median"]
+    return StudyFigure("change_by_site", "Routing change by site.", caption, figure, sites[columns])
+
+
+@styled
+def change_by_position(positions: pd.DataFrame, note: str) -> StudyFigure:
+    """Change rates along the measured text, in bins that widen."""
+    edges = np.unique(np.concatenate([np.arange(0, 8), np.geomspace(8, 1e7, 60).astype(int)]))
+    binned = positions.groupby(np.searchsorted(edges, positions["position"], side="right")).agg(
+        first=("position", "min"),
+        last=("position", "max"),
+        **{name: (name, "sum") for name in positions.columns if name != "position"},
+    )
+    binned = binned[binned["tokens"] > 0].reset_index(drop=True)
+    for name, total in (("slot", "slots"), ("site", "sites"), ("token", "tokens")):
+        binned[f"{name}_change"] = binned[f"{name}s_changed"] / binned[total]
+    shown = binned[binned["tokens"] >= min(FEWEST, int(binned["tokens"].max()))]
+    figure, axes = panels(1, 3, 2.3, sharex=True)
+    middle = (shown["first"] + shown["last"]) / 2 + 1
+    for ax, name in zip(axes[0], ("slot", "site", "token"), strict=True):
+        ax.plot(middle, 100 * shown[f"{name}_change"], color="#D55E00", marker="o", ms=3)
+        ax.set(title=f"per {name}", xscale="log", xlabel="position in the measured text")
+        ax.xaxis.set_major_formatter(FuncFormatter(plain))
+        ax.set_ylim(0, None)
+    axes[0, 0].set_ylabel("changed, %")
+    caption = (
+        "Change by position, counted from the first measured token (1), in bins that widen with the position; bins of "
+        f"fewer than {FEWEST} tokens are left out. Slot: experts replaced; site: (token, router) pairs whose set "
+        f"differs; token: tokens with any site changed. {note}"
+    )
+    return StudyFigure("change_by_position", "Routing change by position.", caption, figure, binned)
+
+
+@styled
+def flips(counts: np.ndarray, deviation: np.ndarray, overdispersion: float, note: str) -> StudyFigure:
+    """Sites changed on a token and slots changed at a site, against independence."""
+    figure, axes = panels(1, 2, 2.5)
+    parts = []
+    for ax, values, x_label, unit in (
+        (axes[0, 0], counts, "routing sites changed on a token", "tokens"),
+        (axes[0, 1], deviation, "slots changed at a site", "(token, site) pairs"),
+    ):
+        x, observed = np.arange(len(values)), values / values.sum()
+        expected = binomial_of(values.astype(float)) if values[1:].sum() else np.eye(len(values))[0]
+        ax.bar(x, observed, color="#D55E00", width=0.72, label="observed")
+        ax.plot(x, expected, "o--", color="#1a1a1a", mfc="white", lw=0.9, ms=3.5, label="if independent")
+        log_y(ax)
+        ax.set_ylim(observed[observed > 0].min() / 3, 1.5)
+        ax.set(xlabel=x_label, ylabel=f"share of {unit}")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        parts.append(
+            pd.DataFrame({"histogram": x_label, "value": x, "count": values, "share": observed, "binomial": expected})
+        )
+    legend_above(figure, axes)
+    clustering = (
+        f"The variance of sites changed per token is {overdispersion:.2g} times that of independent sites"
+        if np.isfinite(overdispersion)
+        else "Nothing changed, or sites are incomplete, so that clustering cannot be told"
+    )
+    caption = (
+        "Left: at how many routing sites a token changed; right: how many of its K slots a site changed; log axes. "
+        f"Circles: the binomial with the same mean, which independent changes would follow. {clustering}. {note}"
+    )
+    return StudyFigure("flips", "Changes per token and per site.", caption, figure, pd.concat(parts))
+
+
+@styled
+def margins(table: pd.DataFrame, note: str) -> StudyFigure:
+    """How often a choice changed, by how close it was."""
+    figure, axes = panels(1, 2, 2.4, sharex=True)
+    shown = table[np.isfinite(table["high"]) & (table["low"] > 0)]
+    middle = np.sqrt(shown["low"] * shown["high"])
+    often = shown["choices"] >= FEWEST
+    axes[0, 0].plot(
+        middle[often], 100 * shown["changed"][often] / shown["choices"][often], color="#D55E00", marker="o", ms=3
+    )
+    axes[0, 0].set(ylabel="choices that changed, %", ylim=(0, None), title="Change by margin")
+    axes[0, 1].step(middle, shown["choices"], where="mid", color="#1a1a1a", lw=1, label="all choices")
+    axes[0, 1].fill_between(middle, shown["changed"], step="mid", color="#D55E00", lw=0, label="that changed")
+    axes[0, 1].set(ylabel="(token, site) pairs", title="How close choices were")
+    axes[0, 1].legend(loc="upper left")
+    for ax in axes[0]:
+        ax.set(xscale="log", xlabel="margin of the old choice (score units)")
+    caption = (
+        "Margin: gap between the last expert chosen and the first that was not, under the old weights, in the units of "
+        "the scores that the router ranks; a change of scores below half of it changes nothing. All sites together; "
+        f"left, bins of fewer than {FEWEST} choices are left out. {note}"
+    )
+    return StudyFigure("margins", "Margins, and which choices changed.", caption, figure, table)
+
+
+@styled
+def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
+    """Share of the load that each expert gained or lost, site by expert."""
+    sites = list(dict.fromkeys(experts["site"]))
+    table = experts.copy()
+    for name in ("old", "new"):
+        table[f"{name}_share"] = table[name] / table.groupby("site")[name].transform("sum")
+    table["gain"] = table["new_share"] - table["old_share"]
+    grid = 100 * table.pivot(index="site", columns="expert", values="gain").loc[sites].to_numpy()
+    top = float(np.abs(grid).max()) or 1.0
+    figure, axes = panels(1, 1, float(np.clip(0.9 + 0.2 * len(sites), 1.8, 5)))
+    ax = axes[0, 0]
+    image = ax.imshow(grid, aspect="auto", cmap="PuOr_r", vmin=-top, vmax=top, interpolation="nearest")
+    short, common = short_sites(sites)
+    step = max(1, len(sites) // 12)
+    ax.set_yticks(range(0, len(sites), step), short[::step])
+    ax.set(xlabel="expert", ylabel="routing site")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    figure.colorbar(image, ax=ax, shrink=0.9, aspect=18, pad=0.02, label="share gained, points").outline.set_visible(
+        False
+    )
+    caption = (
+        f"Share of a site's load that each expert gained (orange) or lost (purple), in percentage points, by site "
+        f"({common}, shallow to deep from the top). An even load is {100 / grid.shape[1]:.3g} % per expert. {note}"
+    )
+    columns = ["site", "expert", "old", "new", "old_share", "new_share", "gain"]
+    return StudyFigure("load_by_expert", "Change of expert load.", caption, figure, table[columns])
+
+
+@styled
+def decomposition(rows: Mapping[str, float], note: str) -> StudyFigure:
+    """Shares of variance by level, and what averaging does to each part."""
+    figure, axes = panels(1, 2, 2.5, width_ratios=[1.6, 1])
+    left, right = axes[0]
+    table = []
+    width = 0.26
+    for i, (part, colour) in enumerate(PARTS.items()):
+        values = [rows[f"{level}_share_{part}"] for level in ("token", "sequence")]
+        bars = left.bar(
+            np.arange(2) + (i - 1) * width, 100 * np.nan_to_num(values), width * 0.92, color=colour, label=part
+        )
+        left.bar_label(bars, [f"{100 * value:.0f}" for value in values], fontsize=6.5, padding=1.5)
+        effect = rows[f"design_effect_{part}"]
+        right.bar(i, np.nan_to_num(effect), 0.6, color=colour)
+        right.text(i, np.nan_to_num(effect), f"{effect:.2g}", fontsize=6.5, ha="center", va="bottom")
+        for level in ("token", "sequence"):
+            names = ("var", "share")
+            table.append(
+                {
+                    "level": level,
+                    "part": part,
+                    **{n: rows[f"{level}_{n}_{part}"] for n in names},
+                    "design_effect": effect,
+                }
+            )
+    left.axhline(0, color="#6b6b6b", lw=0.7)
+    left.margins(y=0.12)
+    left.set_xticks([0, 1], ["token\n(GRPO's ratio)", "sequence mean\n(GSPO's ratio)"])
+    left.set(ylabel="share of Var(log r), %", title="Where the variance comes from")
+    right.axhline(1, color=GREY, lw=1, ls=(0, (1, 2)))
+    right.margins(y=0.15)
+    right.set_xticks(range(3), list(PARTS))
+    right.set(ylabel="variance of the mean /\nthat of independent tokens", title="What averaging leaves")
+    legend_above(figure, axes[:, 0])
+    caption = (
+        "log r = weight + routing + interaction, from the same tokens under {old, new weights} x {old, new routes}. "
+        "Left: Cov(part, log r) / Var(log r), which sums to 100 %; a negative share works against the others. Right: "
+        "variance of sequence means over the variance that independent tokens would leave, Var(token) / harmonic "
+        f"length ({rows['harmonic_length']:.3g}); 1 (dotted): averaging removes 1/|y| of the noise, above 1: tokens move "
+        f"together and less is removed. {note}"
+    )
+    return StudyFigure("decomposition", "Weights, routes, or both together.", caption, figure, pd.DataFrame(table))
+
+
+@styled
+def decomposition_by_site(sites: pd.DataFrame, note: str) -> StudyFigure:
+    """What each site's routes do to the log-ratio: it alone, and it last."""
+    figure, axes = panels(1, 2, 2.5, sharex=True)
+    x, tick, common = _depth(sites)
+    for kind, look in (("alone", LOOKS["natural"]), ("last", LOOKS["replayed"])):
+        style = {key: value for key, value in look.items() if key != "label"}
+        label = {"alone": "all sites replayed but this one", "last": "this site alone replayed"}[kind]
+        axes[0, 0].plot(x, sites[f"token_var_{kind}"].replace(0.0, np.nan), label=label, **style)
+        axes[0, 1].plot(x, 100 * sites[f"token_share_{kind}"], label=label, **style)
+    if (sites[["token_var_alone", "token_var_last"]] > 0).any().any():
+        log_y(axes[0, 0])
+    axes[0, 0].set(ylabel="variance, nats²", title="Effect of one site")
+    axes[0, 1].axhline(0, color="#6b6b6b", lw=0.7)
+    axes[0, 1].set(ylabel="share of the whole effect, %", title="Cov(site, whole) / Var(whole)")
+    for ax in axes[0]:
+        _depth_axis(ax, tick)
+    legend_above(figure, axes[:, 0])
+    caption = (
+        f"Token log-probability under the new weights, by routing site ({common}, shallow to deep): what changes if "
+        "the old routes are forced everywhere but here, against everywhere; and if they are forced here alone, against "
+        "nowhere. All other sites keep the routes that were recorded. The whole effect is what replaying all sites "
+        f"removes; sites add up to it only as far as they do not interact. {note}"
+    )
+    columns = ["site", *(c for c in sites.columns if c.endswith(("_alone", "_last")))]
+    return StudyFigure("decomposition_by_site", "Which sites move the log-ratio.", caption, figure, sites[columns])
+
+
+@styled
+def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyFigure:
+    """Tail of |log r|, and its variance by flips, natural against replayed."""
+    figure, axes = panels(1, 2, 2.7)
+    left, right = axes[0]
+    for kind, look in LOOKS.items():
+        part = tails[(tails["log_ratio"] == kind) & (tails["share"] > 0)]
+        style = {**look, "markevery": 8}
+        left.plot(part["size"], part["share"], **style)
+    seen = tails[(tails["share"] > 0) & (tails["share"] < 0.99)]
+    left.set(xscale="log", yscale="log", xlabel="x, nats", ylabel="share of tokens with |log r| > x", title="Tails")
+    if len(seen):
+        left.set_xlim(float(seen["size"].min()) / 2, float(seen["size"].max()) * 2)
+    log_y(left)
+    shown = by_flips[by_flips["tokens"] >= FEWEST]
+    for kind in ("natural", "replayed"):
+        right.plot(shown["flips"], shown[kind].replace(0.0, np.nan), **LOOKS[kind])
+    right.set(xlabel="sites changed on the token", ylabel="variance of log r, nats²", title="By changes on the token")
+    if (shown[["natural", "replayed"]] > 0).any().any():
+        log_y(right)
+    right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    legend_above(figure, axes[:, 0])
+    caption = (
+        "log r = new − old log-probability of a token. Natural: each checkpoint with its own routes; replayed: the old "
+        "routes forced on the new weights; routes alone: the new routes forced on the old weights. Left: share of "
+        "tokens beyond a size, log-log; tokens whose past changed no route have exactly 0 for routes alone. Right: "
+        f"variance by the number of sites that changed on the token, bins of at least {FEWEST} tokens. {note}"
+    )
+    frame = pd.concat([tails.assign(table="tails"), by_flips.assign(table="by_flips")])
+    return StudyFigure("log_ratios", "Log-ratios, natural and under replay.", caption, figure, frame)
+
+
+def _depth(sites: pd.DataFrame) -> tuple[np.ndarray, list[str], str]:
+    short, common = short_sites(list(sites["site"]))
+    return np.arange(len(sites)), short, common
+
+
+def _depth_axis(ax: Axes, names: list[str]) -> None:
+    step = max(1, -(-len(names) // 12))
+    ax.set_xticks(range(0, len(names), step), names[::step])
+    ax.set_xlabel("routing site")
+
+
+__all__ = [
+    "change_by_position",
+    "change_by_site",
+    "decomposition",
+    "decomposition_by_site",
+    "flips",
+    "load_by_expert",
+    "log_ratios",
+    "margins",
+]
