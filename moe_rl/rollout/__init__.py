@@ -4,11 +4,15 @@
 - `character_tasks`  the small ones that come along
 - `tasks`            tasks by name, one's own included
 - `sampler`          a model answers
+- `demonstrations`   the task answers
+- `supervision`      rewards of steps, several rewards
 - `completions`      what comes of it
 """
 
 from moe_rl.rollout.completions import Rollout, score
+from moe_rl.rollout.demonstrations import demonstrate
 from moe_rl.rollout.sampler import sample
+from moe_rl.rollout.supervision import named_rewards, step_rewards
 from moe_rl.rollout.task import Problem, Task, TaskError, VerifiableTask, is_held_out
 from moe_rl.rollout.tasks import TASKS, TaskConfig, make_task
 
@@ -20,8 +24,11 @@ __all__ = [
     "TaskConfig",
     "TaskError",
     "VerifiableTask",
+    "demonstrate",
     "is_held_out",
     "make_task",
+    "named_rewards",
     "sample",
     "score",
+    "step_rewards",
 ]

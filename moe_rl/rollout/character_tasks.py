@@ -62,10 +62,33 @@ class ModChain(VerifiableTask):
         return Problem(f"{BOS}{text}=", self._chain(text, rng, 0.0)[-2])
 
     def reward(self, problem: Problem, completion: str) -> float:
+        match = self._form(completion)
+        return float(match is not None and match[2] == problem.answer)
+
+    def rewards(self, problem: Problem, completion: str) -> dict[str, float]:
+        """`correct`: the reward; `format`: 1 for a closed chain of `steps` equations, whatever its digits."""
+        return {
+            "correct": self.reward(problem, completion),
+            "format": float(self._form(completion) is not None),
+        }
+
+    def step_rewards(self, problem: Problem, completion: str) -> list[tuple[int, float]]:
+        """Each equation with what closes it: 1 if it is that of the right chain at its place, else 0."""
+        right = self._steps(self._chain(problem.prompt[1:-1], random.Random(0), 0.0))
+        found, end = [], 0
+        for number, step in enumerate(self._steps(completion)):
+            end += len(step)
+            found.append((end, float(number < len(right) and step == right[number])))
+        return found
+
+    @staticmethod
+    def _steps(text: str) -> list[str]:
+        return re.findall(r"[^;]+;?|;", text)
+
+    def _form(self, completion: str) -> re.Match[str] | None:
         digit = f"[0-{self.modulus - 1}]"
         equation = rf"{digit}[+*-]{digit}=({digit})"
-        match = re.fullmatch(rf"(?:{equation};){{{self.steps - 1}}}{equation}\.", completion)
-        return float(match is not None and match[2] == problem.answer)
+        return re.fullmatch(rf"(?:{equation};){{{self.steps - 1}}}{equation}\.", completion)
 
     def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
         """The chain; each result is, with probability `noise`, a wrong digit, from which the next goes on."""

@@ -25,8 +25,14 @@ class Problem:
 class Task(Protocol):
     """What sampling and training need of a task.
 
-    `demonstration(problem, rng, noise) -> str` is optional: a completion to imitate, without the end token,
-    in which a decision is wrong with probability `noise`. Only the cold start of the tiny model asks for it.
+    Optional parts, each for those who ask for it:
+
+    - `demonstration(problem, rng, noise) -> str`: a completion to imitate, without the end token, in which a decision
+      is wrong with probability `noise`. For the cold start of the tiny model, and for SFT.
+    - `step_rewards(problem, completion) -> list[tuple[int, float]]`: for each step, how many characters of the
+      completion end with it, and its reward. For process supervision.
+    - `rewards(problem, completion) -> dict[str, float]`: several rewards, the same names for every completion. For
+      multi-reward advantages.
     """
 
     @property

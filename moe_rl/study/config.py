@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from moe_rl.training.config import RunConfig, validate
+from moe_rl.training import RunConfig, validate
 
 
 class ConfigError(ValueError):

@@ -6,12 +6,14 @@ from moe_rl.training.config import (
     MethodConfig,
     OptimConfig,
     ProbeConfig,
+    RewardConfig,
     RolloutConfig,
     RunConfig,
-    validate,
+    ValueConfig,
 )
 from moe_rl.training.logprobs import token_logps
 from moe_rl.training.trainer import Trainer, train
+from moe_rl.training.validation import validate
 
 __all__ = [
     "CheckpointError",
@@ -19,9 +21,11 @@ __all__ = [
     "MethodConfig",
     "OptimConfig",
     "ProbeConfig",
+    "RewardConfig",
     "RolloutConfig",
     "RunConfig",
     "Trainer",
+    "ValueConfig",
     "token_logps",
     "train",
     "validate",

@@ -1,6 +1,7 @@
 """A scored rollout: what one RL step trains on."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,40 +18,38 @@ class Batch:
         input_ids: prompt (left-padded) and response (right-padded).
         attention_mask: False on padding.
         completion_mask: True on response tokens.
-        rewards: one per response.
-        advantages: one per response, in units of the group's reward spread.
+        rewards: one per response, the verifier's.
+        advantages: one per response or one per token, in the method's units (for group advantages: of the group's
+            reward spread; for DPO's pairs: +1 the better, -1 the worse, 0 where neither is).
         old_logps: nats; the training engine's old policy, natural routing; 0 outside the response.
         routes: the experts that the old policy chose for every token, prompt included.
         rollout_logps: nats; what the sampler itself said.
-        ref_logps: nats; the reference policy's, natural routing; None without a KL term.
+        ref_logps: nats; the reference policy's, natural routing; None without a reference.
         step: the step whose policy sampled it (differs from the current one under rollout lag).
+        values, returns: of the value model when the batch was scored, units of reward; None without one.
+        route_scores: nats; log router probability of the experts in `routes` under the old policy; None unless the
+            method weighs tokens by router shift.
     """
 
     input_ids: Int[Tensor, "B T"]
     attention_mask: Bool[Tensor, "B T"]
     completion_mask: Bool[Tensor, "B T"]
     rewards: Float[Tensor, "B"]
-    advantages: Float[Tensor, "B"]
+    advantages: Float[Tensor, "B"] | Float[Tensor, "B T"]
     old_logps: Float[Tensor, "B T"]
     routes: RoutedExperts
     rollout_logps: Float[Tensor, "B T"]
     ref_logps: Float[Tensor, "B T"] | None
     step: int
+    values: Float[Tensor, "B T"] | None = None
+    returns: Float[Tensor, "B T"] | None = None
+    route_scores: Float[Tensor, "B T L K"] | None = None
 
     def rows(self, index: Int[Tensor, "n"]) -> "Batch":
         """The responses `index`, in that order."""
-        return replace(
-            self,
-            input_ids=self.input_ids[index],
-            attention_mask=self.attention_mask[index],
-            completion_mask=self.completion_mask[index],
-            rewards=self.rewards[index],
-            advantages=self.advantages[index],
-            old_logps=self.old_logps[index],
-            routes=self.routes.rows(index),
-            rollout_logps=self.rollout_logps[index],
-            ref_logps=None if self.ref_logps is None else self.ref_logps[index],
-        )
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors: dict[str, Any] = {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **tensors, routes=self.routes.rows(index))
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

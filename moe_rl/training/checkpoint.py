@@ -1,4 +1,4 @@
-"""Checkpoints that resume exactly: weights, optimizer, waiting batches, RNG; safetensors and JSON, no pickle.
+"""Checkpoints that resume exactly: weights, optimizers, waiting batches, RNG; safetensors and JSON, no pickle.
 
 A checkpoint is a folder that appears whole: it is written beside the old one, flushed, checked in by a manifest of
 SHA-256 sums, then renamed. If writing fails, the old checkpoint stays.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.batch import Batch
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from moe_rl.training.trainer import Trainer
 
 VERSION = 1
+OPTIMIZERS = {"model": "optimizer", "value": "value_optimizer", "reward": "reward_optimizer"}
+"""Files of the optimizers, by the module that each trains."""
 
 
 class CheckpointError(RuntimeError):
@@ -35,11 +37,13 @@ def save_checkpoint(trainer: "Trainer") -> None:
     staging = trainer.folder / "checkpoint.new"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    save_file(_own(model.state_dict()), staging / "model.safetensors")
-    save_file(_optimizer_tensors(trainer), staging / "optimizer.safetensors")
-    if trainer.reference is not None:
-        save_file(_own(trainer.reference.state_dict()), staging / "reference.safetensors")
+    for name, (module, optimizer) in trainer.trained.items():
+        save_file(_own(module.state_dict()), staging / f"{name}.safetensors")
+        save_file(_optimizer_tensors(module, optimizer), staging / f"{OPTIMIZERS[name]}.safetensors")
+    for name, module in trainer.frozen.items():
+        save_file(_own(module.state_dict()), staging / f"{name}.safetensors")
+    if trainer.reward_model is not None:
+        save_file(_own(trainer.reward_model.tensors()), staging / "comparisons.safetensors")
     queue = []
     for index, batch in enumerate(trainer.queue):
         save_file(_batch_tensors(batch), staging / f"batch_{index}.safetensors")
@@ -67,17 +71,19 @@ def load_checkpoint(trainer: "Trainer") -> bool:
         if not folder.exists():
             return False
     state = _read_state(folder)
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    model.load_state_dict(_load(folder / "model.safetensors"))
-    _restore_optimizer(trainer, _load(folder / "optimizer.safetensors"))
-    if trainer.reference is not None:
-        trainer.reference.load_state_dict(_load(folder / "reference.safetensors"))
+    for name, (module, optimizer) in trainer.trained.items():
+        module.load_state_dict(_load(folder / f"{name}.safetensors"))
+        _restore_optimizer(module, optimizer, _load(folder / f"{OPTIMIZERS[name]}.safetensors"))
+    for name, module in trainer.frozen.items():
+        module.load_state_dict(_load(folder / f"{name}.safetensors"))
+    if trainer.reward_model is not None:
+        trainer.reward_model.restore(_load(folder / "comparisons.safetensors"))
     trainer.queue.clear()
     for index, step in enumerate(state["queue_steps"]):
         tensors = {k: v.to(trainer.accelerator.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
         routes = RoutedExperts.load(folder / f"batch_{index}_routes.safetensors").to(trainer.accelerator.device)
-        tensors.setdefault("ref_logps", None)
-        trainer.queue.append(Batch(**tensors, routes=routes, step=step))
+        optional: dict[str, Any] = {"ref_logps": None, **tensors}
+        trainer.queue.append(Batch(**optional, routes=routes, step=step))
     torch.set_rng_state(_load(folder / "rng.safetensors")["torch"])
     trainer.step = state["step"]
     return True
@@ -114,28 +120,23 @@ def _own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
 
 
-def _names(trainer: "Trainer") -> dict[int, str]:
-    model = trainer.accelerator.unwrap_model(trainer.model)
-    return {id(parameter): name for name, parameter in model.named_parameters()}
-
-
-def _optimizer_tensors(trainer: "Trainer") -> dict[str, Tensor]:
-    names = _names(trainer)
+def _optimizer_tensors(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
         f"{key}/{names[id(parameter)]}": torch.as_tensor(value).detach().clone().contiguous()
-        for parameter, state in trainer.optimizer.state.items()
+        for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
 
 
-def _restore_optimizer(trainer: "Trainer", tensors: dict[str, Tensor]) -> None:
-    parameters = dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
-    trainer.optimizer.state.clear()
+def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: dict[str, Tensor]) -> None:
+    parameters = dict(module.named_parameters())
+    optimizer.state.clear()
     for key, tensor in tensors.items():
         kind, name = key.split("/", 1)
         parameter = parameters[name]
         value = tensor if kind == "step" else tensor.to(parameter.device)
-        trainer.optimizer.state[parameter][kind] = value
+        optimizer.state[parameter][kind] = value
 
 
 def _batch_tensors(batch: Batch) -> dict[str, Tensor]:

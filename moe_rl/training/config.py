@@ -7,10 +7,16 @@ report then lists).
 from dataclasses import dataclass, field
 
 from moe_rl.models import ModelConfig
-from moe_rl.objectives import OBJECTIVES
 from moe_rl.rollout import TaskConfig
 
 REPLAY_KINDS = ("none", "R2")
+SOURCE_KINDS = ("policy", "initial", "demonstrations")
+ADVANTAGE_KINDS = ("group", "leave_one_out", "gae", "one", "accepted", "process", "decoupled")
+IN_GROUPS = ("group", "leave_one_out", "process", "decoupled")
+DPO = "dpo"
+"""The one method that learns from pairs; all others are names in `moe_rl.objectives.OBJECTIVES`."""
+KNOBS = ("clip_low", "clip_high", "kl_coef", "advantage_scale")
+"""Fields of MethodConfig that replace those of the preset."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +24,7 @@ class MethodConfig:
     """What is compared: the objective, what is replayed, and the stress applied."""
 
     objective: str = "grpo"
-    """A name in `moe_rl.objectives.OBJECTIVES` (grpo, gspo, gspo_token, dr_grpo, dapo, ...)."""
+    """A name in `moe_rl.objectives.OBJECTIVES` (grpo, gspo, gspo_token, dr_grpo, dapo, ppo, sft, ...), or `dpo`."""
     replay: str = "none"
     """`none`: live routing. `R2`: force the routes of the training engine's old policy in forward and backward."""
     noise: float = 0.0
@@ -32,6 +38,15 @@ class MethodConfig:
     """Coefficient of the KL term to the reference policy; None takes the preset's (0 for most)."""
     advantage_scale: str | None = None
     """`std`, `none` or `batch` (see `group_advantages`); None takes the preset's."""
+    advantage: str | None = None
+    """`group`, `leave_one_out`, `gae` (a value model, see `value`), `one`, `accepted`; `process`: step rewards of the
+    task, one advantage per token; `decoupled`: several rewards of the task, each normalised by itself (GDPO). None
+    takes the preset's."""
+    source: str | None = None
+    """Whose responses are learned from: the current `policy`, the `initial` one, or the task's `demonstrations`. None
+    takes the method's own (sft: demonstrations; rft and dpo: initial; all others: policy)."""
+    beta: float = 0.1
+    """DPO only: strength of the tie to the reference policy."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +76,16 @@ class OptimConfig:
     num_minibatches: int = 4
     """Updates per batch (GSPO paper, section 5.1: four)."""
     micro_batch: int | None = None
-    """Responses per forward/backward; None takes the whole minibatch. Does not change the gradient."""
+    """Responses per forward, with or without backward; None takes the whole minibatch. Does not change the gradient."""
     learning_rate: float = 1e-3
     warmup_updates: int = 20
     """Linear learning-rate warm-up, in updates."""
     betas: tuple[float, float] = (0.9, 0.999)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
+    master_weights: bool = True
+    """Keep fp32 copies of trained weights of 16 bits for the updates (12 instead of 4 bytes of optimizer state each).
+    Without, an update below 1/512 of a bf16 weight is lost, which at a learning rate of 1e-6 is nearly all of them."""
     router_lr_multiplier: float = 1.0
     """Learning rate of the routers' own parameters over that of the rest."""
     freeze_router: bool = False
@@ -76,6 +94,47 @@ class OptimConfig:
     """Coefficient of the load-balancing loss. Off by default: it is a confounder of stability studies."""
     reference_reset_every: int = 0
     """Iterative GRPO: the current policy becomes the KL reference every this many steps (0: never)."""
+
+
+@dataclass(frozen=True)
+class ValueConfig:
+    """PPO's value model; used where advantages are `gae`."""
+
+    model: str = "separate"
+    """`separate`: a backbone as large as the policy's, begun as a copy of it. `head`: a linear map of the policy's last
+    hidden states, whose gradient stops there."""
+    learning_rate: float = 1e-3
+    """Warmed up as the policy's."""
+    gamma: float = 1.0
+    """Discount of generalised advantage estimation."""
+    lam: float = 0.95
+    """Its trace decay; 1 gives returns minus values."""
+    clip: float | None = 0.2
+    """How far a value may move from the old one in one step's updates and still count; None: no clip."""
+    whiten: bool = True
+    """Advantages with mean 0 and variance 1 over the batch's tokens, as PPO codes do."""
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Where the rewards come from that advantages are made of. `reward` in the metrics is always the verifier's."""
+
+    model: str = "verifier"
+    """`verifier`: the task's own. `learned`: a model trained on the verifier's verdicts, retrained as the policy moves
+    (iterative GRPO; its reference is reset by `optim.reference_reset_every`)."""
+    learning_rate: float = 1e-3
+    initial_batches: int = 4
+    """Batches of the initial policy that the reward model learns from before the first step."""
+    retrain_every: int = 10
+    """Steps between retrainings."""
+    epochs: int = 4
+    """Passes over the comparisons of a retraining."""
+    batch_size: int = 64
+    """Comparisons per update."""
+    history_fraction: float = 0.1
+    """Share of older comparisons in a retraining (arXiv:2402.03300: a tenth)."""
+    history_size: int = 10_000
+    """Older comparisons that are kept, a random choice if there are more."""
 
 
 @dataclass(frozen=True)
@@ -113,47 +172,11 @@ class RunConfig:
     method: MethodConfig = field(default_factory=MethodConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    value: ValueConfig = field(default_factory=ValueConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
     checkpoint_every: int = 10
     """Steps between checkpoints (the last step always writes one)."""
     seed: int = 0
     """Prompts, sampling, minibatch order and noise are drawn from it; arms with one seed share these draws."""
-
-
-def validate(config: RunConfig) -> None:
-    """Refuse what cannot run, before anything is computed. Raises ValueError naming the field and the remedy."""
-
-    def require(ok: bool, message: str) -> None:
-        if not ok:
-            raise ValueError(message)
-
-    method, rollout, optim, probe = config.method, config.rollout, config.optim, config.probe
-    require(
-        method.objective in OBJECTIVES,
-        f"method.objective: unknown objective {method.objective!r}; known: {', '.join(sorted(OBJECTIVES))}",
-    )
-    require(
-        method.replay in REPLAY_KINDS,
-        f"method.replay: unknown kind {method.replay!r}; known: {', '.join(REPLAY_KINDS)}",
-    )
-    require(method.noise >= 0, f"method.noise: a standard deviation is not negative, got {method.noise}")
-    require(rollout.prompts >= 1, f"rollout.prompts: at least 1, got {rollout.prompts}")
-    require(
-        rollout.group_size >= 2,
-        f"rollout.group_size: a group baseline needs 2 or more, got {rollout.group_size}",
-    )
-    require(rollout.temperature > 0, f"rollout.temperature: must be positive, got {rollout.temperature}")
-    require(rollout.lag >= 0, f"rollout.lag: not negative, got {rollout.lag}")
-    require(optim.steps >= 1, f"optim.steps: at least 1, got {optim.steps}")
-    require(optim.learning_rate > 0, f"optim.learning_rate: must be positive, got {optim.learning_rate}")
-    require(
-        optim.num_minibatches >= 1 and rollout.prompts % optim.num_minibatches == 0,
-        f"optim.num_minibatches: minibatches are made of whole groups, so it must divide rollout.prompts "
-        f"({rollout.prompts}), got {optim.num_minibatches}",
-    )
-    require(
-        1 <= probe.sequences <= rollout.prompts * rollout.group_size or not (probe.every or probe.decompose_every),
-        f"probe.sequences: between 1 and the batch's {rollout.prompts * rollout.group_size} responses, "
-        f"got {probe.sequences}",
-    )

@@ -35,7 +35,7 @@ class TokenLogps:
             Differentiable, so that an entropy bonus works. None unless asked for.
         aux_loss: the model's own load-balancing loss over all tokens that are not padding, without its
             coefficient. Differentiable. None unless asked for.
-        router_logits: one tensor per routing site, as the model returned them; None unless `aux_loss` is
+        router_logits: one tensor per routing site, as the model returned them; None unless they or `aux_loss` are
             asked for.
     """
 
@@ -54,6 +54,7 @@ def token_logps(
     temperature: float = 1.0,
     entropy: bool = False,
     aux_loss: bool = False,
+    router_logits: bool = False,
     chunk_size: int | None = None,
     position_ids: Int[Tensor, "B T"] | None = None,
 ) -> TokenLogps:
@@ -73,6 +74,7 @@ def token_logps(
         entropy: also the entropy of each completion token's distribution.
         aux_loss: also the model's load-balancing loss. It counts the experts that the router logits favour,
             also where a replay made the model use others.
+        router_logits: also the router logits, of all tokens.
         chunk_size: completion tokens whose logits are held at once; default as in `head_logps`.
         position_ids: default: the number of tokens before, padding not counted.
 
@@ -111,7 +113,7 @@ def token_logps(
         position_ids = (attended.long().cumsum(1) - 1).clamp(min=0)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attended.long()}
     inputs |= {} if position_ids is None else {"position_ids": position_ids}
-    inputs |= {"output_router_logits": True} if aux_loss else {}
+    inputs |= {"output_router_logits": True} if aux_loss or router_logits else {}
     inputs |= {"use_cache": False, "return_dict": True}
 
     obstacle, logit_map = _obstacle(model, lm)
@@ -141,7 +143,7 @@ def token_logps(
         logps=aligned(logps),
         entropy=None if entropies is None else aligned(entropies),
         aux_loss=outputs.aux_loss if aux_loss else None,
-        router_logits=outputs.router_logits if aux_loss else None,
+        router_logits=outputs.router_logits if aux_loss or router_logits else None,
     )
 
 

@@ -2,36 +2,46 @@
 
 sample -> score (old log-probabilities and routes in one pass) -> advantages
        -> for each minibatch: forward and backward, inside replay for a replay arm -> step -> probe
+
+What a method needs beyond that stands in files of its own: `method`, `advantages`, `value` (PPO), `reward_model`
+(iterative GRPO), `router_shift` (RSPO), `preference` (DPO).
 """
 
-import copy
 import hashlib
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
+from moe_rl.lora import frozen_reference
 from moe_rl.models import load_policy
-from moe_rl.objectives import OBJECTIVES, Objective, group_advantages, policy_loss
-from moe_rl.rollout import Rollout, make_task, sample, score
-from moe_rl.routing import change_counts, noisy_routes, record_routes, replay_routes, routing_sites
+from moe_rl.objectives import LossOutput, policy_loss
+from moe_rl.rollout import Rollout, demonstrate, make_task, sample, score
+from moe_rl.routing import routing_sites
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
-from moe_rl.training.config import MethodConfig, RunConfig, validate
+from moe_rl.training.config import RunConfig
 from moe_rl.training.decompose_probe import DecompositionProbe
-from moe_rl.training.logprobs import token_logps
+from moe_rl.training.footprint import footprint
+from moe_rl.training.logprobs import TokenLogps, token_logps
+from moe_rl.training.method import resolve_method
+from moe_rl.training.optimizer import make_optimizer
+from moe_rl.training.preference import pair_loss
 from moe_rl.training.probe import Probe, ratio_facts
+from moe_rl.training.reward_model import RewardModel
+from moe_rl.training.router_shift import chosen_scores, shift_weight
 from moe_rl.training.runlog import RunLog
-
-SCORING_BATCH = 256  # responses per no-grad scoring pass
+from moe_rl.training.scoring import score_rollout
+from moe_rl.training.update_routing import RoutingCount, update_routing
+from moe_rl.training.validation import validate
+from moe_rl.training.value import Critic
 
 
 def train(
@@ -59,7 +69,7 @@ def train(
 
 
 class Trainer:
-    """State of one run: policy, optimizer, reference, the queue of batches that wait under rollout lag."""
+    """State of one run: policy, optimizer, what else the method trains or keeps, the batches that wait under lag."""
 
     def __init__(
         self,
@@ -72,19 +82,24 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = RunLog(folder, listener)
         torch.manual_seed(config.seed)
-        self.accelerator = Accelerator()
+        self.accelerator = Accelerator(cpu=config.model.device == "cpu")
         self.task = make_task(config.task)
         model, self.tokenizer = load_policy(config.model, self.task, cache_dir=cache_dir)
-        self.objective = resolve_objective(config.method)
-        self.reference = copy.deepcopy(model).eval() if self.objective.kl_coef else None
+        self.budget = config.rollout.max_new_tokens or self.task.max_new_tokens
+        self.method = resolve_method(config, self.budget)
+        resets = bool(config.optim.reference_reset_every)
+        self.reference = frozen_reference(model, resets) if self.method.needs_reference else None
+        self.initial = frozen_reference(model) if self.method.source == "initial" else None
+        self.critic = self.reward_model = None
+        if self.method.advantage == "gae":
+            self.critic = Critic(model, config.value, config.optim, self.accelerator)
+        if config.reward.model == "learned":
+            self.reward_model = RewardModel(model, config.reward, config.optim, self.accelerator)
         groups = parameter_groups(model, config)
-        fused = all(p.device.type in ("cpu", "cuda") for group in groups for p in group["params"])
-        optimizer = torch.optim.AdamW(
-            groups, betas=config.optim.betas, weight_decay=config.optim.weight_decay, fused=fused
-        )
+        optimizer = make_optimizer(groups, config.optim.betas, config.optim.weight_decay, config.optim.master_weights)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        if self.reference is not None:
-            self.reference.to(self.accelerator.device)
+        for module in self.frozen.values():
+            module.to(self.accelerator.device)
         self.queue: deque[Batch] = deque()
         self.step = 0
 
@@ -97,15 +112,17 @@ class Trainer:
             if self.step == 0 or (config.eval.every and self.step % config.eval.every == 0):
                 self.evaluate()
             started = time.perf_counter()
+            self.reset_reference()
+            retrained = self.retrain_reward_model()
             while len(self.queue) <= config.rollout.lag:
                 self.queue.append(self.collect())
             batch = self.queue.popleft()
-            self.reset_reference()
             probing = config.probe.every and self.step % config.probe.every == 0
             probe = Probe(self, batch) if probing else None
             splitting = config.probe.decompose_every and self.step % config.probe.decompose_every == 0
             decomposition = DecompositionProbe(self, batch) if splitting else None
-            order = minibatches(batch, config.optim.num_minibatches, config.rollout.group_size, self.draw("order"))
+            together = 2 if self.method.pairs else config.rollout.group_size
+            order = minibatches(batch, config.optim.num_minibatches, together, self.draw("order"))
             for update, rows in enumerate(order, start=1):
                 self.update(batch.rows(rows), update)
                 if probe:
@@ -115,79 +132,83 @@ class Trainer:
             if probe:
                 probe.finish()
             self.step += 1
-            self.log.append("step", self.step - 1, seconds=time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self.log.append("step", self.step - 1, seconds=seconds, **footprint(self), **retrained)
             if self.step == config.optim.steps or self.step % config.checkpoint_every == 0:
                 save_checkpoint(self)
         self.evaluate()
 
     def collect(self) -> Batch:
-        """Sample a batch from the current policy and score it: old log-probabilities and routes in one pass."""
-        config = self.config.rollout
+        """Sample a batch and score it: old log-probabilities and routes of the current policy in one pass."""
         rng = random.Random(f"{self.config.seed}/prompts/{self.step}/{len(self.queue)}")
-        problems = [self.task.problem(rng) for _ in range(config.prompts)]
-        rollout = self.sample(problems, config.group_size, self.draw("sample", len(self.queue)))
-        batch = self.score(rollout)
-        mask = batch.completion_mask
-        lengths = mask.sum(1).float()
-        equal = batch.rewards.view(-1, config.group_size).std(1) == 0
+        rollout = self.respond(rng, self.draw("sample", len(self.queue)))
+        batch, facts = score_rollout(self, rollout)
+        rewards, mask = rollout.rewards, batch.completion_mask
+        groups = rewards.view(-1, rollout.group_size)
+        own = self.method.source == "policy"
         self.log.append(
             "rollout",
             self.step,
-            reward=batch.rewards.mean(),
-            reward_std=batch.rewards.std(),
-            reward_n=len(batch),
-            response_length=lengths.mean(),
-            groups_equal=equal.float().mean(),
-            rollout_logp_gap=(batch.rollout_logps - batch.old_logps)[mask].abs().mean(),
-            lag=config.lag,
+            reward=rewards.mean(),
+            reward_std=rewards.std(),
+            reward_n=len(rollout),
+            response_length=rollout.lengths.float().mean(),
+            groups_equal=(groups.std(1) == 0).float().mean() if rollout.group_size > 1 else None,
+            rollout_logp_gap=(batch.rollout_logps - batch.old_logps)[mask].abs().mean() if own else None,
+            lag=self.config.rollout.lag,
+            **facts,
         )
         return batch
 
     def update(self, batch: Batch, update: int) -> None:
         """One optimizer step on one minibatch; forward and backward under the arm's routing."""
         optim, method = self.config.optim, self.config.method
-        rate = self.learning_rate(update)
+        rate = optim.learning_rate * self.warmup(update)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["multiplier"]
         self.model.train()
         size = optim.micro_batch or len(batch)
         mask = batch.completion_mask
-        tokens, sequences = int(mask.sum()), int(mask.any(1).sum())
         noise = self.draw("noise", update)
-        parts: list[tuple[Any, Any, Tensor]] = []
-        loss_sum = aux_sum = 0.0
-        counts = []
+        parts: list[tuple[LossOutput, TokenLogps]] = []
+        loss_sum = aux_sum = value_sum = 0.0
+        counts: list[RoutingCount] = []
+        gammas: list[Tensor] = []
         for start in range(0, len(batch), size):
             micro = batch.rows(torch.arange(start, min(start + size, len(batch))))
-            with update_routing(self.model, method, micro, noise) as routing:
-                out = self.logps(self.model, micro, entropy=True, aux_loss=bool(optim.aux_loss_coef))
-                loss = policy_loss(
-                    self.objective,
-                    out.logps,
-                    micro.old_logps,
-                    micro.advantages,
-                    micro.completion_mask,
-                    ref_logps=micro.ref_logps,
-                    total_tokens=tokens,
-                    total_sequences=sequences,
+            with update_routing(self.model, method, micro, noise) as routing, self.watching() as states:
+                out = self.logps(
+                    self.model, micro, entropy=True, aux_loss=bool(optim.aux_loss_coef), router_logits=self.shifts
                 )
+                gamma = self.router_shift(out, micro)
+                loss = self.loss(out, micro, batch, gamma)
                 total = loss.loss
                 if optim.aux_loss_coef:
                     share = len(micro) / len(batch)
                     total = total + optim.aux_loss_coef * share * out.aux_loss
                     aux_sum += share * float(out.aux_loss.detach())
                 self.accelerator.backward(total)
+            if self.critic:
+                value_sum += self.critic.backward(micro, states, int(mask.sum()))
             loss_sum += float(loss.loss.detach())
             counts.append(routing)
-            parts.append((loss, out, micro.completion_mask))
+            gammas += [] if gamma is None else [gamma]
+            parts.append((loss, out))
         grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), optim.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        extra: dict[str, Any] = {}
+        if self.critic:
+            extra = {"value_loss": value_sum, "value_grad_norm": self.critic.step(self.warmup(update))}
+        if self.shifts:
+            weights = torch.cat(gammas)[mask]
+            floored = weights < self.method.objective.route_floor
+            extra |= {"route_weight": weights.mean(), "route_weight_floored": floored.float().mean()}
         if not torch.isfinite(grad_norm):
             raise FloatingPointError(
-                f"step {self.step}, update {update}: the gradient norm is {float(grad_norm)}. The weights are no longer "
-                f"usable; the last checkpoint in {self.folder} is from before. A lower optim.learning_rate, a longer "
-                "optim.warmup_updates or a tighter clip range usually helps."
+                f"step {self.step}, update {update}: the gradient norm is {float(grad_norm)}. The weights are no "
+                f"longer usable; the last checkpoint in {self.folder} is from before. A lower optim.learning_rate, a "
+                "longer optim.warmup_updates or a tighter clip range usually helps."
             )
         self.log.append(
             "update",
@@ -197,18 +218,19 @@ class Trainer:
             lr=rate,
             grad_norm=grad_norm,
             **ratio_facts(
-                log_ratio=torch.cat([loss.log_ratio.detach() for loss, _, _ in parts]),
-                sequence_log_ratio=torch.cat([loss.sequence_log_ratio.detach() for loss, _, _ in parts]),
-                clipped=torch.cat([loss.clipped for loss, _, _ in parts]),
+                log_ratio=torch.cat([loss.log_ratio.detach() for loss, _ in parts]),
+                sequence_log_ratio=torch.cat([loss.sequence_log_ratio.detach() for loss, _ in parts]),
+                clipped=torch.cat([loss.clipped for loss, _ in parts]),
                 mask=mask,
             ),
-            entropy=torch.cat([out.entropy.detach() for _, out, _ in parts])[mask].mean(),
+            entropy=torch.cat([out.entropy.detach() for _, out in parts if out.entropy is not None])[mask].mean(),
             aux_loss=aux_sum if optim.aux_loss_coef else None,
             aux_loss_coef=optim.aux_loss_coef,
             **{
                 name: sum(getattr(count, name) for count in counts)
                 for name in ("replayed_rows", "routed_rows", "slots_changed", "slots")
             },
+            **extra,
         )
 
     def evaluate(self) -> None:
@@ -220,47 +242,65 @@ class Trainer:
 
     # -- pieces ------------------------------------------------------------------------------------------------
 
-    def sample(self, problems: list[Any], group_size: int, generator: torch.Generator) -> Rollout:
+    def respond(self, rng: random.Random, generator: torch.Generator) -> Rollout:
+        """Responses to new prompts, from whomever the method learns from, with the verifier's rewards."""
+        config, source = self.config.rollout, self.method.source
+        if source == "demonstrations":
+            problems = [self.task.problem(rng) for _ in range(config.prompts * config.group_size)]
+            rollout = demonstrate(self.task, self.tokenizer, problems, rng)
+        else:
+            problems = [self.task.problem(rng) for _ in range(config.prompts)]
+            rollout = self.sample(problems, config.group_size, generator, self.initial)
+        return score(self.task, rollout).to(self.accelerator.device)
+
+    def sample(
+        self, problems: list[Any], group_size: int, generator: torch.Generator, model: nn.Module | None = None
+    ) -> Rollout:
+        """Responses of `model`, of the current policy by default."""
         config = self.config.rollout
         return sample(
-            self.accelerator.unwrap_model(self.model),
+            self.accelerator.unwrap_model(self.model) if model is None else model,
             self.tokenizer,
             problems,
             group_size=group_size,
-            max_new_tokens=config.max_new_tokens or self.task.max_new_tokens,
+            max_new_tokens=self.budget,
             temperature=config.temperature,
             generator=generator,
             max_batch=config.max_batch,
         )
 
-    @torch.no_grad()
-    def score(self, rollout: Rollout) -> Batch:
-        """What the training engine's old policy says of the responses, and which experts it chose, in one pass."""
-        config, device = self.config, self.accelerator.device
-        rollout = score(self.task, rollout).to(device)
-        self.model.eval()
-        logps, routes, ref_logps = [], [], []
-        for rows in torch.arange(len(rollout.rewards)).split(SCORING_BATCH):
-            part = rollout.rows(rows)
-            with record_routes(self.model) as recording:
-                logps.append(self.logps(self.model, part).logps)
-            routes.append(recording.routes)
-            if self.reference is not None:
-                ref_logps.append(self.logps(self.reference, part).logps)
-        return Batch(
-            input_ids=rollout.input_ids,
-            attention_mask=rollout.attention_mask,
-            completion_mask=rollout.completion_mask,
-            rewards=rollout.rewards,
-            advantages=group_advantages(
-                rollout.rewards, config.rollout.group_size, scale=self.objective.advantage_scale
-            ),
-            old_logps=torch.cat(logps),
-            routes=type(routes[0]).cat(routes),
-            rollout_logps=rollout.logps,
-            ref_logps=torch.cat(ref_logps) if ref_logps else None,
-            step=self.step,
+    def loss(self, out: TokenLogps, micro: Batch, batch: Batch, gamma: Tensor | None) -> LossOutput:
+        """The method's loss on a micro-batch of `batch`."""
+        if self.method.pairs:
+            return pair_loss(self.config.method.beta, out.logps, micro, int((batch.advantages > 0).sum()))
+        return policy_loss(
+            self.method.objective,
+            out.logps,
+            micro.old_logps,
+            micro.advantages,
+            micro.completion_mask,
+            ref_logps=micro.ref_logps,
+            rollout_logps=micro.rollout_logps if self.method.needs_rollout_logps else None,
+            route_weight=gamma,
+            total_tokens=int(batch.completion_mask.sum()),
+            total_sequences=int(batch.completion_mask.any(1).sum()),
         )
+
+    @property
+    def shifts(self) -> bool:
+        """Whether tokens are weighed by router shift."""
+        return self.method.objective.route_weight != "none"
+
+    def router_shift(self, out: TokenLogps, micro: Batch) -> Tensor | None:
+        """RSPO's weight of each token, before its floor; None for the other methods."""
+        if not self.shifts:
+            return None
+        assert out.router_logits is not None and micro.route_scores is not None
+        return shift_weight(chosen_scores(out.router_logits, micro.routes), micro.route_scores)
+
+    def watching(self) -> AbstractContextManager[list[Tensor]]:
+        """Inside, the value model sees the policy's hidden states, if there is one that reads them."""
+        return self.critic.watch(self.model) if self.critic else nullcontext([])
 
     def logps(self, model: torch.nn.Module, part: Batch | Rollout, **options: Any) -> Any:
         return token_logps(
@@ -272,15 +312,44 @@ class Trainer:
             **options,
         )
 
-    def learning_rate(self, update: int) -> float:
-        optim = self.config.optim
-        done = self.step * optim.num_minibatches + update
-        return optim.learning_rate * min(1.0, done / max(1, optim.warmup_updates))
+    def warmup(self, update: int) -> float:
+        """Share of the learning rate that this update has."""
+        done = self.step * self.config.optim.num_minibatches + update
+        return min(1.0, done / max(1, self.config.optim.warmup_updates))
 
     def reset_reference(self) -> None:
+        """Iterative GRPO: the current policy becomes the reference."""
         every = self.config.optim.reference_reset_every
         if self.reference is not None and every and self.step and self.step % every == 0:
             self.reference.load_state_dict(self.accelerator.unwrap_model(self.model).state_dict())
+
+    def retrain_reward_model(self) -> dict[str, Any]:
+        """Iterative GRPO: the reward model learns from what the policy has sampled since, or, at first, from batches
+        that are sampled for it. Returns what is to be logged."""
+        config = self.config.reward
+        if self.reward_model is None or self.step % config.retrain_every:
+            return {}
+        for index in range(config.initial_batches if self.step == 0 else 0):
+            rng = random.Random(f"{self.config.seed}/reward/{index}")
+            self.reward_model.observe(self.respond(rng, self.draw("reward", index)))
+        facts = self.reward_model.retrain(self.draw("retrain"))
+        return {f"reward_model_{name}": value for name, value in facts.items()}
+
+    @property
+    def frozen(self) -> dict[str, nn.Module]:
+        """Models that are kept and not trained, by name."""
+        kept = {"reference": self.reference, "initial": self.initial}
+        return {name: module for name, module in kept.items() if module is not None}
+
+    @property
+    def trained(self) -> dict[str, tuple[nn.Module, Any]]:
+        """Models that are trained, by name, each with its optimizer."""
+        found: dict[str, tuple[nn.Module, Any]] = {"model": (self.model, self.optimizer)}
+        if self.critic:
+            found["value"] = (self.critic.model, self.critic.optimizer)
+        if self.reward_model:
+            found["reward"] = (self.reward_model.model, self.reward_model.optimizer)
+        return {name: (self.accelerator.unwrap_model(m), optimizer) for name, (m, optimizer) in found.items()}
 
     def draw(self, purpose: str, index: int = 0) -> torch.Generator:
         """A generator for one purpose at one step. Drawn from the seed and not from the past, so that arms with
@@ -297,13 +366,6 @@ class Trainer:
             self.log.keep_until(0)
 
 
-def resolve_objective(method: MethodConfig) -> Objective:
-    """The preset with the arm's own knobs."""
-    knobs = ("clip_low", "clip_high", "kl_coef", "advantage_scale")
-    own = {name: getattr(method, name) for name in knobs if getattr(method, name) is not None}
-    return replace(OBJECTIVES[method.objective], **own)
-
-
 def parameter_groups(model: torch.nn.Module, config: RunConfig) -> list[dict[str, Any]]:
     """Routers' own parameters apart from the rest, each with its learning-rate multiplier."""
     routers = {id(p) for site in routing_sites(model) for p in site.module.parameters(recurse=True)}
@@ -318,38 +380,3 @@ def parameter_groups(model: torch.nn.Module, config: RunConfig) -> list[dict[str
         {"params": [p for p in own if p.requires_grad], "multiplier": config.optim.router_lr_multiplier},
     ]
     return [{**group, "lr": config.optim.learning_rate} for group in groups if group["params"]]
-
-
-class RoutingCount:
-    """(token, site) rows of one update forward, how many of them by replay; response slots that were routed
-    otherwise than by the old policy (0 under replay; under selection noise, the dose)."""
-
-    replayed_rows = 0
-    routed_rows = 0
-    slots_changed = 0
-    slots = 0
-
-
-@contextmanager
-def update_routing(
-    model: torch.nn.Module, method: MethodConfig, batch: Batch, noise: torch.Generator
-) -> Iterator[RoutingCount]:
-    """The arm's routing for forward and backward: live, noisy, or the old policy's."""
-    count = RoutingCount()
-    with ExitStack() as stack:
-        if method.noise:
-            stack.enter_context(noisy_routes(model, method.noise, generator=noise))
-        replay = stack.enter_context(replay_routes(model, batch.routes)) if method.replay == "R2" else None
-        recording = stack.enter_context(record_routes(model))
-        yield count
-    changed = change_counts(batch.routes, recording.routes, batch.completion_mask)
-    count.slots_changed, count.slots = changed.slots_changed, changed.slots_total
-    B, T, L, _ = batch.routes.shape
-    count.routed_rows = B * T * L
-    if replay is not None:
-        count.replayed_rows = replay.replayed_rows
-        if count.replayed_rows != count.routed_rows:
-            raise RuntimeError(
-                f"replay forced {count.replayed_rows} of {count.routed_rows} (token, site) rows: the update forward "
-                "did not run wholly under replay"
-            )

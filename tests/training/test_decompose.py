@@ -249,7 +249,7 @@ def test_probe_in_training_logs_the_split_and_disturbs_nothing(tmp_path, monkeyp
     from moe_rl.models import ModelConfig, TinyConfig
     from moe_rl.rollout import TaskConfig
     from moe_rl.training import EvalConfig, OptimConfig, ProbeConfig, RolloutConfig, RunConfig, Trainer, trainer
-    from moe_rl.training.config import validate
+    from moe_rl.training import validate
 
     make_task = trainer.make_task
 

@@ -1,0 +1,139 @@
+"""A learned reward model, retrained as the policy moves: iterative GRPO (arXiv:2402.03300, algorithm 1).
+
+It learns from the verifier's verdicts on pairs of responses to one prompt and stands in for the verifier wherever
+advantages are made; what is logged as `reward` stays the verifier's, so that a policy which fools the model shows.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moe_rl.objectives import historical_sample, reward_model_loss
+from moe_rl.rollout import Rollout
+from moe_rl.training.config import OptimConfig, RewardConfig
+from moe_rl.training.value import ScalarModel, optimizer_of
+
+
+@dataclass(frozen=True)
+class Comparisons:
+    """Pairs of responses to one prompt, the better one first: tokens and their mask."""
+
+    input_ids: Int[Tensor, "N 2 T"]
+    attention_mask: Bool[Tensor, "N 2 T"]
+
+    def rows(self, index: Int[Tensor, "M"]) -> "Comparisons":
+        return Comparisons(self.input_ids[index], self.attention_mask[index])
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def __add__(self, other: "Comparisons") -> "Comparisons":
+        """Both, the shorter ones padded on the right."""
+        width = max(self.input_ids.shape[2], other.input_ids.shape[2])
+
+        def joined(a: Tensor, b: Tensor) -> Tensor:
+            return torch.cat([F.pad(x, (0, width - x.shape[2])) for x in (a, b)])
+
+        return Comparisons(joined(self.input_ids, other.input_ids), joined(self.attention_mask, other.attention_mask))
+
+    @staticmethod
+    def none() -> "Comparisons":
+        empty = torch.zeros(0, 2, 1)
+        return Comparisons(empty.long(), empty.bool())
+
+
+def ranked_pairs(rewards: Float[Tensor, "B"], group_size: int) -> Int[Tensor, "N 2"]:
+    """Rows (better, worse) within groups: the best with the worst, the second best with the second worst, ...
+
+    As long as the rewards differ; at most half of `group_size` pairs from a group.
+
+    >>> ranked_pairs(torch.tensor([0.0, 1.0, 1.0, 0.5, 2.0, 2.0, 2.0, 2.0]), group_size=4).tolist()
+    [[1, 0], [2, 3]]
+    """
+    groups = rewards.view(-1, group_size)
+    order = groups.sort(dim=1, descending=True, stable=True).indices
+    half = group_size // 2
+    better, worse = order[:, :half], order.flip(1)[:, :half]
+    differ = groups.gather(1, better) > groups.gather(1, worse)
+    start = torch.arange(len(groups), device=rewards.device)[:, None] * group_size
+    return torch.stack([better + start, worse + start], -1)[differ]
+
+
+class RewardModel:
+    """A scalar at a response's last token, with optimizer, fresh comparisons and the history of older ones."""
+
+    def __init__(self, policy: nn.Module, config: RewardConfig, optim: OptimConfig, accelerator: Accelerator):
+        self.config, self.optim, self.accelerator = config, optim, accelerator
+        module = ScalarModel(policy)
+        self.model, self.optimizer = accelerator.prepare(module, optimizer_of(module, config.learning_rate, optim))
+        self.fresh, self.history = Comparisons.none(), Comparisons.none()
+
+    def scores(self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B"]:
+        """One number per response, on no scale in particular: only differences mean something. With gradient."""
+        last = attention_mask.shape[1] - 1 - attention_mask.flip(1).int().argmax(1)
+        return self.model(input_ids, attention_mask).gather(1, last[:, None]).squeeze(1)
+
+    def observe(self, rollout: Rollout) -> None:
+        """Keep what the verifier says of the responses as fresh comparisons."""
+        pairs = ranked_pairs(rollout.rewards, rollout.group_size)
+        self.fresh += Comparisons(rollout.input_ids[pairs].cpu(), rollout.attention_mask[pairs].cpu())
+
+    def agreement(self, rewards: Float[Tensor, "B"], scores: Float[Tensor, "B"], group_size: int) -> float | None:
+        """Share of the verifier's pairs that the model puts in the same order; None without pairs."""
+        pairs = ranked_pairs(rewards, group_size)
+        return float((scores[pairs[:, 0]] > scores[pairs[:, 1]]).float().mean()) if len(pairs) else None
+
+    def retrain(self, generator: torch.Generator) -> dict[str, float | int | None]:
+        """Train on the fresh comparisons and a tenth of old ones; then the fresh ones are history.
+
+        Returns:
+            `loss`: the mean over the last epoch, nats per pair; `new`, `old`: how many comparisons.
+        """
+        old = self.history.rows(
+            historical_sample(len(self.fresh), len(self.history), self.config.history_fraction, generator=generator)
+        )
+        mixed, losses = self.fresh + old, []
+        new = len(self.fresh)
+        self.history = self.history + self.fresh
+        if len(self.history) > self.config.history_size:
+            kept = torch.randperm(len(self.history), generator=generator)[: self.config.history_size].sort().values
+            self.history = self.history.rows(kept)
+        self.fresh = Comparisons.none()
+        self.model.train()
+        for _ in range(self.config.epochs if len(mixed) else 0):
+            losses = [
+                self._update(mixed.rows(rows))
+                for rows in torch.randperm(len(mixed), generator=generator).split(self.config.batch_size)
+            ]
+        self.model.eval()
+        return {"loss": sum(losses) / len(losses) if losses else None, "new": new, "old": len(old)}
+
+    def _update(self, pairs: Comparisons) -> float:
+        ids, mask = (x.flatten(0, 1).to(self.accelerator.device) for x in (pairs.input_ids, pairs.attention_mask))
+        scores = self.scores(ids, mask)
+        loss = reward_model_loss(scores[0::2], scores[1::2])
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The comparisons, for a checkpoint."""
+        parts = {"fresh": self.fresh, "history": self.history}
+        return {
+            f"{name}/{field}": getattr(part, field)
+            for name, part in parts.items()
+            for field in ("input_ids", "attention_mask")
+        }
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """What `tensors` gave."""
+        self.fresh, self.history = (
+            Comparisons(tensors[f"{name}/input_ids"], tensors[f"{name}/attention_mask"])
+            for name in ("fresh", "history")
+        )
