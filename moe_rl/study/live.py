@@ -28,7 +28,7 @@ CHUNK = 2_000_000
 """Bytes of metrics.jsonl in one answer; the page asks again while there is `more`."""
 
 COLUMNS = {
-    "rollout": ("step", "reward"),
+    "rollout": ("step", "reward", "response_length"),
     "eval": ("step", "reward"),
     "update": ("step", "update", "clipped_tokens", "tokens", "grad_norm"),
     "probe": (
@@ -89,14 +89,18 @@ class LiveStudy:
     def overview(self) -> dict[str, Any]:
         """Runs with state and size, arms with their looks: what changes while a study runs, without its numbers."""
         config, runs = self._config(), self.runs()
-        arms = self._arms(config, runs)
+        base, declared = config.get("base") or {}, _declared(config)
+        known = {
+            run.name: _read_yaml(run.folder / "config.yaml") or _merged(base, declared.get(run.arm, {})) for run in runs
+        }
+        arms = self._arms(runs, known)
         return {
             "name": str(config.get("name") or self.folder.resolve().name),
             "question": str(config.get("question") or ""),
             "folder": str(self.folder),
             "conditions": arms.pop("conditions"),
             "arms": arms["arms"],
-            "runs": [self._state(run) for run in runs],
+            "runs": [self._state(run, known[run.name]) for run in runs],
         }
 
     def runs(self) -> list[LiveRun]:
@@ -132,7 +136,7 @@ class LiveStudy:
             config["name"] = f"{self.folder.resolve().parent.name}/{self.folder.resolve().name}"
         return config
 
-    def _state(self, run: LiveRun) -> dict[str, Any]:
+    def _state(self, run: LiveRun, config: dict[str, Any]) -> dict[str, Any]:
         """`done`, `failed` (its log ends with an error), `running` (unfinished), `starting` or `waiting`."""
         metrics, state, problem = run.folder / "metrics.jsonl", "waiting", ""
         try:
@@ -145,9 +149,11 @@ class LiveStudy:
         if (run.folder / "DONE").exists():
             state = "done"
         else:
-            problem = _error_in(self.folder / "logs" / f"{run.arm}_seed{run.seed}.log", changed)
+            problem = _error_in(
+                self.folder / "logs" / f"{run.arm}_seed{run.seed}.log", metrics, run.folder / "env.json"
+            )
             state = "failed" if problem else state
-        steps = (_read_yaml(run.folder / "config.yaml").get("optim") or {}).get("steps")
+        steps = (config.get("optim") or {}).get("steps")
         return {
             "run": run.name,
             "arm": run.arm,
@@ -159,17 +165,13 @@ class LiveStudy:
             "age": None if changed is None else round(max(0.0, time.time() - changed), 1),
         }
 
-    def _arms(self, config: dict[str, Any], runs: list[LiveRun]) -> dict[str, Any]:
+    def _arms(self, runs: list[LiveRun], configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Looks and labels from the figures' own functions, on a study without rows."""
-        base, declared = config.get("base") or {}, _declared(config)
-        known = []
-        for run in runs:
-            own = _read_yaml(run.folder / "config.yaml") or _merged(base, declared.get(run.arm, {}))
-            known.append(Run(run.arm, run.seed, run.folder, False, own, {}))
-        if not known:
+        if not runs:
             return {"conditions": [], "arms": []}
+        known = [Run(run.arm, run.seed, run.folder, False, configs[run.name], {}) for run in runs]
         none = pd.DataFrame()
-        data = StudyData("", self.folder, config, tuple(known), none, none, none, none)
+        data = StudyData("", self.folder, self._config(), tuple(known), none, none, none, none)
         shown = conditions(data)
         return {
             "conditions": [condition.title() for condition in shown],
@@ -267,19 +269,21 @@ def _number(value: Any) -> Any:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-def _error_in(log: Path, changed: float | None) -> str:
-    """The error that a log ends with, unless the run went on after it."""
+def _error_in(log: Path, *written: Path) -> str:
+    """The error that a log ends with, unless the run wrote one of these files (began again, went on) after it."""
     try:
         stat = log.stat()
-        if changed is not None and changed > stat.st_mtime + 1:
-            return ""
         with open(log, "rb") as file:
-            file.seek(max(0, stat.st_size - 2000))
-            lines = file.read().decode(errors="replace").strip().splitlines()
+            file.seek(max(0, stat.st_size - 4000))
+            text = file.read().decode(errors="replace").strip()
     except OSError:
         return ""
-    last = lines[-1] if lines else ""
-    return last.partition("error:")[2].strip() if last.startswith("moe-rl: error:") else ""
+    if any(path.exists() and path.stat().st_mtime > stat.st_mtime + 1 for path in written):
+        return ""
+    last = text.splitlines()[-1] if text else ""
+    if last.startswith("moe-rl: error:"):
+        return last.removeprefix("moe-rl: error:").strip()
+    return last if "Traceback (most recent call last)" in text and re.match(r"[\w.]+(: |$)", last) else ""
 
 
 def _declared(config: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -57,8 +57,8 @@ class TokenStep:
 
     def index(self) -> dict[str, Any]:
         """What there is to choose from, and `top`, the largest number of changed experts of a token."""
-        last = self.table[self.table["update"] == self.updates[-1]]
-        rewards, counts = last.groupby("seq")["reward"].first(), last.groupby("seq").size()
+        last = self.updates[-1]
+        changed = {(seq, update): self.changed(seq, update) for seq in self.sequences for update in self.updates}
         about: dict[str, Any] = {"sites": [], "labels": [], "common": "", "slots": 0}
         if self.routed:
             routes = self.routes(0)
@@ -69,10 +69,15 @@ class TokenStep:
             "step": self.step,
             "updates": self.updates,
             "responses": [
-                {"seq": seq, "reward": _plain(rewards.get(seq)), "tokens": int(counts.get(seq, 0))}
+                {
+                    "seq": seq,
+                    "reward": _plain(self.rows(seq, last)["reward"].iloc[0]),
+                    "tokens": len(changed[seq, last]),
+                    "changed": int(changed[seq, last].sum()),
+                }
                 for seq in self.sequences
             ],
-            "top": max((int(self.changed(seq, u).max()) for u in self.updates for seq in self.sequences), default=0),
+            "top": max(int(counts.max()) for counts in changed.values()),
             "unit": "experts" if self.routed else "sites",
             **about,
         }

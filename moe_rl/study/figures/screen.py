@@ -10,7 +10,7 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 def scales() -> dict[str, dict[str, list[str]]]:
     """Colours of the page: `sequence` (nothing to all, the figures' Blues) and `diverging` (fell, same, rose)."""
     blues, purples = mpl.colormaps["Blues"], mpl.colormaps["PuOr"]
-    dark = LinearSegmentedColormap.from_list("dark", ["#1d2127", "#15406f", "#2f78b8", "#86bde4", "#eef6ff"])
+    dark = LinearSegmentedColormap.from_list("dark", ["#1d2127", "#15406f", "#2f78b8", "#7db4df", "#cfe6fa"])
     split = LinearSegmentedColormap.from_list("split", ["#ffb45e", "#8a5417", "#1d2127", "#5b4a94", "#c3b4ff"])
     nine, steps = np.linspace(0, 1, 9), np.linspace(0.08, 0.92, 9)
     return {

@@ -70,7 +70,7 @@
     return out;
   };
   moeRL.ticksOf = ticksOf;
-  const power = (exponent) => "10" + String(exponent).replace(/[-0-9]/g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
+  const power = (exponent) => "10" + moeRL.superscript(exponent);
 
   /** Linear or logarithmic map of values to pixels; a log axis keeps a place for zero at its foot. */
   const axis = (ys, spec, top, bottom) => {
@@ -85,9 +85,12 @@
       const ticks = [];
       const every = Math.max(1, Math.ceil((high - low) / 4));
       for (let e = Math.ceil(low); e <= high; e++) if (e % every === 0) ticks.push([10 ** e, spec.percent ? null : power(e)]);
-      if (ticks.length < 2) for (let e = Math.floor(low); e <= high; e++) for (const m of [1, 2, 5]) {
-        const v = m * 10 ** e;
-        if (Math.log10(v) >= low && Math.log10(v) <= high && !ticks.some(([t]) => Math.abs(t / v - 1) < 1e-6)) ticks.push([v, null]);
+      if (ticks.length < 2) { // less than two decades: plain numbers between them
+        ticks.length = 0;
+        for (let e = Math.floor(low); e <= high; e++) for (const m of [1, 2, 5]) {
+          const v = m * 10 ** e;
+          if (Math.log10(v) >= low && Math.log10(v) <= high) ticks.push([v, null]);
+        }
       }
       if (zero) ticks.push([0, "0"]);
       return { place, ticks, zero };

@@ -135,7 +135,7 @@
           parts.push(svg("rect", { x: LEFT + c * w, y, width: w - 1, height: cell - (cell > 8 ? 1 : 0), fill }, title));
           if (cell >= 15 && w >= 34) parts.push(svg("text", { class: "cell", x: LEFT + (c + 0.5) * w, y: y + cell / 2 + 4, "text-anchor": "middle", fill: rate === null ? "none" : moeRL.inkOn(hex(fill)) }, rate === null ? "" : number(100 * rate, 2)));
         });
-        if (c % Math.ceil(24 / w) === 0) parts.push(svg("text", { class: "tick", x: LEFT + (c + 0.5) * w, y: below + 15, "text-anchor": "middle" }, String(update)));
+        if (c % Math.ceil(24 / w) === 0) parts.push(svg("text", { class: "tick", x: LEFT + (c + 0.5) * w, y: below + 15, "text-anchor": "middle" }, w >= 56 ? `update ${update}` : String(update)));
       });
       this.now.replaceChildren(...parts);
       this.nowTitle.textContent = `step ${this.step}, after each of its updates`;

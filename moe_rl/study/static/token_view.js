@@ -36,10 +36,16 @@ var moeRL = window.moeRL || (window.moeRL = {});
 
   moeRL.number = (value, digits = 3) =>
     value === null || value === undefined ? "–" : Math.abs(value) < 1e-12 ? "0" :
-      (Math.abs(value) < 0.001 || Math.abs(value) >= 1e5 ? value.toExponential(1) : String(Number(value.toPrecision(digits)))).replace("-", "−");
+      (Math.abs(value) < 0.001 || Math.abs(value) >= 1e5 ? scientific(value) : String(Number(value.toPrecision(digits)))).replace("-", "−");
+  moeRL.superscript = (exponent) => String(exponent).replace(/[-0-9]/g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
+  const scientific = (value) => {
+    const [digits, exponent] = value.toExponential(1).split("e");
+    return `${digits}·10${moeRL.superscript(Number(exponent))}`;
+  };
   const signed = (value) => (value > 0 ? "+" : "") + moeRL.number(value);
 
   const minus = (a, b) => (a === null || b === null ? null : a - b);
+  const ROWS_TOKENS = 200, ROWS_UPDATES = 8; // up to this size, all updates of a response are shown, one row each
   const BOUNDS = [0.01, 0.05, 0.2, 0.7]; // nats; 0.7 is a ratio of 2
 
   const COLOURINGS = {
@@ -52,9 +58,8 @@ var moeRL = window.moeRL || (window.moeRL = {});
   const binner = (kind, top) => {
     if (kind === "diverging") {
       const bin = (x) => (x === null ? 4 : 4 + Math.sign(x) * BOUNDS.filter((b) => Math.abs(x) >= b).length);
-      const edges = BOUNDS.map(String);
       const labels = ["≤−0.7", "≤−0.2", "≤−.05", "≤−.01", "0", "≥.01", "≥.05", "≥0.2", "≥0.7"];
-      return { bin, bins: labels.map((label, i) => [i, label]), edges };
+      return { bin, bins: labels.map((label, i) => [i, label]) };
     }
     const width = Math.max(1, Math.ceil(top / 8));
     const used = Math.max(1, Math.ceil(top / width));
@@ -131,12 +136,14 @@ var moeRL = window.moeRL || (window.moeRL = {});
       state.update = updates.includes(Number(state.update)) && state.update !== null ? Number(state.update) : updates.at(-1);
       state.seq = state.seq !== null && known.includes(Number(state.seq)) ? Number(state.seq) : known[0];
       if (!COLOURINGS[state.colour]) state.colour = "changed";
-      const response = await this.source.response(state.run, state.step, state.seq, state.update);
+      const length = responses.find((r) => r.seq === state.seq).tokens;
+      const wanting = length <= ROWS_TOKENS && updates.length <= ROWS_UPDATES ? updates : [state.update];
+      const read = await Promise.all(wanting.map((u) => this.source.response(state.run, state.step, state.seq, u)));
       if (ticket !== this.ticket) return;
-      this.response = response;
+      this.rows = read;
       this.fill("step", steps, (s) => `step ${s}`);
       this.fill("update", updates, (u) => `update ${u} of ${updates.at(-1)}`);
-      this.fill("seq", known, (seq, i) => `${seq} · reward ${moeRL.number(responses[i].reward)}`);
+      this.fill("seq", known, (seq, i) => `${seq} · reward ${moeRL.number(responses[i].reward)} · ${responses[i].changed} changed`);
       this.fill("colour", Object.keys(COLOURINGS), (c) => COLOURINGS[c].name(this.index));
       this.say("");
       this.draw();
@@ -167,34 +174,21 @@ var moeRL = window.moeRL || (window.moeRL = {});
 
     draw() {
       const { make } = moeRL;
-      const { response, index, state } = this;
+      const { index, state } = this;
+      const response = this.rows.find((r) => r.update === state.update);
+      this.response = response;
       const colouring = COLOURINGS[state.colour];
       const colours = this.scale()[colouring.kind];
       const { bin, bins } = binner(colouring.kind, index.top);
-      const of = index.slots ? ` of ${index.slots}` : ` of ${index.labels.length || "its"}`;
       const title = state.colour === "changed"
-        ? `${colouring.name(index)} against the old policy (per token${index.unit === "experts" ? of : ""})`
-        : `${colouring.name(index)} (nats)`;
+        ? `${colouring.name(index)} per token against the old policy${index.slots ? `, of ${index.slots}` : ""}`
+        : `${colouring.name(index)}, nats`;
       this.legend.replaceChildren(make("b", {}, title),
         ...bins.map(([i, label]) => make("span", {}, make("i", { style: { background: colours[i] } }), label)));
-      const chosen = response.position.indexOf(Number(state.token));
-      const has = state.token !== null && state.token !== "" && chosen >= 0;
-      const tokens = response.text.map((text, t) => {
-        const value = colouring.value(response, t);
-        const colour = colours[bin(value)];
-        const changed = index.unit === "experts" ? `${response.changed[t]}${of} experts changed` : `${response.changed[t]} sites changed`;
-        return make("button", {
-          type: "button", class: "tv-token", tabindex: (has ? t === chosen : t === 0) ? 0 : -1,
-          "aria-pressed": String(has && t === chosen), "data-token": response.position[t],
-          "aria-label": `token ${response.position[t]} ${visible(text)}, ${changed}`,
-          title: `${changed}; log-ratio ${moeRL.number(minus(response.logp_natural[t], response.old_logp[t]))}`,
-          style: { "--fill": colour, "--ink": moeRL.inkOn(colour) },
-          onclick: () => this.open(t),
-        }, visible(text));
-      });
-      const parts = [];
-      tokens.forEach((token, t) => { parts.push(token); if (response.text[t].includes("\n")) parts.push(make("br")); });
-      this.text.replaceChildren(make("span", { class: "tv-prompt" }, response.prompt), ...parts);
+      const several = this.rows.length > 1;
+      this.text.replaceChildren(...this.rows.map((row) => make("div", { class: `tv-row ${several && row === response ? "tv-current" : ""}`, "data-update": row.update },
+        several ? make("span", { class: "tv-update" }, `update ${row.update}`) : null,
+        make("div", {}, make("span", { class: "tv-prompt" }, row.prompt), ...this.tokens(row, (t) => colours[bin(colouring.value(row, t))])))));
       const ratios = response.position.map((_, t) => COLOURINGS.natural.value(response, t)).filter((x) => x !== null);
       const mean = ratios.reduce((a, b) => a + b, 0) / Math.max(1, ratios.length);
       const total = response.changed.reduce((a, b) => a + b, 0);
@@ -204,23 +198,54 @@ var moeRL = window.moeRL || (window.moeRL = {});
         `${touched} tokens changed${index.unit === "experts" ? `, ${total} of ${index.slots * response.text.length} experts` : ""}. ` +
         `Sequence log-ratio (mean per token, live routing): ${signed(mean)} nats.` +
         (response.left_out ? ` ${response.left_out} more tokens are not shown.` : "");
-      this.drawDetail(has ? chosen : null);
+      this.press();
     }
 
-    open(t) {
-      this.state.token = this.response.position[t];
-      this.text.querySelectorAll(".tv-token").forEach((button, i) => {
-        button.setAttribute("aria-pressed", String(i === t));
-        button.tabIndex = i === t ? 0 : -1;
+    /** The buttons of one row, with line breaks where the text has them. */
+    tokens(row, colourOf) {
+      const { make, number } = moeRL;
+      const of = this.index.slots ? ` of ${this.index.slots}` : "";
+      return row.text.flatMap((text, t) => {
+        const colour = colourOf(t), changed = `${row.changed[t]}${of} ${this.index.unit} changed`;
+        const button = make("button", {
+          type: "button", class: "tv-token", tabindex: -1, "data-token": row.position[t],
+          "aria-label": `token ${row.position[t]} ${visible(text)}, ${changed}`,
+          title: `${changed}; log-ratio ${number(minus(row.logp_natural[t], row.old_logp[t]))}`,
+          style: { "--fill": colour, "--ink": moeRL.inkOn(colour) }, onclick: () => this.open(row.update, t),
+        }, visible(text));
+        return text.includes("\n") ? [button, make("br")] : [button];
       });
-      this.drawDetail(t);
+    }
+
+    open(update, t) {
+      const other = update !== this.state.update;
+      Object.assign(this.state, { update, token: this.response.position[t] });
+      if (other) { // the buttons are made anew: keep the place
+        this.pick.update.value = update;
+        this.draw();
+        this.text.querySelector(".tv-token[tabindex='0']")?.focus({ preventScroll: true });
+      } else this.press();
       this.changed({ ...this.state });
     }
 
+    /** Mark the chosen token, or offer the one that changed most, and tell of it. */
+    press() {
+      const { response, state } = this;
+      const found = state.token === null || state.token === "" ? -1 : response.position.indexOf(Number(state.token));
+      const t = found >= 0 ? found : response.changed.indexOf(Math.max(...response.changed));
+      this.text.querySelectorAll(".tv-row").forEach((row) => row.querySelectorAll(".tv-token").forEach((button, i) => {
+        const chosen = Number(row.dataset.update) === response.update && i === t;
+        button.setAttribute("aria-pressed", String(chosen));
+        button.tabIndex = chosen ? 0 : -1;
+      }));
+      this.drawDetail(t);
+    }
+
     key(event) {
-      const tokens = [...this.text.querySelectorAll(".tv-token")];
+      const tokens = [...this.text.querySelectorAll(".tv-token")], row = this.response.text.length;
       const at = tokens.indexOf(document.activeElement);
-      const to = { ArrowRight: at + 1, ArrowDown: at + 1, ArrowLeft: at - 1, ArrowUp: at - 1, Home: 0, End: tokens.length - 1 }[event.key];
+      const line = this.rows.length > 1 ? row : 1;
+      const to = { ArrowRight: at + 1, ArrowDown: at + line, ArrowLeft: at - 1, ArrowUp: at - line, Home: 0, End: tokens.length - 1 }[event.key];
       if (to === undefined || at < 0 || !tokens[to]) return;
       event.preventDefault();
       tokens[at].tabIndex = -1;
@@ -231,11 +256,6 @@ var moeRL = window.moeRL || (window.moeRL = {});
     drawDetail(t) {
       const { make, number } = moeRL;
       const { response, index } = this;
-      if (t === null) {
-        this.detail.replaceChildren(make("p", { class: "tv-message" },
-          "Choose a token (click, or arrow keys and Enter) to see its experts before and after, and its log-probabilities."));
-        return;
-      }
       const [old, live, replay] = ["old_logp", "logp_natural", "logp_replayed"].map((name) => response[name][t]);
       const row = (name, logp) => make("tr", {}, make("td", {}, name), cell(number(logp, 4)),
         cell(logp === old ? "" : signed(minus(logp, old))), cell(logp === old ? "" : number(logp === null || old === null ? null : Math.exp(logp - old))));
@@ -245,7 +265,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
         row("old", old), row("new, live routing", live), row("new, old routes replayed", replay),
         make("tr", {}, make("td", {}, "part of routing"), cell(""), cell(signed(minus(live, replay))), cell(""))));
       const parts = [
-        make("h4", {}, `Token ${response.position[t]} `, make("code", {}, visible(response.text[t])), ` (id ${response.token[t]})`), scores,
+        make("h4", {}, `Token ${response.position[t]} `, make("code", {}, visible(response.text[t])), ` after update ${response.update}`), scores,
       ];
       if (response.old_experts) parts.push(this.experts(t));
       else parts.push(make("p", { class: "tv-message" }, "The routes of this step were not kept, so experts cannot be listed."));
@@ -271,7 +291,8 @@ var moeRL = window.moeRL || (window.moeRL = {});
         make("th", { scope: "col", class: i === 3 ? "tv-n" : null }, name)));
       return make("div", { class: "tv-scroll", tabindex: 0, role: "region", "aria-label": "experts by site" },
         make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)),
-        make("p", { class: "tv-message" }, `Struck: no longer chosen. Bold: newly chosen. Sites: ${index.common || index.sites[0]}, shallow to deep.`));
+        make("p", { class: "tv-message" }, `Struck: no longer chosen; bold: newly chosen. Sites: ${index.common || index.sites[0]}, shallow to deep. ` +
+          "These experts process this token and shape what comes after it; its own probability was made at the tokens before it."));
     }
   };
 

@@ -14,6 +14,7 @@
     { key: "vartoken", title: "Variance of token log-ratios", note: "nats², after a step’s last update, routed live, log axis", log: true },
     { key: "varsequence", title: "Variance of sequence log-ratios", note: "of means per token, nats², as beside, log axis", log: true },
     { key: "grad", title: "Gradient norm", note: "before clipping, mean of a step’s updates, log axis", log: true },
+    { key: "length", title: "Response length", note: "tokens, mean over a step’s responses" },
     { key: "entropy", title: "Entropy", note: "nats per token, after a step’s last update" },
   ];
 
@@ -25,7 +26,7 @@
   const fresh = () => ({
     reward: new moeRL.Points("last"), heldout: new moeRL.Points("last"), changed: new moeRL.Points("last"),
     clipped: new moeRL.Points("share"), vartoken: new moeRL.Points("last"), varsequence: new moeRL.Points("last"),
-    grad: new moeRL.Points("mean"), entropy: new moeRL.Points("last"),
+    grad: new moeRL.Points("mean"), entropy: new moeRL.Points("last"), length: new moeRL.Points("last"),
   });
 
   async function get(path, query = {}) {
@@ -78,7 +79,7 @@
 
   function take(run, rows) {
     const p = run.points;
-    for (const [step, reward] of rows.rollout || []) { p.reward.add(step, reward); run.step = Math.max(run.step ?? 0, step); }
+    for (const [step, reward, length] of rows.rollout || []) { p.reward.add(step, reward); p.length.add(step, length); run.step = Math.max(run.step ?? 0, step); }
     for (const [step, reward] of rows.eval || []) p.heldout.add(step, reward);
     for (const [step, , clipped, tokens, norm] of rows.update || []) { p.clipped.add(step, clipped, tokens); p.grad.add(step, norm); }
     for (const [step, , changed, slots, token, sequence, entropy] of rows.probe || []) {
