@@ -9,7 +9,10 @@ What must be paid at least, for N tokens, hidden size H, vocabulary V, forward a
                          one for the logits and one for their gradient is the floor, 8 N V
     in chunks            8 N V H operations (the logits once more), so at least 1.33 times the products' time, and
                          one or two chunks of logits, 4-8 C V bytes
-    either way           8 V H bytes: the weight and its gradient
+    either way           4 V H bytes: the weight's gradient
+
+In bfloat16, moe_rl also sums the weight's gradient over chunks in fp32 (4 V H bytes); selective_log_softmax stays in
+bfloat16 throughout, and so do the log-probabilities that it returns.
 
 Memory is counted twice: every allocation torch makes (its profiler), and the growth of the process's resident
 peak in a process of its own. Time is CPU time, the methods taking turns, as a ratio to `log_softmax + gather`.
@@ -164,10 +167,15 @@ def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> None:
     inputs = problem(*sizes, getattr(torch, dtype))
     runs = {name: (lambda m=method: step(m, *inputs)) for name, method in METHODS.items()}
     ratios, base = interleaved(runs, rounds)
-    print(f"{'':24}{'allocated MiB':>14}{'resident MiB':>14}   CPU time / first [quartiles]")
+    with torch.no_grad():
+        few = inputs[0][: 8 * SEQUENCES], inputs[1], inputs[2][: 8 * SEQUENCES]
+        values = {name: method(*few).double() for name, method in METHODS.items()}
+    first = values["log_softmax + gather"]
+    print(f"{'':24}{'allocated MiB':>14}{'resident MiB':>14}{'differs, nats':>15}   CPU time / first [quartiles]")
     for name in METHODS:
         resident, allocated = (number / MIB for number in memory[name])
-        print(f"{name:24}{allocated:14,.0f}{resident:14,.0f}   {summary(ratios[name])}")
+        difference = float((values[name] - first).abs().max())
+        print(f"{name:24}{allocated:14,.0f}{resident:14,.0f}{difference:15.0e}   {summary(ratios[name])}")
     print(f"first: {statistics.median(base):.2f} CPU-seconds, {rounds} rounds")
 
 

@@ -145,13 +145,15 @@ class _ChunkedHead(torch.autograd.Function):
             return (None,) * 8
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=lse.dtype) if need_weight else None
+        sums = lse.dtype if hidden.shape[0] > chunk else weight.dtype  # one chunk: nothing to sum
+        d_weight = torch.zeros_like(weight, dtype=sums) if need_weight else None
         d_bias = torch.zeros_like(bias, dtype=lse.dtype) if need_bias else None
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, hidden.shape[0], chunk):
                 rows = slice(start, start + chunk)
                 z, slope = _divided_logits(hidden[rows], weight, bias, logit_map, temperature, lse.dtype)
-                d_z = z.sub_(lse[rows, None])  # log p
+                d_z = z.sub_(lse[rows, None])  # log p, in z's memory
+                del z
                 if d_entropies is None:
                     d_z.exp_().mul_(-d_logps[rows, None])  # type: ignore[index]
                 else:
@@ -176,7 +178,7 @@ class _ChunkedHead(torch.autograd.Function):
                     d_weight.addmm_(d_z.T, hidden[rows])
                 elif d_weight is not None:
                     d_weight += d_z.T @ hidden[rows]
-                del z, d_z, slope  # before the next chunk's are made
+                del d_z, slope  # before the next chunk's are made
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None
