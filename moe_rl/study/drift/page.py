@@ -1,6 +1,7 @@
 """Figures, summary and the one-page report of a comparison."""
 
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ from markupsafe import Markup
 
 from moe_rl.study.drift.tally import Tally
 from moe_rl.study.figures import drift as figures_of
+from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.style import StudyFigure, save_figure
 from moe_rl.study.report import inline_svg
+from moe_rl.training.moments import PARTS
 
 
 def draw(tally: Tally, tables: dict[str, pd.DataFrame], facts: dict[str, Any], folder: Path) -> list[StudyFigure]:
@@ -20,7 +23,7 @@ def draw(tally: Tally, tables: dict[str, pd.DataFrame], facts: dict[str, Any], f
     counts = tally.counts
     assert counts is not None
     note = (
-        f"Pair: two policies, {facts['old']} (old) and {facts['new']} (new), on the same tokens; n = "
+        f"Pair: two policies, {facts['old_name']} (old) and {facts['new_name']} (new), on the same tokens; n = "
         f"{facts['measured_tokens']:,} tokens of {facts['measured_sequences']:,} sequences."
     )
     sites = tables["sites"]
@@ -74,30 +77,28 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if not natural:
         text = "Natural and replayed log-ratios do not vary: the two checkpoints say the same of this text."
         return [*found, ("Log-ratio", text)]
+    sequence, weight_mean = parts["sequence_variance"], parts["sequence_var_weight"]
     found.append(
         (
             "Log-ratio",
-            f"Variance by token {_number(natural)} nats² natural, {_number(replayed)} under replay of the old "
-            f"routes; by sequence mean {_number(parts['sequence_variance'])} and {_number(parts['sequence_var_weight'])}. k3 "
-            f"{_number(kl['k3_natural'])} and {_number(kl['k3_replayed'])} nats per token.",
+            f"Variance by token {_number(natural)} nats² natural, {_number(replayed)} under replay of the old routes; "
+            f"by sequence mean {_number(sequence)} and {_number(weight_mean)}. k3 {_number(kl['k3_natural'])} and "
+            f"{_number(kl['k3_replayed'])} nats per token.",
         )
     )
-    for level, name in (("token", "By token (GRPO's ratio)"), ("sequence", "By sequence mean (GSPO's ratio)")):
-        of = [f"{_percent(parts[f'{level}_share_{part}'])} {part}" for part in ("weight", "routing", "interaction")]
-        found.append(("Where it comes from", f"{name}: {', '.join(of)} (shares Cov(part, log r) / Var(log r))."))
-    if parts["averaging_routing"] is not None:
-        found.append(
-            (
-                "Does averaging remove it?",
-                "The mean over a sequence divides the variance of the routing part by "
-                f"{_number(parts['averaging_routing'])}; independent tokens would give {_number(parts['harmonic_length'])} "
-                f"(harmonic mean length): what is left is {_number(parts['design_effect_routing'])} times that of "
-                f"independent tokens. For the weight part this factor is {_number(parts['design_effect_weight'])}.",
-            )
+    for level, name in (("token", "Token (GRPO's ratio)"), ("sequence", "Sequence mean (GSPO's ratio)")):
+        of = [f"{_percent(parts[f'{level}_share_{part}'])} {part}" for part in PARTS]
+        found.append(("Where it comes from", f"{name}: {', '.join(of)}."))
+    averaging, effect = parts["averaging_routing"], parts["design_effect_routing"]
+    text = "The routing part does not vary: there is nothing to remove."
+    if averaging is not None:
+        text = (
+            f"The mean over a sequence divides the variance of the routing part by {_number(averaging)}; independent "
+            f"tokens would give {_number(parts['harmonic_length'])} (harmonic mean length). What is left is "
+            f"{_number(effect)} times what independent tokens would leave; for the weight part, "
+            f"{_number(parts['design_effect_weight'])} times."
         )
-    else:
-        found.append(("Does averaging remove it?", "The routing part does not vary: there is nothing to remove."))
-    return found
+    return [*found, ("Does averaging remove it?", text)]
 
 
 def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure]) -> str:
@@ -109,29 +110,44 @@ def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    short, pattern = short_sites(list(sites["site"]))
     columns = [(head, column, form) for head, column, form in COLUMNS if column in sites]
-    rows = [[form(value) for _, column, form in columns for value in [row[column]]] for row in sites.to_dict("records")]
-    levels = [
+    rows = [
+        [name, *(form(row[column]) for _, column, form in columns)]
+        for name, row in zip(short, sites.to_dict("records"), strict=True)
+    ]
+    parts = facts["decomposition"]
+    levels = ("token", "sequence")
+    table = [
+        (part, [text for level in levels for text in _cells(parts, level, f"var_{part}", f"share_{part}")])
+        for part in PARTS
+    ]
+    table += [
         (
-            part,
-            *[
-                facts["decomposition"][f"{level}_{name}_{part}"]
-                for level in ("token", "sequence")
-                for name in ("var", "share")
-            ],
+            f"2 Cov({a}, {b})",
+            [text for level in levels for text in (_number(_twice(parts[f"{level}_cov_{a}_{b}"])), "")],
         )
-        for part in ("weight", "routing", "interaction")
+        for a, b in combinations(PARTS, 2)
     ]
     return environment.get_template("drift/drift.html.j2").render(
         facts=facts,
         topics=_by_topic(summary(facts)),
         figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
+        pattern=pattern,
         heads=[head for head, _, _ in columns],
         rows=rows,
-        levels=[(part, _number(a), _percent(b), _number(c), _percent(d)) for part, a, b, c, d in levels],
-        decomposition={name: _number(value) for name, value in facts["decomposition"].items()},
+        parts=table,
+        totals=[_number(parts[f"{level}_variance"]) for level in levels],
         settings=[(name, _plain(value)) for name, value in {**facts["settings"], **facts["environment"]}.items()],
     )
+
+
+def _cells(parts: dict[str, float | None], level: str, variance: str, share: str) -> tuple[str, str]:
+    return _number(parts[f"{level}_{variance}"]), _percent(parts[f"{level}_{share}"])
+
+
+def _twice(value: float | None) -> float | None:
+    return None if value is None else 2 * value
 
 
 def _by_topic(pairs: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
@@ -145,13 +161,13 @@ def _number(value: float | None) -> str:
     """Three digits; without an exponent where that stays short."""
     if value is None or not np.isfinite(value):
         return "–"
-    return f"{value:.3g}"
+    return f"{value:.3g}".replace("-", "−")
 
 
 def _percent(value: float | None) -> str:
     if value is None or not np.isfinite(value):
         return "–"
-    return f"{100 * value:.3g} %" if abs(value) >= 1e-5 or not value else f"{100 * value:.1e} %"
+    return f"{100 * value:.3g} %".replace("-", "−")
 
 
 def _interval(row: dict[str, Any]) -> str:
@@ -165,7 +181,6 @@ def _plain(value: Any) -> str:
 
 
 COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
-    ("Site", "site", str),
     ("Slots changed", "slot_change", _percent),
     ("Tokens changed", "site_change", _percent),
     ("Load moved", "load_moved", _percent),

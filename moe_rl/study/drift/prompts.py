@@ -1,4 +1,4 @@
-"""The text that two checkpoints are compared on: a JSONL file, checked whole before a model is loaded, then streamed."""
+"""The text that checkpoints are compared on: a JSONL file, checked whole before a model is loaded, then streamed."""
 
 import json
 from collections.abc import Iterator

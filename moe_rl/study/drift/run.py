@@ -162,10 +162,11 @@ def _facts(
     counts, shares = tally.counts, tally.shares
     assert counts is not None and shares is not None
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
+    names = _names(options)
     whole = None if tally.site_shares is None else tally.site_shares.whole
     facts = {
-        "old": options.old,
-        "new": options.new,
+        "old_name": names[0],
+        "new_name": names[1],
         "architecture": found.model_type,
         "parameters": found.parameters,
         "routing_sites": len(counts.sites),
@@ -211,13 +212,16 @@ def _output(options: DriftOptions) -> Path:
     if options.output is not None:
         output = options.output.expanduser()
     else:
-        names = [_short(options.old), _short(options.new)]
-        if names[0] == names[1]:  # step_1/hf and step_2/hf
-            names = [_short(options.old, 2), _short(options.new, 2)]
-        output = Path("runs") / "drift" / "_vs_".join(names)
+        output = Path("runs") / "drift" / "_vs_".join(_names(options))
     if output.exists() and not (output / "drift.json").exists() and (not output.is_dir() or any(output.iterdir())):
         raise DriftError(f"--output: {output} is there and is no earlier comparison; name another folder")
     return output
+
+
+def _names(options: DriftOptions) -> list[str]:
+    """Short names of the two, with the folder above where the last parts are equal (step_1/hf and step_2/hf)."""
+    names = [_short(options.old), _short(options.new)]
+    return names if names[0] != names[1] else [_short(options.old, 2), _short(options.new, 2)]
 
 
 def _short(name: str, parts: int = 1) -> str:

@@ -56,12 +56,13 @@ class Tally:
         log_ratios = torch.stack([parts.log_ratio, parts.weight, parts.routing])[:, mask]
         self.sizes = _plus(self.sizes, torch.stack([_bins(row.abs(), SIZES) for row in log_ratios]))
         self.divergence = _plus(self.divergence, torch.stack([-log_ratios, log_ratios.expm1() - log_ratios]).sum(-1))
-        self.by_flips = _plus(self.by_flips, _by_flips(flips[mask], log_ratios[:2], old.shape[2]))
+        before = flips.roll(1, 1)  # token t is predicted at t - 1; the first of a row follows nothing and is 0
+        self.by_flips = _plus(self.by_flips, _by_flips(before[mask], log_ratios[:2], old.shape[2]))
         position = (mask.cumsum(1) - 1)[mask]
         self.positions = _longer(self.positions, _by_position(position, slots[mask], flips[mask]))
         changed = site_change(old, new)[mask]
         self.margins = _plus(self.margins, _by_margin(measured.margins[mask], changed))
-        return _token_rows(measured, position, slots.sum(-1), flips)
+        return _token_rows(measured, position, slots.sum(-1), flips, before)
 
     # -- what it comes to -----------------------------------------------------------------------------------------
 
@@ -159,7 +160,8 @@ class Tally:
         return pd.concat(parts, ignore_index=True)
 
     def variance_by_flips(self) -> pd.DataFrame:
-        """Token variance of the natural and the replayed log-ratio by the sites that changed on that token."""
+        """Token variance of the natural and the replayed log-ratio by the sites that changed where the token was
+        predicted, one position before it. Earlier positions act through attention only."""
         assert self.by_flips is not None
         tokens = self.by_flips[0]
         table: dict[str, Any] = {"flips": np.arange(len(tokens)), "tokens": tokens.long().numpy()}
@@ -222,14 +224,20 @@ def _by_margin(margins: Tensor, changed: Tensor) -> Tensor:
 
 
 def _median(counts: Tensor, edges: Tensor) -> float:
-    """Geometric middle of the bin that holds the median; NaN without counts."""
+    """The median of binned values, log-linear within its bin; NaN without counts."""
     if not counts.sum():
         return float("nan")
-    place = int((counts.cumsum(0) * 2 >= counts.sum()).int().argmax())
-    return float((edges[max(place - 1, 0)] * edges[min(place, len(edges) - 1)]).sqrt())
+    total = counts.cumsum(0)
+    place = int((total * 2 >= counts.sum()).int().argmax())
+    if not 0 < place < len(edges):
+        return float(edges[min(place, len(edges) - 1)])
+    inside = (counts.sum() / 2 - total[place - 1]) / counts[place]
+    return float(edges[place - 1] * (edges[place] / edges[place - 1]) ** inside)
 
 
-def _token_rows(measured: Measured, position: Tensor, slots: Tensor, flips: Tensor) -> dict[str, np.ndarray]:
+def _token_rows(
+    measured: Measured, position: Tensor, slots: Tensor, flips: Tensor, before: Tensor
+) -> dict[str, np.ndarray]:
     parts, mask, batch = measured.parts, measured.parts.mask, measured.batch
     lines = torch.tensor(batch.lines)[:, None].expand_as(mask)
     floats = {
@@ -244,6 +252,6 @@ def _token_rows(measured: Measured, position: Tensor, slots: Tensor, flips: Tens
         "smallest_margin": measured.margins.nan_to_num(float("inf")).amin(-1),
     }
     integers = {"line": lines[mask], "position": position, "token": batch.text.input_ids[mask]}
-    integers |= {"flips": flips[mask], "slots_changed": slots[mask]}
+    integers |= {"flips": flips[mask], "flips_before": before[mask], "slots_changed": slots[mask]}
     table = {name: column.int().numpy() for name, column in integers.items()}
     return table | {name: column[mask].float().numpy() for name, column in floats.items()}

@@ -36,10 +36,13 @@ def change_by_site(sites: pd.DataFrame, note: str) -> StudyFigure:
     middle.set(ylabel="moved to other experts, %", title="Expert load")
     if sites["margin_median"].notna().any():
         right.plot(x, sites["margin_median"], color="#1a1a1a", marker="v", lw=1.2)
-        log_y(right)
+        if sites["margin_median"].max() > 5 * sites["margin_median"].min() > 0:
+            log_y(right)
+        else:
+            _from_zero(right)
     right.set(ylabel="median margin (score units)", title="Margin of the old choice")
     for ax in (left, middle):
-        ax.set_ylim(0, None)
+        _from_zero(ax)
     for ax in axes[0]:
         _depth_axis(ax, tick)
     legend_above(figure, axes[:, 0])
@@ -72,7 +75,7 @@ def change_by_position(positions: pd.DataFrame, note: str) -> StudyFigure:
         ax.plot(middle, 100 * shown[f"{name}_change"], color="#D55E00", marker="o", ms=3)
         ax.set(title=f"per {name}", xscale="log", xlabel="position in the measured text")
         ax.xaxis.set_major_formatter(FuncFormatter(plain))
-        ax.set_ylim(0, None)
+        _from_zero(ax)
     axes[0, 0].set_ylabel("changed, %")
     caption = (
         "Change by position, counted from the first measured token (1), in bins that widen with the position; bins of "
@@ -125,7 +128,8 @@ def margins(table: pd.DataFrame, note: str) -> StudyFigure:
     axes[0, 0].plot(
         middle[often], 100 * shown["changed"][often] / shown["choices"][often], color="#D55E00", marker="o", ms=3
     )
-    axes[0, 0].set(ylabel="choices that changed, %", ylim=(0, None), title="Change by margin")
+    axes[0, 0].set(ylabel="choices that changed, %", title="Change by margin")
+    _from_zero(axes[0, 0])
     axes[0, 1].step(middle, shown["choices"], where="mid", color="#1a1a1a", lw=1, label="all choices")
     axes[0, 1].fill_between(middle, shown["changed"], step="mid", color="#D55E00", lw=0, label="that changed")
     axes[0, 1].set(ylabel="(token, site) pairs", title="How close choices were")
@@ -210,8 +214,8 @@ def decomposition(rows: Mapping[str, float], note: str) -> StudyFigure:
         "log r = weight + routing + interaction, from the same tokens under {old, new weights} x {old, new routes}. "
         "Left: Cov(part, log r) / Var(log r), which sums to 100 %; a negative share works against the others. Right: "
         "variance of sequence means over the variance that independent tokens would leave, Var(token) / harmonic "
-        f"length ({rows['harmonic_length']:.3g}); 1 (dotted): averaging removes 1/|y| of the noise, above 1: tokens move "
-        f"together and less is removed. {note}"
+        f"length ({rows['harmonic_length']:.3g}); 1 (dotted): averaging removes 1/|y| of the noise, above 1: "
+        f"tokens move together and less is removed. {note}"
     )
     return StudyFigure("decomposition", "Weights, routes, or both together.", caption, figure, pd.DataFrame(table))
 
@@ -261,7 +265,11 @@ def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyF
     shown = by_flips[by_flips["tokens"] >= FEWEST]
     for kind in ("natural", "replayed"):
         right.plot(shown["flips"], shown[kind].replace(0.0, np.nan), **LOOKS[kind])
-    right.set(xlabel="sites changed on the token", ylabel="variance of log r, nats²", title="By changes on the token")
+    right.set(
+        xlabel="sites changed where it was predicted",
+        ylabel="variance of log r, nats²",
+        title="By changes one position before",
+    )
     if (shown[["natural", "replayed"]] > 0).any().any():
         log_y(right)
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -270,7 +278,8 @@ def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyF
         "log r = new − old log-probability of a token. Natural: each checkpoint with its own routes; replayed: the old "
         "routes forced on the new weights; routes alone: the new routes forced on the old weights. Left: share of "
         "tokens beyond a size, log-log; tokens whose past changed no route have exactly 0 for routes alone. Right: "
-        f"variance by the number of sites that changed on the token, bins of at least {FEWEST} tokens. {note}"
+        "variance by the number of sites that changed at the position that predicts the token, bins of at least "
+        f"{FEWEST} tokens. {note}"
     )
     frame = pd.concat([tails.assign(table="tails"), by_flips.assign(table="by_flips")])
     return StudyFigure("log_ratios", "Log-ratios, natural and under replay.", caption, figure, frame)
@@ -279,6 +288,12 @@ def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyF
 def _depth(sites: pd.DataFrame) -> tuple[np.ndarray, list[str], str]:
     short, common = short_sites(list(sites["site"]))
     return np.arange(len(sites)), short, common
+
+
+def _from_zero(ax: Axes) -> None:
+    """Rates start at 0, and the highest marker is not cut."""
+    ax.margins(y=0.08)
+    ax.set_ylim(0, max(ax.get_ylim()[1], 1e-9))
 
 
 def _depth_axis(ax: Axes, names: list[str]) -> None:
