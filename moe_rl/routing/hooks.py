@@ -83,7 +83,9 @@ class _Segments:
         return _same, (self.original,)
 
 
-_CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
+_CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")  # transformers, torch's checkpoint_wrapper
+_CHECKPOINTING = "gradient_checkpointing"
+_CHECKPOINT_KEYS = {_CHECKPOINTING, "checkpoint_fn"}
 
 
 @no_type_check
@@ -103,7 +105,7 @@ class Tap:
         self._handles: list[Any] = []
         self._wrapped: list[tuple[nn.Module, str]] = []
         self._checkpointed = [
-            m for m in boundary.modules() if hasattr(m, "gradient_checkpointing") or hasattr(m, "checkpoint_fn")
+            m for m in boundary.modules() if hasattr(type(m), _CHECKPOINTING) or vars(m).keys() & _CHECKPOINT_KEYS
         ]
         self._segments = 0
 

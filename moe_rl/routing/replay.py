@@ -52,6 +52,7 @@ class Replay:
         self._seen = Collected() if shadow else None
         self.replayed_rows = 0
         self.live_rows = 0
+        self.reached = False  # whether any call of the model began inside the context
 
     def _restrict(self, tokens: Tensor | None, slots: int | None) -> None:
         batch, length, _, k = self._packed.shape
@@ -76,6 +77,7 @@ class Replay:
     # -- during a call ------------------------------------------------------------------------------------------------
 
     def begin(self, call: Call) -> None:
+        self.reached = True
         packed, holes = self._rows(call)
         ids = packed[:, :, [self._where[i] for i in self._sites]].permute(2, 0, 1, 3)
         ids = ids.reshape(len(self._sites), call.rows, -1).to(torch.int64)
@@ -148,7 +150,7 @@ class Replay:
 
     @property
     def shadow(self) -> RoutedExperts:
-        """What the routers would have chosen at these hidden states, `[B,T,L,K]`; the hidden states follow the replay."""
+        """What the routers would have chosen, `[B,T,L,K]`, at hidden states that follow the replay."""
         packed, tokens, _ = self._shadowed()
         return wrapped(self._tap, self._names, packed, tokens)
 

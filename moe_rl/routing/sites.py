@@ -53,8 +53,16 @@ def find_sites(model: nn.Module) -> list[Site]:
     routers = {name for name in found if not any(n.startswith(name + ".") and not _twin(name, n) for n in found)}
     if not routers:
         raise UnsupportedModelError(_why_no_router(model, named))
+    attributes = {canonical_site(name).rpartition(".")[2] for name in routers}
     places = {_place(name, named) for name in routers}
-    fixed = {n for n in named if n not in found and n and _place(n, named) in places and not _inside(n, routers)}
+    fixed = {
+        name
+        for name in named
+        if name not in found
+        and name.rpartition(".")[2] in attributes
+        and _place(name, named) in places
+        and not _inside(name, routers)
+    }
     sites: dict[str, list[str]] = {}
     for name in named:
         if name in routers or name in fixed:
@@ -76,16 +84,13 @@ routing_sites = find_sites
 
 def boundary_of(model: nn.Module, sites: list[Site]) -> PreTrainedModel:
     """The innermost transformers model that holds every site: one call of it is one forward, however it is called."""
-    wanted = {id(m) for site in sites for m in site.modules}
-    holders = [
-        m for m in model.modules() if isinstance(m, PreTrainedModel) and wanted <= {id(child) for child in m.modules()}
-    ]
-    if not holders:
-        raise UnsupportedModelError(
-            f"the routers of {type(model).__name__} lie in several transformers models; record and replay each of "
-            "them on its own"
-        )
-    return holders[-1]
+    for holder in sites[0].parents:
+        if isinstance(holder, PreTrainedModel) and all(any(p is holder for p in s.parents) for s in sites):
+            return holder
+    raise UnsupportedModelError(
+        f"the routers of {type(model).__name__} lie in several transformers models; record and replay each of them on "
+        "its own"
+    )
 
 
 def _router_classes(module: nn.Module) -> Iterator[type[nn.Module]]:

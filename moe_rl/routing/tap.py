@@ -63,7 +63,8 @@ def _listening(tap: Tap, listener: Listener) -> Iterator[None]:
 
 def _refuse_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None or "_compiled_call" in vars(module):
+        own = vars(module)
+        if "_orig_mod" in own["_modules"] or own.get("_compiled_call_impl") or "_compiled_call" in own:
             raise RoutingError(
                 f"{name or type(module).__name__} is compiled already: torch.compile skips hooks that were added "
                 "later, so nothing would be recorded or replayed. Call attach(model) before torch.compile(model)"
@@ -156,7 +157,7 @@ def replay_routes(
     replay = Replay(tap, names, routes, sites, tokens, slots, shadow, check_tokens)
     with _listening(tap, replay):
         yield replay
-    if not replay.replayed_rows + replay.live_rows and _dynamo_ran():
+    if not replay.reached and _dynamo_ran():
         warnings.warn(
             "nothing was replayed: no call of the model reached its hooks, and torch.compile was used in this process. "
             "If a function around the model was compiled before, call attach(model) first",
