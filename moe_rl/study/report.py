@@ -15,6 +15,7 @@ from moe_rl.study.figures.style import write_atomic
 from moe_rl.study.reading import RULES, read
 from moe_rl.study.statistics import small_sample_note
 from moe_rl.study.summary import arm_settings, comparisons, final_rewards, flatten, full_label
+from moe_rl.study.token_view import token_view_html
 
 LIMITS = (
     "The runs are of one model, one task and one set of hyper-parameters. Nothing here is a statement about other "
@@ -30,7 +31,8 @@ LIMITS = (
 def write_report(path: str | Path, figures: Sequence[StudyFigure] | None = None) -> Path:
     """Write `report.html` into the study (or run) folder `path` and return where it is.
 
-    The page needs no network and no scripts. Figures are drawn from the runs unless they are given.
+    The page needs no network; only its token view needs its (inline) script. Figures are drawn from the runs unless
+    they are given.
     """
     data = load(path)
     target = Path(path) / "report.html"
@@ -74,6 +76,7 @@ def render_report(
         pairs=_pairs(data),
         figures=[(figure, Markup(inline_svg(figure))) for figure in drawn],
         missing=missing,
+        token_view=token_view_html(data),
         arms=_arms(data),
         differ=[
             (name, [_plain(value) for value in row]) for name, row in zip(differ.index, differ.to_numpy(), strict=True)

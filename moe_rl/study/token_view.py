@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from moe_rl.study.data import Run, StudyData, StudyDataError
 from moe_rl.study.figures.routing import short_sites
@@ -218,19 +218,20 @@ def token_view_html(
         responses |= parts
     kept = {int(name.split("/")[0]) for name in responses}
     index["responses"] = [response for response in index["responses"] if response["seq"] in kept]
-    content = {
-        "title": f"{full_label(data, candidate.arm)}, seed {candidate.seed}",
-        "stored": len(stored.sequences),
-        "index": index,
-        "responses": responses,
-        "scales": scales(),
-    }
+    name = f"{full_label(data, candidate.arm)}, seed {candidate.seed}"
+    content = {"run": name, "index": index, "responses": responses, "scales": scales()}
+    about = (
+        f"{name}, step {stored.step}: {len(kept)} of the {len(stored.sequences)} responses that were stored. The old "
+        "policy is the one that sampled them; after each update of the step the same tokens were scored again, routed "
+        "live and with the old routes replayed. moe-rl watch shows every run and stored step."
+    )
     script = static("token_view.js") + "\nmoeRL.inlineTokenView();"
     return Markup(  # own files, and data in which no tag can begin
         f"<style>{static('token_view.css')}</style>\n"
+        f'<p class="quiet facts">{escape(about)}</p>\n'
         '<div class="tv" id="token-view"><noscript>The token view needs JavaScript.</noscript></div>\n'
         f'<script type="application/json" id="token-view-data">{_dump(content)}</script>\n'
-        f"<script>{script}</script>"
+        f"<script>\n{script}\n</script>"
     )
 
 

@@ -93,14 +93,16 @@
         }
       }
       if (zero) ticks.push([0, "0"]);
-      return { place, ticks, zero };
+      return { place, ticks, digits: 2 };
     }
     let [low, high] = ys.length ? minmax(ys) : [0, 1];
     if (low > 0 && low < 0.6 * high) low = 0;
-    if (high === low) { high += Math.abs(high) * 0.1 || 1; low -= low ? Math.abs(low) * 0.1 : 0; }
+    const least = 0.05 * Math.max(Math.abs(low), Math.abs(high)) || 1; // no drama about a fraction of a percent
+    if (high - low < least) { const middle = (low + high) / 2; low = low === 0 ? 0 : middle - least / 2; high = low + least; }
     else { high += 0.05 * (high - low); if (low !== 0) low -= 0.05 * (high - low); }
     const place = (y) => bottom - ((y - low) / (high - low)) * (bottom - top);
-    return { place, ticks: ticksOf(low, high, 4).map((v) => [v, null]), zero: false };
+    const ticks = ticksOf(low, high, 4), digits = ticks.length > 1 ? Math.ceil(Math.log10(Math.max(...ticks.map(Math.abs)) / (ticks[1] - ticks[0])) + 1) : 2;
+    return { place, ticks: ticks.map((v) => [v, null]), digits: Math.max(2, digits) };
   };
   const minmax = (values) => {
     let low = Infinity, high = -Infinity;
@@ -136,13 +138,13 @@
       this.plot.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
       this.plot.setAttribute("height", HEIGHT);
       const scaled = this.groups.flatMap((g) => g.runs.flatMap((r) => r.points.xs.map((_, i) => r.points.y(i)))).filter((y) => y !== null);
-      const { place, ticks } = axis(scaled, this.spec, top, bottom);
+      const { place, ticks, digits } = axis(scaled, this.spec, top, bottom);
       this.place = place;
       const parts = [];
       for (const [value, label] of ticks) {
         const y = place(value);
         parts.push(svg("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }),
-          svg("text", { class: "tick", x: left - 6, y: y + 3.5, "text-anchor": "end" }, label ?? this.show(value, 2)));
+          svg("text", { class: "tick", x: left - 6, y: y + 3.5, "text-anchor": "end" }, label ?? this.show(value, digits)));
       }
       for (const x of ticksOf(0, this.end, Math.max(2, Math.floor(width / 80))).filter(Number.isInteger)) {
         parts.push(svg("text", { class: "tick", x: this.x(x), y: HEIGHT - 8, "text-anchor": "middle" }, String(x)));

@@ -48,8 +48,14 @@
         if (!runs.has(state.run)) runs.set(state.run, { since: "", points: fresh(), step: null, seconds: [], tokenSteps: [], damaged: 0, bytes: -1 });
       }
       const due = study.runs.filter((state) => state.bytes !== runs.get(state.run).bytes);
-      await Promise.all([0, 1, 2, 3].map(async () => { while (due.length) await read(due.shift()); }));
-      for (const state of study.runs) Object.assign(runs.get(state.run), { state });
+      due.sort((a, b) => (b.run === view.run) - (a.run === view.run)); // the chosen run first
+      let shown = Date.now();
+      await Promise.all([0, 1, 2].map(async () => {
+        while (due.length) {
+          await read(due.shift());
+          if (Date.now() - shown > 1000) { draw(); shown = Date.now(); } // long files: show what has come so far
+        }
+      }));
       lost = false;
       answered = Date.now();
     } catch (error) {
@@ -59,6 +65,7 @@
     }
     polling = false;
     if (study && !lost) draw();
+    document.documentElement.dataset.ready = study && !lost ? "yes" : "no";
     if (!document.hidden) timer = setTimeout(poll, POLL);
   }
 
@@ -157,7 +164,9 @@
     const focus = document.activeElement?.dataset?.run;
     $("run-rows").replaceChildren(...rows);
     if (focus) [...$("run-rows").querySelectorAll("button")].find((b) => b.dataset.run === focus)?.focus({ preventScroll: true });
-    const problems = study.runs.filter((r) => r.problem).map((r) => `${r.run} failed: ${r.problem}`);
+    const reasons = new Map();
+    for (const { run, problem } of study.runs) if (problem) reasons.set(problem, [...(reasons.get(problem) || []), run]);
+    const problems = [...reasons].map(([reason, of]) => `${of.join(", ")} failed: ${reason}`);
     for (const [name, run] of runs) if (run.damaged) problems.push(`${name}: ${run.damaged} damaged lines of metrics.jsonl were left out`);
     $("problems").textContent = problems.join(" ");
   }
@@ -197,6 +206,7 @@
 
   const heat = new moeRL.Heat($("heat"), (run, since) => get("sites", { run, since }), () => study.scales[theme()].sequence, chooseStep);
   const tokens = new moeRL.TokenView($("tokens"), {
+    live: true,
     steps: async (run) => runs.get(run)?.tokenSteps || [],
     index: (run, step) => get("tokens", { run, step }),
     response: (run, step, seq, update) => get("response", { run, step, seq, update }),
