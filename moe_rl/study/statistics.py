@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+Numbers = Sequence[float | int] | np.ndarray
+
 FINAL_STEPS = 5
 """Final reward is the mean over this many last steps."""
 
@@ -43,13 +45,13 @@ class Interval:
         return f"{self.estimate:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def _finite(values: Sequence[float] | np.ndarray) -> np.ndarray:
+def _finite(values: Numbers) -> np.ndarray:
     array = np.asarray(values, dtype=float).ravel()
     return array[np.isfinite(array)]
 
 
 def bootstrap_interval(
-    values: Sequence[float] | np.ndarray,
+    values: Numbers,
     statistic: Callable[..., Any] = np.mean,
     confidence: float = 0.95,
     resamples: int = 10_000,
@@ -123,7 +125,7 @@ def bootstrap_band(values: np.ndarray, confidence: float = 0.95, seed: int = 0) 
     return low, high
 
 
-def student_interval(values: Sequence[float] | np.ndarray, confidence: float = 0.95) -> Interval:
+def student_interval(values: Numbers, confidence: float = 0.95) -> Interval:
     """Mean ± t_{n-1} s / √n: exact if seeds scatter normally, and far wider than the bootstrap at n = 3.
 
     >>> str(student_interval([1.0, 2.0, 3.0]))       # 2 ± 4.303 * 1 / √3
@@ -157,7 +159,7 @@ def small_sample_note(n: int) -> str:
     return f"n = {n} seeds are few: the interval tends to be too narrow" if n < 10 else ""
 
 
-def interquartile_mean(values: Sequence[float] | np.ndarray, axis: int = -1) -> Any:
+def interquartile_mean(values: Numbers, axis: int = -1) -> Any:
     """Mean without the lowest and the highest ⌊n/4⌋ values (IQM as in rliable, 2108.13264 §4.3).
 
     Below four values nothing is cut, and the result is the plain mean.
@@ -171,7 +173,7 @@ def interquartile_mean(values: Sequence[float] | np.ndarray, axis: int = -1) -> 
     return np.take(array, np.arange(cut, n - cut), axis=axis).mean(axis=axis)
 
 
-def probability_of_improvement(a: Sequence[float] | np.ndarray, b: Sequence[float] | np.ndarray) -> float:
+def probability_of_improvement(a: Numbers, b: Numbers) -> float:
     """P(a > b) + P(a = b)/2 over all pairs, the Mann-Whitney statistic (rliable, 2108.13264 §4.3).
 
     >>> probability_of_improvement([1, 2, 3], [1, 1, 1])    # 2 wins and 1 tie of 3, each counted 3 times
@@ -234,7 +236,7 @@ def compare_paired(a: dict[int, float], b: dict[int, float], confidence: float =
     return Comparison(seeds, tuple(float(d) for d in difference), interval, student, improvement, signs, verdict)
 
 
-def final_value(values: Sequence[float] | np.ndarray, last: int = FINAL_STEPS) -> float:
+def final_value(values: Numbers, last: int = FINAL_STEPS) -> float:
     """Mean of the last five steps (fewer if the run is shorter): less noisy than the last step alone.
 
     >>> final_value([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
@@ -244,7 +246,7 @@ def final_value(values: Sequence[float] | np.ndarray, last: int = FINAL_STEPS) -
     return float(array[-last:].mean()) if array.size else float("nan")
 
 
-def area_under_curve(steps: Sequence[float] | np.ndarray, values: Sequence[float] | np.ndarray) -> float:
+def area_under_curve(steps: Numbers, values: Numbers) -> float:
     """Trapezoid area divided by the span of the steps: the mean reward while training, in units of reward.
 
     >>> area_under_curve([0, 1, 3], [0.0, 1.0, 1.0])     # (0.5 * 1 + 1.0 * 2) / 3
@@ -260,7 +262,7 @@ def area_under_curve(steps: Sequence[float] | np.ndarray, values: Sequence[float
     return float(np.trapezoid(y, x) / (x[-1] - x[0]))
 
 
-def trailing_mean(values: Sequence[float] | np.ndarray, window: int = FINAL_STEPS) -> np.ndarray:
+def trailing_mean(values: Numbers, window: int = FINAL_STEPS) -> np.ndarray:
     """Mean over the last `window` entries at every position (fewer at the start).
 
     >>> trailing_mean([1.0, 3.0, 5.0], window=2).tolist()
@@ -272,8 +274,8 @@ def trailing_mean(values: Sequence[float] | np.ndarray, window: int = FINAL_STEP
 
 
 def time_to_threshold(
-    steps: Sequence[float] | np.ndarray,
-    values: Sequence[float] | np.ndarray,
+    steps: Numbers,
+    values: Numbers,
     threshold: float,
     window: int = FINAL_STEPS,
 ) -> float:
@@ -307,8 +309,8 @@ COLLAPSE_RULE = (
 
 
 def detect_collapse(
-    steps: Sequence[float] | np.ndarray,
-    rewards: Sequence[float] | np.ndarray,
+    steps: Numbers,
+    rewards: Numbers,
     window: int = FINAL_STEPS,
     drop: float = 0.5,
 ) -> Collapse:

@@ -108,7 +108,8 @@ def log_ratio_bands(data: StudyData) -> StudyFigure:
         of_arm = tokens[tokens["arm"] == arm]
         for kind in ("natural", "replayed"):
             table = of_arm.groupby("step")[kind].quantile(list(QUANTILES)).unstack()
-            parts.append(table.assign(n=of_arm.groupby("step").size(), arm=arm, routing=kind).reset_index())
+            named = table.rename(columns=lambda q: f"quantile_{q:g}")
+            parts.append(named.assign(n=of_arm.groupby("step").size(), arm=arm, routing=kind).reset_index())
             if len(table) == 1:  # one stored step: a band needs a width
                 table = pd.concat([table.set_index(table.index - 0.4), table.set_index(table.index + 0.4)])
             marker = "o" if 2 < len(table) < 12 else None
@@ -243,7 +244,7 @@ def tail_fraction(data: StudyData) -> StudyFigure:
                 continue
             for kind in ("natural", "replayed"):
                 size = np.sort(np.abs(of_arm[kind].to_numpy(dtype=float)))
-                share = 1 - np.searchsorted(size, np.log(TAUS), side="right") / size.size
+                share = (size.size - np.searchsorted(size, np.log(TAUS), side="right")) / size.size
                 parts.append(
                     pd.DataFrame({"arm": arm, "routing": kind, "tau": TAUS, "fraction": share, "tokens": size.size})
                 )

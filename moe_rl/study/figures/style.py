@@ -1,13 +1,16 @@
 """What all figures share: one look per method, panels by condition, mean and interval over seeds, saving."""
 
+import base64
 import io
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +95,23 @@ class StudyFigure:
         no_dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {"Software": None}}[kind]
         with house_style():
             self.figure.savefig(buffer, format=kind, metadata=no_dates)
-        return buffer.getvalue()
+        return _number_clips(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
 
-    def _repr_png_(self) -> bytes:
-        return self.render("png")
+    def _repr_html_(self) -> str:
+        """In a notebook: the picture with its caption."""
+        picture = base64.b64encode(self.render("png")).decode()
+        title, caption = escape(self.title), escape(self.caption)
+        return (
+            f'<figure style="max-width:48rem"><img src="data:image/png;base64,{picture}" alt="{title}">'
+            f"<figcaption><b>{title}</b> {caption}</figcaption></figure>"
+        )
+
+
+def _number_clips(svg: bytes) -> bytes:
+    """Clip paths named by their order: matplotlib's hash also covers the last bit of a rounding error."""
+    names = dict.fromkeys(re.findall(rb'<clipPath id="(p[0-9a-f]{10})"', svg))
+    number = {name: b"clip%d" % i for i, name in enumerate(names)}
+    return re.sub(rb"(?<=[\"#])p[0-9a-f]{10}(?=[\")])", lambda match: number.get(match[0], match[0]), svg)
 
 
 @contextmanager

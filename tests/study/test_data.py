@@ -1,0 +1,189 @@
+"""Loading run folders: tidy tables, unfinished and damaged runs, folders copied from elsewhere."""
+
+import json
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+from synthetic import ARMS, write_study
+
+from moe_rl.study import StudyDataError, join, load
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_study(tmp_path_factory.mktemp("runs") / "small", steps=6, sequences=4, tokens_every=3)
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "elsewhere" / "renamed")
+
+
+def test_tables_hold_every_row_with_its_arm_and_seed(folder):
+    data = load(folder)
+    runs = 5 * 3 + 1  # five arms of three seeds, the replay run under noise has one
+    assert len(data.runs) == runs
+    assert len(data.rollouts) == runs * 6
+    assert len(data.updates) == len(data.probes) == runs * 6 * 4
+    assert list(data.arms.index) == list(ARMS)  # the study's order, not the alphabet's
+    line = json.loads((folder / "gspo" / "seed2" / "metrics.jsonl").read_text().splitlines()[0])
+    row = data.rollouts.query("arm == 'gspo' and seed == 2 and step == 0").iloc[0]
+    assert row["reward"] == line["reward"]
+    assert data.rollouts["step"].dtype == np.int64
+    assert data.updates["aux_loss"].isna().all()  # null is a number that was not asked for
+    assert data.updates["aux_loss"].dtype == float
+    assert data.notes == ()
+    assert data.not_started == ()
+
+
+def test_arms_say_method_noise_and_seeds(folder):
+    arms = load(folder).arms
+    assert arms.loc["grpo_replay", "method"] == "grpo_replay"
+    assert arms.loc["gspo_noise", "method"] == "gspo"
+    assert arms.loc["gspo_noise", "noise"] == 1.0
+    assert arms.loc["grpo_replay_noise", "seeds"] == [0]
+    assert (arms["finished"] == arms["seeds"].map(len)).all()
+
+
+def test_a_copied_folder_gives_the_same_tables(folder, copy):
+    here, there = load(folder), load(copy)
+    pd.testing.assert_frame_equal(here.probes, there.probes)
+    pd.testing.assert_frame_equal(here.tokens, there.tokens)
+
+
+def test_a_single_run_loads_with_its_label(folder):
+    data = load(folder / "gspo" / "seed1")
+    assert list(data.arms.index) == ["gspo"]
+    assert data.arms.loc["gspo", "label"] == "GSPO"
+    assert data.seeds == [1]
+    assert data.not_started == ()  # the rest of the study is none of its business
+    assert len(data.rollouts) == 6
+
+
+def test_tokens_are_read_when_asked_for(folder):
+    data = load(folder)
+    assert "tokens" not in vars(data)
+    tokens = data.tokens
+    assert set(tokens["step"]) == {0, 3}
+    assert len(tokens) == 16 * 2 * 4 * 4 * 25  # runs x steps x updates x sequences x tokens
+    part = data.read_tokens(arm="gspo", seed=1, last_steps=1)
+    whole = tokens.query("arm == 'gspo' and seed == 1 and step == 3")
+    assert np.array_equal(part["logp_natural"], whole["logp_natural"])
+
+
+def test_route_files_are_listed_on_demand(copy):
+    routes = copy / "gspo" / "seed0" / "routes"
+    routes.mkdir()
+    (routes / "step_000003_update_1.safetensors").write_bytes(b"")
+    (routes / ".step_000003.tmp").write_bytes(b"")
+    listed = load(copy).route_files
+    assert listed[["arm", "seed", "step"]].values.tolist() == [["gspo", 0, 3]]
+
+
+def test_an_unfinished_run_is_loaded_and_named(tmp_path):
+    data = load(write_study(tmp_path / "s", arms=("grpo",), steps=6, unfinished=(("grpo", 1),)))
+    assert [(run.arm, run.seed) for run in data.unfinished] == [("grpo", 1)]
+    assert len(data.rollouts.query("seed == 1")) == 3
+    assert data.arms.loc["grpo", "finished"] == 2
+
+
+def test_runs_that_have_not_started_are_named(copy):
+    shutil.rmtree(copy / "gspo" / "seed2")
+    shutil.rmtree(copy / "gspo_noise")
+    data = load(copy)
+    assert data.not_started == ("gspo/seed2", "gspo_noise/seed0", "gspo_noise/seed1", "gspo_noise/seed2")
+
+
+def test_a_run_that_wrote_nothing_yet(copy):
+    metrics = copy / "gspo" / "seed0" / "metrics.jsonl"
+    metrics.unlink()
+    data = load(copy)
+    assert data.notes == ("gspo/seed0: no metrics.jsonl yet",)
+    assert len(data.rollouts) == 15 * 6
+    assert data.rollouts["step"].dtype == np.int64
+
+
+@pytest.mark.parametrize("tail", [b'{"kind":"rollout","st', b'{"kind":"rollout"}\n', b"\xff\xfe\n"])
+def test_an_interrupted_last_line_is_left_out_with_a_note(copy, tail):
+    metrics = copy / "gspo" / "seed0" / "metrics.jsonl"
+    lines = metrics.read_bytes().count(b"\n")
+    metrics.write_bytes(metrics.read_bytes() + tail)
+    data = load(copy)
+    assert len(data.rollouts) == 16 * 6
+    assert f"metrics.jsonl line {lines + 1} is cut off" in data.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("not json", "Expecting value"),
+        ("[1, 2]", "expected an object, got list"),
+        ('{"kind":"update","step":0}', "lacks update"),
+        ('{"step":0}', "lacks kind"),
+    ],
+)
+def test_other_damage_names_file_and_line(copy, damage, words):
+    metrics = copy / "gspo" / "seed0" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    lines[2] = damage
+    metrics.write_text("\n".join(lines) + "\n")
+    with pytest.raises(StudyDataError) as error:
+        load(copy)
+    assert f"{metrics} line 3" in str(error.value)
+    assert words in str(error.value)
+
+
+def test_rows_written_twice_by_a_resumed_run_count_once(copy):
+    metrics = copy / "gspo" / "seed0" / "metrics.jsonl"
+    again = json.dumps({"kind": "rollout", "step": 2, "reward": 0.123, "reward_n": 256})
+    metrics.write_text(metrics.read_text() + again + "\n")
+    data = load(copy)
+    rows = data.rollouts.query("arm == 'gspo' and seed == 0")
+    assert rows["step"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert rows["reward"].tolist()[2] == 0.123
+    assert "repeated rollout rows" in data.notes[0]
+
+
+def test_rows_of_an_unknown_kind_are_left_out_with_a_note(copy):
+    metrics = copy / "gspo" / "seed0" / "metrics.jsonl"
+    metrics.write_text('{"kind":"novelty","step":0}\n' * 2 + metrics.read_text())
+    data = load(copy)
+    assert len(data.notes) == 1
+    assert "'novelty'" in data.notes[0]
+
+
+def test_damaged_settings_and_tokens_name_their_file(copy):
+    (copy / "gspo" / "seed0" / "config.yaml").write_text("a: [1,")
+    with pytest.raises(StudyDataError, match=r"config\.yaml: not valid YAML"):
+        load(copy)
+    (copy / "gspo" / "seed0" / "config.yaml").write_text("- 1")
+    with pytest.raises(StudyDataError, match="expected a mapping of settings, got list"):
+        load(copy)
+    (copy / "gspo" / "seed0" / "config.yaml").unlink()
+    (copy / "gspo" / "seed0" / "tokens" / "step_000000.parquet").write_bytes(b"PAR1")
+    data = load(copy)
+    with pytest.raises(StudyDataError, match=r"step_000000\.parquet: not a readable Parquet file"):
+        _ = data.tokens
+
+
+def test_folders_without_runs_say_what_was_expected(folder, tmp_path):
+    with pytest.raises(StudyDataError, match="no such folder"):
+        load(tmp_path / "absent")
+    with pytest.raises(StudyDataError, match="no run found; expected"):
+        load(tmp_path)
+    with pytest.raises(StudyDataError, match="It holds studies: small"):
+        load(folder.parent)
+    (tmp_path / "study.yaml").write_text("name: empty\n")
+    with pytest.raises(StudyDataError, match="a study without runs yet"):
+        load(tmp_path)
+
+
+def test_two_studies_are_compared_as_one(folder):
+    both = join({"a": load(folder), "b": load(folder)})
+    assert len(both.rollouts) == 2 * 16 * 6
+    assert both.arms.loc["b/gspo", "label"] == "GSPO (b)"
+    means = both.rollouts.groupby("arm")["reward"].mean()
+    assert means["a/gspo"] == means["b/gspo"]
+    assert len(both.tokens) == 2 * len(load(folder).tokens)
