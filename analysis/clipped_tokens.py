@@ -1,6 +1,6 @@
 """Clipped tokens, log axis.
 
-    python analysis/clipped_tokens.py runs/replay_vs_gspo
+python analysis/clipped_tokens.py runs/replay_vs_gspo
 """
 
 from _script import run

@@ -1,6 +1,6 @@
 """KL, entropy and response length.
 
-    python analysis/dynamics.py runs/replay_vs_gspo
+python analysis/dynamics.py runs/replay_vs_gspo
 """
 
 from _script import run

@@ -1,6 +1,6 @@
 """Expert change by update index: per slot, per site, per token.
 
-    python analysis/expert_change.py runs/replay_vs_gspo
+python analysis/expert_change.py runs/replay_vs_gspo
 """
 
 from _script import run

@@ -1,6 +1,6 @@
 """Expert change by routing site and update index (heat map).
 
-    python analysis/expert_change_by_site.py runs/replay_vs_gspo
+python analysis/expert_change_by_site.py runs/replay_vs_gspo
 """
 
 from _script import run

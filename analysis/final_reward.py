@@ -1,6 +1,6 @@
 """Final reward of every arm with its interval.
 
-    python analysis/final_reward.py runs/replay_vs_gspo
+python analysis/final_reward.py runs/replay_vs_gspo
 """
 
 from _script import run

@@ -1,6 +1,6 @@
 """Flips per token and slots per site, against independence.
 
-    python analysis/flips_per_token.py runs/replay_vs_gspo
+python analysis/flips_per_token.py runs/replay_vs_gspo
 """
 
 from _script import run

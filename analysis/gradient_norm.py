@@ -1,6 +1,6 @@
 """Gradient norm.
 
-    python analysis/gradient_norm.py runs/replay_vs_gspo
+python analysis/gradient_norm.py runs/replay_vs_gspo
 """
 
 from _script import run

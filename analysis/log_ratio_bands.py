@@ -1,6 +1,6 @@
 """Quantiles of the token log-ratio.
 
-    python analysis/log_ratio_bands.py runs/replay_vs_gspo
+python analysis/log_ratio_bands.py runs/replay_vs_gspo
 """
 
 from _script import run

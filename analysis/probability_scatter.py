@@ -1,6 +1,6 @@
 """Token probability, old against new.
 
-    python analysis/probability_scatter.py runs/replay_vs_gspo
+python analysis/probability_scatter.py runs/replay_vs_gspo
 """
 
 from _script import run

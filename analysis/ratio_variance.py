@@ -1,6 +1,6 @@
 """Variance of log-ratios: token against sequence, natural against replayed.
 
-    python analysis/ratio_variance.py runs/replay_vs_gspo
+python analysis/ratio_variance.py runs/replay_vs_gspo
 """
 
 from _script import run

@@ -1,6 +1,6 @@
 """Reward against RL step, natural and under selection noise.
 
-    python analysis/reward.py runs/replay_vs_gspo
+python analysis/reward.py runs/replay_vs_gspo
 """
 
 from _script import run

@@ -1,6 +1,6 @@
 """Tail of the ratio, F(τ).
 
-    python analysis/tail_fraction.py runs/replay_vs_gspo
+python analysis/tail_fraction.py runs/replay_vs_gspo
 """
 
 from _script import run

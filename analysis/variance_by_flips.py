@@ -1,6 +1,6 @@
 """Variance of the log-ratio against flips.
 
-    python analysis/variance_by_flips.py runs/replay_vs_gspo
+python analysis/variance_by_flips.py runs/replay_vs_gspo
 """
 
 from _script import run
