@@ -1,0 +1,332 @@
+"""Every method in the one loop: it trains, what it learns from is what it names, and interruption changes nothing."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.models import ModelConfig, TinyConfig
+from moe_rl.objectives import OBJECTIVES, accepted_advantages, group_advantages, leave_one_out_advantages
+from moe_rl.rollout import TaskConfig
+from moe_rl.training import (
+    EvalConfig,
+    MethodConfig,
+    OptimConfig,
+    ProbeConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    Trainer,
+    ValueConfig,
+    validate,
+)
+from moe_rl.training.scoring import score_rollout
+
+MICRO = RunConfig(
+    model=ModelConfig(
+        tiny=TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8),
+        cold_start=None,
+    ),
+    task=TaskConfig(name="mod_chain", options={"steps": 1}),
+    rollout=RolloutConfig(prompts=4, group_size=4),
+    optim=OptimConfig(steps=2, num_minibatches=2, learning_rate=1e-2, warmup_updates=2),
+    eval=EvalConfig(prompts=4),
+    probe=ProbeConfig(every=0),
+    checkpoint_every=1,
+)
+LEARNED = RewardConfig(model="learned", initial_batches=1, retrain_every=1, batch_size=4)
+ARMS = {
+    **{name: {"method": {"objective": name}} for name in [*OBJECTIVES, "dpo"]},
+    "ppo_head": {"method": {"objective": "ppo"}, "value": ValueConfig(model="head")},
+    "gspo_token_process": {"method": {"objective": "gspo_token", "advantage": "process"}},
+    "grpo_decoupled": {"method": {"objective": "grpo", "advantage": "decoupled"}},
+    "grpo_leave_one_out": {"method": {"objective": "grpo", "advantage": "leave_one_out"}},
+    "grpo_learned_reward": {"method": {"objective": "grpo"}, "reward": LEARNED},
+    "iterative_grpo": {
+        "method": {"objective": "grpo", "kl_coef": 0.1},
+        "reward": LEARNED,
+        "optim": replace(MICRO.optim, reference_reset_every=1),
+    },
+    "dpo_online": {"method": {"objective": "dpo", "source": "policy"}},
+    "rspo_replay": {"method": {"objective": "rspo", "replay": "R2"}},
+}
+
+
+class Judge:
+    """A verifier under which a random model has reward variance: of the outcome, of steps, of two rewards."""
+
+    def __init__(self, task):
+        self.task = task
+
+    def __getattr__(self, name):
+        return getattr(self.task, name)
+
+    def reward(self, problem, completion):
+        return float(sum(map(ord, completion)) % 2)
+
+    def step_rewards(self, problem, completion):
+        return [(end, float(ord(completion[end - 1]) % 2)) for end in range(2, len(completion) + 1, 2)]
+
+    def rewards(self, problem, completion):
+        return {"odd": self.reward(problem, completion), "short": float(len(completion) < 4)}
+
+
+def config_of(name, **changes):
+    arm = ARMS[name]
+    return replace(MICRO, **{**arm, "method": MethodConfig(**arm["method"])} | changes)
+
+
+@pytest.fixture
+def trainer_of(monkeypatch):
+    from moe_rl.training import trainer
+
+    make_task = trainer.make_task
+    monkeypatch.setattr(trainer, "make_task", lambda config: Judge(make_task(config)))
+
+    def build(config, folder):
+        validate(config)
+        made = Trainer(config, folder)
+        made.resume()
+        return made
+
+    return build
+
+
+def rows(folder, kind=None):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in found if (kind is None or r["kind"] == kind) and (kind or r["kind"] != "step")]
+
+
+def weights(module):
+    return {k: v.clone() for k, v in module.state_dict().items()}
+
+
+def same(a, b):
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_every_method_trains(trainer_of, tmp_path, name):
+    trainer = trainer_of(config_of(name), tmp_path)
+    before = {key: weights(module) for key, (module, _) in trainer.trained.items()}
+    trainer.run()
+    for key, (module, _) in trainer.trained.items():
+        assert not same(before[key], weights(module)), f"{key} did not learn"
+        assert all(bool(v.isfinite().all()) for v in module.state_dict().values())
+    absent = {"aux_loss", "groups_equal", "rollout_logp_gap"}  # None is written where a number is not finite
+    for row in rows(tmp_path, "update") + rows(tmp_path, "rollout"):
+        assert all(v is not None and math.isfinite(v) for k, v in row.items() if k not in absent | {"kind"}), row
+
+
+@pytest.mark.parametrize("name", ["ppo", "ppo_head", "iterative_grpo", "rft", "dpo", "rspo"])
+def test_interrupted_runs_end_as_uninterrupted_ones(trainer_of, tmp_path, name):
+    arm = config_of(name)
+    config = replace(arm, optim=replace(arm.optim, steps=3), rollout=replace(MICRO.rollout, lag=int(name == "ppo")))
+    whole = trainer_of(config, tmp_path / "whole")
+    whole.run()
+
+    class Stop(Exception):
+        pass
+
+    def stop(row):
+        if row["kind"] == "update" and row["step"] == 2:
+            raise Stop
+
+    broken = trainer_of(config, tmp_path / "broken")
+    broken.log.listener = stop
+    with pytest.raises(Stop):
+        broken.run()
+    resumed = trainer_of(config, tmp_path / "broken")
+    assert resumed.step == 2
+    resumed.run()
+    for key, (module, _) in whole.trained.items():
+        assert same(weights(module), weights(resumed.trained[key][0])), key
+    for key, module in whole.frozen.items():
+        assert same(weights(module), weights(resumed.frozen[key])), key
+    assert rows(tmp_path / "whole") == rows(tmp_path / "broken")
+
+
+# -- advantages ------------------------------------------------------------------------------------------------
+
+
+def test_advantages_are_those_that_the_method_names(trainer_of, tmp_path):
+    def batch(name, **method):
+        config = config_of(name)
+        return trainer_of(replace(config, method=replace(config.method, **method)), tmp_path / name).collect()
+
+    for name, expected in {
+        "grpo": lambda r: group_advantages(r, 4),
+        "dr_grpo": lambda r: group_advantages(r, 4, scale="none"),
+        "grpo_leave_one_out": lambda r: leave_one_out_advantages(r, 4),
+        "online_rft": accepted_advantages,
+        "sft": torch.ones_like,
+    }.items():
+        made = batch(name)
+        assert torch.equal(made.advantages, expected(made.rewards)), name
+
+
+def on_tokens(trainer, rollout, row):
+    """Column -> step reward of one response, by the lengths of its tokens' texts (a sampled `<pad>` has five)."""
+    found = {}
+    columns = rollout.completion_mask[row].nonzero().flatten().tolist()
+    for end, reward in trainer.task.step_rewards(rollout.problems[row], rollout.completions[row]):
+        length = 0
+        for column in columns:
+            length += len(trainer.tokenizer.decode([rollout.input_ids[row, column]]))
+            if length >= end:
+                found[column] = found.get(column, 0.0) + reward
+                break
+    return found
+
+
+def test_process_advantages_are_returns_to_go_on_the_tokens_that_end_steps(trainer_of, tmp_path):
+    """Against the definition in plain loops."""
+    trainer = trainer_of(config_of("gspo_token_process"), tmp_path)
+    rollout = trainer.respond(random.Random(0), trainer.draw("test"))
+    batch, facts = score_rollout(trainer, rollout)
+    steps = [on_tokens(trainer, rollout, row) for row in range(16)]
+    expected = torch.zeros_like(batch.advantages)
+    for group in range(4):
+        mine = steps[4 * group : 4 * group + 4]
+        all_rewards = torch.tensor([reward for found in mine for reward in found.values()])
+        for row, found in enumerate(mine, start=4 * group):
+            for t in range(expected.shape[1]):
+                ahead = [reward for column, reward in found.items() if column >= t]
+                gains = [(r - all_rewards.mean()) / (all_rewards.std() + 1e-4) for r in ahead]
+                expected[row, t] = sum(gains) if all_rewards.std() > 0 else 0.0
+    torch.testing.assert_close(batch.advantages, expected, atol=1e-5, rtol=1e-5)
+    assert expected.std() > 0.1
+    assert facts["steps_per_response"] == sum(map(len, steps)) / 16
+
+
+def test_dr_grpo_divides_by_the_generation_budget(trainer_of, tmp_path):
+    trainer = trainer_of(config_of("dr_grpo"), tmp_path)
+    assert trainer.method.objective.length_constant == trainer.task.max_new_tokens == 7
+    config = config_of("dr_grpo", rollout=replace(MICRO.rollout, max_new_tokens=5))
+    assert trainer_of(config, tmp_path / "short").method.objective.length_constant == 5
+
+
+@pytest.mark.parametrize(("name", "shift"), [("gspo_rollout", 0.5), ("gspo", 0.0)])
+def test_the_ratio_is_against_the_anchor_that_is_named(trainer_of, tmp_path, name, shift):
+    """Rollout log-probabilities that are half a nat lower raise the ratio of the one and not of the other."""
+    trainer = trainer_of(config_of(name), tmp_path)
+    batch = trainer.collect()
+    batch = replace(batch, rollout_logps=batch.old_logps - 0.5)
+    loss = trainer.loss(trainer.logps(trainer.model, batch), batch, batch, None)
+    assert loss.sequence_log_ratio.detach() == pytest.approx(torch.full((16,), shift), abs=1e-5)
+
+
+def test_minirl_corrects_for_the_engine_that_sampled(trainer_of, tmp_path):
+    """Its weight is min(pi_old / pi_rollout, 5), here e^0.5 on every token."""
+    trainer = trainer_of(config_of("minirl"), tmp_path)
+    batch = trainer.collect()
+    out = trainer.logps(trainer.model, batch)
+    plain, shifted = (
+        trainer.loss(out, one, one, None).loss.detach()
+        for one in (
+            replace(batch, rollout_logps=batch.old_logps),
+            replace(batch, rollout_logps=batch.old_logps - 0.5),
+        )
+    )
+    assert plain.abs() > 1e-3
+    assert float(shifted / plain) == pytest.approx(math.exp(0.5), rel=1e-4)
+
+
+# -- sources ---------------------------------------------------------------------------------------------------
+
+
+def test_rft_learns_from_the_initial_policy_whatever_became_of_the_current_one(trainer_of, tmp_path):
+    seen = {}
+    for rate in (1e-2, 1e-3):
+        config = config_of("rft", optim=replace(MICRO.optim, learning_rate=rate, steps=3))
+        trainer = trainer_of(config, tmp_path / str(rate))
+        start = weights(trainer.model)
+        trainer.run()
+        assert same(start, weights(trainer.initial))
+        seen[rate] = [(r["reward"], r["response_length"]) for r in rows(tmp_path / str(rate), "rollout")]
+    assert seen[1e-2] == seen[1e-3]
+    trainer_of(config_of("online_rft", optim=replace(MICRO.optim, steps=3)), tmp_path / "online").run()
+    online = [(r["reward"], r["response_length"]) for r in rows(tmp_path / "online", "rollout")]
+    assert online[0] == seen[1e-2][0] and online != seen[1e-2]
+
+
+def test_sft_imitates_demonstrations(tmp_path):
+    """Under the task's own verifier they are all right, and their likelihood rises."""
+    config = config_of("sft", optim=replace(MICRO.optim, steps=6))
+    trainer = Trainer(config, tmp_path)
+    trainer.run()
+    assert [r["reward"] for r in rows(tmp_path, "rollout")] == [1.0] * 6
+    losses = [r["loss"] for r in rows(tmp_path, "update")]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_refusals_name_the_method_and_the_remedy():
+    def refused(pattern, name="grpo", **changes):
+        with pytest.raises(ValueError, match=pattern):
+            validate(config_of(name, **changes))
+
+    one = replace(MICRO.rollout, group_size=1)
+    refused("unknown objective 'grop'.*did you mean 'grpo'", method=MethodConfig(objective="grop"))
+    refused("method.advantage: unknown kind 'proces'", method=MethodConfig(advantage="proces"))
+    refused("rollout.group_size: a group baseline needs 2 or more, got 1 .grpo", rollout=one)
+    refused("method.clip_low: dpo learns from pairs", method=MethodConfig(objective="dpo", clip_low=0.1))
+    refused("task demonstrates one", method=MethodConfig(objective="dpo", source="demonstrations"))
+    refused("optim.micro_batch: dpo's pairs stay together", "dpo", optim=replace(MICRO.optim, micro_batch=3))
+    refused("rollout.lag: rft learns from 'initial'", "rft", rollout=replace(MICRO.rollout, lag=1))
+    refused("no group to be compared with", method=MethodConfig(source="demonstrations"))
+    refused("nobody sampled the demonstrations", method=MethodConfig(objective="grpo_tis", source="demonstrations"))
+    refused("not batch", method=MethodConfig(advantage="process", advantage_scale="batch"))
+    refused(
+        r"asks for step_rewards\(\), which task copy lacks",
+        method=MethodConfig(advantage="process"),
+        task=TaskConfig(name="copy"),
+    )
+    refused("learned reward has no threshold", "online_rft", reward=LEARNED)
+    refused("value.lam: between 0 and 1", "ppo", value=ValueConfig(lam=1.5))
+    refused(
+        "batch's 8 responses",
+        "dpo",
+        probe=ProbeConfig(sequences=9),
+    )
+    for name in ("ppo", "sft", "rft", "online_rft"):
+        validate(config_of(name, rollout=one))
+
+
+# -- DPO -------------------------------------------------------------------------------------------------------
+
+
+def test_dpo_takes_the_best_and_the_worst_of_each_group(trainer_of, tmp_path):
+    trainer = trainer_of(config_of("dpo_online"), tmp_path)
+    batch = trainer.collect()
+    better, worse = batch.rewards[0::2], batch.rewards[1::2]
+    assert len(batch) == 8 and bool((better >= worse).all()) and bool((better > worse).any())
+    assert torch.equal(batch.advantages[0::2], (better > worse).float())
+    assert torch.equal(batch.advantages[0::2], -batch.advantages[1::2])
+
+
+def test_dpo_pairs_stay_together_in_micro_batches(trainer_of, tmp_path):
+    ends = []
+    for size in (None, 2):
+        config = config_of("dpo", optim=replace(MICRO.optim, micro_batch=size, steps=1))
+        trainer = trainer_of(config, tmp_path / str(size))
+        trainer.run()
+        ends.append((weights(trainer.model), rows(tmp_path / str(size), "update")))
+    assert ends[0][1][1]["loss"] == pytest.approx(ends[1][1][1]["loss"], abs=1e-5)
+    for name in ends[0][0]:
+        torch.testing.assert_close(ends[0][0][name], ends[1][0][name], rtol=2e-4, atol=2e-5)
+
+
+def test_footprint_says_what_each_method_keeps(trainer_of, tmp_path):
+    """The value model is the policy without its output head, V x H = 16 x 16 weights, and with one of H + 1."""
+    for name in ("grpo", "ppo", "ppo_head", "dpo"):
+        trainer_of(config_of(name, optim=replace(MICRO.optim, steps=1)), tmp_path / name).run()
+    grpo, ppo, head, dpo = (rows(tmp_path / name, "step")[0] for name in ("grpo", "ppo", "ppo_head", "dpo"))
+    assert "value_bytes" not in grpo and "reference_bytes" not in grpo
+    assert ppo["model_parameters"] == grpo["model_parameters"]
+    assert ppo["value_parameters"] == ppo["model_parameters"] - 16 * 16 + 17
+    assert ppo["value_optimizer_bytes"] >= 2 * ppo["value_bytes"]
+    assert head["value_parameters"] == 17
+    assert dpo["reference_bytes"] == dpo["initial_bytes"] == dpo["model_bytes"]

@@ -1,0 +1,124 @@
+"""PPO's value model: what it regresses, what it sees, and that the policy does not feel it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from moe_rl.rollout.character_tasks import ModChain
+from moe_rl.routing import record_routes
+from moe_rl.tiny import TinyConfig, build_tiny, char_tokenizer
+from moe_rl.training import OptimConfig, ValueConfig, token_logps
+from moe_rl.training.batch import Batch
+from moe_rl.training.value import Critic
+
+TINY = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return build_tiny(TINY, char_tokenizer(ModChain().alphabet))
+
+
+@pytest.fixture(scope="module")
+def batch(policy):
+    """Four rows: prompts of 3 behind padding of 1, completions of 4, the last row's of 2."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 16, (4, 8), generator=generator)
+    attention = torch.ones(4, 8, dtype=torch.bool)
+    attention[:, 0] = False
+    attention[3, 6:] = False
+    completion = attention.clone()
+    completion[:, :4] = False
+    with torch.no_grad(), record_routes(policy) as recording:
+        policy(input_ids=ids, attention_mask=attention.long())
+    zeros = torch.zeros(4, 8)
+    return Batch(
+        input_ids=ids,
+        attention_mask=attention,
+        completion_mask=completion,
+        rewards=torch.ones(4),
+        advantages=torch.zeros(4),
+        old_logps=zeros,
+        routes=recording.routes,
+        rollout_logps=zeros,
+        ref_logps=None,
+        step=0,
+        values=zeros,
+        returns=torch.full((4, 8), 0.7),
+    )
+
+
+def critic_of(policy, **config):
+    return Critic(policy, ValueConfig(**config), OptimConfig(), Accelerator(cpu=True))
+
+
+def values_of(critic, policy, batch):
+    with critic.watch(policy) as states:
+        token_logps(policy, batch.input_ids, batch.attention_mask, batch.completion_mask)
+    return critic.values(batch, states), states
+
+
+@pytest.mark.parametrize("model", ["separate", "head"])
+def test_the_value_learns_a_constant(policy, batch, model):
+    critic = critic_of(policy, model=model, learning_rate={"separate": 1e-2, "head": 5e-2}[model], clip=None)
+    first, states = values_of(critic, policy, batch)
+    assert not first.any(), "it begins at 0"
+    losses = []
+    for _ in range({"separate": 60, "head": 600}[model]):
+        losses.append(critic.backward(batch, states, int(batch.completion_mask.sum())))
+        critic.step(1.0)
+    assert losses[0] == pytest.approx(0.5 * 0.7**2)
+    last = values_of(critic, policy, batch)[0].detach()
+    assert last[batch.completion_mask].tolist() == pytest.approx([0.7] * 14, abs=0.05)
+    assert not last[~batch.completion_mask].any()
+
+
+@pytest.mark.parametrize("model", ["separate", "head"])
+def test_the_value_of_a_token_sees_what_is_before_it_only(policy, batch, model):
+    critic = critic_of(policy, model=model)
+    torch.nn.init.normal_(critic.model.head.weight if model == "separate" else critic.model.weight)
+    before = values_of(critic, policy, batch)[0]
+    ids = batch.input_ids.clone()
+    ids[:, 5] = (ids[:, 5] % 14) + 1  # another second token of the completion
+    after = values_of(critic, policy, replace(batch, input_ids=ids))[0]
+    torch.testing.assert_close(before[:, :6], after[:, :6])
+    assert bool(((before - after)[:3, 6:].abs() > 1e-3).all())
+
+
+@pytest.mark.parametrize(("value", "loss", "moves"), [(0.1, 0.5 * 0.6**2, True), (0.3, 0.5 * 0.5**2, False)])
+def test_a_clipped_value_loss_stops_where_the_value_has_moved_far_enough(policy, batch, value, loss, moves):
+    """Returns of 0.7, old values of 0, clip 0.2. From 0.1 it goes on; 0.3 counts as 0.2, whose gradient is 0."""
+    critic = critic_of(policy, model="head", clip=0.2)
+    torch.nn.init.constant_(critic.model.bias, value)
+    _, states = values_of(critic, policy, batch)
+    assert critic.backward(batch, states, 14) == pytest.approx(loss)
+    assert (float(critic.model.bias.grad.abs()) > 0.1) == moves
+
+
+def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
+    """V = 0, gamma = 1: the return of every token is R at lam 1; R lam^(tokens left) in general."""
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    critic = critic_of(policy, lam=1.0, whiten=False)
+    advantages, returns, facts = critic.advantages(rewards, batch.values, batch.completion_mask)
+    assert torch.equal(advantages, batch.completion_mask * rewards[:, None])
+    assert torch.equal(returns, advantages) and float(facts["explained_variance"]) == 0.0
+    critic = critic_of(policy, lam=0.5, whiten=False)
+    advantages, _, _ = critic.advantages(rewards, batch.values, batch.completion_mask)
+    assert advantages[0, 4:].tolist() == [0.125, 0.25, 0.5, 1.0]
+    assert advantages[3].tolist() == [0, 0, 0, 0, 0.5, 1.0, 0, 0]
+
+
+def test_the_policy_does_not_feel_the_value_head(policy, batch):
+    critic = critic_of(policy, model="head")
+    torch.nn.init.normal_(critic.model.weight)
+    _, states = values_of(critic, policy, batch)
+    critic.backward(batch, states, 14)
+    assert all(p.grad is None for p in policy.parameters())
+    assert critic.model.weight.grad.abs().sum() > 0
+
+
+def test_a_head_that_saw_no_states_says_what_to_do(policy, batch):
+    with pytest.raises(RuntimeError, match=r"value\.model='separate'"):
+        critic_of(policy, model="head").values(batch, [])
