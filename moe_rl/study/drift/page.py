@@ -33,12 +33,13 @@ def draw(tally: Tally, tables: dict[str, pd.DataFrame], facts: dict[str, Any], f
         figures_of.flips(counts.flips.numpy(), counts.deviation.numpy(), counts.overdispersion, note),
         figures_of.margins(tally.by_margin(), note),
         figures_of.load_by_expert(tables["experts"], note),
-        figures_of.log_ratios(tally.tails(), tally.variance_by_flips(), note),
     ]
     rows = {name: np.nan if value is None else value for name, value in facts["decomposition"].items()}
-    drawn.append(figures_of.decomposition(rows, note))
-    if "token_var_alone" in sites:
-        drawn.append(figures_of.decomposition_by_site(sites, note))
+    if rows["token_variance"]:  # else there is nothing to take apart
+        drawn.append(figures_of.log_ratios(tally.tails(), tally.variance_by_flips(), note))
+        drawn.append(figures_of.decomposition(rows, note))
+        if "token_var_alone" in sites:
+            drawn.append(figures_of.decomposition_by_site(sites, note))
     for figure in drawn:
         save_figure(figure, folder)
     return drawn
@@ -142,7 +143,7 @@ def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure
     )
 
 
-def _cells(parts: dict[str, float | None], level: str, variance: str, share: str) -> tuple[str, str]:
+def _cells(parts: dict[str, Any], level: str, variance: str, share: str) -> tuple[str, str]:
     return _number(parts[f"{level}_{variance}"]), _percent(parts[f"{level}_{share}"])
 
 

@@ -176,7 +176,7 @@ def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
 
 
 @styled
-def decomposition(rows: Mapping[str, float], note: str) -> StudyFigure:
+def decomposition(rows: Mapping[str, float | int], note: str) -> StudyFigure:
     """Shares of variance by level, and what averaging does to each part."""
     figure, axes = panels(1, 2, 2.5, width_ratios=[1.6, 1])
     left, right = axes[0]
@@ -187,10 +187,12 @@ def decomposition(rows: Mapping[str, float], note: str) -> StudyFigure:
         bars = left.bar(
             np.arange(2) + (i - 1) * width, 100 * np.nan_to_num(values), width * 0.92, color=colour, label=part
         )
-        left.bar_label(bars, [f"{100 * value:.0f}" for value in values], fontsize=6.5, padding=1.5)
+        left.bar_label(bars, [_whole(100 * value) for value in values], fontsize=6.5, padding=1.5)
         effect = rows[f"design_effect_{part}"]
         right.bar(i, np.nan_to_num(effect), 0.6, color=colour)
-        right.text(i, np.nan_to_num(effect), f"{effect:.2g}", fontsize=6.5, ha="center", va="bottom")
+        right.text(
+            i, np.nan_to_num(effect), f"{effect:.2g}".replace("nan", "–"), fontsize=6.5, ha="center", va="bottom"
+        )
         for level in ("token", "sequence"):
             names = ("var", "share")
             table.append(
@@ -257,11 +259,12 @@ def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyF
         part = tails[(tails["log_ratio"] == kind) & (tails["share"] > 0)]
         style = {**look, "markevery": 8}
         left.plot(part["size"], part["share"], **style)
+    left.set(xlabel="x, nats", ylabel="share of tokens with |log r| > x", title="Tails")
+    left.set_xscale("log")
+    log_y(left)
     seen = tails[(tails["share"] > 0) & (tails["share"] < 0.99)]
-    left.set(xscale="log", yscale="log", xlabel="x, nats", ylabel="share of tokens with |log r| > x", title="Tails")
     if len(seen):
         left.set_xlim(float(seen["size"].min()) / 2, float(seen["size"].max()) * 2)
-    log_y(left)
     shown = by_flips[by_flips["tokens"] >= FEWEST]
     for kind in ("natural", "replayed"):
         right.plot(shown["flips"], shown[kind].replace(0.0, np.nan), **LOOKS[kind])
@@ -290,10 +293,14 @@ def _depth(sites: pd.DataFrame) -> tuple[np.ndarray, list[str], str]:
     return np.arange(len(sites)), short, common
 
 
+def _whole(value: float) -> str:
+    return f"{value:.0f}".replace("-", "−") if np.isfinite(value) else "–"
+
+
 def _from_zero(ax: Axes) -> None:
     """Rates start at 0, and the highest marker is not cut."""
-    ax.margins(y=0.08)
-    ax.set_ylim(0, max(ax.get_ylim()[1], 1e-9))
+    values = [np.nanmax(np.asarray(line.get_ydata(), dtype=float), initial=0) for line in ax.get_lines()]
+    ax.set_ylim(0, 1.07 * max(values, default=0) or 1)
 
 
 def _depth_axis(ax: Axes, names: list[str]) -> None:
