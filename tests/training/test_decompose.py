@@ -248,8 +248,16 @@ def test_one_model_and_kept_weights_give_what_two_models_give(pair, text):
 def test_probe_in_training_logs_the_split_and_disturbs_nothing(tmp_path, monkeypatch):
     from moe_rl.models import ModelConfig, TinyConfig
     from moe_rl.rollout import TaskConfig
-    from moe_rl.training import EvalConfig, OptimConfig, ProbeConfig, RolloutConfig, RunConfig, Trainer, trainer
-    from moe_rl.training import validate
+    from moe_rl.training import (
+        EvalConfig,
+        OptimConfig,
+        ProbeConfig,
+        RolloutConfig,
+        RunConfig,
+        Trainer,
+        trainer,
+        validate,
+    )
 
     make_task = trainer.make_task
 
