@@ -64,6 +64,7 @@ def render_report(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["minus"] = lambda text: text.replace("-", "−")
     differ, shared = arm_settings(data)
     return environment.get_template("report.html.j2").render(
         data=data,

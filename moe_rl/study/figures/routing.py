@@ -177,13 +177,18 @@ def flips_per_token(data: StudyData) -> StudyFigure:
 def _draw_reference(column: np.ndarray) -> None:
     """The GSPO paper's value, where the axis can show it without flattening the data."""
     ax, text = column[0], "GSPO paper: “roughly 10 %”,\ndenominator not defined"
-    shown = ax.get_ylim()[1] > 30 * GSPO_CHANGE
-    if shown:
-        ax.set_ylim(0, max(ax.get_ylim()[1], 115 * GSPO_CHANGE))
-        for each in column:
-            each.axhline(100 * GSPO_CHANGE, color=GREY, lw=1, ls=(0, (1, 2)))
-    text = f"dotted: {text}" if shown else f"{text} (above this axis)"
-    ax.text(0.97, 0.04, text, transform=ax.transAxes, fontsize=6.5, color=GREY, ha="right", va="bottom")
+    look = {"fontsize": 6.5, "color": GREY}
+    top = ax.get_ylim()[1]
+    if top < 30 * GSPO_CHANGE:
+        ax.text(0.97, 0.04, f"{text} (above this axis)", transform=ax.transAxes, ha="right", va="bottom", **look)
+        return
+    ax.set_ylim(0, max(top, 115 * GSPO_CHANGE))
+    for each in column:
+        each.axhline(100 * GSPO_CHANGE, color=GREY, lw=1, ls=(0, (1, 2)))
+    if top < 75 * GSPO_CHANGE:  # room under the dotted line; else the data rise through it, and the corner is free
+        ax.text(0.03, 98 * GSPO_CHANGE, text, transform=ax.get_yaxis_transform(), ha="left", va="top", **look)
+    else:
+        ax.text(0.97, 0.04, f"dotted: {text}", transform=ax.transAxes, ha="right", va="bottom", **look)
 
 
 def pooled_rate(rows: pd.DataFrame, changed: str, total: str, by: list[str]) -> pd.DataFrame:

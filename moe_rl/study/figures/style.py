@@ -101,10 +101,8 @@ class StudyFigure:
         """In a notebook: the picture with its caption."""
         picture = base64.b64encode(self.render("png")).decode()
         title, caption = escape(self.title), escape(self.caption)
-        return (
-            f'<figure style="max-width:48rem"><img src="data:image/png;base64,{picture}" alt="{title}">'
-            f"<figcaption><b>{title}</b> {caption}</figcaption></figure>"
-        )
+        image = f'<img src="data:image/png;base64,{picture}" alt="{title}" style="width:100%">'
+        return f'<figure style="max-width:48rem">{image}<figcaption><b>{title}</b> {caption}</figcaption></figure>'
 
 
 def _number_clips(svg: bytes) -> bytes:
