@@ -120,7 +120,7 @@ def dump_study(study: StudyConfig) -> str:
 def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     """Dotted fields in which two nested mappings differ, with both values."""
     if isinstance(a, dict) and isinstance(b, dict):
-        found = {}
+        found: dict[str, tuple[Any, Any]] = {}
         for key in [*a, *(k for k in b if k not in a)]:
             found |= differences(a.get(key), b.get(key), f"{prefix}.{key}" if prefix else str(key))
         return found
