@@ -4,6 +4,7 @@
   const { make, svg, number } = moeRL;
   const MARGIN = { left: 48, right: 12, top: 10, bottom: 24 };
   const HEIGHT = 190;
+  const MOST_POINTS = 250; // of one line; longer ones are averaged over neighbouring steps, and the note says so
 
   /** Values by step, appended in order; a step that comes again (a resumed run) drops what came after it. */
   moeRL.Points = class {
@@ -44,18 +45,18 @@
     return mean;
   };
 
-  /** At most two points per pixel: the least and the greatest of each, so that spikes stay. */
-  moeRL.decimate = (xs, ys, pixels) => {
-    if (xs.length <= 2 * pixels) return xs.map((x, i) => [x, ys[i]]);
-    const out = [], size = xs.length / pixels;
-    for (let p = 0; p < pixels; p++) {
-      let low = null, high = null;
-      for (let i = Math.floor(p * size); i < Math.min(xs.length, Math.floor((p + 1) * size)); i++) {
-        if (ys[i] === null) continue;
-        if (low === null || ys[i] < ys[low]) low = i;
-        if (high === null || ys[i] > ys[high]) high = i;
+  /** Long curves as means of `size` neighbouring steps; short ones as they are. Returns [[x, y], ...]. */
+  moeRL.thin = (points, size) => {
+    if (size <= 1) return points.xs.map((x, i) => [x, points.y(i)]);
+    const out = [];
+    for (let start = 0; start < points.xs.length; start += size) {
+      let sum = 0, count = 0;
+      const end = Math.min(points.xs.length, start + size);
+      for (let i = start; i < end; i++) {
+        const y = points.y(i);
+        if (y !== null) { sum += y; count++; }
       }
-      if (low !== null) for (const i of low === high ? [low] : [Math.min(low, high), Math.max(low, high)]) out.push([xs[i], ys[i]]);
+      out.push([(points.xs[start] + points.xs[end - 1]) / 2, count ? sum / count : null]);
     }
     return out;
   };
@@ -137,7 +138,15 @@
       Object.assign(this, { left, right, end: Math.max(1, end) });
       this.plot.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
       this.plot.setAttribute("height", HEIGHT);
-      const scaled = this.groups.flatMap((g) => g.runs.flatMap((r) => r.points.xs.map((_, i) => r.points.y(i)))).filter((y) => y !== null);
+      const longest = Math.max(0, ...this.groups.flatMap((g) => g.runs.map((r) => r.points.xs.length)));
+      const size = Math.ceil(longest / MOST_POINTS);
+      this.note.textContent = this.spec.note + (size > 1 ? `; means of ${size} steps` : "");
+      const lines = this.groups.flatMap((group) => {
+        const several = group.runs.length > 1;
+        const own = group.runs.map((r) => ({ group, kind: several ? "thin" : "thick", shown: moeRL.thin(r.points, size) }));
+        return several ? [...own, { group, kind: "thick", shown: moeRL.thin(group.mean, size) }] : own;
+      });
+      const scaled = lines.flatMap((line) => line.shown.map(([, y]) => y)).filter((y) => y !== null);
       const { place, ticks, digits } = axis(scaled, this.spec, top, bottom);
       this.place = place;
       const parts = [];
@@ -149,12 +158,7 @@
       for (const x of ticksOf(0, this.end, Math.max(2, Math.floor(width / 80))).filter(Number.isInteger)) {
         parts.push(svg("text", { class: "tick", x: this.x(x), y: HEIGHT - 8, "text-anchor": "middle" }, String(x)));
       }
-      const pixels = Math.round(right - left);
-      for (const group of this.groups) {
-        const several = group.runs.length > 1;
-        for (const { points } of group.runs) parts.push(this.line(points, group, several ? "thin" : "thick", pixels));
-        if (several) parts.push(this.line(group.mean, group, "thick", pixels));
-      }
+      for (const kind of ["thin", "thick"]) parts.push(...lines.filter((line) => line.kind === kind).map((line) => this.line(line, longest <= 16)));
       if (!scaled.length) parts.push(svg("text", { class: "tick", x: (left + right) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no data yet"));
       this.cross = svg("g", { class: "cross" });
       this.plot.replaceChildren(...parts, this.cross);
@@ -169,9 +173,7 @@
       return this.spec.percent ? `${number(100 * value, digits)} %` : number(value, digits);
     }
 
-    line(points, group, kind, pixels) {
-      const ys = points.xs.map((_, i) => points.y(i));
-      const shown = moeRL.decimate(points.xs, ys, pixels);
+    line({ group, kind, shown }, dots) {
       let path = "", pen = "M";
       for (const [x, y] of shown) {
         if (y === null) { pen = "M"; continue; }
@@ -180,7 +182,7 @@
       }
       const g = svg("g", { class: `line ${kind}` });
       if (path) g.append(svg("path", { d: path, stroke: group.colour, "stroke-dasharray": kind === "thick" ? group.dash.map((d) => d * 2).join(" ") : null }));
-      if (shown.length <= 16 && kind === "thick") {
+      if (dots && kind === "thick") {
         for (const [x, y] of shown) if (y !== null) g.append(svg("circle", { cx: this.x(x), cy: this.place(y), r: 2.4, fill: group.colour }));
       }
       return g;

@@ -90,7 +90,7 @@
       plot.setAttribute("height", height);
       const cell = this.cell(data), every = Math.ceil(13 / cell), parts = [];
       data.labels.forEach((label, l) => {
-        if (l % every === 0) parts.push(svg("text", { class: "tick", x: LEFT - 7, y: cell * (l + 0.5) + 3.5, "text-anchor": "end" }, `site ${label}`.slice(0, 9)));
+        if (l % every === 0) parts.push(svg("text", { class: "tick", x: LEFT - 7, y: Math.max(9, cell * (l + 0.5) + 3.5), "text-anchor": "end" }, `site ${label}`.slice(0, 9)));
       });
       return { width, parts };
     }

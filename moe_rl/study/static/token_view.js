@@ -36,7 +36,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
 
   moeRL.number = (value, digits = 3) =>
     value === null || value === undefined ? "–" : Math.abs(value) < 1e-12 ? "0" :
-      (Math.abs(value) < 0.001 || Math.abs(value) >= 1e5 ? scientific(value) : String(Number(value.toPrecision(digits)))).replace("-", "−");
+      (Math.abs(value) < 0.0001 || Math.abs(value) >= 1e5 ? scientific(value) : String(Number(value.toPrecision(digits)))).replace("-", "−");
   moeRL.superscript = (exponent) => String(exponent).replace(/[-0-9]/g, (c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]);
   const scientific = (value) => {
     const [digits, exponent] = value.toExponential(1).split("e");
@@ -170,6 +170,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
     say(text) {
       this.message.textContent = text;
       this.message.hidden = !text;
+      this.controls.hidden = Boolean(text) && !this.index;
       this.body.hidden = Boolean(text) && text !== "reading …";
     }
 

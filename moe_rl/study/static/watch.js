@@ -143,23 +143,25 @@
     return state.state === "running" && state.age > Math.max(QUIET_SECONDS, 5 * usual) ? "stalled" : state.state;
   }
 
-  const MARKS = { done: "✓", running: "▶", starting: "…", waiting: "·", stalled: "‖", failed: "✕" };
+  const MARKS = { done: "✓", running: "▶", starting: "…", waiting: "·", stalled: "!", failed: "✕" };
   const WORDS = { stalled: "no row for long", starting: "starting: no row yet", waiting: "not begun" };
 
   function drawTable() {
-    const rows = study.runs.map((state) => {
+    const rows = study.runs.flatMap((state, i) => {
       const run = runs.get(state.run), arm = armOf(state.arm), shown = shownState(state);
       const steps = state.steps ?? "?", done = run.step === null ? 0 : run.step;
       const latest = (points) => (points.xs.length ? points.y(points.xs.length - 1) : null);
       const changed = latest(run.points.changed);
       const progress = make("span", { class: "progress", "aria-hidden": "true" }, make("i", { style: { width: `${state.steps ? Math.min(100, (100 * done) / state.steps) : 0}%` } }));
       const name = `${arm.title}, seed ${state.seed}`;
-      return make("tr", { class: state.run === view.run ? "chosen" : null },
-        make("td", {}, make("button", { type: "button", "data-run": state.run, "aria-pressed": String(state.run === view.run), title: `show ${name} below`, onclick: () => chooseRun(state.run) }, moeRL.swatch(arm), name)),
+      const first = !i || study.runs[i - 1].arm !== state.arm;
+      const head = make("tr", { class: "arm" }, make("th", { colspan: 5, scope: "rowgroup" }, moeRL.swatch(arm), arm.title));
+      return [...(first ? [head] : []), make("tr", { class: state.run === view.run ? "chosen" : null },
+        make("td", {}, make("button", { type: "button", "data-run": state.run, "aria-pressed": String(state.run === view.run), title: `show ${name} below`, onclick: () => chooseRun(state.run) }, `seed ${state.seed}`)),
         make("td", {}, make("span", { class: `state ${shown}`, role: "img", "aria-label": WORDS[shown] || shown, title: WORDS[shown] || shown }, MARKS[shown]), ` ${done}/${steps}`, progress),
         make("td", { class: "n" }, number(latest(run.points.reward))),
         make("td", { class: "n" }, changed === null ? "–" : `${number(100 * changed, 2)} %`),
-        make("td", { class: "n" }, shown === "failed" ? "failed" : ago(state.age)));
+        make("td", { class: "n" }, shown === "failed" ? "failed" : ago(state.age)))];
     });
     const focus = document.activeElement?.dataset?.run;
     $("run-rows").replaceChildren(...rows);

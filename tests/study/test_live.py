@@ -1,0 +1,168 @@
+"""Reading a study while it is written: states, cursors, resumes, damage."""
+
+import json
+import os
+import re
+
+import pytest
+from synthetic import write_study
+
+from moe_rl.study import live
+from moe_rl.study.data import StudyDataError
+from moe_rl.study.figures.screen import on_dark
+from moe_rl.study.figures.style import LOOKS
+from moe_rl.study.live import LiveError, LiveStudy, new_rows, new_sites, read_since
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_study(tmp_path / "s", ("grpo", "gspo", "gspo_noise"), (0, 1), 4, unfinished=(("gspo", 1),))
+
+
+def line(**row):
+    return json.dumps(row) + "\n"
+
+
+def test_overview_tells_states_looks_and_conditions(folder):
+    (folder / "grpo" / "seed1" / "DONE").unlink()
+    (folder / "gspo" / "seed0" / "DONE").unlink()
+    (folder / "gspo" / "seed0" / "metrics.jsonl").unlink()
+    study = (folder / "study.yaml").read_text()
+    (folder / "study.yaml").write_text(re.sub(r"(?m)^seeds:\n- 0\n- 1$", "seeds:\n- 0\n- 1\n- 2", study))
+    (folder / "logs").mkdir()
+    log = folder / "logs" / "grpo_seed1.log"
+    log.write_text("step 0: reward 0.1\nmoe-rl: error: the gradient norm is inf\n")
+    crash = folder / "logs" / "gspo_noise_seed2.log"
+    crash.write_text("Traceback (most recent call last):\n  File x\nImportError: no torch\n")
+    about = LiveStudy(folder).overview()
+    states = {run["run"]: run["state"] for run in about["runs"]}
+    assert states == {
+        "grpo/seed0": "done",
+        "grpo/seed1": "failed",
+        "grpo/seed2": "waiting",
+        "gspo/seed0": "starting",
+        "gspo/seed1": "running",
+        "gspo/seed2": "waiting",
+        "gspo_noise/seed0": "done",
+        "gspo_noise/seed1": "done",
+        "gspo_noise/seed2": "failed",
+    }
+    problems = {run["run"]: run["problem"] for run in about["runs"] if run["problem"]}
+    assert problems == {"grpo/seed1": "the gradient norm is inf", "gspo_noise/seed2": "ImportError: no torch"}
+    assert {run["steps"] for run in about["runs"]} == {4}  # of what has not begun: from the study's base
+    assert about["conditions"] == ["Natural routing", "Selection noise σ = 1 (stress test)"]
+    arms = {arm["arm"]: arm for arm in about["arms"]}
+    assert [arms[a]["condition"] for a in ("grpo", "gspo", "gspo_noise")] == [0, 0, 1]
+    assert arms["gspo"]["colour"]["light"] == LOOKS["gspo"].colour
+    assert arms["gspo"]["dash"] == list(LOOKS["gspo"].dash[1])
+    os.utime(log, (1, 1))  # the run went on after the error
+    again = {run["run"]: run["state"] for run in LiveStudy(folder).overview()["runs"]}
+    assert again["grpo/seed1"] == "running"
+
+
+def test_a_study_that_has_not_written_is_waited_for_and_a_wrong_folder_is_named(folder, tmp_path):
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    with pytest.raises(StudyDataError, match="neither a study"):
+        LiveStudy(fresh)
+    with pytest.raises(StudyDataError, match="no such folder"):
+        LiveStudy(tmp_path / "none")
+    with pytest.raises(StudyDataError, match="It holds studies: s"):
+        LiveStudy(tmp_path)
+    (fresh / "study.yaml").write_text("name: x\narms: {}\n")
+    assert LiveStudy(fresh).overview()["runs"] == []
+    alone = LiveStudy(folder / "gspo" / "seed1").overview()
+    assert (alone["name"], [run["run"] for run in alone["runs"]]) == ("gspo/seed1", ["gspo/seed1"])
+
+
+def test_runs_are_looked_up_by_name_and_never_made_into_paths(folder):
+    assert LiveStudy(folder).run("gspo/seed1").folder == folder / "gspo" / "seed1"
+    for name in ("../s/grpo/seed0", "grpo/seed9", "/etc", "grpo/seed0/../seed1", ""):
+        with pytest.raises(LiveError, match="no run"):
+            LiveStudy(folder).run(name)
+
+
+def test_a_cursor_goes_on_where_it_stopped_and_leaves_half_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_since(path) == ([], {"since": "", "more": False, "reset": False, "damaged": 0})
+    path.write_text(line(kind="rollout", step=0) + '{"kind": "roll')
+    rows, answer = read_since(path)
+    assert [row["step"] for row in rows] == [0] and answer["since"].startswith("31-")
+    assert read_since(path, answer["since"])[0] == []
+    path.write_text(
+        line(kind="rollout", step=0) + line(kind="rollout", step=1) + "not json\n[1]\n" + line(kind="eval", step=2)
+    )
+    rows, answer = read_since(path, answer["since"])
+    assert [row["step"] for row in rows] == [1, 2]
+    assert answer["damaged"] == 2 and not answer["reset"]
+    for wrong in ("x", "5", "-1-00000000", "5-zz"):
+        with pytest.raises(LiveError, match="since"):
+            read_since(path, wrong)
+
+
+def test_a_resume_that_rewrote_the_file_resets_the_cursor(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(line(kind="rollout", step=i, reward=0.1) for i in range(9)))
+    cursor = read_since(path)[1]["since"]
+    path.write_text("".join(line(kind="rollout", step=i, reward=0.1) for i in range(5)))  # shorter
+    rows, answer = read_since(path, cursor)
+    assert answer["reset"] and [row["step"] for row in rows] == list(range(5))
+    path.write_text(
+        "".join(line(kind="rollout", step=i, reward=0.1 * (1 + (i > 4))) for i in range(12))
+    )  # grown past it
+    rows, answer = read_since(path, cursor)
+    assert answer["reset"] and len(rows) == 12
+    path.unlink()
+    assert read_since(path, cursor)[1]["reset"]
+
+
+@pytest.mark.parametrize("size", [1, 30, 31, 32, 1000])
+def test_pieces_of_any_size_give_every_row_once(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(live, "CHUNK", size)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(line(kind="rollout", step=i) for i in range(25)))
+    steps, since, more = [], "", True
+    while more:
+        rows, answer = read_since(path, since)
+        steps += [row["step"] for row in rows]
+        since, more = answer["since"], answer["more"]
+    assert steps == list(range(25))
+
+
+def test_curves_and_sites_are_sent_as_the_run_wrote_them(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        line(kind="rollout", step=0, reward=0.123456789)
+        + line(kind="update", step=0, update=1, clipped_tokens=3, tokens=40, grad_norm=None)
+        + '{"kind": "probe", "step": 0, "update": 1, "slots_changed": 3, "slots": 12, "var_token_natural": NaN, '
+        '"site_names": ["l.0.gate", "l.1.gate"], "site_slots_changed": [1, 2], "site_slots": [4, 0]}\n'
+        + line(kind="something new", step=0)
+        + line(kind="rollout", step="?")
+    )
+    answer = new_rows(path)
+    assert answer["rows"] == {
+        "rollout": [[0, 0.123457, None]],
+        "update": [[0, 1, 3, 40, None]],
+        "probe": [[0, 1, 3, 12, None, None, None]],
+    }
+    sites = new_sites(path)
+    assert sites["rows"] == [[0, 1, [0.25, None]]]
+    assert (sites["labels"], sites["common"]) == (["0", "1"], "l.·.gate")
+
+
+def contrast(a, b):
+    def luminance(colour):
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted((luminance(a), luminance(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("method", LOOKS)
+def test_every_method_stands_out_from_a_dark_page(method):
+    colour = LOOKS[method].colour
+    assert contrast(on_dark(colour), "#15181c") >= 4.4  # 4.5 but for rounding to whole bytes
+    if contrast(colour, "#15181c") >= 4.6:
+        assert on_dark(colour) == colour.lower()

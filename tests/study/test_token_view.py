@@ -1,0 +1,90 @@
+"""The token view's data against hand-made tokens and routes, and its fragment of HTML."""
+
+import json
+import re
+
+import pytest
+from synthetic import write_study
+from token_files import write_step
+
+from moe_rl.study import load
+from moe_rl.study.data import StudyDataError
+from moe_rl.study.token_view import TokenStep, spread, stored_steps, token_view_html
+
+
+def test_a_response_has_its_text_scores_and_experts(tmp_path):
+    write_step(tmp_path, 7)
+    step = TokenStep(tmp_path, 7)
+    index = step.index()
+    assert index["responses"] == [
+        {"seq": 0, "reward": 0.0, "tokens": 3, "changed": 1},
+        {"seq": 3, "reward": 1.0, "tokens": 2, "changed": 2},
+    ]
+    assert (index["updates"], index["top"], index["unit"], index["slots"]) == ([1, 2], 2, "experts", 4)
+    assert (index["labels"], index["common"]) == (["0", "1"], "model.layers.·.mlp.gate")
+    found = step.response(0, 2)
+    assert found["prompt"] == "^1=" and found["text"] == ["2", "<b>", "\n"]
+    assert found["changed"] == [0, 1, 0] and found["logp_natural"] == [-1.0, -0.75, -1.0]
+    assert found["old_experts"] == [[[0, 1], [0, 1]]] * 3
+    assert found["new_experts"] == [{}, {1: [4, 1]}, {}]
+    other = step.response(3, 2)
+    assert other["changed"] == [2, 0]  # both at site 0; at site 1 only the order of slots differs
+    assert other["new_experts"] == [{0: [2, 5]}, {}]
+    assert step.response(3, 1)["changed"] == [0, 0]
+    assert step.response(0, 2, most=1)["left_out"] == 2
+
+
+def test_older_files_without_text_or_routes_still_show(tmp_path):
+    write_step(tmp_path, 0, texts=False)
+    bare = TokenStep(tmp_path, 0)
+    assert bare.response(3, 2)["text"] == ["⟨5⟩", "⟨3⟩"]
+    assert bare.response(0, 2)["new_experts"] == [{}, {1: [4, 1]}, {}]  # where it begins is found by its tokens
+    write_step(tmp_path, 1, kept=False)
+    unrouted = TokenStep(tmp_path, 1)
+    assert unrouted.index()["unit"] == "sites"
+    assert unrouted.response(0, 2)["changed"] == [0, 1, 0] and unrouted.response(0, 2)["old_experts"] is None
+    assert stored_steps(tmp_path) == [0, 1]
+
+
+def test_files_that_do_not_fit_each_other_are_refused(tmp_path):
+    write_step(tmp_path, 0)
+    with pytest.raises(StudyDataError, match=r"no tokens of step 5; stored are \[0\]"):
+        TokenStep(tmp_path, 5)
+    with pytest.raises(StudyDataError, match=r"no response 1 after update 2; stored are responses \[0, 3\]"):
+        TokenStep(tmp_path, 0).response(1, 2)
+    write_step(tmp_path, 1)
+    table = TokenStep(tmp_path, 1)
+    table.table["token"] += 1
+    with pytest.raises(StudyDataError, match="its tokens are not those of tokens/step_000001"):
+        table.response(0, 2)
+    (tmp_path / "routes" / "step_000000_update_2.safetensors").write_bytes(b"short")
+    with pytest.raises(StudyDataError, match="update_2"):
+        TokenStep(tmp_path, 0).response(0, 2)
+    (tmp_path / "tokens" / "step_000000.parquet").write_bytes(b"short")
+    with pytest.raises(StudyDataError, match="not a readable Parquet file"):
+        TokenStep(tmp_path, 0)
+
+
+def test_the_fragment_holds_data_that_cannot_end_its_script_and_keeps_its_limit(tmp_path):
+    folder = write_study(tmp_path / "s", ("gspo", "grpo"), (0,), steps=2, tokens_every=9, sequences=16)
+    for path in folder.glob("*/seed0/tokens/*"):
+        path.unlink()
+    assert token_view_html(load(folder)) == ""
+    write_step(folder / "grpo" / "seed0", 1)
+    html = token_view_html(load(folder))
+    assert "GRPO, seed 0, step 1: 2 of the 2 responses" in html
+    content = re.search(r'id="token-view-data">(.*?)</script>', html, re.DOTALL)[1]
+    assert "<" not in content
+    data = json.loads(content)
+    assert data["responses"]["0/2"]["text"] == ["2", "<b>", "\n"]
+    assert set(data["responses"]) == {"0/1", "0/2", "3/1", "3/2"}
+    small = token_view_html(load(folder), limit=1)
+    assert "1 of the 2 responses" in small, "at least one, however small the limit"
+    assert not re.search(r"(src|href)=|url\(|https?://(?!www\.w3\.org)", html)
+
+
+def test_responses_are_taken_from_all_over_the_step():
+    for n in range(1, 40):
+        order = list(spread(range(n)))
+        assert sorted(order) == list(range(n))
+        assert set(order[:2]) == {0, n - 1}

@@ -1,0 +1,130 @@
+"""The server of `moe-rl watch`: what it answers, and whom it refuses."""
+
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+from synthetic import write_study
+from token_files import write_step
+
+from moe_rl.cli import main
+from moe_rl.study.watch import ASSETS, make_server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = write_study(tmp_path_factory.mktemp("runs") / "s", ("grpo", "gspo"), (0,), 3, tokens_every=99)
+    (folder / "grpo" / "seed0" / "tokens" / "step_000000.parquet").unlink()
+    write_step(folder / "grpo" / "seed0", 2)
+    server = make_server(folder)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask(server, path, method="GET", host="localhost", body=None):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request(method, path, body=body, headers={"Host": host})
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    return answer, content
+
+
+def api(server, path):
+    answer, content = ask(server, f"/api/{path}")
+    return answer.status, json.loads(content)
+
+
+def test_the_page_and_its_files_come_from_here_alone(server):
+    assert server.server_address[0] == "127.0.0.1"
+    for path in ASSETS:
+        answer, content = ask(server, path)
+        assert answer.status == 200 and len(content) == int(answer.headers["Content-Length"])
+        assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+        assert b"https://" not in content.replace(b"https://www.w3.org", b"")
+    answer, content = ask(server, "/", "HEAD")
+    assert answer.status == 200 and content == b""
+
+
+def test_the_api_answers(server):
+    status, study = api(server, "study")
+    assert status == 200 and [run["run"] for run in study["runs"]] == ["grpo/seed0", "gspo/seed0"]
+    status, run = api(server, "run?run=grpo/seed0")
+    assert len(run["rows"]["rollout"]) == 3 and run["token_steps"] == [2]
+    assert api(server, f"run?run=grpo/seed0&since={run['since']}")[1]["rows"] == {}
+    assert len(api(server, "sites?run=grpo/seed0")[1]["rows"]) == 12  # 3 steps of 4 updates
+    assert api(server, "tokens?run=grpo/seed0&step=2")[1]["top"] == 2
+    assert api(server, "response?run=grpo/seed0&step=2&seq=0&update=2")[1]["changed"] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nothing", "no such answer 'nothing'"),
+        ("run", "run=ARM/seedN is missing"),
+        ("run?run=../../etc", "no run '../../etc'; there are grpo/seed0, gspo/seed0"),
+        ("run?run=grpo/seed0&since=x", "since: expected a cursor"),
+        ("tokens?run=grpo/seed0&step=1", r"stored no tokens of step 1; stored are [2]"),
+        ("tokens?run=grpo/seed0&step=../2", "step: expected a whole number"),
+        ("response?run=grpo/seed0&step=2&seq=7&update=2", "no response 7 after update 2"),
+    ],
+)
+def test_what_is_not_there_is_named(server, path, message):
+    status, content = api(server, path)
+    assert status in (404, 500) and message in content["error"]
+
+
+def test_strangers_writers_and_climbers_are_refused(server):
+    for host in ("evil.example", "evil.example:8765", "127.0.0.1.evil.example", "localhost.evil.example", ""):
+        assert ask(server, "/api/study", host=host)[0].status == 403
+    for host in ("localhost:9000", "127.0.0.1:1", "LOCALHOST"):
+        assert ask(server, "/", host=host)[0].status == 200
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
+        answer, _ = ask(server, "/api/study", method, body="x")
+        assert answer.status == 405 and answer.headers["Allow"] == "GET, HEAD"
+    for path in (
+        "/../watch.py",
+        "/static/../watch.py",
+        "/%2e%2e/watch.py",
+        "/etc/passwd",
+        "//etc/passwd",
+        "/study.yaml",
+    ):
+        assert ask(server, path)[0].status == 404
+    assert "Access-Control-Allow-Origin" not in ask(server, "/api/study")[0].headers
+
+
+def test_a_taken_port_is_said_and_the_default_moves_on(server):
+    with pytest.raises(ValueError, match=f"--port {server.server_port}"):
+        make_server(server.api.live.folder, server.server_port)
+    other = make_server(server.api.live.folder)
+    assert other.server_port != server.server_port
+    other.server_close()
+
+
+def test_the_command_names_a_wrong_folder(tmp_path, capsys):
+    for folder, message in ((tmp_path / "none", "no such folder"), (tmp_path, "neither a study")):
+        with pytest.raises(SystemExit) as stop:
+            main(["watch", str(folder)])
+        assert stop.value.code == 1 and message in capsys.readouterr().err
+
+
+def test_the_command_serves_until_interrupted(server):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "moe_rl", "watch", str(server.api.live.folder), "--port", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert f"http://127.0.0.1:{port}/" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (0, "") and out.endswith("stopped\n")

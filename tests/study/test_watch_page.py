@@ -1,0 +1,205 @@
+"""The live page and the report's token view in a real headless browser, clicked and typed at.
+
+Without a browser these are skipped on a developer's machine and fail under CI=true.
+"""
+
+import json
+import os
+import threading
+
+import pytest
+from browser import NAMES, Browser, find_browser
+from synthetic import write_study
+from token_files import write_step
+
+from moe_rl.study import load
+from moe_rl.study.report import render_report
+from moe_rl.study.watch import make_server
+
+TOKEN = "[data-update='2'] [data-token='1']"
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    path = find_browser()
+    if path is None:
+        message = f"no browser found (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium"
+        if os.environ.get("CI", "").lower() in ("1", "true"):
+            pytest.fail(message)
+        pytest.skip(message)
+    browser = Browser(path)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(chromium):
+    chromium.complaints.clear()
+    chromium.requests.clear()
+    chromium.look(1400, 900)
+    yield chromium
+    chromium.open("about:blank")
+    assert chromium.complaints == []
+
+
+@pytest.fixture
+def study(tmp_path):
+    folder = write_study(
+        tmp_path / "s",
+        ("grpo", "grpo_replay", "gspo", "gspo_noise"),
+        (0, 1),
+        6,
+        tokens_every=99,
+        unfinished=(("gspo", 1),),
+    )
+    for path in folder.glob("*/seed*/tokens/*"):
+        path.unlink()
+    write_step(folder / "grpo" / "seed0", 3)
+    write_step(folder / "grpo" / "seed0", 5)
+    return folder
+
+
+@pytest.fixture
+def url(study):
+    server = make_server(study)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def lines(browser, chart="reward"):
+    return browser.js(f"document.querySelectorAll('#chart-{chart} .thick path').length")
+
+
+def text(browser, selector):
+    return browser.js(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
+
+
+def test_runs_curves_and_heat_map_are_drawn_and_legend_and_condition_choose(browser, url):
+    browser.open(url)
+    browser.wait("document.querySelectorAll('#heat rect').length > 6 * 4")
+    assert browser.js("document.querySelectorAll('#run-rows [data-run]').length") == 8
+    assert "7 of 8 runs done · 1 running" in text(browser, "#status")
+    assert lines(browser) == 3 and browser.js("document.querySelectorAll('#chart-reward .thin path').length") == 6
+    browser.click("#legend [data-arm='gspo']")
+    assert lines(browser) == 2 and "hide=gspo" in browser.js("location.hash")
+    browser.click("#conditions button:nth-of-type(2)")
+    assert lines(browser) == 1 and "σ" in text(browser, "#conditions [aria-pressed='true']")
+    browser.click("[data-run='gspo_noise/seed1']")
+    browser.wait("document.querySelector('#run').value === 'gspo_noise/seed1'")
+    browser.wait("document.querySelector('#tokens').textContent.includes('No tokens are stored')")
+    origins = {request.split("/", 3)[2] for request in browser.requests if request.startswith("http")}
+    assert origins == {url.split("/")[2]}
+
+
+def test_the_read_out_follows_pointer_and_keys(browser, url):
+    browser.open(url)
+    browser.wait("document.querySelectorAll('#chart-reward path').length")
+    box = browser.js(
+        "(b => [b.x, b.y, b.width, b.height])(document.querySelector('#chart-reward .plot').getBoundingClientRect())"
+    )
+    browser.hover(box[0] + box[2] - 13, box[1] + box[3] / 2)  # the right end of the axis: the last step, 5
+    assert "step 5" in text(browser, "#chart-reward .readout") and "n = 2" in text(browser, "#chart-reward .readout")
+    assert browser.js("document.querySelectorAll('#chart-clipped .cross line').length") == 1, (
+        "all charts share the cursor"
+    )
+    browser.js("document.querySelector('#chart-reward .plot').focus()")
+    browser.press("ArrowLeft")
+    assert "step 4" in text(browser, "#chart-reward .readout")
+    browser.press("Enter")
+    browser.wait("document.querySelector('#heat output').textContent === '4'")
+
+
+def test_a_click_on_a_token_shows_its_experts_and_scores(browser, url):
+    browser.open(url)
+    browser.click(TOKEN)
+    detail = browser.wait("document.querySelector('.tv-detail').textContent")
+    assert "Token 1 <b> after update 2" in detail, "text stays text"
+    assert "new, live routing−0.75+0.251.28" in detail  # exp(0.25) = 1.284
+    assert "part of routing+0.25" in detail
+    assert browser.js("[...document.querySelectorAll('.tv-gone')].map(e => e.textContent)") == ["0"]
+    assert browser.js("[...document.querySelectorAll('.tv-came')].map(e => e.textContent)") == ["4"]
+    assert "token=1" in browser.js("location.hash")
+    plain, coloured = (
+        browser.js(f'getComputedStyle(document.querySelector("{s}")).backgroundColor')
+        for s in (TOKEN.replace("'1'", "'0'"), TOKEN)
+    )
+    assert plain == "rgb(255, 255, 255)" != coloured
+    browser.press("ArrowLeft")
+    browser.press("Enter")
+    assert "Token 0" in text(browser, ".tv-detail")
+    assert text(browser, ".tv-prompt") == "^1="
+
+
+def test_a_permalink_opens_run_step_update_response_and_token(browser, url):
+    browser.open(f"{url}#run=grpo/seed0&tokens=3&update=2&response=3&token=0&colour=natural")
+    browser.wait("document.querySelector('.tv-detail h4')")
+    assert "Token 0 2 after update 2" in text(browser, ".tv-detail")
+    assert browser.js("[...document.querySelectorAll('.tv-came')].map(e => e.textContent)") == ["2", "5"]
+    assert browser.js("[...document.querySelectorAll('.tv-controls select')].map(s => s.value)") == [
+        "3",
+        "2",
+        "3",
+        "natural",
+    ]
+    assert text(browser, ".tv-prompt") == "^12="
+    browser.js("location.hash = '#run=grpo/seed0&tokens=5&update=1&response=0&token=2'")
+    browser.wait("document.querySelector('.tv-detail h4').textContent.includes('Token 2 ↵ after update 1')")
+
+
+def test_new_rows_appear_and_a_resumed_run_is_read_again(browser, url, study):
+    browser.open(url)
+    row = "document.querySelector(\"[data-run='gspo/seed1']\").closest('tr').textContent"
+    browser.wait(f"{row}.includes('2/6')")  # the study writes half of an unfinished run: steps 0, 1, 2
+    metrics = study / "gspo" / "seed1" / "metrics.jsonl"
+    with open(metrics, "a") as file:
+        file.write(json.dumps({"kind": "rollout", "step": 3, "reward": 0.987}) + '\nbroken\n{"kind": "st')
+    browser.wait(f"{row}.includes('0.987')")
+    assert "1 damaged lines" in text(browser, "#problems")
+    metrics.write_text(json.dumps({"kind": "rollout", "step": 0, "reward": 0.111}) + "\n")
+    browser.wait(f"{row}.includes('0.111') && {row}.includes('0/6')")
+
+
+def test_a_study_without_runs_is_waited_for(browser, tmp_path):
+    (tmp_path / "study.yaml").write_text("name: early\nseeds: [0]\narms: {}\n")
+    server = make_server(tmp_path)
+    threading.Thread(target=server.serve_forever).start()
+    try:
+        browser.open(f"http://127.0.0.1:{server.server_port}/")
+        browser.wait("document.querySelector('#status').textContent.includes('no run has begun yet')")
+        write_study(tmp_path, ("grpo",), (0,), 2)
+        browser.wait("document.querySelectorAll('#chart-reward path').length === 1")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_dark_and_narrow(browser, url):
+    browser.look(390, 800, dark=True)
+    browser.open(url)
+    browser.wait("document.querySelectorAll('.tv-token').length && document.querySelectorAll('#heat rect').length")
+    assert browser.js("getComputedStyle(document.documentElement).backgroundColor") == "rgb(21, 24, 28)"
+    assert browser.js("document.querySelector('#chart-reward .thick path').getAttribute('stroke')") == "#d55e00"
+    assert browser.js("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+    unnamed = browser.js(
+        "[...document.querySelectorAll('button, select, input, [tabindex=\"0\"]')].filter(e =>"
+        " !(e.textContent.trim() || e.ariaLabel || e.getAttribute('aria-labelledby') || e.labels?.length)).length"
+    )
+    assert unnamed == 0, "every control has a name"
+
+
+def test_the_report_carries_the_token_view(browser, study, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(render_report(load(study), []))
+    browser.open(page.as_uri())
+    browser.click(TOKEN)
+    assert "Token 1 <b> after update 2" in text(browser, ".tv-detail")
+    assert browser.js("[...document.querySelectorAll('.tv-came')].map(e => e.textContent)") == ["4"]
+    browser.js(
+        "(s => { s.value = '3'; s.dispatchEvent(new Event('change')); })(document.querySelectorAll('.tv select')[2])"
+    )
+    browser.wait("document.querySelector('.tv-prompt').textContent === '^12='")
+    assert [request for request in browser.requests if not request.startswith("file:")] == []

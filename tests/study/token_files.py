@@ -1,0 +1,60 @@
+"""Tokens and routes of one step as the probe would leave them, small enough to check by hand.
+
+Two responses at batch rows 0 and 3, two sites of K = 2 out of 6 experts, updates 1 and 2; prompts of one and two
+tokens.
+Every token is routed to [0, 1] at both sites by the old policy. After update 2 (after update 1 nothing changed):
+response 0: token 1 changes one expert at site 1 (0 -> 4); response 3: token 0 changes both at site 0, slots swapped at
+site 1 (no change).
+"""
+
+from pathlib import Path
+
+import torch
+
+from moe_rl.routing import RoutedExperts
+from moe_rl.training.runlog import write_table
+
+SITES = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+TOKENS = torch.tensor([[0, 9, 5, 6, 7], [8, 9, 5, 3, 0]])  # [2, 5]; 0 pads on both sides; responses begin at column 2
+TEXTS = {0: ["2", "<b>", "\n"], 3: ["2", "3"]}
+
+
+def routes(update: int) -> RoutedExperts:
+    ids = torch.tensor([0, 1]).expand(2, 5, 2, 2).clone()
+    if update == 2:
+        ids[0, 3, 1] = torch.tensor([4, 1])
+        ids[1, 2, 0] = torch.tensor([2, 5])
+        ids[1, 2, 1] = torch.tensor([1, 0])
+    return RoutedExperts(ids, SITES, 6, tokens=TOKENS)
+
+
+def write_step(folder: Path, step: int, texts: bool = True, kept: bool = True) -> None:
+    """tokens/step_*.parquet with log-probabilities that are easy to follow, and routes/ of updates 0 to 2."""
+    columns: dict[str, list] = {
+        name: []
+        for name in (
+            "seq",
+            "pos",
+            "token",
+            "update",
+            "old_logp",
+            "logp_natural",
+            "logp_replayed",
+            "flips",
+            "reward",
+            "text",
+        )
+    }
+    for update in (1, 2):
+        for row, seq in enumerate((0, 3)):
+            for pos, text in enumerate(TEXTS[seq]):
+                flips = int(update == 2 and (seq, pos) in ((0, 1), (3, 0)))
+                values = [seq, pos, int(TOKENS[row, 2 + pos]), update, -1.0, -1.0 + 0.25 * flips, -1.0, flips]
+                for name, value in zip(columns, [*values, float(seq == 3), text], strict=True):
+                    columns[name].append(value)
+    if not texts:
+        del columns["text"]
+    about = {"seq": [0, 3], "prompt": ["^1=", "^12="], "first": [2, 2]} if texts else None
+    write_table(folder / "tokens" / f"step_{step:06d}.parquet", columns, about)
+    for update in (0, 1, 2) if kept else ():
+        routes(update).save(folder / "routes" / f"step_{step:06d}_update_{update}.safetensors")
