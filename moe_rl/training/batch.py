@@ -21,7 +21,8 @@ class Batch:
         rewards: one per response, the verifier's.
         advantages: one per response or one per token, in the method's units (for group advantages: of the group's
             reward spread; for DPO's pairs: +1 the better, -1 the worse, 0 where neither is).
-        old_logps: nats; the training engine's old policy, natural routing; 0 outside the response.
+        old_logps: nats; the training engine's old policy, natural routing, under R3 the rollout's routes; 0 outside the
+            response.
         routes: the experts that the old policy chose for every token, prompt included.
         rollout_logps: nats; what the sampler itself said.
         ref_logps: nats; the reference policy's, natural routing; None without a reference.
@@ -29,6 +30,9 @@ class Batch:
         values, returns: of the value model when the batch was scored, units of reward; None without one.
         route_scores: nats; log router probability of the experts in `routes` under the old policy; None unless the
             method weighs tokens by router shift.
+        natural_logps: nats; the old policy's under natural routing where `old_logps` are not (R3), else None.
+        rollout_routes: the experts that the rollout engine chose; -1 on padding and on each row's last token. None
+            unless recorded.
     """
 
     input_ids: Int[Tensor, "B T"]
@@ -44,12 +48,20 @@ class Batch:
     values: Float[Tensor, "B T"] | None = None
     returns: Float[Tensor, "B T"] | None = None
     route_scores: Float[Tensor, "B T L K"] | None = None
+    natural_logps: Float[Tensor, "B T"] | None = None
+    rollout_routes: RoutedExperts | None = None
+
+    @property
+    def live_old_logps(self) -> Float[Tensor, "B T"]:
+        """The old policy's log-probabilities under natural routing, whatever the loss takes."""
+        return self.old_logps if self.natural_logps is None else self.natural_logps
 
     def rows(self, index: Int[Tensor, "n"]) -> "Batch":
         """The responses `index`, in that order."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors: dict[str, Any] = {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
-        return replace(self, **tensors, routes=self.routes.rows(index))
+        rollout_routes = None if self.rollout_routes is None else self.rollout_routes.rows(index)
+        return replace(self, **tensors, routes=self.routes.rows(index), rollout_routes=rollout_routes)
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]

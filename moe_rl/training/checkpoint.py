@@ -48,6 +48,8 @@ def save_checkpoint(trainer: "Trainer") -> None:
     for index, batch in enumerate(trainer.queue):
         save_file(_batch_tensors(batch), staging / f"batch_{index}.safetensors")
         batch.routes.save(staging / f"batch_{index}_routes.safetensors")
+        if batch.rollout_routes is not None:
+            batch.rollout_routes.save(staging / f"batch_{index}_rollout_routes.safetensors")
         queue.append(batch.step)
     save_file({"torch": torch.get_rng_state()}, staging / "rng.safetensors")
     state = {"version": VERSION, "step": trainer.step, "queue_steps": queue}
@@ -83,6 +85,9 @@ def load_checkpoint(trainer: "Trainer") -> bool:
         tensors = {k: v.to(trainer.accelerator.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
         routes = RoutedExperts.load(folder / f"batch_{index}_routes.safetensors").to(trainer.accelerator.device)
         optional: dict[str, Any] = {"ref_logps": None, **tensors}
+        path = folder / f"batch_{index}_rollout_routes.safetensors"
+        if path.exists():
+            optional["rollout_routes"] = RoutedExperts.load(path).to(trainer.accelerator.device)
         trainer.queue.append(Batch(**optional, routes=routes, step=step))
     torch.set_rng_state(_load(folder / "rng.safetensors")["torch"])
     trainer.step = state["step"]

@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 
 from moe_rl.models import ModelConfig
 from moe_rl.rollout import TaskConfig
+from moe_rl.rollout.engines import EngineConfig
 
-REPLAY_KINDS = ("none", "R2")
+REPLAY_KINDS = ("none", "R2", "R3")
 SOURCE_KINDS = ("policy", "initial", "demonstrations")
 ADVANTAGE_KINDS = ("group", "leave_one_out", "gae", "one", "accepted", "process", "decoupled")
 IN_GROUPS = ("group", "leave_one_out", "process", "decoupled")
 DPO = "dpo"
 """The one method that learns from pairs; all others are names in `moe_rl.objectives.OBJECTIVES`."""
-KNOBS = ("clip_low", "clip_high", "kl_coef", "advantage_scale")
+KNOBS = ("clip_low", "clip_high", "kl_coef", "advantage_scale", "anchor")
 """Fields of MethodConfig that replace those of the preset."""
 
 
@@ -26,7 +27,10 @@ class MethodConfig:
     objective: str = "grpo"
     """A name in `moe_rl.objectives.OBJECTIVES` (grpo, gspo, gspo_token, dr_grpo, dapo, ppo, sft, ...), or `dpo`."""
     replay: str = "none"
-    """`none`: live routing. `R2`: force the routes of the training engine's old policy in forward and backward."""
+    """`none`: live routing. `R2`: force the routes of the training engine's old policy in forward and backward; the
+    first update of a batch is unaltered by it, since these are the routes it would take. `R3`: force the routes that
+    the rollout engine chose, in the scoring of the old policy too; that alters the policy which is optimised in every
+    update, the first one included, as far as the two engines differ (arXiv 2512.01374, table 1)."""
     noise: float = 0.0
     """Stress test: standard deviation of Gaussian noise on the router logits, for selection only, in the update
     forward only. Sampling, scoring, probing and evaluation never see it; a replay arm ignores it."""
@@ -38,6 +42,9 @@ class MethodConfig:
     """Coefficient of the KL term to the reference policy; None takes the preset's (0 for most)."""
     advantage_scale: str | None = None
     """`std`, `none` or `batch` (see `group_advantages`); None takes the preset's."""
+    anchor: str | None = None
+    """Denominator of the ratio: `old`, the training engine's old policy, or `rollout`, what the rollout engine itself
+    said; None takes the preset's (`old` for most)."""
     advantage: str | None = None
     """`group`, `leave_one_out`, `gae` (a value model, see `value`), `one`, `accepted`; `process`: step rewards of the
     task, one advantage per token; `decoupled`: several rewards of the task, each normalised by itself (GDPO). None
@@ -65,6 +72,8 @@ class RolloutConfig:
     """Train on batches that the policy sampled this many steps ago (0: on its own)."""
     max_batch: int | None = None
     """Responses decoded together; None decodes all at once."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """Who samples. Evaluation always samples from the training model, so that arms are compared on one thing."""
 
 
 @dataclass(frozen=True)

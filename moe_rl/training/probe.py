@@ -20,6 +20,7 @@ from moe_rl.routing import (
     replay_routes,
 )
 from moe_rl.training.batch import Batch
+from moe_rl.training.engine_gap import log_rollout_to_new
 from moe_rl.training.runlog import write_table
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class Probe:
         """Measure the policy after `update`."""
         facts, natural, replayed, routes = measure(self.trainer, self.part)
         self.trainer.log.append("probe", self.trainer.step, update=update, **facts)
+        log_rollout_to_new(self.trainer, self.part, update, natural, routes)
         if self.keep:
             self.columns.append(token_columns(self.part, update, self.rows, natural, replayed, routes))
             self._save_routes(update, routes)
@@ -114,9 +116,9 @@ def measure(trainer: "Trainer", part: Batch) -> tuple[dict[str, Any], Tensor, Te
         "entropy": natural.entropy[mask].mean(),
     }
     for name, logps in (("natural", natural.logps), ("replayed", replayed)):
-        tokens = token_log_ratio(logps, part.old_logps, mask)[mask]
+        tokens = token_log_ratio(logps, part.live_old_logps, mask)[mask]
         facts[f"var_token_{name}"] = tokens.var()
-        facts[f"var_sequence_{name}"] = sequence_log_ratio(logps, part.old_logps, mask).var()
+        facts[f"var_sequence_{name}"] = sequence_log_ratio(logps, part.live_old_logps, mask).var()
         facts[f"k1_{name}"] = (-tokens).mean()
         facts[f"k3_{name}"] = (tokens.exp() - 1 - tokens).mean()
     return facts, natural.logps, replayed, recording.routes
@@ -164,7 +166,7 @@ def token_columns(
         "pos": take(torch.arange(T, device=mask.device)[None] - first).int(),
         "token": take(part.input_ids).int(),
         "update": torch.full((int(mask.sum()),), update, dtype=torch.int32),
-        "old_logp": take(part.old_logps).float(),
+        "old_logp": take(part.live_old_logps).float(),
         "logp_natural": take(natural).float(),
         "logp_replayed": take(replayed).float(),
         "flips": take(flips).int(),

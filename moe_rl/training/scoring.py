@@ -10,8 +10,10 @@ from moe_rl.rollout import Rollout
 from moe_rl.routing import record_routes
 from moe_rl.training.advantages import make_advantages
 from moe_rl.training.batch import Batch
+from moe_rl.training.engine_gap import log_engines
 from moe_rl.training.preference import best_and_worst, preferences
 from moe_rl.training.router_shift import chosen_scores
+from moe_rl.training.update_routing import forced_routes
 
 if TYPE_CHECKING:
     from moe_rl.training.trainer import Trainer
@@ -24,7 +26,9 @@ def score_rollout(trainer: "Trainer", rollout: Rollout) -> tuple[Batch, dict[str
     """The batch of a rollout that has its rewards, and what is to be logged of how its advantages came about.
 
     Old log-probabilities and routes come from one pass of the current policy; the method's other models (reference,
-    value, reward) speak in the same pass. A method that learns from pairs gets those rows only.
+    value, reward) speak in the same pass. Where the rollout engine's routes were recorded, a second pass forces them:
+    under R3 these are the old log-probabilities (arXiv:2510.11370), else they are measured only. A method that learns
+    from pairs gets those rows only.
     """
     method, rewards = trainer.method, rollout.rewards
     trainer.model.eval()
@@ -35,6 +39,9 @@ def score_rollout(trainer: "Trainer", rollout: Rollout) -> tuple[Batch, dict[str
             old = trainer.logps(trainer.model, part, router_logits=trainer.shifts)
         routes.append(recording.routes)
         seen: dict[str, Tensor] = {"old_logps": old.logps}
+        if part.routes is not None:  # of the rollout engine
+            with forced_routes(trainer.model, part.routes):
+                seen["replayed_logps"] = trainer.logps(trainer.model, part).logps
         if old.router_logits is not None:
             seen["route_scores"] = chosen_scores(old.router_logits, recording.routes)
         if trainer.reference is not None:
@@ -46,6 +53,10 @@ def score_rollout(trainer: "Trainer", rollout: Rollout) -> tuple[Batch, dict[str
         found.append(seen)
     tensors = {name: torch.cat([seen[name] for seen in found]) for name in found[0]}
     worth = tensors.pop("worth", rewards)  # what the method takes for the reward
+    replayed, natural = tensors.pop("replayed_logps", None), None
+    if trainer.config.method.replay == "R3":
+        assert replayed is not None
+        tensors["old_logps"], natural = replayed, tensors["old_logps"]
 
     facts: dict[str, Any] = {}
     if trainer.reward_model:
@@ -75,7 +86,10 @@ def score_rollout(trainer: "Trainer", rollout: Rollout) -> tuple[Batch, dict[str
         values=tensors.get("values"),
         returns=tensors.get("returns"),
         route_scores=tensors.get("route_scores"),
+        natural_logps=natural,
+        rollout_routes=rollout.routes,
     )
+    log_engines(trainer, batch, replayed)
     if method.pairs:
         pairs = best_and_worst(worth, rollout.group_size)
         batch = replace(batch.rows(pairs), advantages=preferences(worth[pairs]))

@@ -36,6 +36,7 @@ from moe_rl.training.optimizer import make_optimizer
 from moe_rl.training.preference import pair_loss
 from moe_rl.training.probe import Probe, ratio_facts
 from moe_rl.training.reward_model import RewardModel
+from moe_rl.training.rollouts import Rollouts
 from moe_rl.training.router_shift import chosen_scores, shift_weight
 from moe_rl.training.runlog import RunLog
 from moe_rl.training.scoring import score_rollout
@@ -100,6 +101,7 @@ class Trainer:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         for module in self.frozen.values():
             module.to(self.accelerator.device)
+        self.rollouts = Rollouts(self)
         self.queue: deque[Batch] = deque()
         self.step = 0
 
@@ -154,7 +156,7 @@ class Trainer:
             reward_n=len(rollout),
             response_length=rollout.lengths.float().mean(),
             groups_equal=(groups.std(1) == 0).float().mean() if rollout.group_size > 1 else None,
-            rollout_logp_gap=(batch.rollout_logps - batch.old_logps)[mask].abs().mean() if own else None,
+            rollout_logp_gap=(batch.rollout_logps - batch.live_old_logps)[mask].abs().mean() if own else None,
             lag=self.config.rollout.lag,
             **facts,
         )
@@ -250,7 +252,12 @@ class Trainer:
             rollout = demonstrate(self.task, self.tokenizer, problems, rng)
         else:
             problems = [self.task.problem(rng) for _ in range(config.prompts)]
-            rollout = self.sample(problems, config.group_size, generator, self.initial)
+            own = source == "policy"
+            rollout = (
+                self.rollouts.sample(problems, generator)
+                if own
+                else self.sample(problems, config.group_size, generator, self.initial)
+            )
         return score(self.task, rollout).to(self.accelerator.device)
 
     def sample(

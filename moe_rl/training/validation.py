@@ -4,6 +4,7 @@ import difflib
 
 from moe_rl.objectives import OBJECTIVES
 from moe_rl.rollout import make_task
+from moe_rl.rollout.engines import EngineError, check_engine
 from moe_rl.training.config import (
     ADVANTAGE_KINDS,
     DPO,
@@ -31,6 +32,7 @@ def validate(config: RunConfig) -> None:
         f"({rollout.prompts}), got {optim.num_minibatches}",
     )
     method = _method(config)
+    _engine(config, method)
     responses = rollout.prompts * (2 if method.pairs else rollout.group_size)
     require(
         1 <= probe.sequences <= responses or not (probe.every or probe.decompose_every),
@@ -111,6 +113,19 @@ def _source(config: RunConfig, method: Method) -> None:
             "wants; use method.objective='sft', or method.advantage='one'",
         )
         _task_offers(config, "demonstration", "method.source: demonstrations")
+
+
+def _engine(config: RunConfig, method: Method) -> None:
+    try:
+        check_engine(config.rollout.engine)
+    except EngineError as error:
+        raise ValueError(str(error)) from error
+    other = config.rollout.engine.kind != "self"
+    require(
+        method.source == "policy" or not (other or config.method.replay == "R3"),
+        "method.source: a rollout engine and replay R3 speak of what the current policy samples, got "
+        f"{method.source!r} responses; use rollout.engine.kind: self, and replay none or R2",
+    )
 
 
 def _supervision(config: RunConfig, method: Method) -> None:

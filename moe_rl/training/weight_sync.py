@@ -1,0 +1,153 @@
+"""Weight sync that proves itself: the rollout engine holds the policy that it is said to hold, or the run stops.
+
+A wrong sync is silent: the engine samples fluently from other weights, and the method gets the blame. Hence
+
+1. at start-up, with the weights that the engine has just been loaded with, its log-probabilities on a fixed small batch
+   are compared with the training model's: their mean absolute gap is the engine's own disagreement, and the tolerance;
+2. still at start-up, one tensor at a time (all of them, or at least one of each kind) is changed and synced: if the
+   engine's log-probabilities do not move by a single bit, that tensor does not arrive, and its name is known. Then the
+   true weights are synced, which must give back what was loaded: tensors that arrive in another's place do not;
+3. after every sync the gap on the same batch must stay within the tolerance.
+"""
+
+import random
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.rollout import Problem, Rollout
+from moe_rl.rollout.engines import ENGINE_DTYPES, Engine, EngineConfig, EngineError, forward_logps
+
+PROBE_PROBLEMS = 8
+PROBED_TENSORS = 128  # more are thinned out to one of each kind
+FACTOR = 6.0
+"""How much the gap may grow over that of start-up before it counts as a wrong sync: the policy moves, and with it how
+sharp its distributions are and how near to a tie its routers."""
+FLOORS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Least tolerance, nats per token, mean absolute: in fp32, a token or two whose router flips at a tie."""
+CEILINGS = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
+"""A gap at start-up above this is no rounding: the engine was loaded with other weights, or reads them otherwise."""
+
+
+class SyncGuard:
+    """An engine, and what is needed to know that its weights are the training model's.
+
+    Attributes:
+        engine: what samples.
+        gap: mean absolute difference of the two log-probabilities on the probe at the last sync, nats per token.
+        tolerance: what `gap` may be; nats per token.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module, config: EngineConfig, probe: Rollout, temperature: float):
+        """Calibrates and tests the sync; `model` and `engine` hold the same weights.
+
+        Raises:
+            EngineError: the two disagree by more than the engine's dtype explains; a tensor does not arrive.
+        """
+        self.engine, self.model, self.probe, self.temperature = engine, model, probe, temperature
+        dtype = ENGINE_DTYPES[config.dtype]
+        loaded = self._engine_logps()
+        self.gap = self._distance(loaded, self._model_logps())
+        ceiling = CEILINGS[dtype] + (0.5 if config.router_format else 0.0)
+        if not self.gap <= ceiling:
+            raise EngineError(
+                f"the rollout engine disagrees with the training model by {self.gap:.3g} nats per token on the weights "
+                f"that it was just loaded with; {config.dtype} explains at most {ceiling:g}. Other weights, another "
+                "temperature, processed instead of raw log-probabilities, or another chat template or tokenizer?"
+            )
+        self.tolerance = max(FACTOR * self.gap, FLOORS[dtype])
+        self._test(loaded)
+
+    def sync(self, version: int) -> None:
+        """Bring the engine to the training model's weights and compare.
+
+        Raises:
+            EngineError: the gap is beyond the tolerance, or not a number.
+        """
+        self.engine.sync(self.model.state_dict(), version)
+        self.gap = self._distance(self._engine_logps(), self._model_logps())
+        if not self.gap <= self.tolerance:
+            raise EngineError(
+                f"weight sync {version}: afterwards the rollout engine and the training model differ by {self.gap:.3g} "
+                f"nats per token on the sync probe (mean absolute), tolerance {self.tolerance:.3g} as calibrated at "
+                "start-up: the engine does not hold the policy's weights. Tensors that are skipped or land in "
+                "another's place, or a cache that outlived them? An engine built anew instead of synced shows which."
+            )
+
+    @torch.no_grad()
+    def _test(self, loaded: Tensor) -> None:
+        generator = torch.Generator().manual_seed(0)
+        before = self._model_logps()
+        silent = []
+        weights = self.model.state_dict()
+        for name in probed_tensors(weights):
+            tensor = weights[name]
+            kept = tensor.clone()
+            noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+            try:
+                tensor += noise * tensor.float().square().mean().sqrt().clamp(min=1e-3)
+                self.engine.sync(self.model.state_dict(), self.engine.version)
+                # What does not move the training model either (an adapter whose other half is 0) proves nothing.
+                if torch.equal(self._engine_logps(), loaded) and not torch.equal(self._model_logps(), before):
+                    silent.append(name)
+            finally:
+                tensor.copy_(kept)
+        if silent:
+            raise EngineError(
+                f"weight sync: {len(silent)} of the tensors tried do not reach the rollout engine, first {silent[0]}: "
+                "it was changed and synced, and no log-probability moved"
+            )
+        self.engine.sync(self.model.state_dict(), self.engine.version)
+        back = self._distance(self._engine_logps(), loaded)
+        if not back <= self.tolerance / FACTOR:
+            raise EngineError(
+                "weight sync: after syncing the weights that the rollout engine was loaded with, its log-probabilities "
+                f"are {back:.3g} nats per token away from those of before. Tensors that land in another's place?"
+            )
+
+    def _engine_logps(self) -> Tensor:
+        return self.engine.logps(self.probe, self.temperature)
+
+    def _model_logps(self) -> Tensor:
+        self.model.eval()
+        return forward_logps(self.model, self.probe, self.temperature)
+
+    def _distance(self, a: Tensor, b: Tensor) -> float:
+        return float((a - b)[self.probe.completion_mask].abs().mean())
+
+
+def sync_probe(engine: Engine, task: Any, max_new_tokens: int, temperature: float) -> Rollout:
+    """The fixed batch: a few prompts of the task with one sampled completion each, the same whenever a run begins."""
+    rng = random.Random("sync-probe")
+    problems: list[Problem] = [task.problem(rng) for _ in range(PROBE_PROBLEMS)]
+    return engine.sample(
+        problems,
+        group_size=1,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        generator=torch.Generator().manual_seed(0),
+        record_routes=False,
+    )
+
+
+def probed_tensors(weights: dict[str, Tensor]) -> list[str]:
+    """Which tensors the start-up test changes: all floating ones, or where those are many, for each kind (a name with
+    its numbers left out) one, at a depth that differs from kind to kind.
+
+    >>> probed_tensors({"h.0.w": torch.ones(1), "h.1.w": torch.ones(1), "steps": torch.ones(1, dtype=torch.int64)})
+    ['h.0.w', 'h.1.w']
+    """
+    floating = [name for name, tensor in weights.items() if tensor.is_floating_point()]
+    if len(floating) <= PROBED_TENSORS:
+        return floating
+    kinds: dict[str, list[str]] = {}
+    for name in floating:
+        kinds.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
+    return [names[index % len(names)] for index, names in enumerate(_longest_last(kinds.values()))]
+
+
+def _longest_last(groups: Iterable[list[str]]) -> list[list[str]]:
+    return sorted(groups, key=len)
