@@ -139,7 +139,7 @@ class _Chunk:
         """Prefill: row i of the chunk is row `rows[i]` of the result and continues prompt `prompt[i]`."""
         self.model, self.rows, self.cache = model, rows, None
         self.fed: list[_Fed] = []
-        self.accepts = set(inspect.signature(_inside(model).forward).parameters)
+        self.accepts = set(inspect.signature(hf_model(model).forward).parameters)
         used, place = torch.unique_consecutive(prompt, return_inverse=True)
         ids, mask = ids[used], mask[used].long()
         self.first = int(mask.any(0).int().argmax())  # columns that are padding in all of these prompts
@@ -250,7 +250,7 @@ def _padding_token(tokenizer: Any) -> int:
 def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, "e"]:
     """Every token that ends a completion: the tokenizer's and those of the model's generation config."""
     ends: set[int] = set()
-    for source in (tokenizer, getattr(_inside(model), "generation_config", None)):
+    for source in (tokenizer, getattr(hf_model(model), "generation_config", None)):
         found = getattr(source, "eos_token_id", None)
         ends |= set(found if isinstance(found, list | tuple) else [found]) - {None}
     return torch.tensor(sorted(ends), dtype=torch.int64)
@@ -262,7 +262,7 @@ def _decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
     return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _inside(model: nn.Module) -> nn.Module:
+def hf_model(model: nn.Module) -> nn.Module:
     """The transformers model in a wrapper (PEFT, DDP, ...), which alone says what it accepts."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
