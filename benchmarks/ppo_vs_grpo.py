@@ -1,0 +1,136 @@
+"""What GRPO saves by having no value model: CPU time, parameters, optimizer state, peak memory.
+
+    python benchmarks/ppo_vs_grpo.py                # the default study's model and batch
+    python benchmarks/ppo_vs_grpo.py --rounds 9 --hidden 96
+
+Same policy, same responses, same objective (PPO's clip); only where advantages come from differs: the group's mean
+(grpo), a value model as large as the policy's backbone (ppo), a linear map of the policy's hidden states (ppo_head).
+
+What must be paid at least: `ppo` trains a second backbone, so without activations its weights, gradients and AdamW
+moments are 16 bytes a parameter in fp32 once more. Its scoring has one forward more and its updates one forward and
+backward more, hence at most twice the time of both; sampling costs the same.
+
+Time is CPU time of scoring, advantages and updates without probes, the methods taking turns on one thread, as a ratio
+to grpo (median and range over rounds); sampling is counted apart. Peak memory is of torch's own allocations (its
+profiler), the most held at once above what was held before a step.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from moe_rl.models import ModelConfig, TinyConfig
+from moe_rl.training import MethodConfig, ProbeConfig, RunConfig, Trainer, ValueConfig
+from moe_rl.training.batch import minibatches
+from moe_rl.training.footprint import footprint
+from moe_rl.training.scoring import score_rollout
+
+MIB = 2**20
+ARMS: dict[str, dict[str, Any]] = {
+    "grpo": {"method": MethodConfig(objective="ppo", advantage="group")},
+    "ppo_head": {"method": MethodConfig(objective="ppo"), "value": ValueConfig(model="head")},
+    "ppo": {"method": MethodConfig(objective="ppo")},
+}
+
+
+def make(name: str, base: RunConfig, folder: Path) -> Trainer:
+    return Trainer(replace(base, **ARMS[name]), folder / name)
+
+
+def step(trainer: Trainer, rollout: Any) -> None:
+    """A training step without its sampling: scoring, advantages, updates."""
+    config = trainer.config
+    batch, _ = score_rollout(trainer, rollout)
+    order = minibatches(batch, config.optim.num_minibatches, config.rollout.group_size, trainer.draw("order"))
+    for update, rows in enumerate(order, start=1):
+        trainer.update(batch.rows(rows), update)
+    trainer.step += 1
+
+
+def timed(action: Any) -> float:
+    started = time.process_time()
+    action()
+    return time.process_time() - started
+
+
+def peak_bytes(action: Any) -> int:
+    """The most that torch's allocations grew by during `action`."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        action()
+    held = most = 0
+    for event in sorted((e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"), key=_when):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def _when(event: Any) -> int:
+    return event.start_ns()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=48)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    tiny = TinyConfig(hidden_size=options.hidden, num_layers=options.layers)
+    base = RunConfig(model=ModelConfig(tiny=tiny, cold_start=None), probe=ProbeConfig(every=0))
+    with tempfile.TemporaryDirectory() as folder:
+        trainers = {name: make(name, base, Path(folder)) for name in ARMS}
+        sampler = trainers["grpo"]
+        started = time.process_time()
+        rollout = sampler.respond(random.Random(0), sampler.draw("sample"))
+        sampling = time.process_time() - started
+        # A random policy's answers are all wrong; rewards by coin give all methods something to learn.
+        coin = torch.rand(len(rollout), generator=torch.Generator().manual_seed(0)).round()
+        rollout = replace(rollout, rewards=coin)
+        for trainer in trainers.values():
+            step(trainer, rollout)  # warm up
+        times: dict[str, list[float]] = {name: [] for name in trainers}
+        for _ in range(options.rounds):
+            for name, trainer in trainers.items():
+                times[name].append(timed(lambda trainer=trainer: step(trainer, rollout)))
+        peaks = {name: peak_bytes(lambda trainer=trainer: step(trainer, rollout)) for name, trainer in trainers.items()}
+        weighed = {name: footprint(trainer) for name, trainer in trainers.items()}
+
+    found = {}
+    for name in ARMS:
+        ratios = [own / grpo for own, grpo in zip(times[name], times["grpo"], strict=True)]
+        facts = weighed[name]
+        trained = [key for key in ("model", "value") if f"{key}_bytes" in facts]
+        found[name] = {
+            "cpu_ratio": statistics.median(ratios),
+            "cpu_ratio_range": (min(ratios), max(ratios)),
+            "cpu_seconds": statistics.median(times[name]),
+            "parameters": sum(facts[f"{key}_parameters"] for key in trained),
+            "weight_bytes": sum(facts[f"{key}_bytes"] for key in trained),
+            "optimizer_bytes": sum(facts[f"{key}_optimizer_bytes"] for key in trained),
+            "peak_bytes": peaks[name],
+        }
+    print(f"{len(rollout)} responses, {int(rollout.lengths.sum())} tokens; sampling takes {sampling:.2f} CPU s")
+    print(f"{'':9} {'CPU time / grpo':>24} {'CPU s':>7} {'parameters':>11} {'optimizer':>10} {'peak above held':>16}")
+    for name, row in found.items():
+        low, high = row["cpu_ratio_range"]
+        print(
+            f"{name:9} {row['cpu_ratio']:8.2f} ({low:5.2f} to {high:5.2f}) {row['cpu_seconds']:7.2f} "
+            f"{row['parameters']:11,} {row['optimizer_bytes'] / MIB:6.2f} MiB {row['peak_bytes'] / MIB:12.1f} MiB"
+        )
+    if options.json:
+        options.json.write_text(json.dumps({**found, "sampling_cpu_seconds": sampling}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
