@@ -104,7 +104,7 @@ class AdaptersOff(nn.Module):
             for parameter, flag in trained:
                 parameter.requires_grad_(flag)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return {}
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:

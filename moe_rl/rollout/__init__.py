@@ -2,7 +2,11 @@
 
 - `task`             what a verifiable task is
 - `character_tasks`  the small ones that come along
+- `jsonl_task`       a file of prompts and answers
+- `gym_task`         reasoning-gym
+- `verifiers`        is the answer right?
 - `tasks`            tasks by name, one's own included
+- `chat`             prompts as messages
 - `sampler`          a model answers
 - `demonstrations`   the task answers
 - `supervision`      rewards of steps, several rewards

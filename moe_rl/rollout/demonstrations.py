@@ -21,7 +21,7 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
         AttributeError: the task has no `demonstration`.
     """
     texts = [task.demonstration(problem, rng, 0.0) for problem in problems]
-    prompts, prompt_mask = encode_prompts(tokenizer, [problem.prompt for problem in problems])
+    prompts, prompt_mask = encode_prompts(tokenizer, problems)
     answers = [list(ids) for ids in tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"]]
     lengths = torch.tensor([len(ids) for ids in answers])
     written = torch.arange(int(lengths.max())) < lengths[:, None]

@@ -18,6 +18,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moe_rl.rollout.chat import prompt_tokens
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.task import Problem
 from moe_rl.routing import RoutedExperts, record_routes
@@ -61,7 +62,7 @@ def sample(
     """
     _check(problems, group_size, max_new_tokens, temperature, max_batch)
     device = next(model.parameters()).device
-    prompts, prompt_mask = encode_prompts(tokenizer, [problem.prompt for problem in problems])
+    prompts, prompt_mask = encode_prompts(tokenizer, problems)
     prompts, prompt_mask = prompts.to(device), prompt_mask.to(device)
     B, P, N = len(problems) * group_size, prompts.shape[1], max_new_tokens
     source = "cpu" if generator is None else generator.device
@@ -228,12 +229,12 @@ def draw_tokens(
     return token, logp.gather(1, token[:, None])[:, 0]
 
 
-def encode_prompts(tokenizer: Any, prompts: list[str]) -> tuple[Int[Tensor, "N P"], Bool[Tensor, "N P"]]:
+def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Tensor, "N P"], Bool[Tensor, "N P"]]:
     """Token ids and mask, left-padded whatever side the tokenizer pads on."""
-    encoded = [list(ids) for ids in tokenizer(prompts)["input_ids"]]
+    encoded = prompt_tokens(tokenizer, problems)
     empty = [i for i, ids in enumerate(encoded) if not ids]
     if empty:
-        raise ValueError(f"problem {empty[0]}: the prompt {prompts[empty[0]]!r} has no tokens")
+        raise ValueError(f"problem {empty[0]}: the prompt {problems[empty[0]].prompt!r} has no tokens")
     width = max(map(len, encoded))
     padding = _padding_token(tokenizer)
     ids = torch.tensor([[padding] * (width - len(row)) + row for row in encoded])

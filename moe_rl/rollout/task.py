@@ -13,12 +13,22 @@ class TaskError(ValueError):
     """A task that does not exist or cannot be built; the message names the field and the nearest match."""
 
 
+Messages = tuple[tuple[str, str], ...]
+"""A conversation: (role, content) of each message."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One prompt and what its verifier needs to know."""
+    """One prompt and what its verifier needs to know.
+
+    prompt: the text that is continued; where there are messages, the same to read.
+    answer: for the verifier.
+    messages: the prompt as a conversation, for the tokenizer's chat template; None: `prompt` as it stands.
+    """
 
     prompt: str
     answer: str
+    messages: Messages | None = None
 
 
 @runtime_checkable
@@ -31,6 +41,7 @@ class Task(Protocol):
       is wrong with probability `noise`. For the cold start of the tiny model, and for SFT.
     - `step_rewards(problem, completion) -> list[tuple[int, float]]`: for each step, how many characters of the
       completion end with it, and its reward. For process supervision.
+    - `chats`: true if its problems hold messages, so that a tokenizer without a chat template is refused early.
     - `rewards(problem, completion) -> dict[str, float]`: several rewards, the same names for every completion. For
       multi-reward advantages.
     """
@@ -68,7 +79,7 @@ class VerifiableTask:
     ...     def reward(self, problem, completion):
     ...         return float(completion == problem.answer)
     >>> Double().problem(random.Random(0)), isinstance(Double(), Task)
-    (Problem(prompt='^776=', answer='1552'), True)
+    (Problem(prompt='^776=', answer='1552', messages=None), True)
     """
 
     def draw(self, rng: random.Random) -> Problem:

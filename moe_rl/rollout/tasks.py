@@ -3,6 +3,10 @@
     task: {name: my_package.tasks:Countdown, options: {numbers: 4}}
     task: {name: tasks/countdown.py:Countdown}
 
+One's own prompts and answers need no class:
+
+    task: {name: jsonl, options: {path: questions.jsonl}}
+
 What its class must have is in `moe_rl.rollout.task`. In Python, any such object is a task.
 """
 
@@ -20,9 +24,13 @@ from types import ModuleType
 from typing import Any
 
 from moe_rl.rollout.character_tasks import Add, Copy, ModChain, Parity, Reverse, Sort
+from moe_rl.rollout.gym_task import ReasoningGym
+from moe_rl.rollout.jsonl_task import JsonLines
 from moe_rl.rollout.task import TaskError
 
-TASKS: Mapping[str, type] = {cls.name: cls for cls in (ModChain, Copy, Reverse, Sort, Parity, Add)}
+TASKS: Mapping[str, type] = {
+    cls.name: cls for cls in (ModChain, Copy, Reverse, Sort, Parity, Add, JsonLines, ReasoningGym)
+}
 """The tasks that come along, by name."""
 
 REQUIRED = ("name", "alphabet", "max_new_tokens", "problem", "reward")
@@ -54,7 +62,7 @@ def make_task(config: TaskConfig) -> Any:
         cls = TASKS[config.name]
     else:
         raise TaskError(
-            f"task.name: unknown task {config.name!r}{_nearest(config.name, TASKS)}; a task of your own is "
+            f"task.name: unknown task {config.name!r}{nearest(config.name, TASKS)}; a task of your own is "
             "named package.module:Class or path/to/file.py:Class"
         )
     if dataclasses.is_dataclass(cls):
@@ -66,7 +74,8 @@ def make_task(config: TaskConfig) -> Any:
         raise
     except (TypeError, ValueError) as error:
         raise TaskError(f"task.options: cannot build {config.name} with {config.options}: {error}") from error
-    missing = [part for part in REQUIRED if not hasattr(task, part)]
+    # A class's property counts without being asked: it may have a file to read.
+    missing = [part for part in REQUIRED if not (hasattr(cls, part) or hasattr(task, part))]
     if missing:
         raise TaskError(f"task.name: {config.name} lacks {', '.join(missing)}; see moe_rl.rollout.Task")
     return task
@@ -75,7 +84,7 @@ def make_task(config: TaskConfig) -> Any:
 def _check_options(config: TaskConfig, known: Mapping[str, Any]) -> None:
     for key, value in config.options.items():
         if key not in known:
-            raise TaskError(f"task.options.{key}: {config.name} has no such option{_nearest(key, known)}")
+            raise TaskError(f"task.options.{key}: {config.name} has no such option{nearest(key, known)}")
         kind = known[key]
         if kind not in (int, float, str, bool):
             continue  # one's own types are for one's own class to check
@@ -95,7 +104,7 @@ def _own_class(path: str) -> type:
     cls = getattr(module, name, None)
     if not isinstance(cls, type):
         classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise TaskError(f"task.name: {place} has no class {name!r}{_nearest(name, classes)}")
+        raise TaskError(f"task.name: {place} has no class {name!r}{nearest(name, classes)}")
     return cls
 
 
@@ -113,7 +122,8 @@ def _module_of_file(place: str) -> ModuleType:
     return module
 
 
-def _nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
+    """A hint at the nearest known word, or at all of them."""
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1)
     if close:

@@ -1,0 +1,101 @@
+"""The procedural tasks of reasoning-gym (an optional package), judged by their own scorers."""
+
+import importlib.util
+import random
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+from moe_rl.rollout.character_tasks import BOS, EOS
+from moe_rl.rollout.chat import as_problem
+from moe_rl.rollout.task import Problem, TaskError, VerifiableTask
+
+TAGS = "\n\nGive the final answer between <answer> and </answer>."
+
+
+@dataclass(frozen=True)
+class ReasoningGym(VerifiableTask):
+    """Questions of one reasoning-gym dataset; the reward is its own scorer's, from 0 to 1 with shades between.
+
+    The scorer sees what the completion's last `<answer>...</answer>` holds, or without one the whole completion.
+    """
+
+    dataset: str = "chain_sum"
+    """A name in `reasoning_gym.factory.DATASETS`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the dataset's own configuration, e.g. `{max_terms: 4}`."""
+    size: int = 100_000
+    """Different questions; one is made when it is drawn."""
+    seed: int = 0
+    """Which questions; not the run's seed, so that all seeds of a study share the held-out ones."""
+    instruction: str = TAGS
+    """Put behind every question."""
+    chat: bool = False
+    """Give questions as a message of the user, through the tokenizer's chat template."""
+    max_new_tokens: int = 256
+
+    name: ClassVar[str] = "reasoning_gym"
+
+    def __post_init__(self) -> None:
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise TaskError(
+                "task.name: reasoning_gym needs the reasoning-gym package: pip install 'moe_rl[reasoning-gym]'"
+            )
+        for option in ("size", "max_new_tokens"):
+            if getattr(self, option) < 1:
+                raise TaskError(f"task.options.{option}: expected at least 1, got {getattr(self, option)}")
+
+    @property
+    def chats(self) -> bool:
+        """Whether there are messages, so that a chat template is needed."""
+        return self.chat
+
+    @property
+    def alphabet(self) -> str:
+        """The characters of 256 questions and answers, for a tiny model."""
+        rng = random.Random(0)
+        drawn = [self.draw(rng) for _ in range(256)]
+        return "".join(sorted({c for p in drawn for c in p.prompt + p.answer} | {BOS, EOS}))
+
+    def draw(self, rng: random.Random) -> Problem:
+        entry = self._questions[rng.randrange(self.size)]
+        problem = as_problem(entry["question"], str(entry["answer"]), chat=self.chat, instruction=self.instruction)
+        self._drawn[problem.prompt] = entry
+        return problem
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        from reasoning_gym.utils import extract_answer
+
+        if problem.prompt not in self._drawn:
+            raise TaskError(f"reasoning_gym: this task object did not draw {problem.prompt[:80]!r}")
+        given = extract_answer(completion)
+        answer = completion.strip() if given is None else given
+        try:
+            return float(self._questions.score_answer(answer=answer, entry=self._drawn[problem.prompt]))
+        except Exception:  # some scorers fail on malformed answers
+            return 0.0
+
+    def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
+        """The answer; with probability `noise`, that of some other question."""
+        return self.draw(rng).answer if rng.random() < noise else problem.answer
+
+    @cached_property
+    def _drawn(self) -> dict[str, dict[str, Any]]:
+        """What scorers need to know of each question."""
+        return {}
+
+    @cached_property
+    def _questions(self) -> Any:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        from moe_rl.rollout.tasks import nearest
+
+        if self.dataset not in DATASETS:
+            raise TaskError(f"task.options.dataset: unknown {self.dataset!r}{nearest(self.dataset, DATASETS)}")
+        try:
+            return reasoning_gym.create_dataset(self.dataset, size=self.size, seed=self.seed, **self.config)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise TaskError(
+                f"task.options.config: {self.dataset} cannot be made with {self.config}: {error}"
+            ) from error

@@ -1,0 +1,143 @@
+"""One's own prompts and answers: a file with a JSON object per line.
+
+    {"prompt": "What is 12 * 12?", "answer": "144"}
+    {"messages": [{"role": "user", "content": "What is 12 * 12?"}], "answer": 144}
+
+Other fields are ignored. The file is read once, when it is first needed.
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+from moe_rl.rollout.character_tasks import BOS, EOS
+from moe_rl.rollout.chat import as_problem
+from moe_rl.rollout.task import Messages, Problem, TaskError, is_held_out
+from moe_rl.rollout.verifiers import VERIFIERS
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """Problems from a file; reward 1 if the verifier takes the completion for the answer, else 0.
+
+    A tenth of the prompts (by a hash of the text, whatever the seed) is held out for evaluation, unless `held_out`
+    names a file of its own.
+    """
+
+    path: str = ""
+    """The file; from the folder where the command runs, unless absolute."""
+    held_out: str = ""
+    """A file of prompts to evaluate on; then all of `path` is trained on."""
+    verifier: str = "last_answer"
+    """`exact_match`, `last_answer` or `math_verify` (`moe_rl.rollout.verifiers`)."""
+    instruction: str = ""
+    """Put behind every prompt."""
+    chat: bool = False
+    """Give text prompts as a message of the user, through the tokenizer's chat template."""
+    max_new_tokens: int = 256
+
+    name: ClassVar[str] = "jsonl"
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise TaskError("task.options.path: expected a file with a JSON object per line, got none")
+        if self.verifier not in VERIFIERS:
+            raise TaskError(f"task.options.verifier: expected one of {', '.join(VERIFIERS)}, got {self.verifier!r}")
+        if self.max_new_tokens < 1:
+            raise TaskError(f"task.options.max_new_tokens: expected at least 1, got {self.max_new_tokens}")
+
+    @cached_property
+    def problems(self) -> tuple[list[Problem], list[Problem]]:
+        """Those to train on and those held out, in the file's order."""
+        problems = self._read(self.path)
+        if not self.held_out:
+            parts = [p for p in problems if not is_held_out(p.prompt)], [p for p in problems if is_held_out(p.prompt)]
+            for part, what in zip(parts, ("to train on", "held out"), strict=True):
+                if not part:
+                    raise TaskError(
+                        f"{self.path}: a tenth of the prompts is held out by a hash of their text, and of these "
+                        f"{len(problems)} none is {what}. Give more prompts, or a file for task.options.held_out."
+                    )
+            return parts
+        held_out = self._read(self.held_out)
+        both = {p.prompt for p in problems} & {p.prompt for p in held_out}
+        if both:
+            raise TaskError(
+                f"{len(both)} prompts are in both {self.path} and {self.held_out}, e.g. {min(both)[:80]!r}: what is "
+                "trained on cannot be held out"
+            )
+        return problems, held_out
+
+    @property
+    def chats(self) -> bool:
+        """Whether there are messages, so that a chat template is needed."""
+        return any(problem.messages is not None for part in self.problems for problem in part)
+
+    @property
+    def alphabet(self) -> str:
+        """The characters of the file, for a tiny model."""
+        texts = {text for part in self.problems for p in part for text in (p.prompt, p.answer)}
+        return "".join(sorted(set().union(*texts) | {BOS, EOS}))
+
+    def problem(self, rng: random.Random, held_out: bool = False) -> Problem:
+        return rng.choice(self.problems[held_out])
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        return float(self._verify(problem.answer, completion))
+
+    def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
+        """The answer; with probability `noise`, that of some other line."""
+        return self.problem(rng).answer if rng.random() < noise else problem.answer
+
+    @cached_property
+    def _verify(self) -> Any:
+        return VERIFIERS[self.verifier]()
+
+    def _read(self, path: str) -> list[Problem]:
+        file = Path(path).expanduser()
+        try:
+            lines = file.read_text(encoding="utf-8").split("\n")
+        except FileNotFoundError:
+            raise TaskError(f"task.options.path: there is no file {file.absolute()}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise TaskError(f"task.options.path: cannot read {file.absolute()}: {error}") from error
+        problems = [self._problem(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
+        if not problems:
+            raise TaskError(f"{file.absolute()} is empty; expected a JSON object per line")
+        return problems
+
+    def _problem(self, line: str, where: str) -> Problem:
+        try:
+            data = json.loads(line)
+        except ValueError as error:
+            raise TaskError(f"{where}: not JSON ({error}): {line[:80]!r}") from error
+        if not isinstance(data, dict):
+            raise TaskError(f"{where}: expected an object with prompt or messages, and answer; got {line[:80]!r}")
+        if ("prompt" in data) == ("messages" in data):
+            raise TaskError(f"{where}: expected either prompt or messages, got the fields {', '.join(data) or 'none'}")
+        answer = data.get("answer")
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
+            raise TaskError(f"{where}: answer: expected a text or a number, got {answer!r}")
+        asked: str | Messages
+        if "messages" in data:
+            asked = _messages(data["messages"], where)
+        elif isinstance(data["prompt"], str) and data["prompt"]:
+            asked = data["prompt"]
+        else:
+            raise TaskError(f"{where}: prompt: expected a text, got {data['prompt']!r}")
+        return as_problem(asked, str(answer), chat=self.chat, instruction=self.instruction)
+
+
+def _messages(given: Any, where: str) -> Messages:
+    if not isinstance(given, list) or not given:
+        raise TaskError(f"{where}: messages: expected a list of objects with role and content, got {given!r}")
+    for i, message in enumerate(given):
+        fits = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+        if not fits or set(message) != {"role", "content"}:
+            raise TaskError(f"{where}: messages[{i}]: expected role and content, both texts, got {message!r}")
+    if given[-1]["role"] == "assistant":
+        raise TaskError(f"{where}: messages: the last one is the assistant's, so nothing is left to answer")
+    return tuple((message["role"], message["content"]) for message in given)

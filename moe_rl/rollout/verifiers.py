@@ -1,0 +1,135 @@
+"""Whether a completion gives the answer: by its text, by its last number or box, or by mathematics."""
+
+import importlib.util
+import json
+import re
+import selectors
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from moe_rl.rollout.task import TaskError
+
+NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
+
+
+def exact_match(answer: str, completion: str) -> bool:
+    """The whole completion is the answer, but for white space, case and a closing full stop.
+
+    >>> exact_match("New York", " new\\n york."), exact_match("12", "It is 12")
+    (True, False)
+    """
+    return normalised(completion) == normalised(answer)
+
+
+def last_answer(answer: str, completion: str) -> bool:
+    r"""The completion's last `\boxed{...}` is the answer; without a box its last number, where the answer is one, else
+    its last line. Numbers are compared as such.
+
+    >>> last_answer("1000", r"First 7, then \boxed{1,000.0}."), last_answer("7", "5 + 2 = 7, I think.")
+    (True, True)
+    >>> last_answer("7", "7 or 8"), last_answer("Paris", "Is it Rome?\nParis.")
+    (False, True)
+    """
+    found = last_boxed(completion)
+    if found is None and number(answer) is not None:
+        numbers = NUMBER.findall(completion)
+        found = numbers[-1] if numbers else ""
+    elif found is None:
+        lines = [line for line in completion.splitlines() if line.strip()]
+        found = lines[-1] if lines else ""
+    a, b = number(answer), number(found)
+    return normalised(found) == normalised(answer) if a is None or b is None else a == b
+
+
+def normalised(text: str) -> str:
+    """One space for any white space, no case, no closing full stop."""
+    return " ".join(text.split()).casefold().removesuffix(".")
+
+
+def number(text: str) -> Decimal | None:
+    """The number that a text is, thousands separated or not; None if it is more or less than a number."""
+    text = text.strip().strip("$").removesuffix(".")
+    if not NUMBER.fullmatch(text):
+        return None
+    try:
+        return Decimal(text.replace(",", ""))
+    except InvalidOperation:
+        return None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last closed `\boxed{...}`, braces balanced.
+
+    >>> print(last_boxed(r"\boxed{1} or \boxed{\frac{1}{2}}"))
+    \frac{1}{2}
+    """
+    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
+        depth = 1
+        for end in range(start, len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                return text[start:end]
+    return None
+
+
+class MathVerify:
+    """Equality in mathematics, by the math-verify package (an optional one), in a process of its own.
+
+    A completion can hold `9^{9^{9^9}}`, on which sympy never returns and no signal interrupts it; the process is then
+    ended, and the completion is wrong. It is started at the first question.
+
+    Raises:
+        TaskError: the package is missing; an answer that math-verify cannot read.
+    """
+
+    SECONDS = 5.0
+    """For one completion, the package's import not counted."""
+
+    def __init__(self) -> None:
+        if importlib.util.find_spec("math_verify") is None:
+            raise TaskError(
+                "task.options.verifier: math_verify needs the math-verify package: pip install 'moe_rl[math-verify]'; "
+                "last_answer compares boxes and numbers without it"
+            )
+        self.process: Any = None
+
+    def __call__(self, answer: str, completion: str) -> bool:
+        verdict = self._ask(answer, completion)
+        if verdict == "unreadable":
+            raise TaskError(
+                f"math-verify cannot read the answer {answer!r}; is it mathematics? See task.options.verifier"
+            )
+        return verdict == "equal"
+
+    def _ask(self, answer: str, completion: str) -> str:
+        if self.process is None:
+            worker = Path(__file__).with_name("math_worker.py")
+            self.process = subprocess.Popen(  # -P: the folder of the script is no place to import from
+                [sys.executable, "-P", str(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            weakref.finalize(self, self.process.kill)
+            if self.process.stdout.readline() != "ready\n":
+                raise TaskError("math-verify could not be started; the reason stands above")
+        self.process.stdin.write(json.dumps([answer, completion]) + "\n")
+        self.process.stdin.flush()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            verdict = self.process.stdout.readline().strip() if selector.select(self.SECONDS) else ""
+        if not verdict:  # too long, or out of memory
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+        return verdict
+
+
+VERIFIERS: Mapping[str, Callable[[], Callable[[str, str], bool]]] = {
+    "exact_match": lambda: exact_match,
+    "last_answer": lambda: last_answer,
+    "math_verify": MathVerify,
+}
+"""By name, what makes `verify(answer, completion) -> bool`."""
