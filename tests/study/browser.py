@@ -25,7 +25,7 @@ FLAGS = (
     "--disable-sync",
     "--remote-debugging-pipe",
 )
-PATIENCE = 60.0  # seconds: shared machines stall
+PATIENCE = 30.0  # seconds: shared machines stall
 
 
 def find_browser() -> str | None:
@@ -104,10 +104,11 @@ class Browser:
         return result["result"].get("value")
 
     def wait(self, expression: str) -> Any:
-        """The value of an expression as soon as it is true."""
+        """The value of an expression as soon as it is true; an error counts as not yet."""
+        tried = f"(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()"
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
-            value = self.js(expression)
+            value = self.js(tried)
             if value:
                 return value
             time.sleep(0.05)
