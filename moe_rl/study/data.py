@@ -17,13 +17,15 @@ from typing import Any
 import pandas as pd
 import yaml
 
-KINDS = ("rollout", "update", "probe", "eval", "step")
-_KEYS = {kind: ["arm", "seed", "step"] + (["update"] if kind in ("update", "probe") else []) for kind in KINDS}
+KINDS = ("rollout", "update", "probe", "eval", "step", "engine")
+_MORE_KEYS = {"update": ["update"], "probe": ["update"], "engine": ["pair", "update"]}
+_KEYS = {kind: ["arm", "seed", "step", *_MORE_KEYS.get(kind, [])] for kind in KINDS}
 _NEEDED = {
     "rollout": ("step", "reward"),
     "update": ("step", "update"),
     "probe": ("step", "update"),
     "eval": ("step",),
+    "engine": ("step", "update", "pair"),
 }
 _SEED_FOLDER = re.compile(r"seed(\d+)")
 
@@ -77,7 +79,8 @@ class StudyData:
 
     `rollouts`, `updates`, `probes`, `evals`: one row per line of metrics.jsonl of that kind, with `arm` and
     `seed` in front (columns as the run wrote them; log-ratios in nats, rates as numerator and denominator).
-    `timings`: seconds of each step. `tokens` is read on first use, `route_files` lists what `RoutedExperts.load`
+    `timings`: seconds of each step. `engines`: the gap between rollout and training engine, one row per `pair`; empty
+    where one engine did both. `tokens` is read on first use, `route_files` lists what `RoutedExperts.load`
     opens. `not_started` names runs that the study declares and that have no folder yet, `notes` what was odd
     while reading.
     """
@@ -93,6 +96,7 @@ class StudyData:
     notes: tuple[str, ...] = ()
     not_started: tuple[str, ...] = ()
     timings: pd.DataFrame = field(default_factory=pd.DataFrame)
+    engines: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @cached_property
     def arms(self) -> pd.DataFrame:
@@ -193,8 +197,8 @@ def load(path: str | Path) -> StudyData:
     notes = tuple(f"{run.arm}/seed{run.seed}: {note}" for run in runs for note in run.notes)
     name = str(config.get("name") or path.resolve().name)
     waiting = () if folders == [path] else _missing(config, runs)
-    rollouts, updates, probes, evals, timings = (tables[kind] for kind in KINDS)
-    return StudyData(name, path, config, runs, rollouts, updates, probes, evals, notes, waiting, timings)
+    rollouts, updates, probes, evals, timings, engines = (tables[kind] for kind in KINDS)
+    return StudyData(name, path, config, runs, rollouts, updates, probes, evals, notes, waiting, timings, engines)
 
 
 def join(studies: dict[str, StudyData]) -> StudyData:
@@ -212,16 +216,16 @@ def join(studies: dict[str, StudyData]) -> StudyData:
         for kind, frame in zip(KINDS, _tables(data), strict=True):
             tables[kind].append(frame.assign(arm=f"{key}/" + frame["arm"].astype(str)))
         notes += [f"{key}/{note}" for note in data.notes]
-    rollouts, updates, probes, evals, timings = (_stack(tables[kind]) for kind in KINDS)
+    rollouts, updates, probes, evals, timings, engines = (_stack(tables[kind]) for kind in KINDS)
     name, config = " + ".join(studies), {"arms": declared}
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
     return StudyData(
-        name, Path(), config, tuple(runs), rollouts, updates, probes, evals, tuple(notes), waiting, timings
+        name, Path(), config, tuple(runs), rollouts, updates, probes, evals, tuple(notes), waiting, timings, engines
     )
 
 
 def _tables(data: StudyData) -> tuple[pd.DataFrame, ...]:
-    return data.rollouts, data.updates, data.probes, data.evals, data.timings
+    return data.rollouts, data.updates, data.probes, data.evals, data.timings, data.engines
 
 
 def _stack(frames: list[pd.DataFrame]) -> pd.DataFrame:

@@ -26,7 +26,7 @@ PROBED_TENSORS = 128  # more are thinned out to one of each kind
 FACTOR = 6.0
 """How much the gap may grow over that of start-up before it counts as a wrong sync: the policy moves, and with it how
 sharp its distributions are and how near to a tie its routers."""
-FLOORS = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+FLOORS = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 """Least tolerance, nats per token, mean absolute: in fp32, a token or two whose router flips at a tie."""
 CEILINGS = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
 """A gap at start-up above this is no rounding: the engine was loaded with other weights, or reads them otherwise."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from moe_rl.study.data import StudyData, load
+from moe_rl.study.figures.engines import engine_mismatch
 from moe_rl.study.figures.ratios import (
     log_ratio_bands,
     probability_scatter,
@@ -36,10 +37,13 @@ FIGURES: dict[str, Callable[[StudyData], StudyFigure]] = {
 }
 """Name -> function, in the order of the report."""
 
+ENGINE_FIGURES: dict[str, Callable[[StudyData], StudyFigure]] = {"engine_mismatch": engine_mismatch}
+"""The same, only of studies in which another engine than the training model samples."""
+
 
 def each_figure(data: StudyData, skipped: list[str] | None = None) -> Iterator[StudyFigure]:
     """All figures that the runs have data for; reasons for the others are appended to `skipped`."""
-    for draw in FIGURES.values():
+    for draw in [*FIGURES.values(), *(ENGINE_FIGURES.values() if len(data.engines) else ())]:
         try:
             yield draw(data)
         except NothingToDraw as error:
@@ -64,6 +68,7 @@ def draw_all(path: str | Path, out: str | Path | None = None) -> list[Path]:
 
 
 __all__ = [
+    "ENGINE_FIGURES",
     "FIGURES",
     "LOOKS",
     "NothingToDraw",
@@ -72,6 +77,7 @@ __all__ = [
     "draw_all",
     "dynamics",
     "each_figure",
+    "engine_mismatch",
     "expert_change",
     "expert_change_by_site",
     "final_reward",
