@@ -186,14 +186,8 @@ def evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[Seen]]:
         yield seen
 
 
-def tensors_of(seen: Seen) -> list[Tensor]:
-    """All tensors that came out of the router or into a module beside it."""
-
-    def flat(value: Any) -> Iterator[Tensor]:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            for item in value:
-                yield from flat(item)
-
-    return list(flat((seen.output, seen.arrived)))
+def tensors_of(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples and lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [t for item in value for t in tensors_of(item)] if isinstance(value, tuple | list) else []

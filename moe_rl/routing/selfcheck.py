@@ -7,6 +7,7 @@ routes which cover every expert (exactly those must arrive at the experts, with 
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ def examine(tap: Tap) -> list[Probe]:
         plain, depths = forward(tap, 2, 8), [0] * len(tap.sites)
         for _ in range(2):
             seen = watch(tap, depths, 2, 8)
+            idle = [i for i, s in enumerate(seen) if not s.ran]
+            if idle:
+                raise refused(tap, idle[0], "did not run in a forward of the whole model")
             deeper = [i for i, s in enumerate(seen) if not _selects(tap, i, s)]
             if not deeper:
                 break
@@ -40,8 +44,7 @@ def examine(tap: Tap) -> list[Probe]:
         tap.probes = probes
         own = [s.ranked[p.selection][2] if s.ranked else _output_ids(s, p) for s, p in zip(seen, probes, strict=True)]
         _same_output(tap, plain, own, 2, 8)
-        length = max(4, *(math.ceil(p.num_experts / p.k / 2) for p in probes))
-        _force_others(tap, probes, 2, length)
+        _force_others(tap, probes, length=max(8, *(math.ceil(p.num_experts / p.k) for p in probes)))
     return probes
 
 
@@ -116,16 +119,20 @@ def _same_output(tap: Tap, plain: Tensor, own: list[Tensor], batch: int, length:
             raise refused(tap, 0, "replaying its own routes changed the output of the model")
 
 
-def _force_others(tap: Tap, probes: list[Probe], batch: int, length: int) -> None:
-    """Force routes that cover all experts, and look at what comes out of routers and into experts."""
-    rows = batch * length
+def _force_others(tap: Tap, probes: list[Probe], length: int) -> None:
+    """Force other routes, and look at what comes out of the routers and what arrives at the experts.
+
+    The first sequence goes through all experts, the second is sent to the same few as a whole: a router that masks what
+    is not its live choice, or that limits how many tokens an expert takes, gives itself away.
+    """
     device = tap.boundary.device
-    forced = [
-        (torch.arange(rows * p.k, device=device).reshape(rows, p.k) + 3 * i) % p.num_experts
-        for i, p in enumerate(probes)
-    ]
+    forced = []
+    for i, probe in enumerate(probes):
+        all_over = (torch.arange(length * probe.k, device=device) + 3 * i) % probe.num_experts
+        same = torch.arange(probe.k, device=device).repeat(length)
+        forced.append(torch.cat([all_over, same]).reshape(2 * length, probe.k))
     with evidence(tap) as seen:
-        forced_forward(tap, forced, batch, length)
+        forced_forward(tap, forced, 2, length)
     for index, (found, ids, probe) in enumerate(zip(seen, forced, probes, strict=True)):
         if tap.sites[index].fixed:
             continue
@@ -134,46 +141,61 @@ def _force_others(tap: Tap, probes: list[Probe], batch: int, length: int) -> Non
             raise refused(
                 tap,
                 index,
-                "forced experts do not show in what the router returns or the experts receive: its selection is not "
+                "forced experts do not show in what the router returns and the experts receive: its selection is not "
                 "one top-k whose result is used as it is",
             )
-        if not _gates_alive(found, ids, probe, kept):
+        if not _gates_alive(found, kept):
             raise refused(
                 tap,
                 index,
                 "gates of forced experts are zero or not finite: they are read from scores that the live choice masks",
             )
-        if not bool(kept.all()):
+        if probe.output is not None and not torch.equal(found.output[probe.output].reshape(ids.shape), ids):
             probes[index] = replace(probe, output=None)  # the output loses an id: read the selection itself
 
 
-def _gates_alive(seen: Seen, forced: Tensor, probe: Probe, kept: Tensor) -> bool:
-    tensors = tensors_of(seen)
-    gates = [t.reshape(forced.shape) for t in tensors if t.is_floating_point() and t.numel() == forced.numel()]
-    spread = [t for t in tensors if t.is_floating_point() and t.numel() == forced.shape[0] * probe.num_experts]
-    gates += [t.reshape(forced.shape[0], -1).gather(-1, forced) for t in spread]
-    return any(bool(g.isfinite().all()) and float(((g == 0) & kept).float().mean()) < _ZERO_GATES for g in gates)
+def _gates_alive(seen: Seen, kept: Tensor) -> bool:
+    """Gates of the slots that are kept are finite and not zero (Llama 4 has none apart from the scores in `_kept`)."""
+    tensors = tensors_of((seen.output, seen.arrived))
+    gates = [t.reshape(kept.shape) for t in tensors if t.is_floating_point() and t.numel() == kept.numel()]
+    return all(bool(g.isfinite().all()) and float(((g == 0) & kept).float().mean()) < _ZERO_GATES for g in gates)
 
 
 def _kept(seen: Seen, forced: Tensor, probe: Probe) -> Tensor | None:
     """Which forced slots show unchanged: all; all but those of one id (a skip expert that is remapped); or None."""
-    tensors = tensors_of(seen)
+    received = _ids_like(forced, seen.arrived) or _ids_like(forced, seen.output)
+    if received:
+        kept = [_unchanged(ids, forced) for ids in received]
+        return None if any(k is None for k in kept) else torch.stack([k for k in kept if k is not None]).all(0)
     whole = torch.ones_like(forced, dtype=torch.bool)
-    integers = [t for t in tensors if not t.is_floating_point() and t.numel() == forced.numel()]
-    for ids in integers:
-        same = ids.reshape(forced.shape) == forced
-        if bool(same.all()):
-            return whole
-        if len(forced[~same].unique()) == 1 and not bool((forced[same] == forced[~same][0]).any()):
-            return same
-    for table in tensors:  # Llama 4: scores of all experts, zero where not selected
+    outputs = tensors_of(seen.output)
+    for table in outputs:  # Llama 4: scores of all experts, zero where not selected
         if table.is_floating_point() and table.numel() == forced.shape[0] * probe.num_experts:
             used = table.reshape(forced.shape[0], -1) != 0
             if torch.equal(used, torch.zeros_like(used).scatter(-1, forced, True)):
                 return whole
-    for order in integers:  # JetMoE: slots sorted by expert
-        if order.min() >= 0 and order.max() < forced.numel():
-            by_expert = forced.reshape(-1)[order.reshape(-1)]
-            if len(order.unique()) == forced.numel() and bool((by_expert.diff() >= 0).all()):
+    for order in outputs:  # JetMoE: slots sorted by expert
+        if not order.is_floating_point() and order.numel() == forced.numel():
+            slots = order.reshape(-1).sort().values
+            permutes = torch.equal(slots, torch.arange(len(slots), device=slots.device))
+            if permutes and bool((forced.reshape(-1)[order.reshape(-1)].diff() >= 0).all()):
                 return whole
     return None
+
+
+def _ids_like(forced: Tensor, values: Any) -> list[Tensor]:
+    """Integer tensors `[..,K]` with one row for each token."""
+    tensors = [t for t in tensors_of(values) if not t.is_floating_point() and t.dtype != torch.bool]
+    return [
+        t.reshape(forced.shape)
+        for t in tensors
+        if t.ndim > 1 and t.shape[-1] == forced.shape[-1] and t.numel() == forced.numel()
+    ]
+
+
+def _unchanged(ids: Tensor, forced: Tensor) -> Tensor | None:
+    same = ids == forced
+    if bool(same.all()):
+        return same
+    lost = forced[~same].unique()
+    return same if len(lost) == 1 and not bool((forced[same] == lost).any()) else None

@@ -1,0 +1,192 @@
+"""What recording and replaying cost: time as a ratio to the plain model, all variants interleaved in one run.
+
+    python benchmarks/routing_overhead.py                # CPU, three sizes; and the GPU part where there is one
+    python benchmarks/routing_overhead.py --rounds 30    # narrower spread
+
+In every round each variant runs once, in random order, and is divided by the plain run of that round. Two plain runs
+(A/A) go through the same arithmetic: their spread is what this machine can resolve, and smaller differences are noise.
+CPU times are CPU seconds of this process with one thread; GPU times are wall clock around a synchronised call.
+
+The GPU part is a random model of the shape of Qwen3-30B-A3B in bfloat16 with as many of its 48 layers as fit; it
+prefills 8 x 1024 tokens, decodes one token for 64 sequences, and trains (forward+backward) on 4 x 1024.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import transformers
+from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moe_rl.routing import attach, record_routes, replay_routes
+
+VARIANTS = ("plain", "plain again", "idle", "record", "replay", "shadow", "router_logits")
+SIZES = {  # hidden, layers, experts, top-k, batch, tokens
+    "small": (64, 4, 16, 2, 8, 64),
+    "medium": (128, 4, 32, 4, 16, 128),
+    "large": (256, 4, 64, 8, 4, 256),
+}
+QWEN3_30B_A3B = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+BYTES_PER_LAYER = 2 * 623.1e6  # bfloat16
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--rounds", type=int, default=12, help="rounds of each comparison (default 12)")
+    arguments.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES), help="CPU sizes")
+    arguments.add_argument("--no-gpu", action="store_true", help="CPU part only")
+    arguments.add_argument("--json", metavar="FILE", help="also write one JSON line for each comparison")
+    options = arguments.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    random.seed(0)
+    lines = []
+    torch.set_num_threads(1)
+    for name in options.sizes:
+        lines += compare_size(name, options.rounds)
+    if torch.cuda.is_available() and not options.no_gpu:
+        lines += compare_gpu(options.rounds)
+    elif not options.no_gpu:
+        print("no GPU: the Qwen3-30B-A3B-shaped comparison was not run")
+    if options.json:
+        with open(options.json, "w") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def compare_size(name: str, rounds: int) -> list[dict[str, Any]]:
+    hidden, layers, experts, k, batch, length = SIZES[name]
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        moe_intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        num_experts=experts,
+        num_experts_per_tok=k,
+    )
+    model = Qwen3MoeForCausalLM(config).eval()
+    ids = torch.randint(0, 512, (batch, length))
+    what = f"CPU {name}: d={hidden}, {layers} layers, top {k} of {experts}, {batch} x {length} tokens"
+    return [
+        compare(f"{what}, forward", model, lambda **kw: forward(model, ids, **kw), ids, rounds),
+        compare(f"{what}, forward+backward", model, lambda **kw: train(model, ids, **kw), ids, rounds),
+    ]
+
+
+def compare_gpu(rounds: int) -> list[dict[str, Any]]:
+    free = torch.cuda.mem_get_info()[0]
+    layers = max(1, min(48, int((0.45 * free - 4e9) / BYTES_PER_LAYER)))  # gradients double it
+    config = Qwen3MoeConfig(num_hidden_layers=layers, **QWEN3_30B_A3B)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = Qwen3MoeForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    what = f"{torch.cuda.get_device_name()}: Qwen3-30B-A3B shape, bf16, {layers} of 48 layers"
+    prompt = torch.randint(0, 1000, (8, 1024), device="cuda")
+    lines = [compare(f"{what}, prefill 8 x 1024", model, lambda **kw: forward(model, prompt, **kw), prompt, rounds)]
+    step = torch.randint(0, 1000, (64, 1), device="cuda")
+    lines.append(compare(f"{what}, decode 64 x 1", model, lambda **kw: decode(model, step, **kw), step, 4 * rounds))
+    batch = prompt[:4]
+    lines.append(compare(f"{what}, train 4 x 1024", model, lambda **kw: train(model, batch, **kw), batch, rounds))
+    return lines
+
+
+@torch.no_grad()
+def forward(model: Any, ids: torch.Tensor, **options: Any) -> None:
+    model(ids, use_cache=False, logits_to_keep=1, **options)
+
+
+@torch.no_grad()
+def decode(model: Any, ids: torch.Tensor, **options: Any) -> None:
+    model(ids, past_key_values=DynamicCache(config=model.config), **options)
+
+
+def train(model: Any, ids: torch.Tensor, **options: Any) -> None:
+    model(ids, use_cache=False, logits_to_keep=16, **options).logits.float().square().mean().backward()
+    model.zero_grad(set_to_none=True)
+
+
+def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, rounds: int) -> dict[str, Any]:
+    """Median and quartiles of time / plain time, by variant."""
+    with torch.no_grad(), record_routes(model) as recording:
+        model(ids, use_cache=False, logits_to_keep=1)
+    routes = recording.routes
+    with stopwatch(ids.device) as opening:
+        for _ in range(10):
+            with record_routes(model):
+                pass
+
+    def context(variant: str) -> AbstractContextManager[Any]:
+        if variant == "idle":
+            return attach(model)
+        if variant == "record":
+            return record_routes(model)
+        if variant in ("replay", "shadow"):
+            return replay_routes(model, routes, shadow=variant == "shadow")
+        return nullcontext()
+
+    def measured(variant: str) -> float:
+        options = {"output_router_logits": True} if variant == "router_logits" else {}
+        with context(variant), stopwatch(ids.device) as seconds:
+            run(**options)
+        return seconds[0]
+
+    for variant in VARIANTS:
+        measured(variant)  # warm-up
+    ratios: dict[str, list[float]] = {variant: [] for variant in VARIANTS[1:]}
+    plain = []
+    for _ in range(rounds):
+        times = {variant: measured(variant) for variant in random.sample(VARIANTS, len(VARIANTS))}
+        plain.append(times["plain"])
+        for variant, values in ratios.items():
+            values.append(times[variant] / times["plain"])
+    result: dict[str, Any] = {"what": what, "rounds": rounds, "plain_ms": 1e3 * statistics.median(plain)}
+    print(f"\n{what}\n  plain: {result['plain_ms']:.1f} ms (median of {rounds} rounds)", end="; ")
+    print(f"opening and closing a context, not counted below: {100 * opening[0]:.1f} ms")
+    for variant, values in ratios.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        result[variant] = [low, middle, high]
+        print(f"  {variant:14s} x {middle:.3f}   quartiles {low:.3f} .. {high:.3f}")
+    low, middle, high = result["plain again"]
+    # Standard error of a median, from the quartiles: 1.2533 * (IQR / 1.349) / sqrt(n); twice that is resolved.
+    result["resolved"] = 2 * 1.2533 * (high - low) / 1.349 / rounds**0.5
+    print(f"  resolved: differences above about {100 * result['resolved']:.1f} % (twice the standard error of A/A)")
+    return result
+
+
+@contextmanager
+def stopwatch(device: torch.device) -> Iterator[list[float]]:
+    """CPU seconds of this process, or on a GPU wall-clock seconds between two synchronisations."""
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds: list[float] = []
+    start = clock()
+    yield seconds
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds.append(clock() - start)
+
+
+if __name__ == "__main__":
+    main()
