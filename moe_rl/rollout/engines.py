@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -49,6 +49,7 @@ class EngineConfig:
     stands for an engine of coarser routers, products stay in `dtype`."""
 
 
+@runtime_checkable
 class Engine(Protocol):
     """What the training loop asks of whoever samples.
 
