@@ -66,9 +66,14 @@ class Call:
                 f"{len(silent)} of {len(names)} routing sites did not run in this forward, first {silent[0]}: a fused "
                 "or replaced MoE block that bypasses its router, or layers that were skipped"
             )
+
+    def forget(self) -> None:
+        """Keep what a recomputation needs (the forced routes), and nothing else: it may wait for a late backward."""
+        self.tokens = self.cache = None
+        self.chosen = []
         for job in self.jobs:
             if job is not None:
-                job.closed = True
+                job.close()
 
 
 @no_type_check

@@ -8,6 +8,7 @@ begins and when it ends.
 import inspect
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -100,7 +101,7 @@ class Tap:
         self.listeners: list[Listener] = []
         self.users = 0
         self.call: Call | None = None
-        self.last: Call | None = None
+        self._counted: tuple[Any, int] = (None, 0)  # a weak reference to the last cache, and how far it went
         self._modes: list[Selection | None] = []
         self._handles: list[Any] = []
         self._wrapped: list[tuple[nn.Module, str]] = []
@@ -132,7 +133,7 @@ class Tap:
             if isinstance(own, _Segments):
                 setattr(module, name, own.original)
         self._wrapped.clear()
-        self.abandon()
+        self._counted = (None, 0)
 
     def abandon(self) -> None:
         """Leave modes that a KeyboardInterrupt left open (torch runs no hook then), and forget the call."""
@@ -140,7 +141,7 @@ class Tap:
             mode = self._modes.pop()
             if mode is not None:
                 mode.__exit__(None, None, None)
-        self.call = self.last = None
+        self.call = None
 
     def scope(self, index: int) -> tuple[nn.Module, ...]:
         """The modules in which the selection of a site happens: the router, or a holder of it (DBRX)."""
@@ -181,8 +182,8 @@ class Tap:
         inputs = {**{name: args[i] for name, i in self.parameters.items() if i < len(args)}, **kwargs}
         call = Call(inputs, len(self.sites))
         if call.past < 0:
-            last = self.last
-            call.past = last.past + last.length if last is not None and last.cache is call.cache else 0
+            cache, length = self._counted
+            call.past = length if cache is not None and cache() is call.cache else 0
         for listener in self.listeners:
             listener.begin(call)
         if call.capture:
@@ -199,7 +200,8 @@ class Tap:
         cache = call.cache if call.cache is not None else getattr(output, "past_key_values", None)
         for listener in self.listeners:
             listener.end(call, cache)
-        call.cache, self.last = cache, call
+        self._counted = (weakref.ref(cache) if cache is not None else None, call.past + call.length)
+        call.forget()
 
     def before_site(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self.call
@@ -259,7 +261,7 @@ _CHECKPOINT_FILES = (
 
 @no_type_check
 def _may_recompute(call: Call) -> bool:
-    """Cheap sign of a checkpoint around a router: its saved-tensor hooks, or gradients that were switched off inside."""
+    """Cheap sign of a checkpoint around a router: saved-tensor hooks, or gradients that were switched off inside."""
     saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return saved is not None or call.grad != torch.is_grad_enabled()
 

@@ -45,8 +45,8 @@ class Noise:
         """`[N,K]` ids. The router runs once more, without gradients, on copies (some scale their input in place)."""
         job = Job()
         copies = [a.clone() if isinstance(a, Tensor) else a for a in args]
-        with torch.no_grad(), selection_mode(name, probe, job, module.training):
-            with _Noise(probe, self.sigma, self.generator):
-                module.forward(*copies, **kwargs)
+        noise = _Noise(probe, self.sigma, self.generator)
+        with torch.no_grad(), selection_mode(name, probe, job, module.training), noise:
+            module.forward(*copies, **kwargs)
         assert job.chosen is not None
         return job.chosen

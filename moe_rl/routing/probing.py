@@ -60,7 +60,7 @@ class _Force:
 
     def __init__(self, tap: Tap, forced: list[Tensor]) -> None:
         self.tap, self.forced = tap, forced
-        self.call: Call | None = None
+        self.used: list[Tensor | None] | None = None
 
     def begin(self, call: Call) -> None:
         call.capture = True
@@ -69,10 +69,11 @@ class _Force:
                 call.jobs[index] = Job(ids)
 
     def end(self, call: Call, cache: Any) -> None:
-        self.call = call
+        self.used = call.chosen
 
 
-def forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> tuple[Tensor, Call]:
+def forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> tuple[Tensor, list[Tensor | None]]:
+    """Output under forced routes, and what each site used."""
     listener = _Force(tap, forced)
     tap.listeners.append(listener)
     tap.hook()
@@ -80,10 +81,11 @@ def forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> t
         out = forward(tap, batch, length)
     finally:
         tap.listeners.remove(listener)
+        tap.abandon()
         tap.unhook()
-    if listener.call is None:
+    if listener.used is None:
         raise UnsupportedModelError(f"{type(tap.boundary).__name__} was not called by {type(tap.root).__name__}")
-    return out, listener.call
+    return out, listener.used
 
 
 def forward(tap: Tap, batch: int, length: int) -> Tensor:

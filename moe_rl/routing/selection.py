@@ -63,6 +63,11 @@ class Job:
         self.regret: Tensor | None = None
         self.closed = False
 
+    def close(self) -> None:
+        """After its forward: no more results, and none kept."""
+        self.closed = True
+        self.chosen = self.live = self.regret = None
+
     def impose(self, forced: Tensor, holes: Holes) -> None:
         """Force more rows; where both force a row, the newcomer (the inner replay) has it."""
         if self.forced is not None and holes != "none":

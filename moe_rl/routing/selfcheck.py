@@ -108,14 +108,14 @@ def _output_ids(seen: Seen, probe: Probe) -> Tensor:
 def _same_output(tap: Tap, plain: Tensor, own: list[Tensor], batch: int, length: int) -> None:
     """Replaying what the model chose anyway must not change one bit of its output."""
     forced = [ids.reshape(-1, p.k) for ids, p in zip(own, tap.probes, strict=True)]
-    call = forced_forward(tap, forced, batch, length)
-    for index, (chosen, ids) in enumerate(zip(call[1].chosen, forced, strict=True)):
+    output, used = forced_forward(tap, forced, batch, length)
+    for index, (chosen, ids) in enumerate(zip(used, forced, strict=True)):
         if chosen is None or not torch.equal(chosen, ids):
             raise refused(tap, index, "did not use its own routes when they were forced")
-    if not torch.equal(call[0].nan_to_num(), plain.nan_to_num()):
+    if not torch.equal(output.nan_to_num(), plain.nan_to_num()):
         again = forward(tap, batch, length)  # kernels that are not deterministic: compare with their own noise
         noise = (again - plain).abs().max()
-        if not (noise > 0 and (call[0] - plain).abs().max() <= 8 * noise):
+        if not (noise > 0 and (output - plain).abs().max() <= 8 * noise):
             raise refused(tap, 0, "replaying its own routes changed the output of the model")
 
 

@@ -1,4 +1,19 @@
-"""The context managers: record what routers choose, make them choose it again, disturb their choice."""
+"""The context managers: record what routers choose, make them choose it again, disturb their choice.
+
+>>> import torch
+>>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+>>> sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+>>> model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8))
+>>> tokens = torch.arange(12).reshape(2, 6)
+>>> with record_routes(model) as recording:
+...     output = model(tokens)
+>>> recording.routes.shape  # sequences, tokens, sites, experts per token
+torch.Size([2, 6, 2, 2])
+>>> with replay_routes(model, recording.routes) as replay:
+...     model(tokens).logits.sum().backward()
+>>> replay.replayed_fraction
+1.0
+"""
 
 import sys
 import warnings
@@ -56,6 +71,7 @@ def _listening(tap: Tap, listener: Listener) -> Iterator[None]:
         yield
     finally:
         tap.listeners.remove(listener)
+        tap.abandon()
         tap.users -= 1
         if not tap.users:
             tap.unhook()
@@ -171,8 +187,8 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
 
     Only the choice is noisy: gate weights, gradients and router losses come from the clean logits of the chosen
     experts. It is routing volatility of a dose that can be set, where real volatility has to be waited for; nothing in
-    it is a model of how real routers change. A replay, inside or outside, wins where it forces. A recomputation (gradient
-    checkpointing) finds the choice of its forward. Routers that are random in train mode (jitter) draw once more.
+    it is a model of how real routers change. A replay, inside or outside, wins where it forces. A recomputation
+    (gradient checkpointing) finds the choice of its forward. Routers that are random in train mode (jitter) draw twice.
 
     sigma: in units of the router's logits. generator: source of the noise; its device may differ from the model's.
     Raises UnsupportedModelError where the logits are not one linear map inside the router.

@@ -488,21 +488,23 @@ def test_inner_replay_wins_and_every_recorder_sees_what_was_used() -> None:
     assert torch.equal(outermost.calls[1].ids, outer_routes.ids)
 
 
+@pytest.mark.parametrize("attached", [False, True])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_an_exception_leaves_nothing_behind(error: type[BaseException]) -> None:
+def test_an_exception_leaves_nothing_behind(error: type[BaseException], attached: bool) -> None:
     model, inputs = moe(), tokens()
     routes = routes_of(model, inputs)
+    handle = attach(model) if attached else None
     plain = model(inputs).logits
 
     def fail(*_: object) -> None:
         raise error("on purpose")
 
     for place in (model.model.layers[1].mlp.experts, model.model.layers[1].mlp.gate, model.model.norm):
-        handle = place.register_forward_pre_hook(fail)
+        hook = place.register_forward_pre_hook(fail)
         with pytest.raises(error), replay_routes(model, routes, shadow=True), record_routes(model):
             model(inputs)
-        handle.remove()
-        assert not hooked(model)
+        hook.remove()
+        assert bool(hooked(model)) == attached
         assert torch.overrides._len_torch_function_stack() == 0
     inner = model.model.layers[1].mlp.gate
     inner.forward = fail  # inside the router itself
@@ -514,6 +516,9 @@ def test_an_exception_leaves_nothing_behind(error: type[BaseException]) -> None:
     with record_routes(model) as recording:
         model(inputs)
     assert recording.routes.equal(routes)
+    if handle is not None:
+        handle.detach()
+    assert not hooked(model)
 
 
 def test_a_copy_made_while_attached_is_untouched() -> None:
@@ -536,6 +541,14 @@ def test_two_models_at_once_and_their_memory() -> None:
         right(inputs)
     assert one.routes.equal(a) and two.routes.equal(a) and not b.equal(a)
     alive = weakref.ref(left)
+    with attach(right):  # idle hooks hold no cache
+        out = right(inputs)
+        cache = weakref.ref(out.past_key_values)
+        with record_routes(right):
+            right(inputs[:, :1], past_key_values=out.past_key_values)
+        del out
+        gc.collect()
+        assert cache() is None
     del left, one
     gc.collect()
     assert alive() is None
@@ -575,7 +588,7 @@ def test_the_model_is_left_as_it_was_by_the_self_check() -> None:
 def test_what_cannot_work_is_refused_with_a_reason() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = dict(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    config = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM registers no router"):
         find_sites(LlamaForCausalLM(LlamaConfig(**config)))
     with pytest.raises(UnsupportedModelError, match="no transformers model"):
