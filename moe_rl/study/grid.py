@@ -101,7 +101,7 @@ def run_study(study: StudyConfig, output: Path, cold_starts: Path, workers: int,
     output.mkdir(parents=True, exist_ok=True)
     (output / "logs").mkdir(exist_ok=True)
     write_atomic(output / "study.yaml", dump_study(study))
-    write_atomic(output / "env.json", json.dumps({**environment(), "command": command}, indent=1) + "\n")
+    write_atomic(output / "env.json", json.dumps(environment(command), indent=1) + "\n")
     console = Console()
     display = _Live(console, runs, workers) if console.is_terminal else _Plain(console, runs, workers)
     with display:

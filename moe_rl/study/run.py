@@ -5,7 +5,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,6 +34,7 @@ def run_one(
     folder: Path,
     cache_dir: Path | None = None,
     listener: Callable[[dict[str, Any]], None] | None = None,
+    command: str = "",
 ) -> None:
     """Run one arm and seed in `folder`, or finish what was begun there. Does nothing if it is done.
 
@@ -46,7 +46,7 @@ def run_one(
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "config.yaml").exists():
         write_atomic(folder / "config.yaml", dump_run(config))
-    write_atomic(folder / "env.json", json.dumps(environment(), indent=1) + "\n")
+    write_atomic(folder / "env.json", json.dumps(environment(command), indent=1) + "\n")
     started = time.time()
     train(config, folder, cache_dir, listener)
     write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
@@ -73,8 +73,8 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
     return not (folder / "DONE").exists()
 
 
-def environment() -> dict[str, Any]:
-    """What a reader needs to repeat the run: commit, versions, device, threads, command."""
+def environment(command: str) -> dict[str, Any]:
+    """What a reader needs to repeat the run: commit, versions, device, threads, `command`."""
     import torch
 
     versions = {}
@@ -93,7 +93,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda if cuda else None,
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
