@@ -1,0 +1,110 @@
+"""The same-weights noise floor: what changes when nothing changes but arithmetic.
+
+Rows of kind "floor", once per run, before its first update, on the probe's subset. Each compares the policy with itself
+(equal weights, equal tokens) under one `variant`:
+
+- "repeat"   the same forward once more
+- "batch"    the same sequences in pieces (other batch shapes, equal padding)
+- "experts"  another experts implementation of transformers (eager against grouped_mm); left out where there is none
+- "bf16"     a copy of the weights rounded to bfloat16, computing in it
+
+A change rate or a log-ratio below the floor of a run's own arithmetic ("repeat", "batch", "experts") says nothing of
+its updates. "bf16" is what a rollout engine of that precision would add. In fp32 on a CPU the first three are 0 or next
+to it: log-probabilities agree to some 1e-6 nats and no expert changes, save at ties closer than that.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.objectives import token_log_ratio
+from moe_rl.rollout.sampler import hf_model
+from moe_rl.routing import RoutedExperts, change_counts, record_routes
+from moe_rl.training.batch import Batch
+from moe_rl.training.facts import spread_facts
+
+if TYPE_CHECKING:
+    from moe_rl.training.trainer import Trainer
+
+PIECES = 4
+OTHER = {"grouped_mm": "eager", "eager": "grouped_mm", "batched_mm": "eager"}
+"""What an experts implementation is compared with; all others are compared with eager."""
+
+
+@torch.no_grad()
+def log_floor(trainer: "Trainer", part: Batch) -> None:
+    """Append one row per variant that this model and machine can run."""
+    model = trainer.model
+    model.eval()
+    base = _score(trainer, model, [part])
+
+    def row(variant: str, detail: str, found: tuple[Tensor, RoutedExperts]) -> None:
+        trainer.log.append("floor", trainer.step, variant=variant, detail=detail, **compare(part, base, found))
+
+    row("repeat", "same forward", _score(trainer, model, [part]))
+    pieces = [part.rows(rows) for rows in torch.arange(len(part)).chunk(PIECES)]
+    row("batch", f"{len(part)} sequences at once and in pieces of {len(pieces[0])}", _score(trainer, model, pieces))
+    with other_experts(model) as names:
+        if names:
+            row("experts", f"{names[0]} and {names[1]}", _score(trainer, model, [part]))
+    dtype = next(model.parameters()).dtype
+    if dtype != torch.bfloat16 and trainer.accelerator.num_processes == 1:  # a sharded model cannot be copied
+        row("bf16", f"{str(dtype).removeprefix('torch.')} and bfloat16", _score(trainer, rounded_copy(model), [part]))
+
+
+def compare(part: Batch, old: tuple[Tensor, RoutedExperts], new: tuple[Tensor, RoutedExperts]) -> dict[str, Any]:
+    """Change counts and log-probability gaps of two scorings of one batch, on its response tokens."""
+    mask = part.completion_mask
+    counts = change_counts(old[1], new[1], mask, pair="engines")
+    log_ratio = token_log_ratio(new[0].float(), old[0].float(), mask)
+    spread = spread_facts(log_ratio, mask)
+    return {
+        "slots_changed": counts.slots_changed,
+        "slots": counts.slots_total,
+        "sites_changed": counts.sites_changed,
+        "sites": counts.sites_total,
+        "tokens_changed": counts.tokens_changed,
+        "tokens": counts.tokens_total,
+        "var_token": log_ratio[mask].var(),
+        **{name: spread[name] for name in ("gap_mean", "gap_p99", "gap_max", "k3")},
+    }
+
+
+@contextmanager
+def other_experts(model: nn.Module) -> Iterator[tuple[str, str] | None]:
+    """Inside, the experts are computed by another implementation; None where the model has but one."""
+    inner: Any = hf_model(model)
+    name = getattr(getattr(inner, "config", None), "_experts_implementation", None)
+    other = OTHER.get(str(name), "eager")
+    try:
+        inner.set_experts_implementation(other)
+    except (ValueError, AttributeError, ImportError):
+        yield None
+        return
+    try:
+        yield str(name), other
+    finally:
+        inner.set_experts_implementation(name)
+
+
+def rounded_copy(model: nn.Module) -> nn.Module:
+    """A bf16 copy of the weights in the same modules: parameters are rounded as they are copied, never held twice."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to(torch.bfloat16), requires_grad=False)
+        for p in model.parameters()
+        if p.is_floating_point()
+    }
+    return copy.deepcopy(model, memo).eval()
+
+
+def _score(trainer: "Trainer", model: nn.Module, parts: list[Batch]) -> tuple[Tensor, RoutedExperts]:
+    logps, routes = [], []
+    for part in parts:
+        with record_routes(model) as recording:
+            logps.append(trainer.logps(model, part).logps)
+        routes.append(recording.routes)
+    return torch.cat(logps), RoutedExperts.cat(routes)
