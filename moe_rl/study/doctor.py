@@ -1,0 +1,259 @@
+"""`moe-rl doctor [FILE]`: what this machine can run, and what a study would need. Loads and downloads nothing."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import random
+import shutil
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from moe_rl.models import check_machine
+from moe_rl.rollout import TaskError, make_task
+from moe_rl.study.config import StudyConfig
+from moe_rl.study.memory import Plan, plan
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report. ok: None where nothing is required."""
+
+    name: str
+    ok: bool | None
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What there is to compute with; bytes. `accelerator`: cuda, mps, cpu or planned."""
+
+    accelerator: str
+    devices: tuple[str, ...]
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    bf16: bool
+
+
+def inspect_machine(folder: Path = Path()) -> Machine:
+    """Devices with the memory that is free on the fullest, host memory that is available, disk free under `folder`."""
+    host, disk = available_memory(), shutil.disk_usage(folder).free
+    if torch.cuda.is_available():
+        indices = range(torch.cuda.device_count())
+        names = tuple(torch.cuda.get_device_name(i) for i in indices)
+        free = min(torch.cuda.mem_get_info(i)[0] for i in indices)
+        return Machine("cuda", names, free, host, disk, torch.cuda.is_bf16_supported(including_emulation=False))
+    if torch.backends.mps.is_available():
+        return Machine("mps", ("Apple GPU",), host, host, disk, True)
+    return Machine("cpu", (platform.processor() or platform.machine(),), host, host, disk, True)
+
+
+def planned(devices: int | None, memory: float | None) -> Machine:
+    """This machine, or as it would be with other devices: so many, of so many GB. Raises ValueError for none."""
+    here = inspect_machine()
+    if devices is None and memory is None:
+        return here
+    count, size = devices or len(here.devices), here.device_bytes if memory is None else int(memory * 1e9)
+    if count < 1 or size < 1:
+        raise ValueError(f"doctor: at least 1 device with some memory, got {devices} with {memory} GB")
+    kind = here.accelerator if memory is None else "planned"
+    return replace(here, accelerator=kind, devices=("planned device",) * count, device_bytes=size, bf16=True)
+
+
+def available_memory() -> int:
+    """Bytes of host memory to be had now: what the kernel says is available, within the container's limit."""
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+    except (OSError, ValueError):  # no container, or one without a limit
+        return free
+    return min(free, limit)
+
+
+def check_packages() -> list[Check]:
+    """Every declared dependency against its bounds, then the optional extras."""
+    try:
+        declared = [Requirement(text) for text in importlib.metadata.requires("moe_rl") or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return [Check("moe_rl", False, "not installed as a package", "pip install -e . in its folder")]
+    checks = [Check("python", sys.version_info >= (3, 11), f"{platform.python_version()} (>=3.11)")]
+    extras: dict[str, list[Requirement]] = {}
+    for requirement in declared:
+        extra = next((e for e in EXTRAS if requirement.marker and f'extra == "{e}"' in str(requirement.marker)), None)
+        if extra is not None:
+            extras.setdefault(extra, []).append(requirement)
+        elif requirement.marker is None:
+            found, fits = installed(requirement)
+            remedy = "" if fits else f"pip install '{requirement}'"
+            checks.append(Check(requirement.name, fits, f"{found} ({requirement.specifier})", remedy))
+    for extra, requirements in sorted(extras.items()):
+        found = ", ".join(f"{r.name} {installed(r)[0]}" for r in requirements)
+        all_fit = all(installed(r)[1] for r in requirements)
+        checks.append(Check(f"extra: {extra}", None, found, "" if all_fit else f"pip install 'moe_rl[{extra}]'"))
+    present = importlib.util.find_spec("megablocks") is not None
+    checks.append(Check("megablocks", None, "installed" if present else "not installed", "docs/megablocks.md"))
+    return checks
+
+
+EXTRAS = ("notebooks", "peft", "trl", "reasoning-gym", "math-verify", "trackers")
+"""Extras for users; their packages are optional."""
+
+
+def installed(requirement: Requirement) -> tuple[str, bool]:
+    """The installed version of a package and whether it is within the bounds."""
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed", False
+    return version, requirement.specifier.contains(Version(version), prereleases=True)
+
+
+def check_machine_parts(machine: Machine) -> list[Check]:
+    """Torch's build, devices, cores, memory, disk, compilers: for information."""
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    compilers = {name: shutil.which(name) for name in ("g++", "nvcc")}
+    return [
+        Check("torch build", None, f"{torch.__version__}, {build}"),
+        Check(
+            "devices",
+            None,
+            f"{len(machine.devices)} x {machine.devices[0]} ({machine.accelerator}), {gb(machine.device_bytes)} free, "
+            + ("bf16" if machine.bf16 else "no native bf16"),
+        ),
+        Check("cores", None, str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())),
+        Check("host memory", None, f"{gb(machine.host_bytes)} available"),
+        Check("disk", None, f"{gb(machine.disk_bytes)} free here"),
+        Check(
+            "compilers",
+            None,
+            ", ".join(name if path else f"no {name}" for name, path in compilers.items()),
+            "" if compilers["g++"] else "torch.compile needs a C++ compiler",
+        ),
+    ]
+
+
+def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan | None, str]:
+    """What the study needs against what is there, for its most demanding arm; the plan of that arm and its name.
+    `plan` is None where the model's configuration is not at hand."""
+    checks, run = [], study.resolve(next(iter(study.arms)), study.seeds[0])
+    for name, test in (
+        ("model options", lambda: check_machine(run.model)),
+        ("task", lambda: make_task(run.task).problem(random.Random(0))),
+    ):
+        try:
+            test()
+            checks.append(Check(name, True, "usable here"))
+        except (ValueError, TaskError) as error:
+            checks.append(Check(name, False, str(error)))
+    if run.model.lora is not None and importlib.util.find_spec("peft") is None:
+        return [*checks, Check("peft", False, "not installed", "pip install 'moe_rl[peft]'")], None, ""
+    try:
+        plans = {arm: plan(study.resolve(arm, study.seeds[0]), len(machine.devices)) for arm in study.arms}
+    except (ValueError, OSError) as error:
+        return [*checks, Check("model configuration", False, str(error))], None, ""
+    arm = max(plans, key=lambda name: plans[name].peak)
+    worst, n = plans[arm], len(machine.devices)
+    checks.append(
+        fits(
+            "device memory", worst.peak, machine.device_bytes, f"on each of {n}, sharded" if n > 1 else "on one device"
+        )
+    )
+    if machine.accelerator != "cpu":
+        checks.append(fits("host memory", worst.host_bytes, machine.host_bytes, "to load the weights"))
+    runs = len(study.runs())
+    checks.append(
+        fits("disk", (runs + 1) * worst.checkpoint_bytes, machine.disk_bytes, f"for the checkpoints of {runs} runs")
+    )
+    if run.model.dtype == "bfloat16" and not machine.bf16:
+        checks.append(Check("bf16", False, "the device has no native bf16", "model.dtype float32, or another device"))
+    if run.model.dtype == "bfloat16" and machine.accelerator == "cpu":
+        checks.append(Check("bf16", None, "works on a CPU, slower than fp32 on most"))
+    return checks, worst, arm
+
+
+def fits(name: str, needed: int, there: int, where: str) -> Check:
+    """A comparison in plain words."""
+    words = f"needs {gb(needed)} {where}, {gb(there)} there"
+    return Check(name, needed <= there, words, "" if needed <= there else f"{gb(needed - there)} too little")
+
+
+def gb(count: int) -> str:
+    """Bytes in decimal units, with two or more digits.
+
+    >>> gb(61_064_245_248), gb(2_490_000_000), gb(460_000)
+    ('61 GB', '2.5 GB', '0.46 MB')
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= 9.95 * size:
+            return f"{count / size:.0f} {unit}"
+        if count >= 0.95 * size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1e6:.2f} MB"
+
+
+def examine(study: StudyConfig | None, machine: Machine) -> dict[str, Any]:
+    """Everything that the report says, as plain data; `ok`: whether nothing that is required is missing."""
+    checks = check_packages() + check_machine_parts(machine)
+    found: dict[str, Any] = {"machine": asdict(machine), "checks": [asdict(check) for check in checks]}
+    if study is not None:
+        of_study, needs, arm = check_study(study, machine)
+        checks += of_study
+        found["study"] = {"name": study.name, "arm": arm, "checks": [asdict(check) for check in of_study]}
+        if needs is not None:
+            found["study"] |= {"plan": asdict(needs) | {"peak": needs.peak}}
+    found["ok"] = all(check.ok is not False for check in checks)
+    return found
+
+
+def report(found: dict[str, Any]) -> str:
+    """The findings as lines of text."""
+    lines = ["This machine"]
+    lines += [_line(check) for check in found["checks"]]
+    if "study" in found:
+        study = found["study"]
+        lines += ["", f"Study {study['name']}"]
+        needs = study.get("plan")
+        if needs:
+            lines += [
+                f"  {needs['architecture']}; {needs['parameters']:,} parameters, {needs['trainable']:,} trained",
+                f"  prompts of {needs['prompt_tokens']} and responses of {needs['new_tokens']} tokens; routes "
+                f"{needs['routes_bytes_per_token']}, KV cache {needs['kv_bytes_per_token']} bytes a token",
+                f"  per device, arm {study['arm']} (the most demanding):",
+            ]
+            for need in needs["needs"]:
+                when = {"always": "", "sampling": "while sampling", "update": "while updating"}[need["when"]]
+                words = "; ".join(word for word in (when, need["note"]) if word)
+                lines.append(f"    {gb(need['bytes']):>9}  {need['name']}{f' ({words})' if words else ''}")
+            lines.append(f"    {gb(needs['peak']):>9}  at the fullest; sampling and updating do not happen at once")
+        lines += [_line(check) for check in study["checks"]]
+    lines += [
+        "",
+        "Everything required is there." if found["ok"] else "Something required is missing: see the lines marked !!",
+    ]
+    return "\n".join(lines)
+
+
+def _line(check: dict[str, Any]) -> str:
+    mark = {True: "ok", False: "!!", None: "  "}[check["ok"]]
+    return f"  {mark} {check['name']:20} {check['found']}" + (f" -> {check['remedy']}" if check["remedy"] else "")
+
+
+def doctor(study: StudyConfig | None, machine: Machine, as_json: bool) -> int:
+    """Print the report; the exit status: 0 if all that is required is there, else 1."""
+    found = examine(study, machine)
+    print(json.dumps(found, indent=1) if as_json else report(found))
+    return 0 if found["ok"] else 1

@@ -1,0 +1,266 @@
+"""What a run needs, from shapes alone: the model is built on torch's meta device, nothing is loaded or downloaded.
+
+Parameters and their states are exact. Activations are an estimate, within a factor of two on the families that the
+tests measure; what allocators and kernels take besides is not in it.
+"""
+
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from moe_rl.lora import add_lora
+from moe_rl.models import DTYPES, ModelConfig, ModelError, check_path
+from moe_rl.rollout import TaskError, make_task
+from moe_rl.routing.packing import packed_dtype
+from moe_rl.routing.sites import find_sites
+from moe_rl.tiny import build_tiny, char_tokenizer
+from moe_rl.training import RunConfig
+from moe_rl.training.head import default_chunk
+from moe_rl.training.method import resolve_method
+
+PROMPT_TOKENS = 256
+"""Assumed where the task cannot be asked."""
+CHARACTERS_PER_TOKEN = 3
+"""Assumed of a tokenizer that is not at hand: fewer than English text has, so that prompts come out longer."""
+
+_QWEN3 = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+_OLMOE = {
+    "model_type": "olmoe",
+    "vocab_size": 50_304,
+    "hidden_size": 2048,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "tie_word_embeddings": False,
+}
+_GRANITE = {
+    "model_type": "granitemoe",
+    "vocab_size": 49_155,
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 8,
+    "tie_word_embeddings": True,
+}
+KNOWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base"), _QWEN3),
+    **{f"allenai/OLMoE-1B-7B-0924{kind}": _OLMOE for kind in ("", "-SFT", "-Instruct")},
+    **{f"ibm-granite/granite-3.1-1b-a400m-{kind}": _GRANITE for kind in ("base", "instruct")},
+}
+"""Shapes of hub models, for planning without a network; a configuration in the local cache comes first."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on one device. when: `always`, or only while responses are sampled or weights updated."""
+
+    name: str
+    bytes: int
+    when: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run needs per device; host and disk in bytes."""
+
+    architecture: str
+    parameters: int
+    trainable: int
+    prompt_tokens: int
+    new_tokens: int
+    routes_bytes_per_token: int
+    kv_bytes_per_token: int
+    needs: tuple[Need, ...]
+    host_bytes: int
+    checkpoint_bytes: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes on one device when it is fullest: sampling and updating do not happen at once."""
+        phases = {"always": 0, "sampling": 0, "update": 0}
+        for need in self.needs:
+            phases[need.when] += need.bytes
+        return phases["always"] + max(phases["sampling"], phases["update"])
+
+
+def architecture(config: ModelConfig, alphabet: str = "") -> Any:
+    """The transformers configuration of a policy, from a folder, the local cache or `KNOWN`.
+
+    Raises:
+        ModelError: none of them has it; what to do.
+    """
+    if config.path is None:
+        return build_tiny(config.tiny, char_tokenizer(alphabet)).config
+    path = check_path(config.path)
+    if Path(path).is_dir():
+        return AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        if path not in KNOWN:
+            raise ModelError(
+                f"model.path: the configuration of {path} is not on this machine, and nothing is downloaded here. Put "
+                "its config.json in a folder and give that. Known without: " + ", ".join(KNOWN)
+            ) from error
+    values = dict(KNOWN[path])
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
+def meta_model(hf_config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """The model without its weights: every parameter has a shape and a dtype and no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+
+
+def plan(run: RunConfig, devices: int = 1) -> Plan:
+    """What a run needs on each of `devices`, weights and their states sharded evenly over them (FSDP2).
+
+    Raises:
+        ModelError: the model's configuration is not at hand.
+    """
+    task, prompt_tokens = _task(run)
+    hf = architecture(run.model, getattr(task, "alphabet", "") if run.model.path is None else "")
+    dtype = DTYPES[run.model.dtype]
+    model = meta_model(hf, dtype)
+    sites = find_sites(model)
+    if run.model.lora is not None:
+        model = add_lora(model, run.model.lora)
+    new_tokens = run.rollout.max_new_tokens or int(getattr(task, "max_new_tokens", 256))
+    method = resolve_method(run, new_tokens)
+    parameters = {p: p.numel() for p in model.parameters()}
+    count, size = sum(parameters.values()), dtype.itemsize
+    weights = sum(n * p.element_size() for p, n in parameters.items())
+    trained = {p: n for p, n in parameters.items() if p.requires_grad}
+    trainable = sum(trained.values())
+    gradients = sum(n * p.element_size() for p, n in trained.items())
+    low = run.optim.master_weights and any(p.element_size() < 4 for p in trained)
+    states = 12 * trainable if low else 2 * gradients
+    responses = run.rollout.prompts * run.rollout.group_size
+    per_device = math.ceil(responses / devices)
+    length = prompt_tokens + new_tokens
+    decoded = min(run.rollout.max_batch or per_device, per_device)
+    micro = min(run.optim.micro_batch or math.ceil(per_device / run.optim.num_minibatches), per_device)
+
+    H, V, L = hf.hidden_size, hf.vocab_size, hf.num_hidden_layers
+    heads = hf.num_attention_heads
+    kv_heads = getattr(hf, "num_key_value_heads", None) or heads
+    head_dim = getattr(hf, "head_dim", None) or H // heads
+    kv_token = 2 * L * kv_heads * head_dim * size
+    experts: int = getattr(hf, "num_experts", None) or hf.num_local_experts
+    top_k = hf.num_experts_per_tok
+    routes_token = len(sites) * top_k * packed_dtype(experts).itemsize
+    chunk = min(default_chunk(V, H), micro * new_tokens)
+
+    def shard(total: int) -> int:
+        return math.ceil(total / devices)
+
+    needs = [
+        Need("policy weights", shard(weights), "always", f"{count:,} parameters, {run.model.dtype}"),
+        Need("optimizer", shard(states), "always", f"Adam{' and fp32 master weights' if low else ''}, {trainable:,}"),
+        Need("gradients", shard(gradients), "update"),
+    ]
+    shared = run.model.lora is not None and not run.optim.reference_reset_every
+    for name, wanted in (("reference", method.needs_reference), ("initial policy", method.source == "initial")):
+        if wanted:
+            note = "the policy with its adapters off" if shared else ""
+            needs.append(Need(name, 0 if shared else shard(weights), "always", note))
+    engine = run.rollout.engine
+    if engine.kind == "hf":
+        needs.append(Need("rollout engine", shard(count * DTYPES[engine.dtype].itemsize), "always", engine.dtype))
+    for name, wanted in (
+        ("value model", method.advantage == "gae" and run.value.model == "separate"),
+        ("reward model", run.reward.model == "learned"),
+    ):
+        if wanted:
+            needs.append(Need(name, shard(4 * weights), "always", "weights, gradients and Adam"))
+    if devices > 1:
+        layer = (count - 2 * V * H) / L * size
+        needs.append(Need("gathered layers", math.ceil(2 * layer), "always", "two at a time, weights alone"))
+    waiting = (1 + run.rollout.lag) * per_device * length
+    needs += [
+        Need("routes", waiting * routes_token, "always", f"{routes_token} bytes a token"),
+        Need("KV cache", decoded * length * kv_token, "sampling", f"{decoded} responses, {kv_token} bytes a token"),
+        Need("sampling logits", decoded * V * (size + 16), "sampling"),
+        Need("logits of a chunk", chunk * V * (8 + size) + 4 * V * H, "update", f"{chunk} tokens at a time"),
+        Need(
+            "activations",
+            activation_bytes(hf, micro * length, length, run.model),
+            "update",
+            f"estimate; {micro} responses of {length} tokens"
+            + (", checkpointed" if run.model.gradient_checkpointing else ""),
+        ),
+    ]
+    if run.probe.decompose_every:
+        needs.append(Need("weights of the decomposition", shard(weights), "update"))
+    kept = sum(need.bytes for need in needs if need.name in ("reference", "initial policy")) * devices
+    return Plan(
+        architecture=f"{hf.model_type}, {L} layers, {experts} experts, {top_k} per token",
+        parameters=count,
+        trainable=trainable,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        routes_bytes_per_token=routes_token,
+        kv_bytes_per_token=kv_token,
+        needs=tuple(needs),
+        host_bytes=weights,
+        checkpoint_bytes=weights + states + kept,
+    )
+
+
+def activation_bytes(hf: Any, tokens: int, length: int, config: ModelConfig) -> int:
+    """Estimate of what forward keeps for backward, all layers, `tokens` tokens in sequences of `length`.
+
+    Per token and layer: two norms (fp32 inside), queries, keys, values and attention's output, the router's
+    probabilities, and for each of K experts the token's copy, gate and up, their product and the result. Under
+    checkpointing each layer's input, and one layer's activations while it is computed again.
+    """
+    H, K = hf.hidden_size, hf.num_experts_per_tok
+    ffn = getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size
+    heads = hf.num_attention_heads
+    head_dim = getattr(hf, "head_dim", None) or H // heads
+    experts: int = getattr(hf, "num_experts", None) or hf.num_local_experts
+    size = DTYPES[config.dtype].itemsize
+    attention = 4 * H + 6 * heads * head_dim
+    if config.attn_implementation == "eager":
+        attention += 2 * heads * length
+    layer = tokens * (size * (attention + K * (3 * H + 5 * ffn)) + 4 * (4 * H + 3 * experts))
+    layers = hf.num_hidden_layers
+    return layers * tokens * H * size + layer if config.gradient_checkpointing else layers * layer
+
+
+def _task(run: RunConfig) -> tuple[Any, int]:
+    """The task, and how long its prompts are in tokens; an assumption where it cannot be asked."""
+    task = None
+    try:
+        task = make_task(run.task)
+        rng = random.Random(0)
+        longest = max(len(task.problem(rng).prompt) for _ in range(64))
+    except TaskError:
+        return task, PROMPT_TOKENS
+    return task, longest if run.model.path is None else math.ceil(longest / CHARACTERS_PER_TOKEN) + 16

@@ -1,0 +1,210 @@
+"""Memory from shapes: known counts, states by arithmetic, activations against what autograd keeps; the report."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_rl.cli import main
+from moe_rl.lora import LoraConfig
+from moe_rl.models import ModelConfig, ModelError
+from moe_rl.rollout.engines import EngineConfig
+from moe_rl.study.config import load_study, parse_study
+from moe_rl.study.doctor import Machine, Requirement, examine, inspect_machine, installed, planned, report
+from moe_rl.study.memory import KNOWN, activation_bytes, architecture, meta_model, plan
+from moe_rl.training import MethodConfig, OptimConfig, RolloutConfig, RunConfig
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+QWEN = ModelConfig(path="Qwen/Qwen3-30B-A3B-Base", dtype="bfloat16")
+H200 = Machine("cuda", ("H200",), int(141e9), int(1e12), int(1e13), True)
+
+
+def run(model, **changes):
+    return replace(RunConfig(model=model, rollout=RolloutConfig(prompts=32, group_size=8)), **changes)
+
+
+def needs(*args, **options):
+    return {need.name: need.bytes for need in plan(*args, **options).needs}
+
+
+@pytest.mark.parametrize(
+    ("path", "parameters"),
+    [
+        ("Qwen/Qwen3-30B-A3B", 30_532_122_624),
+        # 50,304 x 2048 twice; each of 16 layers: attention 4 x 2048^2 + 2 norms of 2048, router 64 x 2048,
+        # experts 64 x 3 x 1024 x 2048, 2 norms of 2048; a last norm.
+        ("allenai/OLMoE-1B-7B-0924", 6_919_161_856),
+        # 49,155 x 1024 once (tied); each of 24 layers: attention 2 x 1024^2 + 2 x 512 x 1024, router 32 x 1024,
+        # experts 32 x 3 x 512 x 1024, 2 norms of 1024; a last norm.
+        (
+            "ibm-granite/granite-3.1-1b-a400m-instruct",
+            49_155 * 1024 + 24 * (3 * 1024**2 + 32 * 1024 + 32 * 3 * 512 * 1024 + 2 * 1024) + 1024,
+        ),
+    ],
+)
+def test_parameters_of_known_models_without_their_weights(path, parameters):
+    model = meta_model(architecture(ModelConfig(path=path)))
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_states_of_qwen3_30b():
+    P = 30_532_122_624
+    one = needs(run(QWEN))
+    assert (one["policy weights"], one["gradients"], one["optimizer"]) == (2 * P, 2 * P, 12 * P)
+    eight = needs(run(QWEN), devices=8)
+    assert eight["policy weights"] + eight["gradients"] + eight["optimizer"] == 2 * P  # 16 bytes on 8 devices: 61.1 GB
+    pure = needs(run(QWEN, optim=OptimConfig(master_weights=False)))
+    assert pure["optimizer"] == 4 * P
+    fp32 = needs(run(replace(QWEN, dtype="float32")))
+    assert (fp32["policy weights"], fp32["gradients"], fp32["optimizer"]) == (4 * P, 4 * P, 8 * P)
+    assert "reference" not in one
+    assert needs(run(QWEN, method=MethodConfig(kl_coef=0.1)))["reference"] == 2 * P
+    assert needs(run(QWEN, rollout=RolloutConfig(engine=EngineConfig("hf", "bfloat16"))))["rollout engine"] == 2 * P
+    facts = plan(run(QWEN))
+    assert facts.routes_bytes_per_token == 48 * 8  # layers x experts of a token, a byte each
+    assert facts.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2  # keys and values, layers, heads, size of a head, bf16
+    # mod_chain: 11 characters, at 3 a token and 16 more, and responses of 25 tokens; 256 at once
+    assert one["KV cache"] == 256 * (4 + 16 + 25) * facts.kv_bytes_per_token
+    assert needs(run(QWEN, rollout=RolloutConfig(max_batch=16)))["KV cache"] * 16 == one["KV cache"]
+    assert facts.peak == sum(n.bytes for n in facts.needs if n.when == "always") + max(
+        sum(n.bytes for n in facts.needs if n.when == when) for when in ("sampling", "update")
+    )
+
+
+def test_adapters_train_little_and_are_their_own_reference():
+    model = replace(QWEN, lora=LoraConfig(rank=16))
+    facts = plan(run(model, method=MethodConfig(kl_coef=0.1)))
+    # q: 2048 -> 4096, k and v: 2048 -> 512, o: 4096 -> 2048; each 16 x (in + out)
+    own = 48 * 16 * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048))
+    assert facts.trainable == own
+    found = {need.name: need.bytes for need in facts.needs}
+    # adapters are in fp32
+    assert (found["reference"], found["gradients"], found["optimizer"]) == (0, 4 * own, 8 * own)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_activations_are_estimated_within_a_factor_of_two(family, checkpointed):
+    from moe_rl.models import TinyConfig, build_tiny, char_tokenizer
+
+    tiny = TinyConfig(family=family, hidden_size=64, num_layers=6, num_experts=8, moe_intermediate_size=48)
+    model = build_tiny(tiny, char_tokenizer("ab")).train()
+    if checkpointed:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    ids, kept = torch.ones(4, 64, dtype=torch.long), {}
+    weights = {p.data_ptr() for p in model.parameters()}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = model.model(ids, use_cache=False).last_hidden_state
+    config = ModelConfig(gradient_checkpointing=checkpointed)
+    estimate = activation_bytes(model.config, ids.numel(), 64, config)
+    if checkpointed:  # what is computed again is not seen here: the layers' inputs alone
+        estimate -= activation_bytes(model.config, ids.numel(), 64, ModelConfig()) // 6
+    assert 0.5 < estimate / sum(kept.values()) < 2, (estimate, sum(kept.values()))
+    assert out.requires_grad
+
+
+def test_a_configuration_that_is_not_here_says_what_to_do(monkeypatch, tmp_path):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"configuration of nobody/nothing is not on this machine.*Put its"):
+        architecture(ModelConfig(path="nobody/nothing"))
+    with pytest.raises(ModelError, match="there is no folder"):
+        architecture(ModelConfig(path=str(tmp_path / "none")))
+    architecture(ModelConfig(path="allenai/OLMoE-1B-7B-0924-SFT")).save_pretrained(tmp_path)
+    assert architecture(ModelConfig(path=str(tmp_path))).num_experts == 64  # a config.json is enough
+
+
+@pytest.mark.parametrize("name", ["olmoe_1b_7b", "granite_3_1b_a400m", "qwen3_30b_a3b"])
+def test_ready_studies_have_the_papers_settings_and_are_known(name):
+    study = load_study(EXPERIMENTS / f"{name}.yaml")
+    assert study.base.model.path in KNOWN and list(study.arms) == ["grpo", "grpo_replay", "gspo"]
+    for arm in study.arms:
+        config = study.resolve(arm, 0)
+        clip = (3e-4, 4e-4) if arm == "gspo" else (0.2, 0.27)
+        assert (config.method.clip_low, config.method.clip_high) == clip
+        assert config.optim.num_minibatches == 4 and config.model.dtype == "bfloat16"
+        assert config.method.replay == ("R2" if arm == "grpo_replay" else "none")
+    # What the file says of the hardware holds.
+    devices = 8 if "qwen" in name else 1
+    peak = plan(study.resolve("grpo", 0), devices).peak
+    said = {"olmoe_1b_7b": 119, "granite_3_1b_a400m": 35, "qwen3_30b_a3b": 111}[name]
+    assert round(peak / 1e9) == said and f"{said} GB on" in (EXPERIMENTS / f"{name}.yaml").read_text()
+
+
+STUDY = {
+    "name": "mine",
+    "question": "does it fit?",
+    "seeds": [0, 1],
+    "base": {"model": {"path": "Qwen/Qwen3-30B-A3B", "dtype": "bfloat16"}},
+    "arms": {"plain": {}, "tied": {"method": {"kl_coef": 0.1}}},
+}
+
+
+def test_the_verdict_is_that_of_the_most_demanding_arm():
+    found = examine(parse_study(STUDY), H200)
+    assert found["study"]["arm"] == "tied" and not found["ok"]
+    checks = {check["name"]: check for check in found["study"]["checks"]}
+    memory = checks["device memory"]
+    assert (
+        memory["ok"] is False and "too little" in memory["remedy"] and "on one device, 141 GB there" in memory["found"]
+    )
+    eight = replace(H200, devices=("H200",) * 8)
+    checks = {check["name"]: check for check in examine(parse_study(STUDY), eight)["study"]["checks"]}
+    assert checks["device memory"]["ok"] and "on each of 8, sharded" in checks["device memory"]["found"]
+    # Four runs, 2 arms x 2 seeds, and one more while a checkpoint is replaced; weights, Adam, reference
+    assert f"needs {5 * 16 * 30_532_122_624 / 1e9:.0f} GB" in checks["disk"]["found"]
+
+
+def test_what_is_wrong_with_a_study_is_said_in_words(monkeypatch):
+    data = STUDY | {
+        "base": {
+            "model": {"experts_implementation": "megablocks"},
+            "task": {"name": "jsonl", "options": {"path": "no.jsonl"}},
+        }
+    }
+    found = examine(parse_study(data), inspect_machine())
+    text = report(found)
+    assert not found["ok"] and "!! task" in text and "there is no file" in text
+    assert "!! model options" in text and "megablocks" in text
+
+
+def test_packages_are_held_against_their_bounds():
+    assert installed(Requirement("torch>=2.9")) == (torch.__version__, True)
+    assert installed(Requirement("torch>=99"))[1] is False
+    assert installed(Requirement("no-such-package")) == ("not installed", False)
+
+
+def test_the_command(capsys, tmp_path, monkeypatch):
+    def doctor(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            main(["doctor", *arguments])
+        return stop.value.code, capsys.readouterr()
+
+    status, out = doctor()
+    assert status == 0 and "Everything required is there." in out.out
+    status, out = doctor(str(EXPERIMENTS / "quick.yaml"), "--json")
+    found = json.loads(out.out)
+    assert status == 0 and found["ok"] and found["study"]["plan"]["parameters"] == 336_912
+    status, out = doctor(str(EXPERIMENTS / "quick.yaml"), "--memory", "0.001")
+    assert status == 1 and "!! device memory" in out.out
+    status, out = doctor("none.yaml")
+    assert status == 1 and "no such study file" in out.err
+    status, out = doctor("--devices", "0", "--memory", "0")
+    assert status == 1 and "at least 1 device" in out.err
+
+
+def test_planning_for_another_machine():
+    assert planned(None, None).devices == inspect_machine().devices
+    there = planned(8, 141.0)
+    assert len(there.devices) == 8 and there.device_bytes == 141 * 10**9 and there.accelerator == "planned"
