@@ -132,13 +132,13 @@ class RewardConfig:
     """`verifier`: the task's own. `learned`: a model trained on the verifier's verdicts, retrained as the policy moves
     (iterative GRPO; its reference is reset by `optim.reference_reset_every`)."""
     learning_rate: float = 1e-3
-    initial_batches: int = 4
+    initial_batches: int = 8
     """Batches of the initial policy that the reward model learns from before the first step."""
     retrain_every: int = 10
     """Steps between retrainings."""
-    epochs: int = 4
+    epochs: int = 8
     """Passes over the comparisons of a retraining."""
-    batch_size: int = 64
+    batch_size: int = 32
     """Comparisons per update."""
     history_fraction: float = 0.1
     """Share of older comparisons in a retraining (arXiv:2402.03300: a tenth)."""
