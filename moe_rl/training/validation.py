@@ -61,6 +61,8 @@ def _method(config: RunConfig) -> Method:
     require(own.noise >= 0, f"method.noise: a standard deviation is not negative, got {own.noise}")
     if own.advantage is not None:
         known("method.advantage", own.advantage, ADVANTAGE_KINDS)
+    if own.anchor is not None:
+        known("method.anchor", own.anchor, ("old", "rollout"))
     if own.source is not None:
         known("method.source", own.source, SOURCE_KINDS)
     if own.objective == DPO:

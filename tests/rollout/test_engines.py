@@ -1,0 +1,184 @@
+"""Rollout engines: an fp32 copy samples what the training model does, a coarser one differs by its arithmetic alone."""
+
+import copy
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.rollout import make_task
+from moe_rl.rollout.engines import (
+    EngineConfig,
+    EngineError,
+    HuggingFaceEngine,
+    ModelEngine,
+    check_engine,
+    forward_logps,
+    make_engine,
+    rounded,
+)
+from moe_rl.rollout.tasks import TaskConfig
+from moe_rl.tiny import TinyConfig, build_tiny, char_tokenizer
+
+TASK = make_task(TaskConfig(name="mod_chain", options={"steps": 1}))
+TOKENIZER = char_tokenizer(TASK.alphabet)
+TINY = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
+
+
+@pytest.fixture
+def model():
+    return build_tiny(TINY, TOKENIZER)
+
+
+def engine_of(model, **changes):
+    return make_engine(EngineConfig(kind="hf", **changes), model, TOKENIZER)
+
+
+def respond(engine, record=True, temperature=1.0):
+    rng = random.Random(0)
+    return engine.sample(
+        [TASK.problem(rng) for _ in range(3)],
+        group_size=4,
+        max_new_tokens=7,
+        temperature=temperature,
+        generator=torch.Generator().manual_seed(1),
+        record_routes=record,
+    )
+
+
+def moved(model, scale=0.3):
+    """Another policy of the same architecture."""
+    other = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter += scale * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return other
+
+
+def test_an_fp32_copy_samples_what_the_training_model_does(model):
+    own, other = respond(ModelEngine(model, TOKENIZER)), respond(engine_of(model, dtype="float32"))
+    assert torch.equal(own.input_ids, other.input_ids)
+    torch.testing.assert_close(own.logps, other.logps, rtol=0, atol=1e-5)  # where a weight lies in memory can show
+    assert own.routes.equal(other.routes)
+    assert respond(ModelEngine(model, TOKENIZER), record=False).routes is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_coarser_copy_differs_by_rounding_and_the_finer_dtype_by_less(model, dtype):
+    model = moved(model, 1.0)  # random weights are too flat for a difference
+    rollout = respond(ModelEngine(model, TOKENIZER))
+    mask, exact = rollout.completion_mask, forward_logps(model, rollout)
+    gap = (engine_of(model, dtype=dtype).logps(rollout, 1.0) - exact)[mask].abs().mean()
+    assert 0 < gap < {"bfloat16": 0.1, "float16": 0.01}[dtype]
+    assert all(not p.is_floating_point() or p.dtype == torch.float32 for p in model.parameters()), "the copy alone"
+
+
+def test_logps_of_given_completions_are_those_of_sampling_at_its_temperature(model):
+    for temperature in (1.0, 0.7):
+        engine = ModelEngine(model, TOKENIZER)
+        rollout = respond(engine, temperature=temperature)
+        torch.testing.assert_close(engine.logps(rollout, temperature), rollout.logps, rtol=1e-5, atol=1e-5)
+    assert (engine.logps(rollout, 1.0) - rollout.logps).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("changes", [{}, {"router_format": "int4"}, {"router_format": "e5m2", "dtype": "float32"}])
+def test_a_synced_engine_is_one_built_anew_from_the_new_weights(model, changes):
+    engine, other = engine_of(model, **changes), moved(model)
+    assert engine.version == -1
+    engine.sync(other.state_dict(), 7)
+    fresh = engine_of(other, **changes)
+    assert engine.version == 7
+    own, new = engine.model.state_dict(), fresh.model.state_dict()
+    assert own.keys() == new.keys() and all(torch.equal(own[name], new[name]) for name in own)
+    torch.testing.assert_close(respond(engine).logps, respond(fresh).logps, rtol=0, atol=1e-5)
+
+
+def test_training_on_does_not_reach_the_engine_before_a_sync(model):
+    engine = engine_of(model, dtype="float32")
+    before = respond(engine).logps
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(respond(engine).logps, before)
+
+
+def test_a_sync_of_other_names_or_shapes_is_refused_before_anything_is_copied(model):
+    engine = engine_of(model, dtype="float32")
+    weights = dict(moved(model).state_dict())
+    before = respond(engine).logps
+    name = "model.layers.1.mlp.gate.weight"
+    with pytest.raises(EngineError, match=r"weight sync 3: 1 names are not in both.*model\.layers\.1\.mlp\.gate"):
+        engine.sync({key: value for key, value in weights.items() if key != name}, 3)
+    with pytest.raises(EngineError, match=r"gate\.weight is \[3, 16\] in the training model and \[6, 16\]"):
+        engine.sync({**weights, name: weights[name][:3]}, 3)
+    assert torch.equal(respond(engine).logps, before) and engine.version == -1
+
+
+def test_router_formats_round_routers_and_nothing_else(model):
+    plain = engine_of(model, dtype="float32").model.state_dict()
+    for router_format, levels in (("int4", 15), ("e5m2", None)):
+        coarse = engine_of(model, dtype="float32", router_format=router_format).model.state_dict()
+        changed = {name for name in plain if not torch.equal(plain[name], coarse[name])}
+        assert changed == {f"model.layers.{i}.mlp.gate.weight" for i in range(2)}
+        for name in changed:
+            assert torch.equal(rounded(coarse[name], router_format), coarse[name]), "rounding twice changes nothing"
+            assert levels is None or all(len(row.unique()) <= levels for row in coarse[name])
+
+
+def test_rounding_by_hand():
+    # int4: the scale of row 0 is 14 / 7 = 2: 14 -> 7, 3.1 / 2 = 1.55 -> 2, -0.9 / 2 = -.45 -> 0; row of zeros stays.
+    weight = torch.tensor([[14.0, 3.1, -0.9], [0.0, 0.0, 0.0]])
+    assert rounded(weight, "int4").tolist() == [[14.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
+    # e5m2 keeps 1, 1.25, 1.5, 1.75 between 1 and 2: 1.3 -> 1.25, -1.7 -> -1.75.
+    assert rounded(torch.tensor([[1.3, -1.7]]), "e5m2").tolist() == [[1.25, -1.75]]
+    assert rounded(weight.bfloat16(), "int4").dtype == torch.bfloat16
+
+
+def test_buffers_and_what_the_architecture_keeps_in_fp32_are_not_cast(model):
+    model._keep_in_fp32_modules_strict = {"gate"}
+    engine = engine_of(model)
+    kinds = {name: parameter.dtype for name, parameter in engine.model.named_parameters()}
+    assert kinds["model.layers.0.mlp.gate.weight"] == torch.float32
+    assert kinds["model.layers.0.self_attn.q_proj.weight"] == torch.bfloat16
+    assert all(buffer.dtype == torch.float32 for buffer in engine.model.buffers() if buffer.is_floating_point())
+
+
+def test_experts_implementation_is_the_engines_own(model):
+    engine = engine_of(model, dtype="float32", experts_implementation="eager")
+    assert engine.model.config._experts_implementation == "eager" != model.config._experts_implementation
+    rollout = respond(ModelEngine(model, TOKENIZER))
+    torch.testing.assert_close(engine.logps(rollout, 1.0), forward_logps(model, rollout), rtol=1e-5, atol=1e-5)
+    with pytest.raises(EngineError, match="experts_implementation: 'fastest' cannot be had"):
+        engine_of(model, experts_implementation="fastest")
+
+
+def test_batch_shapes_are_the_engines_own_or_the_runs(model):
+    own = make_engine(EngineConfig(kind="hf", max_batch=2), model, TOKENIZER, max_batch=5)
+    assert own.max_batch == 2
+    assert make_engine(EngineConfig(kind="hf"), model, TOKENIZER, max_batch=5).max_batch == 5
+    assert make_engine(EngineConfig(), model, TOKENIZER, max_batch=5).max_batch == 5
+    whole = respond(engine_of(model, dtype="float32"))
+    chunked = respond(engine_of(model, dtype="float32", max_batch=5))
+    assert torch.equal(whole.input_ids, chunked.input_ids), "randomness does not depend on the batch"
+
+
+def test_a_closed_engine_has_let_go_of_its_model(model):
+    engine = HuggingFaceEngine(model, TOKENIZER, EngineConfig(kind="hf"))
+    engine.close()
+    assert not hasattr(engine, "model")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "vlm"}, r"rollout\.engine\.kind: expected one of self, hf, got 'vlm'"),
+        ({"dtype": "bf16"}, r"rollout\.engine\.dtype: expected one of float32, bfloat16, float16, got 'bf16'"),
+        ({"router_format": "int8"}, r"rollout\.engine\.router_format: expected one of null, int4, e5m2, got 'int8'"),
+        ({"max_batch": 0}, r"rollout\.engine\.max_batch: at least 1, got 0"),
+    ],
+)
+def test_what_no_engine_knows_is_refused(changes, message):
+    with pytest.raises(EngineError, match=message):
+        check_engine(replace(EngineConfig(kind="hf"), **changes))

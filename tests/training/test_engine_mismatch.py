@@ -1,0 +1,363 @@
+"""Two engines in one loop: R3, anchors, the measured gap, and weight syncs that stop the run when they are wrong."""
+
+import json
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.models import ModelConfig, TinyConfig
+from moe_rl.rollout import TaskConfig
+from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine
+from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.training import (
+    EvalConfig,
+    MethodConfig,
+    OptimConfig,
+    ProbeConfig,
+    RolloutConfig,
+    RunConfig,
+    Trainer,
+    rollouts,
+    validate,
+)
+from moe_rl.training.engine_gap import logp_gap
+from moe_rl.training.rollouts import check_rollout_routes, unrouted_tokens
+from moe_rl.training.update_routing import forced_routes
+from moe_rl.training.weight_sync import probed_tensors
+
+MICRO = RunConfig(
+    model=ModelConfig(
+        tiny=TinyConfig(
+            hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8, initializer_range=0.3
+        ),
+        cold_start=None,
+    ),
+    task=TaskConfig(name="mod_chain", options={"steps": 1}),
+    rollout=RolloutConfig(prompts=4, group_size=4, engine=EngineConfig(kind="hf", router_format="int4")),
+    optim=OptimConfig(steps=1, num_minibatches=2, learning_rate=1e-2, warmup_updates=2),
+    eval=EvalConfig(every=0, prompts=2),
+    probe=ProbeConfig(sequences=16, tokens_every=0),
+    checkpoint_every=1,
+)
+
+
+class OddCharacters:
+    """A verifier that pays for an even number of odd characters, so that a random model has reward variance."""
+
+    def __init__(self, task):
+        self.task = task
+
+    def __getattr__(self, name):
+        return getattr(self.task, name)
+
+    def reward(self, problem, completion):
+        return float(sum(map(ord, completion)) % 2)
+
+
+@pytest.fixture
+def trainer_of(monkeypatch):
+    from moe_rl.training import trainer
+
+    make_task = trainer.make_task
+    monkeypatch.setattr(trainer, "make_task", lambda config: OddCharacters(make_task(config)))
+
+    def build(config, folder):
+        made = Trainer(config, folder)
+        made.resume()
+        return made
+
+    return build
+
+
+def changed(engine=None, method=None, **optim):
+    rollout = replace(MICRO.rollout, engine=EngineConfig(**engine)) if engine is not None else MICRO.rollout
+    return replace(MICRO, rollout=rollout, method=MethodConfig(**(method or {})), optim=replace(MICRO.optim, **optim))
+
+
+def rows(folder, kind, **values):
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in found if r["kind"] == kind and all(r[key] == value for key, value in values.items())]
+
+
+def run(trainer_of, folder, config):
+    trainer = trainer_of(config, folder)
+    trainer.run()
+    return trainer
+
+
+def test_an_fp32_engine_is_a_control(trainer_of, tmp_path):
+    """No slot differs, no gap, and the run is that of the training model sampling itself."""
+    run(trainer_of, tmp_path / "copy", changed({"kind": "hf", "dtype": "float32"}, steps=2))
+    run(trainer_of, tmp_path / "self", changed({}, steps=2))
+    engines = rows(tmp_path / "copy", "engine", pair="engines")
+    assert len(engines) == 2 and all(r["slots_changed"] == 0 < r["slots"] for r in engines)
+    assert all(r["gap_max"] < 1e-4 and r["sync_gap"] < 1e-5 for r in engines)
+    assert not rows(tmp_path / "self", "engine"), "one engine: nothing to compare"
+    for a, b in zip(rows(tmp_path / "copy", "update"), rows(tmp_path / "self", "update"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-4)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+
+
+def test_r2_leaves_the_first_update_unaltered_and_r3_alters_it(trainer_of, tmp_path):
+    for replay in ("none", "R2", "R3"):
+        run(trainer_of, tmp_path / replay, changed(method={"replay": replay}))
+    live, r2, r3 = (rows(tmp_path / replay, "update")[0] for replay in ("none", "R2", "R3"))
+    assert (r2["loss"], r2["grad_norm"]) == (live["loss"], live["grad_norm"])
+    assert abs(r3["grad_norm"] - live["grad_norm"]) > 1e-4 * live["grad_norm"]
+    assert r2["slots_changed"] == 0 < r3["slots_changed"]
+    # The old policy was scored under the same routes, so the first ratio is 1 all the same.
+    assert r3["var_token_log_ratio"] < 1e-12 and r3["clipped_tokens"] == 0
+
+
+def test_r3_forces_all_but_padding_and_last_tokens_in_every_update(trainer_of, tmp_path):
+    trainer = run(trainer_of, tmp_path, changed(method={"replay": "R3"}))
+    updates = rows(tmp_path, "update")
+    live = 0
+    batch = trainer.collect()
+    for index in range(len(batch)):
+        real = int(batch.attention_mask[index].sum())
+        live += batch.attention_mask.shape[1] - (real - 1)
+    assert int(batch.rollout_routes.live.sum()) == 2 * live  # two sites
+    for row in updates:
+        assert 0 < row["replayed_rows"] < row["routed_rows"]
+        assert row["routed_rows"] - row["replayed_rows"] >= 2 * 8  # at least each response's last token, two sites
+
+
+def test_r3_on_the_training_models_own_routes_changes_nothing(trainer_of, tmp_path):
+    run(trainer_of, tmp_path / "live", changed({}))
+    run(trainer_of, tmp_path / "R3", changed({}, {"replay": "R3"}))
+    live, r3 = rows(tmp_path / "live", "update"), rows(tmp_path / "R3", "update")
+    assert r3[0]["grad_norm"] == pytest.approx(live[0]["grad_norm"], rel=1e-4)
+    assert r3[0]["replayed_rows"] > 0 == r3[0]["slots_changed"]
+
+
+def test_ratios_anchored_on_the_rollout_begin_with_the_gap_between_the_engines(trainer_of, tmp_path):
+    """One minibatch and no step behind it: the variance that the loss sees is that of the engines' rows."""
+    for replay, pair in (("none", "engines"), ("R3", "engines_replayed")):
+        folder = tmp_path / replay
+        run(trainer_of, folder, changed(method={"replay": replay, "anchor": "rollout"}, num_minibatches=1))
+        (update,), (gap,) = rows(folder, "update"), rows(folder, "engine", pair=pair)
+        assert gap["var_token"] > 1e-8
+        assert update["var_token_log_ratio"] == pytest.approx(gap["var_token"], rel=1e-3)
+        assert update["var_sequence_log_ratio"] == pytest.approx(gap["var_sequence"], rel=1e-3)
+    run(trainer_of, tmp_path / "old", changed(method={"anchor": "old"}, num_minibatches=1))
+    assert rows(tmp_path / "old", "update")[0]["var_token_log_ratio"] < 1e-12
+
+
+def test_the_gap_does_not_depend_on_the_method_and_replay_narrows_it(trainer_of, tmp_path):
+    for name, method in {"a": {"replay": "R3"}, "b": {"objective": "gspo", "anchor": "rollout"}}.items():
+        run(trainer_of, tmp_path / name, changed(method=method))
+    for pair in ("engines", "engines_replayed"):
+        assert rows(tmp_path / "a", "engine", pair=pair) == rows(tmp_path / "b", "engine", pair=pair)
+    (live,), (forced,) = (rows(tmp_path / "a", "engine", pair=p) for p in ("engines", "engines_replayed"))
+    assert live["sites_changed"] > 0 and forced["var_token"] < live["var_token"]
+    new = rows(tmp_path / "a", "engine", pair="rollout_to_new")
+    assert [r["update"] for r in new] == [1, 2] and new[1]["k3"] > 0
+    probes = rows(tmp_path / "a", "probe")
+    assert probes[0]["tokens"] == sum(rows(tmp_path / "a", "update")[i]["tokens"] for i in (0, 1))
+    assert new[0]["tokens"] == probes[0]["tokens"] - 16, "last tokens have no route of the engine's"
+
+
+def test_the_probe_measures_natural_routing_in_r3_arms_too(trainer_of, tmp_path):
+    """At a learning rate of nearly 0 the probe sees no change, though old log-probabilities are under forced routes."""
+    run(trainer_of, tmp_path, changed(method={"replay": "R3"}, learning_rate=1e-12))
+    (_, probe) = rows(tmp_path, "probe")
+    assert probe["slots_changed"] == 0 and probe["var_token_natural"] < 1e-10
+    assert rows(tmp_path, "update")[0]["slots_changed"] > 0
+
+
+def test_gap_by_hand():
+    # d = (ln 3, 0 | -ln 1.5): r = 3, 1, 2/3. k3 = (3 - 1 - ln 3 + 0 + 2/3 - 1 + ln 1.5) / 3; only r = 3 is beyond 2.
+    new = torch.tensor([[math.log(3), 0.0], [-math.log(1.5), 99.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    gap = logp_gap(new, torch.zeros(2, 2), mask)
+    assert gap["k3"] == pytest.approx((2 - math.log(3) - 1 / 3 + math.log(1.5)) / 3)
+    assert gap["extreme_fraction"] == pytest.approx(1 / 3)
+    assert gap["gap_max"] == pytest.approx(math.log(3))
+    assert gap["gap_mean"] == pytest.approx((math.log(3) + math.log(1.5)) / 3)
+    # sequence means: ln(3)/2 and -ln 1.5; the variance of two numbers is half their squared difference
+    assert gap["var_sequence"] == pytest.approx((math.log(3) / 2 + math.log(1.5)) ** 2 / 2)
+
+
+def test_an_interrupted_r3_run_ends_as_the_uninterrupted_one(trainer_of, tmp_path):
+    """With lag, so that a batch waits in the checkpoint with its rollout's routes."""
+    config = changed(method={"replay": "R3", "anchor": "rollout"}, steps=3)
+    config = replace(config, rollout=replace(config.rollout, lag=1))
+    whole = run(trainer_of, tmp_path / "whole", config)
+
+    class Stop(Exception):
+        pass
+
+    def stop(row):
+        if row["kind"] == "update" and row["step"] == 1:
+            raise Stop
+
+    broken = trainer_of(config, tmp_path / "broken")
+    broken.log.listener = stop
+    with pytest.raises(Stop):
+        broken.run()
+    resumed = run(trainer_of, tmp_path / "broken", config)
+    for name, tensor in whole.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+    for kind in ("rollout", "update", "engine", "probe"):
+        assert rows(tmp_path / "whole", kind) == rows(tmp_path / "broken", kind)
+
+
+# -- routes with holes ---------------------------------------------------------------------------------------------
+
+
+def test_tokens_without_a_route():
+    # left padding, three tokens of which the last was never fed back, right padding
+    assert unrouted_tokens(torch.tensor([[0, 1, 1, 1, 0]]).bool()).int().tolist() == [[1, 0, 0, 1, 1]]
+
+
+def test_routes_of_an_engine_that_lost_or_invented_some_are_refused(trainer_of, tmp_path):
+    trainer = trainer_of(MICRO, tmp_path)
+    problems = [trainer.task.problem(random.Random(i)) for i in range(4)]
+    rollout = trainer.rollouts.sample(problems, torch.Generator().manual_seed(0))
+    ids, routes = rollout.routes.ids, rollout.routes
+    assert check_rollout_routes(rollout) is routes
+    prompt, last = ids.clone(), ids.clone()
+    b, t = rollout.attention_mask.nonzero()[0].tolist()
+    prompt[b, t, 1] = -1
+    last[0, int(rollout.attention_mask[0].nonzero()[-1])] = torch.arange(2)
+    for wrong, message in (
+        (prompt, r"1 of .* first: sequence 0, token 0, site model\.layers\.1\.mlp\.gate has no route"),
+        (last, "2 of"),
+    ):
+        broken = replace(rollout, routes=RoutedExperts(wrong, routes.sites, routes.num_experts))
+        with pytest.raises(RoutingError, match=message):
+            check_rollout_routes(broken)
+    with pytest.raises(RoutingError, match="gave no routes"):
+        check_rollout_routes(replace(rollout, routes=None))
+
+
+def test_a_forward_outside_replay_or_twice_under_it_is_an_error(trainer_of, tmp_path):
+    trainer = trainer_of(changed(method={"replay": "R3"}), tmp_path)
+    batch = trainer.collect()
+    with (
+        pytest.raises(RuntimeError, match=r"replay forced 0 .*did not run wholly"),
+        forced_routes(trainer.model, batch.rollout_routes),
+    ):
+        pass
+    with pytest.raises(RuntimeError, match="not once"), forced_routes(trainer.model, batch.rollout_routes):
+        trainer.logps(trainer.model, batch)
+        trainer.logps(trainer.model, batch)
+
+
+# -- wrong syncs ---------------------------------------------------------------------------------------------------
+
+
+class Wrong(HuggingFaceEngine):
+    """Syncs what `distort` leaves of the weights."""
+
+    def sync(self, weights, version):
+        super().sync(self.distort(dict(weights), version), version)
+
+
+class Skips(Wrong):
+    name = "model.layers.1.self_attn.k_norm.weight"
+
+    def distort(self, weights, version):
+        return {**weights, self.name: self.model.state_dict()[self.name].clone()}
+
+
+class SwapsTwo(Wrong):
+    def distort(self, weights, version):
+        a, b = (f"model.layers.{i}.mlp.experts.down_proj" for i in (0, 1))
+        return {**weights, a: weights[b], b: weights[a]}
+
+
+class RollsExperts(Wrong):
+    def distort(self, weights, version):
+        name = "model.layers.0.mlp.experts.gate_up_proj"
+        return {**weights, name: weights[name].roll(1, 0)}
+
+
+class StopsListening(Wrong):
+    """Right at first; from step 1 on nothing arrives any more."""
+
+    def distort(self, weights, version):
+        return weights if version < 1 else {k: v.clone() for k, v in self.model.state_dict().items()}
+
+
+def engine_is(monkeypatch, kind):
+    monkeypatch.setattr(rollouts, "make_engine", lambda config, model, tok, *_: kind(model, tok, config))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tensor_that_does_not_arrive_is_named_before_the_first_step(trainer_of, tmp_path, monkeypatch, dtype):
+    engine_is(monkeypatch, Skips)
+    with pytest.raises(
+        EngineError, match=r"1 of the tensors tried do not reach .* model\.layers\.1\.self_attn\.k_norm"
+    ):
+        trainer_of(changed({"kind": "hf", "dtype": dtype}), tmp_path)
+
+
+@pytest.mark.parametrize("kind", [SwapsTwo, RollsExperts])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_in_the_wrong_place_stop_the_run(trainer_of, tmp_path, monkeypatch, kind, dtype):
+    engine_is(monkeypatch, kind)
+    with pytest.raises(EngineError, match=r"away from those of before\. Tensors that land in another's place"):
+        trainer_of(changed({"kind": "hf", "dtype": dtype}), tmp_path)
+
+
+def test_an_engine_that_stops_listening_stops_the_run(trainer_of, tmp_path, monkeypatch):
+    engine_is(monkeypatch, StopsListening)
+    trainer = trainer_of(changed({"kind": "hf", "dtype": "float32"}, steps=3), tmp_path)
+    with pytest.raises(EngineError, match=r"weight sync 1: .* differ by .* tolerance 0\.001 .*does not hold"):
+        trainer.run()
+    assert {r["step"] for r in rows(tmp_path, "update")} == {0}, "nothing was trained on its samples"
+
+
+def test_an_engine_loaded_with_other_weights_is_refused(trainer_of, tmp_path, monkeypatch):
+    def other(model, tokenizer, config):
+        engine = HuggingFaceEngine(model, tokenizer, config)
+        with torch.no_grad():
+            engine.model.lm_head.weight.mul_(-1)
+        return engine
+
+    engine_is(monkeypatch, other)
+    with pytest.raises(EngineError, match="on the weights that it was just loaded with; bfloat16 explains at most"):
+        trainer_of(changed({"kind": "hf"}), tmp_path)
+
+
+def test_the_start_up_test_leaves_the_policy_as_it_was(trainer_of, tmp_path):
+    a = trainer_of(changed({}), tmp_path / "a").model.state_dict()
+    b = trainer_of(MICRO, tmp_path / "b").model.state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_of_many_tensors_one_of_each_kind_is_tried_at_different_depths():
+    weights = {f"layers.{i}.{kind}.weight": torch.zeros(1) for i in range(100) for kind in ("q", "k", "gate")}
+    chosen = probed_tensors({**weights, "head.weight": torch.zeros(1), "count": torch.zeros(1, dtype=torch.int64)})
+    assert sorted(name.rpartition("layers.")[2].split(".", 1)[-1] for name in chosen) == [
+        "gate.weight",
+        "k.weight",
+        "q.weight",
+        "weight",
+    ]
+    assert len({name.split(".")[1] for name in chosen}) == 4
+
+
+# -- configuration -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (changed({"kind": "remote"}), r"rollout\.engine\.kind: expected one of self, hf"),
+        (
+            changed(method={"objective": "sft"}),
+            "method.source: a rollout engine and replay R3 speak of what the current",
+        ),
+        (changed({}, {"objective": "rft", "replay": "R3"}), "method.source: a rollout engine and replay R3"),
+        (changed(method={"anchor": "new"}), r"method\.anchor: unknown kind 'new'; known: old, rollout"),
+    ],
+)
+def test_what_cannot_run_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        validate(config)
