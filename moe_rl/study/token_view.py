@@ -208,7 +208,8 @@ def token_view_html(
             break
     else:
         return Markup("")
-    index, responses = stored.index(), {}
+    index = stored.index()
+    responses: dict[str, Any] = {}
     size = len(json.dumps(index))
     for seq in spread(stored.sequences):
         parts = {f"{seq}/{u}": stored.response(seq, u, REPORT_TOKENS) for u in stored.updates}

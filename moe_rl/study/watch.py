@@ -58,12 +58,12 @@ def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None
     """
     server = make_server(folder, port)
     url = f"http://{ADDRESS}:{server.server_port}/"
-    print(f"watching {folder} at {url}  (Ctrl-C ends it)", flush=True)
-    # Routes need torch, which takes seconds to import: done while the reader looks at the curves.
-    threading.Thread(target=_warm_up, daemon=True).start()
-    if open_browser:
-        webbrowser.open(url)
     try:
+        print(f"watching {folder} at {url}  (Ctrl-C ends it)", flush=True)
+        # Routes need torch, which takes seconds to import: done while the reader looks at the curves.
+        threading.Thread(target=_warm_up, daemon=True).start()
+        if open_browser:
+            webbrowser.open(url)
         server.serve_forever()
     except KeyboardInterrupt:
         print("stopped")

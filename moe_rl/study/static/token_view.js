@@ -126,7 +126,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
       const wanted = state.step === null || state.step === "" ? steps.at(-1) : Number(state.step);
       state.step = steps.reduce((best, s) => (Math.abs(s - wanted) < Math.abs(best - wanted) ? s : best), steps[0]);
       if (!this.index || this.index.run !== state.run || this.index.step !== state.step) {
-        this.say("reading …");
+        this.say("reading … (the first time takes some seconds)");
         const index = await this.source.index(state.run, state.step);
         if (ticket !== this.ticket) return;
         this.index = { ...index, run: state.run };
@@ -171,7 +171,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
       this.message.textContent = text;
       this.message.hidden = !text;
       this.controls.hidden = Boolean(text) && !this.index;
-      this.body.hidden = Boolean(text) && text !== "reading …";
+      this.body.hidden = Boolean(text) && !text.startsWith("reading …");
     }
 
     draw() {
