@@ -67,7 +67,7 @@ def test_studies_of_one_engine_neither_have_nor_miss_it(folder):
     skipped = []
     names = {figure.name for figure in each_figure(load(folder), skipped)}
     assert not names & set(ENGINE_FIGURES) and not any("engine" in reason for reason in skipped)
-    with pytest.raises(NothingToDraw, match="engine_mismatch: the runs recorded no pair"):
+    with pytest.raises(NothingToDraw, match="engine_mismatch: the runs recorded no var_token"):
         engine_mismatch(load(folder))
     add_rows(folder)
     assert "engine_mismatch" in {figure.name for figure in each_figure(load(folder))}
