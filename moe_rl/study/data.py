@@ -17,8 +17,22 @@ from typing import Any
 import pandas as pd
 import yaml
 
-KINDS = ("rollout", "update", "probe", "eval", "step", "engine")
-_MORE_KEYS = {"update": ["update"], "probe": ["update"], "engine": ["pair", "update"]}
+KINDS = ("rollout", "update", "probe", "eval", "step", "engine", "decomposition", "floor")
+FIELDS = dict(
+    zip(
+        KINDS,
+        ("rollouts", "updates", "probes", "evals", "timings", "engines", "decompositions", "floors"),
+        strict=True,
+    )
+)
+"""Kind of row -> field of StudyData that holds it."""
+_MORE_KEYS = {
+    "update": ["update"],
+    "probe": ["update"],
+    "engine": ["pair", "update"],
+    "decomposition": ["update"],
+    "floor": ["variant"],
+}
 _KEYS = {kind: ["arm", "seed", "step", *_MORE_KEYS.get(kind, [])] for kind in KINDS}
 _NEEDED = {
     "rollout": ("step", "reward"),
@@ -26,6 +40,8 @@ _NEEDED = {
     "probe": ("step", "update"),
     "eval": ("step",),
     "engine": ("step", "update", "pair"),
+    "decomposition": ("step", "update"),
+    "floor": ("step", "variant"),
 }
 _SEED_FOLDER = re.compile(r"seed(\d+)")
 
@@ -80,9 +96,10 @@ class StudyData:
     `rollouts`, `updates`, `probes`, `evals`: one row per line of metrics.jsonl of that kind, with `arm` and
     `seed` in front (columns as the run wrote them; log-ratios in nats, rates as numerator and denominator).
     `timings`: seconds of each step. `engines`: the gap between rollout and training engine, one row per `pair`; empty
-    where one engine did both. `tokens` is read on first use, `route_files` lists what `RoutedExperts.load`
-    opens. `not_started` names runs that the study declares and that have no folder yet, `notes` what was odd
-    while reading.
+    where one engine did both. `decompositions`: the log-ratio split into weights, routes and their interaction, where
+    the study asked for it. `floors`: what changes with equal weights, one row per `variant`. `tokens` is read on first
+    use, `route_files` lists what `RoutedExperts.load` opens. `not_started` names runs that the study declares and that
+    have no folder yet, `notes` what was odd while reading.
     """
 
     name: str
@@ -97,6 +114,8 @@ class StudyData:
     not_started: tuple[str, ...] = ()
     timings: pd.DataFrame = field(default_factory=pd.DataFrame)
     engines: pd.DataFrame = field(default_factory=pd.DataFrame)
+    decompositions: pd.DataFrame = field(default_factory=pd.DataFrame)
+    floors: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @cached_property
     def arms(self) -> pd.DataFrame:
@@ -197,8 +216,7 @@ def load(path: str | Path) -> StudyData:
     notes = tuple(f"{run.arm}/seed{run.seed}: {note}" for run in runs for note in run.notes)
     name = str(config.get("name") or path.resolve().name)
     waiting = () if folders == [path] else _missing(config, runs)
-    rollouts, updates, probes, evals, timings, engines = (tables[kind] for kind in KINDS)
-    return StudyData(name, path, config, runs, rollouts, updates, probes, evals, notes, waiting, timings, engines)
+    return StudyData(name, path, config, runs, notes=notes, not_started=waiting, **_named(tables))
 
 
 def join(studies: dict[str, StudyData]) -> StudyData:
@@ -213,19 +231,19 @@ def join(studies: dict[str, StudyData]) -> StudyData:
             runs.append(replace(run, arm=f"{key}/{run.arm}"))
         for arm, row in data.arms.iterrows():
             declared[f"{key}/{arm}"] = {"label": f"{row['label']} ({key})"}
-        for kind, frame in zip(KINDS, _tables(data), strict=True):
-            tables[kind].append(frame.assign(arm=f"{key}/" + frame["arm"].astype(str)))
+        for kind, name in FIELDS.items():
+            frame = getattr(data, name)
+            tables[kind].append(frame.assign(arm=f"{key}/" + frame["arm"].astype(str)) if len(frame) else frame)
         notes += [f"{key}/{note}" for note in data.notes]
-    rollouts, updates, probes, evals, timings, engines = (_stack(tables[kind]) for kind in KINDS)
     name, config = " + ".join(studies), {"arms": declared}
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
-    return StudyData(
-        name, Path(), config, tuple(runs), rollouts, updates, probes, evals, tuple(notes), waiting, timings, engines
-    )
+    stacked = _named({kind: _stack(frames) for kind, frames in tables.items()})
+    return StudyData(name, Path(), config, tuple(runs), notes=tuple(notes), not_started=waiting, **stacked)
 
 
-def _tables(data: StudyData) -> tuple[pd.DataFrame, ...]:
-    return data.rollouts, data.updates, data.probes, data.evals, data.timings, data.engines
+def _named(tables: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Tables by the names of StudyData's fields, from tables by kind of row."""
+    return {FIELDS[kind]: table for kind, table in tables.items()}
 
 
 def _stack(frames: list[pd.DataFrame]) -> pd.DataFrame:

@@ -5,9 +5,13 @@ Each function takes a `StudyData` and returns a `StudyFigure` (matplotlib figure
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from moe_rl.study.data import StudyData, load
+from moe_rl.study.figures.decomposition import decomposition, decomposition_by_site
+from moe_rl.study.figures.divergence import change_by_position, divergence
+from moe_rl.study.figures.dose import dose_response, minibatches
 from moe_rl.study.figures.engines import engine_mismatch
 from moe_rl.study.figures.ratios import (
     log_ratio_bands,
@@ -25,6 +29,7 @@ FIGURES: dict[str, Callable[[StudyData], StudyFigure]] = {
     "final_reward": final_reward,
     "expert_change": expert_change,
     "expert_change_by_site": expert_change_by_site,
+    "change_by_position": change_by_position,
     "flips_per_token": flips_per_token,
     "ratio_variance": ratio_variance,
     "variance_by_flips": variance_by_flips,
@@ -34,11 +39,20 @@ FIGURES: dict[str, Callable[[StudyData], StudyFigure]] = {
     "clipped_tokens": clipped_tokens,
     "gradient_norm": gradient_norm,
     "dynamics": dynamics,
+    "divergence": divergence,
 }
 """Name -> function, in the order of the report."""
 
 ENGINE_FIGURES: dict[str, Callable[[StudyData], StudyFigure]] = {"engine_mismatch": engine_mismatch}
 """The same, only of studies in which another engine than the training model samples."""
+
+STUDY_FIGURES: dict[str, Callable[[StudyData], StudyFigure]] = {
+    "dose_response": dose_response,
+    "minibatches": minibatches,
+    "decomposition": decomposition,
+    "decomposition_by_site": decomposition_by_site,
+}
+"""The same, only of studies that vary what they show or asked for it: doses, updates per batch, the decomposition."""
 
 
 def each_figure(data: StudyData, skipped: list[str] | None = None) -> Iterator[StudyFigure]:
@@ -49,6 +63,9 @@ def each_figure(data: StudyData, skipped: list[str] | None = None) -> Iterator[S
         except NothingToDraw as error:
             if skipped is not None:
                 skipped.append(str(error))
+    for draw in STUDY_FIGURES.values():  # of another study's question: nothing is missing
+        with suppress(NothingToDraw):
+            yield draw(data)
 
 
 def draw_all(path: str | Path, out: str | Path | None = None) -> list[Path]:
@@ -71,9 +88,15 @@ __all__ = [
     "ENGINE_FIGURES",
     "FIGURES",
     "LOOKS",
+    "STUDY_FIGURES",
     "NothingToDraw",
     "StudyFigure",
+    "change_by_position",
     "clipped_tokens",
+    "decomposition",
+    "decomposition_by_site",
+    "divergence",
+    "dose_response",
     "draw_all",
     "dynamics",
     "each_figure",
@@ -85,6 +108,7 @@ __all__ = [
     "gradient_norm",
     "log_ratio_bands",
     "look_of",
+    "minibatches",
     "probability_scatter",
     "ratio_variance",
     "reward",

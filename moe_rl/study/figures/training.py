@@ -40,7 +40,7 @@ def reward(data: StudyData) -> StudyFigure:
     parts = []
     for ax, condition in zip(axes[0], shown, strict=True):
         parts += _curves(ax, data, condition, rows, "reward")
-        _mark_collapse(ax, data, condition)
+        mark_collapse(ax, data, condition)
         ax.set_title(condition.title(len(shown) - 1))
         step_axis(ax)
     axes[0, 0].set_ylabel("reward, mean over responses")
@@ -49,7 +49,7 @@ def reward(data: StudyData) -> StudyFigure:
     many = f"{int(rows['reward_n'].median())} " if "reward_n" in rows else ""
     caption = (
         f"Mean reward of the {many}responses sampled at each RL step, before the updates of that step. "
-        f"{lines_note(data)}{_collapse_note(data)}{noise_note(data)}{_replay_note(data)} {seeds_note(data)}"
+        f"{lines_note(data)}{collapse_note(data)}{noise_note(data)}{_replay_note(data)} {seeds_note(data)}"
     )
     return StudyFigure("reward", "Reward against RL step.", caption, figure, pd.concat(parts))
 
@@ -145,7 +145,7 @@ def dynamics(data: StudyData) -> StudyFigure:
                 parts += _curves(ax, data, condition, frame.dropna(subset=[name]), name)
             ax.set_title("" if i else label)
             ax.set_yscale(scale)
-            _mark_collapse(ax, data, condition)
+            mark_collapse(ax, data, condition)
         row[0].set_ylabel(condition.name)
     for column, (name, _, _) in zip(axes.T, _DYNAMICS, strict=True):
         step_axis(column[-1])
@@ -161,7 +161,7 @@ def dynamics(data: StudyData) -> StudyFigure:
         "In-run quantities on the training minibatches, under each arm's own routing, mean over the "
         "updates of a step. k1 = mean(−log r) and k3 = mean(r − 1 − log r) with r = new/old on the old "
         "policy's tokens both estimate KL(old‖new); the axis of k1 differs between rows. Entropy of the "
-        f"sampled distribution; mean response length. {lines_note(data)}{_collapse_note(data)}{noise_note(data)} "
+        f"sampled distribution; mean response length. {lines_note(data)}{collapse_note(data)}{noise_note(data)} "
         f"{seeds_note(data)}"
     )
     title = "KL, entropy and response length."
@@ -232,12 +232,12 @@ def _curves(ax: Axes, data: StudyData, condition: Condition, rows: pd.DataFrame,
     return parts
 
 
-def _collapse_note(data: StudyData) -> str:
+def collapse_note(data: StudyData) -> str:
     fell = bool(final_rewards(data)["collapsed"].any())
     return f" ×: step at which a run collapsed ({COLLAPSE_RULE})." if fell else ""
 
 
-def _mark_collapse(ax: Axes, data: StudyData, condition: Condition) -> None:
+def mark_collapse(ax: Axes, data: StudyData, condition: Condition) -> None:
     table = final_rewards(data).set_index("arm")
     for arm, (look, _) in arm_looks(data, condition.arms).items():
         for step in table["collapse_steps"][arm]:
