@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_calls import disturbed, grads, moe, routes_of, tokens
+from routing_helpers import disturbed, grads, moe, routes_of, tokens
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_calls import disturbed, moe, routes_of, tokens
+from routing_helpers import disturbed, moe, routes_of, tokens
 from tiny_families import tiny_model
 from torch import Tensor, nn
 from torch.nn import functional

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_calls import disturbed, grads, moe, routes_of, tokens
+from routing_helpers import disturbed, grads, moe, routes_of, tokens
 from torch import Tensor
 
 from moe_rl.routing import RoutedExperts, RoutingError, find_sites, noisy_routes, record_routes, replay_routes

@@ -1,0 +1,158 @@
+"""Contexts inside each other, exceptions, copies, two models: nothing is left behind, nothing leaks."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from routing_helpers import assert_same, disturbed, hooked, moe, routes_of, tokens
+from torch import nn
+
+from moe_rl.routing import (
+    RoutingError,
+    UnsupportedModelError,
+    attach,
+    find_sites,
+    record_routes,
+    replay_routes,
+)
+
+
+def test_inner_replay_wins_and_every_recorder_sees_what_was_used() -> None:
+    model, inputs = moe(), tokens()
+    outer_routes, inner_routes = routes_of(disturbed(model), inputs), routes_of(model, inputs)
+    model = disturbed(model, 0.1)
+    with record_routes(model) as outermost, replay_routes(model, outer_routes):
+        with replay_routes(model, inner_routes, sites=[0]), record_routes(model) as innermost:
+            model(inputs)
+        with record_routes(model) as after:
+            model(inputs)
+    assert torch.equal(innermost.routes.ids[:, :, 0], inner_routes.ids[:, :, 0])
+    assert torch.equal(innermost.routes.ids[:, :, 1:], outer_routes.ids[:, :, 1:])
+    assert after.routes.equal(outer_routes)
+    assert torch.equal(outermost.calls[0].ids, innermost.routes.ids)
+    assert torch.equal(outermost.calls[1].ids, outer_routes.ids)
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_leaves_nothing_behind(error: type[BaseException], attached: bool) -> None:
+    model, inputs = moe(), tokens()
+    routes = routes_of(model, inputs)
+    handle = attach(model) if attached else None
+    plain = model(inputs).logits
+
+    def fail(*_: object) -> None:
+        raise error("on purpose")
+
+    for place in (model.model.layers[1].mlp.experts, model.model.layers[1].mlp.gate, model.model.norm):
+        hook = place.register_forward_pre_hook(fail)
+        with pytest.raises(error), replay_routes(model, routes, shadow=True), record_routes(model):
+            model(inputs)
+        hook.remove()
+        assert bool(hooked(model)) == attached
+        assert torch.overrides._len_torch_function_stack() == 0
+    inner = model.model.layers[1].mlp.gate
+    inner.forward = fail  # inside the router itself
+    with pytest.raises(error), replay_routes(model, routes):
+        model(inputs)
+    del inner.forward
+    assert torch.overrides._len_torch_function_stack() == 0
+    assert torch.equal(model(inputs).logits, plain)
+    with record_routes(model) as recording:
+        model(inputs)
+    assert recording.routes.equal(routes)
+    if handle is not None:
+        handle.detach()
+    assert not hooked(model)
+
+
+def test_a_copy_made_while_attached_is_untouched() -> None:
+    model, inputs = moe(), tokens()
+    model.gradient_checkpointing_enable()
+    routes = routes_of(model, inputs)
+    with replay_routes(model, routes), record_routes(model) as recording:
+        twin = copy.deepcopy(model)
+        assert not hooked(twin)
+        twin(tokens(3, 4, seed=9))
+    assert len(recording.steps) == 0
+    assert routes_of(disturbed(twin), inputs).sites == routes.sites
+
+
+def test_two_models_at_once_and_their_memory() -> None:
+    left, right, inputs = moe(seed=0), moe(seed=1), tokens()
+    a, b = routes_of(left, inputs), routes_of(right, inputs)
+    with record_routes(left) as one, record_routes(right) as two, replay_routes(right, a):
+        left(inputs)
+        right(inputs)
+    assert one.routes.equal(a) and two.routes.equal(a) and not b.equal(a)
+    alive = weakref.ref(left)
+    with attach(right):  # idle hooks hold no cache
+        out = right(inputs)
+        cache = weakref.ref(out.past_key_values)
+        with record_routes(right):
+            right(inputs[:, :1], past_key_values=out.past_key_values)
+        del out
+        gc.collect()
+        assert cache() is None
+    del left, one
+    gc.collect()
+    assert alive() is None
+
+
+def test_attach_stays_until_detached() -> None:
+    model, inputs = moe(), tokens()
+    plain = model(inputs).logits
+    handle = attach(model)
+    with record_routes(model) as recording:
+        model(inputs)
+    assert hooked(model) and torch.equal(model(inputs).logits, plain)
+    with record_routes(model) as again:
+        handle.detach()
+        model(inputs)
+    assert again.routes.equal(recording.routes)
+    assert not hooked(model)
+
+
+def test_the_model_is_left_as_it_was_by_the_self_check() -> None:
+    model = moe().train()
+    model.model.layers[0].eval()
+    before = {n: (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()}
+    buffers = {n: b.clone() for n, b in model.named_buffers()}
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    with record_routes(model):
+        pass
+    assert torch.equal(torch.get_rng_state(), state)
+    assert before == {
+        n: (m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for n, m in model.named_modules()
+    }
+    assert_same(buffers, dict(model.named_buffers()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_cannot_work_is_refused_with_a_reason() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM registers no router"):
+        find_sites(LlamaForCausalLM(LlamaConfig(**config)))
+    with pytest.raises(UnsupportedModelError, match="no transformers model"):
+        find_sites(nn.Linear(2, 2))
+    with torch.device("meta"):
+        model = type(moe())(moe().config)
+    with pytest.raises(UnsupportedModelError, match="meta device"), record_routes(model):
+        pass
+
+
+def test_a_router_that_is_bypassed_or_called_alone_is_an_error() -> None:
+    model, inputs = moe(), tokens()
+    routes = routes_of(model, inputs)
+    model.model.layers[1].mlp.forward = lambda hidden: hidden
+    with record_routes(model), pytest.raises(RoutingError, match=r"1 of 3 routing sites.*layers\.1\.mlp\.gate"):
+        model(inputs)
+    del model.model.layers[1].mlp.forward
+    with replay_routes(model, routes), pytest.raises(RoutingError, match="outside a call"):
+        model.model.layers[0].mlp(torch.randn(1, 2, 32))
+    assert not hooked(model)

@@ -1,0 +1,177 @@
+"""Gradient checkpointing and compilation: the backward pass sees the routes of its forward, or an error."""
+
+import pytest
+import torch
+from routing_helpers import assert_same, disturbed, grads, hooked, moe, routes_of, tokens
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from moe_rl.routing import (
+    RoutedExperts,
+    RoutingError,
+    attach,
+    find_sites,
+    noisy_routes,
+    record_routes,
+    replay_routes,
+)
+
+# -- gradient checkpointing --------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "DeepseekV2ForCausalLM", "DbrxForCausalLM"])
+def test_checkpointed_backward_replays_however_late(family: str, reentrant: bool) -> None:
+    model = moe(family)
+    first, second = tokens(seed=1), tokens(seed=2)
+    old = [routes_of(model, first), routes_of(model, second)]
+    model = disturbed(model).train()
+
+    def loss(inputs: Tensor, routes: RoutedExperts) -> Tensor:
+        with replay_routes(model, routes):
+            return model(inputs, use_cache=False).logits.square().mean()
+
+    def backward(order: list[int]) -> dict[str, Tensor]:
+        losses = [loss(first, old[0]), loss(second, old[1])]
+        for i in order:
+            losses[i].backward()
+        return grads(model)
+
+    wanted = backward([0, 1])
+    with torch.no_grad():
+        live = routes_of(model, first)
+    assert not torch.equal(live.ids, old[0].ids)  # a live recomputation would differ
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(wanted, backward([0, 1]))
+    assert_same(wanted, backward([1, 0]), exact=False)  # sums in another order
+
+    early = loss(first, old[0])
+    with replay_routes(model, old[1]), record_routes(model) as recording:
+        late = model(second, use_cache=False).logits.square().mean()
+        early.backward()  # recomputed under the first routes, inside the second context
+        late.backward()
+    assert_same(wanted, grads(model))
+    assert recording.routes.equal(old[1])
+    assert not hooked(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_noise_is_recomputed_as_it_was(reentrant: bool) -> None:
+    model, inputs = moe().train(), tokens()
+
+    def backward() -> dict[str, Tensor]:
+        with noisy_routes(model, 1.0, torch.Generator().manual_seed(3)):
+            loss = model(inputs, use_cache=False).logits.square().mean()
+        loss.backward()
+        return grads(model)
+
+    wanted = backward()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(wanted, backward())
+
+
+def test_checkpointing_switched_on_inside_the_context_is_followed() -> None:
+    model, inputs = moe(), tokens()
+    old = routes_of(model, inputs)
+    model = disturbed(model).train()
+    with replay_routes(model, old):
+        model(inputs, use_cache=False).logits.square().mean().backward()
+    wanted = grads(model)
+    with replay_routes(model, old):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = model(inputs, use_cache=False).logits.square().mean()
+    loss.backward()
+    assert_same(wanted, grads(model))
+    assert not hooked(model)
+
+
+def test_torch_checkpoint_wrapper_is_followed() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model, inputs = moe(), tokens()
+    old = routes_of(model, inputs)
+    model = disturbed(model)
+    with replay_routes(model, old):
+        model(inputs, use_cache=False).logits.square().mean().backward()
+    wanted = grads(model)
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = checkpoint_wrapper(layer)
+    assert [site.name for site in find_sites(model)] == list(old.sites)
+    with replay_routes(model, old):
+        loss = model(inputs, use_cache=False).logits.square().mean()
+    loss.backward()
+    assert_same(wanted, {n.replace("_checkpoint_wrapped_module.", ""): g for n, g in grads(model).items()})
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_by_hand_is_refused(reentrant: bool) -> None:
+    model, inputs = moe(), tokens()
+    old = routes_of(model, inputs)
+    embedded = model.get_input_embeddings()(inputs)
+    with replay_routes(model, old), pytest.raises(RoutingError, match="by hand"):
+        checkpoint(lambda e: model(inputs_embeds=e).logits, embedded, use_reentrant=reentrant)
+    layer = model.model.layers[1]
+    forward = layer.forward
+    layer.forward = lambda h, **kwargs: checkpoint(lambda x: forward(x, **kwargs), h, use_reentrant=reentrant)
+    with replay_routes(model, old), pytest.raises(RoutingError, match=r"layers\.1.*by hand"):
+        model(inputs, use_cache=False)
+    assert not hooked(model)
+
+
+# -- compilation --------------------------------
+
+
+def test_compile_after_attach_is_exact_without_graph_breaks() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    model, inputs, others = moe(), tokens(seed=1), tokens(seed=2)
+    model.model.layers = model.model.layers[:1]  # compilation is slow
+    model.set_experts_implementation("batched_mm")
+    mine, foreign = routes_of(model, inputs), routes_of(model, others)
+    counter = CompileCounterWithBackend("aot_eager")
+    with attach(model):
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        plain = model(inputs, use_cache=False).logits
+        assert torch.equal(compiled(inputs, use_cache=False).logits, plain)
+        for wanted, given in ((mine, inputs), (foreign, others)):
+            with record_routes(compiled) as recording:
+                compiled(given, use_cache=False)
+            assert recording.routes.equal(wanted)
+        frames = counter.frame_count
+        for forced in (foreign, mine, foreign):
+            with replay_routes(compiled, forced, check_tokens=False) as replay:
+                loss = compiled(inputs, use_cache=False).logits.square().mean()
+                loss.backward()
+            assert replay.replayed_fraction == 1
+            found = grads(model)
+            with replay_routes(model, forced, check_tokens=False):
+                model(inputs, use_cache=False).logits.square().mean().backward()
+            assert_same(grads(model), found, exact=False)
+        assert counter.frame_count == frames + 1  # one graph for replay, whatever is replayed
+        assert torch.equal(compiled(inputs, use_cache=False).logits, plain)
+    with pytest.raises(RoutingError, match="compiled already"), record_routes(compiled):
+        pass
+    with pytest.raises(RoutingError, match="compiled already"):
+        attach(compiled)
+    torch._dynamo.reset()
+
+
+def test_compiled_before_is_an_error_never_silence() -> None:
+    torch._dynamo.reset()
+    model, inputs = moe(), tokens()
+    routes = routes_of(model, inputs)
+    inside = torch.compile(lambda x: model(x, use_cache=False).logits, backend="eager")
+    inside(inputs)
+    with pytest.warns(UserWarning, match="attach"), replay_routes(model, routes) as replay:
+        inside(inputs)
+    with pytest.raises(RoutingError, match="nothing was replayed"):
+        _ = replay.replayed_fraction
+    with record_routes(model) as recording:
+        inside(inputs)
+    with pytest.raises(RoutingError, match="attach"):
+        _ = recording.routes
+    model.compile(backend="eager")
+    with pytest.raises(RoutingError, match="compiled already"), record_routes(model):
+        pass
+    torch._dynamo.reset()

@@ -1,0 +1,73 @@
+"""Precisions, experts implementations and adapters."""
+
+import pytest
+import torch
+from routing_helpers import disturbed, hooked, moe, routes_of, tokens
+
+from moe_rl.routing import (
+    find_sites,
+    record_routes,
+    replay_routes,
+)
+
+
+def test_bfloat16_and_autocast() -> None:
+    inputs = tokens()
+    for model in (moe().bfloat16(), moe("DeepseekV3ForCausalLM").bfloat16()):
+        with record_routes(model) as recording:
+            plain = model(inputs).logits
+        with replay_routes(model, recording.routes):
+            assert torch.equal(model(inputs).logits, plain)
+    model = moe()
+    with torch.autocast("cpu", torch.bfloat16):
+        with record_routes(model) as recording:
+            plain = model(inputs).logits
+        with replay_routes(model, recording.routes):
+            assert torch.equal(model(inputs).logits, plain)
+    other = disturbed(model)
+    with replay_routes(other, recording.routes), torch.autocast("cpu", torch.bfloat16):
+        other(inputs).logits.float().square().mean().backward()
+    assert all(bool((site.module.weight.grad != 0).any()) for site in find_sites(other))
+
+
+def test_routes_pass_between_experts_implementations() -> None:
+    model, inputs = moe(), tokens()
+    logits = {}
+    model.set_experts_implementation("eager")
+    routes = routes_of(model, inputs)
+    for name in ("eager", "grouped_mm", "batched_mm"):
+        model.set_experts_implementation(name)
+        with replay_routes(model, routes), record_routes(model) as recording:
+            logits[name] = model(inputs).logits
+        assert recording.routes.equal(routes)
+    torch.testing.assert_close(logits["eager"], logits["grouped_mm"])
+    torch.testing.assert_close(logits["eager"], logits["batched_mm"])
+
+
+@pytest.mark.parametrize("adapted", ["attention", "router parameter", "router copy"])
+def test_peft_models_share_site_names_with_the_bare_model(adapted: str) -> None:
+    peft = pytest.importorskip("peft")
+    model, inputs = moe(), tokens()
+    routes = routes_of(model, inputs)
+    config = {
+        "attention": peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+        "router parameter": peft.LoraConfig(
+            target_modules=["q_proj"], target_parameters=["mlp.gate.weight"], init_lora_weights=False
+        ),
+        "router copy": peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["gate"], init_lora_weights=False),
+    }[adapted]
+    wrapped = peft.get_peft_model(model, config)
+    assert [site.name for site in find_sites(wrapped)] == list(routes.sites)
+    with record_routes(wrapped) as recording:
+        plain = wrapped(input_ids=inputs).logits
+    assert recording.routes.sites == routes.sites
+    with replay_routes(wrapped, recording.routes):
+        assert torch.equal(wrapped(input_ids=inputs).logits, plain)
+    with replay_routes(wrapped, routes), record_routes(wrapped) as recording:
+        wrapped(input_ids=inputs).logits.square().mean().backward()
+    assert recording.routes.equal(routes)
+    trained = {n for n, p in wrapped.named_parameters() if p.grad is not None and bool((p.grad != 0).any())}
+    assert (adapted == "attention") != any(".mlp.gate." in name for name in trained)
+    with wrapped.disable_adapter():
+        assert routes_of(wrapped, inputs).equal(routes)
+    assert not hooked(wrapped)
