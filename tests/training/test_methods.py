@@ -235,6 +235,15 @@ def test_minirl_corrects_for_the_engine_that_sampled(trainer_of, tmp_path):
     assert float(shifted / plain) == pytest.approx(math.exp(0.5), rel=1e-4)
 
 
+@pytest.mark.parametrize("name", ["rspo", "rspo_after_clip"])
+def test_router_shift_is_none_on_the_first_update_and_grows(trainer_of, tmp_path, name):
+    """The first minibatch meets the policy that sampled it: gamma = 1 up to rounding. Later ones do not."""
+    trainer_of(config_of(name, optim=replace(MICRO.optim, warmup_updates=0)), tmp_path).run()
+    first, second = rows(tmp_path, "update")[:2]
+    assert first["route_weight"] == pytest.approx(1.0, abs=1e-5) and first["route_weight_floored"] == 0.0
+    assert second["route_weight"] < 0.99
+
+
 # -- sources ---------------------------------------------------------------------------------------------------
 
 
