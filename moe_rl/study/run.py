@@ -14,6 +14,7 @@ import yaml
 
 from moe_rl.study.config import ConfigError, differences, dump_run
 from moe_rl.training import RunConfig, train
+from moe_rl.training.distributed import Ranks
 from moe_rl.training.runlog import write_atomic
 
 PACKAGES = (
@@ -40,16 +41,26 @@ def run_one(
 
     Raises:
         ConfigError: the folder holds a run of another configuration.
+        DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
-    if not check_folder(config, folder):
+    ranks = Ranks(config.distributed, config.model.device)
+
+    def begin() -> bool:
+        if not check_folder(config, folder):
+            return False
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "config.yaml").exists():
+            write_atomic(folder / "config.yaml", dump_run(config))
+        facts = {**environment(command), "processes": ranks.size}
+        write_atomic(folder / "env.json", json.dumps(facts, indent=1) + "\n")
+        return True
+
+    if not ranks.first(begin):
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / "config.yaml").exists():
-        write_atomic(folder / "config.yaml", dump_run(config))
-    write_atomic(folder / "env.json", json.dumps(environment(command), indent=1) + "\n")
     started = time.time()
     train(config, folder, cache_dir, listener)
-    write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
+    if ranks.main:
+        write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.batch import Batch
+from moe_rl.training.sharding import as_placed, load_whole, whole
 
 if TYPE_CHECKING:
     from moe_rl.training.trainer import Trainer
@@ -32,16 +33,30 @@ class CheckpointError(RuntimeError):
 
 
 def save_checkpoint(trainer: "Trainer") -> None:
-    """Write `<folder>/checkpoint`, replacing the previous one only when the new one is complete."""
+    """Write `<folder>/checkpoint`, replacing the previous one only when the new one is complete.
+
+    Every rank must call it: sharded tensors are gathered, one file's at a time, and rank 0 writes them. The result
+    does not say how many ranks there were.
+    """
     target = trainer.folder / "checkpoint"
     staging = trainer.folder / "checkpoint.new"
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+    main = trainer.accelerator.main
+    if main:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+
+    def put(name: str, tensors: dict[str, Tensor]) -> None:
+        own = _own(tensors, main)
+        if main:
+            save_file(own, staging / f"{name}.safetensors")
+
     for name, (module, optimizer) in trainer.trained.items():
-        save_file(_own(module.state_dict()), staging / f"{name}.safetensors")
-        save_file(_optimizer_tensors(module, optimizer), staging / f"{OPTIMIZERS[name]}.safetensors")
+        put(name, module.state_dict())
+        put(OPTIMIZERS[name], _optimizer_tensors(module, optimizer))
     for name, module in trainer.frozen.items():
-        save_file(_own(module.state_dict()), staging / f"{name}.safetensors")
+        put(name, module.state_dict())
+    if not main:
+        return
     if trainer.reward_model is not None:
         save_file(_own(trainer.reward_model.tensors()), staging / "comparisons.safetensors")
     queue = []
@@ -74,10 +89,10 @@ def load_checkpoint(trainer: "Trainer") -> bool:
             return False
     state = _read_state(folder)
     for name, (module, optimizer) in trainer.trained.items():
-        module.load_state_dict(_load(folder / f"{name}.safetensors"))
+        load_whole(module, _load(folder / f"{name}.safetensors"))
         _restore_optimizer(module, optimizer, _load(folder / f"{OPTIMIZERS[name]}.safetensors"))
     for name, module in trainer.frozen.items():
-        module.load_state_dict(_load(folder / f"{name}.safetensors"))
+        load_whole(module, _load(folder / f"{name}.safetensors"))
     if trainer.reward_model is not None:
         trainer.reward_model.restore(_load(folder / "comparisons.safetensors"))
     trainer.queue.clear()
@@ -120,15 +135,21 @@ def _load(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def _own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies: safetensors refuses memory that is shared (tied embeddings)."""
-    return {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
+def _own(tensors: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
+    """Contiguous copies: safetensors refuses memory that is shared (tied embeddings). Sharded ones are gathered, which
+    all ranks must take part in; without `keep` nothing comes of it."""
+    copies = {}
+    for name, tensor in tensors.items():
+        gathered = whole(tensor.detach())
+        if keep:
+            copies[name] = gathered.to("cpu", copy=True).contiguous()
+    return copies
 
 
 def _optimizer_tensors(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
-        f"{key}/{names[id(parameter)]}": torch.as_tensor(value).detach().clone().contiguous()
+        f"{key}/{names[id(parameter)]}": torch.as_tensor(value)
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
@@ -140,7 +161,7 @@ def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: dict[str, Ten
     for key, tensor in tensors.items():
         kind, name = key.split("/", 1)
         parameter = parameters[name]
-        value = tensor if kind == "step" else tensor.to(parameter.device)
+        value = tensor if kind == "step" else as_placed(tensor.to(parameter.device), parameter)
         optimizer.state[parameter][kind] = value
 
 

@@ -5,6 +5,7 @@ report then lists).
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from moe_rl.models import ModelConfig
 from moe_rl.rollout import TaskConfig
@@ -166,10 +167,30 @@ class ProbeConfig:
     """Responses of the step's batch that are probed, spread over its groups."""
     tokens_every: int = 10
     """Steps between steps whose per-token facts and routes are written to Parquet (0: never)."""
+    floor: bool = True
+    """Before the first update, score the probed responses again with the same weights: once more, in other batch
+    shapes, with another experts implementation, in bf16. What differs then is arithmetic, below which no change rate
+    means anything. Costs four forwards of the subset and, meanwhile, a bf16 copy of the weights."""
     decompose_every: int = 0
     """Steps between steps after whose updates the log-ratio of the probed responses is split into weights, routes and
     their interaction, also by routing site (0: never). Keeps a CPU copy of the weights during such a step; costs 3 + 2L
     forwards of the subset per update at L routing sites."""
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """More than one process: `torchrun --nproc_per_node N -m moe_rl run FILE` (docs/scaling.md)."""
+
+    strategy: Literal["none", "ddp", "fsdp2"] = "none"
+    """`none`: one process. `ddp`: a whole copy of the model on each. `fsdp2`: weights, gradients and optimizer states
+    are sharded."""
+    processes: int | None = None
+    """How many must have been started; None: any number, but more than one for ddp and fsdp2."""
+    compute_dtype: Literal["bfloat16", "float16"] | None = None
+    """fsdp2 only: the dtype in which weights are gathered and layers compute, while `model.dtype` is that of the shards
+    that are updated. None: `model.dtype`."""
+    router_fp32: bool = False
+    """Keep the routers' weights, logits and gates in fp32 where the rest computes in 16 bits; also in one process."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +206,10 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    tracker: Literal["trackio", "wandb", "tensorboard"] | None = None
+    """Send the metrics to a tracker as well (an optional package each). wandb uses the network unless it is told not
+    to; null sends nothing anywhere."""
     checkpoint_every: int = 10
     """Steps between checkpoints (the last step always writes one)."""
     seed: int = 0

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Bool, Float
 from torch import Tensor
 
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
@@ -21,35 +20,13 @@ from moe_rl.routing import (
 )
 from moe_rl.training.batch import Batch
 from moe_rl.training.engine_gap import log_rollout_to_new
+from moe_rl.training.facts import load_facts, router_facts, spread_facts
+from moe_rl.training.floor import log_floor
+from moe_rl.training.logprobs import TokenLogps
 from moe_rl.training.runlog import write_table
 
 if TYPE_CHECKING:
     from moe_rl.training.trainer import Trainer
-
-
-def ratio_facts(
-    log_ratio: Float[Tensor, "B T"],
-    sequence_log_ratio: Float[Tensor, "B"],
-    clipped: Bool[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> dict[str, Any]:
-    """What one update saw: clipped tokens and sequences with their totals, variance of log-ratios, KL estimates.
-
-    k1 = mean(-log r) and k3 = mean(r - 1 - log r), r = new / old on the old policy's tokens, estimate
-    KL(old || new) in nats per token (Schulman, "Approximating KL divergence").
-    """
-    tokens = log_ratio[mask]
-    rows = mask.any(1)
-    return {
-        "clipped_tokens": (clipped & mask).sum(),
-        "tokens": mask.sum(),
-        "clipped_sequences": (clipped & mask).any(1).sum(),
-        "sequences": rows.sum(),
-        "var_token_log_ratio": tokens.var(),
-        "var_sequence_log_ratio": sequence_log_ratio[rows].var(),
-        "k1": (-tokens).mean(),
-        "k3": (tokens.exp() - 1 - tokens).mean(),
-    }
 
 
 class Probe:
@@ -60,12 +37,16 @@ class Probe:
         self.trainer = trainer
         self.rows = torch.linspace(0, len(batch) - 1, config.sequences).round().long()
         self.part = batch.rows(self.rows)
-        self.keep = bool(config.tokens_every) and trainer.step % config.tokens_every == 0
+        due = bool(config.tokens_every) and trainer.step % config.tokens_every == 0
+        self.keep = due and trainer.accelerator.main
         self.columns: list[dict[str, Any]] = []
+        if trainer.step == 0 and config.floor:
+            log_floor(trainer, self.part)
+        self.routers = old_router_logits(trainer, self.part)
 
     def __call__(self, update: int) -> None:
         """Measure the policy after `update`."""
-        facts, natural, replayed, routes = measure(self.trainer, self.part)
+        facts, natural, replayed, routes = measure(self.trainer, self.part, self.routers)
         self.trainer.log.append("probe", self.trainer.step, update=update, **facts)
         log_rollout_to_new(self.trainer, self.part, update, natural, routes)
         if self.keep:
@@ -91,15 +72,38 @@ class Probe:
 
 
 @torch.no_grad()
-def measure(trainer: "Trainer", part: Batch) -> tuple[dict[str, Any], Tensor, Tensor, RoutedExperts]:
+def old_router_logits(trainer: "Trainer", part: Batch) -> list[Tensor]:
+    """One `[n,E]` per routing site: what the routers say of the n response tokens before the step's updates. Under
+    rollout lag these are newer than the policy that sampled the batch."""
+    trainer.model.eval()
+    out = trainer.logps(trainer.model, trainer.accelerator.mine(part), router_logits=True)
+    return response_logits(trainer, out, part)
+
+
+def response_logits(trainer: "Trainer", out: TokenLogps, part: Batch) -> list[Tensor]:
+    """Router logits of all ranks on the response tokens; empty for a family that returns none."""
+    B, T = part.completion_mask.shape
+    own = [logits.detach() for logits in out.router_logits or () if logits.numel()]
+    rows = len(out.logps)
+    whole = [trainer.accelerator.gather(logits.reshape(rows, T, -1), B) for logits in own]
+    return [logits[part.completion_mask.to(logits.device)] for logits in whole]
+
+
+@torch.no_grad()
+def measure(
+    trainer: "Trainer", part: Batch, old_logits: list[Tensor]
+) -> tuple[dict[str, Any], Tensor, Tensor, RoutedExperts]:
     """One forward with live routing and one with the old routes; the facts, and per-token log-probabilities."""
-    model, mask = trainer.model, part.completion_mask
+    model, mask, ranks = trainer.model, part.completion_mask, trainer.accelerator
+    mine = ranks.mine(part)
     model.eval()
     with record_routes(model) as recording:
-        natural = trainer.logps(model, part, entropy=True)
-    with replay_routes(model, part.routes):
-        replayed = trainer.logps(model, part).logps
-    counts = change_counts(part.routes, recording.routes, mask)
+        live = trainer.logps(model, mine, entropy=True, router_logits=True)
+    with replay_routes(model, mine.routes):
+        replayed = ranks.gather(trainer.logps(model, mine).logps, len(part))
+    entropy, natural = (ranks.gather(values, len(part)) for values in (live.entropy, live.logps))
+    routes = ranks.gather_routes(recording.routes, len(part))
+    counts = change_counts(part.routes, routes, mask)
     facts: dict[str, Any] = {
         "slots_changed": counts.slots_changed,
         "slots": counts.slots_total,
@@ -113,15 +117,18 @@ def measure(trainer: "Trainer", part: Batch) -> tuple[dict[str, Any], Tensor, Te
         "flips_histogram": counts.flips,
         "deviation_histogram": counts.deviation,
         "overdispersion": counts.overdispersion,
-        "entropy": natural.entropy[mask].mean(),
+        "entropy": entropy[mask].mean(),
     }
-    for name, logps in (("natural", natural.logps), ("replayed", replayed)):
-        tokens = token_log_ratio(logps, part.live_old_logps, mask)[mask]
-        facts[f"var_token_{name}"] = tokens.var()
+    for name, logps in (("natural", natural), ("replayed", replayed)):
+        log_ratio = token_log_ratio(logps, part.live_old_logps, mask)
+        facts[f"var_token_{name}"] = log_ratio[mask].var()
         facts[f"var_sequence_{name}"] = sequence_log_ratio(logps, part.live_old_logps, mask).var()
-        facts[f"k1_{name}"] = (-tokens).mean()
-        facts[f"k3_{name}"] = (tokens.exp() - 1 - tokens).mean()
-    return facts, natural.logps, replayed, recording.routes
+        facts |= {f"{key}_{name}": value for key, value in spread_facts(log_ratio, mask).items()}
+    facts |= load_facts(part.routes, routes, mask)
+    logits = response_logits(trainer, live, part)
+    if logits and len(logits) == len(old_logits):
+        facts |= router_facts(old_logits, logits, part.routes.shape[-1])
+    return facts, natural, replayed, routes
 
 
 def token_pieces(tokenizer: Any, tokens: Iterable[int]) -> dict[int, str]:

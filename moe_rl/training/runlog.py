@@ -81,6 +81,19 @@ class RunLog:
             file.writelines(kept)
 
 
+class NoLog(RunLog):
+    """Of ranks that do not write."""
+
+    def __init__(self) -> None:
+        self.listener = None
+
+    def append(self, kind: str, step: int, **values: Any) -> None:
+        pass
+
+    def keep_until(self, step: int) -> None:
+        pass
+
+
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()

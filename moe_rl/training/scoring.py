@@ -33,7 +33,8 @@ def score_rollout(trainer: "Trainer", rollout: Rollout) -> tuple[Batch, dict[str
     method, rewards = trainer.method, rollout.rewards
     trainer.model.eval()
     routes, found = [], []
-    for rows in torch.arange(len(rollout)).split(trainer.config.optim.micro_batch or SCORING_BATCH):
+    ranks = trainer.accelerator
+    for rows in torch.tensor(ranks.share(len(rollout))).split(trainer.config.optim.micro_batch or SCORING_BATCH):
         part = rollout.rows(rows)
         with record_routes(trainer.model) as recording, trainer.watching() as states:
             old = trainer.logps(trainer.model, part, router_logits=trainer.shifts)
@@ -51,7 +52,7 @@ def score_rollout(trainer: "Trainer", rollout: Rollout) -> tuple[Batch, dict[str
         if trainer.reward_model:
             seen["worth"] = trainer.reward_model.scores(part.input_ids, part.attention_mask)
         found.append(seen)
-    tensors = {name: torch.cat([seen[name] for seen in found]) for name in found[0]}
+    tensors = {name: ranks.gather(torch.cat([seen[name] for seen in found]), len(rollout)) for name in found[0]}
     worth = tensors.pop("worth", rewards)  # what the method takes for the reward
     replayed, natural = tensors.pop("replayed_logps", None), None
     if trainer.config.method.replay == "R3":
@@ -79,7 +80,7 @@ def score_rollout(trainer: "Trainer", rollout: Rollout) -> tuple[Batch, dict[str
         rewards=rewards,
         advantages=advantages,
         old_logps=tensors["old_logps"],
-        routes=type(routes[0]).cat(routes),
+        routes=ranks.gather_routes(type(routes[0]).cat(routes), len(rollout)),
         rollout_logps=rollout.logps,
         ref_logps=tensors.get("ref_logps"),
         step=trainer.step,

@@ -7,6 +7,7 @@ What a method needs beyond that stands in files of its own: `method`, `advantage
 (iterative GRPO), `router_shift` (RSPO), `preference` (DPO).
 """
 
+import dataclasses
 import hashlib
 import random
 import time
@@ -17,29 +18,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
 from moe_rl.lora import frozen_reference
 from moe_rl.models import load_policy
 from moe_rl.objectives import LossOutput, policy_loss
-from moe_rl.rollout import Rollout, demonstrate, make_task, sample, score
+from moe_rl.rollout import Rollout, demonstrate, make_task, sample
 from moe_rl.routing import routing_sites
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from moe_rl.training.config import RunConfig
 from moe_rl.training.decompose_probe import DecompositionProbe
+from moe_rl.training.distributed import Ranks, check_shares, digest, fingerprint
+from moe_rl.training.facts import ratio_facts
 from moe_rl.training.footprint import footprint
 from moe_rl.training.logprobs import TokenLogps, token_logps
 from moe_rl.training.method import resolve_method
 from moe_rl.training.optimizer import make_optimizer
 from moe_rl.training.preference import pair_loss
-from moe_rl.training.probe import Probe, ratio_facts
+from moe_rl.training.probe import Probe
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.rollouts import Rollouts
+from moe_rl.training.router_precision import keep_routers_fp32
 from moe_rl.training.router_shift import chosen_scores, shift_weight
-from moe_rl.training.runlog import RunLog
+from moe_rl.training.runlog import NoLog, RunLog
 from moe_rl.training.scoring import score_rollout
+from moe_rl.training.spread import spread_sampling, spread_scores
+from moe_rl.training.trackers import check_tracker, start_tracker
 from moe_rl.training.update_routing import RoutingCount, update_routing
 from moe_rl.training.validation import validate
 from moe_rl.training.value import Critic
@@ -62,11 +67,15 @@ def train(
     Raises:
         ValueError: the configuration cannot run.
         CheckpointError: the folder's checkpoint is damaged.
+        DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
     validate(config)
     trainer = Trainer(config, folder, cache_dir, listener)
-    trainer.resume()
-    trainer.run()
+    try:
+        trainer.resume()
+        trainer.run()
+    finally:
+        trainer.close()
 
 
 class Trainer:
@@ -80,12 +89,21 @@ class Trainer:
         listener: Callable[[dict[str, Any]], None] | None = None,
     ):
         self.config, self.folder = config, folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self.log = RunLog(folder, listener)
+        check_tracker(config.tracker)
         torch.manual_seed(config.seed)
-        self.accelerator = Accelerator(cpu=config.model.device == "cpu")
+        self.accelerator = Ranks(config.distributed, config.model.device, config.tracker, folder)
+        check_shares(config, self.accelerator.size)
+        self.accelerator.agree("the configuration", dataclasses.asdict(config))
+        self.log: RunLog = NoLog()
+        if self.accelerator.main:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.log = RunLog(folder, listener)
         self.task = make_task(config.task)
         model, self.tokenizer = load_policy(config.model, self.task, cache_dir=cache_dir)
+        if config.distributed.router_fp32:
+            keep_routers_fp32(model)
+        if self.accelerator.size > 1:
+            self.accelerator.agree("the weights that they loaded", fingerprint(model))
         self.budget = config.rollout.max_new_tokens or self.task.max_new_tokens
         self.method = resolve_method(config, self.budget)
         resets = bool(config.optim.reference_reset_every)
@@ -100,10 +118,12 @@ class Trainer:
         optimizer = make_optimizer(groups, config.optim.betas, config.optim.weight_decay, config.optim.master_weights)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         for module in self.frozen.values():
-            module.to(self.accelerator.device)
+            self.accelerator.shard(module)
         self.rollouts = Rollouts(self)
         self.queue: deque[Batch] = deque()
         self.step = 0
+        if config.tracker and self.accelerator.main:
+            self.log.listener = start_tracker(self.accelerator, config.tracker, folder, config, listener)
 
     # -- the loop ----------------------------------------------------------------------------------------------
 
@@ -145,6 +165,7 @@ class Trainer:
         rng = random.Random(f"{self.config.seed}/prompts/{self.step}/{len(self.queue)}")
         rollout = self.respond(rng, self.draw("sample", len(self.queue)))
         batch, facts = score_rollout(self, rollout)
+        self.accelerator.agree("the batch", digest(batch.input_ids, batch.rewards, batch.advantages, batch.old_logps))
         rewards, mask = rollout.rewards, batch.completion_mask
         groups = rewards.view(-1, rollout.group_size)
         own = self.method.source == "policy"
@@ -163,21 +184,22 @@ class Trainer:
         return batch
 
     def update(self, batch: Batch, update: int) -> None:
-        """One optimizer step on one minibatch; forward and backward under the arm's routing."""
-        optim, method = self.config.optim, self.config.method
+        """One optimizer step on one minibatch; forward and backward under the arm's routing, of this rank's rows."""
+        optim, method, ranks = self.config.optim, self.config.method, self.accelerator
         rate = optim.learning_rate * self.warmup(update)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["multiplier"]
         self.model.train()
-        size = optim.micro_batch or len(batch)
+        mine = ranks.mine(batch)
+        size = optim.micro_batch or len(mine)
         mask = batch.completion_mask
-        noise = self.draw("noise", update)
+        noise = self.draw(f"noise/{ranks.rank}" if ranks.rank else "noise", update)
         parts: list[tuple[LossOutput, TokenLogps]] = []
         loss_sum = aux_sum = value_sum = 0.0
         counts: list[RoutingCount] = []
         gammas: list[Tensor] = []
-        for start in range(0, len(batch), size):
-            micro = batch.rows(torch.arange(start, min(start + size, len(batch))))
+        for start in range(0, len(mine), size):
+            micro = mine.rows(torch.arange(start, min(start + size, len(mine))))
             with update_routing(self.model, method, micro, noise) as routing, self.watching() as states:
                 out = self.logps(
                     self.model, micro, entropy=True, aux_loss=bool(optim.aux_loss_coef), router_logits=self.shifts
@@ -189,21 +211,28 @@ class Trainer:
                     share = len(micro) / len(batch)
                     total = total + optim.aux_loss_coef * share * out.aux_loss
                     aux_sum += share * float(out.aux_loss.detach())
-                self.accelerator.backward(total)
+                ranks.backward(total * ranks.size)  # which averages over ranks; these are shares of a sum
             if self.critic:
                 value_sum += self.critic.backward(micro, states, int(mask.sum()))
             loss_sum += float(loss.loss.detach())
             counts.append(routing)
             gammas += [] if gamma is None else [gamma]
             parts.append((loss, out))
-        grad_norm = self.accelerator.clip_grad_norm_(self.model.parameters(), optim.max_grad_norm)
+        grad_norm = ranks.clip_grad_norm_(self.model.parameters(), optim.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        names = ("replayed_rows", "routed_rows", "slots_changed", "slots")
+        rows = [sum(getattr(count, name) for count in counts) for name in names]
+        loss_sum, aux_sum, value_sum, *rows = ranks.sums(loss_sum, aux_sum, value_sum, *rows)
+
+        def whole(parts: list[Tensor]) -> Tensor:
+            return ranks.gather(torch.cat(parts).detach(), len(batch))
+
         extra: dict[str, Any] = {}
         if self.critic:
             extra = {"value_loss": value_sum, "value_grad_norm": self.critic.step(self.warmup(update))}
         if self.shifts:
-            weights = torch.cat(gammas)[mask]
+            weights = whole(gammas)[mask]
             floored = weights < self.method.objective.route_floor
             extra |= {"route_weight": weights.mean(), "route_weight_floored": floored.float().mean()}
         if not torch.isfinite(grad_norm):
@@ -220,18 +249,15 @@ class Trainer:
             lr=rate,
             grad_norm=grad_norm,
             **ratio_facts(
-                log_ratio=torch.cat([loss.log_ratio.detach() for loss, _ in parts]),
-                sequence_log_ratio=torch.cat([loss.sequence_log_ratio.detach() for loss, _ in parts]),
-                clipped=torch.cat([loss.clipped for loss, _ in parts]),
+                log_ratio=whole([loss.log_ratio for loss, _ in parts]),
+                sequence_log_ratio=whole([loss.sequence_log_ratio for loss, _ in parts]),
+                clipped=whole([loss.clipped for loss, _ in parts]),
                 mask=mask,
             ),
-            entropy=torch.cat([out.entropy.detach() for _, out in parts if out.entropy is not None])[mask].mean(),
+            entropy=whole([out.entropy for _, out in parts if out.entropy is not None])[mask].mean(),
             aux_loss=aux_sum if optim.aux_loss_coef else None,
             aux_loss_coef=optim.aux_loss_coef,
-            **{
-                name: sum(getattr(count, name) for count in counts)
-                for name in ("replayed_rows", "routed_rows", "slots_changed", "slots")
-            },
+            **dict(zip(names, map(int, rows), strict=True)),
             **extra,
         )
 
@@ -239,7 +265,7 @@ class Trainer:
         """Mean reward on held-out prompts, sampled at the training temperature; the same prompts every time."""
         rng = random.Random("held-out")
         problems = [self.task.problem(rng, held_out=True) for _ in range(self.config.eval.prompts)]
-        rollout = score(self.task, self.sample(problems, 1, self.draw("evaluate")))
+        rollout = spread_scores(self.accelerator, self.task, self.sample(problems, 1, self.draw("evaluate")))
         self.log.append("eval", self.step, reward=rollout.rewards.mean(), reward_n=len(problems), greedy=False)
 
     # -- pieces ------------------------------------------------------------------------------------------------
@@ -254,27 +280,43 @@ class Trainer:
             problems = [self.task.problem(rng) for _ in range(config.prompts)]
             own = source == "policy"
             rollout = (
-                self.rollouts.sample(problems, generator)
+                self.spread(self.rollouts.sample, problems, config.group_size, generator)
                 if own
                 else self.sample(problems, config.group_size, generator, self.initial)
             )
-        return score(self.task, rollout).to(self.accelerator.device)
+        return spread_scores(self.accelerator, self.task, rollout).to(self.accelerator.device)
 
     def sample(
         self, problems: list[Any], group_size: int, generator: torch.Generator, model: nn.Module | None = None
     ) -> Rollout:
         """Responses of `model`, of the current policy by default."""
-        config = self.config.rollout
-        return sample(
-            self.accelerator.unwrap_model(self.model) if model is None else model,
-            self.tokenizer,
-            problems,
-            group_size=group_size,
-            max_new_tokens=self.budget,
-            temperature=config.temperature,
-            generator=generator,
-            max_batch=config.max_batch,
-        )
+        config, sampling = self.config.rollout, self.accelerator.unwrap_model(self.model) if model is None else model
+
+        def sampler(problems: list[Any], generator: torch.Generator) -> Rollout:
+            return sample(
+                sampling,
+                self.tokenizer,
+                problems,
+                group_size=group_size,
+                max_new_tokens=self.budget,
+                temperature=config.temperature,
+                generator=generator,
+                max_batch=config.max_batch,
+            )
+
+        return self.spread(sampler, problems, group_size, generator, sampling)
+
+    def spread(
+        self,
+        sampler: Callable[[list[Any], torch.Generator], Rollout],
+        problems: list[Any],
+        group_size: int,
+        generator: torch.Generator,
+        model: nn.Module | None = None,
+    ) -> Rollout:
+        """What `sampler` gives, sampled in shares of the problems by all ranks."""
+        model = self.accelerator.unwrap_model(self.model) if model is None else model
+        return spread_sampling(self.accelerator, sampler, model, problems, group_size, self.budget, generator)
 
     def loss(self, out: TokenLogps, micro: Batch, batch: Batch, gamma: Tensor | None) -> LossOutput:
         """The method's loss on a micro-batch of `batch`."""
@@ -371,6 +413,12 @@ class Trainer:
             self.log.keep_until(self.step)
         else:
             self.log.keep_until(0)
+        self.accelerator.agree("the checkpoint's step", self.step)
+
+    def close(self) -> None:
+        """Tell the tracker, if there is one, that the run is over."""
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
 
 def parameter_groups(model: torch.nn.Module, config: RunConfig) -> list[dict[str, Any]]:

@@ -131,7 +131,7 @@ class Critic:
             self.config.clip,
             total_tokens=tokens,
         )
-        self.accelerator.backward(loss)
+        self.accelerator.backward(loss * self.accelerator.num_processes)  # shares of a sum, averaged over ranks
         return float(loss.detach())
 
     def step(self, warmup: float) -> Tensor:

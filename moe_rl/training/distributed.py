@@ -1,0 +1,337 @@
+"""More than one process: who has which share, what is put together again, and everything that must agree.
+
+Every rank holds every batch (tokens, log-probabilities, routes: 384 bytes per token for 48 sites of 8 experts) but
+computes only its share of it: samples its prompts, scores its responses, goes forward and backward on its rows of each
+minibatch. What is measured is gathered per token, in the order of a single process, and then reduced, so that a
+mean is one over tokens and not over ranks, and a variance is that of all tokens. Under one process every function here
+gives back what it was given.
+
+Whatever accelerate would quietly do otherwise (one process where several were asked for, DDP where FSDP was) is an
+error, on every rank.
+"""
+
+import atexit
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_rl.routing import RoutedExperts
+from moe_rl.training.config import DistributedConfig
+from moe_rl.training.sharding import is_sharded, rebind, shard
+
+COMPUTE = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class DistributedError(RuntimeError):
+    """Processes that are not what the configuration asks for, or that disagree; the same on every rank."""
+
+
+class Ranks(Accelerator):
+    """accelerate's Accelerator, held to what was asked for, with shares and gathering.
+
+    Args:
+        config: the strategy and what is expected of the launcher.
+        device: `model.device`.
+        tracker: see `moe_rl.training.trackers`.
+        folder: the run folder, which a tracker may write to.
+
+    Raises:
+        DistributedError: other processes than `config` asks for.
+    """
+
+    def __init__(
+        self,
+        config: DistributedConfig | None = None,
+        device: str = "auto",
+        tracker: str | None = None,
+        folder: Path | None = None,
+    ):
+        self.distributed = config or DistributedConfig()
+        launched, started = launched_processes(), "LOCAL_RANK" in os.environ
+        check_launch(self.distributed, launched, os.environ)
+        super().__init__(
+            cpu=device == "cpu" or (started and not torch.accelerator.is_available()),
+            log_with=tracker,
+            project_dir=None if tracker is None or folder is None else str(folder / "tracker"),
+        )
+        self.rank, self.size = self.process_index, self.num_processes
+        if self.size != launched:
+            raise DistributedError(
+                f"the launcher started {launched} processes, and accelerate sees {self.size}: each would train by "
+                f"itself. On a CPU set model.device: cpu (it is {device!r})"
+            )
+        if self.size > 1:
+            atexit.register(_leave)
+        self.mesh = init_device_mesh(self.device.type, (self.size,)) if self.distributed.strategy == "fsdp2" else None
+
+    @property
+    def main(self) -> bool:
+        """The rank that writes files and speaks."""
+        return self.rank == 0
+
+    # -- models ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, model: nn.Module, optimizer: Any) -> Any:
+        """Model and optimizer under the strategy, made sure of."""
+        if self.mesh is not None:
+            before = dict(model.named_parameters())
+            self.shard(model)
+            rebind(optimizer, before, model)
+            return model, optimizer
+        model, optimizer = super().prepare(model, optimizer)
+        if self.size > 1 and not isinstance(model, DistributedDataParallel):
+            raise DistributedError(
+                f"distributed.strategy: ddp was asked for over {self.size} processes, and accelerate gave a "
+                f"{type(model).__name__}: the ranks would train apart"
+            )
+        return model, optimizer
+
+    def shard(self, module: nn.Module) -> nn.Module:
+        """Under fsdp2 the module is sharded in place; in any case it is on this rank's device."""
+        module.to(self.device)
+        if self.mesh is not None:
+            shard(module, self.mesh, COMPUTE[self.distributed.compute_dtype], self.distributed.router_fp32)
+        return module
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
+        """Clip; returns the norm over all ranks' shards."""
+        if self.mesh is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    @contextmanager
+    def lock_step(self, model: nn.Module) -> Iterator[None]:
+        """Inside, ranks may call a sharded model as often as each needs to (sampling ends at different lengths): each
+        call gathers weights on all ranks, so those that are done go on, with one token, until all are."""
+        if self.size == 1 or not is_sharded(model):
+            yield
+            return
+
+        def one_more(*_: Any) -> None:
+            self._any(True)
+
+        handle = model.register_forward_pre_hook(one_more, prepend=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        with torch.no_grad():
+            while self._any(False):
+                model(input_ids=token, attention_mask=token + 1, use_cache=False)
+
+    def _any(self, mine: bool) -> bool:
+        flag = torch.tensor(float(mine), device=self.device)
+        dist.all_reduce(flag)
+        return bool(flag > 0)
+
+    # -- shares ----------------------------------------------------------------------------------------------------
+
+    def share(self, count: int, rank: int | None = None) -> range:
+        """Which of `count` things are this rank's: consecutive ones, as many as every other rank's, give or take one.
+
+        Raises:
+            DistributedError: fewer things than ranks.
+        """
+        if count < self.size:
+            raise DistributedError(f"{count} things cannot be shared by {self.size} ranks: one each at least")
+        rank = self.rank if rank is None else rank
+        start, stop = ((r * count) // self.size for r in (rank, rank + 1))
+        return range(start, stop)
+
+    def mine(self, batch: Any) -> Any:
+        """This rank's rows of a Batch or Rollout."""
+        return batch if self.size == 1 else batch.rows(torch.tensor(self.share(len(batch))))
+
+    def gather(self, own: Tensor, count: int) -> Tensor:
+        """All `count` rows, on every rank, of which each computed its `share`. Detached."""
+        if self.size == 1:
+            return own
+        sizes = [len(self.share(count, rank)) for rank in range(self.size)]
+        if len(own) != sizes[self.rank]:
+            raise DistributedError(f"rank {self.rank} has {len(own)} rows to gather; its share is {sizes[self.rank]}")
+        rows = own.detach().reshape(len(own), -1).contiguous().view(torch.uint8)  # bytes: any dtype, on any backend
+        padded = nn.functional.pad(rows, (0, 0, 0, max(sizes) - len(rows)))
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        joined = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return joined.view(own.dtype).reshape(count, *own.shape[1:])
+
+    def gather_routes(self, own: RoutedExperts, count: int) -> RoutedExperts:
+        """The same for routes."""
+        if self.size == 1:
+            return own
+        packed = self.gather(own.packed, count)
+        ids = packed.view(torch.int16)
+        if packed.dtype == torch.uint8:
+            ids = packed.to(torch.int16)
+            ids.masked_fill_(packed == 255, -1)
+        tokens = None if own.tokens is None else self.gather(own.tokens, count)
+        return RoutedExperts(ids, own.sites, own.num_experts, tokens=tokens, meta=own.meta)
+
+    def sums(self, *own: float | int) -> tuple[float | int, ...]:
+        """Sums over ranks, in double precision."""
+        if self.size == 1:
+            return own
+        everyone = [json.loads(text) for text in self.exchange(json.dumps(own))]
+        return tuple(sum(values) for values in zip(*everyone, strict=True))
+
+    # -- agreement -------------------------------------------------------------------------------------------------
+
+    def exchange(self, text: str) -> list[str]:
+        """Every rank's text, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [text]
+        own = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(text.encode())], device=self.device))
+        counts = [int(size) for size in sizes]
+        padded = nn.functional.pad(own, (0, max(*counts, 1) - len(own)))
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded)
+        return [bytes(part[:n].tolist()).decode() for part, n in zip(parts, counts, strict=True)]
+
+    def agree(self, what: str, own: Any) -> None:
+        """Raises DistributedError on every rank unless all hold the same `own` (JSON data)."""
+        if self.size == 1:
+            return
+        everyone = [json.loads(text) for text in self.exchange(json.dumps(own, sort_keys=True, default=str))]
+        others = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
+        if others:
+            raise DistributedError(
+                f"ranks disagree on {what}: {_difference(everyone[0], everyone[others[0]], others[0])} "
+                f"(of {self.size} ranks, {len(others)} differ from rank 0). Different files, versions or command lines?"
+            )
+
+    def first(self, act: Callable[[], bool]) -> bool:
+        """What `act` says on rank 0, on every rank; its error on every rank, too."""
+        if self.size == 1:
+            return act()
+        answer, error = False, None
+        if self.main:
+            try:
+                answer = act()
+            except Exception as raised:
+                error = raised
+        said = json.loads(self.exchange(json.dumps([answer, str(error) if error else None]))[0])
+        if error:
+            raise error
+        if said[1]:
+            raise DistributedError(f"rank 0: {said[1]}")
+        return said[0]
+
+
+# -- what is asked for and what is there ----------------------------------------------------------------------------
+
+
+def launched_processes() -> int:
+    """How many processes torchrun or accelerate launch started; 1 without them."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+COMMAND = "torchrun --nproc_per_node N -m moe_rl run FILE --arm ARM"
+
+
+def check_launch(config: DistributedConfig, launched: int, environ: Any) -> None:
+    """Raises DistributedError unless the processes that were started are those that `config` asks for."""
+    strategy, wanted = config.strategy, config.processes
+    if wanted is not None and wanted != launched:
+        raise DistributedError(
+            f"distributed.processes: {wanted}, and {launched} {'was' if launched == 1 else 'were'} started. "
+            f"Start them with {COMMAND} (accelerate launch --cpu starts one, whatever it is asked for)"
+        )
+    if strategy == "none" and launched > 1:
+        raise DistributedError(
+            f"{launched} processes were started, and distributed.strategy is none: each would train alone and write "
+            "the same files. Choose ddp or fsdp2"
+        )
+    if strategy != "none" and launched == 1 and wanted is None:
+        raise DistributedError(
+            f"distributed.strategy: {strategy}, and there is one process. Start several with {COMMAND}, or say that "
+            "one is meant: distributed.processes: 1"
+        )
+    if strategy == "fsdp2" and "LOCAL_RANK" not in environ:
+        raise DistributedError(f"distributed.strategy: fsdp2 needs a launcher, also for one process: {COMMAND}")
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true"):
+            raise DistributedError(
+                f"accelerate's configuration asks for {name}, which this loop would not follow: how weights are "
+                "sharded is said by distributed.strategy. Launch with torchrun, or accelerate launch --multi_gpu"
+            )
+    if environ.get("ACCELERATE_MIXED_PRECISION", "no") not in ("no", ""):
+        raise DistributedError(
+            f"accelerate's configuration asks for mixed precision {environ['ACCELERATE_MIXED_PRECISION']}: say so by "
+            "model.dtype, or under fsdp2 by distributed.compute_dtype"
+        )
+    if environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+        raise DistributedError("accelerate's gradient accumulation is not followed: use optim.micro_batch")
+
+
+def check_shares(config: Any, size: int) -> None:
+    """Raises DistributedError unless every batch of `config` (a RunConfig) can be shared by `size` ranks."""
+    rollout, minibatches = config.rollout, config.optim.num_minibatches
+    if rollout.prompts % (minibatches * size):
+        raise DistributedError(
+            f"rollout.prompts: {rollout.prompts} is no multiple of optim.num_minibatches x processes = {minibatches} x "
+            f"{size}, so that ranks cannot have equal shares of whole groups"
+        )
+    for field, count in (("eval.prompts", config.eval.prompts), ("probe.sequences", config.probe.sequences)):
+        if count < size:
+            raise DistributedError(f"{field}: {count} cannot be shared by {size} processes, one each at least")
+    if config.distributed.strategy == "fsdp2":
+        if config.model.lora is not None:
+            raise DistributedError(
+                "distributed.strategy: fsdp2 with model.lora is not supported (adapters are switched on and off in "
+                "place); ddp is"
+            )
+        if config.rollout.engine.kind != "self":
+            raise DistributedError(
+                "distributed.strategy: fsdp2 with rollout.engine.kind hf is not supported (each rank would hold a "
+                "whole copy of the sharded model); ddp is"
+            )
+
+
+def fingerprint(module: nn.Module) -> dict[str, str]:
+    """For each parameter its dtype, shape and sum: enough to tell that ranks loaded the same weights."""
+    return {
+        name: f"{p.dtype} {list(p.shape)} {p.detach().sum(dtype=torch.float64).item():.17g}"
+        for name, p in module.named_parameters()
+    }
+
+
+def digest(*values: Any) -> str:
+    """SHA-256 of tensors and of what `repr` shows of anything else."""
+    found = hashlib.sha256()
+    for value in values:
+        if isinstance(value, Tensor):
+            found.update(value.detach().cpu().contiguous().numpy().tobytes())
+        else:
+            found.update(repr(value).encode())
+    return found.hexdigest()
+
+
+def _difference(a: Any, b: Any, rank: int) -> str:
+    """The first place where two JSON values differ."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        for key in sorted(a.keys() | b.keys()):
+            if a.get(key) != b.get(key):
+                inner = _difference(a.get(key), b.get(key), rank)
+                return f"{key}.{inner}" if isinstance(a.get(key), dict) else f"{key} is {inner}"
+    return f"{a!r} on rank 0, {b!r} on rank {rank}"
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

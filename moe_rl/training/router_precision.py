@@ -1,0 +1,39 @@
+"""Routers in fp32 in a model of lower precision: weights, logits and gates.
+
+In bf16 a router's logits have 8 significant bits, so experts of nearly equal score tie or change places by rounding
+alone. An expert's output is then weighted in fp32 and cast back, as transformers' experts implementations do.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.routing import find_sites
+
+
+def keep_routers_fp32(model: nn.Module) -> nn.Module:
+    """In place: the routers' own weights in fp32 (rounded already if the model came in bf16), their inputs cast to it.
+
+    What a router returns (logits, gates) is then fp32, too. A routing site without parameters (hash routing) is left.
+
+    Raises:
+        UnsupportedModelError: no router is found.
+    """
+    for site in find_sites(model):
+        for module in site.modules:
+            if not any(True for _ in module.parameters()):
+                continue
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.float()
+            module.register_forward_pre_hook(_inputs_in_fp32, with_kwargs=True)
+    return model
+
+
+def _inputs_in_fp32(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def cast(value: Any) -> Any:
+        low = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+        return value.float() if low else value
+
+    return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}

@@ -1,0 +1,127 @@
+"""FSDP2: a module cut up over ranks, made sure of, and its tensors put together again.
+
+accelerate applies FSDP only on some device types and silently takes DDP on the others (CPU among them), so the modules
+are sharded here, with torch's own `fully_shard`, and what came out is looked at.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from moe_rl.routing import UnsupportedModelError, find_sites
+
+
+class ShardingError(RuntimeError):
+    """A model that cannot be sharded, or that was to be sharded and is not."""
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None, routers_fp32: bool = False) -> None:
+    """FSDP2 in place: each decoder layer is a group of its own, gathered when it runs; the rest is one more.
+
+    Args:
+        module: a transformers model, or a module around one.
+        mesh: one-dimensional.
+        compute: dtype that parameters are gathered in and inputs are cast to; gradients are then reduced in fp32. None:
+            the parameters' own.
+        routers_fp32: leave routers out of `compute`: each is a group of its own, in fp32.
+
+    Modules whose dtype differs from that of most (a value head, routers of a bf16 model) are groups of their own as
+    well: a group has one dtype.
+
+    Raises:
+        ShardingError: layers that cannot be found; a parameter that is not sharded afterwards.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
+    layers = decoder_layers(module)
+    common = next(p.dtype for part in (*layers, module) for p in part.parameters())
+    if routers_fp32:
+        for router in _routers(module):
+            fully_shard(router, mesh=mesh, reshard_after_forward=True)
+    for leaf in module.modules():
+        own = [p for p in leaf.parameters(recurse=False) if not isinstance(p, DTensor)]
+        if leaf is not module and any(p.dtype != common for p in own):
+            fully_shard(leaf, mesh=mesh, reshard_after_forward=True)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # Also the outermost group is cut up again after each forward, so that parameters are shards whoever looks.
+    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    check_sharded(module)
+
+
+def check_sharded(module: nn.Module) -> None:
+    """Raises ShardingError unless the module, each decoder layer and every parameter is sharded."""
+    for name, part in {"": module, **{f"layer {i}": m for i, m in enumerate(decoder_layers(module))}}.items():
+        if not isinstance(part, FSDPModule):
+            raise ShardingError(
+                f"distributed.strategy: fsdp2 was asked for, and {name or 'the model'} ({type(part).__name__}) is not "
+                "sharded"
+            )
+    whole_ones = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+    if whole_ones:
+        raise ShardingError(
+            f"distributed.strategy: fsdp2 was asked for, and {len(whole_ones)} parameters of {type(module).__name__} "
+            f"are whole on every rank, first {whole_ones[0]}"
+        )
+
+
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers that transformers says are not to be split, outermost ones; none of what holds no transformers model
+    (a value head). Raises ShardingError if a model names none."""
+    inner_models = [inner for inner in module.modules() if isinstance(inner, PreTrainedModel)]
+    names = {name for inner in inner_models for name in inner._no_split_modules or ()}
+    found: list[nn.Module] = []
+    for inner in module.modules():
+        classes = {cls.__name__ for cls in type(inner).__mro__}  # sharding puts a class of its own in front
+        if classes & names and not any(inner in set(layer.modules()) for layer in found):
+            found.append(inner)
+    if inner_models and not found:
+        raise ShardingError(
+            f"{type(module).__name__} names no layers that are sharded one at a time (_no_split_modules); "
+            "distributed.strategy=ddp keeps whole copies"
+        )
+    return found
+
+
+def _routers(module: nn.Module) -> list[nn.Module]:
+    try:
+        return [site.module for site in find_sites(module) if any(True for _ in site.module.parameters())]
+    except UnsupportedModelError:  # a copy of the backbone alone, or a linear map
+        return []
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return isinstance(module, FSDPModule)
+
+
+def rebind(optimizer: Any, before: dict[str, nn.Parameter], module: nn.Module) -> None:
+    """An optimizer that was made for the parameters `before` (by name) takes the module's new ones. It has no state."""
+    names = {id(parameter): name for name, parameter in before.items()}
+    after = dict(module.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [after[names[id(parameter)]] for parameter in group["params"]]
+
+
+# -- tensors ---------------------------------------------------------------------------------------------------
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered on every rank (all must ask); any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def as_placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """`tensor`, which every rank holds, cut up and placed as `like` is; without communication."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def load_whole(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """`load_state_dict` of tensors that are whole, whether or not the module is sharded."""
+    own = module.state_dict()
+    module.load_state_dict({name: as_placed(t, own[name]) if name in own else t for name, t in tensors.items()})

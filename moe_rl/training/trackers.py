@@ -1,0 +1,87 @@
+"""Metrics to an experiment tracker, through accelerate. Off unless `tracker` names one."""
+
+import dataclasses
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+PROJECT = "moe_rl"
+_PACKAGES = {"trackio": ("trackio",), "wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX")}
+_INSTALL = {"trackio": "pip install 'moe_rl[trackers]'", "wandb": "pip install wandb"}
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+class TrackerError(ValueError):
+    """A tracker that is not installed or did not start."""
+
+
+def check_tracker(name: str | None) -> None:
+    """Raises TrackerError if a package is missing: accelerate would track nothing without a word."""
+    if name is None or any(importlib.util.find_spec(package) for package in _PACKAGES[name]):
+        return
+    install = _INSTALL.get(name, "pip install tensorboard")
+    raise TrackerError(f"tracker: {name} is not installed. {install}, or leave tracker out (metrics.jsonl has it all)")
+
+
+def start_tracker(
+    accelerator: Accelerator, name: str, folder: Path, config: Any, listener: Listener | None = None
+) -> Listener:
+    """Begin a run named after its folder; returns what is to be called with every row of `metrics.jsonl`.
+
+    Args:
+        accelerator: made with `log_with=name`.
+        config: a RunConfig; stored with the run, flat. The tracker's own step counts updates.
+        listener: called with every row as well.
+
+    Raises:
+        TrackerError: accelerate knows no such tracker here.
+    """
+    if name not in map(str, accelerator.log_with) or name not in LOGGER_TYPE_TO_CLASS:
+        raise TrackerError(f"tracker: accelerate does not offer {name} here, though its package is installed")
+    run = "/".join(folder.absolute().parts[-3:])
+    options: dict[str, dict[str, Any]] = {"trackio": {"name": run}, "wandb": {"name": run, "dir": str(folder)}}
+    project = run.replace("/", "_") if name == "tensorboard" else PROJECT
+    (folder / "tracker").mkdir(parents=True, exist_ok=True) if name == "tensorboard" else None
+    accelerator.init_trackers(project, config=flat(dataclasses.asdict(config)), init_kwargs=options)
+
+    def tell(row: dict[str, Any]) -> None:
+        if listener:
+            listener(row)
+        last = row.get("update", config.optim.num_minibatches if row["kind"] == "step" else 1)
+        accelerator.log(scalars(row), step=row["step"] * config.optim.num_minibatches + max(last, 1) - 1)
+
+    return tell
+
+
+def scalars(row: dict[str, Any]) -> dict[str, float]:
+    """The numbers of a row, named by its kind; lists and nulls are left to the files.
+
+    >>> scalars({"kind": "rollout", "step": 3, "reward": 0.5, "note": None, "sites": ["a"], "greedy": False})
+    {'rollout/reward': 0.5}
+    """
+    kind = "/".join(str(row[key]) for key in ("kind", "pair") if key in row)
+    return {
+        f"{kind}/{key}": value
+        for key, value in row.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and key not in ("step", "update")
+    }
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields by dotted name; what is no number, text or flag as text.
+
+    >>> flat({"optim": {"steps": 3, "betas": (0.9, 0.999)}, "tracker": None})
+    {'optim.steps': 3, 'optim.betas': '(0.9, 0.999)', 'tracker': 'None'}
+    """
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value if isinstance(value, int | float | str) else str(value)
+    return found
