@@ -18,6 +18,7 @@ from moe_rl.study.summary import (
     final_rewards,
     full_label,
     in_run_variance,
+    noise_floor,
     probe_factors,
     replay_identity,
 )
@@ -44,7 +45,19 @@ class Statement:
 
 def read(data: StudyData) -> list[Statement]:
     """All statements that this study's data allow, in the order of the report."""
-    parts = (_runs, _reward, _replay_check, _collapse, _change, _averaging, _replay_variance, _clipping, _power)
+    parts = (
+        _runs,
+        _reward,
+        _replay_check,
+        _collapse,
+        _change,
+        _floor,
+        _averaging,
+        _replay_variance,
+        _decomposition,
+        _clipping,
+        _power,
+    )
     found = [statement for part in parts for statement in part(data)]
     return [replace(s, text=re.sub(r"(?<![\w^])-(?=\d)", "−", s.text)) for s in found]  # a true minus sign
 
@@ -163,6 +176,53 @@ def _change(data: StudyData) -> list[Statement]:
         "only the slot rate is set beside it."
     )
     return [Statement("Expert change", text)]
+
+
+def _floor(data: StudyData) -> list[Statement]:
+    table = noise_floor(data)
+    if table.empty:
+        return []
+    words = {
+        "own": "in the run's own arithmetic (repeated, other batch shapes, other experts implementation)",
+        "bf16": "in a bf16 copy",
+    }
+    parts = [
+        f"{words[str(variant)]} {_two(100 * row['slot'])} % of slots, {_two(100 * row['site'])} % of sites and "
+        f"{_two(100 * row['token'])} % of tokens change, and a log-probability moves by up to {_two(row['gap_max'])} "
+        "nats"
+        for variant, row in table.iterrows()
+    ]
+    text = f"Noise floor: with equal weights and tokens, {'; '.join(parts)}."
+    if "own" in table.index and table["slot"]["own"] == 0:
+        text += " Change rates above are therefore of the updates, not of arithmetic."
+    return [Statement("Expert change", text)]
+
+
+def _decomposition(data: StudyData) -> list[Statement]:
+    rows = data.decompositions
+    if rows.empty or "token_var_routing" not in rows:
+        return []
+    rows = rows[rows["update"] == rows["update"].max()]
+    sums = rows.groupby("arm")[[f"{lv}_{name}" for lv in ("token", "sequence") for name in _SPLIT]].mean()
+    found = []
+    for arm in (a for a in data.arms.index if a in sums.index):
+        row = sums.loc[arm]
+        shares = [
+            100 * (row[f"{lv}_var_routing"] + row[f"{lv}_cov_weight_routing"] + row[f"{lv}_cov_routing_interaction"])
+            / row[f"{lv}_variance"]
+            for lv in ("token", "sequence")
+        ]  # fmt: skip
+        effect = rows.loc[rows["arm"] == arm, "design_effect_routing"].median()
+        found.append(
+            f"{full_label(data, str(arm))}: routing has {shares[0]:.0f} % of the variance of the token log-ratio and "
+            f"{shares[1]:.0f} % of that of the sequence; its token variance is {_two(row['token_var_routing'])} nats², "
+            f"which the mean over a sequence divides by {_two(row['token_var_routing'] / row['sequence_var_routing'])} "
+            f"(design effect {_two(effect)}; 1 if tokens were independent)"
+        )
+    return [Statement("Where the log-ratio comes from", f"After the last update of a step. {'; '.join(found)}.")]
+
+
+_SPLIT = ("variance", "var_routing", "cov_weight_routing", "cov_routing_interaction")
 
 
 def _averaging(data: StudyData) -> list[Statement]:

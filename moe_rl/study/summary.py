@@ -194,6 +194,28 @@ def in_run_variance(data: StudyData) -> pd.DataFrame:
     return rows.groupby(["arm", "seed", "step"], as_index=False)[list(names)].mean().rename(columns=names)
 
 
+OWN_ARITHMETIC = ("repeat", "batch", "experts")
+"""Variants of the noise floor that a run meets in its own arithmetic; "bf16" is what another precision would add."""
+
+
+def noise_floor(data: StudyData) -> pd.DataFrame:
+    """What changes with equal weights: rows `own` (the largest of repeat, batch and experts) and `bf16`, as far as
+    they were measured; pooled over runs. Columns slot, site, token: share changed; gap_mean (nats, mean over runs),
+    gap_max (nats, largest). Empty where no run measured it."""
+    names = ("slots", "sites", "tokens")
+    columns = ["slot", "site", "token", "gap_mean", "gap_max"]
+    if data.floors.empty or "variant" not in data.floors:
+        return pd.DataFrame(columns=columns)
+    grouped = data.floors.groupby("variant")
+    sums = grouped[[*names, *(f"{name}_changed" for name in names)]].sum()
+    table = pd.DataFrame({name[:-1]: sums[f"{name}_changed"] / sums[name] for name in names})
+    table["gap_mean"], table["gap_max"] = grouped["gap_mean"].mean(), grouped["gap_max"].max()
+    own = table[table.index.isin(OWN_ARITHMETIC)]
+    parts = [own.max().to_frame("own").T] if len(own) else []
+    parts += [table.loc[["bf16"]]] if "bf16" in table.index else []
+    return pd.concat(parts)
+
+
 def probe_factors(data: StudyData) -> pd.DataFrame:
     """Per arm, seed and update index, medians over steps of two paired ratios of variances (same tokens).
 

@@ -164,6 +164,8 @@ def _update(rng: np.random.Generator, step: int, u: int, noisy: bool, replay: bo
         "aux_loss": None,
         "replayed_rows": 64 if replay else 0,
         "routed_rows": 64,
+        "slots_changed": 0 if replay else 12800 * 45 // 100 if noise else 120 * (u - 1),
+        "slots": 12800,
     }
 
 
@@ -215,6 +217,7 @@ def _probe(
         "var_token_replayed": drift.var(),
         "var_sequence_replayed": drift.reshape(sequences, LENGTH).mean(1).var(),
         "k1_natural": -natural.mean(),
+        "extreme_2_natural": int((np.abs(natural) > np.log(2)).sum()),
         "k3_natural": float(np.mean(np.expm1(natural) - natural)),
         "k3_replayed": float(np.mean(np.expm1(drift) - drift)),
     }

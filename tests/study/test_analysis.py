@@ -9,10 +9,11 @@ import pytest
 from nbclient import NotebookClient
 from synthetic import write_study
 
-from moe_rl.study.figures import FIGURES
+from moe_rl.study.figures import ENGINE_FIGURES, FIGURES, STUDY_FIGURES
 
 ROOT = Path(__file__).parent.parent.parent
 NOTEBOOK = ROOT / "notebooks" / "02_replay_vs_gspo.ipynb"
+ALL = FIGURES | ENGINE_FIGURES | STUDY_FIGURES
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +21,7 @@ def folder(tmp_path_factory):
     return write_study(tmp_path_factory.mktemp("runs") / "small", steps=4, sequences=4, tokens_every=3)
 
 
-@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("name", ALL)
 def test_there_is_a_script_for_every_figure(name, monkeypatch):
     drawn = []
     monkeypatch.syspath_prepend(str(ROOT / "analysis"))
@@ -28,7 +29,7 @@ def test_there_is_a_script_for_every_figure(name, monkeypatch):
 
     monkeypatch.setattr(_script, "run", drawn.append)
     runpy.run_path(str(ROOT / "analysis" / f"{name}.py"), run_name="__main__")
-    assert drawn == [FIGURES[name]]
+    assert drawn == [ALL[name]]
 
 
 def test_a_script_writes_its_figure(folder, tmp_path, monkeypatch, capsys):
@@ -43,6 +44,8 @@ def test_a_script_writes_its_figure(folder, tmp_path, monkeypatch, capsys):
 def test_make_figures_draws_a_study(folder, monkeypatch, capsys):
     for name in set(FIGURES) - {"gradient_norm"}:
         monkeypatch.delitem(FIGURES, name)
+    for name in list(STUDY_FIGURES):
+        monkeypatch.delitem(STUDY_FIGURES, name)
     monkeypatch.setattr(sys, "argv", ["make_figures.py", str(folder)])
     runpy.run_path(str(ROOT / "analysis" / "make_figures.py"), run_name="__main__")
     assert capsys.readouterr().out == f"{folder / 'figures'}: 5 files\n"

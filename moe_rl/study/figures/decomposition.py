@@ -49,6 +49,9 @@ def decomposition(data: StudyData) -> StudyFigure:
         column[0].set_title(arm_title(data, arm), fontsize=7.5)
         column[2].set_xlabel("update within the step")
         column[2].set_xticks(sorted(of_arm["update"].unique())[:: max(1, of_arm["update"].nunique() // 8)])
+    low, high = (f(ax.get_ylim()[i] for ax in axes[:2, 0]) for i, f in enumerate((min, max)))
+    for ax in axes[:2, 0]:
+        ax.set_ylim(low, high)
     for ax in axes[2]:
         log_y(ax)
     for ax, label in zip(axes[:, 0], ("token\nshare, %", "sequence\nshare, %", "Var(routing), nats²"), strict=True):

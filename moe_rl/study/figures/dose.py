@@ -14,7 +14,6 @@ from moe_rl.study.figures.style import (
     look_of,
     need,
     panels,
-    plain,
     seeds_note,
     styled,
 )
@@ -93,7 +92,7 @@ def minibatches(data: StudyData) -> StudyFigure:
         axes[0], (f"Final (last {FINAL_STEPS} steps)", f"Peak (best {FINAL_STEPS} steps)"), strict=True
     ):
         ax.set_xscale("log", base=2)
-        ax.set_xticks(counts, [plain(n, 0) for n in counts])
+        ax.set_xticks(counts, [str(n) for n in counts])
         ax.minorticks_off()
         ax.set_title(title)
         ax.set_xlabel("minibatches (updates) per batch, N")

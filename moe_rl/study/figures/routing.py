@@ -1,5 +1,7 @@
 """Figures of routing change: how much of the selection moves, where, and how it clusters on tokens."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.patches import Patch
@@ -27,6 +29,7 @@ from moe_rl.study.figures.style import (
     styled,
     summarise,
 )
+from moe_rl.study.summary import noise_floor
 
 GSPO_CHANGE = 0.10
 """GSPO (2507.18071) §5.3: "roughly 10% of the experts activated" per update; the denominator is not defined."""
@@ -41,6 +44,12 @@ DEFINITIONS = {
     "token": ("tokens_changed", "tokens", "token: tokens with any site changed"),
 }
 
+FLOOR_LINES: dict[str, dict[str, Any]] = {
+    "own": {"color": "#1a1a1a", "lw": 1.0, "ls": (0, (4, 2)), "label": "equal weights: own arithmetic", "zorder": 1},
+    "bf16": {"color": GREY, "lw": 1.0, "ls": (0, (4, 2)), "label": "equal weights: bf16 copy", "zorder": 1},
+}
+"""The noise floor's two lines."""
+
 
 @styled
 def expert_change(data: StudyData) -> StudyFigure:
@@ -48,6 +57,7 @@ def expert_change(data: StudyData) -> StudyFigure:
     rows = need(data.probes, ["slots_changed", "sites_changed", "tokens_changed"], "expert_change")
     shown = conditions(data)
     figure, axes = panels(len(shown), 3, 0.55 + 1.95 * len(shown), sharex=True, sharey="col")
+    floor = noise_floor(data)
     parts = []
     for i, (row, condition) in enumerate(zip(axes, shown, strict=True)):
         for ax, (name, (changed, total, _)) in zip(row, DEFINITIONS.items(), strict=True):
@@ -56,6 +66,10 @@ def expert_change(data: StudyData) -> StudyFigure:
                 if not table.empty:
                     draw_seeds(ax, 100 * table, look, label)
                     parts.append(summarise(table, definition=name, condition=condition.name, arm=arm))
+            for variant, rate in floor[name].items():
+                ax.axhline(100 * rate, **FLOOR_LINES[str(variant)])
+                entry = {"definition": name, "condition": f"floor, {variant}", "mean": rate, "n": len(data.runs)}
+                parts += [] if i else [pd.DataFrame([entry])]
             ax.set_title("" if i else f"per {name}")
             ax.set_ylim(0, None)
         row[0].set_ylabel(f"{condition.name}\nchanged, %")
@@ -69,7 +83,7 @@ def expert_change(data: StudyData) -> StudyFigure:
         f"{PROBE}; changes and totals pooled over all steps of a seed. Rates by definition – {definitions}. "
         "The three differ by up to a factor of K·L and must not be compared with one another. Reference: "
         "the GSPO paper (§5.3), given with the slot definition only, per update, as the most plausible "
-        f"reading of “experts activated”. {lines_note(data)}{noise_note(data)} "
+        f"reading of “experts activated”. {floor_note(floor)}{lines_note(data)}{noise_note(data)} "
         f"{seeds_note(data)}"
     )
     title = "Expert change by update index."
@@ -174,21 +188,40 @@ def flips_per_token(data: StudyData) -> StudyFigure:
     return StudyFigure("flips_per_token", title, caption, figure, frame)
 
 
+def floor_note(floor: pd.DataFrame) -> str:
+    """The numbers of the noise floor, for a caption; empty where it was not measured."""
+    if floor.empty:
+        return ""
+    words = {
+        "own": "own arithmetic (repeated, other batch shapes, other experts implementation)",
+        "bf16": "a bf16 copy",
+    }
+    values = [
+        f"{words[str(variant)]} {100 * row['slot']:.2g} % of slots, {100 * row['site']:.2g} % of sites, "
+        f"{100 * row['token']:.2g} % of tokens"
+        for variant, row in floor.iterrows()
+    ]
+    return f"Dashed: noise floor, equal weights and tokens before the first update: {'; '.join(values)}. "
+
+
 def _draw_reference(column: np.ndarray) -> None:
     """The GSPO paper's value, where the axis can show it without flattening the data."""
     ax, text = column[0], "GSPO paper: “roughly 10 %”,\ndenominator not defined"
     look = {"fontsize": 6.5, "color": GREY}
     top = ax.get_ylim()[1]
+    head = {"transform": ax.transAxes, "ha": "left", "va": "top", **look}
     if top < 30 * GSPO_CHANGE:
-        ax.text(0.97, 0.04, f"{text} (above this axis)", transform=ax.transAxes, ha="right", va="bottom", **look)
+        ax.set_ylim(0, 1.25 * top)  # headroom: the corners below belong to the data and to the noise floor
+        ax.text(0.03, 0.98, f"{text} (above this axis)", **head)
         return
     ax.set_ylim(0, max(top, 115 * GSPO_CHANGE))
     for each in column:
         each.axhline(100 * GSPO_CHANGE, color=GREY, lw=1, ls=(0, (1, 2)))
-    if top < 75 * GSPO_CHANGE:  # room under the dotted line; else the data rise through it, and the corner is free
+    if top < 75 * GSPO_CHANGE:  # room under the dotted line; else the data rise through it: headroom
         ax.text(0.03, 98 * GSPO_CHANGE, text, transform=ax.get_yaxis_transform(), ha="left", va="top", **look)
     else:
-        ax.text(0.97, 0.04, f"dotted: {text}", transform=ax.transAxes, ha="right", va="bottom", **look)
+        ax.set_ylim(0, 1.25 * ax.get_ylim()[1])
+        ax.text(0.03, 0.98, f"dotted: {text}", **head)
 
 
 def pooled_rate(rows: pd.DataFrame, changed: str, total: str, by: list[str]) -> pd.DataFrame:

@@ -1,0 +1,163 @@
+"""Figures that only some studies have: doses, minibatches, the decomposition; the noise floor beside change rates."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+from synthetic import write_study
+
+from moe_rl.study import load, reading
+from moe_rl.study.figures import (
+    STUDY_FIGURES,
+    NothingToDraw,
+    change_by_position,
+    decomposition,
+    decomposition_by_site,
+    divergence,
+    dose_response,
+    each_figure,
+    expert_change,
+    minibatches,
+)
+from moe_rl.study.summary import noise_floor
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return load(write_study(tmp_path_factory.mktemp("runs") / "small", steps=7, sequences=6, tokens_every=3))
+
+
+@pytest.fixture(scope="module")
+def split(data):
+    """The study with a decomposition whose parts are known: weight 1, routing 3, covariance 0.5, no interaction."""
+    rows = []
+    for run in data.runs:
+        for step in (0, 1):
+            for update in (1, 2):
+                row = {"arm": run.arm, "seed": run.seed, "step": step, "update": update}
+                for level, scale in (("token", 1.0), ("sequence", 0.1)):
+                    row |= {f"{level}_variance": 5 * scale, f"{level}_var_weight": scale}
+                    row |= {f"{level}_var_routing": 3 * scale, f"{level}_var_interaction": 0.0}
+                    row |= {f"{level}_cov_weight_routing": 0.5 * scale}
+                    row |= {f"{level}_cov_weight_interaction": 0.0, f"{level}_cov_routing_interaction": 0.0}
+                weight = 3.0 if step else 1.0  # (3 * 0.8 + 1 * 0.4) / 4 = 0.7
+                row |= {
+                    "replay_effect_var": weight,
+                    "site_names": ["l.0.gate", "l.1.gate"],
+                    "design_effect_routing": 2.0,
+                }
+                row |= {"site_token_share_alone": [0.8 if step else 0.4, 0.1], "site_token_share_last": [0.5, 0.5]}
+                rows.append(row)
+    return replace(data, decompositions=pd.DataFrame(rows))
+
+
+def test_dose_is_measured_in_the_update_forward(data):
+    frame = dose_response(data).frame
+    final = frame[frame["quantity"] == "final"].set_index("arm")
+    assert final.loc["grpo_noise", "dose"] == pytest.approx(45)
+    assert final.loc["grpo_replay", "dose"] == 0
+    assert final.loc["grpo", "dose"] == pytest.approx(100 * (0 + 120 + 240 + 360) / (4 * 12800))
+    last = data.rollouts.query("arm == 'gspo_noise' and step >= 2").groupby("seed")["reward"].mean()
+    assert final.loc["gspo_noise", "mean"] == pytest.approx(last.mean())
+    assert (final.loc["gspo_noise", "low"], final.loc["gspo_noise", "high"]) == pytest.approx((last.min(), last.max()))
+    variance = frame[frame["quantity"] == "variance"].set_index("arm")
+    mine = data.updates.query("arm == 'gspo' and update > 1").groupby(["seed", "step"])["var_token_log_ratio"].mean()
+    assert variance.loc["gspo", "mean"] == pytest.approx(mine.groupby("seed").mean().mean())
+
+
+def test_without_doses_there_is_no_dose_response(tmp_path):
+    plain = load(write_study(tmp_path / "s", arms=("grpo", "gspo"), seeds=(0,), steps=2))
+    with pytest.raises(NothingToDraw, match="no method of this study has arms with different selection noise"):
+        dose_response(plain)
+    skipped = []
+    assert not {figure.name for figure in each_figure(plain, skipped)} & set(STUDY_FIGURES)
+    assert not any(reason.startswith(tuple(STUDY_FIGURES)) for reason in skipped)
+
+
+def test_score_by_minibatches_takes_final_and_peak(data):
+    with pytest.raises(NothingToDraw, match="the same number of updates per batch"):
+        minibatches(data)
+    runs = []
+    for run in data.runs:
+        config = copy.deepcopy(run.config)
+        config["optim"]["num_minibatches"] = 8 if run.arm == "gspo" else 2
+        runs.append(replace(run, config=config))
+    rewards = data.rollouts["reward"].where(data.rollouts["step"] != 6, 0.0)  # a last step that fails
+    changed = replace(data, runs=tuple(runs), rollouts=data.rollouts.assign(reward=rewards))
+    frame = minibatches(changed).frame.set_index(["quantity", "arm"])
+    assert frame.loc[("final", "gspo"), "updates"] == 8
+    assert frame.loc[("final", "grpo"), "updates"] == 2
+    assert not {arm for _, arm in frame.index} & {"grpo_noise", "gspo_noise"}
+    of_arm = changed.rollouts.query("arm == 'gspo'").groupby("seed")["reward"]
+    peaks = [max(np.mean(run[i : i + 5]) for i in range(3)) for _, run in of_arm]
+    assert frame.loc[("peak", "gspo"), "mean"] == pytest.approx(np.mean(peaks))
+    assert frame.loc[("final", "gspo"), "mean"] == pytest.approx(of_arm.apply(lambda r: r[-5:].mean()).mean())
+
+
+def test_change_by_position_is_flips_over_sites_at_that_position(data):
+    frame = change_by_position(data).frame
+    tokens = data.tokens.query("arm == 'grpo' and seed == 1 and update == 4 and pos == 3")
+    row = frame[(frame["arm"] == "grpo") & (frame["position"] == 3)].iloc[0]
+    assert row["seed1"] == pytest.approx(tokens["flips"].mean() / 4)
+
+
+def test_extreme_tokens_come_from_the_probe_or_else_from_the_tokens(data):
+    frame = divergence(data).frame.query("quantity == 'F(2)'").set_index(["arm", "step"])
+    row = data.probes.query("arm == 'grpo' and seed == 0 and step == 3 and update == 4").iloc[0]
+    assert frame.loc[("grpo", 3), "seed0"] == row["extreme_2_natural"] / row["tokens"]
+    older = replace(data, probes=data.probes.drop(columns="extreme_2_natural"))
+    again = divergence(older).frame.query("quantity == 'F(2)'").set_index(["arm", "step"])
+    stored = data.tokens.query("arm == 'grpo' and seed == 0 and step == 3 and update == 4")
+    extreme = (stored["logp_natural"] - stored["old_logp"]).abs() > np.log(2)
+    assert again.loc[("grpo", 3), "seed0"] == pytest.approx(extreme.mean())
+    assert ("grpo", 1) not in again.index, "only stored steps have tokens"
+
+
+def test_shares_of_the_decomposition_hold_half_of_the_covariance(split):
+    figure = decomposition(split)
+    frame = figure.frame.query("arm == 'grpo' and seed == 0 and update == 2 and level == 'token'").set_index("part")
+    # (1 + 0.5) / 5, (3 + 0.5) / 5, 0
+    assert frame["share"].to_dict() == pytest.approx({"weight": 0.3, "routing": 0.7, "interaction": 0.0})
+    assert frame.loc["routing", "variance"] == pytest.approx(3.0)
+    words = [s.text for s in reading.read(split) if s.topic == "Where the log-ratio comes from"]
+    assert len(words) == 1
+    assert "GSPO: routing has 70 % of the variance of the token log-ratio and 70 % of that of the sequence" in words[0]
+    assert "divides by 10 (design effect 2;" in words[0]
+
+
+def test_shares_of_sites_are_pooled_by_the_size_of_the_effect(split):
+    frame = decomposition_by_site(split).frame.query("arm == 'gspo' and seed == 2").set_index(["site", "kind"])["share"]
+    assert frame[("l.0.gate", "alone")] == pytest.approx(0.7)
+    assert frame[("l.1.gate", "last")] == pytest.approx(0.5)
+
+
+def test_a_study_without_decomposition_says_so(data):
+    for draw in (decomposition, decomposition_by_site):
+        with pytest.raises(NothingToDraw, match="recorded no"):
+            draw(data)
+
+
+def test_the_noise_floor_stands_beside_the_change_rates(data):
+    def floor(variant, changed):
+        counts = {"slots_changed": changed, "slots": 1000, "sites_changed": changed, "sites": 500}
+        return {"arm": "grpo", "seed": 0, "step": 0, "variant": variant, **counts, "tokens_changed": changed,
+                "tokens": 100, "gap_mean": 1e-7 * changed, "gap_max": 1e-6 * changed}  # fmt: skip
+
+    rows = [floor("repeat", 0), floor("batch", 1), floor("experts", 2), floor("bf16", 10)]
+    measured = replace(data, floors=pd.DataFrame(rows))
+    table = noise_floor(measured)
+    assert table.loc["own", ["slot", "site", "token"]].tolist() == pytest.approx([0.002, 0.004, 0.02])
+    assert table.loc["bf16", "gap_max"] == pytest.approx(1e-5)
+    figure = expert_change(measured)
+    assert (
+        "own arithmetic (repeated, other batch shapes, other experts implementation) 0.2 % of slots" in figure.caption
+    )
+    for ax, level in zip(figure.figure.axes[:3], (0.2, 0.4, 2.0), strict=True):
+        assert any(np.allclose(line.get_ydata(), level) for line in ax.lines)
+    words = " ".join(s.text for s in reading.read(measured))
+    assert "in a bf16 copy 1 % of slots, 2 % of sites and 10 % of tokens change" in words
+    assert "of the updates, not of arithmetic" not in words, "the floor is not zero here"
+    assert noise_floor(data).empty
+    assert "noise floor" not in expert_change(data).caption
