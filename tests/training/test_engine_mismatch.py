@@ -39,9 +39,10 @@ MICRO = RunConfig(
     rollout=RolloutConfig(prompts=4, group_size=4, engine=EngineConfig(kind="hf", router_format="int4")),
     optim=OptimConfig(steps=1, num_minibatches=2, learning_rate=1e-2, warmup_updates=2),
     eval=EvalConfig(every=0, prompts=2),
-    probe=ProbeConfig(sequences=16, tokens_every=0),
+    probe=ProbeConfig(every=0),
     checkpoint_every=1,
 )
+PROBED = ProbeConfig(sequences=16, tokens_every=0)
 
 
 class OddCharacters:
@@ -149,7 +150,7 @@ def test_ratios_anchored_on_the_rollout_begin_with_the_gap_between_the_engines(t
 
 def test_the_gap_does_not_depend_on_the_method_and_replay_narrows_it(trainer_of, tmp_path):
     for name, method in {"a": {"replay": "R3"}, "b": {"objective": "gspo", "anchor": "rollout"}}.items():
-        run(trainer_of, tmp_path / name, changed(method=method))
+        run(trainer_of, tmp_path / name, replace(changed(method=method), probe=PROBED))
     for pair in ("engines", "engines_replayed"):
         assert rows(tmp_path / "a", "engine", pair=pair) == rows(tmp_path / "b", "engine", pair=pair)
     (live,), (forced,) = (rows(tmp_path / "a", "engine", pair=p) for p in ("engines", "engines_replayed"))
@@ -163,7 +164,7 @@ def test_the_gap_does_not_depend_on_the_method_and_replay_narrows_it(trainer_of,
 
 def test_the_probe_measures_natural_routing_in_r3_arms_too(trainer_of, tmp_path):
     """At a learning rate of nearly 0 the probe sees no change, though old log-probabilities are under forced routes."""
-    run(trainer_of, tmp_path, changed(method={"replay": "R3"}, learning_rate=1e-12))
+    run(trainer_of, tmp_path, replace(changed(method={"replay": "R3"}, learning_rate=1e-12), probe=PROBED))
     (_, probe) = rows(tmp_path, "probe")
     assert probe["slots_changed"] == 0 and probe["var_token_natural"] < 1e-10
     assert rows(tmp_path, "update")[0]["slots_changed"] > 0
@@ -202,7 +203,7 @@ def test_an_interrupted_r3_run_ends_as_the_uninterrupted_one(trainer_of, tmp_pat
     resumed = run(trainer_of, tmp_path / "broken", config)
     for name, tensor in whole.model.state_dict().items():
         assert torch.equal(tensor, resumed.model.state_dict()[name]), name
-    for kind in ("rollout", "update", "engine", "probe"):
+    for kind in ("rollout", "update", "engine"):
         assert rows(tmp_path / "whole", kind) == rows(tmp_path / "broken", kind)
 
 
