@@ -254,8 +254,9 @@ def test_a_missing_package_is_named_with_its_installation(monkeypatch, sums, nam
         made.reward(Problem("1+1=", "2"), "2")
 
 
-def test_reasoning_gym_by_its_interface(tmp_path, monkeypatch):
-    """Stands in for the package by the four names that are used of it; the real one is used below if it is here."""
+@pytest.fixture
+def fake_reasoning_gym(tmp_path, monkeypatch):
+    """A package with the four names that are used of reasoning-gym."""
     folder = tmp_path / "reasoning_gym"
     folder.mkdir()
     (folder / "__init__.py").write_text(
@@ -276,7 +277,12 @@ def test_reasoning_gym_by_its_interface(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.split(".")[0] == "reasoning_gym"]:
         monkeypatch.delitem(sys.modules, name)
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == "reasoning_gym"]:
+        del sys.modules[name]
 
+
+def test_reasoning_gym_by_its_interface(fake_reasoning_gym):
     def gym(**options):
         return make_task(TaskConfig("reasoning_gym", options))
 
@@ -292,8 +298,6 @@ def test_reasoning_gym_by_its_interface(tmp_path, monkeypatch):
     ):
         with pytest.raises(TaskError, match=message):
             gym(**options).problem(random.Random(0))
-    for name in [name for name in sys.modules if name.split(".")[0] == "reasoning_gym"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 if importlib.util.find_spec("math_verify"):
