@@ -47,7 +47,7 @@ def engine_mismatch(data: StudyData) -> StudyFigure:
     left.set_yticks(range(len(arms)), [str(data.arms["label"][arm]) for arm in arms])
     left.set_ylim(len(arms) - 0.4, -0.6)
     left.set_xlabel("variance of log(π_old / μ), nats²")
-    right.set_xlabel("clipped in the first update, % of tokens")
+    right.set_xlabel("clipped in the first update,\n% of tokens")
     right.set_xlim(left=min(-0.3, -0.03 * right.get_xlim()[1]))
     figure.legend(handles=_entries(), loc="outside upper left", ncols=5, borderaxespad=0.3)
     caption = (
