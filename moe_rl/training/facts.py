@@ -56,8 +56,7 @@ def spread_facts(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> 
 
     NaN without tokens.
 
-    >>> d = torch.tensor([[0.0, 2.0], [0.0, 2.0]], dtype=torch.float64).exp2().log()  # ratios 2 and 16
-    >>> d = d - d[0, 0]                                                               # ratios 1 and 8
+    >>> d = torch.tensor([[1.0, 8.0], [1.0, 8.0]], dtype=torch.float64).log()
     >>> facts = spread_facts(d, torch.ones(2, 2, dtype=torch.bool))
     >>> [round(float(facts[name]), 4) for name in ("extreme_5", "chi2_token", "ess_token")]  # 65/2 - 1; 18²/(4·130)
     [2.0, 31.5, 0.6231]

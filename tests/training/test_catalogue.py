@@ -1,0 +1,92 @@
+"""The catalogue against what runs write, in both directions, and against its page."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from test_methods import MICRO, Judge, config_of
+
+from moe_rl.rollout.engines import EngineConfig
+from moe_rl.training import MethodConfig, ProbeConfig, Trainer, trainer
+from moe_rl.training.catalogue import CATALOGUE, HEADS, find, render
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
+ONE = replace(MICRO.optim, steps=1)
+RUNS = {
+    "whole": replace(
+        MICRO, optim=ONE, probe=ProbeConfig(sequences=4, tokens_every=1, decompose_every=1), checkpoint_every=9
+    ),
+    "ppo": config_of("ppo", optim=ONE),
+    "iterative": config_of("iterative_grpo", optim=replace(ONE, reference_reset_every=1)),
+    "rspo": config_of("rspo_replay", optim=ONE),
+    "process": config_of("gspo_token_process", optim=ONE),
+    "decoupled": config_of("grpo_decoupled", optim=ONE),
+    "accepted": config_of("rft", optim=ONE),
+    "dpo": config_of("dpo", optim=ONE),
+    "engine": replace(
+        MICRO,
+        optim=ONE,
+        method=MethodConfig(replay="R3"),
+        rollout=replace(MICRO.rollout, engine=EngineConfig(kind="hf", router_format="int4")),
+        probe=ProbeConfig(sequences=4, tokens_every=0, floor=False),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """By run and kind: the names that were written."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        make = trainer.make_task
+        patch.setattr(trainer, "make_task", lambda config: Judge(make(config)))
+        for name, config in RUNS.items():
+            folder = tmp_path_factory.mktemp(name)
+            Trainer(config, folder).run()
+            names = found[name] = {}
+            for line in (folder / "metrics.jsonl").read_text().splitlines():
+                row = json.loads(line)
+                names.setdefault(row.pop("kind"), set()).update(row)
+            for file in (folder / "tokens").glob("*.parquet"):
+                names.setdefault("tokens", {"step"}).update(pq.read_schema(file).names)
+    return found
+
+
+def test_every_name_that_runs_write_is_defined(written):
+    unknown = {
+        (kind, name)
+        for run in written.values()
+        for kind, names in run.items()
+        for name in names - {"step"}
+        if find(kind, name) is None
+    }
+    assert not unknown
+
+
+def test_every_definition_is_of_a_name_that_runs_write(written):
+    seen = {(kind, find(kind, name)) for run in written.values() for kind, names in run.items() for name in names}
+    missing = {(kind, m.name) for kind, metrics in CATALOGUE.items() for m in metrics if (kind, m) not in seen}
+    assert missing == {("step", "peak_bytes")}, "only a GPU reports its peak"
+
+
+def test_what_has_no_condition_is_always_written(written):
+    whole = written["whole"]
+    for kind in set(CATALOGUE) - {"engine"}:
+        always = {m.name for m in CATALOGUE[kind] if not m.when}
+        assert always <= whole[kind]
+    assert {m.name for m in CATALOGUE["engine"] if not m.when} <= written["engine"]["engine"]
+
+
+def test_a_name_has_one_entry_and_an_exact_one_comes_first():
+    for metrics in CATALOGUE.values():
+        assert len({m.name for m in metrics}) == len(metrics)
+    assert find("rollout", "reward_std").unit == "reward"
+    assert find("rollout", "reward_odd").name == "reward_<name>"
+    assert find("rollout", "nothing") is None
+    assert set(HEADS) == set(CATALOGUE)
+
+
+def test_the_page_is_the_registry():
+    assert PAGE.read_text() == render(), "python -m moe_rl.training.catalogue > docs/metrics.md"
