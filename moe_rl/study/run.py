@@ -14,8 +14,9 @@ import yaml
 
 from moe_rl.study.config import ConfigError, differences, dump_run
 from moe_rl.training import RunConfig, train
-from moe_rl.training.distributed import Ranks
+from moe_rl.training.distributed import Ranks, check_shares
 from moe_rl.training.runlog import write_atomic
+from moe_rl.training.trackers import check_tracker
 
 PACKAGES = (
     "moe_rl",
@@ -48,6 +49,8 @@ def run_one(
     def begin() -> bool:
         if not check_folder(config, folder):
             return False
+        check_tracker(config.tracker)
+        check_shares(config, ranks.size)
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "config.yaml").exists():
             write_atomic(folder / "config.yaml", dump_run(config))

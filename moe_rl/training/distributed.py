@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -155,7 +156,7 @@ class Ranks(Accelerator):
         """This rank's rows of a Batch or Rollout."""
         return batch if self.size == 1 else batch.rows(torch.tensor(self.share(len(batch))))
 
-    def gather(self, own: Tensor, count: int) -> Tensor:
+    def gather(self, own: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "N ..."]:
         """All `count` rows, on every rank, of which each computed its `share`. Detached."""
         if self.size == 1:
             return own

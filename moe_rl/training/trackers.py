@@ -1,8 +1,8 @@
 """Metrics to an experiment tracker, through accelerate. Off unless `tracker` names one."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class TrackerError(ValueError):
 
 def check_tracker(name: str | None) -> None:
     """Raises TrackerError if a package is missing: accelerate would track nothing without a word."""
-    if name is None or any(importlib.util.find_spec(package) for package in _PACKAGES[name]):
+    if name is None or any(find_spec(package) for package in _PACKAGES[name]):
         return
     install = _INSTALL.get(name, "pip install tensorboard")
     raise TrackerError(f"tracker: {name} is not installed. {install}, or leave tracker out (metrics.jsonl has it all)")
@@ -58,13 +58,13 @@ def start_tracker(
     return tell
 
 
-def scalars(row: dict[str, Any]) -> dict[str, float]:
+def scalars(row: dict[str, Any]) -> dict[str, float | int]:
     """The numbers of a row, named by its kind; lists and nulls are left to the files.
 
     >>> scalars({"kind": "rollout", "step": 3, "reward": 0.5, "note": None, "sites": ["a"], "greedy": False})
     {'rollout/reward': 0.5}
     """
-    kind = "/".join(str(row[key]) for key in ("kind", "pair") if key in row)
+    kind = "/".join(str(row[key]) for key in ("kind", "pair", "variant") if key in row)
     return {
         f"{kind}/{key}": value
         for key, value in row.items()

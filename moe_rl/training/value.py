@@ -42,7 +42,7 @@ class ScalarModel(nn.Module):
         if self._positions:
             inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
         hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
-        return apply_head(self.head, hidden)
+        return apply_head(self.head, hidden).clone()  # FSDP2 warns of outputs that are views
 
 
 def scalar_head(lm: Any) -> nn.Linear:

@@ -1,0 +1,273 @@
+"""Two processes are one: same prompts, samples and losses, whatever holds the weights; and what stops at once."""
+
+import json
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from test_trainer import MICRO, Random, rows
+
+from moe_rl.models import ModelConfig
+from moe_rl.study.run import run_one
+from moe_rl.tiny import TinyConfig, build_tiny, char_tokenizer
+from moe_rl.training import EvalConfig, MethodConfig, Trainer, trainer
+from moe_rl.training.config import DistributedConfig, RewardConfig
+from moe_rl.training.distributed import DistributedError, Ranks, check_launch, check_shares
+from moe_rl.training.sharding import ShardingError, check_sharded, whole
+
+CPU = replace(
+    MICRO,
+    model=replace(MICRO.model, device="cpu"),
+    rollout=replace(MICRO.rollout, prompts=8),
+    eval=EvalConfig(prompts=9),  # shares of 4 and 5
+    probe=replace(MICRO.probe, sequences=5, floor=False),
+    optim=replace(MICRO.optim, max_grad_norm=0.5),
+)
+
+
+def case(strategy, objective="grpo", replay="none", lag=0, micro_batch=None, **changes):
+    config = replace(
+        CPU,
+        method=MethodConfig(objective=objective, replay=replay, kl_coef=changes.pop("kl_coef", None)),
+        rollout=replace(CPU.rollout, lag=lag),
+        optim=replace(CPU.optim, micro_batch=micro_batch),
+        distributed=DistributedConfig(strategy),
+    )
+    return replace(config, **changes)
+
+
+CASES = {
+    "ddp": case("ddp"),
+    "ddp_replay": case("ddp", replay="R2", micro_batch=3),
+    "ddp_learned_reward": case("ddp", reward=RewardConfig(model="learned", initial_batches=1, epochs=1)),
+    "fsdp2": case("fsdp2", objective="dapo"),
+    "fsdp2_replay": case("fsdp2", replay="R2", lag=1, kl_coef=0.1),
+    "fsdp2_rollout_replay": case("fsdp2", objective="gspo", replay="R3"),
+    "fsdp2_ppo": case("fsdp2", objective="ppo"),
+    "fsdp2_dpo": case("fsdp2", objective="dpo"),
+}
+
+
+def pay_at_random():
+    """Rewards with variance, in this process: see `Random`."""
+    made = trainer.make_task
+    trainer.make_task = lambda config: Random(made(config))
+    return made
+
+
+def join(rank, port):
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2"
+    )
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    torch.set_num_threads(1)
+    pay_at_random()
+
+
+def spawn(worker, *args):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(worker, args=(port, *args), nprocs=2)
+
+
+@pytest.fixture
+def random_rewards():
+    made = pay_at_random()
+    yield
+    trainer.make_task = made
+
+
+def worker(rank, port, folder):
+    join(rank, port)
+    for name, config in CASES.items():
+        run_one(config, folder / name)
+    ranks = Ranks(CPU.distributed, "cpu") if rank > 1 else Ranks(DistributedConfig("ddp"), "cpu")
+    assert (ranks.rank, ranks.size, ranks.main) == (rank, 2, rank == 0)
+    ends_apart(ranks, folder)
+    routers_in_fp32(folder)
+    resumes_exactly(rank, folder)
+    disagree(ranks, folder)
+    dist.barrier()
+
+
+def ends_apart(ranks, folder):
+    """Ranks call the sharded model as often as each needs to; here for certain not equally often."""
+    model = Trainer(CASES["fsdp2"], folder / "apart").model
+    token = torch.tensor([[1, 2]])
+    calls = []
+    with torch.no_grad(), ranks.lock_step(model):
+        for _ in range(1 + 3 * ranks.rank):
+            calls.append(model(input_ids=token).logits)
+    assert ranks.exchange(str(len(calls))) == ["1", "4"]
+    assert all(torch.equal(logits, calls[0]) for logits in calls)
+
+
+def routers_in_fp32(folder):
+    """bf16 layers, fp32 routers, fp32 shards: by what arrives at the modules and leaves them."""
+    for keep in (False, True):
+        distributed = DistributedConfig("fsdp2", compute_dtype="bfloat16", router_fp32=keep)
+        config = replace(CASES["fsdp2_replay"], distributed=distributed)
+        made = Trainer(config, folder / f"precision_{keep}")
+        layer, seen = made.model.model.layers[1].mlp, {}
+        layer.gate.register_forward_hook(
+            lambda m, _, out, seen=seen: seen.update(router=(m.weight.dtype, out[0].dtype))
+        )
+        layer.experts.register_forward_pre_hook(
+            lambda m, args, seen=seen: seen.update(experts=(m.down_proj.dtype, args[0].dtype))
+        )
+        made.resume(), made.run()
+        low = (torch.bfloat16, torch.bfloat16)
+        assert seen == {"experts": low, "router": (torch.float32, torch.float32) if keep else low}
+        assert {p.dtype for p in made.model.parameters()} == {torch.float32}
+
+
+def resumes_exactly(rank, folder):
+    """Interrupted after step 1 of 3, resumed by as many ranks: every number as without the interruption."""
+    for strategy in ("ddp", "fsdp2"):
+        config = case(strategy, replay="R2", lag=1, kl_coef=0.1)
+        config = replace(config, optim=replace(config.optim, steps=3))
+
+        whole_run = Trainer(config, folder / f"{strategy}_whole")
+        whole_run.resume(), whole_run.run()
+        broken = Trainer(config, folder / f"{strategy}_broken")
+        broken.resume()
+        steps, broken.config = broken.config.optim.steps, replace(config, optim=replace(config.optim, steps=1))
+        assert steps == 3
+        broken.run()
+        resumed = Trainer(config, folder / f"{strategy}_broken")
+        resumed.resume()
+        assert resumed.step == 1
+        resumed.run()
+        ends = [whole(p).detach() for p in resumed.model.parameters()]
+        assert all(torch.equal(whole(p), q) for p, q in zip(whole_run.model.parameters(), ends, strict=True))
+
+
+def disagree(ranks, folder):
+    """Every rank raises, not only the one that is wrong."""
+    with pytest.raises(DistributedError, match="disagree on the configuration: seed is 0 on rank 0, 1 on rank 1"):
+        Trainer(replace(CASES["ddp"], seed=ranks.rank), folder / "refused")
+    with pytest.raises(DistributedError, match=r"no multiple of optim\.num_minibatches x processes = 2 x 2"):
+        Trainer(replace(CASES["ddp"], rollout=replace(CPU.rollout, prompts=6)), folder / "refused")
+    with pytest.raises(DistributedError, match=r"2 processes were started, and distributed\.strategy is none"):
+        Trainer(CPU, folder / "refused")
+    with pytest.raises(DistributedError, match=r"distributed\.processes: 4, and 2 were started"):
+        Trainer(replace(CASES["ddp"], distributed=DistributedConfig("ddp", processes=4)), folder / "refused")
+    with pytest.raises(DistributedError, match="disagree on the batch"):
+        ranks.agree("the batch", ranks.rank)
+    with pytest.raises((DistributedError, ValueError), match="only rank 0 can see this"):
+        ranks.first(fail if ranks.main else never)
+    assert not (folder / "refused").exists()
+    own = torch.arange(ranks.rank * 2, 5)[: 2 + ranks.rank]  # [0, 1] and [2, 3, 4]
+    for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.uint8):
+        assert torch.equal(ranks.gather(own.to(dtype), 5), torch.arange(5).to(dtype))
+    assert ranks.sums(1, 0.5) == (2, 1.0)
+    assert ranks.exchange("é" * ranks.rank) == ["", "é"]
+
+
+def fail():
+    raise ValueError("only rank 0 can see this")
+
+
+def never():
+    raise AssertionError("rank 1 does not look")
+
+
+EXACT = ("reward", "response_length", "lr")
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(tmp_path, random_rewards):
+    spawn(worker, tmp_path)
+    for name, config in CASES.items():
+        run_one(replace(config, distributed=DistributedConfig()), tmp_path / f"{name}_alone")
+        found, wanted = rows(tmp_path / name), rows(tmp_path / f"{name}_alone")
+        assert [r["kind"] for r in found] == [r["kind"] for r in wanted]
+        for mine, alone in zip(found, wanted, strict=True):
+            for key, value in alone.items():
+                where = (name, alone["kind"], alone["step"], alone.get("update"), key)
+                if isinstance(value, float) and key not in EXACT:
+                    assert mine[key] == pytest.approx(value, rel=2e-4, abs=2e-6), where
+                elif not isinstance(value, list):
+                    assert mine[key] == value, where
+        assert max(r["grad_norm"] for r in wanted if r["kind"] == "update") > 1e-3, f"{name}: nothing was learned"
+        assert (tmp_path / name / "DONE").exists()
+        assert json.loads((tmp_path / name / "env.json").read_text())["processes"] == 2
+    for strategy in ("ddp", "fsdp2"):
+        assert rows(tmp_path / f"{strategy}_whole") == rows(tmp_path / f"{strategy}_broken")
+    # A checkpoint does not say how many ranks wrote it: one process goes on where two stopped.
+    alone = replace(CASES["fsdp2_replay"], distributed=DistributedConfig())
+    one = Trainer(replace(alone, optim=replace(alone.optim, steps=3)), tmp_path / "fsdp2_replay")
+    one.resume()
+    assert one.step == 2 and len(one.queue) == 1 and len(one.queue[0]) == 32
+    one.run()
+    assert rows(tmp_path / "fsdp2_replay", "update")[-1]["replayed_rows"] > 0
+
+
+# -- what the launcher started --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, processes, environ, message",
+    [
+        (("none",), 2, {}, "2 processes were started, and distributed.strategy is none"),
+        (("ddp",), 1, {}, "there is one process"),
+        (("ddp", 2), 1, {}, "distributed.processes: 2, and 1 was started"),
+        (("fsdp2", 1), 1, {}, "needs a launcher"),
+        (("fsdp2",), 2, {"LOCAL_RANK": "0", "ACCELERATE_USE_FSDP": "true"}, "asks for FSDP"),
+        (("ddp",), 2, {"ACCELERATE_USE_DEEPSPEED": "true"}, "asks for DEEPSPEED"),
+        (("none",), 1, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed precision bf16"),
+        (("none",), 1, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "micro_batch"),
+    ],
+)
+def test_what_was_not_asked_for_is_refused(config, processes, environ, message):
+    with pytest.raises(DistributedError, match=message):
+        check_launch(DistributedConfig(*config), processes, environ)
+
+
+def test_what_was_asked_for_passes():
+    check_launch(DistributedConfig(), 1, {"ACCELERATE_MIXED_PRECISION": "no"})
+    check_launch(DistributedConfig("ddp", processes=1), 1, {})
+    check_launch(DistributedConfig("fsdp2", processes=2), 2, {"LOCAL_RANK": "1"})
+
+
+def test_a_launcher_that_accelerate_does_not_see_is_refused(monkeypatch):
+    """WORLD_SIZE says two, but this process is in no group of two."""
+    alone = Ranks()
+    assert alone.size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    try:
+        with pytest.raises(DistributedError, match="started 2 processes, and accelerate sees 1"):
+            Ranks(DistributedConfig("ddp"), "auto")
+    finally:
+        AcceleratorState._reset_state()
+        PartialState._reset_state()
+
+
+def test_a_model_that_is_not_sharded_is_refused():
+    model = build_tiny(TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=4), char_tokenizer("ab"))
+    with pytest.raises(ShardingError, match=r"fsdp2 was asked for, and the model .* is not sharded"):
+        check_sharded(model)
+
+
+def test_shares_are_checked_before_anything_is_loaded():
+    config = replace(CASES["fsdp2"], model=replace(ModelConfig(), lora=None))
+    check_shares(config, 2)
+    with pytest.raises(DistributedError, match=r"eval\.prompts: 1 cannot be shared by 2"):
+        check_shares(replace(config, eval=EvalConfig(prompts=1)), 2)
+    with pytest.raises(DistributedError, match=r"rollout\.engine\.kind hf is not supported"):
+        engine = replace(config.rollout.engine, kind="hf")
+        check_shares(replace(config, rollout=replace(config.rollout, engine=engine)), 2)
+
+
+def test_shares_are_consecutive_and_cover_everything():
+    alone = Ranks()
+    assert list(alone.share(5)) == [0, 1, 2, 3, 4]
+    alone.size = 3
+    assert [list(alone.share(7, rank)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    with pytest.raises(DistributedError, match="2 things cannot be shared by 3"):
+        alone.share(2)
