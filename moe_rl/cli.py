@@ -4,7 +4,6 @@ study FILE     all arms x seeds of a study, resuming what is unfinished; then fi
 run FILE       one arm and seed
 figures DIR    redraw the figures and the report of a study folder
 doctor [FILE]  what this machine can run, and what a study would need
-doctor [FILE]  what this machine can run, and what a study would need
 watch DIR      follow a study in the browser
 """
 
@@ -214,30 +213,6 @@ def drift_verb(arguments: list[str]) -> None:
         fail("interrupted; nothing was written", 130)
     except OSError as error:
         fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}; nothing was written")
-
-
-@verb("doctor", "what this machine can run, and what a study would need; downloads nothing")
-def doctor_verb(arguments: list[str]) -> None:
-    @dataclass(frozen=True)
-    class Options:
-        """Check packages, devices and memory; given a study file, also what it needs, for its most demanding arm.
-        Exit status 0 if all that is required is there, else 1."""
-
-        file: tyro.conf.Positional[Path | None] = None
-        """A study file."""
-        devices: int | None = None
-        """Plan for so many devices, weights sharded over them; by default those that are here."""
-        memory: float | None = None
-        """Plan for devices with so many GB (10^9 bytes) each; by default what is free here."""
-        json: bool = False
-        """Print JSON."""
-
-    options = _parse(Options, arguments, "moe-rl doctor", None)
-    from moe_rl.study.config import load_study
-    from moe_rl.study.doctor import doctor, planned
-
-    study = None if options.file is None else load_study(options.file)
-    sys.exit(doctor(study, planned(options.devices, options.memory), options.json))
 
 
 @verb("doctor", "what this machine can run, and what a study would need; downloads nothing")

@@ -64,8 +64,6 @@ def match_sites(sites: Sequence[str], wanted: str | int | Iterable[str | int]) -
             hits = [range(len(sites))[entry]] if -len(sites) <= entry < len(sites) else []
         if not hits:
             near = difflib.get_close_matches(str(entry), sites, n=3, cutoff=0.3) or list(sites[:3])
-            raise RoutingError(
-                f"no routing site matches {entry!r}; there are {len(sites)}, the nearest: {near}"
-            )
+            raise RoutingError(f"no routing site matches {entry!r}; there are {len(sites)}, the nearest: {near}")
         found.update(dict.fromkeys(hits))
     return list(found)

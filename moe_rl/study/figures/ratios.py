@@ -9,6 +9,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.style import (
     GREY,
+    NothingToDraw,
     StudyFigure,
     arm_looks,
     arm_panels,
@@ -69,6 +70,8 @@ def ratio_variance(data: StudyData) -> StudyFigure:
             row[0].set_title("In training: token (filled), sequence (open)")
             row[1].set_title("natural / replayed, token")
             row[2].set_title("token / sequence")
+    if not parts:
+        raise NothingToDraw("ratio_variance: every log-ratio is 0, the policies did not move")
     length = float(data.rollouts["response_length"].mean()) if "response_length" in data.rollouts else np.nan
     log_y(axes[0, 0])
     for row in axes:
