@@ -1,5 +1,6 @@
 """One run: its folder, its environment, its end. Training itself is `moe_rl.training`."""
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -13,7 +14,7 @@ from typing import Any
 import yaml
 
 from moe_rl.study.config import ConfigError, differences, dump_run
-from moe_rl.training import RunConfig, train
+from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks, check_shares
 from moe_rl.training.runlog import write_atomic
 from moe_rl.training.trackers import check_tracker
@@ -41,10 +42,13 @@ def run_one(
     """Run one arm and seed in `folder`, or finish what was begun there. Does nothing if it is done.
 
     Raises:
+        ValueError: the configuration cannot run.
         ConfigError: the folder holds a run of another configuration.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
+    validate(config)
     ranks = Ranks(config.distributed, config.model.device)
+    ranks.agree("the configuration", dataclasses.asdict(config))
 
     def begin() -> bool:
         if not check_folder(config, folder):
