@@ -18,6 +18,7 @@ from moe_rl.study.summary import (
     final_rewards,
     full_label,
     in_run_variance,
+    last_updates,
     noise_floor,
     probe_factors,
     replay_identity,
@@ -202,7 +203,7 @@ def _decomposition(data: StudyData) -> list[Statement]:
     rows = data.decompositions
     if rows.empty or "token_var_routing" not in rows:
         return []
-    rows = rows[rows["update"] == rows["update"].max()]
+    rows = last_updates(rows)
     sums = rows.groupby("arm")[[f"{lv}_{name}" for lv in ("token", "sequence") for name in _SPLIT]].mean()
     found = []
     for arm in (a for a in data.arms.index if a in sums.index):

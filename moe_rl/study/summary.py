@@ -194,6 +194,11 @@ def in_run_variance(data: StudyData) -> pd.DataFrame:
     return rows.groupby(["arm", "seed", "step"], as_index=False)[list(names)].mean().rename(columns=names)
 
 
+def last_updates(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of each arm's last update of a step; arms may differ in the number of their updates."""
+    return rows[rows["update"] == rows.groupby("arm", observed=True)["update"].transform("max")]
+
+
 OWN_ARITHMETIC = ("repeat", "batch", "experts")
 """Variants of the noise floor that a run meets in its own arithmetic; "bf16" is what another precision would add."""
 

@@ -21,7 +21,7 @@ from moe_rl.study.figures import (
     expert_change,
     minibatches,
 )
-from moe_rl.study.summary import noise_floor
+from moe_rl.study.summary import last_updates, noise_floor
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +131,11 @@ def test_shares_of_sites_are_pooled_by_the_size_of_the_effect(split):
     frame = decomposition_by_site(split).frame.query("arm == 'gspo' and seed == 2").set_index(["site", "kind"])["share"]
     assert frame[("l.0.gate", "alone")] == pytest.approx(0.7)
     assert frame[("l.1.gate", "last")] == pytest.approx(0.5)
+
+
+def test_arms_with_fewer_updates_keep_their_own_last_one():
+    rows = pd.DataFrame({"arm": ["a", "a", "b"], "update": [1, 4, 1], "x": [1, 2, 3]})
+    assert last_updates(rows)["x"].tolist() == [2, 3]
 
 
 def test_a_study_without_decomposition_says_so(data):

@@ -19,6 +19,7 @@ from moe_rl.study.figures.style import (
     seeds_note,
     styled,
 )
+from moe_rl.study.summary import last_updates
 
 PARTS = {"weight": "#3B3B3B", "routing": "#B2478F", "interaction": "#C9C9C9"}
 LEVELS = ("token", "sequence")
@@ -137,7 +138,7 @@ def site_table(data: StudyData) -> pd.DataFrame:
     """By arm, seed, site and kind (alone, last): `share` of the replay effect's token variance, last update."""
     columns = ["replay_effect_var", "site_token_share_alone", "site_token_share_last", "site_names"]
     rows = need(data.decompositions, columns, "decomposition_by_site")
-    rows = rows[(rows["update"] == rows["update"].max()) & (rows["replay_effect_var"] > 0)]
+    rows = last_updates(rows[rows["replay_effect_var"] > 0])
     found = []
     for (arm, seed), part in rows.groupby(["arm", "seed"]):
         weights = part["replay_effect_var"].to_numpy(dtype=float)

@@ -24,6 +24,7 @@ from moe_rl.study.figures.style import (
     summarise,
 )
 from moe_rl.study.figures.training import collapse_note, mark_collapse
+from moe_rl.study.summary import last_updates
 
 BINS = 40
 FEWEST_TOKENS = 30
@@ -33,7 +34,7 @@ FEWEST_TOKENS = 30
 def divergence(data: StudyData) -> StudyFigure:
     """KL(old || new) and F(2) after the last update of each step, with the steps at which runs collapsed."""
     rows = need(data.probes, ["k3_natural"], "divergence")
-    rows = rows[rows["update"] == rows["update"].max()][["arm", "seed", "step", "k3_natural"]]
+    rows = last_updates(rows)[["arm", "seed", "step", "k3_natural"]]
     tails = extreme_share(data)
     shown = conditions(data)
     figure, axes = panels(2, len(shown), 4.4, sharex=True, sharey="row")
@@ -69,12 +70,12 @@ def extreme_share(data: StudyData) -> pd.DataFrame:
     tokens (runs of versions that did not count them)."""
     keys = ["arm", "seed", "step"]
     if "extreme_2_natural" in data.probes:
-        rows = data.probes[data.probes["update"] == data.probes["update"].max()]
+        rows = last_updates(data.probes)
         return rows[keys].assign(**{"F(2)": rows["extreme_2_natural"] / rows["tokens"]})
     tokens = data.tokens
     if tokens.empty:
         raise NothingToDraw("divergence: the runs recorded neither extreme tokens nor token tables")
-    last = tokens[tokens["update"] == tokens["update"].max()]
+    last = last_updates(tokens)
     extreme = (last["logp_natural"] - last["old_logp"]).abs() > np.log(2)
     return extreme.groupby([last[key] for key in keys], observed=True).mean().rename("F(2)").reset_index()
 
@@ -84,7 +85,7 @@ def change_by_position(data: StudyData) -> StudyFigure:
     """Share of routing sites that change, by the position of the token in its response."""
     sites = need(data.probes, ["site_names"], "change_by_position")["site_names"].map(len).max()
     rows = need(data.tokens, ["flips", "pos", "update"], "change_by_position")
-    rows = rows[rows["update"] == rows["update"].max()]
+    rows = last_updates(rows)
     width = max(1, -(-int(rows["pos"].max() + 1) // BINS))
     rows = rows.assign(position=rows["pos"] // width * width + (width - 1) / 2, rate=rows["flips"] / sites)
     enough = rows.groupby(["arm", "position"], observed=True)["rate"].transform("size") >= FEWEST_TOKENS

@@ -45,7 +45,7 @@ def dose_response(data: StudyData) -> StudyFigure:
         ax.set_xlabel("slots routed otherwise in the update forward, %")
         ax.set_xlim(left=-0.02 * ax.get_xlim()[1])
     axes[0, 0].set_ylabel("final reward")
-    axes[0, 0].set_ylim(bottom=0)
+    axes[0, 0].set_ylim(0, 1.08 * float(seeds["final"].max()) or None)
     log_y(axes[0, 1])
     axes[0, 1].set_ylabel("variance of token log r, nats²")
     legend_above(figure, axes)
@@ -97,7 +97,7 @@ def minibatches(data: StudyData) -> StudyFigure:
         ax.set_title(title)
         ax.set_xlabel("minibatches (updates) per batch, N")
     axes[0, 0].set_ylabel("reward")
-    axes[0, 0].set_ylim(bottom=0)
+    axes[0, 0].set_ylim(0, 1.08 * float(seeds["peak"].max()) or None)
     legend_above(figure, axes)
     caption = (
         "Score against the number of minibatches that a sampled batch is split into, which is the number of updates "

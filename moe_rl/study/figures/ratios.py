@@ -32,7 +32,7 @@ from moe_rl.study.figures.style import (
     styled,
     summarise,
 )
-from moe_rl.study.summary import in_run_variance, probe_factors
+from moe_rl.study.summary import in_run_variance, last_updates, probe_factors
 
 PAIR = (
     "log r = new − old log-probability of the same token (nats); natural: live routing; replayed: the old "
@@ -102,7 +102,7 @@ def ratio_variance(data: StudyData) -> StudyFigure:
 def log_ratio_bands(data: StudyData) -> StudyFigure:
     """Quantiles of the token log-ratio against the step, natural filled, replayed outlined."""
     tokens = _tokens(data, "log_ratio_bands")
-    tokens = tokens[tokens["update"] == tokens["update"].max()]
+    tokens = last_updates(tokens)
     arms = _drawn_arms(data, tokens)
     figure, axes = arm_panels(len(arms), 1, 2.0)
     parts = []
@@ -110,7 +110,7 @@ def log_ratio_bands(data: StudyData) -> StudyFigure:
         look = look_of(str(data.arms["method"][arm]))
         of_arm = tokens[tokens["arm"] == arm]
         for kind in ("natural", "replayed"):
-            table = of_arm.groupby("step")[kind].quantile(list(QUANTILES)).unstack()
+            table = of_arm.groupby("step")[kind].quantile(np.array(QUANTILES)).unstack()
             named = table.rename(columns=lambda q: f"quantile_{q:g}")
             parts.append(named.assign(n=of_arm.groupby("step").size(), arm=arm, routing=kind).reset_index())
             if len(table) == 1:  # one stored step: a band needs a width
@@ -139,7 +139,7 @@ def log_ratio_bands(data: StudyData) -> StudyFigure:
 def probability_scatter(data: StudyData) -> StudyFigure:
     """Old against new token probability as a density, natural above, replayed below."""
     tokens = _tokens(data, "probability_scatter")
-    tokens = tokens[tokens["update"] == tokens["update"].max()]
+    tokens = last_updates(tokens)
     arms = _drawn_arms(data, tokens)
     figure, axes = arm_panels(len(arms), 2, 0.2 + 5.1 / min(5, max(len(arms), 3)))
     edges = np.linspace(0, 1, 61)
@@ -236,7 +236,7 @@ def variance_by_flips(data: StudyData) -> StudyFigure:
 def tail_fraction(data: StudyData) -> StudyFigure:
     """F(τ): share of tokens whose ratio or its inverse exceeds τ, log-log."""
     tokens = _tokens(data, "tail_fraction")
-    tokens = tokens[tokens["update"] == tokens["update"].max()]
+    tokens = last_updates(tokens)
     shown = conditions(data)
     figure, axes = panels(1, len(shown), 2.8, sharey=True, sharex=True)
     parts = []

@@ -29,7 +29,7 @@ from moe_rl.study.figures.style import (
     styled,
     summarise,
 )
-from moe_rl.study.summary import noise_floor
+from moe_rl.study.summary import last_updates, noise_floor
 
 GSPO_CHANGE = 0.10
 """GSPO (2507.18071) §5.3: "roughly 10% of the experts activated" per update; the denominator is not defined."""
@@ -145,7 +145,7 @@ def expert_change_by_site(data: StudyData) -> StudyFigure:
 def flips_per_token(data: StudyData) -> StudyFigure:
     """How many sites change on one token, and how many slots at one site, against independence."""
     rows = need(data.probes, ["flips_histogram", "deviation_histogram"], "flips_per_token")
-    rows = rows[rows["update"] == rows["update"].max()]
+    rows = last_updates(rows)
     arms = [arm for arm in panel_arms(data) if (rows["arm"] == arm).any()]
     figure, axes = arm_panels(len(arms), 2, 1.65)
     parts = []
