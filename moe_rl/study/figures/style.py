@@ -296,13 +296,29 @@ def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Seque
             list(entries.values()),
             list(entries),
             loc="outside upper left",
-            ncols=min(4, len(entries)),
+            ncols=legend_columns(list(entries), float(figure.get_figwidth())),
             borderaxespad=0.3,
         )
 
 
+def legend_columns(labels: Sequence[str], width: float, most: int = 4) -> int:
+    """Columns, at most `most`, of a legend that fits `width` inches; entries fill one column after the other.
+
+    >>> legend_columns(["GRPO", "GSPO"], 7.0), legend_columns(["GRPO + Routing Replay"] * 4, 4.5)
+    (2, 2)
+    """
+    for columns in range(min(most, len(labels)), 1, -1):
+        longest = [max(len(label) for label in part) for part in np.array_split(np.array(labels), columns)]
+        if sum(0.6 + 0.061 * n for n in longest) - 0.18 <= width - 0.05:  # handle and gaps, and a letter, in inches
+            return columns
+    return 1
+
+
 def log_y(ax: Axes) -> None:
-    """Log y axis with plain numbers (0.2, 0.5) where the range is short and powers of ten where it is long."""
+    """Log y axis with plain numbers (0.2, 0.5) where the range is short and powers of ten where it is long; a linear
+    one where nothing is positive."""
+    if not np.isfinite(ax.dataLim.minposy):
+        return
     ax.set_yscale("log")
     low, high = ax.get_ylim()
     ax.yaxis.set_minor_formatter(NullFormatter())
