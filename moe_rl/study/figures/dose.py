@@ -13,6 +13,7 @@ from moe_rl.study.figures.style import (
     log_y,
     look_of,
     need,
+    panel_arms,
     panels,
     seeds_note,
     styled,
@@ -27,6 +28,7 @@ def dose_response(data: StudyData) -> StudyFigure:
     the old policy; drawn where a method has arms of several doses."""
     need(data.updates, ["slots_changed", "slots", "var_token_log_ratio"], "dose_response")
     seeds = dose_table(data)
+    seeds = seeds[seeds["arm"].isin(panel_arms(data))]  # a replay run under noise repeats its natural one
     spans = seeds.groupby("method")["noise"].nunique()
     if not (spans > 1).any():
         raise NothingToDraw("dose_response: no method of this study has arms with different selection noise")
