@@ -16,6 +16,7 @@ from rich.table import Table
 
 from moe_rl.study.config import ConfigError, StudyConfig, dump_study
 from moe_rl.study.run import check_folder, environment
+from moe_rl.training.distributed import launched_processes
 from moe_rl.training.runlog import write_atomic
 
 POLL_SECONDS = 1.0
@@ -97,6 +98,12 @@ def run_study(study: StudyConfig, output: Path, cold_starts: Path, workers: int,
         folder = output / arm / f"seed{seed}"
         run = Run(arm, seed, folder, output / "logs" / f"{arm}_seed{seed}.log", config.optim.steps)
         run.state = "waiting" if check_folder(config, folder) else "done"
+        if run.state == "waiting" and (config.distributed.strategy != "none" or launched_processes() > 1):
+            raise ConfigError(
+                f"moe-rl study starts one process for each run; a run over several (distributed.strategy, torchrun) is "
+                f"started by itself: torchrun --nproc_per_node N -m moe_rl run FILE --arm {arm} --seed {seed} "
+                f"--output {folder}"
+            )
         runs.append(run)
     output.mkdir(parents=True, exist_ok=True)
     (output / "logs").mkdir(exist_ok=True)

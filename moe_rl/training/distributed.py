@@ -100,10 +100,9 @@ class Ranks(Accelerator):
 
     def shard(self, module: nn.Module) -> nn.Module:
         """Under fsdp2 the module is sharded in place; in any case it is on this rank's device."""
-        module.to(self.device)
-        if self.mesh is not None:
+        if self.mesh is not None:  # moves a layer at a time: the whole need not fit
             shard(module, self.mesh, COMPUTE[self.distributed.compute_dtype], self.distributed.router_fp32)
-        return module
+        return module.to(self.device)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Clip; returns the norm over all ranks' shards."""
@@ -287,6 +286,10 @@ def check_shares(config: Any, size: int) -> None:
         raise DistributedError(
             f"rollout.prompts: {rollout.prompts} is no multiple of optim.num_minibatches x processes = {minibatches} x "
             f"{size}, so that ranks cannot have equal shares of whole groups"
+        )
+    if config.distributed.compute_dtype and config.distributed.strategy != "fsdp2":
+        raise DistributedError(
+            "distributed.compute_dtype: only fsdp2 computes in another dtype than it stores; use model.dtype"
         )
     for field, count in (("eval.prompts", config.eval.prompts), ("probe.sequences", config.probe.sequences)):
         if count < size:

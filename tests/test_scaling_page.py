@@ -1,0 +1,49 @@
+"""The memory arithmetic of docs/scaling.md, from the model's shapes."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_rl.cli import main
+from moe_rl.models import ModelConfig
+from moe_rl.routing.sites import find_sites
+from moe_rl.study.config import load_study
+from moe_rl.study.memory import architecture, meta_model, plan
+
+ROOT = Path(__file__).parents[1]
+PAGE = " ".join((ROOT / "docs" / "scaling.md").read_text().split())
+
+
+def test_memory_of_qwen3_30b_a3b():
+    model = meta_model(architecture(ModelConfig(path="Qwen/Qwen3-30B-A3B-Base")), torch.bfloat16)
+    count = sum(p.numel() for p in model.parameters())
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    study = load_study(ROOT / "experiments" / "qwen3_30b_a3b.yaml")
+    need = plan(study.resolve("gspo", 0), devices=8)
+    row = f"| {count:,} | {len(find_sites(model))} | {layer / 1e6:.1f} M parameters | {need.routes_bytes_per_token} B"
+    assert row in PAGE and f"| {need.kv_bytes_per_token:,} B per token |" in PAGE
+    states = re.findall(r"\| (\d+) \| ([\d.]+) GB \| ([\d.]+) GB \|", PAGE)
+    assert [int(size) for size, _, _ in states] == [16, 16, 8, 2]
+    for size, total, each in states:
+        assert total == f"{int(size) * count / 1e9:.1f}" and each == f"{int(size) * count / 8e9:.1f}"
+    # The settings of the study file: weights 2, gradients 2, master weights and Adam 12 bytes for each parameter.
+    held = sum(n.bytes for n in need.needs if n.name in ("policy weights", "optimizer", "gradients"))
+    assert f"{held / 1e9:.1f}" == "61.1"
+    tokens = 128 * 16 * (need.prompt_tokens + need.new_tokens)
+    assert f"2048 responses of {need.prompt_tokens + need.new_tokens} tokens are {tokens * 384 / 1e9:.1f} GB" in PAGE
+    assert f"(8k tokens x 151,936 would be {8192 * 151_936 * 4 / 1e9:.1f} GB in fp32" in PAGE
+    assert f"40 GB are {40e9 / need.kv_bytes_per_token / 1e3:.0f}k tokens" in PAGE
+    assert f"{16 * count / 4e9:.1f} GB each before" in PAGE
+    assert f"{2 * count / 1e9:.0f} GB in bf16 ({4 * count / 1e9:.0f} GB in fp32) x 8" in PAGE
+    assert f"the optimizer's is {12 * count / 1e9:.0f} GB" in PAGE
+    assert f"gathered layers ({2 * layer / 1e9:.1f} GB each in bf16" in PAGE
+
+
+def test_commands_of_the_page_are_the_command_lines_own(capsys):
+    with pytest.raises(SystemExit):
+        main(["run", str(ROOT / "experiments" / "quick.yaml"), "--help"])
+    options = capsys.readouterr().out
+    for option in set(re.findall(r"--(?:distributed|model)\.[a-z0-9.-]+", PAGE)):
+        assert option in options, option
