@@ -260,6 +260,8 @@ def tail_fraction(data: StudyData) -> StudyFigure:
         ax.set(title=condition.title(len(shown) - 1), xlabel="τ", xscale="log", yscale="log")
     log_y(axes[0, 0])
     frame = pd.concat(parts)
+    if not (frame["fraction"] > 0).any():
+        raise NothingToDraw(f"tail_fraction: no ratio leaves {TAUS[0]:g}, the policies hardly moved")
     last = float(frame.loc[frame["fraction"] > 0, "tau"].max())
     axes[0, 0].set_xlim(TAUS[0], min(TAUS[-1], max(1.1, last * 1.1)))
     for ax in axes[0]:
