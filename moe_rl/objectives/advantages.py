@@ -3,7 +3,7 @@
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from moe_rl.objectives.ratios import at_least_float32
@@ -12,7 +12,7 @@ Scale = Literal["std", "none", "batch"]
 
 
 def group_advantages(
-    rewards: Float[Tensor, " B"], group_size: int, scale: Scale | str = "std", eps: float | int = 1e-4
+    rewards: Shaped[Tensor, " B"], group_size: int, scale: Scale | str = "std", eps: float | int = 1e-4
 ) -> Float[Tensor, " B"]:
     """Outcome supervision: each reward against the mean of its group (arXiv:2507.18071, eqs 3 and 6).
 
@@ -24,7 +24,7 @@ def group_advantages(
     plus eps, as in TRL.
 
     Args:
-        rewards: finite, `[B]`, the rows of one group adjacent.
+        rewards: finite, `[B]`, the rows of one group adjacent; integers and bools (0/1) count as float32.
         group_size: G; must divide B.
         scale: "std", "none" or "batch".
         eps: added to the standard deviation, in units of reward.
@@ -45,10 +45,10 @@ def group_advantages(
     if scale == "none":
         return centred.flatten()
     spread = _unbiased_std(groups.flatten()) if scale == "batch" else _unbiased_std(groups)[:, None]
-    return (centred / (spread + eps)).flatten()
+    return torch.where(centred == 0, 0.0, centred / (spread + eps)).flatten()  # 0, not 0/0, even with eps = 0
 
 
-def leave_one_out_advantages(rewards: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
+def leave_one_out_advantages(rewards: Shaped[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
     """Each reward against the mean of the others in its group (RLOO, arXiv:2402.14740).
 
         A_i = r_i - (1/(G-1)) sum_{j != i} r_j = G/(G-1) (r_i - mean(group))
@@ -153,11 +153,11 @@ def decoupled_advantages(
     return summed / (_unbiased_std(summed) + eps)
 
 
-def _as_groups(rewards: Float[Tensor, " B"], group_size: int) -> Float[Tensor, "N G"]:
+def _as_groups(rewards: Shaped[Tensor, " B"], group_size: int) -> Float[Tensor, "N G"]:
     """`[B]` -> `[N,G]`, checked, detached, at least float32."""
     _check_groups(rewards.shape[0], group_size)
     _check_finite(rewards)
-    values = at_least_float32(rewards.detach())
+    values = at_least_float32(rewards.detach() if rewards.is_floating_point() else rewards.float())
     return values.reshape(-1, group_size)
 
 

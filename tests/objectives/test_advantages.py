@@ -49,6 +49,19 @@ def test_equal_rewards_give_exactly_zero(scale, dtype, reward, size):
     assert torch.equal(group_advantages(rewards, size, scale)[:size], torch.zeros(size, dtype=dtype))
 
 
+@pytest.mark.parametrize("scale", ["std", "none", "batch"])
+def test_equal_rewards_give_exactly_zero_without_eps(scale):
+    # zero spread over zero: the first group alone for "std", the whole batch for "batch"
+    assert torch.equal(group_advantages(double([1.0, 1.0, 1.0, 1.0]), 2, scale, eps=0.0), double([0.0] * 4))
+
+
+def test_rewards_may_be_integers_or_verdicts():
+    # group (0, 1): mean 1/2
+    expected = torch.tensor([-0.5, 0.5])
+    assert torch.equal(group_advantages(torch.tensor([0, 1]), 2, "none"), expected)
+    assert torch.equal(group_advantages(torch.tensor([False, True]), 2, "none"), expected)
+
+
 @given(
     rewards=st.lists(st.floats(-10, 10), min_size=8, max_size=8),
     shift=st.floats(-5, 5),
