@@ -41,19 +41,43 @@ def _inert(*_: Any) -> None:
 
 @no_type_check
 class _Hook:
-    """A hook that does nothing in a deep copy or a pickle of its model."""
+    """A hook that is not in a deep copy of its model, and does nothing in a pickle of it."""
 
-    def __init__(self, act: Callable[..., None]) -> None:
-        self.act = act
+    def __init__(self, act: Callable[..., None], module: nn.Module) -> None:
+        self.act, self.module = act, module
 
     def __call__(self, *args: Any) -> None:
         self.act(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Callable[..., None]:
+        twin = memo.get(id(self.module))  # its hooks are still to come: swept when the whole copy is made
+        if twin is not None:
+            memo.setdefault(_Sweep, _Sweep()).twins.append(twin)
         return _inert
 
     def __reduce__(self) -> Any:
         return _same, (_inert,)
+
+
+class _Sweep:
+    """Lives in the memo of a deepcopy; its end is the end of the copying, when inert hooks can be taken off."""
+
+    def __init__(self) -> None:
+        self.twins: list[nn.Module] = []
+
+    def __del__(self) -> None:
+        for twin in self.twins:
+            own = vars(twin)
+            for hooks, *flags in _HOOK_TABLES:
+                for key in [key for key, hook in own.get(hooks, {}).items() if hook is _inert]:
+                    for table in (hooks, *flags):
+                        own[table].pop(key, None)
+
+
+_HOOK_TABLES = (
+    ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
+    ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+)
 
 
 def _same(value: Any) -> Any:
@@ -115,14 +139,15 @@ class Tap:
     def hook(self) -> None:
         if self._handles:
             return
-        self._handles.append(self.boundary.register_forward_pre_hook(_Hook(self.before_model), with_kwargs=True))
-        self._handles.append(self.boundary.register_forward_hook(_Hook(self.after_model), always_call=True))
+        self._add(self.boundary, self.before_model, self.after_model)
         for index in range(len(self.sites)):
-            before, after = _Hook(partial(self.before_site, index)), _Hook(partial(self.after_site, index))
             for module in self.scope(index):
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-                self._handles.append(module.register_forward_hook(after, always_call=True))
+                self._add(module, partial(self.before_site, index), partial(self.after_site, index))
         self.wrap_checkpoints()
+
+    def _add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._handles.append(module.register_forward_pre_hook(_Hook(before, module), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_Hook(after, module), always_call=True))
 
     def unhook(self) -> None:
         for handle in self._handles:

@@ -68,12 +68,20 @@ def test_an_exception_leaves_nothing_behind(error: type[BaseException], attached
     assert not hooked(model)
 
 
+def hook_counts(model: nn.Module) -> list[int]:
+    """Entries of every table of hooks, whoever they are of."""
+    tables = [table for m in model.modules() for name, table in vars(m).items() if "hook" in name]
+    return [len(table) for table in tables if isinstance(table, dict)]
+
+
 def test_a_copy_made_while_attached_is_untouched() -> None:
     model, inputs = moe(), tokens()
     model.gradient_checkpointing_enable()
     routes = routes_of(model, inputs)
+    before = hook_counts(model)
     with replay_routes(model, routes), record_routes(model) as recording:
         twin = copy.deepcopy(model)
+        assert hook_counts(twin) == before != hook_counts(model)  # not even inert ones
         assert not hooked(twin)
         twin(tokens(3, 4, seed=9))
     assert len(recording.steps) == 0
