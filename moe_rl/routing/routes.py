@@ -1,6 +1,7 @@
 """RoutedExperts: which experts every router chose for every token; packed, aligned with tokens, savable."""
 
 import hashlib
+import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,9 +51,9 @@ class RoutedExperts:
 
     def __init__(
         self,
-        ids: Tensor | np.ndarray,  # no shape annotation: what is wrong with ids is for `pack_checked` to say
+        ids: Tensor | np.ndarray | Sequence[Any],  # no shapes: what is wrong with ids is for `pack_checked` to say
         sites: Sequence[str],
-        num_experts: int | Sequence[int],
+        num_experts: int | Sequence[int] | np.integer | np.ndarray | Tensor,
         *,
         tokens: Tensor | None = None,
         meta: Mapping[str, Any] | None = None,
@@ -190,15 +191,20 @@ class RoutedExperts:
         tokens = None if self._tokens is None else self._tokens.to(device, non_blocking=non_blocking)
         return self._with(self._packed.to(device, non_blocking=non_blocking), tokens, self._has_live)
 
-    def rows(self, index: int | slice | Sequence[int] | Sequence[bool] | Tensor) -> "RoutedExperts":
+    def rows(
+        self, index: int | slice | Sequence[int] | Sequence[bool] | np.integer | np.ndarray | Tensor
+    ) -> "RoutedExperts":
         """The routes of some sequences: an int (B becomes 1), a slice, ints, or a bool mask over B.
 
         Raises RoutingError for an index out of range or a mask of another length.
         """
         size = self.shape[0]
         try:
+            wanted = torch.as_tensor(range(size)[index] if isinstance(index, slice) else index).cpu()
+            if wanted.dtype == torch.uint8 or (wanted.is_floating_point() and not wanted.numel()):
+                wanted = wanted.long()  # torch takes uint8 for a mask, and an empty list for floats
             # Indexing 0..B-1 on the CPU gives every kind of index one meaning, and errors without a sync.
-            chosen = torch.arange(size)[index if isinstance(index, slice) else torch.as_tensor(index).cpu()]
+            chosen = torch.arange(size)[wanted]
         except (IndexError, TypeError) as error:
             raise RoutingError(f"rows: no such rows among B = {size} sequences: {error}") from error
         chosen = chosen.reshape(-1).to(self.device)
@@ -400,10 +406,14 @@ class RoutedExperts:
         return RoutedExperts.from_vllm(arrays, sites, num_experts, layers=layers, mask=mask, tokens=tokens, meta=meta)
 
 
-def _experts_per_site(num_experts: int | Sequence[int], sites: tuple[str, ...]) -> tuple[int, ...]:
+def _experts_per_site(num_experts: Any, sites: tuple[str, ...]) -> tuple[int, ...]:
     if not sites:
         raise RoutingError("no sites were named: routes need at least one")
-    counts = (num_experts,) * len(sites) if isinstance(num_experts, int) else tuple(num_experts)
+    try:  # anything that is an integer, or several: numpy's and torch's scalars too
+        one = isinstance(num_experts, int) or getattr(num_experts, "ndim", None) == 0
+        counts = tuple(operator.index(n) for n in ((num_experts,) * len(sites) if one else num_experts))
+    except TypeError:
+        counts = ()
     if len(counts) != len(sites) or min(counts) < 1:
         raise RoutingError(f"num_experts must be positive, one int or {len(sites)} of them, got {num_experts}")
     return counts

@@ -82,6 +82,12 @@ def test_sites_may_have_different_numbers_of_experts():
         RoutedExperts(torch.tensor([[[[4], [299]]]]), ["small", "large"], [4, 300])
 
 
+@pytest.mark.parametrize("num_experts", [np.int64(8), torch.tensor(8), np.array([8, 8]), torch.tensor([8, 8])])
+def test_the_number_of_experts_may_be_a_scalar_of_numpy_or_torch(num_experts):
+    routes = RoutedExperts(np.array([[[[3, 0], [1, 2]]]]), SITES, num_experts)
+    assert routes.num_experts == 8 and type(routes.num_experts) is int
+
+
 def test_slot_order_and_site_decoding_are_kept():
     routes = example()
     assert torch.equal(routes.site_ids(SITES[1]), routes.ids[:, :, 1])
@@ -179,6 +185,10 @@ def test_sites_match_by_name_pattern_and_index():
         (torch.tensor([True, False, True]), [0, 2]),
         ([False, True, True], [1, 2]),
         (torch.tensor([False] * 3), []),
+        (slice(None, None, -1), [2, 1, 0]),
+        ([], []),
+        (np.array([2, 1]), [2, 1]),
+        (torch.tensor([2, 1], dtype=torch.uint8), [2, 1]),  # ids of rows, which torch would take for a mask
     ],
 )
 def test_rows_takes_what_indexing_takes(index, expected):
@@ -310,7 +320,14 @@ def test_a_fault_far_back_in_a_large_batch_is_found_at_its_place():
 
 @pytest.mark.parametrize(
     ("sites", "num_experts", "message"),
-    [([], 8, "no sites"), (SITES, 0, "positive"), (SITES, [8], "one int or 2"), (SITES, 70_000, "at most 65535")],
+    [
+        ([], 8, "no sites"),
+        (SITES, 0, "positive"),
+        (SITES, [8], "one int or 2"),
+        (SITES, np.array([8.0, 8.5]), "got .8.  8.5."),
+        (SITES, torch.tensor(8.0), "got 8.0"),
+        (SITES, 70_000, "at most 65535"),
+    ],
 )
 def test_wrong_sites_and_expert_numbers(sites, num_experts, message):
     with pytest.raises(RoutingError, match=message):
