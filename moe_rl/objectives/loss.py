@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
@@ -138,7 +139,9 @@ def policy_loss(
 
 def apply_gate(terms: Terms) -> gates.Gated:
     """The surrogate of each token under the objective's gate, before any correction weight."""
-    o, log_ratio, advantages = terms.objective, terms.level_log_ratio, terms.advantages
+    o, advantages = terms.objective, terms.advantages
+    # A token without an advantage has neither value nor gradient, however large its ratio (0 * inf would be NaN).
+    log_ratio = torch.where(advantages == 0, 0.0, terms.level_log_ratio)
     match o.gate:
         case "clip":
             return gates.clip_gate(log_ratio, advantages, o.clip_low, o.clip_high, o.dual_clip)
@@ -149,8 +152,8 @@ def apply_gate(terms: Terms) -> gates.Gated:
         case "sigmoid":
             return gates.sigmoid_gate(log_ratio, advantages, o.temperature_pos, o.temperature_neg)
         case "geometric":
-            return gates.geometric_gate(
-                log_ratio, advantages, terms.mask, o.clip_low, o.clip_high, terms.log_gamma_after
+            return gates.geometric_gate(  # the mean over the sequence needs the ratio of every token
+                terms.level_log_ratio, advantages, terms.mask, o.clip_low, o.clip_high, terms.log_gamma_after
             )
         case "none":
             return gates.plain_gate(log_ratio, advantages)

@@ -320,3 +320,15 @@ def test_shapes_that_differ_are_named(change, message):
     optional = {"ref_logps": None, "rollout_logps": None, "route_weight": None}
     with pytest.raises(ValueError, match=message):
         prepare_terms("grpo", **{**arguments_of(), **optional, **change})
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "gspo_token", "cispo", "sapo", "minirl"])
+def test_a_token_without_an_advantage_is_zero_however_large_its_ratio(name):
+    # e^800 is inf in float64, and 0 * inf would be NaN; the other row stays what it is alone, over two rows
+    old = double([[0.0], [-1.0]])
+    logps = double([[800.0], [-1.0]], requires_grad=True)
+    out = policy_loss(name, logps, old, double([0.0, 1.0]), torch.ones(2, 1))
+    out.loss.backward()
+    alone = policy_loss(name, old[1:], old[1:], double([1.0]), torch.ones(1, 1)).loss
+    torch.testing.assert_close(out.loss.detach(), alone / 2)
+    assert logps.grad[0] == 0 and logps.grad[1] < 0
