@@ -129,6 +129,7 @@ def study_verb(arguments: list[str]) -> None:
 @verb("run", "run one arm and seed of a study file")
 def run_verb(arguments: list[str]) -> None:
     from moe_rl.study.config import load_study
+    from moe_rl.study.progress import Lines
     from moe_rl.study.run import run_one
     from moe_rl.training import RunConfig
 
@@ -159,7 +160,7 @@ def run_verb(arguments: list[str]) -> None:
     options = _parse(Options, arguments[1:], f"moe-rl run {path}", Options(config))
     folder = options.output or Path("runs") / study.name / options.arm / f"seed{options.config.seed}"
     command = " ".join(["moe-rl", "run", *arguments])
-    run_one(options.config, folder, options.cold_starts, _tell, command)
+    run_one(options.config, folder, options.cold_starts, Lines(options.config.optim.steps), command)
 
 
 @verb("figures", "redraw the figures and the report of a study folder")
@@ -256,11 +257,3 @@ def default_workers() -> int:
 def _parse(options: Any, arguments: list[str], program: str, default: Any) -> Any:
     known = {} if default is None else {"default": default}
     return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **known)
-
-
-def _tell(row: dict[str, Any]) -> None:
-    """Progress of a single run: a line per step."""
-    if row["kind"] == "rollout":
-        print(f"step {row['step']}: reward {row['reward']:.3f}", flush=True)
-    elif row["kind"] == "eval":
-        print(f"step {row['step']}: held-out reward {row['reward']:.3f}", flush=True)

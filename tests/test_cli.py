@@ -81,6 +81,8 @@ def test_bad_input_is_one_message(study, capsys, arguments, message):
 def test_a_run_resumes_and_a_folder_of_another_configuration_is_refused(study, capsys):
     run = ["run", "micro.yaml", "--arm", "gspo", "--output", "out"]
     main(run)
+    said = capsys.readouterr().out
+    assert "cold start: step 3/3" in said and "step 2/2: reward" in said and "slots changed" in said
     folder = study / "out"
     assert (folder / "DONE").exists()
     environment = json.loads((folder / "env.json").read_text())

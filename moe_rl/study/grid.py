@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from moe_rl.study.config import ConfigError, StudyConfig, dump_study
+from moe_rl.study.progress import clock, number, percent
 from moe_rl.study.run import check_folder, environment
 from moe_rl.training.distributed import launched_processes
 from moe_rl.training.runlog import write_atomic
@@ -74,6 +75,13 @@ class Run:
             self.step = row["step"] + 1
             if self.first_step is None and self.process is not None:
                 self.first_step, self.began = self.step, time.monotonic()
+
+    def beginning(self) -> str:
+        """What a run says before its first step: how far its cold start is, or that it waits for another's."""
+        if self.state != "running" or self.reward is not None:
+            return ""
+        said = _last_line(self.log)
+        return said if said.startswith("cold start") else "starting (a cold start is shared by all runs)"
 
     def left(self, usual: float | None) -> float | None:
         """Seconds that this run still needs, from its own pace or from a finished run's."""
@@ -190,21 +198,6 @@ def _totals(runs: list[Run], workers: int) -> tuple[int, float | None]:
     return finished, max([total / workers, *known]) if left else 0.0
 
 
-def _clock(seconds: float | None) -> str:
-    if seconds is None:
-        return "?"
-    minutes, rest = divmod(int(seconds + 0.5), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f}%"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
-
-
 class _Live:
     """A table that redraws itself on a terminal."""
 
@@ -221,18 +214,18 @@ class _Live:
 
     def show(self) -> None:
         finished, left = _totals(self.runs, self.workers)
-        table = Table(title=f"{finished}/{len(self.runs)} runs done, {_clock(left)} left")
+        table = Table(title=f"{finished}/{len(self.runs)} runs done, {clock(left)} left")
         for column in ("arm", "seed", "state", "step", "reward", "slots changed", "time left"):
             table.add_column(column, justify="left" if column in ("arm", "state") else "right")
         for run in self.runs:
             table.add_row(
                 run.arm,
                 str(run.seed),
-                run.state,
+                run.beginning() or run.state,
                 f"{run.step}/{run.steps}",
-                _number(run.reward),
-                _percent(run.change),
-                _clock(run.left(None)) if run.state == "running" else "",
+                number(run.reward),
+                percent(run.change),
+                clock(run.left(None)) if run.state == "running" else "",
             )
         self.live.update(table, refresh=True)
 
@@ -257,19 +250,21 @@ class _Plain:
 
     def show(self) -> None:
         finished, left = _totals(self.runs, self.workers)
-        total = f"study: {finished}/{len(self.runs)} done, {_clock(left)} left"
+        total = f"study: {finished}/{len(self.runs)} done, {clock(left)} left"
         for run in self.runs:
             if run.state in ("done", "failed") and run.name not in self.told:
                 self.told.add(run.name)
-                end = f"done in {_clock(run.seconds)}, reward {_number(run.reward)}"
+                end = f"done in {clock(run.seconds)}, reward {number(run.reward)}"
                 self.say(f"{run.name}: {end if run.state == 'done' else _last_line(run.log)} | {total}")
         if time.monotonic() - self.last >= PLAIN_SECONDS:
             self.last = time.monotonic()
             for run in self.runs:
-                if run.state == "running":
+                if run.beginning():
+                    self.say(f"{run.name}: {run.beginning()} | {total}")
+                elif run.state == "running":
                     self.say(
-                        f"{run.name}: step {run.step}/{run.steps}, reward {_number(run.reward)}, slots changed "
-                        f"{_percent(run.change)}, {_clock(run.left(None))} left | {total}"
+                        f"{run.name}: step {run.step}/{run.steps}, reward {number(run.reward)}, slots changed "
+                        f"{percent(run.change)}, {clock(run.left(None))} left | {total}"
                     )
 
 

@@ -99,7 +99,7 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             self.log = RunLog(folder, listener)
         self.task = make_task(config.task)
-        model, self.tokenizer = load_policy(config.model, self.task, cache_dir=cache_dir)
+        model, self.tokenizer = load_policy(config.model, self.task, cache_dir, progress=_cold_start_rows(listener))
         if config.distributed.router_fp32:
             keep_routers_fp32(model)
         if self.accelerator.size > 1:
@@ -435,3 +435,10 @@ def parameter_groups(model: torch.nn.Module, config: RunConfig) -> list[dict[str
         {"params": [p for p in own if p.requires_grad], "multiplier": config.optim.router_lr_multiplier},
     ]
     return [{**group, "lr": config.optim.learning_rate} for group in groups if group["params"]]
+
+
+def _cold_start_rows(listener: Callable[[dict[str, Any]], None] | None) -> Callable[[int, int, float], None] | None:
+    """Steps of a cold start as rows for the listener only: they belong to no run's metrics."""
+    if listener is None:
+        return None
+    return lambda step, steps, loss: listener({"kind": "cold_start", "step": step, "steps": steps, "loss": loss})
