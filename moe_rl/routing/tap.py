@@ -119,6 +119,9 @@ class Attachment:
 def attach(model: nn.Module) -> Attachment:
     """Put idle hooks on a model: needed before `torch.compile`, useful where contexts are opened very often.
 
+    Where another model of the same class (a reference policy) is compiled without hooks in the same process, torch
+    would run its code for both: attach it too, or set `torch._dynamo.config.skip_nnmodule_hook_guards = False` first.
+
     Raises UnsupportedModelError if the model fails the self-check, RoutingError if it is compiled already.
     """
     return Attachment(model)
@@ -176,7 +179,9 @@ def replay_routes(
     if not replay.reached and _dynamo_ran():
         warnings.warn(
             "nothing was replayed: no call of the model reached its hooks, and torch.compile was used in this process. "
-            "If a function around the model was compiled before, call attach(model) first",
+            "If a function around the model was compiled before, call attach(model) first. If another model of this "
+            "class was compiled without hooks, torch.compile lends its code: before compiling any of them, set "
+            "torch._dynamo.config.skip_nnmodule_hook_guards = False",
             stacklevel=3,
         )
 
