@@ -182,12 +182,11 @@ class StudyData:
 
     @cached_property
     def route_files(self) -> pd.DataFrame:
-        """Stored routes, on demand: arm, seed, step and path, for `moe_rl.routing.RoutedExperts.load`."""
+        """Stored routes, on demand: arm, seed, step and path, for `moe_rl.training.route_tables.read_route_table`."""
         rows = [
             {"arm": run.arm, "seed": run.seed, "step": _step_of(file), "path": file}
             for run in self.runs
-            for file in sorted((run.folder / "routes").glob("[!.]*"))
-            if file.suffix in (".safetensors", ".parquet")
+            for file in sorted((run.folder / "routes").glob("[!.]*.parquet"))
         ]
         return pd.DataFrame(rows, columns=["arm", "seed", "step", "path"])
 

@@ -166,10 +166,11 @@ class TokenStep:
     def routes(self, update: int) -> Any:
         """RoutedExperts after an update, read once; one row per response. Raises StudyDataError for a damaged file."""
         if update not in self._routes:
-            from moe_rl.routing import RoutedExperts, RoutingError  # torch takes seconds: only where routes are shown
+            from moe_rl.routing import RoutingError  # torch takes seconds: only where routes are shown
+            from moe_rl.training.route_tables import read_route_table
 
             try:
-                routes = RoutedExperts.load(self._path(update))
+                routes = read_route_table(self._path(update))
             except RoutingError as error:
                 raise StudyDataError(str(error)) from error
             if routes.shape[0] != len(self.sequences):
@@ -181,7 +182,7 @@ class TokenStep:
         return self._routes[update]
 
     def _path(self, update: int) -> Path:
-        return self.folder / "routes" / f"step_{self.step:06d}_update_{update}.safetensors"
+        return self.folder / "routes" / f"step_{self.step:06d}_update_{update}.parquet"
 
 
 def stored_steps(folder: Path) -> list[int]:

@@ -279,8 +279,8 @@ def render() -> str:
         "Every row of `metrics.jsonl` has a `kind` and a `step`; numbers that are not finite are null. r is a token's",
         "probability ratio new / old, d = log r in nats, s = exp(mean of d over a sequence) (GSPO's ratio), K the experts",
         "per token, L the routing sites, E the experts of a site. Rates are stored as counts: divide sums by sums.",
-        "Change counts never look at the order of slots. `routes/step_NNNNNN_update_U.safetensors` holds the probe's",
-        "routes (`RoutedExperts.load`; update 0: the old policy).",
+        "Change counts never look at the order of slots. `routes/step_NNNNNN_update_U.parquet` holds the probe's routes",
+        "(`moe_rl.training.route_tables.read_route_table`; update 0: the old policy).",
     ]
     for kind, metrics in CATALOGUE.items():
         lines += ["", f"## {kind}", "", f"{HEADS[kind][0].upper()}{HEADS[kind][1:]}.", ""]

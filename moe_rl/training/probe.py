@@ -23,6 +23,7 @@ from moe_rl.training.engine_gap import log_rollout_to_new
 from moe_rl.training.facts import load_facts, router_facts, spread_facts
 from moe_rl.training.floor import log_floor
 from moe_rl.training.logprobs import TokenLogps
+from moe_rl.training.route_tables import write_route_table
 from moe_rl.training.runlog import write_table
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Probe:
     def _save_routes(self, update: int, routes: RoutedExperts) -> None:
         """Update 0 is the old policy."""
         step = f"step_{self.trainer.step:06d}"
-        routes.save(self.trainer.folder / "routes" / f"{step}_update_{update}.safetensors")
+        write_route_table(self.trainer.folder / "routes" / f"{step}_update_{update}.parquet", routes)
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ def test_tokens_are_read_when_asked_for(folder):
 def test_route_files_are_listed_on_demand(copy):
     routes = copy / "gspo" / "seed0" / "routes"
     routes.mkdir()
-    (routes / "step_000003_update_1.safetensors").write_bytes(b"")
+    (routes / "step_000003_update_1.parquet").write_bytes(b"")
     (routes / ".step_000003.tmp").write_bytes(b"")
     listed = load(copy).route_files
     assert listed[["arm", "seed", "step"]].values.tolist() == [["gspo", 0, 3]]

@@ -57,7 +57,7 @@ def test_files_that_do_not_fit_each_other_are_refused(tmp_path):
     table.table["token"] += 1
     with pytest.raises(StudyDataError, match="its tokens are not those of tokens/step_000001"):
         table.response(0, 2)
-    (tmp_path / "routes" / "step_000000_update_2.safetensors").write_bytes(b"short")
+    (tmp_path / "routes" / "step_000000_update_2.parquet").write_bytes(b"short")
     with pytest.raises(StudyDataError, match="update_2"):
         TokenStep(tmp_path, 0).response(0, 2)
     (tmp_path / "tokens" / "step_000000.parquet").write_bytes(b"short")

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from moe_rl.routing import RoutedExperts
+from moe_rl.training.route_tables import write_route_table
 from moe_rl.training.runlog import write_table
 
 SITES = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
@@ -57,4 +58,4 @@ def write_step(folder: Path, step: int, texts: bool = True, kept: bool = True) -
     about = {"seq": [0, 3], "prompt": ["^1=", "^12="], "first": [2, 2]} if texts else None
     write_table(folder / "tokens" / f"step_{step:06d}.parquet", columns, about)
     for update in (0, 1, 2) if kept else ():
-        routes(update).save(folder / "routes" / f"step_{step:06d}_update_{update}.safetensors")
+        write_route_table(folder / "routes" / f"step_{step:06d}_update_{update}.parquet", routes(update))
