@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.batch import Batch
+from moe_rl.training.runlog import writing
 from moe_rl.training.sharding import as_placed, load_whole, whole
 
 if TYPE_CHECKING:
@@ -36,10 +37,20 @@ def save_checkpoint(trainer: "Trainer") -> None:
     """Write `<folder>/checkpoint`, replacing the previous one only when the new one is complete.
 
     Every rank must call it: sharded tensors are gathered, one file's at a time, and rank 0 writes them. The result
-    does not say how many ranks there were.
+    does not say how many ranks there were. Raises OSError naming the folder, with the previous checkpoint in place.
     """
-    target = trainer.folder / "checkpoint"
     staging = trainer.folder / "checkpoint.new"
+    try:
+        with writing(trainer.folder / "checkpoint"):
+            _write(trainer, staging)
+    except BaseException:
+        if trainer.accelerator.main:
+            shutil.rmtree(staging, ignore_errors=True)  # a full disk gets its space back
+        raise
+
+
+def _write(trainer: "Trainer", staging: Path) -> None:
+    target = trainer.folder / "checkpoint"
     main = trainer.accelerator.main
     if main:
         shutil.rmtree(staging, ignore_errors=True)

@@ -1,5 +1,6 @@
 """The run folder as written by training: append-only metrics, Parquet tables, atomic files."""
 
+import errno
 import json
 import math
 import os
@@ -9,6 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from safetensors import SafetensorError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Name the file when writing it fails, whoever failed: safetensors has an error of its own for a full disk."""
+    try:
+        yield
+    except SafetensorError as error:
+        code = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
+
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
@@ -16,7 +31,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with writing(path), os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -61,7 +76,7 @@ class RunLog:
         """Write one row. Floats that are not finite are written as null: JSON has no NaN."""
         row = {"kind": kind, "step": step, **{key: _plain(value) for key, value in values.items()}}
         line = json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
-        with open(self.path, "ab") as file:
+        with writing(self.path), open(self.path, "ab") as file:
             file.write(line.encode())
         if self.listener:
             self.listener(row)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from moe_rl.models import ModelConfig, TinyConfig
 from moe_rl.rollout import TaskConfig
@@ -239,11 +240,12 @@ def test_a_full_disk_leaves_the_last_checkpoint(trainer_of, tmp_path, monkeypatc
     saved = {p.name: p.read_bytes() for p in (tmp_path / "checkpoint").iterdir()}
 
     def full(*_):
-        raise OSError(28, "No space left on device", "optimizer.safetensors")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match=r"No space left on device: .*checkpoint"):
         checkpoint.save_checkpoint(trainer)
+    assert not (tmp_path / "checkpoint.new").exists()
     assert {p.name: p.read_bytes() for p in (tmp_path / "checkpoint").iterdir()} == saved
 
 
