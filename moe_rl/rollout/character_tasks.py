@@ -178,7 +178,7 @@ class Parity(StringTask):
     """`^1011=` is answered by `1`: whether the number of ones is odd."""
 
     length: int = 12
-    symbols: ClassVar[str] = "01"  # type: ignore[misc]
+    symbols: ClassVar[str] = "01"  # type: ignore[misc]  # a field of the base is fixed here
 
     name: ClassVar[str] = "parity"
 
@@ -195,7 +195,7 @@ class Add(StringTask):
     """`^27+85=` is answered by `112`: two numbers of up to `length` digits."""
 
     length: int = 3
-    symbols: ClassVar[str] = "0123456789"  # type: ignore[misc]
+    symbols: ClassVar[str] = "0123456789"  # type: ignore[misc]  # as above
 
     name: ClassVar[str] = "add"
 

@@ -229,4 +229,4 @@ def _token_step(folder: Path, step: int, _changed: int) -> TokenStep:
 
 
 def _warm_up() -> None:
-    import moe_rl.routing  # noqa: F401
+    import moe_rl.routing  # noqa: F401  (importing is the point: torch takes seconds)

@@ -60,9 +60,9 @@ def resolve_method(config: RunConfig, budget: int) -> Method:
     own = config.method
     source = own.source or _SOURCES.get(own.objective, "policy")
     if own.objective == DPO:
-        return Method(Objective(gate="likelihood"), source, "pair")  # type: ignore[arg-type]
+        return Method(Objective(gate="likelihood"), source, "pair")  # type: ignore[arg-type]  # validated
     objective = OBJECTIVES[own.objective]
     objective = replace(objective, **{name: getattr(own, name) for name in KNOBS if getattr(own, name) is not None})
     if objective.aggregate == "constant":
         objective = replace(objective, length_constant=budget)
-    return Method(objective, source, own.advantage or objective.advantage)  # type: ignore[arg-type]
+    return Method(objective, source, own.advantage or objective.advantage)  # type: ignore[arg-type]  # validated

@@ -42,7 +42,7 @@ class MasterAdamW(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # overloads
         """One update of every parameter that has a gradient."""
         if closure is not None:
             raise ValueError("MasterAdamW takes no closure")
@@ -60,7 +60,7 @@ class MasterAdamW(Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(state["master"])
         adamw(
             [state["master"]],
-            [parameter.grad.float()],  # type: ignore[union-attr]
+            [parameter.grad.float()],  # type: ignore[union-attr]  # filtered above
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [],

@@ -89,7 +89,7 @@ def _clip_mark(ax: Axes, y: int, clip: float) -> None:
 
 def _entries() -> list[Line2D]:
     def entry(label: str, **style: object) -> Line2D:
-        return Line2D([], [], color=GREY, label=label, **{"ls": "", **style})  # type: ignore[arg-type]
+        return Line2D([], [], color=GREY, label=label, **{"ls": "", **style})  # type: ignore[arg-type]  # mixed kinds
 
     return [
         entry("token, live", marker="o"),
