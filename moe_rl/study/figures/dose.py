@@ -139,7 +139,8 @@ def _draw(ax: Axes, table: pd.DataFrame, seeds: pd.DataFrame, x: str, y: str, lo
     ax.plot(seeds[x], seeds[y], look.marker, ls="", color=look.colour, ms=2.2, alpha=0.5)
     drawn = table.dropna(subset=["low"])
     ax.vlines(drawn[x], drawn["low"], drawn["high"], color=look.colour, lw=2.2, alpha=0.4)
-    ax.plot(table[x], table["mean"], color=look.colour, ls=look.dash, marker=look.marker, ms=5, label=label)
+    joined = look.dash if len(table) > 2 else ""  # two doses are no curve
+    ax.plot(table[x], table["mean"], color=look.colour, ls=joined, marker=look.marker, ms=5, label=label)
     if len(table) == 1 and x == "dose":
         ax.axhline(table["mean"].iloc[0], color=look.colour, lw=0.9, ls=(0, (1, 2)))
 
