@@ -29,11 +29,12 @@ class Call:
             raise RoutingError(
                 "cannot tell batch and length of this call: expected input_ids [B,S] or inputs_embeds [B,S,d]"
             )
-        if any(inputs.get(name) is not None for name in _PAGED):
-            raise RoutingError(
-                "packed continuous batching (paged attention) mixes sequences on one axis: routes of such calls would "
-                "belong to no sequence. Use generate(), or your engine's own capture of routed experts"
-            )
+        for name in _PAGED:
+            if inputs.get(name) is not None:
+                raise RoutingError(
+                    "packed continuous batching (paged attention) mixes sequences on one axis: routes of such calls "
+                    "would belong to no sequence. Use generate(), or your engine's own capture of routed experts"
+                )
         self.batch, self.length = int(given.shape[0]), int(given.shape[1])
         self.tokens: Tensor | None = ids
         self.cache: Any = inputs.get("past_key_values")
@@ -41,7 +42,6 @@ class Call:
         self.jobs: list[Job | None] = [None] * sites
         self.chosen: list[Tensor | None] = [None] * sites
         self.fired = [False] * sites
-        self.grad = torch.is_grad_enabled()
         self.capture = False
         self.disturb: Callable[..., Tensor] | None = None  # see noise.py
         self.disturbed = [False] * sites
@@ -127,8 +127,7 @@ class Joined:
 
     def follow(self, cache: Any) -> None:
         """Remember the cache as it is after the call, to recognise the next one."""
-        self._cache = weakref.ref(cache) if cache is not None else None
-        self._keys = _keys(cache)
+        self._cache, self._keys = weakref.ref(cache), _keys(cache)
 
     def parts(self) -> tuple[Tensor, ...]:
         """The joined tensors, `[B,T,...]`."""
@@ -146,14 +145,14 @@ class Collected:
         self.steps: list[tuple[Tensor, ...]] = []
 
     def begin(self, call: Call) -> None:
-        before = self._continued(call)
+        before = self._continued(call) if call.past else None
         if before is not None:
             before.check(call)
 
     def end(self, call: Call, cache: Any, parts: tuple[Tensor, ...], unknown: tuple[int, ...]) -> None:
         """`unknown` fills the rows of a cache that was filled before anyone listened."""
         self.steps.append(parts)
-        joined = self._continued(call)
+        joined = self._continued(call) if call.past else None
         if joined is None:
             joined = Joined(call.batch)
             self.joined.append(joined)
@@ -164,7 +163,8 @@ class Collected:
                 ]
                 joined.start(call.past, *gap)
         joined.add(call, *parts)
-        joined.follow(cache)
+        if cache is not None:
+            joined.follow(cache)
 
     def _continued(self, call: Call) -> Joined | None:
         return next((j for j in reversed(self.joined) if j.continues(call)), None)

@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,11 +42,15 @@ def _inert(*_: Any) -> None:
 class _Hook:
     """A hook that is not in a deep copy of its model, and does nothing in a pickle of it."""
 
-    def __init__(self, act: Callable[..., None], module: nn.Module) -> None:
-        self.act, self.module = act, module
+    def __init__(self, act: Callable[..., None], module: nn.Module, index: int | None = None) -> None:
+        self.act, self.module, self.index = act, module, index
 
-    def __call__(self, *args: Any) -> None:
-        self.act(*args)
+    def __call__(self, module: nn.Module, args: Any, more: Any) -> None:
+        """As a pre-hook, `more` is the keyword arguments; as a forward hook, the output."""
+        if self.index is None:
+            self.act(module, args, more)
+        else:
+            self.act(self.index, module, args, more)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Callable[..., None]:
         twin = memo.get(id(self.module))  # its hooks are still to come: swept when the whole copy is made
@@ -120,13 +123,13 @@ class Tap:
     def __init__(self, model: nn.Module, sites: list[Site], boundary: PreTrainedModel) -> None:
         self.root, self.sites, self.boundary = model, sites, boundary
         self.names = [site.name for site in sites]
-        self.parameters = {name: i for i, name in enumerate(inspect.signature(self.boundary.forward).parameters)}
+        self.parameters = list(inspect.signature(self.boundary.forward).parameters)
         self.probes: list[Probe] = []
         self.listeners: list[Listener] = []
         self.users = 0
         self.call: Call | None = None
         self._counted: tuple[Any, int] = (None, 0)  # a weak reference to the last cache, and how far it went
-        self._modes: list[Selection | None] = []
+        self._modes: dict[int, Selection] = {}  # entered and not left, by site
         self._handles: list[Any] = []
         self._wrapped: list[tuple[nn.Module, str]] = []
         self._checkpointed = [
@@ -142,12 +145,14 @@ class Tap:
         self._add(self.boundary, self.before_model, self.after_model)
         for index in range(len(self.sites)):
             for module in self.scope(index):
-                self._add(module, partial(self.before_site, index), partial(self.after_site, index))
+                self._add(module, self.before_site, self.after_site, index)
         self.wrap_checkpoints()
 
-    def _add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
-        self._handles.append(module.register_forward_pre_hook(_Hook(before, module), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(_Hook(after, module), always_call=True))
+    def _add(
+        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], index: int | None = None
+    ) -> None:
+        self._handles.append(module.register_forward_pre_hook(_Hook(before, module, index), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_Hook(after, module, index), always_call=True))
 
     def unhook(self) -> None:
         for handle in self._handles:
@@ -163,9 +168,7 @@ class Tap:
     def abandon(self) -> None:
         """Leave modes that a KeyboardInterrupt left open (torch runs no hook then), and forget the call."""
         while self._modes:
-            mode = self._modes.pop()
-            if mode is not None:
-                mode.__exit__(None, None, None)
+            self._modes.popitem()[1].__exit__(None, None, None)
         self.call = None
 
     def scope(self, index: int) -> tuple[nn.Module, ...]:
@@ -202,9 +205,11 @@ class Tap:
         if not self.listeners:
             return
         if not torch.compiler.is_compiling():
-            self.wrap_checkpoints()  # gradient checkpointing may have been switched on since
-            _refuse_checkpoint_by_hand(type(module).__name__)
-        inputs = {**{name: args[i] for name, i in self.parameters.items() if i < len(args)}, **kwargs}
+            if torch.is_grad_enabled():
+                self.wrap_checkpoints()  # gradient checkpointing may have been switched on since
+            if _may_recompute():
+                _refuse_checkpoint_by_hand(type(module).__name__)
+        inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         call = Call(inputs, len(self.sites))
         if call.past < 0:
             cache, length = self._counted
@@ -237,30 +242,27 @@ class Tap:
                     "was called by itself, or recomputed by a checkpoint that was set by hand (use "
                     "model.gradient_checkpointing_enable(), which replay follows)"
                 )
-            self._modes.append(None)
             return
-        if call.open and call.fired[index]:
-            raise RoutingError(
-                f"site {self.names[index]} ran twice in one forward: one router that "
-                "several layers share cannot be told apart"
-            )
-        if call.open and not self._segments and not torch.compiler.is_compiling() and _may_recompute(call):
-            _refuse_checkpoint_by_hand(self.names[index])
-        probe = self.probes[index]
+        if call.open:
+            if call.fired[index]:
+                raise RoutingError(
+                    f"site {self.names[index]} ran twice in one forward: one router that "
+                    "several layers share cannot be told apart"
+                )
+            if not self._segments and not torch.compiler.is_compiling() and _may_recompute():
+                _refuse_checkpoint_by_hand(self.names[index])
         if call.disturb is not None and not call.disturbed[index] and not self.sites[index].fixed:
             call.disturbed[index] = True  # a recomputation finds the noisy choice in its job
-            ids = call.disturb(self.names[index], probe, module, args, kwargs)
+            ids = call.disturb(self.names[index], self.probes[index], module, args, kwargs)
             call.job(index).underlay(ids)
         job = call.jobs[index]
-        if job is None:
-            self._modes.append(None)
-            return
-        mode = selection_mode(self.names[index], probe, job, module.training)
-        mode.__enter__()
-        self._modes.append(mode)
+        if job is not None:
+            mode = selection_mode(self.names[index], self.probes[index], job, module.training)
+            mode.__enter__()
+            self._modes[index] = mode
 
     def after_site(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        mode = self._modes.pop() if self._modes else None
+        mode = self._modes.pop(index, None) if self._modes else None
         if mode is not None:
             mode.__exit__(None, None, None)
         call = self.call
@@ -271,11 +273,11 @@ class Tap:
             call.chosen[index] = self.read(index, call.jobs[index], output)
 
     def read(self, index: int, job: Job | None, output: Any) -> Tensor:
-        place = self.probes[index].output
-        ids = job.chosen if job is not None else output[place] if place is not None else None
+        probe = self.probes[index]
+        ids = job.chosen if job is not None else output[probe.output] if probe.output is not None else None
         if ids is None:
             raise RoutingError(f"site {self.names[index]} made no selection in this forward")
-        return ids.reshape(-1, self.probes[index].k)
+        return ids if ids.ndim == 2 else ids.reshape(-1, probe.k)
 
 
 _CHECKPOINT_FILES = (
@@ -284,11 +286,15 @@ _CHECKPOINT_FILES = (
 )
 
 
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_forward_gradients = torch._C._is_fwd_grad_enabled
+
+
 @no_type_check
-def _may_recompute(call: Call) -> bool:
-    """Cheap sign of a checkpoint around a router: saved-tensor hooks, or gradients that were switched off inside."""
-    saved = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return saved is not None or call.grad != torch.is_grad_enabled()
+def _may_recompute() -> bool:
+    """Cheap sign of a checkpoint set by hand: saved-tensor hooks, or the inside of an autograd function, which unlike
+    plain `no_grad` also has forward-mode gradients off."""
+    return _saved_tensor_hooks(True) is not None or not _forward_gradients()
 
 
 def _refuse_checkpoint_by_hand(where: str) -> None:

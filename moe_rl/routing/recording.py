@@ -17,15 +17,21 @@ from moe_rl.routing.traced import no_type_check
 @no_type_check
 def stacked(tap: Tap, call: Call, ids: list[Tensor | None], dtype: torch.dtype) -> Tensor:
     """`[B,S,L,K]`, packed to `dtype`, from one `[B·S,K]` for each site."""
-    rows: list[Tensor] = []
-    for name, one in zip(tap.names, ids, strict=True):
-        if one is None or one.shape[0] != call.rows:
-            raise RoutingError(
-                f"site {name} routed {'no' if one is None else one.shape[0]} tokens in a call of {call.batch} x "
-                f"{call.length}: does this model drop or pack padding before its experts?"
-            )
-        rows.append(one if one.device == (rows or [one])[0].device else one.to(rows[0].device))
-    return torch.stack(rows, dim=1).to(dtype).unflatten(0, (call.batch, call.length))
+    shape = (call.batch, call.length, len(ids), tap.probes[0].k)
+    try:
+        return torch.cat(ids, dim=1).to(dtype).view(shape)
+    except (TypeError, RuntimeError):  # a site without ids, with other rows, or on another device
+        rows = [_rows_of(call, name, one) for name, one in zip(tap.names, ids, strict=True)]
+    return torch.cat([one.to(rows[0].device) for one in rows], dim=1).to(dtype).view(shape)
+
+
+def _rows_of(call: Call, name: str, ids: Tensor | None) -> Tensor:
+    if ids is None or ids.shape[0] != call.rows:
+        raise RoutingError(
+            f"site {name} routed {'no' if ids is None else ids.shape[0]} tokens in a call of {call.batch} x "
+            f"{call.length}: does this model drop or pack padding before its experts?"
+        )
+    return ids
 
 
 def wrapped(tap: Tap, names: tuple[str, ...], packed: Tensor, tokens: Tensor) -> RoutedExperts:
@@ -43,8 +49,9 @@ def wrapped(tap: Tap, names: tuple[str, ...], packed: Tensor, tokens: Tensor) ->
 @no_type_check
 def tokens_of(call: Call, like: Tensor) -> Tensor:
     """`[B,S]` int32 token ids of a call, -1 where it was given embeddings."""
-    tokens = torch.full((call.batch, call.length), -1, dtype=torch.int32, device=like.device)
-    return tokens if call.tokens is None else tokens.copy_(call.tokens)
+    if call.tokens is None:
+        return torch.full((call.batch, call.length), -1, dtype=torch.int32, device=like.device)
+    return call.tokens.to(like.device, torch.int32, copy=True)
 
 
 def one_width(tap: Tap) -> None:

@@ -42,62 +42,60 @@ class Replay:
             raise RoutingError(f"routes must be RoutedExperts (recording.routes), got {type(routes).__name__}")
         self._tap, self._names = tap, tuple(names)
         chosen = set(range(len(names)) if sites is None else match_sites(names, sites))
-        self._where = _aligned(routes, names, chosen, tap)
+        where = _aligned(routes, names, chosen, tap)
         self._sites = [i for i in sorted(chosen) if not tap.sites[i].fixed]
-        self._packed = routes.packed.to(tap.boundary.device)
-        self._sentinel = torch.iinfo(self._packed.dtype).max
+        packed = routes.packed.to(tap.boundary.device)
         self._holes: Holes = "rows" if routes.has_live else "none"
-        self._restrict(tokens, slots)
-        self._tokens = routes.tokens.to(self._packed.device) if routes.tokens is not None and check_tokens else None
+        packed = self._restricted(packed, tokens, slots)
+        self._packed = packed[:, :, [where[i] for i in self._sites]].permute(2, 0, 1, 3)  # [sites,B,T,K]
+        self._sentinel = torch.iinfo(packed.dtype).max
+        self._tokens = routes.tokens.to(packed.device) if routes.tokens is not None and check_tokens else None
         self._seen = Collected() if shadow else None
-        self.replayed_rows = 0
-        self.live_rows = 0
+        self._choices = sum(not site.fixed for site in tap.sites)
+        self._all_rows = 0
+        self._forced_rows: int | Tensor = 0  # a tensor where it had to be counted: read when asked for, not waited for
         self.reached = False  # whether any call of the model began inside the context
 
-    def _restrict(self, tokens: Tensor | None, slots: int | None) -> None:
-        batch, length, _, k = self._packed.shape
+    def _restricted(self, packed: Tensor, tokens: Tensor | None, slots: int | None) -> Tensor:
+        batch, length, _, k = packed.shape
         if tokens is not None:
             if tokens.dtype != torch.bool or tokens.shape != (batch, length):
                 raise RoutingError(
                     f"tokens must be a bool mask [B,T] = {(batch, length)}, True where routes are forced; got "
                     f"{tokens.dtype} {tuple(tokens.shape)}"
                 )
-            self._packed = self._blanked(~tokens.to(self._packed.device)[:, :, None, None])
+            packed = _blanked(packed, ~tokens.to(packed.device)[:, :, None, None])
             self._holes = "rows"
         if slots is not None:
             if not 1 <= slots <= k:
                 raise RoutingError(f"slots must be 1..{k} (experts per token), got {slots}")
             if slots < k:
-                self._packed = self._blanked(torch.arange(k, device=self._packed.device) >= slots)
+                packed = _blanked(packed, torch.arange(k, device=packed.device) >= slots)
                 self._holes = "slots"
-
-    def _blanked(self, mask: Tensor) -> Tensor:
-        return torch.where(mask, self._packed.new_full((), self._sentinel), self._packed)
+        return packed
 
     # -- during a call ------------------------------------------------------------------------------------------------
 
     def begin(self, call: Call) -> None:
         self.reached = True
         packed, holes = self._rows(call)
-        ids = packed[:, :, [self._where[i] for i in self._sites]].permute(2, 0, 1, 3)
-        ids = ids.reshape(len(self._sites), call.rows, -1).to(torch.int64)
+        ids = packed.to(torch.int64).reshape(len(self._sites), call.rows, packed.shape[-1])
         if holes != "none":
-            ids = ids.masked_fill(ids == self._sentinel, -1)
-        for row, index in enumerate(self._sites):
-            call.job(index).impose(ids[row], holes)
+            ids.masked_fill_(ids == self._sentinel, -1)
+        for index, forced in zip(self._sites, ids.unbind(0), strict=True):
+            call.job(index).impose(forced, holes)
         if self._seen is not None:
             call.capture = True
             self._seen.begin(call)
             for index, site in enumerate(self._tap.sites):
                 if not site.fixed:
                     call.job(index).shadow = True
-        forced = len(self._sites) * call.rows if holes == "none" else int((ids[..., 0] >= 0).sum())
-        self.replayed_rows += forced
-        self.live_rows += call.rows * sum(not site.fixed for site in self._tap.sites) - forced
+        self._forced_rows += len(self._sites) * call.rows if holes == "none" else (ids[..., 0] >= 0).sum()
+        self._all_rows += self._choices * call.rows
 
     def _rows(self, call: Call) -> tuple[Tensor, Holes]:
-        """The packed rows for this call, checked against its shape and its tokens."""
-        batch, length = self._packed.shape[:2]
+        """The packed rows for this call, `[sites,B,S,K]`, checked against its shape and its tokens."""
+        batch, length = self._packed.shape[1:3]
         start, stop = call.past, call.past + call.length
         fits = call.batch == batch and (stop <= length if call.cache is not None else stop == length)
         # The last sampled token has no route. One token more is accepted where the others prove that it is that one.
@@ -108,19 +106,25 @@ class Replay:
                 f"tokens{f' after {start} cached ones' if start else ''}: another batch? Record its routes first; "
                 "RoutedExperts.rows and .realign take sequences and move padding"
             )
-        packed = self._packed[:, start:stop]
-        if self._tokens is not None and call.tokens is not None and not torch.compiler.is_compiling():
-            self._compare(call, packed, self._tokens[:, start:stop])
+        packed, tokens = self._packed, self._tokens
+        if call.length != length:
+            packed, tokens = packed[:, :, start:stop], None if tokens is None else tokens[:, start:stop]
+        if tokens is not None and call.tokens is not None and not torch.compiler.is_compiling():
+            self._compare(call, packed, tokens)
         if fits:
             return packed, self._holes
-        last = packed.new_full((batch, 1, *packed.shape[2:]), self._sentinel)
-        return torch.cat([packed, last], dim=1), "slots" if self._holes == "slots" else "rows"
+        last = packed.new_full((packed.shape[0], batch, 1, packed.shape[3]), self._sentinel)
+        return torch.cat([packed, last], dim=2), "slots" if self._holes == "slots" else "rows"
 
     def _compare(self, call: Call, packed: Tensor, tokens: Tensor) -> None:
         given = call.tokens
         assert given is not None
-        given = given[:, : tokens.shape[1]].to(tokens.device)
-        wrong = (tokens != given) & (tokens >= 0) & (packed != self._sentinel).flatten(2).any(-1)
+        if given.shape != tokens.shape or given.device != tokens.device:
+            given = given[:, : tokens.shape[1]].to(tokens.device)
+        if torch.equal(tokens, given):
+            return
+        forced = (packed != self._sentinel).any(-1).any(0)
+        wrong = (tokens != given) & (tokens >= 0) & forced
         if bool(wrong.any()):
             b, t = wrong.nonzero()[0].tolist()
             raise RoutingError(
@@ -135,18 +139,31 @@ class Replay:
             return
         live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]
         packed = stacked(self._tap, call, live, self._packed.dtype)
-        none = torch.zeros(call.rows, device=packed.device)
-        gaps = [none if job is None or job.regret is None else job.regret.to(packed.device) for job in call.jobs]
-        regret = torch.stack(gaps, dim=1).unflatten(0, (call.batch, call.length))
+        device, k = packed.device, packed.shape[-1]
+        none = torch.zeros(call.rows, k, device=device)
+        with torch.no_grad():
+            best, used = (
+                torch.cat([none if x is None else x.to(device) for x in scores], dim=1).float().view(packed.shape)
+                for scores in zip(*((None, None) if j is None else (j.best, j.scores) for j in call.jobs), strict=True)
+            )
+            regret = (best - used).sum(-1).clamp_(min=0)
         self._seen.end(call, cache, (packed, tokens_of(call, packed), regret), (self._sentinel, -1, 0))
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     @property
+    def replayed_rows(self) -> int:
+        return int(self._forced_rows)
+
+    @property
+    def live_rows(self) -> int:
+        return self._all_rows - self.replayed_rows
+
+    @property
     def replayed_fraction(self) -> float:
-        if not self.replayed_rows + self.live_rows:
+        if not self._all_rows:
             raise RoutingError("nothing was replayed: no call of the model happened inside the context")
-        return self.replayed_rows / (self.replayed_rows + self.live_rows)
+        return self.replayed_rows / self._all_rows
 
     @property
     def shadow(self) -> RoutedExperts:
@@ -194,6 +211,11 @@ def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap
                 f"{routes.shape[-1]} of {experts}. Routes of another model?"
             )
     return found
+
+
+def _blanked(packed: Tensor, mask: Tensor) -> Tensor:
+    """The sentinel ("live") where `mask` is True."""
+    return torch.where(mask, packed.new_full((), torch.iinfo(packed.dtype).max), packed)
 
 
 def _within(own: str, other: str) -> bool:

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.traced import no_type_check
 
-TOPK = (torch.topk, torch.Tensor.topk)
-MAX = (torch.max, torch.Tensor.max)
-LINEAR = (torch.nn.functional.linear, torch.mm, torch.matmul, torch.Tensor.matmul, torch.addmm)
-_FILL = (torch.masked_fill, torch.Tensor.masked_fill)
+TOPK = frozenset({torch.topk, torch.Tensor.topk})
+MAX = frozenset({torch.max, torch.Tensor.max})
+LINEAR = frozenset({torch.nn.functional.linear, torch.mm, torch.matmul, torch.Tensor.matmul, torch.addmm})
+_FILL = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
 
 Holes = Literal["none", "rows", "slots"]
 
@@ -51,22 +51,24 @@ class Job:
     forced: `[N,K]` int64, -1 where the slot is chosen live; None: all live.
     holes: what of `forced` may be -1: nothing, whole rows, or single slots. Decided once per replay, because a test of
         the data in here would wait for the device.
-    shadow: also rank live. Results: `chosen` [N,K]; with shadow also `live` [N,K] and `regret` [N].
+    shadow: also rank live. Results: `chosen` [N,K]; with shadow also `live` [N,K], and the scores of both choices:
+        `scores` [N,K] of what was used, `best` [N,K] of what the router prefers.
     """
 
-    __slots__ = ("chosen", "closed", "forced", "holes", "live", "regret", "shadow")
+    __slots__ = ("best", "chosen", "closed", "forced", "holes", "live", "scores", "shadow")
 
     def __init__(self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False) -> None:
         self.forced, self.holes, self.shadow = forced, holes, shadow
         self.chosen: Tensor | None = None
         self.live: Tensor | None = None
-        self.regret: Tensor | None = None
+        self.best: Tensor | None = None
+        self.scores: Tensor | None = None
         self.closed = False
 
     def close(self) -> None:
         """After its forward: no more results, and none kept."""
         self.closed = True
-        self.chosen = self.live = self.regret = None
+        self.chosen = self.live = self.best = self.scores = None
 
     def impose(self, forced: Tensor, holes: Holes) -> None:
         """Force more rows; where both force a row, the newcomer (the inner replay) has it."""
@@ -120,14 +122,13 @@ class Selection(TorchFunctionMode):
         self.masked: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func in TOPK:
             self.calls += 1
             if self.calls - 1 == self.probe.selection:
-                return self.select(func, args, kwargs)
+                return self.select(func, args, kwargs or {})
         elif func in _FILL and self.job.forced is not None:
-            return self.open(func, args, kwargs)
-        return func(*args, **kwargs)
+            return self.open(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def open(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Group-limited routers mask the experts of closed groups, and some read gates from the masked scores.
@@ -151,19 +152,20 @@ class Selection(TorchFunctionMode):
                 f"site {self.name}: the router ranks {scores.shape[-1]} experts for {k} slots; when it was checked it "
                 f"ranked {self.probe.num_experts} for {self.probe.k}. Was the model changed inside the context?"
             )
-        if job.forced is None:
-            values, ids = func(*args, **kwargs)
-            self.report(ids, ids, scores)
-            return torch.return_types.topk((values, ids))
-        if job.holes == "none" and not job.shadow:
+        if job.forced is not None and job.holes == "none" and not job.shadow:
             ids = self.shaped(scores)
+            values = scores.gather(-1, ids)
             self.report(ids)
+            return torch.return_types.topk((values, ids))
+        ranked = self.masked if self.masked is not None and scores is self.opened else scores
+        best, live = func(ranked, *args[1:], **kwargs)
+        if job.forced is None:
+            values, ids = best, live
         else:
-            ranked = self.masked if self.masked is not None and scores is self.opened else scores
-            live = func(ranked, *args[1:], **kwargs)[1]
             ids = fill(self.shaped(scores), live, ranked, job.holes)
-            self.report(ids, live, scores)
-        return torch.return_types.topk((scores.gather(-1, ids), ids))
+            values = scores.gather(-1, ids)
+        self.report(ids, live, best, values)
+        return torch.return_types.topk((values, ids))
 
     def shaped(self, scores: Tensor) -> Tensor:
         """The forced ids in the shape of the router's scores; says so where the row count does not fit."""
@@ -176,16 +178,16 @@ class Selection(TorchFunctionMode):
             )
         return forced.to(scores.device).reshape(*scores.shape[:-1], self.probe.k)
 
-    def report(self, ids: Tensor, live: Tensor | None = None, scores: Tensor | None = None) -> None:
+    def report(
+        self, ids: Tensor, live: Tensor | None = None, best: Tensor | None = None, scores: Tensor | None = None
+    ) -> None:
+        """The ids that are used; with shadow also the live choice, its scores and those of the ids."""
         job, k = self.job, self.probe.k
         if job.closed:
             return  # a recomputation for the backward pass: the call has been read already
         job.chosen = ids.reshape(-1, k)
-        if job.shadow and live is not None and scores is not None:
-            job.live = live.reshape(-1, k)
-            scores = scores.detach()
-            gap = scores.gather(-1, live).sum(-1) - scores.gather(-1, ids).sum(-1)
-            job.regret = gap.reshape(-1).clamp(min=0).float()
+        if job.shadow and live is not None and best is not None and scores is not None:
+            job.live, job.best, job.scores = live.reshape(-1, k), best.reshape(-1, k), scores.reshape(-1, k)
 
 
 @no_type_check
@@ -200,7 +202,7 @@ class SequentialMax(Selection):
         super().__init__(name, probe, job, training)
         self.per_slot = 3 if training else 1  # in train mode: threshold, sampled choice, maximum for Heun's rule
         self.slots: list[Tensor] = []
-        self.top: tuple[Tensor, Tensor] | None = None
+        self.top: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -219,7 +221,7 @@ class SequentialMax(Selection):
         j, step = divmod(self.calls, self.per_slot)
         self.calls += 1
         if self.calls == 1 and self.job.shadow:
-            self.top = (scores, scores.topk(self.probe.k).indices)
+            self.top = (scores, *scores.topk(self.probe.k))
         if step == (0 if self.per_slot == 1 else 1):
             chosen = ids if kwargs.get("keepdim") else ids.unsqueeze(-1)
             if self.job.forced is not None:
@@ -228,8 +230,9 @@ class SequentialMax(Selection):
             self.slots.append(chosen)
             ids = chosen if kwargs.get("keepdim") else chosen.squeeze(-1)
             if j + 1 == self.probe.k:
-                logits, live = self.top or (None, None)
-                self.report(torch.cat(self.slots, -1), live, logits)
+                used = torch.cat(self.slots, -1)
+                logits, best, live = self.top or (None, None, None)
+                self.report(used, live, best, None if logits is None else logits.gather(-1, used))
         return torch.return_types.max((values, ids))
 
 

@@ -22,7 +22,11 @@ from moe_rl.study.summary import (
     noise_floor,
     probe_factors,
     replay_identity,
+    routing_noise_ratios,
 )
+
+MANY = 6
+"""With more comparisons than this, those that are not separated are counted and not told one by one."""
 
 RULES = (
     f"Final reward is the mean of a run's last {FINAL_STEPS} steps; two arms are compared seed by seed.",
@@ -86,7 +90,7 @@ def _reward(data: StudyData) -> list[Statement]:
         ends = []
         for arm in arms:
             stands = "" if data.arms["noise"][arm] == noise else " (its natural run)"
-            ends.append(f"{data.arms['label'][arm]}{stands} {final[arm]:.2f}")
+            ends.append(f"{data.arms['label'][arm]}{stands}: {final[arm]:.2f}")
         where = "Natural routing" if noise == 0 else f"Under selection noise σ = {noise:g} (a stress test)"
         n = "n = " + " or ".join(map(str, sorted({pair.result.n for pair in here})))
         verdicts = {pair.result.verdict for pair in here}
@@ -95,10 +99,14 @@ def _reward(data: StudyData) -> list[Statement]:
         elif verdicts == {"too few seeds"}:
             texts = [f"Too few seeds to compare ({n}); the numbers describe these runs only."]
         else:
-            texts = [_compare(data, pair) for pair in here]
-        found.append(Statement("Reward", " ".join([f"{where}, final reward: {', '.join(ends)}.", *texts])))
+            told = here if len(here) <= MANY else [p for p in here if p.result.verdict == "separated"]
+            rest = [pair.result.verdict for pair in here if pair not in told]
+            texts = [_compare(data, pair) for pair in told]
+            texts += [f"{verdict.capitalize()}: {rest.count(verdict)} more." for verdict in dict.fromkeys(rest)]
+        found.append(Statement("Reward", " ".join([f"{where}, final reward. {'; '.join(ends)}.", *texts])))
     if pairs:
-        found.append(Statement("Reward", f"Comparisons made: {len(pairs)}, without correction for their number."))
+        text = f"Comparisons made: {len(pairs)}, without correction for their number."
+        found.append(Statement("Reward", f"{text} Arms that differ in more than one thing are not compared."))
     return found
 
 
@@ -220,7 +228,24 @@ def _decomposition(data: StudyData) -> list[Statement]:
             f"which the mean over a sequence divides by {_two(row['token_var_routing'] / row['sequence_var_routing'])} "
             f"(design effect {_two(effect)}; 1 if tokens were independent)"
         )
-    return [Statement("Where the log-ratio comes from", f"After the last update of a step. {'; '.join(found)}.")]
+    topic = "Where the log-ratio comes from"
+    return [Statement(topic, f"After the last update of a step. {'; '.join(found)}."), *_lowering(data, topic)]
+
+
+def _lowering(data: StudyData, topic: str) -> list[Statement]:
+    """Does a method's training leave less routing noise than another's, or does its ratio only average it?"""
+    found = []
+    for pair in routing_noise_ratios(data):
+        ratio, low, high = np.exp([pair.result.difference.estimate, pair.result.student.low, pair.result.student.high])
+        found.append(
+            f"{full_label(data, pair.arm)} over {full_label(data, pair.other)} ×{_two(ratio)} (Student [{_two(low)}, "
+            f"{_two(high)}], {_n(pair.result.n)}): {pair.result.verdict}"
+        )
+    if not found:
+        return []
+    text = "Does training with one method leave less routing noise than with another? Token variance of the routing "
+    text += "part, geometric mean over steps, paired by seed: "
+    return [Statement(topic, f"{text}{'; '.join(found)}.")]
 
 
 _SPLIT = ("variance", "var_routing", "cov_weight_routing", "cov_routing_interaction")

@@ -1,6 +1,6 @@
 """One row per arm: the numbers that figures, report and reading share, so that they cannot disagree."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -83,11 +83,15 @@ class Pair:
 
 
 def comparisons(data: StudyData) -> list[Pair]:
-    """Every pair of arms within a condition.
+    """Every pair of arms within a condition that differ in the method alone, or in something else alone: a difference
+    between arms that differ in both says nothing of either.
 
     Under noise the natural replay run stands for replay where it is the same by construction.
     """
     rows = []
+    differ = arm_settings(data)[0]
+    of_method = [name.split(".")[0] in METHOD_FIELDS for name in differ.index]
+    inside, outside = differ[of_method].astype(str), differ[[not m for m in of_method]].astype(str)
     for noise in sorted(data.arms["noise"].unique()):
         arms = [str(arm) for arm in data.arms.index[data.arms["noise"] == noise]]
         natural = replay_stands_for_noise(data, float(noise))
@@ -95,8 +99,38 @@ def comparisons(data: StudyData) -> list[Pair]:
             arms = [arm for arm in arms if data.arms["method"][arm] != data.arms["method"][natural]] + [natural]
         for i, other in enumerate(arms):
             for arm in arms[i + 1 :]:
+                if not inside[arm].equals(inside[other]) and not outside[arm].equals(outside[other]):
+                    continue
                 rows.append(Pair(float(noise), arm, other, compare_arms(data, arm, other)))
     return rows
+
+
+def routing_noise(data: StudyData) -> pd.DataFrame:
+    """Variance of the routing part of the log-ratio by arm, seed, update and level (token, sequence): `variance` in
+    nats², the geometric mean over the steps that were split. Single steps scatter by orders of magnitude, so an
+    arithmetic mean would be that of the largest of them. Empty where nothing was split."""
+    columns = ["arm", "seed", "update", "level", "variance"]
+    rows = data.decompositions
+    if rows.empty or "token_var_routing" not in rows:
+        return pd.DataFrame(columns=columns)
+    names = {f"{level}_var_routing": level for level in ("token", "sequence")}
+    long = rows.melt(["arm", "seed", "update"], list(names), "level", "variance")
+    long = long[long["variance"] > 0].assign(variance=np.log(long["variance"].where(long["variance"] > 0)))
+    means = long.groupby(["arm", "seed", "update", "level"], observed=True)["variance"].mean().reset_index()
+    return means.assign(level=means["level"].map(names), variance=np.exp(means["variance"]))[columns]
+
+
+def routing_noise_ratios(data: StudyData) -> list[Pair]:
+    """The pairs of `comparisons`, compared in the logarithm of their token-level `routing_noise` after the last update:
+    whether one method's training leaves less of it than another's. What averaging does is another question."""
+    rows = last_updates(routing_noise(data))
+    rows = rows[rows["level"] == "token"]
+    by_arm = {arm: dict(zip(part["seed"], np.log(part["variance"]), strict=True)) for arm, part in rows.groupby("arm")}
+    return [
+        replace(pair, result=compare_paired(by_arm[pair.arm], by_arm[pair.other]))
+        for pair in comparisons(data)
+        if pair.arm in by_arm and pair.other in by_arm
+    ]
 
 
 def arm_settings(data: StudyData) -> tuple[pd.DataFrame, dict[str, Any]]:

@@ -21,7 +21,7 @@ from moe_rl.study.figures import (
     expert_change,
     minibatches,
 )
-from moe_rl.study.summary import last_updates, noise_floor
+from moe_rl.study.summary import last_updates, noise_floor, routing_noise, routing_noise_ratios
 
 
 @pytest.fixture(scope="module")
@@ -122,9 +122,26 @@ def test_shares_of_the_decomposition_hold_half_of_the_covariance(split):
     assert frame["share"].to_dict() == pytest.approx({"weight": 0.3, "routing": 0.7, "interaction": 0.0})
     assert frame.loc["routing", "variance"] == pytest.approx(3.0)
     words = [s.text for s in reading.read(split) if s.topic == "Where the log-ratio comes from"]
-    assert len(words) == 1
     assert "GSPO: routing has 70 % of the variance of the token log-ratio and 70 % of that of the sequence" in words[0]
     assert "divides by 10 (design effect 2;" in words[0]
+
+
+def test_routing_noise_is_compared_by_geometric_mean_and_seed(split):
+    rows = split.decompositions
+    rows = rows[rows["arm"].isin(["grpo", "gspo"])].copy()
+    factor = np.where(rows["step"] == 0, 0.01, 100.0)  # one step of 100 times the other: arithmetic would hide the rest
+    less = np.where(rows["arm"] == "gspo", 0.5, 1.0) * (1 + 0.01 * rows["seed"])
+    rows["token_var_routing"] = 3 * factor * less
+    study = replace(split, decompositions=rows)
+    table = routing_noise(study).query("level == 'token' and update == 2").set_index(["arm", "seed"])["variance"]
+    assert table["grpo", 0] == pytest.approx(3.0), "geometric mean of 0.03 and 300"
+    assert table["gspo", 2] == pytest.approx(3.0 * 0.5 * 1.02)
+    pairs = {(pair.arm, pair.other): pair.result for pair in routing_noise_ratios(study)}
+    result = pairs["gspo", "grpo"]
+    assert np.exp(result.difference.estimate) == pytest.approx(0.5) and result.verdict == "separated"
+    words = [s.text for s in reading.read(study) if s.topic == "Where the log-ratio comes from"]
+    assert "GSPO over GRPO ×0.5 (Student [0.5, 0.5], 3 seeds): separated" in words[1]
+    assert len(routing_noise(replace(study, decompositions=pd.DataFrame()))) == 0
 
 
 def test_shares_of_sites_are_pooled_by_the_size_of_the_effect(split):

@@ -1,6 +1,7 @@
 """The report: self-contained and well formed; its reading follows the numbers, whichever way they fall."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from moe_rl.study.data import Run, StudyData
 from moe_rl.study.figures import FIGURES, STUDY_FIGURES, reward
 from moe_rl.study.reading import RULES, read
 from moe_rl.study.report import inline_svg, render_report
+from moe_rl.study.summary import comparisons
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -155,8 +157,34 @@ def test_reading_checks_that_replay_under_noise_repeats_the_natural_run():
 
 def test_replay_stands_in_under_noise_only_if_nothing_else_differs():
     arms = {"grpo_replay": (0.8, 0.8, 0.8), "grpo_noise": (0.4, 0.41, 0.4)}
-    assert "GRPO + Routing Replay (its natural run) 0.80" in _reward_texts(arms)
+    assert "GRPO + Routing Replay (its natural run): 0.80" in _reward_texts(arms)
     assert "its natural run" not in _reward_texts(arms, grpo_noise={"optim": {"learning_rate": 5e-4}})
+
+
+def test_only_arms_that_differ_in_one_thing_are_compared():
+    finals = dict.fromkeys(("grpo", "grpo_replay", "gspo"), (0.5, 0.6, 0.7))
+    more = {"gspo": {"optim": {"learning_rate": 5e-4}}}
+    pairs = {(pair.arm, pair.other) for pair in comparisons(_study(finals, more))}
+    assert pairs == {("grpo_replay", "grpo")}, "gspo differs in method and learning rate from both"
+    same = {arm: {"optim": {"learning_rate": rate}} for arm, rate in (("grpo", 1e-3), ("gspo", 5e-4))}
+    study = _study({"grpo": (0.5, 0.6, 0.7), "gspo": (0.5, 0.6, 0.7)}, same)
+    runs = [replace(run, config={**run.config, "method": {"objective": "grpo"}}) for run in study.runs]
+    assert len(comparisons(replace(study, runs=tuple(runs)))) == 1, "one method at two learning rates"
+
+
+def test_of_many_comparisons_only_separations_are_told():
+    study = _study({"grpo": (0.40, 0.41, 0.42)})
+    runs, rows, finals = [], [], {"a": 0.4, "b": 0.4, "c": 0.4, "d": 0.8, "e": 0.4}  # 10 pairs, 4 of them with d
+    for arm, value in finals.items():
+        for seed in range(3):
+            runs.append(replace(study.runs[0], arm=arm, seed=seed, config={"method": {"objective": "grpo", "x": arm}}))
+            noise = (0.0, 0.01, -0.01)[(seed + ord(arm)) % 3]
+            rows += [{"arm": arm, "seed": seed, "step": step, "reward": value + noise} for step in range(5)]
+    labels = {"arms": {arm: {"label": arm} for arm in finals}}
+    found = read(replace(study, runs=tuple(runs), rollouts=pd.DataFrame(rows), config=labels))
+    text = " ".join(statement.text for statement in found if statement.topic == "Reward")
+    assert text.count(": separated.") == 4 and "No separation: 6 more." in text
+    assert "Comparisons made: 10" in text
 
 
 def test_reading_compares_clipping_without_dividing_by_zero():

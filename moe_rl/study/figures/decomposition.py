@@ -19,7 +19,7 @@ from moe_rl.study.figures.style import (
     seeds_note,
     styled,
 )
-from moe_rl.study.summary import last_updates
+from moe_rl.study.summary import last_updates, routing_noise
 
 PARTS = {"weight": "#3B3B3B", "routing": "#B2478F", "interaction": "#C9C9C9"}
 LEVELS = ("token", "sequence")
@@ -33,7 +33,7 @@ WHAT = (
 def decomposition(data: StudyData) -> StudyFigure:
     """Share of the variance of the log-ratio that each part has, by update, for tokens and for sequences; and how
     large the routing part is."""
-    shares = share_table(data)
+    shares, noise = share_table(data), routing_noise(data)
     arms = [arm for arm in panel_arms(data) if (shares["arm"] == arm).any()][:6]
     figure, axes = panels(3, len(arms), 5.4, sharex=True, sharey="row")
     for column, arm in zip(axes.T, arms, strict=True):
@@ -44,9 +44,11 @@ def decomposition(data: StudyData) -> StudyFigure:
                 ax.bar(means.index + 0.27 * (i - 1), 100 * means[part], 0.25, color=colour)
             ax.axhline(0, color=GREY, lw=0.6)
         for level, face in (("token", PARTS["routing"]), ("sequence", "white")):
-            rows = of_arm[(of_arm["level"] == level) & (of_arm["part"] == "routing")]
-            values = rows.groupby("update")["variance"].mean()
-            column[2].plot(values.index, values, "o-", color=PARTS["routing"], mfc=face, ms=3.5, lw=1)
+            rows = noise[(noise["arm"] == arm) & (noise["level"] == level)]
+            seeds = rows.pivot(index="update", columns="seed", values="variance")
+            column[2].plot(seeds.index, seeds, color=PARTS["routing"], lw=0.6, alpha=0.45)
+            means = np.exp(np.log(seeds).mean(axis=1))
+            column[2].plot(means.index, means, "o-", color=PARTS["routing"], mfc=face, ms=3.5, lw=1)
         column[0].set_title(arm_title(data, arm), fontsize=7.5)
         column[2].set_xlabel("update within the step")
         column[2].set_xticks(sorted(of_arm["update"].unique())[:: max(1, of_arm["update"].nunique() // 8)])
@@ -66,13 +68,16 @@ def decomposition(data: StudyData) -> StudyFigure:
     caption = (
         f"{WHAT}. Share: Cov(part, log r) / Var(log r), with variances and covariances summed over the steps of a "
         "seed; the three sum to 100 %, and one that works against the others is negative. Top: tokens (GRPO's "
-        "ratio); middle: means over sequences (GSPO's). Bottom: variance of the routing part by itself, log axis; "
-        "its distance between filled and open is what averaging over a sequence removes, its height between arms is "
-        f"what training changes. Probe, no noise; mean over seeds.{panels_note(data)} "
+        "ratio); middle: means over sequences (GSPO's); mean over seeds. Bottom: variance of the routing part by "
+        "itself, log axis, geometric mean over steps; thin: seeds. Its distance between filled and open is what "
+        "averaging over a sequence removes; its height between arms is what training changes. Probe, no noise."
+        f"{panels_note(data)} "
         f"{seeds_note(data, interval=False)}"
     )
     title = "Decomposition of the log-ratio."
-    return StudyFigure("decomposition", title, caption, figure, shares)
+    noise = noise.rename(columns={"variance": "geometric_mean_variance"}).assign(part="routing")
+    table = shares.merge(noise, how="left", on=["arm", "seed", "update", "level", "part"])
+    return StudyFigure("decomposition", title, caption, figure, table)
 
 
 def share_table(data: StudyData) -> pd.DataFrame:
