@@ -72,7 +72,16 @@ BY_SITE = (
     M("site_slots_changed", "count", "slots changed, by site", "over site_slots"),
     M("site_slots", "count", "slots compared, by site"),
     M("flips_histogram", "count", "tokens that changed at 0, 1, .., L sites", "over tokens", R3),
-)
+    M("deviation_histogram", "count", "(token, site) pairs that changed 0, 1, .., K slots", "over sites", "PR², arXiv 2606.00395"),
+    M("overdispersion", "1", "variance of flips per token over that of independent sites; above 1: they cluster; null if none changed", "Var(flips) / Σ p(1-p)"),
+)  # fmt: skip
+
+GAP = (
+    *(m for m in SPREAD if m.name in ("gap_mean", "gap_p99", "gap_max", "k3")),
+    M("extreme_fraction", "fraction", "F(2): tokens with max(r, 1/r) > 2", "such tokens / tokens", R3),
+    M("var_token", "nats²", "variance of d over tokens"),
+    M("var_sequence", "nats²", "variance over sequences of the mean of d"),
+)  # fmt: skip
 
 UPDATE = M("update", "index", "1, 2, .. within the step")
 LAG = "before the step's updates (under rollout lag newer than the policy that sampled)"
@@ -161,8 +170,6 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         UPDATE,
         *CHANGE,
         *BY_SITE,
-        M("deviation_histogram", "count", "(token, site) pairs that changed 0, 1, .., K slots", "over sites", "PR², arXiv 2606.00395"),
-        M("overdispersion", "1", "variance of flips per token over that of independent sites; above 1: they cluster", "Var(flips) / Σ p(1-p)"),
         M("entropy", "nats/token", "mean entropy of the distributions, live routing"),
         *_suffixed(PROBED, "natural", "live routing"),
         *_suffixed(PROBED, "replayed", "the old routes on the same weights"),
@@ -195,8 +202,10 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("variant", "name", "repeat, batch, experts or bf16: in what the second forward differs, with equal weights"),
         M("detail", "words", "the two sides"),
         *CHANGE,
-        M("var_token", "nats²", "variance of d over tokens"),
-        *(m for m in SPREAD if m.name in ("gap_mean", "gap_p99", "gap_max", "k3")),
+        *BY_SITE,
+        M("position_sites_changed", "count", "(token, site) pairs changed, by position in the response, from 0", "over position_sites"),
+        M("position_sites", "count", "pairs compared, by position"),
+        *GAP,
     ),
     "decomposition": (
         UPDATE,
@@ -216,10 +225,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
     "engine": (
         M("pair", "name", "engines, engines_replayed (R3's routes on pi_old) or rollout_to_new; d = log pi - log mu"),
         M("update", "index", "0 before the updates"),
-        *(m for m in SPREAD if m.name in ("gap_mean", "gap_p99", "gap_max", "k3")),
-        M("extreme_fraction", "fraction", "F(2): tokens with max(r, 1/r) > 2", "such tokens / tokens", R3),
-        M("var_token", "nats²", "variance of d over tokens"),
-        M("var_sequence", "nats²", "variance over sequences of the mean of d"),
+        *GAP,
         *(replace(m, when="routes compared") for m in (*CHANGE, *BY_SITE)),
         M("sync_gap", "nats", "largest gap seen by the check of the last weight transfer", when="a synced engine"),
         M("sync_tolerance", "nats", "what that check allows", when="a synced engine"),

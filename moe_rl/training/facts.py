@@ -1,4 +1,4 @@
-"""What ratios and routers say of an update, as scalars: pure functions of log-ratios, router logits and routes.
+"""What ratios and routers say of an update: pure functions of log-ratios, router logits and routes.
 
 Every name that they return is defined, with its unit and source, in `moe_rl.training.catalogue`.
 """
@@ -11,12 +11,66 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from moe_rl.routing import RoutedExperts
+from moe_rl.objectives import sequence_log_ratio, token_log_ratio
+from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token
 from moe_rl.routing.change import active_set_churn, expert_load, load_cv, load_entropy
 from moe_rl.routing.router_scores import boundary_margin, router_js, router_kl
 
 TAUS = (2, 3, 5, 10)
 """Thresholds of F(τ); R3 (arXiv 2510.11370) calls max(r, 1/r) > τ an extreme token."""
+
+
+def change_facts(counts: ChangeCounts) -> dict[str, Any]:
+    """Change counts under the three definitions (slot, site, token), by routing site, and as histograms; each changed
+    count with its denominator. The same names for two policies, for two engines and for the noise floor."""
+    return {
+        "slots_changed": counts.slots_changed,
+        "slots": counts.slots_total,
+        "sites_changed": counts.sites_changed,
+        "sites": counts.sites_total,
+        "tokens_changed": counts.tokens_changed,
+        "tokens": counts.tokens_total,
+        "site_names": counts.sites,
+        "site_slots_changed": counts.per_site_slots_changed,
+        "site_slots": counts.per_site_slots_total,
+        "flips_histogram": counts.flips,
+        "deviation_histogram": counts.deviation,
+        "overdispersion": counts.overdispersion,
+    }
+
+
+def position_facts(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
+    """Sites changed by the position of the token in its response: `position_sites_changed` over `position_sites`, lists
+    from position 0 (the first token of `mask` in its row) to the last that any row has.
+
+    >>> old, new = (RoutedExperts(torch.tensor(ids).view(1, 3, 1, 1), ("gate",), 4) for ids in ([0, 1, 2], [3, 1, 0]))
+    >>> {name: x.tolist() for name, x in position_facts(old, new, torch.tensor([[False, True, True]])).items()}
+    {'position_sites_changed': [0, 1], 'position_sites': [1, 1]}
+    """
+    position = (mask.cumsum(1) - 1)[mask].cpu()
+    flips = flips_per_token(old, new).cpu()[mask.cpu()]
+    return {
+        "position_sites_changed": torch.bincount(position, flips.double()).long(),
+        "position_sites": torch.bincount(position) * len(old.sites),
+    }
+
+
+def logp_gap(logps: Float[Tensor, "B T"], other: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> dict[str, Tensor]:
+    """How far two scorings of the same tokens are apart: d = logps - other (nats), r = exp(d).
+
+    `gap_mean`, `gap_p99`, `gap_max`, `k3`: as `spread_facts`; where `other` is mu, the engine that sampled, k3
+    estimates KL(mu || pi). `extreme_fraction`: F(2) of R3 (arXiv 2510.11370), the share of tokens with max(r, 1/r) > 2.
+    `var_token`, `var_sequence`: variance of d over tokens, and of its mean over each sequence (log s of arXiv
+    2507.18071, eq. 7) over sequences; their quotient would be the mean length if tokens were independent.
+    """
+    d = token_log_ratio(logps, other, mask)
+    spread = spread_facts(d, mask)
+    return {
+        **{name: spread[name] for name in ("gap_mean", "gap_p99", "gap_max", "k3")},
+        "extreme_fraction": spread["extreme_2"] / mask.sum(),
+        "var_token": d[mask].double().var(),
+        "var_sequence": sequence_log_ratio(logps, other, mask)[mask.any(1)].double().var(),
+    }
 
 
 def ratio_facts(

@@ -11,6 +11,9 @@ Rows of kind "floor", once per run, before its first update, on the probe's subs
 A change rate or a log-ratio below the floor of a run's own arithmetic ("repeat", "batch", "experts") says nothing of
 its updates. "bf16" is what a rollout engine of that precision would add. In fp32 on a CPU the first three are 0 or next
 to it: log-probabilities agree to some 1e-6 nats and no expert changes, save at ties closer than that.
+
+The names are those of the probe's and the engines' change counts, by site and as histograms too, so that every change
+rate has its floor; and by position in the response.
 """
 
 import copy
@@ -21,11 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from moe_rl.objectives import token_log_ratio
 from moe_rl.rollout.sampler import hf_model
 from moe_rl.routing import RoutedExperts, change_counts, record_routes
 from moe_rl.training.batch import Batch
-from moe_rl.training.facts import spread_facts
+from moe_rl.training.facts import change_facts, logp_gap, position_facts
 
 if TYPE_CHECKING:
     from moe_rl.training.trainer import Trainer
@@ -57,20 +59,12 @@ def log_floor(trainer: "Trainer", part: Batch) -> None:
 
 
 def compare(part: Batch, old: tuple[Tensor, RoutedExperts], new: tuple[Tensor, RoutedExperts]) -> dict[str, Any]:
-    """Change counts and log-probability gaps of two scorings of one batch, on its response tokens."""
+    """Changes and log-probability gaps of two scorings of one batch, on its response tokens."""
     mask = part.completion_mask
-    counts = change_counts(old[1], new[1], mask, pair="engines")
-    log_ratio = token_log_ratio(new[0].float(), old[0].float(), mask)
-    spread = spread_facts(log_ratio, mask)
     return {
-        "slots_changed": counts.slots_changed,
-        "slots": counts.slots_total,
-        "sites_changed": counts.sites_changed,
-        "sites": counts.sites_total,
-        "tokens_changed": counts.tokens_changed,
-        "tokens": counts.tokens_total,
-        "var_token": log_ratio[mask].var(),
-        **{name: spread[name] for name in ("gap_mean", "gap_p99", "gap_max", "k3")},
+        **change_facts(change_counts(old[1], new[1], mask, pair="engines")),
+        **position_facts(old[1], new[1], mask),
+        **logp_gap(new[0].float(), old[0].float(), mask),
     }
 
 

@@ -20,7 +20,7 @@ from moe_rl.routing import (
 )
 from moe_rl.training.batch import Batch
 from moe_rl.training.engine_gap import log_rollout_to_new
-from moe_rl.training.facts import load_facts, router_facts, spread_facts
+from moe_rl.training.facts import change_facts, load_facts, router_facts, spread_facts
 from moe_rl.training.floor import log_floor
 from moe_rl.training.logprobs import TokenLogps
 from moe_rl.training.route_tables import write_route_table
@@ -104,22 +104,7 @@ def measure(
         replayed = ranks.gather(trainer.logps(model, mine).logps, len(part))
     entropy, natural = (ranks.gather(values, len(part)) for values in (live.entropy, live.logps))
     routes = ranks.gather_routes(recording.routes, len(part))
-    counts = change_counts(part.routes, routes, mask)
-    facts: dict[str, Any] = {
-        "slots_changed": counts.slots_changed,
-        "slots": counts.slots_total,
-        "sites_changed": counts.sites_changed,
-        "sites": counts.sites_total,
-        "tokens_changed": counts.tokens_changed,
-        "tokens": counts.tokens_total,
-        "site_names": counts.sites,
-        "site_slots_changed": counts.per_site_slots_changed,
-        "site_slots": counts.per_site_slots_total,
-        "flips_histogram": counts.flips,
-        "deviation_histogram": counts.deviation,
-        "overdispersion": counts.overdispersion,
-        "entropy": entropy[mask].mean(),
-    }
+    facts = change_facts(change_counts(part.routes, routes, mask)) | {"entropy": entropy[mask].mean()}
     for name, logps in (("natural", natural), ("replayed", replayed)):
         log_ratio = token_log_ratio(logps, part.live_old_logps, mask)
         facts[f"var_token_{name}"] = log_ratio[mask].var()

@@ -23,7 +23,7 @@ from moe_rl.training import (
     rollouts,
     validate,
 )
-from moe_rl.training.engine_gap import logp_gap
+from moe_rl.training.facts import logp_gap
 from moe_rl.training.rollouts import check_rollout_routes, unrouted_tokens
 from moe_rl.training.update_routing import forced_routes
 from moe_rl.training.weight_sync import probed_tensors

@@ -10,9 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_methods import MICRO
 
-from moe_rl.routing import RoutedExperts
+from moe_rl.routing import RoutedExperts, change_counts
 from moe_rl.training import ProbeConfig, Trainer
-from moe_rl.training.facts import effective_share, load_facts, ratio_facts, router_facts, spread_facts
+from moe_rl.training import floor as floor_of
+from moe_rl.training.facts import (
+    change_facts,
+    effective_share,
+    load_facts,
+    position_facts,
+    ratio_facts,
+    router_facts,
+    spread_facts,
+)
 from moe_rl.training.floor import other_experts, rounded_copy
 
 LN2 = math.log(2)
@@ -106,6 +115,61 @@ def test_load_of_two_tokens_on_four_experts():
     assert facts["load_cv_mean"] == facts["load_cv_max"] == pytest.approx(math.sqrt(0.5))  # 2, 1, 1, 0 around 1
     assert facts["load_entropy_mean"] == pytest.approx(1.5 * LN2)  # ½ ln 2 + 2 · ¼ ln 4
     assert facts["active_set_churn"] == pytest.approx(1 / 3)  # {0, 1} -> {0, 1, 2}
+
+
+def test_changes_by_site_and_position_of_two_responses():
+    """Sites 0 and 1, K = 2. Row 0 responds at columns 1, 2, row 1 at column 2 alone; columns before are prompts.
+
+    Row 0: the prompt changes (counts nowhere); position 0 changes one slot at site 0; position 1 both slots at site 1.
+    Row 1: position 0 changes one slot at each site.
+    """
+    old = torch.tensor([0, 1]).expand(2, 3, 2, 2)
+    new = old.clone()
+    new[0, 0, 0] = torch.tensor([2, 3])
+    new[0, 1, 0] = torch.tensor([1, 2])
+    new[0, 2, 1] = torch.tensor([2, 3])
+    new[1, 2] = torch.tensor([[0, 3], [3, 1]])
+    mask = torch.tensor([[False, True, True], [False, False, True]])
+    routes = [RoutedExperts(ids, ("l.0.gate", "l.1.gate"), 4) for ids in (old, new)]
+    facts = change_facts(change_counts(*routes, mask))
+    assert [facts[n] for n in ("slots_changed", "slots", "sites_changed", "sites", "tokens_changed", "tokens")] == [
+        5, 12, 4, 6, 3, 3,
+    ]  # fmt: skip
+    assert facts["site_slots_changed"].tolist() == [2, 3] and facts["site_slots"].tolist() == [6, 6]
+    assert facts["flips_histogram"].tolist() == [0, 2, 1]  # tokens of 0, 1, 2 changed sites
+    assert facts["deviation_histogram"].tolist() == [2, 3, 1]  # pairs of 0, 1, 2 changed slots
+    by_position = {name: values.tolist() for name, values in position_facts(*routes, mask).items()}
+    assert by_position == {"position_sites_changed": [3, 1], "position_sites": [4, 2]}
+
+
+def test_the_floor_by_site_and_position_is_a_recount_of_the_routes(tmp_path, monkeypatch):
+    seen = []
+
+    def watched(part, old, new):
+        facts = compare(part, old, new)
+        seen.append((part, old[1].ids, new[1].ids, facts))
+        return facts
+
+    compare = floor_of.compare
+    monkeypatch.setattr(floor_of, "compare", watched)
+    Trainer(replace(MICRO, probe=ProbeConfig(sequences=8, tokens_every=0)), tmp_path).run()
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    rows = [row for row in lines if row["kind"] == "floor"]
+    assert [row["variant"] for row in rows] == ["repeat", "batch", "experts", "bf16"]
+    for row, (part, old, new, _) in zip(rows, seen, strict=True):
+        by_site, by_position, flips = [0, 0], {}, []
+        for b, mask in enumerate(part.completion_mask.tolist()):
+            columns = [t for t, counted in enumerate(mask) if counted]
+            for position, t in enumerate(columns):
+                lost = [len(set(old[b, t, site].tolist()) - set(new[b, t, site].tolist())) for site in (0, 1)]
+                by_site = [total + n for total, n in zip(by_site, lost, strict=True)]
+                flips.append(sum(n > 0 for n in lost))
+                by_position.setdefault(position, []).append(flips[-1])
+        assert row["site_slots_changed"] == by_site and row["site_slots"] == [2 * len(flips)] * 2
+        assert row["flips_histogram"] == [flips.count(n) for n in (0, 1, 2)]
+        assert row["position_sites_changed"] == [sum(by_position[p]) for p in sorted(by_position)]
+        assert row["position_sites"] == [2 * len(by_position[p]) for p in sorted(by_position)]
+    assert sum(rows[-1]["site_slots_changed"]) > 0, "rounding to bfloat16 changes some choice"
 
 
 def test_the_floor_is_measured_once_and_changes_nothing(tmp_path):
