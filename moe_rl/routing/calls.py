@@ -38,6 +38,7 @@ class Call:
         self.batch, self.length = int(given.shape[0]), int(given.shape[1])
         self.tokens: Tensor | None = ids
         self.cache: Any = inputs.get("past_key_values")
+        self.caches = self.cache is not None or inputs.get("use_cache") is True  # asked for: the rest comes with it
         self.past = _seen(self.cache)
         self.jobs: list[Job | None] = [None] * sites
         self.chosen: list[Tensor | None] = [None] * sites
@@ -77,6 +78,21 @@ class Call:
 
 
 @no_type_check
+class Left:
+    """A KV cache as a call left it, to recognise the call that goes on with it and to see what happened in between."""
+
+    def __init__(self, cache: Any, length: int) -> None:
+        self._cache, self._keys, self.length = weakref.ref(cache), _keys(cache), length
+
+    def continued_by(self, call: Call) -> bool:
+        return call.past > 0 and self._cache() is call.cache
+
+    def reordered(self, call: Call) -> bool:
+        """Whether rows of a call that continues this one are other sequences now (a cropped cache keeps its rows)."""
+        return call.past == self.length and _keys(call.cache) != self._keys
+
+
+@no_type_check
 class Joined:
     """Tensors `[B,S,...]` of successive calls, joined along the tokens while a KV cache connects them."""
 
@@ -85,11 +101,7 @@ class Joined:
         self.length = 0
         self.pieces: list[tuple[Tensor, ...]] = []
         self.refused: str | None = None
-        self._cache: Any = None
-        self._keys: int | None = None
-
-    def continues(self, call: Call) -> bool:
-        return call.past > 0 and self._cache is not None and self._cache() is call.cache
+        self.left: Left | None = None
 
     def start(self, length: int, *parts: Tensor) -> None:
         """Rows of a cache that was filled before anyone listened."""
@@ -98,7 +110,7 @@ class Joined:
 
     def check(self, call: Call) -> None:
         """Before a call that continues this one: is the cache as it was left?"""
-        if call.past == self.length and _keys(call.cache) != self._keys:
+        if self.left is not None and self.left.reordered(call):
             self.refused = (
                 "the KV cache was reordered between two calls (beam search, or sequences leaving the batch): rows of "
                 "one call do not continue the same rows of the call before. `.steps` has each call by itself"
@@ -124,10 +136,6 @@ class Joined:
                 keep = length - self.length
                 self.pieces.append(tuple(part[:, :keep] for part in last))
                 self.length += keep
-
-    def follow(self, cache: Any) -> None:
-        """Remember the cache as it is after the call, to recognise the next one."""
-        self._cache, self._keys = weakref.ref(cache), _keys(cache)
 
     def parts(self) -> tuple[Tensor, ...]:
         """The joined tensors, `[B,T,...]`."""
@@ -164,10 +172,10 @@ class Collected:
                 joined.start(call.past, *gap)
         joined.add(call, *parts)
         if cache is not None:
-            joined.follow(cache)
+            joined.left = Left(cache, joined.length)
 
     def _continued(self, call: Call) -> Joined | None:
-        return next((j for j in reversed(self.joined) if j.continues(call)), None)
+        return next((j for j in reversed(self.joined) if j.left is not None and j.left.continued_by(call)), None)
 
     def together(self) -> tuple[Tensor, ...]:
         """Every call, joined along the batch; RoutingError where that is not possible."""

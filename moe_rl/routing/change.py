@@ -276,6 +276,11 @@ def _aligned(old: Routes, new: Routes) -> tuple[Tensor, Tensor]:
 def _ids(routes: Routes) -> Tensor:
     if isinstance(routes, RoutedExperts):
         return routes.packed
+    if not isinstance(routes, Tensor):
+        raise RoutingError(
+            f"expected RoutedExperts or a tensor of expert ids [...,L,K], got {type(routes).__name__} (an array: "
+            "torch.as_tensor(array); of an engine: RoutedExperts.from_vllm and its kin)"
+        )
     if routes.is_floating_point() or not routes.dtype.is_signed:
         return compact(routes)  # plain ids of an unsigned dtype have no sentinel yet; other kinds are refused
     return routes

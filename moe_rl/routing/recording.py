@@ -19,7 +19,7 @@ def stacked(tap: Tap, call: Call, ids: list[Tensor | None], dtype: torch.dtype) 
     """`[B,S,L,K]`, packed to `dtype`, from one `[B·S,K]` for each site."""
     shape = (call.batch, call.length, len(ids), tap.probes[0].k)
     try:
-        return torch.cat(ids, dim=1).to(dtype).view(shape)
+        return torch.cat(ids, dim=1).to(dtype).view(shape)  # type: ignore[arg-type]  # None is a TypeError
     except (TypeError, RuntimeError):  # a site without ids, with other rows, or on another device
         rows = [_rows_of(call, name, one) for name, one in zip(tap.names, ids, strict=True)]
     return torch.cat([one.to(rows[0].device) for one in rows], dim=1).to(dtype).view(shape)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.routing.calls import Call, Collected
+from moe_rl.routing.calls import Call, Collected, Left
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.recording import one_width, stacked, tokens_of, wrapped
@@ -51,6 +51,7 @@ class Replay:
         self._sentinel = torch.iinfo(packed.dtype).max
         self._tokens = routes.tokens.to(packed.device) if routes.tokens is not None and check_tokens else None
         self._seen = Collected() if shadow else None
+        self._left: Left | None = None
         self._choices = sum(not site.fixed for site in tap.sites)
         self._all_rows = 0
         self._forced_rows: int | Tensor = 0  # a tensor where it had to be counted: read when asked for, not waited for
@@ -78,6 +79,11 @@ class Replay:
 
     def begin(self, call: Call) -> None:
         self.reached = True
+        if call.past and self._left is not None and self._left.continued_by(call) and self._left.reordered(call):
+            raise RoutingError(
+                "the KV cache was reordered between two calls (beam search, or sequences leaving the batch): its rows "
+                "are no longer the sequences that the routes belong to. Replay in one forward over the whole text"
+            )
         packed, holes = self._rows(call)
         ids = packed.to(torch.int64).reshape(len(self._sites), call.rows, packed.shape[-1])
         if holes != "none":
@@ -97,7 +103,7 @@ class Replay:
         """The packed rows for this call, `[sites,B,S,K]`, checked against its shape and its tokens."""
         batch, length = self._packed.shape[1:3]
         start, stop = call.past, call.past + call.length
-        fits = call.batch == batch and (stop <= length if call.cache is not None else stop == length)
+        fits = call.batch == batch and (stop <= length if call.caches else stop == length)
         # The last sampled token has no route. One token more is accepted where the others prove that it is that one.
         proven = call.batch == batch and stop == length + 1 and self._tokens is not None and call.tokens is not None
         if not (fits or (proven and call.length > 1)):
@@ -135,6 +141,7 @@ class Replay:
             )
 
     def end(self, call: Call, cache: Any) -> None:
+        self._left = Left(cache, call.past + call.length) if cache is not None else None
         if self._seen is None:
             return
         live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]

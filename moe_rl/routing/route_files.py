@@ -38,17 +38,21 @@ def write_routes(path: str | os.PathLike[str], tensors: dict[str, Tensor], facts
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, SafetensorError):  # what safetensors makes of an OSError, a full disk above all
+            raise OSError(f"{target}: not written ({error})") from error
         raise
 
 
 def read_routes(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and facts of a file of `write_routes`.
 
-    Raises FileNotFoundError; RoutingError, each with its own message, for a file that is cut off, that is not
-    safetensors, that holds something else, or that a newer version wrote.
+    Raises FileNotFoundError; RoutingError, each with its own message, for a folder and a file that is cut off, that is
+    not safetensors, that holds something else, or that a newer version wrote.
     """
+    if Path(path).is_dir():
+        raise RoutingError(f"{path} is a folder; expected a file of RoutedExperts.save")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             header = file.metadata() or {}

@@ -47,6 +47,11 @@ def find_sites(model: nn.Module) -> list[Site]:
     Structure only: nothing runs, and a family whose routers cannot be intercepted is refused later, by `attach` or by
     the first context. Raises UnsupportedModelError for a model without registered routers.
     """
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(
+            f"expected a model (an nn.Module that holds a transformers model), got {type(model).__name__}: a name has to "
+            "be loaded first, with AutoModelForCausalLM.from_pretrained"
+        )
     named = dict(model.named_modules())
     registered = tuple({cls for m in named.values() for cls in _router_classes(m)})
     found = {name for name, module in named.items() if isinstance(module, registered)} if registered else set()

@@ -112,6 +112,20 @@ def test_beam_search_is_refused_and_steps_stay() -> None:
     assert [step.shape[:2] for step in recording.steps] == [(6, 7), (6, 1), (6, 1), (6, 1)]
 
 
+def test_replay_refuses_a_cache_that_was_reordered_and_follows_one_that_was_cropped() -> None:
+    model, inputs = moe(), tokens(2, 6)
+    routes = routes_of(model, inputs)
+    with replay_routes(model, routes):
+        cache = model(inputs[:, :4], use_cache=True).past_key_values
+        cache.crop(-2)
+        model(inputs[:, 2:4], past_key_values=cache)
+        model(inputs[:, 4:], past_key_values=cache)
+    with replay_routes(model, routes), pytest.raises(RoutingError, match=r"reordered.*beam search"):
+        cache = model(inputs[:, :4], use_cache=True).past_key_values
+        cache.reorder_cache(torch.tensor([1, 0]))
+        model(inputs[:, 4:], past_key_values=cache)
+
+
 def test_packed_continuous_batching_is_refused() -> None:
     model = moe()
     with record_routes(model), pytest.raises(RoutingError, match="continuous batching"):

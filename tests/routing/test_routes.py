@@ -407,6 +407,8 @@ def test_each_kind_of_wrong_file_has_its_own_message(tmp_path):
     path.write_text("sequence,position,site,expert\n0,0,gate,3\n")
     with pytest.raises(RoutingError, match="not a safetensors file"):
         RoutedExperts.load(path)
+    with pytest.raises(RoutingError, match="is a folder"):
+        RoutedExperts.load(tmp_path)
     from safetensors.torch import save_file
 
     save_file({"lm_head.weight": torch.zeros(2)}, path)
