@@ -136,6 +136,8 @@ def geometric_gate(
     bounded = torch.where(above, clip_high, torch.where(below, -clip_low, log_ratio))
     if log_route_weight is not None:
         bounded = bounded + log_route_weight
+    # A row without advantage has no gradient, however far its ratios are: not 0 times infinity.
+    bounded = bounded.masked_fill(~((advantages != 0) & mask).any(-1, keepdim=True), 0.0)
     geometric_mean = masked_row_mean(bounded, mask).exp()
     return Gated(torch.where(mask, geometric_mean[:, None], 0.0) * advantages, above | below)
 

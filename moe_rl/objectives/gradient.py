@@ -125,6 +125,7 @@ def _geometric_mean(terms: Terms) -> Float[Tensor, "B T"]:
     bounded = torch.where(sign < 0, bounded.clamp(min=-o.clip_low), bounded)
     if terms.log_gamma_after is not None:
         bounded = bounded + terms.log_gamma_after
+    bounded = bounded.masked_fill(~((sign != 0) & terms.mask).any(-1, keepdim=True), 0.0)
     return torch.where(terms.mask, masked_row_mean(bounded, terms.mask).exp()[:, None], 0.0)
 
 

@@ -49,8 +49,8 @@ def find_sites(model: nn.Module) -> list[Site]:
     """
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
-            f"expected a model (an nn.Module that holds a transformers model), got {type(model).__name__}: a name has to "
-            "be loaded first, with AutoModelForCausalLM.from_pretrained"
+            f"expected a model (an nn.Module that holds a transformers model), got {type(model).__name__}: a name "
+            "has to be loaded first, with AutoModelForCausalLM.from_pretrained"
         )
     named = dict(model.named_modules())
     registered = tuple({cls for m in named.values() for cls in _router_classes(m)})

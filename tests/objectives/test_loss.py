@@ -143,6 +143,20 @@ def test_equal_token_advantages_make_gspo_token_equal_gspo():
     assert torch.equal(results[0][2], results[1][2]) and results[0][2].any() and not results[0][2].all()
 
 
+@pytest.mark.parametrize("name", [name for name, o in OBJECTIVES.items() if o.gate != "likelihood"])
+def test_a_sequence_without_advantage_stays_out_however_far_it_is(name):
+    objective = OBJECTIVES[name]
+    old = torch.tensor([[-101.0, -101.0], [-1.0, -1.0]])  # a ratio of e^100 overflows float32
+    logps = torch.full((2, 2), -1.0, requires_grad=True)
+    given = {"ref_logps": logps.detach(), "rollout_logps": logps.detach(), "route_weight": torch.ones(2, 2)}
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    needed = {key: given[key] for key in objective.needs}
+    out = policy_loss(objective, logps, old, torch.tensor([0.0, 1.0]), mask, **needed)
+    out.loss.backward()
+    assert bool(out.loss.isfinite()) and logps.grad is not None
+    assert not logps.grad[0].any() and bool(logps.grad[1].isfinite().all())
+
+
 def test_gmpo_is_never_above_grpo():
     # |geometric mean| <= |arithmetic mean| of the same clipped terms, sequence by sequence
     bounds = {"clip_low": 1 - math.exp(-0.4), "clip_high": math.exp(0.4) - 1}
