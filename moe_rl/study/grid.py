@@ -17,7 +17,7 @@ from rich.table import Table
 from moe_rl.study.config import ConfigError, StudyConfig, dump_study
 from moe_rl.study.progress import clock, number, percent
 from moe_rl.study.run import check_folder, environment
-from moe_rl.training.distributed import launched_processes
+from moe_rl.training.launch import launched_processes
 from moe_rl.training.runlog import write_atomic
 
 POLL_SECONDS = 1.0

@@ -15,7 +15,8 @@ import yaml
 
 from moe_rl.study.config import ConfigError, differences, dump_run
 from moe_rl.training import RunConfig, train, validate
-from moe_rl.training.distributed import Ranks, check_shares
+from moe_rl.training.distributed import Ranks
+from moe_rl.training.launch import check_shares
 from moe_rl.training.runlog import write_atomic
 from moe_rl.training.trackers import check_tracker
 
@@ -68,6 +69,7 @@ def run_one(
     train(config, folder, cache_dir, listener)
     if ranks.main:
         write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
+    ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:

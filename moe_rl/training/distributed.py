@@ -11,6 +11,7 @@ error, on every rank.
 """
 
 import atexit
+import gc
 import hashlib
 import json
 import os
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
 from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,13 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.config import DistributedConfig
+from moe_rl.training.launch import DistributedError, check_launch, launched_processes
 from moe_rl.training.sharding import is_sharded, rebind, shard
 
 COMPUTE = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class DistributedError(RuntimeError):
-    """Processes that are not what the configuration asks for, or that disagree; the same on every rank."""
 
 
 class Ranks(Accelerator):
@@ -60,7 +59,7 @@ class Ranks(Accelerator):
     ):
         self.distributed = config or DistributedConfig()
         launched, started = launched_processes(), "LOCAL_RANK" in os.environ
-        check_launch(self.distributed, launched, os.environ)
+        check_launch(self.distributed, launched, os.environ, device)
         super().__init__(
             cpu=device == "cpu" or (started and not torch.accelerator.is_available()),
             log_with=tracker,
@@ -233,78 +232,7 @@ class Ranks(Accelerator):
         return said[0]
 
 
-# -- what is asked for and what is there ----------------------------------------------------------------------------
-
-
-def launched_processes() -> int:
-    """How many processes torchrun or accelerate launch started; 1 without them."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-COMMAND = "torchrun --nproc_per_node N -m moe_rl run FILE --arm ARM"
-
-
-def check_launch(config: DistributedConfig, launched: int, environ: Any) -> None:
-    """Raises DistributedError unless the processes that were started are those that `config` asks for."""
-    strategy, wanted = config.strategy, config.processes
-    if wanted is not None and wanted != launched:
-        raise DistributedError(
-            f"distributed.processes: {wanted}, and {launched} {'was' if launched == 1 else 'were'} started. "
-            f"Start them with {COMMAND} (accelerate launch --cpu starts one, whatever it is asked for)"
-        )
-    if strategy == "none" and launched > 1:
-        raise DistributedError(
-            f"{launched} processes were started, and distributed.strategy is none: each would train alone and write "
-            "the same files. Choose ddp or fsdp2"
-        )
-    if strategy != "none" and launched == 1 and wanted is None:
-        raise DistributedError(
-            f"distributed.strategy: {strategy}, and there is one process. Start several with {COMMAND}, or say that "
-            "one is meant: distributed.processes: 1"
-        )
-    if strategy == "fsdp2" and "LOCAL_RANK" not in environ:
-        raise DistributedError(f"distributed.strategy: fsdp2 needs a launcher, also for one process: {COMMAND}")
-    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
-        if environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true"):
-            raise DistributedError(
-                f"accelerate's configuration asks for {name}, which this loop would not follow: how weights are "
-                "sharded is said by distributed.strategy. Launch with torchrun, or accelerate launch --multi_gpu"
-            )
-    if environ.get("ACCELERATE_MIXED_PRECISION", "no") not in ("no", ""):
-        raise DistributedError(
-            f"accelerate's configuration asks for mixed precision {environ['ACCELERATE_MIXED_PRECISION']}: say so by "
-            "model.dtype, or under fsdp2 by distributed.compute_dtype"
-        )
-    if environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
-        raise DistributedError("accelerate's gradient accumulation is not followed: use optim.micro_batch")
-
-
-def check_shares(config: Any, size: int) -> None:
-    """Raises DistributedError unless every batch of `config` (a RunConfig) can be shared by `size` ranks."""
-    rollout, minibatches = config.rollout, config.optim.num_minibatches
-    if rollout.prompts % (minibatches * size):
-        raise DistributedError(
-            f"rollout.prompts: {rollout.prompts} is no multiple of optim.num_minibatches x processes = {minibatches} x "
-            f"{size}, so that ranks cannot have equal shares of whole groups"
-        )
-    if config.distributed.compute_dtype and config.distributed.strategy != "fsdp2":
-        raise DistributedError(
-            "distributed.compute_dtype: only fsdp2 computes in another dtype than it stores; use model.dtype"
-        )
-    for field, count in (("eval.prompts", config.eval.prompts), ("probe.sequences", config.probe.sequences)):
-        if count < size:
-            raise DistributedError(f"{field}: {count} cannot be shared by {size} processes, one each at least")
-    if config.distributed.strategy == "fsdp2":
-        if config.model.lora is not None:
-            raise DistributedError(
-                "distributed.strategy: fsdp2 with model.lora is not supported (adapters are switched on and off in "
-                "place); ddp is"
-            )
-        if config.rollout.engine.kind != "self":
-            raise DistributedError(
-                "distributed.strategy: fsdp2 with rollout.engine.kind hf is not supported (each rank would hold a "
-                "whole copy of the sharded model); ddp is"
-            )
+# -- digests ----------------------------------------------------------------------------------------------------------
 
 
 def fingerprint(module: nn.Module) -> dict[str, str]:
@@ -337,5 +265,10 @@ def _difference(a: Any, b: Any, rank: int) -> str:
 
 
 def _leave() -> None:
+    """Leave the group, and leave nothing that belongs to it to the end of the interpreter: a DDP model that is freed
+    there can abort the process (seen with gloo, torch 2.13), and the launcher then stops the other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+    gc.collect()

@@ -29,9 +29,10 @@ from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from moe_rl.training.config import RunConfig
 from moe_rl.training.decompose_probe import DecompositionProbe
-from moe_rl.training.distributed import Ranks, check_shares, digest, fingerprint
+from moe_rl.training.distributed import Ranks, digest, fingerprint
 from moe_rl.training.facts import ratio_facts
 from moe_rl.training.footprint import footprint
+from moe_rl.training.launch import check_shares
 from moe_rl.training.logprobs import TokenLogps, token_logps
 from moe_rl.training.method import resolve_method
 from moe_rl.training.optimizer import make_optimizer

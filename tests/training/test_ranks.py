@@ -16,7 +16,8 @@ from moe_rl.study.run import run_one
 from moe_rl.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.training import EvalConfig, MethodConfig, Trainer, trainer
 from moe_rl.training.config import DistributedConfig, RewardConfig
-from moe_rl.training.distributed import DistributedError, Ranks, check_launch, check_shares
+from moe_rl.training.distributed import Ranks
+from moe_rl.training.launch import DistributedError, check_shares
 from moe_rl.training.sharding import ShardingError, check_sharded, whole
 
 CPU = replace(
@@ -208,31 +209,7 @@ def test_two_processes_are_one(tmp_path, random_rewards):
     assert rows(tmp_path / "fsdp2_replay", "update")[-1]["replayed_rows"] > 0
 
 
-# -- what the launcher started --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "config, processes, environ, message",
-    [
-        (("none",), 2, {}, "2 processes were started, and distributed.strategy is none"),
-        (("ddp",), 1, {}, "there is one process"),
-        (("ddp", 2), 1, {}, "distributed.processes: 2, and 1 was started"),
-        (("fsdp2", 1), 1, {}, "needs a launcher"),
-        (("fsdp2",), 2, {"LOCAL_RANK": "0", "ACCELERATE_USE_FSDP": "true"}, "asks for FSDP"),
-        (("ddp",), 2, {"ACCELERATE_USE_DEEPSPEED": "true"}, "asks for DEEPSPEED"),
-        (("none",), 1, {"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed precision bf16"),
-        (("none",), 1, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "micro_batch"),
-    ],
-)
-def test_what_was_not_asked_for_is_refused(config, processes, environ, message):
-    with pytest.raises(DistributedError, match=message):
-        check_launch(DistributedConfig(*config), processes, environ)
-
-
-def test_what_was_asked_for_passes():
-    check_launch(DistributedConfig(), 1, {"ACCELERATE_MIXED_PRECISION": "no"})
-    check_launch(DistributedConfig("ddp", processes=1), 1, {})
-    check_launch(DistributedConfig("fsdp2", processes=2), 2, {"LOCAL_RANK": "1"})
+# -- what stops at once ---------------------------------------------------------------------------------------------
 
 
 def test_a_launcher_that_accelerate_does_not_see_is_refused(monkeypatch):

@@ -1,0 +1,111 @@
+"""What the launcher started against what the study asks for.
+
+Whatever accelerate would quietly do otherwise (one process where several were asked for, DDP where FSDP was, another
+precision, another device) is an error, on every rank, before anything is loaded.
+"""
+
+import os
+from typing import Any
+
+from moe_rl.training.config import DistributedConfig
+
+COMMAND = "torchrun --nproc_per_node N -m moe_rl run FILE --arm ARM"
+CPU_LAUNCH = ". On a CPU, accelerate launch starts several with --multi_gpu, and one with --cpu, whatever it is asked"
+LAUNCHED_BY = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Where launchers say how many there are: torch's, and those of MPI that accelerate reads."""
+
+
+class DistributedError(RuntimeError):
+    """Processes that are not what the configuration asks for, or that disagree; the same on every rank."""
+
+
+def launched_processes() -> int:
+    """How many processes torchrun or accelerate launch started; 1 without them."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def check_launch(config: DistributedConfig, launched: int, environ: Any, device: str = "auto") -> None:
+    """Raises DistributedError unless the processes that were started, and what accelerate's launcher says to them in
+    `environ`, are what `config` and `device` (model.device) ask for."""
+    strategy, wanted = config.strategy, config.processes
+    if wanted is not None and wanted != launched:
+        raise DistributedError(
+            f"distributed.processes: {wanted}, and {launched} {'was' if launched == 1 else 'were'} started. "
+            f"Start them with {COMMAND}{CPU_LAUNCH}"
+        )
+    if strategy == "none" and launched > 1:
+        raise DistributedError(
+            f"{launched} processes were started, and distributed.strategy is none: each would train alone and write "
+            "the same files. Choose ddp or fsdp2"
+        )
+    if strategy != "none" and launched == 1 and wanted is None:
+        raise DistributedError(
+            f"distributed.strategy: {strategy}, and there is one process. Start several with {COMMAND}, or say that "
+            f"one is meant: distributed.processes: 1{CPU_LAUNCH}"
+        )
+    if strategy == "fsdp2" and "LOCAL_RANK" not in environ:
+        raise DistributedError(f"distributed.strategy: fsdp2 needs a launcher, also for one process: {COMMAND}")
+    # accelerate's launcher for one process names a master only where it was asked for several.
+    alone = "ACCELERATE_USE_CPU" in environ and not any(name in environ for name in LAUNCHED_BY)
+    if wanted is None and alone and "MASTER_ADDR" in environ:
+        raise DistributedError(
+            "accelerate launch was asked for several processes and started one. Start several with "
+            f"{COMMAND}, or say that one is meant: distributed.processes: 1{CPU_LAUNCH}"
+        )
+    _check_accelerate(environ, device)
+
+
+def _check_accelerate(environ: Any, device: str) -> None:
+    """Nothing in accelerate's configuration may ask for what this loop would not do, or would do twice."""
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("1", "true"):
+            raise DistributedError(
+                f"accelerate's configuration asks for {name}, which this loop would not follow: how weights are "
+                "sharded is said by distributed.strategy. Launch with torchrun, or accelerate launch --multi_gpu "
+                "(distributed_type: MULTI_GPU in its configuration)"
+            )
+    if environ.get("ACCELERATE_MIXED_PRECISION", "no") not in ("no", ""):
+        raise DistributedError(
+            f"accelerate's configuration asks for mixed precision {environ['ACCELERATE_MIXED_PRECISION']}: say so by "
+            "model.dtype, or under fsdp2 by distributed.compute_dtype; mixed_precision: 'no' for accelerate"
+        )
+    if environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1") != "1":
+        raise DistributedError("accelerate's gradient accumulation is not followed: use optim.micro_batch")
+    if environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() not in ("no", ""):
+        raise DistributedError(
+            f"accelerate's configuration asks for torch.compile ({environ['ACCELERATE_DYNAMO_BACKEND']}): compiled "
+            "models are not recorded and replayed reliably. Set dynamo_backend: 'no' there"
+        )
+    if environ.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true") and device in ("cuda", "mps"):
+        raise DistributedError(
+            f"accelerate's configuration asks for the CPU, and model.device is {device}: the run would happen on the "
+            "CPU. Leave --cpu (use_cpu) out, or set model.device: cpu"
+        )
+
+
+def check_shares(config: Any, size: int) -> None:
+    """Raises DistributedError unless every batch of `config` (a RunConfig) can be shared by `size` ranks."""
+    rollout, minibatches = config.rollout, config.optim.num_minibatches
+    if rollout.prompts % (minibatches * size):
+        raise DistributedError(
+            f"rollout.prompts: {rollout.prompts} is no multiple of optim.num_minibatches x processes = {minibatches} x "
+            f"{size}, so that ranks cannot have equal shares of whole groups"
+        )
+    if config.distributed.compute_dtype and config.distributed.strategy != "fsdp2":
+        raise DistributedError(
+            "distributed.compute_dtype: only fsdp2 computes in another dtype than it stores; use model.dtype"
+        )
+    for field, count in (("eval.prompts", config.eval.prompts), ("probe.sequences", config.probe.sequences)):
+        if count < size:
+            raise DistributedError(f"{field}: {count} cannot be shared by {size} processes, one each at least")
+    if config.distributed.strategy == "fsdp2":
+        if config.model.lora is not None:
+            raise DistributedError(
+                "distributed.strategy: fsdp2 with model.lora is not supported (adapters are switched on and off in "
+                "place); ddp is"
+            )
+        if config.rollout.engine.kind != "self":
+            raise DistributedError(
+                "distributed.strategy: fsdp2 with rollout.engine.kind hf is not supported (each rank would hold a "
+                "whole copy of the sharded model); ddp is"
+            )
