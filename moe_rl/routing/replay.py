@@ -47,7 +47,9 @@ class Replay:
         packed = routes.packed.to(tap.boundary.device)
         self._holes: Holes = "rows" if routes.has_live else "none"
         packed = self._restricted(packed, tokens, slots)
-        self._packed = packed[:, :, [where[i] for i in self._sites]].permute(2, 0, 1, 3)  # [sites,B,T,K]
+        order = [where[i] for i in self._sites]
+        packed = packed if order == list(range(packed.shape[2])) else packed[:, :, order]
+        self._packed = packed.permute(2, 0, 1, 3)  # [sites,B,T,K]
         self._sentinel = torch.iinfo(packed.dtype).max
         self._tokens = routes.tokens.to(packed.device) if routes.tokens is not None and check_tokens else None
         self._seen = Collected() if shadow else None

@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from moe_rl.routing.errors import RoutingError
 
@@ -15,6 +16,7 @@ _WRAPPERS = {
 }
 
 
+@lru_cache(maxsize=1 << 16)
 def canonical_site(name: str) -> str:
     """The qualified name of a module without the parts that wrappers add.
 

@@ -47,17 +47,26 @@ def find_sites(model: nn.Module) -> list[Site]:
     Structure only: nothing runs, and a family whose routers cannot be intercepted is refused later, by `attach` or by
     the first context. Raises UnsupportedModelError for a model without registered routers.
     """
+    return sites_among(modules_of(model))
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """All modules by qualified name, the model itself under ""; UnsupportedModelError for what is no model."""
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"expected a model (an nn.Module that holds a transformers model), got {type(model).__name__}: a name "
             "has to be loaded first, with AutoModelForCausalLM.from_pretrained"
         )
-    named = dict(model.named_modules())
+    return dict(model.named_modules())
+
+
+def sites_among(named: dict[str, nn.Module]) -> list[Site]:
+    """`find_sites`, of modules that were listed already."""
     registered = tuple({cls for m in named.values() for cls in _router_classes(m)})
     found = {name for name, module in named.items() if isinstance(module, registered)} if registered else set()
     routers = {name for name in found if not any(n.startswith(name + ".") and not _twin(name, n) for n in found)}
     if not routers:
-        raise UnsupportedModelError(_why_no_router(model, named))
+        raise UnsupportedModelError(_why_no_router(named))
     attributes = {canonical_site(name).rpartition(".")[2] for name in routers}
     places = {_place(name, named) for name in routers}
     fixed = {
@@ -135,9 +144,9 @@ def _parents(name: str, named: dict[str, nn.Module]) -> Iterator[nn.Module]:
         last = here
 
 
-def _why_no_router(model: nn.Module, named: dict[str, nn.Module]) -> str:
+def _why_no_router(named: dict[str, nn.Module]) -> str:
     inner = [m for m in named.values() if isinstance(m, PreTrainedModel)]
-    what = type(inner[0] if inner else model).__name__
+    what = type(inner[0] if inner else named[""]).__name__
     if not inner:
         return f"{what} holds no transformers model: routing sites are found through PreTrainedModel"
     import transformers

@@ -33,7 +33,7 @@ from moe_rl.routing.replay import Replay
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Probe
 from moe_rl.routing.selfcheck import examine
-from moe_rl.routing.sites import boundary_of, find_sites
+from moe_rl.routing.sites import boundary_of, modules_of, sites_among
 
 # What is known about models that are alive; neither keeps a model alive.
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tap]]" = weakref.WeakKeyDictionary()
@@ -42,7 +42,8 @@ _PROBES: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Probe]]]" = weakr
 
 def _acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     """The tap of a model, checked, and the names of its sites as seen from `model`."""
-    sites = find_sites(model)
+    named = modules_of(model)
+    sites = sites_among(named)
     boundary = boundary_of(model, sites)
     modules = [m for site in sites for m in site.modules]
     known = _TAPS.get(boundary)
@@ -51,7 +52,7 @@ def _acquire(model: nn.Module) -> tuple[Tap, list[str]]:
         tap = Tap(model, sites, boundary)
         _TAPS[boundary] = weakref.ref(tap)
     if not tap.users:
-        _refuse_compiled(model)
+        _refuse_compiled(named)
         tap.root = model
         kernels = getattr(boundary.config, "_experts_implementation", None)
         signature = [(type(m), getattr(m, "top_k", None), kernels) for m in modules]
@@ -77,8 +78,8 @@ def _listening(tap: Tap, listener: Listener) -> Iterator[None]:
             tap.unhook()
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+def _refuse_compiled(named: dict[str, nn.Module]) -> None:
+    for name, module in named.items():
         own = vars(module)
         if "_orig_mod" in own["_modules"] or own.get("_compiled_call_impl") or "_compiled_call" in own:
             raise RoutingError(
