@@ -26,7 +26,7 @@ from moe_rl.study.figures import (
     tail_fraction,
     variance_by_flips,
 )
-from moe_rl.study.figures.ratios import predictor_flips
+from moe_rl.study.figures.flips import predictor_flips
 from moe_rl.study.figures.routing import binomial_of, short_sites
 from moe_rl.study.figures.style import LOOKS, arm_looks, conditions
 

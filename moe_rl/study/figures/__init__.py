@@ -13,12 +13,12 @@ from moe_rl.study.figures.decomposition import decomposition, decomposition_by_s
 from moe_rl.study.figures.divergence import change_by_position, divergence
 from moe_rl.study.figures.dose import dose_response, minibatches
 from moe_rl.study.figures.engines import engine_mismatch
+from moe_rl.study.figures.flips import variance_by_flips
 from moe_rl.study.figures.ratios import (
     log_ratio_bands,
     probability_scatter,
     ratio_variance,
     tail_fraction,
-    variance_by_flips,
 )
 from moe_rl.study.figures.routing import expert_change, expert_change_by_site, flips_per_token
 from moe_rl.study.figures.style import LOOKS, NothingToDraw, StudyFigure, look_of, save_figure

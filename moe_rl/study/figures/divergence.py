@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.data import StudyData
+from moe_rl.study.figures.floor import draw_along
 from moe_rl.study.figures.routing import PROBE
 from moe_rl.study.figures.style import (
     NothingToDraw,
@@ -24,10 +25,15 @@ from moe_rl.study.figures.style import (
     summarise,
 )
 from moe_rl.study.figures.training import collapse_note, mark_collapse
+from moe_rl.study.floors import MISSING, floor_by_position
 from moe_rl.study.summary import last_updates
 
 BINS = 40
 FEWEST_TOKENS = 30
+FLOOR = (
+    "Dashed: noise floor at the same positions, equal weights before the first update, in the runs' own arithmetic and "
+    "in a bf16 copy. "
+)
 
 
 @styled
@@ -94,13 +100,17 @@ def change_by_position(data: StudyData) -> StudyFigure:
         raise NothingToDraw(f"change_by_position: no position has {FEWEST_TOKENS} stored tokens")
     shown = conditions(data)
     figure, axes = panels(1, len(shown), 2.7, sharex=True, sharey=True)
-    parts = []
+    floor = floor_by_position(data, width, FEWEST_TOKENS)
+    parts = [
+        pd.DataFrame({"condition": f"floor, {name}", "position": floor.index, "mean": floor[name]}) for name in floor
+    ]
     for ax, condition in zip(axes[0], shown, strict=True):
         for arm, (look, label) in arm_looks(data, condition.arms).items():
             table = seed_table(rows[rows["arm"] == arm], "position", "rate")
             if not table.empty:
                 draw_seeds(ax, 100 * table, look, label)
                 parts.append(summarise(table, condition=condition.name, arm=arm))
+        draw_along(ax, 100 * floor)
         ax.set_title(condition.title(len(shown) - 1))
         step_axis(ax, "position in the response")
     axes[0, 0].set_ylabel("sites changed, %")
@@ -111,6 +121,7 @@ def change_by_position(data: StudyData) -> StudyFigure:
         f"{PROBE} (the last of a step), stored steps. Share of routing sites whose set of experts changed at the "
         f"token of this position (0: the first of the response); {bins}positions with fewer than {FEWEST_TOKENS} "
         "tokens are left out. Responses of different length mix at late positions. "
+        f"{FLOOR if len(floor) else MISSING.format('by position')}"
         f"{lines_note(data)}{noise_note(data)} {seeds_note(data)}"
     )
     return StudyFigure("change_by_position", "Expert change by token position.", caption, figure, pd.concat(parts))

@@ -4,6 +4,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from moe_rl.study.data import StudyData
+from moe_rl.study.figures.floor import draw_across, floor_note
 from moe_rl.study.figures.style import (
     NOISE_NOTE,
     Look,
@@ -19,7 +20,7 @@ from moe_rl.study.figures.style import (
     styled,
 )
 from moe_rl.study.statistics import FINAL_STEPS, bootstrap_interval, final_value
-from moe_rl.study.summary import in_run_variance
+from moe_rl.study.summary import in_run_variance, noise_floor
 
 
 @styled
@@ -33,7 +34,11 @@ def dose_response(data: StudyData) -> StudyFigure:
     if not (spans > 1).any():
         raise NothingToDraw("dose_response: no method of this study has arms with different selection noise")
     figure, axes = panels(1, 2, 2.9, sharex=True)
-    parts = []
+    floor = noise_floor(data)
+    parts = [
+        pd.DataFrame([{"quantity": "floor", "method": name, "dose": 100 * rate}])
+        for name, rate in floor["slot"].items()
+    ]
     for method, rows in seeds.groupby("method", sort=False):
         label = _method_label(data, str(method))
         for ax, y in zip(axes[0], ("final", "variance"), strict=True):
@@ -46,6 +51,7 @@ def dose_response(data: StudyData) -> StudyFigure:
     for ax in axes[0]:
         ax.set_xlabel("slots routed otherwise in the update forward, %")
         ax.set_xlim(left=-0.02 * ax.get_xlim()[1])
+        draw_across(ax, 100 * floor["slot"], vertical=True)
     axes[0, 0].set_ylabel("final reward")
     axes[0, 0].set_ylim(0, 1.08 * float(seeds["final"].max()) or None)
     log_y(axes[0, 1])
@@ -57,7 +63,7 @@ def dose_response(data: StudyData) -> StudyFigure:
         "ignores noise, so that a replay run without noise stands for every dose: dotted). Left: mean of the last "
         f"{FINAL_STEPS} steps. Right: variance of the token log-ratio over training minibatches, mean of the updates "
         "from the second on of each step, log axis. Large markers: mean over seeds with its interval; small: seeds. "
-        f"{NOISE_NOTE} {seeds_note(data)}"
+        f"{floor_note(floor)}{NOISE_NOTE} {seeds_note(data)}"
     )
     return StudyFigure("dose_response", "Dose-response to routing change.", caption, figure, pd.concat(parts))
 

@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from moe_rl.study.data import StudyData
+from moe_rl.study.figures.floor import draw_across, gap_note
 from moe_rl.study.figures.style import (
     GREY,
     StudyFigure,
@@ -15,6 +16,7 @@ from moe_rl.study.figures.style import (
     seeds_note,
     styled,
 )
+from moe_rl.study.floors import floor_variance
 
 LEVELS = {"var_token": "o", "var_sequence": "^"}
 PAIRS = {"engines": "live", "engines_replayed": "R3"}
@@ -44,6 +46,8 @@ def engine_mismatch(data: StudyData) -> StudyFigure:
             right.plot(100 * clipped, [y + 0.18] * len(clipped), "o", color=colour, ms=2.2, alpha=0.6)
             right.plot([100 * np.nanmean(clipped)], [y], "o", color=colour, ms=5)
     left.set_xscale("log")
+    floor = floor_variance(data)
+    draw_across(left, floor["var_token"] if len(floor) else pd.Series(dtype=float), vertical=True)
     left.set_yticks(range(len(arms)), [str(data.arms["label"][arm]) for arm in arms])
     left.set_ylim(len(arms) - 0.4, -0.6)
     left.set_xlabel("variance of log(π_old / μ), nats²")
@@ -57,7 +61,8 @@ def engine_mismatch(data: StudyData) -> StudyFigure:
         "is anchored on μ, a spread to its right is clipped for the engine's sake alone. Right: tokens that the clip "
         "takes out of the first update of a step, when the policy has not moved; 0 by construction for the anchor "
         "π_old. Large: mean over seeds of the mean over steps; small: seeds. Engines of rounded routers are an "
-        f"emulation. {seeds_note(data, interval=False)}"
+        f"emulation. {gap_note(floor, {'var_token': 'by token', 'var_sequence': 'by sequence'})}"
+        f"{seeds_note(data, interval=False)}"
     )
     title = "Engine mismatch by level of the ratio."
     return StudyFigure("engine_mismatch", title, caption, figure, table)

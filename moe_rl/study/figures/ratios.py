@@ -1,4 +1,4 @@
-"""Figures of importance ratios: their variance by level and routing, tails, quantiles, and flips."""
+"""Figures of importance ratios: their variance by level and routing, tails and quantiles."""
 
 import numpy as np
 import pandas as pd
@@ -40,7 +40,6 @@ PAIR = (
 )
 TAUS = np.round(np.geomspace(1.01, 10, 60), 6)
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-FEWEST_TOKENS = 30
 
 
 @styled
@@ -101,7 +100,7 @@ def ratio_variance(data: StudyData) -> StudyFigure:
 @styled
 def log_ratio_bands(data: StudyData) -> StudyFigure:
     """Quantiles of the token log-ratio against the step, natural filled, replayed outlined."""
-    tokens = _tokens(data, "log_ratio_bands")
+    tokens = token_ratios(data, "log_ratio_bands")
     tokens = last_updates(tokens)
     arms = _drawn_arms(data, tokens)
     figure, axes = arm_panels(len(arms), 1, 2.0)
@@ -138,7 +137,7 @@ def log_ratio_bands(data: StudyData) -> StudyFigure:
 @styled
 def probability_scatter(data: StudyData) -> StudyFigure:
     """Old against new token probability as a density, natural above, replayed below."""
-    tokens = _tokens(data, "probability_scatter")
+    tokens = token_ratios(data, "probability_scatter")
     tokens = last_updates(tokens)
     arms = _drawn_arms(data, tokens)
     figure, axes = arm_panels(len(arms), 2, 0.2 + 5.1 / min(5, max(len(arms), 3)))
@@ -182,60 +181,9 @@ def probability_scatter(data: StudyData) -> StudyFigure:
 
 
 @styled
-def variance_by_flips(data: StudyData) -> StudyFigure:
-    """Variance of the token log-ratio by how many sites changed on that token."""
-    tokens = predictor_flips(need(_tokens(data, "variance_by_flips"), ["flips", "pos"], "variance_by_flips"))
-    rows = tokens.groupby(["arm", "flips"], observed=True).agg(
-        tokens=("natural", "size"), natural=("natural", "var"), replayed=("replayed", "var")
-    )
-    rows = rows.reset_index()
-    rows["drawn"] = rows["tokens"] >= FEWEST_TOKENS
-    shown = conditions(data)
-    figure, axes = panels(1, len(shown), 2.7, sharey=True, sharex=True)
-    for ax, condition in zip(axes[0], shown, strict=True):
-        for arm, (look, label) in arm_looks(data, condition.arms).items():
-            part = rows[(rows["arm"] == arm) & rows["drawn"]]
-            ax.plot(
-                part["flips"],
-                part["natural"],
-                color=look.colour,
-                ls=look.dash,
-                marker=look.marker,
-                label=label,
-            )
-            ax.plot(
-                part["flips"],
-                part["replayed"],
-                color=look.colour,
-                ls=(0, (1, 1.5)),
-                lw=1,
-                marker=look.marker,
-                mfc="white",
-            )
-        ax.set(title=condition.title(len(shown) - 1), xlabel="sites changed where the token is predicted", yscale="log")
-        flips = rows.loc[rows["drawn"], "flips"]
-        ax.set_xticks(range(0, int(flips.max()) + 1, max(1, int(flips.max()) // 8)))
-    log_y(axes[0, 0])
-    axes[0, 0].set_ylabel("variance of log r, nats²")
-    outlined = Line2D(
-        [], [], color=GREY, ls=(0, (1, 1.5)), marker="o", mfc="white", lw=1, label="replayed, same weights"
-    )
-    legend_above(figure, axes, [outlined])
-    caption = (
-        f"{PAIR}. Variance over the stored response tokens (all steps, updates, seeds) by the number of routing "
-        "sites that changed at the position that predicts the token (so the first token of a response is left out); "
-        f"bins of fewer than {FEWEST_TOKENS} tokens are left out. Tokens that flip also drift more: the rise of the "
-        "filled line is a correlation, and only its distance to the open markers, where the same tokens are "
-        f"replayed, is due to routing.{noise_note(data)} {seeds_note(data, interval=False)}"
-    )
-    title = "Ratio variance against flips per token."
-    return StudyFigure("variance_by_flips", title, caption, figure, rows)
-
-
-@styled
 def tail_fraction(data: StudyData) -> StudyFigure:
     """F(τ): share of tokens whose ratio or its inverse exceeds τ, log-log."""
-    tokens = _tokens(data, "tail_fraction")
+    tokens = token_ratios(data, "tail_fraction")
     tokens = last_updates(tokens)
     shown = conditions(data)
     figure, axes = panels(1, len(shown), 2.8, sharey=True, sharex=True)
@@ -282,19 +230,8 @@ def tail_fraction(data: StudyData) -> StudyFigure:
     return StudyFigure("tail_fraction", "Tail of the ratio, F(τ).", caption, figure, frame)
 
 
-def predictor_flips(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Tokens with the flips of the position that predicts them, one to the left of their own.
-
-    A router's choice at position t shapes the prediction of token t + 1, so its flips belong to that token's
-    log-ratio. The first response token is predicted at the prompt, which the table does not hold: left out.
-    """
-    runs = ["arm", "seed", "step", "update", "seq"]
-    ordered = tokens.sort_values([*runs, "pos"])
-    before = ordered.groupby(runs, observed=True)["flips"].shift(1)
-    return ordered.assign(flips=before).dropna(subset=["flips"]).astype({"flips": int})
-
-
-def _tokens(data: StudyData, figure: str) -> pd.DataFrame:
+def token_ratios(data: StudyData, figure: str) -> pd.DataFrame:
+    """The stored tokens with their log-ratios `natural` and `replayed`, nats; NothingToDraw where there are none."""
     rows = need(data.tokens, ["old_logp", "logp_natural", "logp_replayed", "update"], figure)
     return rows.assign(
         natural=rows["logp_natural"] - rows["old_logp"], replayed=rows["logp_replayed"] - rows["old_logp"]
@@ -306,4 +243,4 @@ def _drawn_arms(data: StudyData, rows: pd.DataFrame) -> list[str]:
     return [arm for arm in panel_arms(data) if arm in present]
 
 
-__all__ = ["log_ratio_bands", "probability_scatter", "ratio_variance", "tail_fraction", "variance_by_flips"]
+__all__ = ["log_ratio_bands", "probability_scatter", "ratio_variance", "tail_fraction", "token_ratios"]

@@ -1,12 +1,12 @@
 """Figures of routing change: how much of the selection moves, where, and how it clusters on tokens."""
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from moe_rl.study.data import StudyData
+from moe_rl.study.figures.floor import FLOOR_LINES, draw_columns, draw_levels, floor_note
 from moe_rl.study.figures.style import (
     GREY,
     StudyFigure,
@@ -29,6 +29,7 @@ from moe_rl.study.figures.style import (
     styled,
     summarise,
 )
+from moe_rl.study.floors import MISSING, floor_by_site, floor_histogram
 from moe_rl.study.summary import last_updates, noise_floor
 
 GSPO_CHANGE = 0.10
@@ -43,12 +44,6 @@ DEFINITIONS = {
     "site": ("sites_changed", "sites", "site: (token, router) pairs whose set differs"),
     "token": ("tokens_changed", "tokens", "token: tokens with any site changed"),
 }
-
-FLOOR_LINES: dict[str, dict[str, Any]] = {
-    "own": {"color": "#1a1a1a", "lw": 1.0, "ls": (0, (4, 2)), "label": "equal weights: own arithmetic", "zorder": 1},
-    "bf16": {"color": GREY, "lw": 1.0, "ls": (0, (4, 2)), "label": "equal weights: bf16 copy", "zorder": 1},
-}
-"""The noise floor's two lines."""
 
 
 @styled
@@ -100,45 +95,58 @@ def expert_change_by_site(data: StudyData) -> StudyFigure:
     long = long.explode(["site", "site_slots_changed", "site_slots"])
     pooled = long.groupby(["arm", "site", "update"], as_index=False)[["site_slots_changed", "site_slots"]].sum()
     pooled["rate"] = pooled["site_slots_changed"].astype(float) / pooled["site_slots"].astype(float)
+    floor = floor_by_site(data, names)
     arms = [arm for arm in panel_arms(data) if (pooled["arm"] == arm).any()]
     lines = -(-len(arms) // 5)
     columns = -(-len(arms) // lines)
     height = 0.7 + lines * float(np.clip(0.28 * len(names) + 0.45, 1.2, 5 / lines))
-    figure, axes = panels(lines, columns, height, sharex=True, sharey=True)
-    top = 100 * float(pooled["rate"].max()) or 1.0
-    for ax in axes.flat[len(arms) :]:
+    # the floor's panel has cells of the size of the others, within reason
+    beside = [float(np.clip(len(floor.columns) / pooled["update"].nunique(), 0.25, 0.6))] if len(floor) else []
+    figure, axes = panels(lines, columns + len(beside), height, sharey=True, width_ratios=[1.0] * columns + beside)
+    top = 100 * max(pooled["rate"].max(), floor.max(axis=None) if len(floor) else 0.0) or 1.0
+    image = {"cmap": "Blues", "vmin": 0, "vmax": top}
+    for ax in (*axes[:, :columns].flat[len(arms) :], *(axes[1:, -1] if beside else ())):
         ax.axis("off")
-    for ax, arm in zip(axes.flat, arms, strict=False):
+    for ax, arm in zip(axes[:, :columns].flat, arms, strict=False):
         grid = 100 * pooled[pooled["arm"] == arm].pivot(index="site", columns="update", values="rate")
-        values = grid.to_numpy(dtype=float)
-        image = ax.imshow(values, aspect="auto", cmap="Blues", vmin=0, vmax=top, interpolation="nearest")
-        if values.size <= 48:
-            for (i, j), value in np.ndenumerate(values):
-                ink = "white" if value > 0.6 * top else "#1a1a1a"
-                ax.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=ink)
+        drawn = ax.imshow(grid.to_numpy(dtype=float), aspect="auto", interpolation="nearest", **image)
+        _write_cells(ax, grid.to_numpy(dtype=float), top)
         ax.set_title(arm_title(data, arm), fontsize=7.5)
         ax.set_xticks(range(len(grid.columns)), [str(u) for u in grid.columns])
         ax.grid(False)
         ax.spines[:].set_visible(False)
         ax.tick_params(length=0)
+    if beside:
+        ax = axes[0, -1]
+        _write_cells(ax, draw_columns(ax, 100 * floor, **image), top)
+        ax.set_title("Noise floor:\nequal weights", fontsize=7.5)
     short, common = short_sites(names)
     step = max(1, len(names) // 12)
     for ax in axes[:, 0]:
         ax.set_yticks(range(0, len(names), step), short[::step])
         ax.set_ylabel("routing site")
-    for ax in axes[-1]:
-        ax.set_xlabel("update")
-    figure.colorbar(image, ax=axes, shrink=0.9, aspect=18, pad=0.02, label="slots changed, %").outline.set_visible(
-        False
-    )
+    for i in range(len(arms)):
+        axes[i // columns, i % columns].set_xlabel("update" if i + columns >= len(arms) else "")
+    bar = figure.colorbar(drawn, ax=axes, shrink=0.9, aspect=18, pad=0.02, label="slots changed, %")
+    bar.outline.set_visible(False)
     pooled["site_name"] = [names[i] for i in pooled["site"]]
+    parts = [
+        pd.DataFrame({"arm": f"floor, {name}", "site": floor.index, "rate": floor[name]}).assign(
+            site_name=[names[int(i)] for i in floor.index]
+        )
+        for name in floor
+    ]
+    beside_note = (
+        "Dashed: noise floor, what the same routers change with equal weights before the first update, in their own "
+        "arithmetic (the largest of repeated, other batch shapes, other experts implementation) and in a bf16 copy. "
+    )
     caption = (
         f"{PROBE}. Slots replaced, in %, by routing site ({common}, shallow to deep from the top) and by "
-        f"update index, pooled over all steps and seeds.{panels_note(data)} "
-        f"{seeds_note(data, interval=False)}"
+        f"update index, pooled over all steps and seeds. {beside_note if len(floor) else MISSING.format('by site')}"
+        f"{panels_note(data).lstrip()} {seeds_note(data, interval=False)}"
     )
     title = "Expert change by routing site and update."
-    return StudyFigure("expert_change_by_site", title, caption, figure, pooled)
+    return StudyFigure("expert_change_by_site", title, caption, figure, pd.concat([pooled, *parts]))
 
 
 @styled
@@ -148,7 +156,12 @@ def flips_per_token(data: StudyData) -> StudyFigure:
     rows = last_updates(rows)
     arms = [arm for arm in panel_arms(data) if (rows["arm"] == arm).any()]
     figure, axes = arm_panels(len(arms), 2, 1.65)
-    parts = []
+    floors = {name: floor_histogram(data, name) for name in ("flips_histogram", "deviation_histogram")}
+    parts = [
+        pd.DataFrame({"histogram": name, "arm": f"floor, {variant}", "value": table.index, "share": table[variant]})
+        for name, table in floors.items()
+        for variant in table
+    ]
     for column, arm in zip(axes.T, arms, strict=True):
         of_arm = rows[rows["arm"] == arm]
         look = look_of(str(data.arms["method"][arm]))
@@ -159,6 +172,7 @@ def flips_per_token(data: StudyData) -> StudyFigure:
             observed = counts / counts.sum()
             ax.bar(x, observed, color=look.colour, width=0.72)
             ax.plot(x, expected, "o--", color="#1a1a1a", mfc="white", lw=0.9, ms=3.5, label="if independent")
+            draw_levels(ax, floors[name][floors[name].index > 0])
             parts.append(
                 pd.DataFrame({"histogram": name, "arm": arm, "value": x, "count": counts, "share": observed,
                               "binomial": expected})
@@ -176,32 +190,26 @@ def flips_per_token(data: StudyData) -> StudyFigure:
             ax.set_ylim(float(seen.min()) / 3, 1.5)
             log_y(ax)
         share_axes(row, below, beside)
-    legend_above(figure, axes[:1], [Patch(color=GREY, label="observed")])
+    legend_above(figure, axes, [Patch(color=GREY, label="observed")])
+    floor = floor_note(noise_floor(data), "Dashes: noise floor" if len(floors["flips_histogram"]) else "Noise floor")
     caption = (
         f"{PROBE}, last update of each step, pooled over steps and seeds; log axis. Top: routing sites that "
         "changed on one token; bottom: slots replaced at one site. Circles: the binomial with the same "
         "mean, which independent flips would follow. “variance ×”: variance of flips per token over that "
-        f"of the binomial, mean over probes; above 1, flips cluster on tokens.{panels_note(data)} "
-        f"{seeds_note(data, interval=False)}"
+        "of the binomial, mean over probes; above 1, flips cluster on tokens. "
+        f"{floor or MISSING.format('of flips')}{panels_note(data).lstrip()} {seeds_note(data, interval=False)}"
     )
     title = "Flips per token and slots per site."
     return StudyFigure("flips_per_token", title, caption, figure, frame)
 
 
-def floor_note(floor: pd.DataFrame) -> str:
-    """The numbers of the noise floor, for a caption; empty where it was not measured."""
-    if floor.empty:
-        return ""
-    words = {
-        "own": "own arithmetic (repeated, other batch shapes, other experts implementation)",
-        "bf16": "a bf16 copy",
-    }
-    values = [
-        f"{words[str(variant)]} {100 * row['slot']:.2g} % of slots, {100 * row['site']:.2g} % of sites, "
-        f"{100 * row['token']:.2g} % of tokens"
-        for variant, row in floor.iterrows()
-    ]
-    return f"Dashed: noise floor, equal weights and tokens before the first update: {'; '.join(values)}. "
+def _write_cells(ax: Axes, values: np.ndarray, top: float) -> None:
+    """The numbers, where cells are large enough to hold them."""
+    if values.size <= 48:
+        for (i, j), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                ink = "white" if value > 0.6 * top else "#1a1a1a"
+                ax.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=ink)
 
 
 def _draw_reference(column: np.ndarray) -> None:

@@ -1,0 +1,97 @@
+"""The noise floor where a change rate is drawn finer than one number: by site, by position, as histograms.
+
+As in `summary.noise_floor`, `own` is the largest of what a run meets in its own arithmetic, `bf16` what a copy of that
+precision adds; both pooled over the runs that recorded it. Runs of versions that recorded totals only have none: the
+tables are empty, and `MISSING` says so in a caption.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.summary import OWN_ARITHMETIC
+
+FLOORS = {"own": OWN_ARITHMETIC, "bf16": ("bf16",)}
+"""Name of a floor -> the variants of which it is the largest."""
+MISSING = "Noise floor {}: not recorded. "
+
+
+def floor_by_site(data: StudyData, sites: Sequence[str]) -> pd.DataFrame:
+    """Slot change with equal weights: index the place of a routing site in `sites`, one column per floor (fraction)."""
+    rows = _recorded(data, ["site_names", "site_slots_changed", "site_slots"])
+    rows = rows[rows["site_names"].map(list).map(list(sites).__eq__).astype(bool)]
+    return _rates(rows, "site_slots_changed", "site_slots").rename_axis("site")
+
+
+def floor_by_position(data: StudyData, width: int = 1, fewest: int = 1) -> pd.DataFrame:
+    """Site change with equal weights: index position in the response (the middle of a bin of `width`), one column per
+    floor (fraction). Bins of fewer than `fewest` tokens are left out."""
+    rows = _recorded(data, ["site_names", "position_sites_changed", "position_sites"])
+    sites = max(map(len, rows["site_names"]), default=0)
+    table = _rates(rows, "position_sites_changed", "position_sites", width, fewest * sites)
+    table.index = table.index * width + (width - 1) / 2
+    return table.rename_axis("position")
+
+
+def floor_histogram(data: StudyData, name: str) -> pd.DataFrame:
+    """`flips_histogram` (share of tokens) or `deviation_histogram` (share of sites) with equal weights: index the
+    number that changed, one column per floor. Of the own variants, the one that changes most."""
+    rows = _recorded(data, [name])
+    rows = rows[rows[name].map(len) == rows[name].map(len).max()] if len(rows) else rows
+    found = {}
+    for floor, variants in FLOORS.items():
+        sums = [np.sum(part[name].tolist(), axis=0) for _, part in _variants(rows, variants)]
+        if sums:
+            counts = max(sums, key=lambda counts: float(np.average(np.arange(len(counts)), weights=counts)))
+            found[floor] = counts / counts.sum()
+    return pd.DataFrame(found).rename_axis("value")
+
+
+def floor_variance(data: StudyData) -> pd.DataFrame:
+    """Variance of the log-ratio with equal weights, nats², mean over runs: one row per floor, columns `var_token` and,
+    where it was recorded, `var_sequence`."""
+    columns = [name for name in ("var_token", "var_sequence") if name in data.floors]
+    rows = _recorded(data, columns)
+    found = {
+        floor: pd.DataFrame([part[columns].mean() for _, part in _variants(rows, variants)]).max()
+        for floor, variants in FLOORS.items()
+        if _variants(rows, variants)
+    }
+    return pd.DataFrame(found, dtype=float).T
+
+
+def _recorded(data: StudyData, columns: list[str]) -> pd.DataFrame:
+    if data.floors.empty or not {"variant", *columns} <= set(data.floors.columns):
+        return pd.DataFrame(columns=["variant", *columns])
+    return data.floors.dropna(subset=columns)
+
+
+def _variants(rows: pd.DataFrame, variants: Sequence[str]) -> list[tuple[str, pd.DataFrame]]:
+    return [(v, part) for v in variants if len(part := rows[rows["variant"] == v])]
+
+
+def _rates(rows: pd.DataFrame, changed: str, total: str, width: int = 1, fewest: int = 1) -> pd.DataFrame:
+    """Sums of lists over runs, in bins of `width` entries, changed over total; the largest variant of each floor."""
+    found = {}
+    for floor, variants in FLOORS.items():
+        rates = []
+        for _, part in _variants(rows, variants):
+            of = _binned(part[total].tolist(), width)
+            with np.errstate(invalid="ignore"):
+                rates.append(np.where(of >= max(1, fewest), _binned(part[changed].tolist(), width) / of, np.nan))
+        if rates:
+            longest = max(map(len, rates))
+            filled = [np.pad(rate, (0, longest - len(rate)), constant_values=np.nan) for rate in rates]
+            found[floor] = pd.Series(np.fmax.reduce(filled))
+    return pd.DataFrame(found, dtype=float).dropna(how="all")
+
+
+def _binned(lists: list[list[int]], width: int) -> np.ndarray:
+    """Lists of any length, added entry by entry, then in groups of `width`."""
+    length = -(-max(map(len, lists)) // width) * width
+    return np.sum([np.pad(np.asarray(x, float), (0, length - len(x))) for x in lists], axis=0).reshape(-1, width).sum(1)
+
+
+__all__ = ["FLOORS", "MISSING", "floor_by_position", "floor_by_site", "floor_histogram", "floor_variance"]
