@@ -1,5 +1,6 @@
 """Who samples in a run: the engine of `rollout.engine`, kept at the policy's weights; what replay R3 needs of it."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +30,12 @@ class Rollouts:
         self.records = config.engine.kind != "self" or trainer.config.method.replay == "R3"
         model = trainer.accelerator.unwrap_model(trainer.model)
         device = trainer.accelerator.device
-        self.engine = make_engine(config.engine, model, trainer.tokenizer, config.max_batch, device)
+        build = partial(make_engine, config.engine, model, trainer.tokenizer, config.max_batch, device)
+        self.engine = build()
         self.guard: SyncGuard | None = None
         if config.engine.kind != "self":
             probe = sync_probe(self.engine, trainer.task, trainer.budget, config.temperature)
-            self.guard = SyncGuard(self.engine, model, config.engine, probe, config.temperature)
+            self.guard = SyncGuard(self.engine, model, config.engine, probe, config.temperature, build)
 
     def sample(self, problems: list[Any], generator: torch.Generator) -> Rollout:
         """Responses of the current policy, G per problem. The engine is synced first if the policy has moved.

@@ -314,6 +314,14 @@ def test_an_engine_that_stops_listening_stops_the_run(trainer_of, tmp_path, monk
     assert {r["step"] for r in rows(tmp_path, "update")} == {0}, "nothing was trained on its samples"
 
 
+def test_a_gap_that_an_engine_built_anew_has_too_is_arithmetic_and_no_wrong_sync(trainer_of, tmp_path):
+    trainer = trainer_of(changed({"kind": "hf", "dtype": "bfloat16"}, steps=2), tmp_path)
+    trainer.rollouts.guard.tolerance = 0.0  # as if routers that flip at ties had opened the gap since start-up
+    trainer.run()
+    assert trainer.rollouts.guard.gap > 0
+    assert {r["step"] for r in rows(tmp_path, "update")} == {0, 1}
+
+
 def test_an_engine_loaded_with_other_weights_is_refused(trainer_of, tmp_path, monkeypatch):
     def other(model, tokenizer, config):
         engine = HuggingFaceEngine(model, tokenizer, config)
