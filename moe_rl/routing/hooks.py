@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
@@ -39,18 +40,10 @@ def _inert(*_: Any) -> None:
 
 
 @no_type_check
-class _Hook:
+class _Hook(partial):
     """A hook that is not in a deep copy of its model, and does nothing in a pickle of it."""
 
-    def __init__(self, act: Callable[..., None], module: nn.Module, index: int | None = None) -> None:
-        self.act, self.module, self.index = act, module, index
-
-    def __call__(self, module: nn.Module, args: Any, more: Any) -> None:
-        """As a pre-hook, `more` is the keyword arguments; as a forward hook, the output."""
-        if self.index is None:
-            self.act(module, args, more)
-        else:
-            self.act(self.index, module, args, more)
+    module: nn.Module
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Callable[..., None]:
         twin = memo.get(id(self.module))  # its hooks are still to come: swept when the whole copy is made
@@ -148,11 +141,11 @@ class Tap:
                 self._add(module, self.before_site, self.after_site, index)
         self.wrap_checkpoints()
 
-    def _add(
-        self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], index: int | None = None
-    ) -> None:
-        self._handles.append(module.register_forward_pre_hook(_Hook(before, module, index), with_kwargs=True))
-        self._handles.append(module.register_forward_hook(_Hook(after, module, index), always_call=True))
+    def _add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], *first: int) -> None:
+        enter, leave = _Hook(before, *first), _Hook(after, *first)
+        enter.module = leave.module = module
+        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def unhook(self) -> None:
         for handle in self._handles:
