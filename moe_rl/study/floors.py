@@ -62,6 +62,18 @@ def floor_variance(data: StudyData) -> pd.DataFrame:
     return pd.DataFrame(found, dtype=float).T
 
 
+def floor_rates(table: pd.DataFrame, key: str, changed: str, of: str) -> pd.DataFrame:
+    """Rates of a table that has a row per `variant` and `key`: index `key`, one column per floor, NaN without a
+    denominator."""
+    found = {}
+    for floor, variants in FLOORS.items():
+        rows = table[table["variant"].isin(variants)]
+        if len(rows):
+            rates = rows[changed] / rows[of].where(rows[of] > 0)
+            found[floor] = rates.groupby(rows[key], sort=False).max()
+    return pd.DataFrame(found, dtype=float)
+
+
 def _recorded(data: StudyData, columns: list[str]) -> pd.DataFrame:
     if data.floors.empty or not {"variant", *columns} <= set(data.floors.columns):
         return pd.DataFrame(columns=["variant", *columns])
@@ -94,4 +106,12 @@ def _binned(lists: list[list[int]], width: int) -> np.ndarray:
     return np.sum([np.pad(np.asarray(x, float), (0, length - len(x))) for x in lists], axis=0).reshape(-1, width).sum(1)
 
 
-__all__ = ["FLOORS", "MISSING", "floor_by_position", "floor_by_site", "floor_histogram", "floor_variance"]
+__all__ = [
+    "FLOORS",
+    "MISSING",
+    "floor_by_position",
+    "floor_by_site",
+    "floor_histogram",
+    "floor_rates",
+    "floor_variance",
+]

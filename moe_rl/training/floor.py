@@ -17,21 +17,23 @@ rate has its floor; and by position in the response.
 """
 
 import copy
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from moe_rl.rollout.sampler import hf_model
-from moe_rl.routing import RoutedExperts, change_counts, record_routes
+from moe_rl.routing import RoutedExperts, UnsupportedModelError, change_counts, record_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.facts import change_facts, logp_gap, position_facts
 
 if TYPE_CHECKING:
     from moe_rl.training.trainer import Trainer
 
+T = TypeVar("T")
 PIECES = 4
 OTHER = {"grouped_mm": "eager", "eager": "grouped_mm", "batched_mm": "eager"}
 """What an experts implementation is compared with; all others are compared with eager."""
@@ -44,18 +46,30 @@ def log_floor(trainer: "Trainer", part: Batch) -> None:
     model.eval()
     base = _score(trainer, model, [part])
 
-    def row(variant: str, detail: str, found: tuple[Tensor, RoutedExperts]) -> None:
-        trainer.log.append("floor", trainer.step, variant=variant, detail=detail, **compare(part, base, found))
+    def row(variant: str, detail: str, found: tuple[Tensor, RoutedExperts] | None) -> None:
+        if found is not None:
+            trainer.log.append("floor", trainer.step, variant=variant, detail=detail, **compare(part, base, found))
 
     row("repeat", "same forward", _score(trainer, model, [part]))
     pieces = [part.rows(rows) for rows in torch.arange(len(part)).chunk(PIECES)]
     row("batch", f"{len(part)} sequences at once and in pieces of {len(pieces[0])}", _score(trainer, model, pieces))
     with other_experts(model) as names:
         if names:
-            row("experts", f"{names[0]} and {names[1]}", _score(trainer, model, [part]))
+            row("experts", f"{names[0]} and {names[1]}", attempt("experts", lambda: _score(trainer, model, [part])))
     dtype = next(model.parameters()).dtype
     if dtype != torch.bfloat16 and trainer.accelerator.num_processes == 1:  # a sharded model cannot be copied
-        row("bf16", f"{str(dtype).removeprefix('torch.')} and bfloat16", _score(trainer, rounded_copy(model), [part]))
+        rounded = attempt("bf16", lambda: _score(trainer, rounded_copy(model), [part]))
+        row("bf16", f"{str(dtype).removeprefix('torch.')} and bfloat16", rounded)
+
+
+def attempt(variant: str, score: Callable[[], T]) -> T | None:
+    """What `score` gives, or None with a warning where kernels or memory do not allow it: grouped_mm wants strides of
+    16 bytes, for one, and a floor that cannot be measured is no reason to end a run."""
+    try:
+        return score()
+    except (RuntimeError, UnsupportedModelError) as error:
+        warnings.warn(f"noise floor: {variant} is left out, it cannot be run here: {error}", stacklevel=2)
+        return None
 
 
 def compare(part: Batch, old: tuple[Tensor, RoutedExperts], new: tuple[Tensor, RoutedExperts]) -> dict[str, Any]:

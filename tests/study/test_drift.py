@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -20,13 +21,17 @@ from transformers import (
 )
 
 from moe_rl.cli import main
-from moe_rl.routing import change_counts
+from moe_rl.routing import change_counts, record_routes
+from moe_rl.study.drift import floor as floor_module
 from moe_rl.study.drift import run
 from moe_rl.study.drift.checkpoints import check_device, fits_twice
 from moe_rl.study.drift.errors import DriftError
+from moe_rl.study.drift.floor import Floor
 from moe_rl.study.drift.run import DriftOptions, run_drift
+from moe_rl.study.figures import drift as figures
 from moe_rl.tiny import char_tokenizer
-from moe_rl.training.decompose import decompose
+from moe_rl.training.decompose import Text, decompose, score_live
+from moe_rl.training.floor import rounded_copy
 
 ALPHABET = "abcdefghij =+"
 TEXTS = ["abc=def", "ghij+a", "aa bb cc dd", "j=i+h", "fedcba", "a+b=c d+e=f"]
@@ -46,9 +51,9 @@ COMMON = {
 def build(family, tokenizer, **changes):
     torch.manual_seed(0)
     common = COMMON | {"vocab_size": len(tokenizer), "pad_token_id": 0} | changes
-    experts = common.pop("experts", 6)
+    experts, moe_size = common.pop("experts", 6), common.pop("moe_size", 12)
     if family == "qwen3_moe":
-        config = Qwen3MoeConfig(**common, num_experts=experts, moe_intermediate_size=12, head_dim=8)
+        config = Qwen3MoeConfig(**common, num_experts=experts, moe_intermediate_size=moe_size, head_dim=8)
         return Qwen3MoeForCausalLM(config)
     if family == "olmoe":
         return OlmoeForCausalLM(OlmoeConfig(**common, num_experts=experts))
@@ -153,6 +158,93 @@ def test_numbers_are_those_of_the_models_on_the_same_text(family, saved, prompts
     assert experts["old"].sum() == experts["new"].sum() == facts["measured_tokens"] * 2 * 2
     said = capsys.readouterr().out
     assert "Expert change" in said and "GSPO" in said and str(output) in said
+
+
+def test_the_floor_is_what_the_old_checkpoint_changes_against_itself(tokenizer, tmp_path, capsys, monkeypatch):
+    """Recounted from the routes of the first six of nine texts: whole batches of three, until five were seen."""
+    old = build("qwen3_moe", tokenizer, intermediate_size=16, moe_size=16).eval()
+    folders = [save(model, tokenizer, tmp_path / name) for name, model in (("a", old), ("b", moved(old)))]
+    texts = [*TEXTS, *TEXTS[:3]]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    common = ["--prompts", str(tmp_path / "text.jsonl"), "--batch-size", "3", "--floor-sequences", "5"]
+    for name, more in (("both", []), ("alone", ["--one-at-a-time"])):
+        main(["drift", *map(str, folders), *common, "--output", str(tmp_path / name), *more])
+        monkeypatch.setattr(run, "draw", lambda *_: [])
+    said = capsys.readouterr().out
+    facts = facts_of(tmp_path / "both")["floor"]
+    assert facts == facts_of(tmp_path / "alone")["floor"] and facts["sequences"] == 6 and facts["left_out"] == {}
+    assert list(facts["variants"]) == ["repeat", "batch", "experts", "bf16"]
+    repeat, batch, experts, bf16 = facts["variants"].values()
+    assert [repeat[level]["changed"] for level in ("slot", "site", "token")] == [0, 0, 0] and repeat["gap_max"] == 0
+    assert max(batch["gap_max"], experts["gap_max"]) < 1e-5 < bf16["gap_max"], "fp32 on a CPU"
+
+    rounded = rounded_copy(old)
+    by_site, by_position, tokens, touched = [0, 0], {}, 0, 0
+    for start in (0, 3):
+        rows = texts[start : start + 3]
+        ids = torch.zeros(3, max(map(len, rows)), dtype=torch.long)
+        for row, text in enumerate(rows):
+            ids[row, : len(text)] = torch.tensor(tokenizer(text)["input_ids"])
+        mask = torch.tensor([[t < len(text) for t in range(ids.shape[1])] for text in rows])
+        taken = []
+        for model in (old, rounded):
+            with torch.no_grad(), record_routes(model) as recording:
+                model(input_ids=ids, attention_mask=mask)
+            taken.append(recording.routes.ids.tolist())
+        for row, text in enumerate(rows):
+            for t in range(1, len(text)):  # the first token follows nothing
+                lost = [len(set(taken[0][row][t][s]) - set(taken[1][row][t][s])) for s in (0, 1)]
+                by_site = [total + n for total, n in zip(by_site, lost, strict=True)]
+                by_position[t - 1] = by_position.get(t - 1, 0) + sum(n > 0 for n in lost)
+                tokens, touched = tokens + 1, touched + any(lost)
+    assert (bf16["slot"]["changed"], bf16["slot"]["of"]) == (sum(by_site), 4 * tokens) and sum(by_site) > 0
+    assert (bf16["token"]["changed"], bf16["site"]["changed"]) == (touched, sum(by_position.values()))
+    sites = pd.read_parquet(tmp_path / "both" / "floor_sites.parquet")
+    assert sites[sites["variant"] == "bf16"]["slots_changed"].tolist() == by_site
+    positions = pd.read_parquet(tmp_path / "both" / "floor_positions.parquet")
+    positions = positions[positions["variant"] == "bf16"].set_index("position")
+    assert positions["sites_changed"].to_dict() == by_position and positions["tokens"].sum() == tokens
+
+    percent = f"{100 * touched / tokens:.3g} % of tokens"
+    page = (tmp_path / "both" / "report.html").read_text()
+    assert f"Noise floor: {folders[0].name} against itself on 6 sequences" in said and percent in said
+    assert page.count(percent) >= 4, "summary, and the captions of three figures"
+    for figure in ("change_by_site", "change_by_position", "flips"):
+        assert "Noise floor: a against itself" in (tmp_path / "both" / "figures" / f"{figure}.md").read_text()
+    drawn = pd.read_csv(tmp_path / "both" / "figures" / "change_by_site.csv")
+    assert drawn[drawn["variant"] == "bf16"]["slots_changed"].tolist() == by_site
+
+
+def test_a_floor_is_left_out_when_asked_and_where_a_kernel_cannot_run(saved, prompts, tmp_path, undrawn):
+    """Experts of 12 inner units have rows of 24 bytes in bf16, and grouped_mm wants multiples of 16."""
+    options = DriftOptions(*map(str, saved("qwen3_moe")), prompts, tmp_path / "out", per_site=False)
+    floor = facts_of(run_drift(options))["floor"]
+    assert (
+        list(floor["variants"]) == ["repeat", "batch", "experts"]
+        and "multiple of 16 bytes" in floor["left_out"]["bf16"]
+    )
+    assert "not measured: bf16" in (tmp_path / "out" / "report.html").read_text()
+    facts = facts_of(run_drift(replace(options, floor_sequences=0)))
+    assert facts["floor"] == {"sequences": 0, "left_out": {}, "variants": {}}
+    assert "<dt>Noise floor" not in (tmp_path / "out" / "report.html").read_text()
+    names = ("sites", "floor_sites", "positions", "floor_positions")
+    tables = {name: pd.read_parquet(tmp_path / "out" / f"{name}.parquet") for name in names}
+    for figure in (
+        figures.change_by_site(tables["sites"], tables["floor_sites"], "note"),
+        figures.change_by_position(tables["positions"], tables["floor_positions"], "note"),
+    ):
+        assert "Dashed" not in figure.caption and not figure.figure.axes[0].lines[-1].get_label().startswith("equal")
+
+
+def test_a_bf16_copy_that_does_not_fit_is_left_out(tokenizer, monkeypatch):
+    monkeypatch.setattr(floor_module, "free_bytes", lambda device: 1000)
+    model = build("qwen3_moe", tokenizer, moe_size=16).eval()
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    text = Text(torch.tensor([[3, 4, 5, 6]]), mask, mask & (torch.arange(4) > 0))
+    floor = Floor(8)
+    floor.add(model, text, score_live(model, text))
+    assert list(floor.variants) == ["repeat", "experts"], "one sequence has no other batch shape"
+    assert re.search("a bf16 copy takes .* GiB, .* are free", floor.left_out["bf16"])
 
 
 def test_flips_are_set_beside_the_log_ratio_that_they_can_move(saved, prompts, tmp_path, undrawn):
@@ -310,6 +402,7 @@ def test_a_prompt_file_that_cannot_be_read_names_the_line(content, message, save
         (["--device", "abacus"], "unknown device 'abacus'", 1),
         (["--dtype", "float8"], "unknown 'float8'; expected one of float32", 1),
         (["--batch-size", "0"], "--batch-size must be at least 1", 1),
+        (["--floor-sequences", "-1"], "--floor-sequences at least 0; got 8, 2048 and -1", 1),
         (["--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl", 1),
         (["--batch-sise", "2"], "--batch-size", 2),
     ],

@@ -109,16 +109,19 @@ def check_dtype(name: str) -> str:
 
 def fits_twice(parameters: int, dtype: str, device: torch.device) -> bool:
     """Whether both models fit into what is free now, with a fifth to spare for activations; True where unknown."""
-    need = 2 * parameters * DTYPES[dtype].itemsize
+    free = free_bytes(device)
+    return free is None or 2 * parameters * DTYPES[dtype].itemsize < 0.8 * free
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that is free on a device now; None where that is unknown."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    else:
-        try:
-            lines = Path("/proc/meminfo").read_text().splitlines()
-            free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
-        except (OSError, StopIteration, ValueError):  # not Linux
-            return True
-    return need < 0.8 * free
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):  # not Linux
+        return None
 
 
 def load(which: str, path: str, dtype: str, device: torch.device, trust_remote_code: bool) -> nn.Module:

@@ -12,13 +12,24 @@ from markupsafe import Markup
 
 from moe_rl.study.drift.tally import Tally
 from moe_rl.study.figures import drift as figures_of
+from moe_rl.study.figures import drift_ratios as ratios_of
+from moe_rl.study.figures.floor import WORDS
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.style import StudyFigure, save_figure
+from moe_rl.study.floors import FLOORS
 from moe_rl.study.report import inline_svg
 from moe_rl.training.moments import PARTS
 
+UNITS = ("slots", "sites", "tokens")
 
-def draw(tally: Tally, tables: dict[str, pd.DataFrame], facts: dict[str, Any], folder: Path) -> list[StudyFigure]:
+
+def draw(
+    tally: Tally,
+    tables: dict[str, pd.DataFrame],
+    floor: dict[str, pd.DataFrame],
+    facts: dict[str, Any],
+    folder: Path,
+) -> list[StudyFigure]:
     """All figures, saved as PDF, SVG, PNG, CSV and caption."""
     counts = tally.counts
     assert counts is not None
@@ -27,22 +38,42 @@ def draw(tally: Tally, tables: dict[str, pd.DataFrame], facts: dict[str, Any], f
         f"{facts['measured_tokens']:,} tokens of {facts['measured_sequences']:,} sequences."
     )
     sites = tables["sites"]
+    of_floor = floor_text(facts)
+    noted = f"Noise floor: {of_floor or 'not measured.'} {note}"
     drawn = [
-        figures_of.change_by_site(sites, note),
-        figures_of.change_by_position(tables["positions"], note),
-        figures_of.flips(counts.flips.numpy(), counts.deviation.numpy(), counts.overdispersion, note),
-        figures_of.margins(tally.by_margin(), note),
+        figures_of.change_by_site(sites, tables["floor_sites"], noted),
+        figures_of.change_by_position(tables["positions"], tables["floor_positions"], noted),
+        figures_of.flips(counts.flips.numpy(), counts.deviation.numpy(), counts.overdispersion, floor, noted),
+        figures_of.margins(tally.by_margin(), noted),
         figures_of.load_by_expert(tables["experts"], note),
     ]
     rows = {name: np.nan if value is None else value for name, value in facts["decomposition"].items()}
     if rows["token_variance"]:  # else there is nothing to take apart
-        drawn.append(figures_of.log_ratios(tally.tails(), tally.variance_by_flips(), note))
-        drawn.append(figures_of.decomposition(rows, note))
+        drawn.append(ratios_of.log_ratios(tally.tails(), tally.variance_by_flips(), note))
+        drawn.append(ratios_of.decomposition(rows, note))
         if "token_var_alone" in sites:
-            drawn.append(figures_of.decomposition_by_site(sites, note))
+            drawn.append(ratios_of.decomposition_by_site(sites, note))
     for figure in drawn:
         save_figure(figure, folder)
     return drawn
+
+
+def floor_text(facts: dict[str, Any]) -> str:
+    """The noise floor in a sentence; empty where it was not measured."""
+    floor = facts.get("floor") or {}
+    parts = []
+    for name, variants in FLOORS.items():
+        rows = [row for variant, row in floor.get("variants", {}).items() if variant in variants]
+        if rows:
+            rates = [max(row[level]["rate"] or 0.0 for row in rows) for level in ("slot", "site", "token")]
+            changed = ", ".join(f"{_percent(rate)} of {what}" for rate, what in zip(rates, UNITS, strict=True))
+            gap = _number(max(row["gap_max"] for row in rows))
+            parts.append(f"{WORDS[name]} changes {changed} and moves a log-probability by up to {gap} nats")
+    if not parts:
+        return ""
+    about = f"{facts['old_name']} against itself on {floor['sequences']:,} sequences"
+    left_out = [f"not measured: {variant} ({why})" for variant, why in floor["left_out"].items()]
+    return f"{about}: {'; '.join([*parts, *left_out])}."
 
 
 def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
@@ -74,6 +105,8 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
             ),
         ),
     ]
+    if floor := floor_text(facts):
+        found.append(("Noise floor", floor))
     natural, replayed = parts["token_variance"], parts["token_var_weight"]
     if not natural:
         text = "Natural and replayed log-ratios do not vary: the two checkpoints say the same of this text."

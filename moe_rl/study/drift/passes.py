@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from moe_rl.routing import RoutedExperts
 from moe_rl.routing.margins import record_margins
+from moe_rl.study.drift.floor import Floor
 from moe_rl.study.drift.prompts import TextBatch
 from moe_rl.training.decompose import Decomposition, Scored, combine, score_live, score_replayed, score_sites
 
@@ -27,13 +28,14 @@ class Measured:
 
 
 def with_both(
-    old: nn.Module, new: nn.Module, batches: Iterator[TextBatch], per_site: bool, tick: Tick
+    old: nn.Module, new: nn.Module, batches: Iterator[TextBatch], per_site: bool, floor: Floor, tick: Tick
 ) -> Iterator[Measured]:
-    """Both models in memory: four forwards of every batch, and those of the sites."""
+    """Both models in memory: four forwards of every batch, and those of the sites; of the first ones, the floor's."""
     for batch in batches:
         text = batch.text
         with record_margins(old) as margins:
             before = score_live(old, text)
+        floor.add(old, text, before)
         after = score_live(new, text)
         replayed = score_replayed(new, text, before.routes, after.routes)
         rerouted = score_replayed(old, text, after.routes, before.routes)
@@ -48,6 +50,7 @@ def one_at_a_time(
     batches: Callable[[], Iterator[TextBatch]],
     per_site: bool,
     cache: Path,
+    floor: Floor,
     tick: Tick,
 ) -> Iterator[Measured]:
     """One model in memory: three passes over the text (old, new, old again), bit for bit what `with_both` gives.
@@ -59,8 +62,11 @@ def one_at_a_time(
     model = load_old()
     for number, batch in enumerate(batches()):
         with record_margins(model) as margins:
-            _keep(cache, f"old_{number}", score_live(model, batch.text), margins=margins.values)
+            before = score_live(model, batch.text)
+        floor.add(model, batch.text, before)
+        _keep(cache, f"old_{number}", before, margins=margins.values)
         tick()
+    floor.close()
     del model  # before the next one comes
     model = load_new()
     for number, batch in enumerate(batches()):

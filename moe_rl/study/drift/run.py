@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moe_rl.study.drift import checkpoints as pair
 from moe_rl.study.drift.errors import DriftError
+from moe_rl.study.drift.floor import Floor
 from moe_rl.study.drift.page import draw, render, summary
 from moe_rl.study.drift.passes import Measured, Tick, one_at_a_time, with_both
 from moe_rl.study.drift.prompts import Skipped, batches, check_file, examples
@@ -55,6 +56,9 @@ class DriftOptions:
     one_at_a_time: bool = False
     """Hold one model in memory instead of two: three passes and a cache on disk, the same numbers. Taken by itself
     where two do not fit."""
+    floor_sequences: int = 64
+    """Noise floor: score OLD again in other arithmetic (repeated, other batch shapes, other experts implementation, a
+    bf16 copy) on the first batches, until this many sequences; 0 leaves it out."""
     tokenizer: str | None = None
     """Folder or hub id of a tokenizer that serves both; by default theirs, which must agree."""
     trust_remote_code: bool = False
@@ -68,10 +72,10 @@ def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
     """
     console = console or Console(stderr=True)
     dtype, device = pair.check_dtype(options.dtype), pair.check_device(options.device)
-    if options.batch_size < 1 or options.max_tokens < 2:
+    if options.batch_size < 1 or options.max_tokens < 2 or options.floor_sequences < 0:
         raise DriftError(
-            f"--batch-size must be at least 1 and --max-tokens at least 2; got {options.batch_size} and "
-            f"{options.max_tokens}"
+            "--batch-size must be at least 1, --max-tokens at least 2 and --floor-sequences at least 0; got "
+            f"{options.batch_size}, {options.max_tokens} and {options.floor_sequences}"
         )
     if not options.prompts.is_file():
         raise DriftError(f"--prompts: there is no file {options.prompts}")
@@ -82,11 +86,10 @@ def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
     alone = options.one_at_a_time or not pair.fits_twice(found.parameters, dtype, device)
     if alone and not options.one_at_a_time:
         console.print("Two models do not fit into memory: one at a time.", style="dim")
-    skipped = Skipped()
-    tally = Tally()
+    skipped, tally, floor = Skipped(), Tally(), Floor(options.floor_sequences)
     with _unfinished(output) as folder, _progress(console, number, options.batch_size, 3 if alone else 1) as tick:
         load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
-        measured = _measure(options, found, load, max_tokens, skipped, folder / "cache", alone, tick)
+        measured = _measure(options, found, load, max_tokens, skipped, folder / "cache", alone, floor, tick)
         _write_tokens(folder / "tokens.parquet", tally, measured)
         if tally.counts is None:
             raise DriftError(
@@ -94,11 +97,12 @@ def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
                 f"token, or have a prompt that fills the {max_tokens} tokens (--max-tokens)"
             )
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        facts = _facts(options, found, tally, number, skipped, max_tokens, device, alone)
+        facts = _facts(options, found, tally, floor, number, skipped, max_tokens, device, alone)
         tables = {"sites": tally.sites(), "experts": tally.experts(), "positions": tally.by_position()}
+        tables |= {"floor_sites": floor.sites(), "floor_positions": floor.positions()}
         for name, table in tables.items():
             table.to_parquet(folder / f"{name}.parquet", index=False)
-        figures = draw(tally, tables, facts, folder / "figures")
+        figures = draw(tally, tables, floor.histograms(), facts, folder / "figures")
         (folder / "drift.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
         (folder / "report.html").write_text(render(facts, tables["sites"], figures))
     return output
@@ -120,6 +124,7 @@ def _measure(
     skipped: Skipped,
     cache: Path,
     alone: bool,
+    floor: Floor,
     tick: Tick,
 ) -> Iterator[Measured]:
     tokenizer, size = found.tokenizer, options.batch_size
@@ -129,10 +134,10 @@ def _measure(
 
     load_old, load_new = partial(load, "OLD", options.old), partial(load, "NEW", options.new)
     if not alone:
-        yield from with_both(load_old(), load_new(), text(skipped), options.per_site, tick)
+        yield from with_both(load_old(), load_new(), text(skipped), options.per_site, floor, tick)
         return
     passes = iter([skipped, Skipped(), Skipped()])  # count what is skipped in the first pass only
-    yield from one_at_a_time(load_old, load_new, lambda: text(next(passes)), options.per_site, cache, tick)
+    yield from one_at_a_time(load_old, load_new, lambda: text(next(passes)), options.per_site, cache, floor, tick)
 
 
 def _write_tokens(path: Path, tally: Tally, measured: Iterator[Measured]) -> None:
@@ -152,6 +157,7 @@ def _facts(
     options: DriftOptions,
     found: pair.Checkpoints,
     tally: Tally,
+    floor: Floor,
     number: int,
     skipped: Skipped,
     max_tokens: int,
@@ -177,6 +183,7 @@ def _facts(
         "truncated": skipped.truncated,
         "empty": skipped.empty,
         "change": tally.rates(),
+        "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.facts()},
         "flips_per_token": counts.sites_changed / counts.tokens_total,
         "overdispersion": counts.overdispersion,
         "kl": tally.kl(),

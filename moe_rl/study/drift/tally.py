@@ -11,6 +11,7 @@ from torch import Tensor
 from moe_rl.routing import ChangeCounts, change_counts, flips_per_token, site_change, slot_change
 from moe_rl.routing.expert_load import expert_load, load_cv, load_entropy
 from moe_rl.study.drift.passes import Measured
+from moe_rl.study.drift.positions import add_positions, count_positions, position_table
 from moe_rl.training.moments import Moments, Shares, SiteShares
 
 KINDS = ("natural", "replayed", "routing")
@@ -58,11 +59,10 @@ class Tally:
         self.divergence = _plus(self.divergence, torch.stack([-log_ratios, log_ratios.expm1() - log_ratios]).sum(-1))
         before = flips.roll(1, 1)  # token t is predicted at t - 1; the first of a row follows nothing and is 0
         self.by_flips = _plus(self.by_flips, _by_flips(before[mask], log_ratios[:2], old.shape[2]))
-        position = (mask.cumsum(1) - 1)[mask]
-        self.positions = _longer(self.positions, _by_position(position, slots[mask], flips[mask]))
+        self.positions = add_positions(self.positions, count_positions(old, new, mask))
         changed = site_change(old, new)[mask]
         self.margins = _plus(self.margins, _by_margin(measured.margins[mask], changed))
-        return _token_rows(measured, position, slots.sum(-1), flips, before)
+        return _token_rows(measured, slots.sum(-1), flips, before)
 
     # -- what it comes to -----------------------------------------------------------------------------------------
 
@@ -127,19 +127,7 @@ class Tally:
     def by_position(self) -> pd.DataFrame:
         """One row per position in the measured text (0: its first token)."""
         assert self.positions is not None
-        sites, k = len(self._counts.sites), self._counts.site_deviation.shape[1] - 1
-        tokens, slots, flips, touched = self.positions.T.numpy()
-        return pd.DataFrame(
-            {
-                "position": np.arange(len(tokens)),
-                "tokens": tokens,
-                "slots_changed": slots,
-                "slots": tokens * sites * k,
-                "sites_changed": flips,
-                "sites": tokens * sites,
-                "tokens_changed": touched,
-            }
-        )
+        return position_table(self.positions, len(self._counts.sites), self._counts.site_deviation.shape[1] - 1)
 
     def by_margin(self) -> pd.DataFrame:
         """Choices and changes by the margin of the old choice, all sites together; `low` to `high` bounds a bin."""
@@ -201,19 +189,6 @@ def _by_flips(flips: Tensor, log_ratios: Tensor, sites: int) -> Tensor:
     return torch.stack(rows)
 
 
-def _by_position(position: Tensor, slots: Tensor, flips: Tensor) -> Tensor:
-    """[T, 4]: tokens, slots changed, sites changed, tokens changed."""
-    columns = (torch.ones_like(flips), slots.sum(-1), flips, flips > 0)
-    return torch.stack([torch.bincount(position, column.double()).long() for column in columns], -1)
-
-
-def _longer(a: Tensor | None, b: Tensor) -> Tensor:
-    if a is None:
-        return b
-    size = max(len(a), len(b))
-    return sum(torch.cat([x, x.new_zeros(size - len(x), x.shape[1])]) for x in (a, b))  # type: ignore[return-value]
-
-
 def _by_margin(margins: Tensor, changed: Tensor) -> Tensor:
     """[L, 2, bins]: choices that stayed and that changed, by the old margin; sites without a choice stay empty."""
     rows = []
@@ -235,10 +210,9 @@ def _median(counts: Tensor, edges: Tensor) -> float:
     return float(edges[place - 1] * (edges[place] / edges[place - 1]) ** inside)
 
 
-def _token_rows(
-    measured: Measured, position: Tensor, slots: Tensor, flips: Tensor, before: Tensor
-) -> dict[str, np.ndarray]:
+def _token_rows(measured: Measured, slots: Tensor, flips: Tensor, before: Tensor) -> dict[str, np.ndarray]:
     parts, mask, batch = measured.parts, measured.parts.mask, measured.batch
+    position = (mask.cumsum(1) - 1)[mask]
     lines = torch.tensor(batch.lines)[:, None].expand_as(mask)
     floats = {
         "old_logp": parts.old,

@@ -1,4 +1,6 @@
-"""Figures of `moe-rl drift`: two checkpoints on one text. Each takes tables and a note that ends its caption."""
+"""Figures of `moe-rl drift`: what two checkpoints route otherwise on one text, beside what equal weights do.
+
+Each takes tables and a note that ends its caption."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +10,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from moe_rl.study.figures.floor import draw_along, draw_levels
 from moe_rl.study.figures.routing import binomial_of, short_sites
-from moe_rl.study.figures.style import GREY, StudyFigure, legend_above, log_y, panels, plain, styled
+from moe_rl.study.figures.style import StudyFigure, legend_above, log_y, panels, plain, styled
+from moe_rl.study.floors import floor_rates
 
 # Lightness differs (L* 53, 30, 66), as does every marker: readable in grey.
 LOOKS: dict[str, dict[str, Any]] = {
@@ -17,20 +21,22 @@ LOOKS: dict[str, dict[str, Any]] = {
     "replayed": {"color": "#0B4A8F", "ls": (0, (5, 1.6)), "marker": "s", "label": "replayed: weights alone"},
     "routing": {"color": "#27B08B", "ls": (0, (5, 1.4, 1.2, 1.4)), "marker": "^", "label": "routes alone"},
 }
-PARTS = {"weight": "#0B4A8F", "routing": "#27B08B", "interaction": "#B0B0B0"}
 FEWEST = 30
 
 
 @styled
-def change_by_site(sites: pd.DataFrame, note: str) -> StudyFigure:
-    """Slot and site change, load and margins along the depth of the model."""
+def change_by_site(sites: pd.DataFrame, floor: pd.DataFrame, note: str) -> StudyFigure:
+    """Slot and site change with their noise floor, load and margins along the depth of the model."""
     figure, axes = panels(1, 3, 2.5, sharex=True)
-    x, tick, common = _depth(sites)
+    x, tick, common = depth(sites)
     left, middle, right = axes[0]
     left.plot(
         x, 100 * sites["site_change"], color="#0B4A8F", marker="s", ls=(0, (5, 1.6)), label="site: the set differs"
     )
     left.plot(x, 100 * sites["slot_change"], color="#D55E00", marker="o", label="slot: experts replaced")
+    for of, marker in (("token", "s"), ("slot", "o")):
+        rates = 100 * floor_rates(floor, "site", f"{of}s_changed", f"{of}s").reindex(sites["site"])
+        draw_along(left, rates.set_axis(x), marker=marker, ms=2.2, mfc="white")
     left.set(ylabel="changed, %", title="Expert change")
     middle.plot(x, 100 * sites["load_moved"], color="#1a1a1a", marker="D", lw=1.2)
     middle.set(ylabel="moved to other experts, %", title="Expert load")
@@ -44,60 +50,83 @@ def change_by_site(sites: pd.DataFrame, note: str) -> StudyFigure:
     for ax in (left, middle):
         _from_zero(ax)
     for ax in axes[0]:
-        _depth_axis(ax, tick)
+        depth_axis(ax, tick)
     legend_above(figure, axes[:, 0])
+    dashed = "Dashed, small markers: the noise floor of each (squares: site, circles: slot). "
     caption = (
         f"By routing site ({common}, shallow to deep). Left: tokens whose set of experts differs (site), and share of "
-        "the K slots replaced (slot); the two differ by a factor of up to K. Middle: half the sum of absolute changes "
+        f"the K slots replaced (slot); the two differ by a factor of up to K. "
+        f"{dashed if len(floor) else ''}Middle: half the sum of absolute changes "
         "of the experts' shares of the load. Right: gap between the last expert chosen and the first that was not, "
         f"under the old weights, in the units of the scores that the router ranks. {note}"
     )
     columns = ["site", "tokens", "site_change", "slot_change", "load_moved", "margin_median"]
-    return StudyFigure("change_by_site", "Routing change by site.", caption, figure, sites[columns])
+    frame = pd.concat([sites[columns], floor.assign(slot_change=floor["slots_changed"] / floor["slots"])])
+    return StudyFigure("change_by_site", "Routing change by site.", caption, figure, frame)
 
 
 @styled
-def change_by_position(positions: pd.DataFrame, note: str) -> StudyFigure:
-    """Change rates along the measured text, in bins that widen."""
-    edges = np.unique(np.concatenate([np.arange(0, 8), np.geomspace(8, 1e7, 60).astype(int)]))
-    binned = positions.groupby(np.searchsorted(edges, positions["position"], side="right")).agg(
-        first=("position", "min"),
-        last=("position", "max"),
-        **{name: (name, "sum") for name in positions.columns if name != "position"},
-    )
-    binned = binned[binned["tokens"] > 0].reset_index(drop=True)
+def change_by_position(positions: pd.DataFrame, floor: pd.DataFrame, note: str) -> StudyFigure:
+    """Change rates and their noise floor along the measured text, in bins that widen."""
+    binned = _widening(positions)
+    equal = [_widening(part).assign(variant=variant) for variant, part in floor.groupby("variant", sort=False)]
     for name, total in (("slot", "slots"), ("site", "sites"), ("token", "tokens")):
         binned[f"{name}_change"] = binned[f"{name}s_changed"] / binned[total]
     shown = binned[binned["tokens"] >= min(FEWEST, int(binned["tokens"].max()))]
     figure, axes = panels(1, 3, 2.3, sharex=True)
     middle = (shown["first"] + shown["last"]) / 2 + 1
     for ax, name in zip(axes[0], ("slot", "site", "token"), strict=True):
-        ax.plot(middle, 100 * shown[f"{name}_change"], color="#D55E00", marker="o", ms=3)
+        ax.plot(middle, 100 * shown[f"{name}_change"], color="#D55E00", marker="o", ms=3, label="between the two")
+        if equal:
+            rows = pd.concat(equal)
+            rows = rows[rows["tokens"] >= min(FEWEST, int(rows["tokens"].max()))]
+            rows["middle"] = (rows["first"] + rows["last"]) / 2 + 1
+            draw_along(ax, 100 * floor_rates(rows, "middle", f"{name}s_changed", f"{name}s"))
         ax.set(title=f"per {name}", xscale="log", xlabel="position in the measured text")
         ax.xaxis.set_major_formatter(FuncFormatter(plain))
         _from_zero(ax)
     axes[0, 0].set_ylabel("changed, %")
+    if equal:
+        legend_above(figure, axes[:, 0])
     caption = (
         "Change by position, counted from the first measured token (1), in bins that widen with the position; bins of "
         f"fewer than {FEWEST} tokens are left out. Slot: experts replaced; site: (token, router) pairs whose set "
-        f"differs; token: tokens with any site changed. {note}"
+        f"differs; token: tokens with any site changed. "
+        f"{'Dashed: the noise floor at these positions. ' if equal else ''}{note}"
     )
-    return StudyFigure("change_by_position", "Routing change by position.", caption, figure, binned)
+    frame = pd.concat([binned, *equal])
+    return StudyFigure("change_by_position", "Routing change by position.", caption, figure, frame)
+
+
+def _widening(positions: pd.DataFrame) -> pd.DataFrame:
+    """Sums over bins of positions: single ones up to 8, then wider and wider; `first` and `last` of each."""
+    edges = np.unique(np.concatenate([np.arange(0, 8), np.geomspace(8, 1e7, 60).astype(int)]))
+    binned = positions.groupby(np.searchsorted(edges, positions["position"], side="right")).agg(
+        first=("position", "min"),
+        last=("position", "max"),
+        **{name: (name, "sum") for name in positions.columns if name not in ("position", "variant")},
+    )
+    return binned[binned["tokens"] > 0].reset_index(drop=True)
 
 
 @styled
-def flips(counts: np.ndarray, deviation: np.ndarray, overdispersion: float, note: str) -> StudyFigure:
-    """Sites changed on a token and slots changed at a site, against independence."""
+def flips(
+    counts: np.ndarray, deviation: np.ndarray, overdispersion: float, floor: Mapping[str, pd.DataFrame], note: str
+) -> StudyFigure:
+    """Sites changed on a token and slots changed at a site, against independence and equal weights (`floor`: tables
+    `flips` and `deviation`, one column per floor)."""
     figure, axes = panels(1, 2, 2.5)
     parts = []
-    for ax, values, x_label, unit in (
-        (axes[0, 0], counts, "routing sites changed on a token", "tokens"),
-        (axes[0, 1], deviation, "slots changed at a site", "(token, site) pairs"),
+    for ax, kind, values, x_label, unit in (
+        (axes[0, 0], "flips", counts, "routing sites changed on a token", "tokens"),
+        (axes[0, 1], "deviation", deviation, "slots changed at a site", "(token, site) pairs"),
     ):
         x, observed = np.arange(len(values)), values / values.sum()
         expected = binomial_of(values.astype(float)) if values[1:].sum() else np.eye(len(values))[0]
         ax.bar(x, observed, color="#D55E00", width=0.72, label="observed")
         ax.plot(x, expected, "o--", color="#1a1a1a", mfc="white", lw=0.9, ms=3.5, label="if independent")
+        equal = floor[kind]
+        draw_levels(ax, equal[equal.index > 0])
         log_y(ax)
         ax.set_ylim(observed[observed > 0].min() / 3, 1.5)
         ax.set(xlabel=x_label, ylabel=f"share of {unit}")
@@ -105,6 +134,9 @@ def flips(counts: np.ndarray, deviation: np.ndarray, overdispersion: float, note
         parts.append(
             pd.DataFrame({"histogram": x_label, "value": x, "count": values, "share": observed, "binomial": expected})
         )
+        parts += [
+            pd.DataFrame({"histogram": x_label, "floor": name, "value": x, "share": equal[name]}) for name in equal
+        ]
     legend_above(figure, axes)
     clustering = (
         f"The variance of sites changed per token is {overdispersion:.2g} times that of independent sites"
@@ -175,126 +207,9 @@ def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
     return StudyFigure("load_by_expert", "Change of expert load.", caption, figure, table[columns])
 
 
-@styled
-def decomposition(rows: Mapping[str, float | int], note: str) -> StudyFigure:
-    """Shares of variance by level, and what averaging does to each part."""
-    figure, axes = panels(1, 2, 2.5, width_ratios=[1.6, 1])
-    left, right = axes[0]
-    table = []
-    width = 0.26
-    for i, (part, colour) in enumerate(PARTS.items()):
-        values = [rows[f"{level}_share_{part}"] for level in ("token", "sequence")]
-        bars = left.bar(
-            np.arange(2) + (i - 1) * width, 100 * np.nan_to_num(values), width * 0.92, color=colour, label=part
-        )
-        left.bar_label(bars, [_whole(100 * value) for value in values], fontsize=6.5, padding=1.5)
-        effect = rows[f"design_effect_{part}"]
-        right.bar(i, np.nan_to_num(effect), 0.6, color=colour)
-        right.text(
-            i, np.nan_to_num(effect), f"{effect:.2g}".replace("nan", "–"), fontsize=6.5, ha="center", va="bottom"
-        )
-        for level in ("token", "sequence"):
-            names = ("var", "share")
-            table.append(
-                {
-                    "level": level,
-                    "part": part,
-                    **{n: rows[f"{level}_{n}_{part}"] for n in names},
-                    "design_effect": effect,
-                }
-            )
-    left.axhline(0, color="#6b6b6b", lw=0.7)
-    left.margins(y=0.12)
-    left.set_xticks([0, 1], ["token\n(GRPO's ratio)", "sequence mean\n(GSPO's ratio)"])
-    left.set(ylabel="share of Var(log r), %", title="Where the variance comes from")
-    right.axhline(1, color=GREY, lw=1, ls=(0, (1, 2)))
-    right.margins(y=0.15)
-    right.set_xticks(range(3), list(PARTS))
-    right.set(ylabel="variance of the mean /\nthat of independent tokens", title="What averaging leaves")
-    legend_above(figure, axes[:, 0])
-    caption = (
-        "log r = weight + routing + interaction, from the same tokens under {old, new weights} x {old, new routes}. "
-        "Left: Cov(part, log r) / Var(log r), which sums to 100 %; a negative share works against the others. Right: "
-        "variance of sequence means over the variance that independent tokens would leave, Var(token) / harmonic "
-        f"length ({rows['harmonic_length']:.3g}); 1 (dotted): averaging removes 1/|y| of the noise, above 1: "
-        f"tokens move together and less is removed. {note}"
-    )
-    return StudyFigure("decomposition", "Weights, routes, or both together.", caption, figure, pd.DataFrame(table))
-
-
-@styled
-def decomposition_by_site(sites: pd.DataFrame, note: str) -> StudyFigure:
-    """What each site's routes do to the log-ratio: it alone, and it last."""
-    figure, axes = panels(1, 2, 2.5, sharex=True)
-    x, tick, common = _depth(sites)
-    for kind, look in (("alone", LOOKS["natural"]), ("last", LOOKS["replayed"])):
-        style = {key: value for key, value in look.items() if key != "label"}
-        label = {"alone": "all sites replayed but this one", "last": "this site alone replayed"}[kind]
-        axes[0, 0].plot(x, sites[f"token_var_{kind}"].replace(0.0, np.nan), label=label, **style)
-        axes[0, 1].plot(x, 100 * sites[f"token_share_{kind}"], label=label, **style)
-    if (sites[["token_var_alone", "token_var_last"]] > 0).any().any():
-        log_y(axes[0, 0])
-    axes[0, 0].set(ylabel="variance, nats²", title="Effect of one site")
-    axes[0, 1].axhline(0, color="#6b6b6b", lw=0.7)
-    axes[0, 1].set(ylabel="share of the whole effect, %", title="Cov(site, whole) / Var(whole)")
-    for ax in axes[0]:
-        _depth_axis(ax, tick)
-    legend_above(figure, axes[:, 0])
-    caption = (
-        f"Token log-probability under the new weights, by routing site ({common}, shallow to deep): what changes if "
-        "the old routes are forced everywhere but here, against everywhere; and if they are forced here alone, against "
-        "nowhere. All other sites keep the routes that were recorded. The whole effect is what replaying all sites "
-        f"removes; sites add up to it only as far as they do not interact. {note}"
-    )
-    columns = ["site", *(c for c in sites.columns if c.endswith(("_alone", "_last")))]
-    return StudyFigure("decomposition_by_site", "Which sites move the log-ratio.", caption, figure, sites[columns])
-
-
-@styled
-def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyFigure:
-    """Tail of |log r|, and its variance by flips, natural against replayed."""
-    figure, axes = panels(1, 2, 2.7)
-    left, right = axes[0]
-    for kind, look in LOOKS.items():
-        part = tails[(tails["log_ratio"] == kind) & (tails["share"] > 0)]
-        style = {**look, "markevery": 8}
-        left.plot(part["size"], part["share"], **style)
-    left.set(xlabel="x, nats", ylabel="share of tokens with |log r| > x", title="Tails")
-    left.set_xscale("log")
-    log_y(left)
-    seen = tails[(tails["share"] > 0) & (tails["share"] < 0.99)]
-    if len(seen):
-        left.set_xlim(float(seen["size"].min()) / 2, float(seen["size"].max()) * 2)
-    shown = by_flips[by_flips["tokens"] >= FEWEST]
-    for kind in ("natural", "replayed"):
-        right.plot(shown["flips"], shown[kind].replace(0.0, np.nan), **LOOKS[kind])
-    right.set(
-        xlabel="sites changed where it was predicted",
-        ylabel="variance of log r, nats²",
-        title="By changes one position before",
-    )
-    if (shown[["natural", "replayed"]] > 0).any().any():
-        log_y(right)
-    right.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend_above(figure, axes[:, 0])
-    caption = (
-        "log r = new − old log-probability of a token. Natural: each checkpoint with its own routes; replayed: the old "
-        "routes forced on the new weights; routes alone: the new routes forced on the old weights. Left: share of "
-        "tokens beyond a size, log-log; tokens whose past changed no route have exactly 0 for routes alone. Right: "
-        "variance by the number of sites that changed at the position that predicts the token, bins of at least "
-        f"{FEWEST} tokens. {note}"
-    )
-    frame = pd.concat([tails.assign(table="tails"), by_flips.assign(table="by_flips")])
-    return StudyFigure("log_ratios", "Log-ratios, natural and under replay.", caption, figure, frame)
-
-
-def _depth(sites: pd.DataFrame) -> tuple[np.ndarray, list[str], str]:
+def depth(sites: pd.DataFrame) -> tuple[np.ndarray, list[str], str]:
     short, common = short_sites(list(sites["site"]))
     return np.arange(len(sites)), short, common
-
-
-def _whole(value: float) -> str:
-    return f"{value:.0f}".replace("-", "−") if np.isfinite(value) else "–"
 
 
 def _from_zero(ax: Axes) -> None:
@@ -303,19 +218,10 @@ def _from_zero(ax: Axes) -> None:
     ax.set_ylim(0, 1.07 * max(values, default=0) or 1)
 
 
-def _depth_axis(ax: Axes, names: list[str]) -> None:
+def depth_axis(ax: Axes, names: list[str]) -> None:
     step = max(1, -(-len(names) // 12))
     ax.set_xticks(range(0, len(names), step), names[::step])
     ax.set_xlabel("routing site")
 
 
-__all__ = [
-    "change_by_position",
-    "change_by_site",
-    "decomposition",
-    "decomposition_by_site",
-    "flips",
-    "load_by_expert",
-    "log_ratios",
-    "margins",
-]
+__all__ = ["change_by_position", "change_by_site", "flips", "load_by_expert", "margins"]

@@ -54,12 +54,11 @@ def draw_across(ax: Axes, rates: pd.Series, vertical: bool = False) -> None:
     (ax.set_xlim if vertical else ax.set_ylim)(limits)
 
 
-def draw_along(ax: Axes, table: pd.DataFrame) -> None:
+def draw_along(ax: Axes, table: pd.DataFrame, **look: Any) -> None:
     """One line per floor along the index of `table` (columns: floors), gaps left open."""
-    for variant in table.columns:
-        ax.plot(
-            table.index.to_numpy(dtype=float), table[variant].to_numpy(dtype=float), marker="", **FLOOR_LINES[variant]
-        )
+    for floor in table.columns:
+        x, y = table.index.to_numpy(dtype=float), table[floor].to_numpy(dtype=float)
+        ax.plot(x, y, **{"marker": "", **FLOOR_LINES[str(floor)], **look})
 
 
 def draw_levels(ax: Axes, table: pd.DataFrame) -> None:
