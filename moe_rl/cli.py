@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     name = arguments[0]
     if name not in VERBS:
-        from moe_rl.study.config import nearest
+        from moe_rl.rollout.tasks import nearest
 
         fail(f"unknown command {name!r}{nearest(name, VERBS)}\n\n{usage()}", 2)
     try:
@@ -81,7 +81,8 @@ def _file_first(arguments: list[str], name: str, what: str) -> Path:
 
 @verb("study", "run all arms x seeds of a study file, then draw its figures and report")
 def study_verb(arguments: list[str]) -> None:
-    from moe_rl.study.config import load_study, nearest
+    from moe_rl.rollout.tasks import nearest
+    from moe_rl.study.config import load_study
     from moe_rl.study.grid import run_study
     from moe_rl.training import RunConfig
 

@@ -1,7 +1,6 @@
 """A study file: one base configuration, the arms that depart from it, the seeds. YAML in, frozen dataclasses out."""
 
 import dataclasses
-import difflib
 import types
 import typing
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from moe_rl.rollout.tasks import nearest
 from moe_rl.training import RunConfig, validate
 
 
@@ -125,15 +125,6 @@ def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
             found |= differences(a.get(key), b.get(key), f"{prefix}.{key}" if prefix else str(key))
         return found
     return {} if a == b else {prefix: (a, b)}
-
-
-def nearest(word: str, known: typing.Iterable[str]) -> str:
-    """A hint at the nearest known word, or at all of them."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(known)}" if known else ""
 
 
 def build(cls: Any, data: Any, where: str) -> Any:
