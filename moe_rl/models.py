@@ -75,7 +75,11 @@ class ModelConfig:
 
 
 def load_policy(
-    config: ModelConfig, task: Task, cache_dir: Path | None = None, progress: Progress | None = None
+    config: ModelConfig,
+    task: Task,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    weights: bool = True,
 ) -> tuple[Any, Any]:
     """The policy, in `eval()` mode on the CPU, and its tokenizer. Reaches the network only for a hub id.
 
@@ -85,6 +89,8 @@ def load_policy(
         cache_dir: where cold-started models are kept and found, one folder in hub format for each recipe; None:
             not kept. Processes that want the same one at the same time make it once.
         progress: told of the cold start's steps.
+        weights: False gives the same model on the meta device, where tensors have no memory: for processes that get
+            their share of the weights from another one. A cold start that nobody has made yet is made all the same.
 
     Raises:
         ModelError: no such folder or hub model, not a causal language model, a dense model, a damaged checkpoint
@@ -94,15 +100,15 @@ def load_policy(
     check_machine(config)
     chats = getattr(task, "chats", False)  # before the model, which may take minutes to load
     if config.path is not None:
-        model, tokenizer = _load(config.path, config)
+        model, tokenizer = _load(config.path, config, weights)
     elif config.cold_start is None:
         tokenizer = char_tokenizer(task.alphabet)
         model = build_tiny(config.tiny, tokenizer, **_implementations(config)).to(DTYPES[config.dtype])
     elif cache_dir is not None:
-        model, tokenizer = _load_cached(config, task, Path(cache_dir), progress)
+        model, tokenizer = _load_cached(config, task, Path(cache_dir), progress, weights)
     else:
         with tempfile.TemporaryDirectory(prefix="moe_rl-") as folder:
-            model, tokenizer = _load_cached(config, task, Path(folder), progress)
+            model, tokenizer = _load_cached(config, task, Path(folder), progress, weights)
     try:
         find_sites(model)
     except UnsupportedModelError as error:
@@ -118,6 +124,8 @@ def load_policy(
         enable({"use_reentrant": False})
     if config.lora is not None:
         model = add_lora(model, config.lora)
+    if not weights:
+        model = model.to("meta")
     return model.eval(), tokenizer
 
 
@@ -147,8 +155,8 @@ def check_machine(config: ModelConfig) -> None:
 # -- any model ------------------------------------------------------------------------------------------------
 
 
-def _load(path: str, config: ModelConfig) -> tuple[Any, Any]:
-    return load_model(path, config), load_tokenizer(path, config.trust_remote_code)
+def _load(path: str, config: ModelConfig, weights: bool = True) -> tuple[Any, Any]:
+    return load_model(path, config, weights), load_tokenizer(path, config.trust_remote_code)
 
 
 def check_path(path: str) -> str:
@@ -163,8 +171,9 @@ def check_path(path: str) -> str:
     return path
 
 
-def load_model(path: str, config: ModelConfig) -> Any:
-    """The model of a folder in hub format or of a hub id, on the CPU. Raises ModelError, also for missing weights."""
+def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
+    """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device. Raises
+    ModelError, also for missing weights."""
     path = check_path(path)
     try:
         with _quiet():
@@ -173,6 +182,7 @@ def load_model(path: str, config: ModelConfig) -> Any:
                 dtype=DTYPES[config.dtype],
                 trust_remote_code=config.trust_remote_code,
                 output_loading_info=True,
+                device_map=None if weights else "meta",
                 **_implementations(config),
             )
     except Exception as error:  # safetensors, hub and config errors share no base class
@@ -235,7 +245,9 @@ def _quiet() -> Iterator[None]:
 # -- cold-started models, kept --------------------------------------------------------------------------------
 
 
-def _load_cached(config: ModelConfig, task: Task, root: Path, progress: Progress | None) -> tuple[Any, Any]:
+def _load_cached(
+    config: ModelConfig, task: Task, root: Path, progress: Progress | None, weights: bool
+) -> tuple[Any, Any]:
     recipe = _recipe(config, task)
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     folder = root / key
@@ -251,7 +263,7 @@ def _load_cached(config: ModelConfig, task: Task, root: Path, progress: Progress
         stored = json.loads((folder / "cold_start.json").read_text())["recipe"]
         if stored != recipe:
             raise ModelError(f"{folder} holds a cold-started model of another recipe. {remedy}")
-        return _load(str(folder), config)
+        return _load(str(folder), config, weights)
     except ModelError as error:
         raise error if remedy in str(error) else ModelError(f"{error} {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.sampler import hf_model, sample
@@ -74,7 +75,8 @@ class Engine(Protocol):
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take over these weights (names and shapes of the training model's state dict, any floating dtype). Whatever
-        was cached under the old ones (prefixes, KV) must be gone when this returns."""
+        was cached under the old ones (prefixes, KV) must be gone when this returns. Of a sharded training model they
+        are DTensors, to be gathered (`gathered`) one after another, on all ranks in the same order."""
         ...
 
     def logps(self, rollout: Rollout, temperature: float) -> Float[Tensor, "B T"]:
@@ -175,10 +177,10 @@ class HuggingFaceEngine(ModelEngine):
             if tensor.shape != weights[name].shape:
                 raise EngineError(
                     f"weight sync {version}: {name} is {list(weights[name].shape)} in the training model and "
-                    f"{list(tensor.shape)} in the engine; a sharded tensor must be gathered first"
+                    f"{list(tensor.shape)} in the engine"
                 )
         for name, tensor in own.items():
-            tensor.copy_(weights[name])
+            tensor.copy_(gathered(weights[name]))
         self._round_routers()
         self.version = version
 
@@ -237,6 +239,11 @@ def forward_logps(model: nn.Module, rollout: Rollout, temperature: float = 1.0) 
     logps = torch.log_softmax(logits / temperature, -1).gather(2, ids[:, 1:, None])[:, :, 0]
     logps = nn.functional.pad(logps, (1, 0))
     return logps.masked_fill(~rollout.completion_mask.to(device), 0.0).to(rollout.input_ids.device)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A sharded tensor (DTensor), whole on every rank, all of which must ask; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -8,12 +8,14 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from moe_rl.routing import RoutedExperts
@@ -100,10 +102,10 @@ def load_checkpoint(trainer: "Trainer") -> bool:
             return False
     state = _read_state(folder)
     for name, (module, optimizer) in trainer.trained.items():
-        load_whole(module, _load(folder / f"{name}.safetensors"))
-        _restore_optimizer(module, optimizer, _load(folder / f"{OPTIMIZERS[name]}.safetensors"))
+        load_whole(module, _stream(folder / f"{name}.safetensors"))
+        _restore_optimizer(module, optimizer, _stream(folder / f"{OPTIMIZERS[name]}.safetensors"))
     for name, module in trainer.frozen.items():
-        load_whole(module, _load(folder / f"{name}.safetensors"))
+        load_whole(module, _stream(folder / f"{name}.safetensors"))
     if trainer.reward_model is not None:
         trainer.reward_model.restore(_load(folder / "comparisons.safetensors"))
     trainer.queue.clear()
@@ -140,9 +142,16 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 def _load(path: Path) -> dict[str, Tensor]:
+    return dict(_stream(path))
+
+
+def _stream(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """One tensor of a file after another, so that a rank that keeps shards of them never holds the whole."""
     try:
-        return load_file(path)
-    except Exception as error:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a dict
+                yield name, file.get_tensor(name)
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
@@ -166,10 +175,10 @@ def _optimizer_tensors(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     }
 
 
-def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: dict[str, Tensor]) -> None:
+def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
     parameters = dict(module.named_parameters())
     optimizer.state.clear()
-    for key, tensor in tensors.items():
+    for key, tensor in tensors:
         kind, name = key.split("/", 1)
         parameter = parameters[name]
         value = tensor if kind == "step" else as_placed(tensor.to(parameter.device), parameter)

@@ -5,9 +5,6 @@ computes only its share of it: samples its prompts, scores its responses, goes f
 minibatch. What is measured is gathered per token, in the order of a single process, and then reduced, so that a
 mean is one over tokens and not over ranks, and a variance is that of all tokens. Under one process every function here
 gives back what it was given.
-
-Whatever accelerate would quietly do otherwise (one process where several were asked for, DDP where FSDP was) is an
-error, on every rank.
 """
 
 import atexit
@@ -29,10 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_rl.lora import AdaptersOff
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch, launched_processes
-from moe_rl.training.sharding import is_sharded, rebind, shard
+from moe_rl.training.sharding import fill_from_rank_0, is_sharded, rebind, shard_from_rank_0
 
 COMPUTE = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -98,10 +96,23 @@ class Ranks(Accelerator):
         return model, optimizer
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """Under fsdp2 the module is sharded in place; in any case it is on this rank's device."""
-        if self.mesh is not None:  # moves a layer at a time: the whole need not fit
-            shard(module, self.mesh, COMPUTE[self.distributed.compute_dtype], self.distributed.router_fp32)
+        """Under fsdp2 the module is sharded in place, as rank 0 has it; in any case it is on this rank's device."""
+        if self.mesh is not None and not isinstance(module, AdaptersOff):  # whose modules are the policy's
+            compute = COMPUTE[self.distributed.compute_dtype]
+            shard_from_rank_0(module, self.mesh, compute, self.distributed.router_fp32)
         return module.to(self.device)
+
+    def whole(self, module: nn.Module) -> nn.Module:
+        """The module, whole and on this rank's device; under fsdp2 as rank 0 has it, where alone it may hold anything.
+        In place."""
+        if self.mesh is not None:
+            fill_from_rank_0(module, module.state_dict() if self.main else {}, self.device)
+        return module.to(self.device)
+
+    @property
+    def loads(self) -> bool:
+        """Whether this rank loads weights: under fsdp2 the first alone, since the others get shards of its own."""
+        return self.mesh is None or self.main
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Clip; returns the norm over all ranks' shards."""
@@ -187,6 +198,11 @@ class Ranks(Accelerator):
         everyone = [json.loads(text) for text in self.exchange(json.dumps(own))]
         return tuple(sum(values) for values in zip(*everyone, strict=True))
 
+    def largest(self, own: float) -> float:
+        """The largest over ranks; NaN if any is."""
+        everyone = [float(text) for text in self.exchange(repr(float(own)))]
+        return next((value for value in everyone if value != value), max(everyone))
+
     # -- agreement -------------------------------------------------------------------------------------------------
 
     def exchange(self, text: str) -> list[str]:
@@ -214,6 +230,12 @@ class Ranks(Accelerator):
                 f"(of {self.size} ranks, {len(others)} differ from rank 0). Different files, versions or command lines?"
             )
 
+    def agree_on_weights(self, model: nn.Module) -> None:
+        """Raises DistributedError unless all ranks loaded the same: under fsdp2 the same shapes and dtypes, since they
+        will get the weights of rank 0, else also the same weights."""
+        if self.size > 1:
+            self.agree("the weights that they loaded", fingerprint(model, sums=self.mesh is None))
+
     def first(self, act: Callable[[], bool]) -> bool:
         """What `act` says on rank 0, on every rank; its error on every rank, too."""
         if self.size == 1:
@@ -235,10 +257,10 @@ class Ranks(Accelerator):
 # -- digests ----------------------------------------------------------------------------------------------------------
 
 
-def fingerprint(module: nn.Module) -> dict[str, str]:
+def fingerprint(module: nn.Module, sums: bool = True) -> dict[str, str]:
     """For each parameter its dtype, shape and sum: enough to tell that ranks loaded the same weights."""
     return {
-        name: f"{p.dtype} {list(p.shape)} {p.detach().sum(dtype=torch.float64).item():.17g}"
+        name: f"{p.dtype} {list(p.shape)}" + (f" {p.detach().sum(dtype=torch.float64).item():.17g}" if sums else "")
         for name, p in module.named_parameters()
     }
 

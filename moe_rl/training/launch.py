@@ -98,14 +98,3 @@ def check_shares(config: Any, size: int) -> None:
     for field, count in (("eval.prompts", config.eval.prompts), ("probe.sequences", config.probe.sequences)):
         if count < size:
             raise DistributedError(f"{field}: {count} cannot be shared by {size} processes, one each at least")
-    if config.distributed.strategy == "fsdp2":
-        if config.model.lora is not None:
-            raise DistributedError(
-                "distributed.strategy: fsdp2 with model.lora is not supported (adapters are switched on and off in "
-                "place); ddp is"
-            )
-        if config.rollout.engine.kind != "self":
-            raise DistributedError(
-                "distributed.strategy: fsdp2 with rollout.engine.kind hf is not supported (each rank would hold a "
-                "whole copy of the sharded model); ddp is"
-            )

@@ -84,5 +84,5 @@ def make_optimizer(
     parameters = [p for group in groups for p in group["params"]]
     if master_weights and any(p.dtype in LOW for p in parameters):
         return MasterAdamW(groups, betas=betas, weight_decay=weight_decay)
-    fused = all(p.device.type in ("cpu", "cuda") for p in parameters)
+    fused = all(p.device.type in ("cpu", "cuda", "meta") for p in parameters)
     return torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=fused)

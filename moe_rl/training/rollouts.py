@@ -1,15 +1,18 @@
 """Who samples in a run: the engine of `rollout.engine`, kept at the policy's weights; what replay R3 needs of it."""
 
+import copy
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_rl.rollout import Rollout
-from moe_rl.rollout.engines import make_engine
+from moe_rl.rollout.engines import Engine, ModelEngine, gathered, make_engine
 from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.training.sharding import is_sharded
 from moe_rl.training.weight_sync import SyncGuard, sync_probe
 
 if TYPE_CHECKING:
@@ -19,23 +22,30 @@ if TYPE_CHECKING:
 class Rollouts:
     """The policy's responses, sampled by the engine that the run names.
 
+    Args:
+        trainer: with its model as it trains.
+        engine: see `rollout_engine`.
+
     Attributes:
         records: whether the engine's routes are recorded: for R3, and wherever two engines are to be compared.
         guard: the watch over weight syncs; None where the training model samples itself.
     """
 
-    def __init__(self, trainer: "Trainer"):
+    def __init__(self, trainer: "Trainer", engine: Engine):
         config = trainer.config.rollout
-        self.trainer = trainer
+        self.trainer, self.engine = trainer, engine
         self.records = config.engine.kind != "self" or trainer.config.method.replay == "R3"
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        device = trainer.accelerator.device
-        build = partial(make_engine, config.engine, model, trainer.tokenizer, config.max_batch, device)
-        self.engine = build()
+        ranks = trainer.accelerator
+        model = ranks.unwrap_model(trainer.model)
+        build: Callable[[], Engine] = partial(
+            make_engine, config.engine, model, trainer.tokenizer, config.max_batch, ranks.device
+        )
+        if is_sharded(model):
+            build = partial(rebuilt, engine, model)
         self.guard: SyncGuard | None = None
         if config.engine.kind != "self":
             probe = sync_probe(self.engine, trainer.task, trainer.budget, config.temperature)
-            self.guard = SyncGuard(self.engine, model, config.engine, probe, config.temperature, build)
+            self.guard = SyncGuard(self.engine, model, config.engine, probe, config.temperature, build, ranks.largest)
 
     def sample(self, problems: list[Any], generator: torch.Generator) -> Rollout:
         """Responses of the current policy, G per problem. The engine is synced first if the policy has moved.
@@ -58,6 +68,28 @@ class Rollouts:
         if self.records:
             check_rollout_routes(rollout)
         return rollout
+
+
+def rollout_engine(trainer: "Trainer", model: nn.Module) -> Engine:
+    """The engine that the run names, made while `model` is not sharded; one of its own is whole on every rank."""
+    config = trainer.config.rollout
+    engine = make_engine(config.engine, model, trainer.tokenizer, config.max_batch)
+    if isinstance(engine, ModelEngine) and engine.model is not model:
+        trainer.accelerator.whole(engine.model)
+    return engine
+
+
+@torch.no_grad()
+def rebuilt(engine: Any, model: nn.Module) -> Engine:
+    """The engine of a sharded model, which cannot be copied, as if built anew: a copy whose every tensor is replaced by
+    the model's, past the engine's own sync (whose rounding of routers follows)."""
+    fresh = copy.copy(engine)
+    fresh.model = copy.deepcopy(engine.model)
+    weights = model.state_dict()
+    for name, tensor in fresh.model.state_dict().items():
+        tensor.copy_(gathered(weights[name]))
+    fresh._round_routers()
+    return fresh
 
 
 def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:

@@ -4,10 +4,13 @@ accelerate applies FSDP only on some device types and silently takes DDP on the 
 are sharded here, with torch's own `fully_shard`, and what came out is looked at.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -51,6 +54,33 @@ def shard(module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = Non
     # Also the outermost group is cut up again after each forward, so that parameters are shards whoever looks.
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     check_sharded(module)
+
+
+def shard_from_rank_0(
+    module: nn.Module, mesh: DeviceMesh, compute: torch.dtype | None = None, routers_fp32: bool = False
+) -> None:
+    """`shard`, with the weights of rank 0 on every rank: only there does the module hold any before; elsewhere its
+    tensors have no memory (the meta device) until they are shards. One tensor at a time is sent. Raises ShardingError.
+    """
+    whole_tensors = module.state_dict() if dist.get_rank() == 0 else {}
+    if dist.get_rank() != 0:
+        module.to("meta")
+    shard(module, mesh, compute, routers_fp32)
+    fill_from_rank_0(module, whole_tensors, torch.device(mesh.device_type))
+
+
+def fill_from_rank_0(module: nn.Module, whole_tensors: dict[str, Tensor], device: torch.device) -> None:
+    """The module on `device`, whose tensors are without memory but on rank 0, takes rank 0's `whole_tensors` (its state
+    dict, as it was), sharded or not, and rank 0's buffers, also those that no state dict has."""
+    if dist.get_rank() == 0:
+        module.to(device)
+    else:
+        module.to_empty(device=device)
+    set_model_state_dict(
+        module, whole_tensors, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
+    for buffer in module.buffers():
+        dist.broadcast(buffer, 0)
 
 
 def check_sharded(module: nn.Module) -> None:
@@ -121,7 +151,8 @@ def as_placed(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def load_whole(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """`load_state_dict` of tensors that are whole, whether or not the module is sharded."""
+def load_whole(module: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """`load_state_dict` of tensors that are whole, whether or not the module is sharded; of those that come one at a
+    time, only this rank's shards are kept."""
     own = module.state_dict()
-    module.load_state_dict({name: as_placed(t, own[name]) if name in own else t for name, t in tensors.items()})
+    module.load_state_dict({name: as_placed(tensor, own[name]) if name in own else tensor for name, tensor in tensors})

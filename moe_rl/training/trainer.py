@@ -29,7 +29,7 @@ from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from moe_rl.training.config import RunConfig
 from moe_rl.training.decompose_probe import DecompositionProbe
-from moe_rl.training.distributed import Ranks, digest, fingerprint
+from moe_rl.training.distributed import Ranks, digest
 from moe_rl.training.facts import ratio_facts
 from moe_rl.training.footprint import footprint
 from moe_rl.training.launch import check_shares
@@ -39,7 +39,7 @@ from moe_rl.training.optimizer import make_optimizer
 from moe_rl.training.preference import pair_loss
 from moe_rl.training.probe import Probe
 from moe_rl.training.reward_model import RewardModel
-from moe_rl.training.rollouts import Rollouts
+from moe_rl.training.rollouts import Rollouts, rollout_engine
 from moe_rl.training.router_precision import keep_routers_fp32
 from moe_rl.training.router_shift import chosen_scores, shift_weight
 from moe_rl.training.runlog import NoLog, RunLog
@@ -100,11 +100,12 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             self.log = RunLog(folder, listener)
         self.task = make_task(config.task)
-        model, self.tokenizer = load_policy(config.model, self.task, cache_dir, progress=_cold_start_rows(listener))
+        model, self.tokenizer = load_policy(
+            config.model, self.task, cache_dir, _cold_start_rows(listener), weights=self.accelerator.loads
+        )
         if config.distributed.router_fp32:
             keep_routers_fp32(model)
-        if self.accelerator.size > 1:
-            self.accelerator.agree("the weights that they loaded", fingerprint(model))
+        self.accelerator.agree_on_weights(model)
         self.budget = config.rollout.max_new_tokens or self.task.max_new_tokens
         self.method = resolve_method(config, self.budget)
         resets = bool(config.optim.reference_reset_every)
@@ -117,10 +118,11 @@ class Trainer:
             self.reward_model = RewardModel(model, config.reward, config.optim, self.accelerator)
         groups = parameter_groups(model, config)
         optimizer = make_optimizer(groups, config.optim.betas, config.optim.weight_decay, config.optim.master_weights)
+        engine = rollout_engine(self, model)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         for module in self.frozen.values():
             self.accelerator.shard(module)
-        self.rollouts = Rollouts(self)
+        self.rollouts = Rollouts(self, engine)
         self.queue: deque[Batch] = deque()
         self.step = 0
         if config.tracker and self.accelerator.main:

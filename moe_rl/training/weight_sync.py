@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from moe_rl.rollout import Problem, Rollout
 from moe_rl.rollout.engines import ENGINE_DTYPES, Engine, EngineConfig, EngineError, forward_logps
+from moe_rl.training.sharding import as_placed
 
 PROBE_PROBLEMS = 8
 PROBED_TENSORS = 128  # more are thinned out to one of each kind
@@ -40,7 +41,8 @@ class SyncGuard:
 
     Attributes:
         engine: what samples.
-        gap: mean absolute difference of the two log-probabilities on the probe at the last sync, nats per token.
+        gap: mean absolute difference of the two log-probabilities on the probe at the last sync, nats per token; of the
+            worst rank.
         tolerance: what `gap` may be; nats per token.
     """
 
@@ -52,16 +54,19 @@ class SyncGuard:
         probe: Rollout,
         temperature: float,
         build: Callable[[], Engine],
+        worst: Callable[[float], float] = float,
     ):
         """Calibrates and tests the sync; `model` and `engine` hold the same weights. `build` makes such an engine anew.
+        Of several ranks each has an engine; `worst` is the largest of what they found, so that all find the same.
 
         Raises:
             EngineError: the two disagree by more than the engine's dtype explains; a tensor does not arrive.
         """
-        self.engine, self.model, self.probe, self.temperature, self.build = engine, model, probe, temperature, build
+        self.engine, self.model, self.probe, self.temperature = engine, model, probe, temperature
+        self.build, self.worst = build, worst
         dtype = ENGINE_DTYPES[config.dtype]
         loaded = self._engine_logps()
-        self.gap = self._distance(loaded, self._model_logps())
+        self.gap = self.worst(self._distance(loaded, self._model_logps()))
         ceiling = CEILINGS[dtype] + (0.5 if config.router_format else 0.0)
         if not self.gap <= ceiling:
             raise EngineError(
@@ -80,7 +85,7 @@ class SyncGuard:
         """
         self.engine.sync(self.model.state_dict(), version)
         synced = self._engine_logps()
-        self.gap = self._distance(synced, self._model_logps())
+        self.gap = self.worst(self._distance(synced, self._model_logps()))
         if not self.gap <= self.tolerance and not self._as_built_anew(synced):
             raise EngineError(
                 f"weight sync {version}: afterwards the rollout engine and the training model differ by {self.gap:.3g} "
@@ -93,7 +98,8 @@ class SyncGuard:
         """Whether an engine that never was synced says the same, up to what two calls of one engine differ by."""
         fresh = self.build()
         try:
-            return self._largest(fresh.logps(self.probe, self.temperature), synced) <= 2 * self.noise
+            differs = self._largest(fresh.logps(self.probe, self.temperature), synced) > 2 * self.noise
+            return not self.worst(float(differs))
         finally:
             fresh.close()
 
@@ -108,23 +114,24 @@ class SyncGuard:
         for name in probed_tensors(weights):
             tensor = weights[name]
             kept = tensor.clone()
-            noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+            noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
             try:
-                tensor += noise * tensor.float().square().mean().sqrt().clamp(min=1e-3)
+                tensor += as_placed(noise, tensor) * tensor.float().square().mean().sqrt().clamp(min=1e-3)
                 self.engine.sync(self.model.state_dict(), self.engine.version)
                 # What does not move the training model either (an adapter whose other half is 0) proves nothing.
                 still = self._largest(self._engine_logps(), loaded) <= self.noise
-                if still and self._largest(self._model_logps(), before) > noise_model:
+                if self.worst(float(still)) and self._largest(self._model_logps(), before) > noise_model and still:
                     silent.append(name)
             finally:
                 tensor.copy_(kept)
-        if silent:
+        if count := int(self.worst(float(len(silent)))):
             raise EngineError(
-                f"weight sync: {len(silent)} of the tensors tried do not reach the rollout engine, first {silent[0]}: "
-                "it was changed and synced, and no log-probability moved"
+                f"weight sync: {count} of the tensors tried do not reach the rollout engine"
+                f"{f', first {silent[0]}' if silent else ' of another rank'}: changed and synced, they moved no "
+                "log-probability"
             )
         self.engine.sync(self.model.state_dict(), self.engine.version)
-        back = self._distance(self._engine_logps(), loaded)
+        back = self.worst(self._distance(self._engine_logps(), loaded))
         if not back <= self.tolerance / FACTOR:
             raise EngineError(
                 "weight sync: after syncing the weights that the rollout engine was loaded with, its log-probabilities "

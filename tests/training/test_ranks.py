@@ -11,10 +11,12 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from test_trainer import MICRO, Random, rows
 
+from moe_rl.lora import LoraConfig
 from moe_rl.models import ModelConfig
+from moe_rl.rollout.engines import EngineConfig, EngineError, gathered
 from moe_rl.study.run import run_one
 from moe_rl.tiny import TinyConfig, build_tiny, char_tokenizer
-from moe_rl.training import EvalConfig, MethodConfig, Trainer, trainer
+from moe_rl.training import EvalConfig, MethodConfig, Trainer, sharding, trainer
 from moe_rl.training.config import DistributedConfig, RewardConfig
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import DistributedError, check_shares
@@ -41,6 +43,8 @@ def case(strategy, objective="grpo", replay="none", lag=0, micro_batch=None, **c
     return replace(config, **changes)
 
 
+LORA = LoraConfig(rank=4, target_modules=("q_proj", "o_proj"), train_router=True)
+ENGINE = replace(CPU.rollout, engine=EngineConfig("hf", "bfloat16"))
 CASES = {
     "ddp": case("ddp"),
     "ddp_replay": case("ddp", replay="R2", micro_batch=3),
@@ -50,6 +54,9 @@ CASES = {
     "fsdp2_rollout_replay": case("fsdp2", objective="gspo", replay="R3"),
     "fsdp2_ppo": case("fsdp2", objective="ppo"),
     "fsdp2_dpo": case("fsdp2", objective="dpo"),
+    "fsdp2_lora": case("fsdp2", replay="R2", kl_coef=0.1, model=replace(CPU.model, lora=LORA)),
+    "ddp_engine": case("ddp", replay="R3", rollout=ENGINE),
+    "fsdp2_engine": case("fsdp2", replay="R3", rollout=ENGINE),
 }
 
 
@@ -83,14 +90,34 @@ def random_rewards():
     trainer.make_task = made
 
 
+def others_hold_nothing(rank):
+    """Under fsdp2, before it is sharded, a module has memory on rank 0 alone."""
+    shard = sharding.shard
+
+    def watched(module, *args):
+        devices = {p.device.type for p in module.parameters()}
+        assert devices == ({"cpu"} if rank == 0 else {"meta"}), devices
+        shard(module, *args)
+        WATCHED.append(type(module).__name__)
+
+    sharding.shard = watched
+
+
+WATCHED = []
+
+
 def worker(rank, port, folder):
     join(rank, port)
+    others_hold_nothing(rank)
     for name, config in CASES.items():
         run_one(config, folder / name)
     ranks = Ranks(CPU.distributed, "cpu") if rank > 1 else Ranks(DistributedConfig("ddp"), "cpu")
     assert (ranks.rank, ranks.size, ranks.main) == (rank, 2, rank == 0)
+    modules = {"fsdp2_replay": 2, "fsdp2_ppo": 3, "fsdp2_dpo": 2}  # references, a value model
+    assert len(WATCHED) == sum(modules.get(name, 1) for name in CASES if name.startswith("fsdp2")), WATCHED
     ends_apart(ranks, folder)
     routers_in_fp32(folder)
+    wrong_sync(ranks, folder)
     resumes_exactly(rank, folder)
     disagree(ranks, folder)
     dist.barrier()
@@ -125,6 +152,22 @@ def routers_in_fp32(folder):
         low = (torch.bfloat16, torch.bfloat16)
         assert seen == {"experts": low, "router": (torch.float32, torch.float32) if keep else low}
         assert {p.dtype for p in made.model.parameters()} == {torch.float32}
+
+
+def wrong_sync(ranks, folder):
+    """An engine whose weights stop arriving on one rank stops all; a gap that one built anew has too stops none."""
+    for strategy in ("ddp", "fsdp2"):
+        made = Trainer(CASES[f"{strategy}_engine"], folder / f"{strategy}_flips")
+        made.rollouts.guard.tolerance = 0.0
+        made.resume(), made.run()
+        assert made.rollouts.guard.gap > 0
+        deaf = Trainer(CASES[f"{strategy}_engine"], folder / f"{strategy}_deaf")
+        deaf.rollouts.guard.tolerance = 0.0
+        if ranks.rank == 1:
+            deaf.rollouts.engine.sync = lambda weights, version: [gathered(tensor) for tensor in weights.values()]
+        deaf.resume()
+        with pytest.raises(EngineError, match=r"weight sync 1: .* does not hold the policy"):
+            deaf.run()
 
 
 def resumes_exactly(rank, folder):
@@ -236,9 +279,6 @@ def test_shares_are_checked_before_anything_is_loaded():
     check_shares(config, 2)
     with pytest.raises(DistributedError, match=r"eval\.prompts: 1 cannot be shared by 2"):
         check_shares(replace(config, eval=EvalConfig(prompts=1)), 2)
-    with pytest.raises(DistributedError, match=r"rollout\.engine\.kind hf is not supported"):
-        engine = replace(config.rollout.engine, kind="hf")
-        check_shares(replace(config, rollout=replace(config.rollout, engine=engine)), 2)
 
 
 def test_shares_are_consecutive_and_cover_everything():
