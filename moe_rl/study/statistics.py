@@ -11,6 +11,8 @@ not 95 %; `small_sample_note` says so and captions print it.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import factorial, prod
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,18 @@ FINAL_STEPS = 5
 """Final reward is the mean over this many last steps."""
 
 _ENUMERATE_UP_TO = 6  # 6^6 = 46656 resamples: the whole bootstrap distribution, no random numbers
+
+
+@lru_cache
+def _all_resamples(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """The n^n resamples of n values as multisets: indices [M, n], and how many of the n^n each one is.
+
+    >>> _all_resamples(2)[0].tolist(), _all_resamples(2)[1].tolist()
+    ([[0, 0], [0, 1], [1, 1]], [1, 2, 1])
+    """
+    draws = np.array(list(itertools.combinations_with_replacement(range(n), n)))
+    repeats = (draws[:, :, None] == np.arange(n)).sum(1)
+    return draws, np.array([factorial(n) // prod(map(factorial, row)) for row in repeats.tolist()])
 
 
 @dataclass(frozen=True)
@@ -82,9 +96,9 @@ def bootstrap_interval(
         return Interval(estimate, estimate, estimate, n, confidence, "degenerate")
     tail = (1.0 - confidence) / 2
     if n <= _ENUMERATE_UP_TO:
-        draws = array[np.array(list(itertools.product(range(n), repeat=n)))]
-        means = statistic(draws, axis=1)
-        low, high = np.quantile(means, [tail, 1.0 - tail], method="inverted_cdf")
+        draws, often = _all_resamples(n)
+        means = statistic(array[draws], axis=1)
+        low, high = np.quantile(means, [tail, 1.0 - tail], method="inverted_cdf", weights=often)
         return Interval(estimate, float(low), float(high), n, confidence, "percentile, all resamples")
     from scipy import stats  # a second of import: only where it is needed
 
@@ -115,13 +129,15 @@ def bootstrap_band(values: np.ndarray, confidence: float = 0.95, seed: int = 0) 
             continue
         columns = np.flatnonzero((present == pattern[:, None]).all(axis=0))
         if rows.size <= _ENUMERATE_UP_TO:
-            draws = np.array(list(itertools.product(rows, repeat=rows.size)))
+            draws, often = _all_resamples(rows.size)
         else:
-            draws = np.random.default_rng(seed).choice(rows, (2000, rows.size))
+            draws = np.random.default_rng(seed).choice(rows.size, (2000, rows.size))
+            often = np.ones(len(draws))
         # counts [resamples, n] @ values [n, X]: the means of all resamples at once
-        weights = (draws[:, :, None] == rows).sum(1) / rows.size
-        means = weights @ values[np.ix_(rows, columns)]
-        low[columns], high[columns] = np.quantile(means, [tail, 1 - tail], axis=0, method="inverted_cdf")
+        share = (draws[:, :, None] == np.arange(rows.size)).sum(1) / rows.size
+        means = share @ values[np.ix_(rows, columns)]
+        ends = [tail, 1 - tail]
+        low[columns], high[columns] = np.quantile(means, ends, axis=0, method="inverted_cdf", weights=often)
     return low, high
 
 
