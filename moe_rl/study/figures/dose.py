@@ -90,10 +90,13 @@ def minibatches(data: StudyData) -> StudyFigure:
         raise NothingToDraw("minibatches: all arms of this study make the same number of updates per batch")
     figure, axes = panels(1, 2, 2.75, sharex=True, sharey=True)
     parts = []
-    for method, rows in seeds.groupby("method", sort=False):
+    methods = seeds["method"].nunique()
+    for i, (method, rows) in enumerate(seeds.groupby("method", sort=False)):
+        beside = 1.07 ** (i - (methods - 1) / 2)  # arms of one N stand side by side, not on one another
         for ax, y in zip(axes[0], ("final", "peak"), strict=True):
             table = interval_table(rows, "arm", "updates", y).sort_values("updates")
-            _draw(ax, table, rows, "updates", y, look_of(str(method)), _method_label(data, str(method)))
+            means, values = (part.assign(updates=beside * part["updates"]) for part in (table, rows))
+            _draw(ax, means, values, "updates", y, look_of(str(method)), _method_label(data, str(method)))
             parts.append(table.assign(quantity=y, method=method))
     counts = sorted(seeds["updates"].unique())
     for ax, title in zip(
@@ -111,7 +114,8 @@ def minibatches(data: StudyData) -> StudyFigure:
         "Score against the number of minibatches that a sampled batch is split into, which is the number of updates "
         "between two samplings: the more, the further off-policy the last. Every run samples equally often, so more "
         f"minibatches are also more updates. Left: mean of the last {FINAL_STEPS} steps; right: highest mean of "
-        f"{FINAL_STEPS} successive steps, which is biased upwards by noise in every arm. {seeds_note(data)}"
+        f"{FINAL_STEPS} successive steps, which is biased upwards by noise in every arm. Arms of one N are drawn side "
+        f"by side. {seeds_note(data)}"
     )
     return StudyFigure("minibatches", "Score by minibatches per batch.", caption, figure, pd.concat(parts))
 
