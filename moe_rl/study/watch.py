@@ -21,7 +21,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import scales
-from moe_rl.study.live import COLUMNS, LiveError, LiveStudy, new_rows, new_sites
+from moe_rl.study.live import LiveStudy
+from moe_rl.study.live_rows import COLUMNS, LiveError, new_rows, new_sites
 from moe_rl.study.token_view import TokenStep, static, stored_steps
 
 ADDRESS = "127.0.0.1"
@@ -124,7 +125,7 @@ class Api:
         return {**new_rows(folder / "metrics.jsonl", query.get("since", "")), "token_steps": stored_steps(folder)}
 
     def sites(self, query: dict[str, str]) -> dict[str, Any]:
-        """Slot change by routing site of `run` after the cursor `since`."""
+        """Slot change by routing site of `run` after the cursor `since`, and the noise floor."""
         return new_sites(self._folder(query) / "metrics.jsonl", query.get("since", ""))
 
     def tokens(self, query: dict[str, str]) -> dict[str, Any]:

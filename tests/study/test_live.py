@@ -7,11 +7,12 @@ import re
 import pytest
 from synthetic import write_study
 
-from moe_rl.study import live
+from moe_rl.study import live_rows
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import LOOKS
-from moe_rl.study.live import LiveError, LiveStudy, new_rows, new_sites, read_since
+from moe_rl.study.live import LiveStudy
+from moe_rl.study.live_rows import LiveError, new_rows, new_sites, read_since
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_a_resume_that_rewrote_the_file_resets_the_cursor(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 30, 31, 32, 1000])
 def test_pieces_of_any_size_give_every_row_once(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(live, "CHUNK", size)
+    monkeypatch.setattr(live_rows, "CHUNK", size)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(line(kind="rollout", step=i) for i in range(25)))
     steps, since, more = [], "", True
@@ -148,6 +149,22 @@ def test_curves_and_sites_are_sent_as_the_run_wrote_them(tmp_path):
     sites = new_sites(path)
     assert sites["rows"] == [[0, 1, [0.25, None]]]
     assert (sites["labels"], sites["common"]) == (["0", "1"], "l.·.gate")
+
+
+def test_the_floor_is_sent_with_the_curves_and_by_site(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    by_site = {"site_names": ["l.0.gate", "l.1.gate"], "site_slots": [8, 8]}
+    path.write_text(
+        line(kind="floor", step=0, variant="batch", slots_changed=1, slots=16, site_slots_changed=[1, 0], **by_site)
+        + line(kind="floor", step=0, variant="bf16", slots_changed=6, slots=16, site_slots_changed=[2, 4], **by_site)
+        + line(kind="floor", step=0, variant="repeat", slots_changed=0, slots=16)  # of a version without sites
+        + line(kind="floor", step=0, variant="of another version", slots_changed=9, slots=16)
+    )
+    rows = new_rows(path)["rows"]
+    assert rows == {"floor": [[0, "own", 1, 16], [0, "bf16", 6, 16], [0, "own", 0, 16], [0, None, 9, 16]]}
+    answer = new_sites(path)
+    assert answer["floor"] == [["own", [0.125, 0.0]], ["bf16", [0.25, 0.5]]] and answer["rows"] == []
+    assert new_sites(path, answer["since"])["floor"] == []
 
 
 def contrast(a, b):

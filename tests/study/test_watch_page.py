@@ -109,6 +109,33 @@ def test_runs_curves_and_heat_map_are_drawn_and_legend_and_condition_choose(brow
     assert origins == {url.split("/")[2]}
 
 
+def test_the_noise_floor_stands_beside_the_curve_and_the_map(browser, url, study):
+    browser.open(url)
+    browser.wait("document.querySelectorAll('#heat rect').length > 6 * 4")
+    assert "noise floor by site: not recorded" in text(browser, ".heat-legend"), "runs of older versions"
+    assert browser.js("document.querySelectorAll('.level, #heat .floor').length") == 0
+    for run, bf16 in (("grpo/seed0", 80), ("gspo/seed0", 40)):  # of 1600 slots: 5 and 2.5 %, their mean 3.75 %
+        with open(study / run / "metrics.jsonl", "a") as file:
+            for variant, changed in (("repeat", 0), ("batch", 8), ("bf16", bf16)):
+                by_site = {"site_slots_changed": [changed, 0, 0, 0], "site_slots": [400] * 4}
+                row = {"kind": "floor", "step": 0, "variant": variant, "slots_changed": changed, "slots": 1600}
+                file.write(json.dumps(row | by_site) + "\n")
+    browser.wait("document.querySelectorAll('#heat .floor').length === 1")
+    titles = "[...document.querySelectorAll('#chart-changed .level title')].map(e => e.textContent)"
+    assert browser.js(titles) == ["equal weights, bf16: 3.75 %", "equal weights, own: 0.5 %"]
+    assert browser.js("document.querySelectorAll('.level').length") == 2, "only the change rate has this floor"
+    assert "dashed: noise floor" in text(browser, "#chart-changed .chart-note")
+    label = browser.js("document.querySelector('#chart-changed .plot').getAttribute('aria-label')")
+    assert "Noise floor: own 0.5 %, bf16 3.75 %" in label
+    cells = browser.js("[...document.querySelectorAll('#heat title')].map(e => e.textContent)")
+    floor = [cell for cell in cells if "equal weights" in cell]
+    assert floor[0] == "model.layers.0.mlp.gate, equal weights, own: 2 %"  # 8 of 400
+    assert floor[4] == "model.layers.0.mlp.gate, equal weights, bf16: 20 %" and len(floor) == 2 * 4
+    assert "dashed: noise floor" in text(browser, ".heat-legend")
+    browser.click("#legend [data-arm='grpo']")
+    assert browser.js(titles)[0] == "equal weights, bf16: 2.5 %", "of the runs shown"
+
+
 def test_the_read_out_follows_pointer_and_keys(browser, url):
     browser.open(url)
     browser.wait("document.querySelectorAll('#chart-reward path').length")

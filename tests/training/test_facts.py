@@ -190,6 +190,17 @@ def test_the_floor_is_measured_once_and_changes_nothing(tmp_path):
     assert plain == floored
 
 
+def test_a_floor_that_a_kernel_cannot_run_is_left_out_and_ends_no_run(tmp_path):
+    """Experts of 12 inner units have rows of 24 bytes in bf16, and grouped_mm wants multiples of 16."""
+    tiny = replace(MICRO.model.tiny, moe_intermediate_size=12)
+    config = replace(MICRO, model=replace(MICRO.model, tiny=tiny), probe=ProbeConfig(sequences=4, tokens_every=0))
+    with pytest.warns(UserWarning, match="noise floor: bf16 is left out.*multiple of 16 bytes"):
+        Trainer(config, tmp_path).run()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["variant"] for row in rows if row["kind"] == "floor"] == ["repeat", "batch", "experts"]
+    assert (tmp_path / "DONE").exists()
+
+
 def test_a_rounded_copy_leaves_the_model_and_another_implementation_is_given_back(tmp_path):
     model = Trainer(MICRO, tmp_path).model
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -129,8 +129,10 @@
       this.plot.addEventListener("blur", () => page.cursor(null));
     }
 
-    /** groups: [{label, colour, dash, runs: [{name, points}]}]; end: last step of any run. */
-    draw(groups, end) {
+    /** groups: [{label, colour, dash, runs: [{name, points}]}]; end: last step of any run; levels: [{name, value}], lines
+     *  across the chart that no group has, as a noise floor. */
+    draw(groups, end, levels = []) {
+      this.levels = levels;
       this.groups = groups.map((g) => ({ ...g, runs: g.runs.filter((r) => r.points.xs.length) })).filter((g) => g.runs.length);
       for (const group of this.groups) group.mean = moeRL.meanOf(group.runs.map((r) => r.points));
       const width = Math.max(220, this.plot.clientWidth || 320);
@@ -140,13 +142,14 @@
       this.plot.setAttribute("height", HEIGHT);
       const longest = Math.max(0, ...this.groups.flatMap((g) => g.runs.map((r) => r.points.xs.length)));
       const size = Math.ceil(longest / MOST_POINTS);
-      this.note.textContent = this.spec.note + (size > 1 ? `; means of ${size} steps` : "");
+      this.note.textContent = this.spec.note + (size > 1 ? `; means of ${size} steps` : "") + (levels.length ? "; dashed: noise floor" : "");
       const lines = this.groups.flatMap((group) => {
         const several = group.runs.length > 1;
         const own = group.runs.map((r) => ({ group, kind: several ? "thin" : "thick", shown: moeRL.thin(r.points, size) }));
         return several ? [...own, { group, kind: "thick", shown: moeRL.thin(group.mean, size) }] : own;
       });
       const scaled = lines.flatMap((line) => line.shown.map(([, y]) => y)).filter((y) => y !== null);
+      if (scaled.length) scaled.push(...levels.map((level) => level.value));
       const { place, ticks, digits } = axis(scaled, this.spec, top, bottom);
       this.place = place;
       const parts = [];
@@ -158,6 +161,7 @@
       for (const x of ticksOf(0, this.end, Math.max(2, Math.floor(width / 80))).filter(Number.isInteger)) {
         parts.push(svg("text", { class: "tick", x: this.x(x), y: HEIGHT - 8, "text-anchor": "middle" }, String(x)));
       }
+      if (scaled.length) parts.push(...this.drawLevels());
       for (const kind of ["thin", "thick"]) parts.push(...lines.filter((line) => line.kind === kind).map((line) => this.line(line, longest <= 16)));
       if (!scaled.length) parts.push(svg("text", { class: "tick", x: (left + right) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no data yet"));
       this.cross = svg("g", { class: "cross" });
@@ -188,9 +192,21 @@
       return g;
     }
 
+    drawLevels() {
+      const parts = [], names = [];
+      for (const { name, value } of [...this.levels].sort((a, b) => b.value - a.value)) { // from the top
+        const y = this.place(value);
+        parts.push(svg("line", { class: `level ${name}`, x1: this.left, x2: this.right, y1: y, y2: y }, svg("title", {}, `equal weights, ${name}: ${this.show(value)}`)));
+        if (names.length && y - names.at(-1).y < 13) names.at(-1).text += `, ${name}`; // no room between the two
+        else names.push({ y, text: name });
+      }
+      return [...parts, ...names.map(({ y, text }) => svg("text", { class: "tick level-name", x: this.right, y: y - 4, "text-anchor": "end" }, text))];
+    }
+
     describe() {
       const last = this.groups.map((g) => `${g.label} ${this.show(g.mean.xs.length ? g.mean.y(g.mean.xs.length - 1) : null)}`);
-      return `${this.spec.title}. Latest: ${last.join(", ") || "no data yet"}. Arrow keys move through the steps.`;
+      const floor = this.levels.length ? ` Noise floor: ${this.levels.map((l) => `${l.name} ${this.show(l.value)}`).join(", ")}.` : "";
+      return `${this.spec.title}. Latest: ${last.join(", ") || "no data yet"}.${floor} Arrow keys move through the steps.`;
     }
 
     point(event) {

@@ -40,16 +40,21 @@
     async show(run, step) {
       if (run !== this.run) this.readout.textContent = "";
       Object.assign(this, { run, wanted: step });
-      const data = (this.known[run] ||= { since: "", rows: new Map(), steps: [], sites: [], labels: [], common: "", top: 0 });
+      const data = (this.known[run] ||= { since: "", rows: new Map(), steps: [], floor: new Map(), sites: [], labels: [], common: "", top: 0 });
       if (!data.busy) {
         data.busy = true;
         try {
           for (let more = true; more;) {
             const answer = await this.fetchRows(run, data.since);
-            if (answer.reset) Object.assign(data, { rows: new Map(), steps: [], top: 0 });
+            if (answer.reset) Object.assign(data, { rows: new Map(), steps: [], floor: new Map(), top: 0 });
             for (const [s, update, rates] of answer.rows) {
               if (!data.rows.has(s)) { data.rows.set(s, new Map()); data.steps.push(s); }
               data.rows.get(s).set(update, rates);
+              for (const rate of rates) if (rate > data.top) data.top = rate;
+            }
+            for (const [name, rates] of answer.floor) { // of the own variants, the largest
+              const known = data.floor.get(name) || [];
+              data.floor.set(name, rates.map((rate, l) => Math.max(rate ?? 0, known[l] ?? 0)));
               for (const rate of rates) if (rate > data.top) data.top = rate;
             }
             if (answer.sites.length) Object.assign(data, { sites: answer.sites, labels: answer.labels, common: answer.common });
@@ -81,6 +86,7 @@
       const stops = colours.map((c, i) => `${c} ${(100 * i) / 8}%`).join(", ");
       this.legend.replaceChildren("experts changed, % of slots", make("span", {}, "0"),
         make("i", { style: { background: `linear-gradient(to right, ${stops})` } }), make("span", {}, percent(data.top)),
+        make("span", {}, data.floor.size ? "dashed: noise floor, equal weights" : "noise floor by site: not recorded"),
         make("span", {}, `sites: ${data.common || data.sites[0]}, shallow to deep`));
     }
 
@@ -127,16 +133,21 @@
       const of = data.rows.get(this.step), updates = [...of.keys()].sort((a, b) => a - b);
       const cell = this.cell(data), below = cell * data.labels.length, height = below + 22;
       const { width, parts } = this.frame(this.now, data, height);
-      const w = Math.min(90, (width - LEFT - 2) / updates.length);
-      updates.forEach((update, c) => {
-        of.get(update).forEach((rate, l) => {
+      const floor = [...data.floor].sort(([a], [b]) => (a === "own" ? -1 : b === "own" ? 1 : 0)), gap = floor.length ? 18 : 0;
+      const w = Math.min(90, (width - LEFT - 4 - gap) / (updates.length + floor.length));
+      const column = (x, rates, name, tick) => {
+        rates.forEach((rate, l) => {
           const fill = this.colour(rate), y = l * cell;
-          const title = svg("title", {}, `${data.sites[l]}, update ${update}: ${percent(rate)}`);
-          parts.push(svg("rect", { x: LEFT + c * w, y, width: w - 1, height: cell - (cell > 8 ? 1 : 0), fill }, title));
-          if (cell >= 15 && w >= 34) parts.push(svg("text", { class: "cell", x: LEFT + (c + 0.5) * w, y: y + cell / 2 + 4, "text-anchor": "middle", fill: rate === null ? "none" : moeRL.inkOn(hex(fill)) }, rate === null ? "" : number(100 * rate, 2)));
+          const title = svg("title", {}, `${data.sites[l]}, ${name}: ${percent(rate)}`);
+          parts.push(svg("rect", { x, y, width: w - 1, height: cell - (cell > 8 ? 1 : 0), fill }, title));
+          if (cell >= 15 && w >= 34) parts.push(svg("text", { class: "cell", x: x + w / 2, y: y + cell / 2 + 4, "text-anchor": "middle", fill: rate === null ? "none" : moeRL.inkOn(hex(fill)) }, rate === null ? "" : number(100 * rate, 2)));
         });
-        if (c % Math.ceil(24 / w) === 0) parts.push(svg("text", { class: "tick", x: LEFT + (c + 0.5) * w, y: below + 15, "text-anchor": "middle" }, w >= 56 ? `update ${update}` : String(update)));
-      });
+        if (tick) parts.push(svg("text", { class: "tick", x: x + w / 2, y: below + 15, "text-anchor": "middle" }, tick));
+      };
+      updates.forEach((update, c) => column(LEFT + c * w, of.get(update), `update ${update}`, c % Math.ceil(24 / w) ? "" : w >= 56 ? `update ${update}` : String(update)));
+      const apart = LEFT + updates.length * w + gap;
+      floor.forEach(([name, rates], c) => column(apart + c * w, rates, `equal weights, ${name}`, w >= 24 || !c ? name : ""));
+      if (floor.length) parts.push(svg("rect", { class: "floor", x: apart - 2, y: 0.75, width: floor.length * w + 3, height: below - 1.5 }));
       this.now.replaceChildren(...parts);
       this.nowTitle.textContent = `step ${this.step}, after each of its updates`;
       const means = updates.map((u) => { const r = of.get(u).filter((x) => x !== null); return `update ${u} ${percent(r.reduce((a, b) => a + b, 0) / r.length)}`; });

@@ -9,7 +9,7 @@
   const CHARTS = [
     { key: "reward", title: "Reward", note: "of the responses that are trained on" },
     { key: "heldout", title: "Held-out reward", note: "on prompts that are never trained on" },
-    { key: "changed", title: "Experts changed", note: "% of slots, after a step’s last update, routed live", percent: true },
+    { key: "changed", title: "Experts changed", note: "% of slots, last update of a step, live", percent: true, floor: true },
     { key: "clipped", title: "Clipped tokens", note: "% of a step’s tokens, log axis", percent: true, log: true },
     { key: "vartoken", title: "Variance of token log-ratios", note: "nats², after a step’s last update, routed live, log axis", log: true },
     { key: "varsequence", title: "Variance of sequence log-ratios", note: "of means per token, nats², as beside, log axis", log: true },
@@ -45,7 +45,7 @@
     try {
       study = await get("study");
       for (const state of study.runs) {
-        if (!runs.has(state.run)) runs.set(state.run, { since: "", points: fresh(), step: null, seconds: [], tokenSteps: [], damaged: 0, bytes: -1 });
+        if (!runs.has(state.run)) runs.set(state.run, { since: "", points: fresh(), floor: new Map(), step: null, seconds: [], tokenSteps: [], damaged: 0, bytes: -1 });
       }
       const due = study.runs.filter((state) => state.bytes !== runs.get(state.run).bytes);
       due.sort((a, b) => (b.run === view.run) - (a.run === view.run)); // the chosen run first
@@ -73,7 +73,7 @@
     const run = runs.get(state.run);
     for (let more = true; more;) {
       const answer = await get("run", { run: state.run, since: run.since });
-      if (answer.reset) Object.assign(run, { points: fresh(), step: null, seconds: [], damaged: 0 });
+      if (answer.reset) Object.assign(run, { points: fresh(), floor: new Map(), step: null, seconds: [], damaged: 0 });
       take(run, answer.rows);
       run.since = answer.since;
       run.damaged += answer.damaged;
@@ -94,6 +94,9 @@
       p.vartoken.add(step, token);
       p.varsequence.add(step, sequence);
       p.entropy.add(step, entropy);
+    }
+    for (const [, floor, changed, slots] of rows.floor || []) {
+      if (floor !== null && slots) run.floor.set(floor, Math.max(run.floor.get(floor) ?? 0, changed / slots)); // of the own variants, the largest
     }
     for (const [step, seconds] of rows.step || []) {
       run.step = step + 1; // steps done
@@ -191,11 +194,20 @@
     const shown = looks().filter((arm) => arm.condition === view.condition && !view.hidden.has(arm.arm));
     let end = 1;
     for (const run of runs.values()) end = Math.max(end, run.points.reward.xs.at(-1) ?? 0, run.points.heldout.xs.at(-1) ?? 0);
+    const floor = floorOf(study.runs.filter((r) => shown.some((arm) => arm.arm === r.arm)).map((r) => runs.get(r.run).floor));
     for (const chart of charts) {
       chart.draw(shown.map((arm) => ({
         ...arm, runs: study.runs.filter((r) => r.arm === arm.arm).map((r) => ({ name: r.run, points: runs.get(r.run).points[chart.spec.key] })),
-      })), end);
+      })), end, chart.spec.floor ? floor : []);
     }
+  }
+
+  /** The noise floor of the runs shown: the mean over those that measured it. */
+  function floorOf(measured) {
+    return ["own", "bf16"].flatMap((name) => {
+      const values = measured.filter((of) => of.has(name)).map((of) => of.get(name));
+      return values.length ? [{ name, value: values.reduce((a, b) => a + b, 0) / values.length }] : [];
+    });
   }
 
   function drawRunPicker() {
