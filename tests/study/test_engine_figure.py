@@ -58,9 +58,27 @@ def test_the_figure_draws_every_arm_and_says_what_is_what(folder):
     # large marks of GRPO: token live, token R3, sequence live; the R3 sequence variance of 0 has no place on a log axis
     large = [line.get_xdata()[0] for line in left.lines if line.get_markersize() == 5 and line.get_ydata()[0] == 0]
     assert large == pytest.approx([1.5e-3, 2e-5, 4e-5])
+    assert "Noise floor" not in figure.caption
     bars = [line.get_xdata()[0] for line in left.lines if len(line.get_xdata()) == 2 and line.get_marker() == "None"]
     assert bars == pytest.approx([0.2**2, 0.003**2])
     assert "n = 2 seeds" in figure.caption and len(figure.render("svg")) > 1000
+
+
+def test_the_floor_of_equal_weights_stands_where_the_axis_shows_it(folder):
+    add_rows(folder)
+    metrics = folder / "grpo" / "seed0" / "metrics.jsonl"
+    floors = (("repeat", 1e-15), ("experts", 3e-15), ("bf16", 2e-4))
+    counts = {f"{name}{end}": 0 for name in ("slots", "sites", "tokens") for end in ("_changed", "")}
+    rows = [
+        {"kind": "floor", "step": 0, "variant": v, "var_token": x, "var_sequence": x / 4} | counts for v, x in floors
+    ]
+    metrics.write_text(metrics.read_text() + "".join(json.dumps(row) + "\n" for row in rows))
+    figure = engine_mismatch(load(folder))
+    shown = [line for line in figure.figure.axes[0].lines if str(line.get_label()).startswith("equal weights")]
+    assert [line.get_xdata()[0] for line in shown] == pytest.approx([2e-4]), "own arithmetic is far to the left"
+    named = [text.get_text() for text in figure.figure.legends[0].get_texts()]
+    assert named[-1] == "equal weights: bf16 copy"
+    assert "implementation) 3e-15 by token, 2e-15 by sequence; a bf16 copy 0.0002 by token" in figure.caption
 
 
 def test_studies_of_one_engine_neither_have_nor_miss_it(folder):

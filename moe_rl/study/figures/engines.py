@@ -53,7 +53,8 @@ def engine_mismatch(data: StudyData) -> StudyFigure:
     left.set_xlabel("variance of log(π_old / μ), nats²")
     right.set_xlabel("clipped in the first update,\n% of tokens")
     right.set_xlim(left=min(-0.3, -0.03 * right.get_xlim()[1]))
-    figure.legend(handles=_entries(), loc="outside upper left", ncols=5, borderaxespad=0.3)
+    floors = [line for line in left.lines if str(line.get_label()).startswith("equal weights")]
+    figure.legend(handles=[*_entries(), *floors], loc="outside upper left", ncols=5, borderaxespad=0.3)
     caption = (
         "μ: the engine that sampled; π_old: the training engine at the same weights; tokens of the whole batch, live "
         "routing in both (filled) and with the rollout's routes forced on π_old (R3, open). Circles: tokens; "
@@ -62,6 +63,7 @@ def engine_mismatch(data: StudyData) -> StudyFigure:
         "takes out of the first update of a step, when the policy has not moved; 0 by construction for the anchor "
         "π_old. Large: mean over seeds of the mean over steps; small: seeds. Engines of rounded routers are an "
         f"emulation. {gap_note(floor, {'var_token': 'by token', 'var_sequence': 'by sequence'})}"
+        f"{'Dashed: by token. ' if floors else ''}"
         f"{seeds_note(data, interval=False)}"
     )
     title = "Engine mismatch by level of the ratio."
