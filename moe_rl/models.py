@@ -1,7 +1,6 @@
 """Policies: load a hub or local Mixture-of-Experts, or make the tiny one (`moe_rl.tiny`) and keep it for next time."""
 
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -21,7 +20,7 @@ from transformers.utils import logging as hf_logging
 from moe_rl.lora import LoraConfig, add_lora
 from moe_rl.rollout import Task
 from moe_rl.routing import UnsupportedModelError
-from moe_rl.routing.experts import register_experts
+from moe_rl.routing.experts import check_megablocks, register_experts
 from moe_rl.routing.sites import find_sites
 from moe_rl.tiny import (
     ColdStartConfig,
@@ -140,16 +139,10 @@ def check_machine(config: ModelConfig) -> None:
             f"model.device: {config.device} is not there ({build}). `auto` takes what is; `moe-rl doctor` lists it."
         )
     if config.experts_implementation == "megablocks":
-        if importlib.util.find_spec("megablocks") is None:
-            raise ModelError(
-                "model.experts_implementation: megablocks is not installed (docs/megablocks.md says how). "
-                "megablocks_reference runs the same pipeline in plain torch."
-            )
-        if config.dtype != "bfloat16":
-            raise ModelError(
-                f"model.experts_implementation: the kernels of megablocks take bfloat16 alone, got model.dtype "
-                f"{config.dtype}"
-            )
+        try:
+            check_megablocks(DTYPES[config.dtype], config.device)
+        except UnsupportedModelError as error:
+            raise ModelError(f"model.{error}") from error
 
 
 # -- any model ------------------------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.sampler import hf_model, sample
 from moe_rl.rollout.task import Problem
-from moe_rl.routing import routing_sites
+from moe_rl.routing import UnsupportedModelError, routing_sites
+from moe_rl.routing.experts import check_megablocks
 
 ENGINE_KINDS = ("self", "hf")
 ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -224,6 +225,15 @@ def check_engine(config: EngineConfig) -> None:
             raise EngineError(f"rollout.engine.{field}: expected one of {listed}, got {value!r}")
     if config.max_batch is not None and config.max_batch < 1:
         raise EngineError(f"rollout.engine.max_batch: at least 1, got {config.max_batch}")
+
+
+def check_engine_here(config: EngineConfig, device: str) -> None:
+    """Raises EngineError for a second engine whose kernels this machine, or `device` (model.device), lacks."""
+    if config.kind == "hf" and config.experts_implementation == "megablocks":
+        try:
+            check_megablocks(ENGINE_DTYPES[config.dtype], device)
+        except UnsupportedModelError as error:
+            raise EngineError(f"rollout.engine.{error}") from error
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from moe_rl.routing import experts_reference as plain
 from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
 
 _INSTALL = """
@@ -151,6 +152,39 @@ def megablocks(
     return dropless_experts(self, hidden_states, top_k_index, top_k_weights, _megablocks_backend())
 
 
+def check_megablocks(dtype: torch.dtype, device: str) -> None:
+    """Refuse, before anything is loaded, a `megablocks` that could not run: all that is missing in one message.
+
+    Args:
+        dtype: that the experts will compute in.
+        device: `auto`, `cuda`, ...: where; `auto` is a CUDA device where there is one.
+
+    Under Triton's interpreter (`TRITON_INTERPRET=1`) any device and dtype pass.
+
+    Raises:
+        UnsupportedExpertsError: no CUDA device, another one asked for, another dtype than bfloat16, a package or one of
+            its compiled modules that is missing.
+    """
+    missing = []
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        if device not in ("auto", "cuda"):
+            missing.append(f"a CUDA device (device is {device!r})")
+        elif not torch.cuda.is_available():
+            missing.append("a CUDA device (there is none here)")
+        if dtype != torch.bfloat16:
+            missing.append(f"bfloat16 (dtype is {_name(dtype)})")
+    try:
+        _megablocks_backend()
+    except ImportError as error:
+        cause = str(error.__cause__ or error).splitlines()[0]
+        missing.append(f"its packages ({cause}; docs/megablocks.md says how they are installed)")
+    if missing:
+        raise UnsupportedExpertsError(
+            f"experts_implementation: megablocks needs {', '.join(missing)}. megablocks_reference runs the same "
+            "pipeline in plain torch, on any device."
+        )
+
+
 def register_experts() -> tuple[str, ...]:
     """Make `megablocks` and `megablocks_reference` known to transformers; returns the names.
 
@@ -263,34 +297,4 @@ def _megablocks_backend() -> Backend:
     return Backend(ops.sort, ops.histogram, ops.inclusive_cumsum, ops.gather, gmm, ops.scatter)
 
 
-# The reference backend. `bin_ids` and `bins` say where each expert's rows start; the kernels need them, plain
-# indexing does not.
-
-
-def _sort(ids: Tensor, end_bit: int) -> tuple[Tensor, Tensor]:
-    return torch.sort(ids, stable=True)
-
-
-def _histogram(ids: Tensor, num_experts: int) -> Tensor:
-    return (ids == torch.arange(num_experts, device=ids.device)[:, None]).sum(1, dtype=torch.int32)
-
-
-def _gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, top_k: int) -> Tensor:
-    # Expand, then permute: in the backward pass every slot is written once and a token's K gradients
-    # are summed in one reduction, as in the kernels, instead of being accumulated K times in bf16.
-    return x.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, x.shape[-1])[indices]
-
-
-def _gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool) -> Tensor:
-    matrices = (b.mT if trans_b else b).unbind(0)
-    return torch.cat([x @ w for x, w in zip(a.split(batch_sizes.tolist()), matrices, strict=True)])
-
-
-def _scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor, bins: Tensor, top_k: int) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)
-    slots = x[torch.argsort(indices)]
-    weighted = (slots.to(wide) * weights.to(wide)[:, None]).to(x.dtype)
-    return weighted.view(-1, top_k, x.shape[-1]).sum(1)
-
-
-REFERENCE = Backend(_sort, _histogram, torch.cumsum, _gather, _gmm, _scatter)
+REFERENCE = Backend(plain.sort, plain.histogram, torch.cumsum, plain.gather, plain.gmm, plain.scatter)

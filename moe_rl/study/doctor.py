@@ -16,10 +16,11 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from moe_rl.models import check_machine
 from moe_rl.rollout import TaskError, make_task
+from moe_rl.rollout.engines import EngineError
 from moe_rl.study.config import StudyConfig
 from moe_rl.study.memory import Plan, plan
+from moe_rl.study.run import check_here
 
 
 @dataclass(frozen=True)
@@ -150,14 +151,19 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
     """What the study needs against what is there, for its most demanding arm; the plan of that arm and its name.
     `plan` is None where the model's configuration is not at hand."""
     checks, run = [], study.resolve(next(iter(study.arms)), study.seeds[0])
+
+    def options() -> None:
+        for arm in study.arms:
+            check_here(study.resolve(arm, study.seeds[0]))
+
     for name, test in (
-        ("model options", lambda: check_machine(run.model)),
+        ("model options", options),
         ("task", lambda: make_task(run.task).problem(random.Random(0))),
     ):
         try:
             test()
             checks.append(Check(name, True, "usable here"))
-        except (ValueError, TaskError) as error:
+        except (ValueError, TaskError, EngineError) as error:
             checks.append(Check(name, False, str(error)))
     if run.model.lora is not None and importlib.util.find_spec("peft") is None:
         return [*checks, Check("peft", False, "not installed", "pip install 'moe_rl[peft]'")], None, ""
@@ -167,13 +173,17 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
         return [*checks, Check("model configuration", False, str(error))], None, ""
     arm = max(plans, key=lambda name: plans[name].peak)
     worst, n = plans[arm], len(machine.devices)
+    whole = study.resolve(arm, study.seeds[0]).distributed.strategy == "ddp"
     checks.append(
         fits(
-            "device memory", worst.peak, machine.device_bytes, f"on each of {n}, sharded" if n > 1 else "on one device"
+            "device memory",
+            worst.peak,
+            machine.device_bytes,
+            "on one device" if n == 1 else f"on each of {n}, {'whole (ddp)' if whole else 'sharded'}",
         )
     )
     if machine.accelerator != "cpu":
-        checks.append(fits("host memory", worst.host_bytes, machine.host_bytes, "to load the weights"))
+        checks.append(fits("host memory", worst.host_bytes, machine.host_bytes, "to load models and write checkpoints"))
     runs = len(study.runs())
     checks.append(
         fits("disk", (runs + 1) * worst.checkpoint_bytes, machine.disk_bytes, f"for the checkpoints of {runs} runs")
@@ -238,7 +248,10 @@ def report(found: dict[str, Any]) -> str:
                 when = {"always": "", "sampling": "while sampling", "update": "while updating"}[need["when"]]
                 words = "; ".join(word for word in (when, need["note"]) if word)
                 lines.append(f"    {gb(need['bytes']):>9}  {need['name']}{f' ({words})' if words else ''}")
-            lines.append(f"    {gb(needs['peak']):>9}  at the fullest; sampling and updating do not happen at once")
+            lines += [
+                f"    {gb(needs['peak']):>9}  at the fullest; sampling and updating do not happen at once",
+                f"    {gb(needs['host_bytes']):>9}  on the host, all processes, to load models and write checkpoints",
+            ]
         lines += [_line(check) for check in study["checks"]]
     lines += [
         "",

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moe_rl.study.config import ConfigError, StudyConfig, dump_study
 from moe_rl.study.progress import clock, number, percent
-from moe_rl.study.run import check_folder, environment
+from moe_rl.study.run import check_folder, check_here, environment
 from moe_rl.training.launch import launched_processes
 from moe_rl.training.runlog import write_atomic
 
@@ -98,6 +98,7 @@ def run_study(study: StudyConfig, output: Path, cold_starts: Path, workers: int,
 
     Raises:
         ConfigError: a run folder belongs to another configuration; nothing is started.
+        ModelError, EngineError: an arm that this machine cannot run; nothing is started.
         StudyFailed: runs that ended with an error, after all the others were finished.
     """
     runs = []
@@ -106,6 +107,8 @@ def run_study(study: StudyConfig, output: Path, cold_starts: Path, workers: int,
         folder = output / arm / f"seed{seed}"
         run = Run(arm, seed, folder, output / "logs" / f"{arm}_seed{seed}.log", config.optim.steps)
         run.state = "waiting" if check_folder(config, folder) else "done"
+        if run.state == "waiting":
+            check_here(config)
         if run.state == "waiting" and (config.distributed.strategy != "none" or launched_processes() > 1):
             raise ConfigError(
                 f"moe-rl study starts one process for each run; a run over several (distributed.strategy, torchrun) is "

@@ -72,7 +72,8 @@ KNOWN: dict[str, dict[str, Any]] = {
     **{f"allenai/OLMoE-1B-7B-0924{kind}": _OLMOE for kind in ("", "-SFT", "-Instruct")},
     **{f"ibm-granite/granite-3.1-1b-a400m-{kind}": _GRANITE for kind in ("base", "instruct")},
 }
-"""Shapes of hub models, for planning without a network; a configuration in the local cache comes first."""
+"""Shapes of hub models, for planning without a network; a configuration in the local cache comes first. What they were
+checked against: docs/scaling.md."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def meta_model(hf_config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def plan(run: RunConfig, devices: int = 1) -> Plan:
-    """What a run needs on each of `devices`, weights and their states sharded evenly over them (FSDP2).
+    """What a run needs on each of `devices`, one process each: weights and their states sharded evenly over them
+    (FSDP2) unless the run says `ddp`, which keeps whole copies. Host memory is that of one node with all of them.
 
     Raises:
         ModelError: the model's configuration is not at hand.
@@ -177,8 +179,10 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
     routes_token = len(sites) * top_k * packed_dtype(experts).itemsize
     chunk = min(default_chunk(V, H), micro * new_tokens)
 
+    sharded = devices > 1 and run.distributed.strategy != "ddp"
+
     def shard(total: int) -> int:
-        return math.ceil(total / devices)
+        return math.ceil(total / devices) if sharded else total
 
     needs = [
         Need("policy weights", shard(weights), "always", f"{count:,} parameters, {run.model.dtype}"),
@@ -192,17 +196,18 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
             needs.append(Need(name, 0 if shared else shard(weights), "always", note))
     engine = run.rollout.engine
     if engine.kind == "hf":
-        needs.append(Need("rollout engine", shard(count * DTYPES[engine.dtype].itemsize), "always", engine.dtype))
+        note = engine.dtype + (", whole on every rank" if devices > 1 else "")
+        needs.append(Need("rollout engine", count * DTYPES[engine.dtype].itemsize, "always", note))
     for name, wanted in (
         ("value model", method.advantage == "gae" and run.value.model == "separate"),
         ("reward model", run.reward.model == "learned"),
     ):
         if wanted:
             needs.append(Need(name, shard(4 * weights), "always", "weights, gradients and Adam"))
-    if devices > 1:
+    if sharded:
         layer = (count - 2 * V * H) / L * size
         needs.append(Need("gathered layers", math.ceil(2 * layer), "always", "two at a time, weights alone"))
-    waiting = (1 + run.rollout.lag) * per_device * length
+    waiting = (1 + run.rollout.lag) * responses * length  # every rank holds every batch
     needs += [
         Need("routes", waiting * routes_token, "always", f"{routes_token} bytes a token"),
         Need("KV cache", decoded * length * kv_token, "sampling", f"{decoded} responses, {kv_token} bytes a token"),
@@ -218,7 +223,8 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
     ]
     if run.probe.decompose_every:
         needs.append(Need("weights of the decomposition", shard(weights), "update"))
-    kept = sum(need.bytes for need in needs if need.name in ("reference", "initial policy")) * devices
+    copies = sum(need.bytes for need in needs if need.name in ("reference", "initial policy"))
+    kept = copies * (devices if sharded else 1)
     return Plan(
         architecture=f"{hf.model_type}, {L} layers, {experts} experts, {top_k} per token",
         parameters=count,
@@ -228,9 +234,28 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
         routes_bytes_per_token=routes_token,
         kv_bytes_per_token=kv_token,
         needs=tuple(needs),
-        host_bytes=weights,
+        host_bytes=host_bytes(
+            loaded=weights + kept + sum(weights for need in needs if need.name in ("value model", "reward model")),
+            engine=sum(need.bytes for need in needs if need.name == "rollout engine"),
+            file=max(weights, states),
+            ranks=devices,
+            sharded=sharded,
+        ),
         checkpoint_bytes=weights + states + kept,
     )
+
+
+def host_bytes(loaded: int, engine: int, file: int, ranks: int, sharded: bool) -> int:
+    """Most that all processes of a node hold at once on the host, where models are on other devices.
+
+    Args:
+        loaded: weights of the policy and of every model that begins as a copy of it.
+        engine: of a second rollout engine, which is copied beside them.
+        file: the largest file of a checkpoint, which rank 0 gathers whole before it writes it.
+        ranks: processes.
+        sharded: then rank 0 alone loads, and sends the others their shards; else every rank loads.
+    """
+    return max((loaded + engine) * (1 if sharded else ranks), file)
 
 
 def activation_bytes(hf: Any, tokens: int, length: int, config: ModelConfig) -> int:

@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from moe_rl.models import check_machine
+from moe_rl.rollout.engines import check_engine_here
 from moe_rl.study.config import ConfigError, differences, dump_run
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
@@ -44,10 +46,12 @@ def run_one(
 
     Raises:
         ValueError: the configuration cannot run.
+        ModelError, EngineError: not on this machine.
         ConfigError: the folder holds a run of another configuration.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
     validate(config)
+    check_here(config)
     ranks = Ranks(config.distributed, config.model.device)
     ranks.agree("the configuration", dataclasses.asdict(config))
 
@@ -70,6 +74,17 @@ def run_one(
     if ranks.main:
         write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
     ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
+
+
+def check_here(config: RunConfig) -> None:
+    """Refuse what this machine or installation lacks, before anything is written.
+
+    Raises:
+        ModelError: see `moe_rl.models.check_machine`.
+        EngineError: the same of the rollout engine.
+    """
+    check_machine(config.model)
+    check_engine_here(config.rollout.engine, config.model.device)
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:

@@ -62,14 +62,14 @@ def shard_from_rank_0(
     """`shard`, with the weights of rank 0 on every rank: only there does the module hold any before; elsewhere its
     tensors have no memory (the meta device) until they are shards. One tensor at a time is sent. Raises ShardingError.
     """
-    whole_tensors = module.state_dict() if dist.get_rank() == 0 else {}
+    whole_tensors: dict[str, Any] = module.state_dict() if dist.get_rank() == 0 else {}
     if dist.get_rank() != 0:
         module.to("meta")
     shard(module, mesh, compute, routers_fp32)
     fill_from_rank_0(module, whole_tensors, torch.device(mesh.device_type))
 
 
-def fill_from_rank_0(module: nn.Module, whole_tensors: dict[str, Tensor], device: torch.device) -> None:
+def fill_from_rank_0(module: nn.Module, whole_tensors: dict[str, Any], device: torch.device) -> None:
     """The module on `device`, whose tensors are without memory but on rank 0, takes rank 0's `whole_tensors` (its state
     dict, as it was), sharded or not, and rank 0's buffers, also those that no state dict has."""
     if dist.get_rank() == 0:

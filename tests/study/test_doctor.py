@@ -15,6 +15,7 @@ from moe_rl.study.config import load_study, parse_study
 from moe_rl.study.doctor import Machine, Requirement, examine, inspect_machine, installed, planned, report
 from moe_rl.study.memory import KNOWN, activation_bytes, architecture, meta_model, plan
 from moe_rl.training import MethodConfig, OptimConfig, RolloutConfig, RunConfig
+from moe_rl.training.config import DistributedConfig
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 QWEN = ModelConfig(path="Qwen/Qwen3-30B-A3B-Base", dtype="bfloat16")
@@ -138,7 +139,7 @@ def test_ready_studies_have_the_papers_settings_and_are_known(name):
     # What the file says of the hardware holds.
     devices = 8 if "qwen" in name else 1
     peak = plan(study.resolve("grpo", 0), devices).peak
-    said = {"olmoe_1b_7b": 119, "granite_3_1b_a400m": 35, "qwen3_30b_a3b": 111}[name]
+    said = {"olmoe_1b_7b": 119, "granite_3_1b_a400m": 35, "qwen3_30b_a3b": 114}[name]
     assert round(peak / 1e9) == said and f"{said} GB on" in (EXPERIMENTS / f"{name}.yaml").read_text()
 
 
@@ -202,6 +203,28 @@ def test_the_command(capsys, tmp_path, monkeypatch):
     assert status == 1 and "no such study file" in out.err
     status, out = doctor("--devices", "0", "--memory", "0")
     assert status == 1 and "at least 1 device" in out.err
+
+
+def test_host_memory_is_one_model_per_node_when_sharded_and_one_per_rank_under_ddp():
+    P = 30_532_122_624
+    assert plan(run(QWEN)).host_bytes == 12 * P  # the optimizer's file: fp32 master weights, m and v
+    pure = OptimConfig(master_weights=False)
+    kl = MethodConfig(kl_coef=0.1)
+    for devices, strategy, ranks in ((1, "none", 1), (8, "none", 1), (8, "fsdp2", 1), (8, "ddp", 8)):
+        said = plan(run(QWEN, optim=pure, method=kl, distributed=DistributedConfig(strategy)), devices)
+        assert said.host_bytes == max(ranks * 2 * 2 * P, 4 * P), (devices, strategy)  # bf16 policy and reference
+    engine = RolloutConfig(engine=EngineConfig("hf", "bfloat16"))
+    assert plan(run(QWEN, optim=pure, rollout=engine), 8).host_bytes == 4 * P
+    assert needs(run(QWEN, rollout=engine), devices=8)["rollout engine"] == 2 * P  # whole on every rank
+
+
+def test_ddp_shards_nothing():
+    ddp, sharded = (plan(run(QWEN, distributed=DistributedConfig(name)), 8) for name in ("ddp", "fsdp2"))
+    states = ("policy weights", "optimizer", "gradients")
+    sizes = [{need.name: need.bytes for need in facts.needs} for facts in (ddp, sharded)]
+    assert all(sizes[0][name] == 8 * sizes[1][name] for name in states)
+    assert sizes[0]["routes"] == sizes[1]["routes"] and "gathered layers" not in sizes[0]
+    assert ddp.checkpoint_bytes == sharded.checkpoint_bytes
 
 
 def test_planning_for_another_machine():

@@ -43,7 +43,7 @@ def case(strategy, objective="grpo", replay="none", lag=0, micro_batch=None, **c
     return replace(config, **changes)
 
 
-LORA = LoraConfig(rank=4, target_modules=("q_proj", "o_proj"), train_router=True)
+LORA = LoraConfig(2, target_modules=("q_proj",), target_parameters=("mlp.experts.down_proj",), train_router=True)
 ENGINE = replace(CPU.rollout, engine=EngineConfig("hf", "bfloat16"))
 CASES = {
     "ddp": case("ddp"),
