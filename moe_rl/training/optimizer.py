@@ -10,8 +10,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
+
+from moe_rl.routing import routing_sites
+from moe_rl.training.config import OptimConfig
 
 LOW = (torch.bfloat16, torch.float16)
 
@@ -86,3 +90,20 @@ def make_optimizer(
         return MasterAdamW(groups, betas=betas, weight_decay=weight_decay)
     fused = all(p.device.type in ("cpu", "cuda", "meta") for p in parameters)
     return torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=fused)
+
+
+def policy_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
+    """AdamW over the policy, routers' own parameters apart from the rest, each with its learning-rate multiplier
+    (`multiplier` in the group); frozen routers get no gradient from now on."""
+    routers = {id(p) for site in routing_sites(model) for p in site.module.parameters(recurse=True)}
+    own = [p for p in model.parameters() if id(p) in routers]
+    rest = [p for p in model.parameters() if id(p) not in routers]
+    if config.freeze_router:
+        for parameter in own:
+            parameter.requires_grad_(False)
+    groups = [
+        {"params": [p for p in rest if p.requires_grad], "multiplier": 1.0},
+        {"params": [p for p in own if p.requires_grad], "multiplier": config.router_lr_multiplier},
+    ]
+    groups = [{**group, "lr": config.learning_rate} for group in groups if group["params"]]
+    return make_optimizer(groups, config.betas, config.weight_decay, config.master_weights)

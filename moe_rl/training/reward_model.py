@@ -4,7 +4,9 @@ It learns from the verifier's verdicts on pairs of responses to one prompt and s
 advantages are made; what is logged as `reward` stays the verifier's, so that a policy which fools the model shows.
 """
 
+import random
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,11 @@ from torch import Tensor, nn
 from moe_rl.objectives import historical_sample, reward_model_loss
 from moe_rl.rollout import Rollout
 from moe_rl.training.config import OptimConfig, RewardConfig
+from moe_rl.training.responses import respond
 from moe_rl.training.value import ScalarModel, optimizer_of
+
+if TYPE_CHECKING:
+    from moe_rl.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -137,3 +143,15 @@ class RewardModel:
             Comparisons(tensors[f"{name}/input_ids"], tensors[f"{name}/attention_mask"])
             for name in ("fresh", "history")
         )
+
+
+def retrain_if_due(trainer: "Trainer") -> dict[str, Any]:
+    """At the steps that `reward.retrain_every` names the run's reward model learns from what the policy has sampled
+    since, or, at first, from batches that are sampled for it. Returns what is to be logged."""
+    config, model = trainer.config.reward, trainer.reward_model
+    if model is None or trainer.step % config.retrain_every:
+        return {}
+    for index in range(config.initial_batches if trainer.step == 0 else 0):
+        rng = random.Random(f"{trainer.config.seed}/reward/{index}")
+        model.observe(respond(trainer, rng, trainer.draw("reward", index)))
+    return {f"reward_model_{name}": value for name, value in model.retrain(trainer.draw("retrain")).items()}

@@ -23,30 +23,29 @@ from torch import Tensor, nn
 from moe_rl.lora import frozen_reference
 from moe_rl.models import load_policy
 from moe_rl.objectives import LossOutput, policy_loss
-from moe_rl.rollout import Rollout, demonstrate, make_task, sample
-from moe_rl.routing import routing_sites
+from moe_rl.rollout import Rollout, make_task
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from moe_rl.training.config import RunConfig
 from moe_rl.training.decompose_probe import DecompositionProbe
 from moe_rl.training.distributed import Ranks, digest
-from moe_rl.training.facts import ratio_facts
 from moe_rl.training.footprint import footprint
 from moe_rl.training.launch import check_shares
 from moe_rl.training.logprobs import TokenLogps, token_logps
 from moe_rl.training.method import resolve_method
-from moe_rl.training.optimizer import make_optimizer
+from moe_rl.training.optimizer import policy_optimizer
 from moe_rl.training.preference import pair_loss
 from moe_rl.training.probe import Probe
-from moe_rl.training.reward_model import RewardModel
+from moe_rl.training.responses import held_out, respond
+from moe_rl.training.reward_model import RewardModel, retrain_if_due
 from moe_rl.training.rollouts import Rollouts, rollout_engine
 from moe_rl.training.router_precision import keep_routers_fp32
 from moe_rl.training.router_shift import chosen_scores, shift_weight
 from moe_rl.training.runlog import NoLog, RunLog
 from moe_rl.training.scoring import score_rollout
-from moe_rl.training.spread import spread_sampling, spread_scores
+from moe_rl.training.tally import Tally
 from moe_rl.training.trackers import check_tracker, start_tracker
-from moe_rl.training.update_routing import RoutingCount, update_routing
+from moe_rl.training.update_routing import update_routing
 from moe_rl.training.validation import validate
 from moe_rl.training.value import Critic
 
@@ -116,8 +115,7 @@ class Trainer:
             self.critic = Critic(model, config.value, config.optim, self.accelerator)
         if config.reward.model == "learned":
             self.reward_model = RewardModel(model, config.reward, config.optim, self.accelerator)
-        groups = parameter_groups(model, config)
-        optimizer = make_optimizer(groups, config.optim.betas, config.optim.weight_decay, config.optim.master_weights)
+        optimizer = policy_optimizer(model, config.optim)
         engine = rollout_engine(self, model)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         for module in self.frozen.values():
@@ -138,7 +136,7 @@ class Trainer:
                 self.evaluate()
             started = time.perf_counter()
             self.reset_reference()
-            retrained = self.retrain_reward_model()
+            retrained = retrain_if_due(self)
             while len(self.queue) <= config.rollout.lag:
                 self.queue.append(self.collect())
             batch = self.queue.popleft()
@@ -166,7 +164,7 @@ class Trainer:
     def collect(self) -> Batch:
         """Sample a batch and score it: old log-probabilities and routes of the current policy in one pass."""
         rng = random.Random(f"{self.config.seed}/prompts/{self.step}/{len(self.queue)}")
-        rollout = self.respond(rng, self.draw("sample", len(self.queue)))
+        rollout = respond(self, rng, self.draw("sample", len(self.queue)))
         batch, facts = score_rollout(self, rollout)
         self.accelerator.agree("the batch", digest(batch.input_ids, batch.rewards, batch.advantages, batch.old_logps))
         rewards, mask = rollout.rewards, batch.completion_mask
@@ -195,14 +193,11 @@ class Trainer:
         self.model.train()
         mine = ranks.mine(batch)
         size = optim.micro_batch or len(mine)
-        mask = batch.completion_mask
         noise = self.draw(f"noise/{ranks.rank}" if ranks.rank else "noise", update)
-        parts: list[tuple[LossOutput, TokenLogps]] = []
-        loss_sum = aux_sum = value_sum = 0.0
-        counts: list[RoutingCount] = []
-        gammas: list[Tensor] = []
+        tally = Tally(self, batch)
         for start in range(0, len(mine), size):
             micro = mine.rows(torch.arange(start, min(start + size, len(mine))))
+            share = len(micro) / len(batch)
             with update_routing(self.model, method, micro, noise) as routing, self.watching() as states:
                 out = self.logps(
                     self.model, micro, entropy=True, aux_loss=bool(optim.aux_loss_coef), router_logits=self.shifts
@@ -211,115 +206,32 @@ class Trainer:
                 loss = self.loss(out, micro, batch, gamma)
                 total = loss.loss
                 if optim.aux_loss_coef:
-                    share = len(micro) / len(batch)
                     total = total + optim.aux_loss_coef * share * out.aux_loss
-                    aux_sum += share * float(out.aux_loss.detach())
                 ranks.backward(total * ranks.size)  # which averages over ranks; these are shares of a sum
             if self.critic:
-                value_sum += self.critic.backward(micro, states, int(mask.sum()))
-            loss_sum += float(loss.loss.detach())
-            counts.append(routing)
-            gammas += [] if gamma is None else [gamma]
-            parts.append((loss, out))
+                tally.value_loss += self.critic.backward(micro, states, int(batch.completion_mask.sum()))
+            tally.add(loss, out, gamma, routing, share)
         grad_norm = ranks.clip_grad_norm_(self.model.parameters(), optim.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        names = ("replayed_rows", "routed_rows", "slots_changed", "slots")
-        rows = [sum(getattr(count, name) for count in counts) for name in names]
-        loss_sum, aux_sum, value_sum, *rows = ranks.sums(loss_sum, aux_sum, value_sum, *rows)
-
-        def whole(parts: list[Tensor]) -> Tensor:
-            return ranks.gather(torch.cat(parts).detach(), len(batch))
-
-        extra: dict[str, Any] = {}
+        row = tally.row()
         if self.critic:
-            extra = {"value_loss": value_sum, "value_grad_norm": self.critic.step(self.warmup(update))}
-        if self.shifts:
-            weights = whole(gammas)[mask]
-            floored = weights < self.method.objective.route_floor
-            extra |= {"route_weight": weights.mean(), "route_weight_floored": floored.float().mean()}
+            row["value_grad_norm"] = self.critic.step(self.warmup(update))
         if not torch.isfinite(grad_norm):
             raise FloatingPointError(
                 f"step {self.step}, update {update}: the gradient norm is {float(grad_norm)}. The weights are no "
                 f"longer usable; the last checkpoint in {self.folder} is from before. A lower optim.learning_rate, a "
                 "longer optim.warmup_updates or a tighter clip range usually helps."
             )
-        self.log.append(
-            "update",
-            self.step,
-            update=update,
-            loss=loss_sum,
-            lr=rate,
-            grad_norm=grad_norm,
-            **ratio_facts(
-                log_ratio=whole([loss.log_ratio for loss, _ in parts]),
-                sequence_log_ratio=whole([loss.sequence_log_ratio for loss, _ in parts]),
-                clipped=whole([loss.clipped for loss, _ in parts]),
-                mask=mask,
-            ),
-            entropy=whole([out.entropy for _, out in parts if out.entropy is not None])[mask].mean(),
-            aux_loss=aux_sum if optim.aux_loss_coef else None,
-            aux_loss_coef=optim.aux_loss_coef,
-            **dict(zip(names, map(int, rows), strict=True)),
-            **extra,
-        )
+        self.log.append("update", self.step, update=update, lr=rate, grad_norm=grad_norm, **row)
 
     def evaluate(self) -> None:
         """Mean reward on held-out prompts, sampled at the training temperature; the same prompts every time."""
-        rng = random.Random("held-out")
-        problems = [self.task.problem(rng, held_out=True) for _ in range(self.config.eval.prompts)]
-        rollout = spread_scores(self.accelerator, self.task, self.sample(problems, 1, self.draw("evaluate")))
-        self.log.append("eval", self.step, reward=rollout.rewards.mean(), reward_n=len(problems), greedy=False)
+        prompts = self.config.eval.prompts
+        rollout = held_out(self, prompts, self.draw("evaluate"))
+        self.log.append("eval", self.step, reward=rollout.rewards.mean(), reward_n=prompts, greedy=False)
 
     # -- pieces ------------------------------------------------------------------------------------------------
-
-    def respond(self, rng: random.Random, generator: torch.Generator) -> Rollout:
-        """Responses to new prompts, from whomever the method learns from, with the verifier's rewards."""
-        config, source = self.config.rollout, self.method.source
-        if source == "demonstrations":
-            problems = [self.task.problem(rng) for _ in range(config.prompts * config.group_size)]
-            rollout = demonstrate(self.task, self.tokenizer, problems, rng)
-        else:
-            problems = [self.task.problem(rng) for _ in range(config.prompts)]
-            own = source == "policy"
-            rollout = (
-                self.spread(self.rollouts.sample, problems, config.group_size, generator)
-                if own
-                else self.sample(problems, config.group_size, generator, self.initial)
-            )
-        return spread_scores(self.accelerator, self.task, rollout).to(self.accelerator.device)
-
-    def sample(
-        self, problems: list[Any], group_size: int, generator: torch.Generator, model: nn.Module | None = None
-    ) -> Rollout:
-        """Responses of `model`, of the current policy by default."""
-        config, sampling = self.config.rollout, self.accelerator.unwrap_model(self.model) if model is None else model
-
-        def sampler(problems: list[Any], generator: torch.Generator) -> Rollout:
-            return sample(
-                sampling,
-                self.tokenizer,
-                problems,
-                group_size=group_size,
-                max_new_tokens=self.budget,
-                temperature=config.temperature,
-                generator=generator,
-                max_batch=config.max_batch,
-            )
-
-        return self.spread(sampler, problems, group_size, generator, sampling)
-
-    def spread(
-        self,
-        sampler: Callable[[list[Any], torch.Generator], Rollout],
-        problems: list[Any],
-        group_size: int,
-        generator: torch.Generator,
-        model: nn.Module | None = None,
-    ) -> Rollout:
-        """What `sampler` gives, sampled in shares of the problems by all ranks."""
-        model = self.accelerator.unwrap_model(self.model) if model is None else model
-        return spread_sampling(self.accelerator, sampler, model, problems, group_size, self.budget, generator)
 
     def loss(self, out: TokenLogps, micro: Batch, batch: Batch, gamma: Tensor | None) -> LossOutput:
         """The method's loss on a micro-batch of `batch`."""
@@ -375,18 +287,6 @@ class Trainer:
         if self.reference is not None and every and self.step and self.step % every == 0:
             self.reference.load_state_dict(self.accelerator.unwrap_model(self.model).state_dict())
 
-    def retrain_reward_model(self) -> dict[str, Any]:
-        """Iterative GRPO: the reward model learns from what the policy has sampled since, or, at first, from batches
-        that are sampled for it. Returns what is to be logged."""
-        config = self.config.reward
-        if self.reward_model is None or self.step % config.retrain_every:
-            return {}
-        for index in range(config.initial_batches if self.step == 0 else 0):
-            rng = random.Random(f"{self.config.seed}/reward/{index}")
-            self.reward_model.observe(self.respond(rng, self.draw("reward", index)))
-        facts = self.reward_model.retrain(self.draw("retrain"))
-        return {f"reward_model_{name}": value for name, value in facts.items()}
-
     @property
     def frozen(self) -> dict[str, nn.Module]:
         """Models that are kept and not trained, by name."""
@@ -422,22 +322,6 @@ class Trainer:
         """Tell the tracker, if there is one, that the run is over."""
         for tracker in self.accelerator.trackers:
             tracker.finish()
-
-
-def parameter_groups(model: torch.nn.Module, config: RunConfig) -> list[dict[str, Any]]:
-    """Routers' own parameters apart from the rest, each with its learning-rate multiplier."""
-    routers = {id(p) for site in routing_sites(model) for p in site.module.parameters(recurse=True)}
-    own = [p for p in model.parameters() if id(p) in routers]
-    rest = [p for p in model.parameters() if id(p) not in routers]
-    if config.optim.freeze_router:
-        for parameter in own:
-            parameter.requires_grad_(False)
-        own = []
-    groups = [
-        {"params": [p for p in rest if p.requires_grad], "multiplier": 1.0},
-        {"params": [p for p in own if p.requires_grad], "multiplier": config.optim.router_lr_multiplier},
-    ]
-    return [{**group, "lr": config.optim.learning_rate} for group in groups if group["params"]]
 
 
 def _cold_start_rows(listener: Callable[[dict[str, Any]], None] | None) -> Callable[[int, int, float], None] | None:

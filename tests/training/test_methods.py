@@ -23,6 +23,7 @@ from moe_rl.training import (
     ValueConfig,
     validate,
 )
+from moe_rl.training.responses import respond
 from moe_rl.training.scoring import score_rollout
 
 MICRO = RunConfig(
@@ -185,7 +186,7 @@ def on_tokens(trainer, rollout, row):
 def test_process_advantages_are_returns_to_go_on_the_tokens_that_end_steps(trainer_of, tmp_path):
     """Against the definition in plain loops."""
     trainer = trainer_of(config_of("gspo_token_process"), tmp_path)
-    rollout = trainer.respond(random.Random(0), trainer.draw("test"))
+    rollout = respond(trainer, random.Random(0), trainer.draw("test"))
     batch, facts = score_rollout(trainer, rollout)
     steps = [on_tokens(trainer, rollout, row) for row in range(16)]
     expected = torch.zeros_like(batch.advantages)
