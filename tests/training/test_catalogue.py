@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from test_methods import MICRO, Judge, config_of
+from micro import Judge
+from test_methods import MICRO, config_of
 
 from moe_rl.rollout.engines import EngineConfig
 from moe_rl.training import MethodConfig, ProbeConfig, Trainer, trainer

@@ -1,25 +1,19 @@
 """Two engines in one loop: R3, anchors, the measured gap, and weight syncs that stop the run when they are wrong."""
 
-import json
 import math
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+from micro import MICRO, rows
 
-from moe_rl.models import ModelConfig, TinyConfig
-from moe_rl.rollout import TaskConfig
 from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine
 from moe_rl.routing import RoutedExperts, RoutingError
 from moe_rl.training import (
     EvalConfig,
     MethodConfig,
-    OptimConfig,
     ProbeConfig,
-    RolloutConfig,
-    RunConfig,
-    Trainer,
     rollouts,
     validate,
 )
@@ -28,59 +22,20 @@ from moe_rl.training.rollouts import check_rollout_routes, unrouted_tokens
 from moe_rl.training.update_routing import forced_routes
 from moe_rl.training.weight_sync import probed_tensors
 
-MICRO = RunConfig(
-    model=ModelConfig(
-        tiny=TinyConfig(
-            hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8, initializer_range=0.3
-        ),
-        cold_start=None,
-    ),
-    task=TaskConfig(name="mod_chain", options={"steps": 1}),
-    rollout=RolloutConfig(prompts=4, group_size=4, engine=EngineConfig(kind="hf", router_format="int4")),
-    optim=OptimConfig(steps=1, num_minibatches=2, learning_rate=1e-2, warmup_updates=2),
+MICRO = replace(
+    MICRO,
+    model=replace(MICRO.model, tiny=replace(MICRO.model.tiny, initializer_range=0.3)),
+    rollout=replace(MICRO.rollout, engine=EngineConfig(kind="hf", router_format="int4")),
+    optim=replace(MICRO.optim, steps=1),
     eval=EvalConfig(every=0, prompts=2),
     probe=ProbeConfig(every=0),
-    checkpoint_every=1,
 )
 PROBED = ProbeConfig(sequences=16, tokens_every=0)
-
-
-class OddCharacters:
-    """A verifier that pays for an even number of odd characters, so that a random model has reward variance."""
-
-    def __init__(self, task):
-        self.task = task
-
-    def __getattr__(self, name):
-        return getattr(self.task, name)
-
-    def reward(self, problem, completion):
-        return float(sum(map(ord, completion)) % 2)
-
-
-@pytest.fixture
-def trainer_of(monkeypatch):
-    from moe_rl.training import trainer
-
-    make_task = trainer.make_task
-    monkeypatch.setattr(trainer, "make_task", lambda config: OddCharacters(make_task(config)))
-
-    def build(config, folder):
-        made = Trainer(config, folder)
-        made.resume()
-        return made
-
-    return build
 
 
 def changed(engine=None, method=None, **optim):
     rollout = replace(MICRO.rollout, engine=EngineConfig(**engine)) if engine is not None else MICRO.rollout
     return replace(MICRO, rollout=rollout, method=MethodConfig(**(method or {})), optim=replace(MICRO.optim, **optim))
-
-
-def rows(folder, kind, **values):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [r for r in found if r["kind"] == kind and all(r[key] == value for key, value in values.items())]
 
 
 def run(trainer_of, folder, config):

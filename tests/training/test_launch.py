@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_trainer import rows
+from micro import rows
 
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch

@@ -1,24 +1,20 @@
 """Every method in the one loop: it trains, what it learns from is what it names, and interruption changes nothing."""
 
-import json
 import math
 import random
 from dataclasses import replace
 
 import pytest
 import torch
+from micro import MICRO, rows
 
-from moe_rl.models import ModelConfig, TinyConfig
 from moe_rl.objectives import OBJECTIVES, accepted_advantages, group_advantages, leave_one_out_advantages
 from moe_rl.rollout import TaskConfig
 from moe_rl.training import (
     EvalConfig,
     MethodConfig,
-    OptimConfig,
     ProbeConfig,
     RewardConfig,
-    RolloutConfig,
-    RunConfig,
     Trainer,
     ValueConfig,
     validate,
@@ -26,18 +22,7 @@ from moe_rl.training import (
 from moe_rl.training.responses import respond
 from moe_rl.training.scoring import score_rollout
 
-MICRO = RunConfig(
-    model=ModelConfig(
-        tiny=TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8),
-        cold_start=None,
-    ),
-    task=TaskConfig(name="mod_chain", options={"steps": 1}),
-    rollout=RolloutConfig(prompts=4, group_size=4),
-    optim=OptimConfig(steps=2, num_minibatches=2, learning_rate=1e-2, warmup_updates=2),
-    eval=EvalConfig(prompts=4),
-    probe=ProbeConfig(every=0),
-    checkpoint_every=1,
-)
+MICRO = replace(MICRO, eval=EvalConfig(prompts=4), probe=ProbeConfig(every=0))
 LEARNED = RewardConfig(model="learned", initial_batches=1, retrain_every=1, batch_size=4)
 ARMS = {
     **{name: {"method": {"objective": name}} for name in [*OBJECTIVES, "dpo"]},
@@ -56,49 +41,9 @@ ARMS = {
 }
 
 
-class Judge:
-    """A verifier under which a random model has reward variance: of the outcome, of steps, of two rewards."""
-
-    def __init__(self, task):
-        self.task = task
-
-    def __getattr__(self, name):
-        return getattr(self.task, name)
-
-    def reward(self, problem, completion):
-        return float(sum(map(ord, completion)) % 2)
-
-    def step_rewards(self, problem, completion):
-        return [(end, float(ord(completion[end - 1]) % 2)) for end in range(2, len(completion) + 1, 2)]
-
-    def rewards(self, problem, completion):
-        return {"odd": self.reward(problem, completion), "short": float(len(completion) < 4)}
-
-
 def config_of(name, **changes):
     arm = ARMS[name]
     return replace(MICRO, **{**arm, "method": MethodConfig(**arm["method"])} | changes)
-
-
-@pytest.fixture
-def trainer_of(monkeypatch):
-    from moe_rl.training import trainer
-
-    make_task = trainer.make_task
-    monkeypatch.setattr(trainer, "make_task", lambda config: Judge(make_task(config)))
-
-    def build(config, folder):
-        validate(config)
-        made = Trainer(config, folder)
-        made.resume()
-        return made
-
-    return build
-
-
-def rows(folder, kind=None):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [r for r in found if (kind is None or r["kind"] == kind) and (kind or r["kind"] != "step")]
 
 
 def weights(module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
-from test_trainer import MICRO, Random, rows
+from micro import MICRO, judged, rows
 
 from moe_rl.lora import LoraConfig
 from moe_rl.models import ModelConfig
@@ -61,9 +61,9 @@ CASES = {
 
 
 def pay_at_random():
-    """Rewards with variance, in this process: see `Random`."""
+    """Rewards with variance, in this process: see `Judge`."""
     made = trainer.make_task
-    trainer.make_task = lambda config: Random(made(config))
+    trainer.make_task = judged(made)
     return made
 
 

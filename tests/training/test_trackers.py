@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from accelerate import tracking
 from accelerate.tracking import GeneralTracker
-from test_trainer import MICRO
+from micro import MICRO
 
 from moe_rl.training import trackers, train
 from moe_rl.training.trackers import TrackerError

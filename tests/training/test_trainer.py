@@ -1,75 +1,22 @@
 """The loop, on a model of a few thousand parameters: only the method differs, and replay is whole."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
+from micro import MICRO, rows
 from safetensors import SafetensorError
 
-from moe_rl.models import ModelConfig, TinyConfig
-from moe_rl.rollout import TaskConfig
 from moe_rl.training import (
     CheckpointError,
     EvalConfig,
     MethodConfig,
-    OptimConfig,
-    ProbeConfig,
-    RolloutConfig,
-    RunConfig,
-    Trainer,
     train,
 )
-
-MICRO = RunConfig(
-    model=ModelConfig(
-        tiny=TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8),
-        cold_start=None,
-    ),
-    task=TaskConfig(name="mod_chain", options={"steps": 1}),
-    rollout=RolloutConfig(prompts=4, group_size=4),
-    optim=OptimConfig(steps=2, num_minibatches=2, learning_rate=1e-2, warmup_updates=2),
-    eval=EvalConfig(prompts=8),
-    probe=ProbeConfig(sequences=4, tokens_every=1),
-    checkpoint_every=1,
-)
-
-
-class Random:
-    """A verifier that pays for an even number of odd characters, so that a random model has reward variance."""
-
-    def __init__(self, task):
-        self.task = task
-
-    def __getattr__(self, name):
-        return getattr(self.task, name)
-
-    def reward(self, problem, completion):
-        return float(sum(map(ord, completion)) % 2)
-
-
-@pytest.fixture
-def trainer_of(monkeypatch):
-    from moe_rl.training import trainer
-
-    make_task = trainer.make_task
-    monkeypatch.setattr(trainer, "make_task", lambda config: Random(make_task(config)))
-
-    def build(config, folder):
-        made = Trainer(config, folder)
-        made.resume()
-        return made
-
-    return build
 
 
 def method(**changes):
     return replace(MICRO, method=MethodConfig(**changes))
-
-
-def rows(folder, kind=None, timed=False):
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [r for r in found if (kind is None or r["kind"] == kind) and (timed or r["kind"] != "step")]
 
 
 def weights(trainer):
