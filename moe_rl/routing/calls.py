@@ -43,6 +43,7 @@ class Call:
         self.jobs: list[Job | None] = [None] * sites
         self.chosen: list[Tensor | None] = [None] * sites
         self.fired = [False] * sites
+        self.grad = torch.is_grad_enabled()  # without gradients nothing is recomputed
         self.capture = False
         self.disturb: Callable[..., Tensor] | None = None  # see noise.py
         self.disturbed = [False] * sites
@@ -88,8 +89,11 @@ class Left:
         return call.past > 0 and self._cache() is call.cache
 
     def reordered(self, call: Call) -> bool:
-        """Whether rows of a call that continues this one are other sequences now (a cropped cache keeps its rows)."""
-        return call.past == self.length and _keys(call.cache) != self._keys
+        """Whether rows of a call that continues this one are other sequences now (a cropped cache keeps its rows). A
+        call that is compiled cannot tell, and cannot be told: prefill without compilation, decode with it."""
+        if call.past != self.length or self._keys is None:
+            return False
+        return _keys(call.cache) not in (None, self._keys)
 
 
 @no_type_check

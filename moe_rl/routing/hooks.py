@@ -197,6 +197,8 @@ class Tap:
     def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.listeners:
             return
+        if self._modes:
+            self.abandon()  # a call that was interrupted, inside this very context
         if not torch.compiler.is_compiling():
             if torch.is_grad_enabled():
                 self.wrap_checkpoints()  # gradient checkpointing may have been switched on since
@@ -242,7 +244,7 @@ class Tap:
                     f"site {self.names[index]} ran twice in one forward: one router that "
                     "several layers share cannot be told apart"
                 )
-            if not self._segments and not torch.compiler.is_compiling() and _may_recompute():
+            if call.grad and not self._segments and not torch.compiler.is_compiling() and _may_recompute():
                 _refuse_checkpoint_by_hand(self.names[index])
         if call.disturb is not None and not call.disturbed[index] and not self.sites[index].fixed:
             call.disturbed[index] = True  # a recomputation finds the noisy choice in its job

@@ -98,7 +98,8 @@ class Replay:
             for index, site in enumerate(self._tap.sites):
                 if not site.fixed:
                     call.job(index).shadow = True
-        self._forced_rows += len(self._sites) * call.rows if holes == "none" else (ids[..., 0] >= 0).sum()
+        forced_rows = len(self._sites) * call.rows if holes == "none" else (ids[..., 0] >= 0).sum()
+        self._forced_rows = self._forced_rows + forced_rows  # not in place: it may come from inference mode
         self._all_rows += self._choices * call.rows
 
     def _rows(self, call: Call) -> tuple[Tensor, Holes]:
@@ -115,7 +116,7 @@ class Replay:
                 "RoutedExperts.rows and .realign take sequences and move padding"
             )
         packed, tokens = self._packed, self._tokens
-        if call.length != length:
+        if start or stop != length:
             packed, tokens = packed[:, :, start:stop], None if tokens is None else tokens[:, start:stop]
         if tokens is not None and call.tokens is not None and not torch.compiler.is_compiling():
             self._compare(call, packed, tokens)

@@ -187,7 +187,9 @@ class Selection(TorchFunctionMode):
             return  # a recomputation for the backward pass: the call has been read already
         job.chosen = ids.reshape(-1, k)
         if job.shadow and live is not None and best is not None and scores is not None:
-            job.live, job.best, job.scores = live.reshape(-1, k), best.reshape(-1, k), scores.reshape(-1, k)
+            used = scores.detach().clone()  # what the router goes on with: some renormalise it in place
+            best = used if best is scores else best.detach()
+            job.live, job.best, job.scores = live.reshape(-1, k), best.reshape(-1, k), used.reshape(-1, k)
 
 
 @no_type_check

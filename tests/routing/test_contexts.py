@@ -68,6 +68,24 @@ def test_an_exception_leaves_nothing_behind(error: type[BaseException], attached
     assert not hooked(model)
 
 
+def test_a_call_that_was_interrupted_is_over_before_the_next_one_in_the_same_context() -> None:
+    model, inputs = moe(), tokens()
+    routes = routes_of(disturbed(model, 0.2), inputs)
+    gate = model.model.layers[1].mlp.gate
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with replay_routes(model, routes), record_routes(model) as recording:
+        gate.forward = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            model(inputs)
+        del gate.forward
+        model(inputs)
+        assert torch.overrides._len_torch_function_stack() == 0
+    assert recording.routes.equal(routes)
+
+
 def hook_counts(model: nn.Module) -> list[int]:
     """Entries of every table of hooks, whoever they are of."""
     tables = [table for m in model.modules() for name, table in vars(m).items() if "hook" in name]

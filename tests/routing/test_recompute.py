@@ -5,6 +5,7 @@ import torch
 from routing_helpers import assert_same, disturbed, grads, hooked, moe, routes_of, tokens
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from transformers import StaticCache
 
 from moe_rl.routing import (
     RoutedExperts,
@@ -115,6 +116,10 @@ def test_checkpointing_by_hand_is_refused(reentrant: bool) -> None:
     layer.forward = lambda h, **kwargs: checkpoint(lambda x: forward(x, **kwargs), h, use_reentrant=reentrant)
     with replay_routes(model, old), pytest.raises(RoutingError, match=r"layers\.1.*by hand"):
         model(inputs, use_cache=False)
+    for without in (torch.no_grad, torch.inference_mode):  # nothing will be recomputed
+        with without(), replay_routes(model, old) as replay:
+            model(inputs, use_cache=False)
+        assert replay.replayed_fraction == 1
     assert not hooked(model)
 
 
@@ -155,6 +160,23 @@ def test_compile_after_attach_is_exact_without_graph_breaks() -> None:
     with pytest.raises(RoutingError, match="compiled already"):
         attach(compiled)
     torch._dynamo.reset()
+
+
+def test_decoding_that_is_compiled_goes_on_with_a_prefill_that_is_not() -> None:
+    """What generate() does with a static cache on a GPU: the compiled call cannot see where the cache lies."""
+    torch._dynamo.reset()
+    model, inputs = moe(), tokens(2, 5)
+    model.model.layers = model.model.layers[:1]  # compilation is slow
+    model.config.num_hidden_layers = 1
+    model.set_experts_implementation("batched_mm")
+    routes = routes_of(disturbed(model, 0.2), inputs)
+    with torch.no_grad(), attach(model):
+        compiled = torch.compile(model, backend="aot_eager")
+        with replay_routes(model, routes) as replay, record_routes(model) as recording:
+            cache = StaticCache(config=model.config, max_cache_len=8)
+            model(inputs[:, :4], past_key_values=cache)
+            compiled(inputs[:, 4:], past_key_values=cache)
+    assert replay.replayed_fraction == 1 and recording.routes.equal(routes)
 
 
 def test_compiled_before_is_an_error_never_silence() -> None:

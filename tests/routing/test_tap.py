@@ -121,6 +121,21 @@ def test_shadow_is_the_live_choice_and_regret_its_price() -> None:
     assert replay.shadow.sites == old.sites and torch.equal(replay.shadow.tokens, old.tokens)
 
 
+@pytest.mark.parametrize("slots", [None, 1])
+def test_regret_is_of_the_scores_that_were_ranked_not_of_gates_renormalised_in_place(slots: int | None) -> None:
+    """Qwen3-MoE with norm_topk_prob, as its checkpoints have it, divides the values of its topk in place."""
+    model, inputs = moe(), tokens()
+    for layer in model.model.layers:
+        layer.mlp.gate.norm_topk_prob = True
+    old = routes_of(disturbed(model, 0.2), inputs)
+    with torch.no_grad(), replay_routes(model, old, slots=slots, shadow=True) as replay, record_routes(model) as used:
+        logits = model(inputs, output_router_logits=True).router_logits
+    probabilities = torch.stack([x.reshape(2, 7, -1) for x in logits], dim=2).softmax(-1)
+    price = probabilities.topk(2).values.sum(-1) - probabilities.gather(-1, used.routes.ids).sum(-1)
+    assert float(price.max()) > 1e-3
+    torch.testing.assert_close(replay.regret, price)
+
+
 @pytest.mark.parametrize(
     "family", ["DeepseekV2ForCausalLM", "DeepseekV4ForCausalLM", "PhimoeForCausalLM", "JetMoeForCausalLM"]
 )
@@ -169,6 +184,27 @@ def test_the_last_sampled_token_may_be_missing_if_the_others_prove_it() -> None:
     unknown = RoutedExperts(routes.ids, routes.sites, routes.num_experts)
     with replay_routes(model, unknown), pytest.raises(RoutingError, match="do not fit"):
         model(inputs)
+
+
+@pytest.mark.parametrize("cached", [1, 2, 6])
+def test_the_missing_route_of_the_last_token_does_not_depend_on_what_was_cached(cached: int) -> None:
+    model, inputs = moe(), tokens(2, 8)
+    routes = routes_of(disturbed(model, 0.2), inputs[:, :7])
+    with torch.no_grad(), replay_routes(model, routes) as replay, record_routes(model) as recording:
+        cache = model(inputs[:, :cached], use_cache=True).past_key_values
+        model(inputs[:, cached:], past_key_values=cache)
+    assert torch.equal(recording.routes.ids[:, :7], routes.ids)
+    assert (replay.replayed_rows, replay.live_rows) == (2 * 7 * 3, 2 * 3)
+
+
+def test_rows_are_counted_over_calls_in_and_out_of_inference_mode() -> None:
+    model, inputs = moe(), tokens()
+    chosen = tokens(seed=1) % 2 == 0
+    with replay_routes(model, routes_of(model, inputs), tokens=chosen) as replay:
+        with torch.inference_mode():
+            model(inputs)
+        model(inputs).logits.sum().backward()
+    assert replay.replayed_rows == 2 * 3 * int(chosen.sum()) and replay.live_rows == 2 * 3 * int((~chosen).sum())
 
 
 @pytest.mark.parametrize("shape", [(2, 6), (2, 9), (1, 7), (3, 7)])
