@@ -240,6 +240,13 @@ class StopsListening(Wrong):
         return weights if version < 1 else {k: v.clone() for k, v in self.model.state_dict().items()}
 
 
+class BreaksDown(Wrong):
+    """Right at first; from step 1 on one tensor arrives as NaN."""
+
+    def distort(self, weights, version):
+        return weights if version < 1 else {**weights, "lm_head.weight": weights["lm_head.weight"] * float("nan")}
+
+
 def engine_is(monkeypatch, kind):
     monkeypatch.setattr(rollouts, "make_engine", lambda config, model, tok, *_: kind(model, tok, config))
 
@@ -267,6 +274,12 @@ def test_an_engine_that_stops_listening_stops_the_run(trainer_of, tmp_path, monk
     with pytest.raises(EngineError, match=r"weight sync 1: .* differ by .* tolerance 0\.001 .*does not hold"):
         trainer.run()
     assert {r["step"] for r in rows(tmp_path, "update")} == {0}, "nothing was trained on its samples"
+
+
+def test_an_engine_that_says_nan_stops_the_run(trainer_of, tmp_path, monkeypatch):
+    engine_is(monkeypatch, BreaksDown)
+    with pytest.raises(EngineError, match=r"weight sync 1: .* differ by nan .*does not hold"):
+        trainer_of(changed({"kind": "hf", "dtype": "float32"}, steps=2), tmp_path).run()
 
 
 def test_a_gap_that_an_engine_built_anew_has_too_is_arithmetic_and_no_wrong_sync(trainer_of, tmp_path):
