@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         VERBS[name][1](arguments[1:])
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on where it stopped", 130)
+    except (FileExistsError, NotADirectoryError) as error:
+        fail(f"{error.filename}: a folder is needed there, and it is a file. Choose another --output.")
     except OSError as error:
         where = f" while writing {error.filename}" if error.filename else ""
         fail(f"{error.strerror or error}{where}. What was finished is kept; the same command goes on from there.")
@@ -143,7 +145,7 @@ def run_verb(arguments: list[str]) -> None:
         seed: int = study.seeds[0]
 
     given = [argument for argument in arguments[1:] if argument not in ("-h", "--help")]
-    chosen, _ = tyro.cli(Chosen, args=given, return_unknown_args=True)
+    chosen, _ = tyro.cli(Chosen, args=given, prog=f"moe-rl run {path}", return_unknown_args=True)
 
     @dataclass(frozen=True)
     class Options:

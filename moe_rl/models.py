@@ -20,7 +20,7 @@ from transformers.utils import logging as hf_logging
 from moe_rl.lora import LoraConfig, add_lora
 from moe_rl.rollout import Task
 from moe_rl.routing import UnsupportedModelError
-from moe_rl.routing.experts import check_megablocks, register_experts
+from moe_rl.routing.experts import check_experts_name, check_megablocks, register_experts
 from moe_rl.routing.sites import find_sites
 from moe_rl.tiny import (
     ColdStartConfig,
@@ -138,11 +138,12 @@ def check_machine(config: ModelConfig) -> None:
         raise ModelError(
             f"model.device: {config.device} is not there ({build}). `auto` takes what is; `moe-rl doctor` lists it."
         )
-    if config.experts_implementation == "megablocks":
-        try:
+    try:
+        check_experts_name(config.experts_implementation)
+        if config.experts_implementation == "megablocks":
             check_megablocks(DTYPES[config.dtype], config.device)
-        except UnsupportedModelError as error:
-            raise ModelError(f"model.{error}") from error
+    except UnsupportedModelError as error:
+        raise ModelError(f"model.{error}") from error
 
 
 # -- any model ------------------------------------------------------------------------------------------------
@@ -258,7 +259,7 @@ def _load_cached(
             raise ModelError(f"{folder} holds a cold-started model of another recipe. {remedy}")
         return _load(str(folder), config, weights)
     except ModelError as error:
-        raise error if remedy in str(error) else ModelError(f"{error} {remedy}") from error
+        raise error if remedy in str(error) else ModelError(f"{error} Is it damaged? {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder}: this cold-started model is damaged ({error}). {remedy}") from error
 

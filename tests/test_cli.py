@@ -63,6 +63,8 @@ def test_every_configuration_field_is_an_option_and_unknown_ones_name_the_neares
         (["study", "none.yaml"], "no such study file"),
         (["study", "micro.yaml", "--arms", "gsp"], "did you mean 'gspo'"),
         (["study", "micro.yaml", "--seeds"], "seeds"),
+        (["study", "micro.yaml", "--output", "micro.yaml"], "micro.yaml: a folder is needed there, and it is a file"),
+        (["run", "micro.yaml", "--seed", "one"], "moe-rl run micro.yaml --help"),
         (["run", "micro.yaml", "--arm", "gsop"], "unknown arm 'gsop' in study 'micro'; did you mean 'gspo'"),
         (["run", "micro.yaml", "--optim.num-minibatches", "3"], "must divide rollout.prompts"),
         (["run", "micro.yaml", "--task.name", "mod_chian"], "did you mean 'mod_chain'"),

@@ -21,7 +21,7 @@ from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.sampler import hf_model, sample
 from moe_rl.rollout.task import Problem
 from moe_rl.routing import UnsupportedModelError, routing_sites
-from moe_rl.routing.experts import check_megablocks
+from moe_rl.routing.experts import check_experts_name, check_megablocks
 
 ENGINE_KINDS = ("self", "hf")
 ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -228,12 +228,16 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def check_engine_here(config: EngineConfig, device: str) -> None:
-    """Raises EngineError for a second engine whose kernels this machine, or `device` (model.device), lacks."""
-    if config.kind == "hf" and config.experts_implementation == "megablocks":
-        try:
+    """Raises EngineError for a second engine whose kernels transformers does not know, or this machine, or `device`
+    (model.device), lacks."""
+    if config.kind != "hf":
+        return
+    try:
+        check_experts_name(config.experts_implementation)
+        if config.experts_implementation == "megablocks":
             check_megablocks(ENGINE_DTYPES[config.dtype], device)
-        except UnsupportedModelError as error:
-            raise EngineError(f"rollout.engine.{error}") from error
+    except UnsupportedModelError as error:
+        raise EngineError(f"rollout.engine.{error}") from error
 
 
 @torch.no_grad()

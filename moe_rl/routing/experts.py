@@ -201,6 +201,19 @@ def register_experts() -> tuple[str, ...]:
     return tuple(implementations)
 
 
+def check_experts_name(name: str | None) -> None:
+    """Refuse an experts implementation that transformers does not know. None is transformers' default.
+
+    Raises:
+        UnsupportedExpertsError: naming those that it knows.
+    """
+    known = {"eager", *register_experts(), *ALL_EXPERTS_FUNCTIONS.keys()}
+    if name is not None and name not in known:
+        raise UnsupportedExpertsError(
+            f"experts_implementation: expected one of {', '.join(sorted(known))}, got {name!r}"
+        )
+
+
 def check_experts(experts: Any) -> None:
     """Refuse experts that the pipeline would compute wrongly.
 

@@ -1,6 +1,7 @@
 """A study file: one base configuration, the arms that depart from it, the seeds. YAML in, frozen dataclasses out."""
 
 import dataclasses
+import re
 import types
 import typing
 from dataclasses import dataclass, field
@@ -63,15 +64,15 @@ class StudyConfig:
 def load_study(path: str | Path) -> StudyConfig:
     """Read a study file. Raises ConfigError naming the file, the field and what was expected."""
     path = Path(path)
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; a study file is YAML")
     if not path.is_file():
         near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
         raise ConfigError(f"{path}: no such study file{near}")
     try:
-        data = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        return parse_study(yaml.load(path.read_text(encoding="utf-8"), _OnceOnly))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    try:
-        return parse_study(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -85,6 +86,9 @@ def parse_study(data: Any) -> StudyConfig:
         raise ConfigError("arms: expected a mapping of at least one arm name to what it changes")
     parsed = {}
     for name, changes in arms.items():
+        _check_name(f"arms.{name}: an arm's name", name)
+        if not isinstance(changes, dict | None):
+            raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})
         own = {key: changes.pop(key) for key in ("label", "seeds", "note") if key in changes}
         parsed[str(name)] = build(Arm, {"label": str(name), **own, "changes": changes}, f"arms.{name}")
@@ -92,9 +96,27 @@ def parse_study(data: Any) -> StudyConfig:
     if not isinstance(seeds, list | tuple) or not seeds:
         raise ConfigError(f"seeds: expected a list of at least one whole number, got {seeds!r}")
     study = build(StudyConfig, {**data, "arms": parsed, "seeds": seeds, "question": data.get("question", "")}, "")
+    _check_name("name: a study's name", study.name)
     for arm in study.arms:
         study.resolve(arm, study.seeds[0])
     return study
+
+
+class _OnceOnly(yaml.SafeLoader):
+    """The safe loader, which would let the second of two equal keys win: here an arm or a field would vanish."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
+        again = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if again is not None:
+            raise ConfigError(f"{again!r} is there twice in the mapping of line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def _check_name(what: str, name: Any) -> None:
+    """Names become folders."""
+    if not re.fullmatch(r"[^/\\\s.-][^/\\\n]*", str(name)):
+        raise ConfigError(f"{what} becomes a folder's: no slash, no '.', '-' or space at its start; got {str(name)!r}")
 
 
 def dump_run(config: RunConfig) -> str:

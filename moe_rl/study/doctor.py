@@ -63,9 +63,10 @@ def planned(devices: int | None, memory: float | None) -> Machine:
     here = inspect_machine()
     if devices is None and memory is None:
         return here
-    count, size = devices or len(here.devices), here.device_bytes if memory is None else int(memory * 1e9)
+    count = len(here.devices) if devices is None else devices
+    size = here.device_bytes if memory is None else int(memory * 1e9)
     if count < 1 or size < 1:
-        raise ValueError(f"doctor: at least 1 device with some memory, got {devices} with {memory} GB")
+        raise ValueError(f"doctor: at least 1 device with some memory, got {count} with {size / 1e9:g} GB")
     kind = here.accelerator if memory is None else "planned"
     return replace(here, accelerator=kind, devices=("planned device",) * count, device_bytes=size, bf16=True)
 

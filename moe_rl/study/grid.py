@@ -242,7 +242,8 @@ class _Plain:
         self.last = time.monotonic()
 
     def __enter__(self) -> "_Plain":
-        self.say(f"{len(self.runs)} runs, {len(self.told)} already done, {self.workers} at a time")
+        runs = "1 run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
+        self.say(f"{runs}, {len(self.told)} already done, {self.workers} at a time")
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -55,7 +55,7 @@ def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None
 
     Raises:
         StudyDataError: the folder is missing, or holds neither a study nor a run.
-        ValueError: the port is taken.
+        ValueError: the port is taken, or none.
     """
     server = make_server(folder, port)
     url = f"http://{ADDRESS}:{server.server_port}/"
@@ -75,6 +75,8 @@ def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None
 def make_server(folder: str | Path, port: int = 0) -> "WatchServer":
     """The server, bound but not serving yet."""
     study = LiveStudy(folder)
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port {port}: expected 0 to 65535. Leave it out to take a free one.")
     for candidate in [port] if port else [*range(PORT, PORT + 20), 0]:
         try:
             return WatchServer((ADDRESS, candidate), study)

@@ -64,6 +64,10 @@ def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
         (changed(seeds=[]), "seeds: expected a list of at least one"),
         (changed(seeds=["x"]), r"seeds\[0\]: expected int, got 'x'"),
         (changed(arms={}), "arms: expected a mapping of at least one arm"),
+        (changed(arms={"a": 5}), "arms.a: expected a mapping of what the arm changes, got 5"),
+        (changed(arms={"a": "gspo"}), "arms.a: expected a mapping of what the arm changes, got 'gspo'"),
+        (changed(arms={"a/b": {}}), "an arm's name becomes a folder's: .* got 'a/b'"),
+        (changed(name="../s"), "a study's name becomes a folder's: .* got '../s'"),
         (changed(sedes=[1]), "sedes: unknown field; did you mean 'seeds'"),
         (
             changed(base={"optim": {"learning_rat": 1}}),
@@ -101,6 +105,23 @@ def test_broken_yaml_names_the_file(tmp_path):
     path.write_text("a: [1,\nb: 2")
     with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML"):
         load_study(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"name: s\narms:\n  a: {}\n  b: {}\n  a: {}\n", r"'a' is there twice in the mapping of line 3"),
+        (b"name: s\narms: {a: {optim: {steps: 1, steps: 2}}}\n", r"'steps' is there twice in the mapping of line 2"),
+        (b"name: \x96\narms: {a: {}}\n", "not valid YAML: 'utf-8' codec"),
+    ],
+)
+def test_what_would_be_lost_in_reading_is_refused(tmp_path, content, message):
+    path = tmp_path / "study.yaml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"study.yaml: {message}"):
+        load_study(path)
+    with pytest.raises(ConfigError, match="is a folder; a study file is YAML"):
+        load_study(tmp_path)
 
 
 def test_unknown_arm_names_the_nearest():

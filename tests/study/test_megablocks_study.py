@@ -38,6 +38,27 @@ def test_kernels_that_are_not_here_are_refused_before_anything_is_written(change
     assert [path.name for path in tmp_path.iterdir()] == ["study.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"model": {"experts_implementation": "megablox"}}, "model"),
+        ({"rollout": {"engine": {"kind": "hf", "experts_implementation": "megablox"}}}, "rollout.engine"),
+    ],
+)
+def test_an_implementation_that_nobody_knows_is_refused_before_anything_is_written(
+    changes, field, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    study = {"name": "typo", "question": "?", "seeds": [0], "arms": {"a": changes}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study))
+    with pytest.raises(SystemExit) as stop:
+        main(["study", "study.yaml"])
+    said = capsys.readouterr().err
+    assert stop.value.code == 1
+    assert f"{field}.experts_implementation: expected one of batched_mm, " in said and "got 'megablox'" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["study.yaml"]
+
+
 def test_all_that_megablocks_lacks_is_one_message(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

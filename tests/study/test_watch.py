@@ -108,6 +108,9 @@ def test_strangers_writers_and_climbers_are_refused(server):
 def test_a_taken_port_is_said_and_the_default_moves_on(server):
     with pytest.raises(ValueError, match=f"--port {server.server_port}"):
         make_server(server.api.live.folder, server.server_port)
+    for nonsense in (-1, 65536):
+        with pytest.raises(ValueError, match=f"--port {nonsense}: expected 0 to 65535"):
+            make_server(server.api.live.folder, nonsense)
     other = make_server(server.api.live.folder)
     assert other.server_port != server.server_port
     other.server_close()
