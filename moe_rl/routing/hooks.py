@@ -272,7 +272,7 @@ class Tap:
         ids = job.chosen if job is not None else output[probe.output] if probe.output is not None else None
         if ids is None:
             raise RoutingError(f"site {self.names[index]} made no selection in this forward")
-        return ids if ids.ndim == 2 else ids.reshape(-1, probe.k)
+        return ids if ids.ndim == 2 and ids.shape[1] == probe.k else ids.reshape(-1, probe.k)
 
 
 _CHECKPOINT_FILES = (

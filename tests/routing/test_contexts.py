@@ -182,3 +182,15 @@ def test_a_router_that_is_bypassed_or_called_alone_is_an_error() -> None:
     with replay_routes(model, routes), pytest.raises(RoutingError, match="outside a call"):
         model.model.layers[0].mlp(torch.randn(1, 2, 32))
     assert not hooked(model)
+
+
+def test_ids_that_routers_return_by_sequence_are_rows_all_the_same() -> None:
+    """One expert per token, ids `[B,S]` without an axis of slots."""
+    model, inputs = moe(), tokens()
+    for layer in model.model.layers:
+        layer.mlp.gate.top_k = 1
+    wanted = routes_of(model, inputs)
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, args, out: (*out[:2], out[2].reshape(2, -1)))
+        layer.mlp.experts.register_forward_pre_hook(lambda _, args: (args[0], args[1].reshape(-1, 1), args[2]))
+    assert routes_of(model, inputs).equal(wanted)
