@@ -27,6 +27,7 @@ from moe_rl.study.drift import run
 from moe_rl.study.drift.checkpoints import check_device, fits_twice
 from moe_rl.study.drift.errors import DriftError
 from moe_rl.study.drift.floor import Floor
+from moe_rl.study.drift.page import floor_text
 from moe_rl.study.drift.run import DriftOptions, run_drift
 from moe_rl.study.figures import drift as figures
 from moe_rl.tiny import char_tokenizer
@@ -223,7 +224,8 @@ def test_a_floor_is_left_out_when_asked_and_where_a_kernel_cannot_run(saved, pro
         list(floor["variants"]) == ["repeat", "batch", "experts"]
         and "multiple of 16 bytes" in floor["left_out"]["bf16"]
     )
-    assert "not measured: bf16" in (tmp_path / "out" / "report.html").read_text()
+    assert "not measured: bf16 (the self-check could" in (tmp_path / "out" / "report.html").read_text()
+    assert floor_text(json.loads((tmp_path / "out" / "drift.json").read_text()), reasons=False).endswith("bf16.")
     facts = facts_of(run_drift(replace(options, floor_sequences=0)))
     assert facts["floor"] == {"sequences": 0, "left_out": {}, "variants": {}}
     assert "<dt>Noise floor" not in (tmp_path / "out" / "report.html").read_text()

@@ -38,13 +38,12 @@ def draw(
         f"{facts['measured_tokens']:,} tokens of {facts['measured_sequences']:,} sequences."
     )
     sites = tables["sites"]
-    of_floor = floor_text(facts)
-    noted = f"Noise floor: {of_floor or 'not measured.'} {note}"
+    noted = f"Noise floor: {floor_text(facts, reasons=False) or 'not measured.'} {note}"
     drawn = [
         figures_of.change_by_site(sites, tables["floor_sites"], noted),
         figures_of.change_by_position(tables["positions"], tables["floor_positions"], noted),
         figures_of.flips(counts.flips.numpy(), counts.deviation.numpy(), counts.overdispersion, floor, noted),
-        figures_of.margins(tally.by_margin(), noted),
+        figures_of.margins(tally.by_margin(), note),
         figures_of.load_by_expert(tables["experts"], note),
     ]
     rows = {name: np.nan if value is None else value for name, value in facts["decomposition"].items()}
@@ -58,8 +57,8 @@ def draw(
     return drawn
 
 
-def floor_text(facts: dict[str, Any]) -> str:
-    """The noise floor in a sentence; empty where it was not measured."""
+def floor_text(facts: dict[str, Any], reasons: bool = True) -> str:
+    """The noise floor in a sentence, with the `reasons` for what is missing; empty where it was not measured."""
     floor = facts.get("floor") or {}
     parts = []
     for name, variants in FLOORS.items():
@@ -72,7 +71,9 @@ def floor_text(facts: dict[str, Any]) -> str:
     if not parts:
         return ""
     about = f"{facts['old_name']} against itself on {floor['sequences']:,} sequences"
-    left_out = [f"not measured: {variant} ({why})" for variant, why in floor["left_out"].items()]
+    left_out = [
+        f"not measured: {variant}" + (f" ({why})" if reasons else "") for variant, why in floor["left_out"].items()
+    ]
     return f"{about}: {'; '.join([*parts, *left_out])}."
 
 

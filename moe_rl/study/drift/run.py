@@ -112,7 +112,7 @@ def say(folder: Path) -> None:
     """Print the summary of a comparison that is on disk."""
     facts = json.loads((folder / "drift.json").read_text())
     for topic, text in summary(facts):
-        print(f"{topic}: {text}")
+        print(f"{topic}{'' if topic.endswith('?') else ':'} {text}")
     print(f"report: {folder / 'report.html'}")
 
 

@@ -138,14 +138,16 @@ def flips(
             pd.DataFrame({"histogram": x_label, "floor": name, "value": x, "share": equal[name]}) for name in equal
         ]
     legend_above(figure, axes)
+    marked = any((table[table.index > 0] > 0).to_numpy().any() for table in floor.values())
     clustering = (
-        f"The variance of sites changed per token is {overdispersion:.2g} times that of independent sites"
+        f"The variance of sites changed per token is {overdispersion:.3g} times that of independent sites"
         if np.isfinite(overdispersion)
         else "Nothing changed, or sites are incomplete, so that clustering cannot be told"
     )
     caption = (
         "Left: at how many routing sites a token changed; right: how many of its K slots a site changed; log axes. "
-        f"Circles: the binomial with the same mean, which independent changes would follow. {clustering}. {note}"
+        f"Circles: the binomial with the same mean, which independent changes would follow. "
+        f"{'Dashes: the same at equal weights; 0 has no place here. ' if marked else ''}{clustering}. {note}"
     )
     return StudyFigure("flips", "Changes per token and per site.", caption, figure, pd.concat(parts))
 

@@ -126,7 +126,7 @@ def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyF
 
 
 def _whole(value: float) -> str:
-    return f"{value:.0f}".replace("-", "−") if np.isfinite(value) else "–"
+    return f"{round(value)}".replace("-", "−") if np.isfinite(value) else "–"
 
 
 __all__ = ["decomposition", "decomposition_by_site", "log_ratios"]

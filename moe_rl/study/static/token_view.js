@@ -144,7 +144,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
       this.pick.step.closest(".tv-pair").hidden = steps.length < 2 && !this.source.live;
       this.fill("step", steps, (s) => `step ${s}`);
       this.fill("update", updates, (u) => `update ${u} of ${updates.at(-1)}`);
-      this.fill("seq", known, (seq, i) => `${seq} · reward ${moeRL.number(responses[i].reward)} · ${responses[i].changed} changed`);
+      this.fill("seq", known, (seq, i) => `${seq} · reward ${moeRL.number(responses[i].reward)} · ${responses[i].changed} changed at the end`);
       this.fill("colour", Object.keys(COLOURINGS), (c) => COLOURINGS[c].name(this.index));
       this.say("");
       this.draw();
