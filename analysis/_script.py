@@ -14,5 +14,9 @@ def run(draw: Callable[[StudyData], StudyFigure]) -> None:
     parser.add_argument("folder", type=Path, help="a study or run folder, e.g. runs/replay_vs_gspo")
     parser.add_argument("--out", type=Path, help="where to write (default: FOLDER/figures)")
     options = parser.parse_args()
-    for path in save_figure(draw(load(options.folder)), options.out or options.folder / "figures"):
+    try:
+        figure = draw(load(options.folder))
+    except ValueError as error:  # no such folder, damaged files, nothing recorded to draw
+        parser.exit(1, f"{error}\n")
+    for path in save_figure(figure, options.out or options.folder / "figures"):
         print(path)

@@ -14,7 +14,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draw every figure of a study from its run folders.")
     parser.add_argument("folders", type=Path, nargs="+", help="study or run folders, e.g. runs/replay_vs_gspo")
     for folder in parser.parse_args().folders:
-        written = draw_all(folder)
+        try:
+            written = draw_all(folder)
+        except ValueError as error:
+            parser.exit(1, f"{error}\n")
         print(f"{folder / 'figures'}: {len(written)} files")
 
 

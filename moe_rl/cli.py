@@ -163,7 +163,10 @@ def run_verb(arguments: list[str]) -> None:
     options = _parse(Options, arguments[1:], f"moe-rl run {path}", Options(config))
     folder = options.output or Path("runs") / study.name / options.arm / f"seed{options.config.seed}"
     command = " ".join(["moe-rl", "run", *arguments])
+    done = (folder / "DONE").exists()
     run_one(options.config, folder, options.cold_starts, Lines(options.config.optim.steps), command)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{'already done' if done else 'done'}: {folder}")
 
 
 @verb("figures", "redraw the figures and the report of a study folder")

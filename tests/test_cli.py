@@ -92,6 +92,7 @@ def test_a_run_resumes_and_a_folder_of_another_configuration_is_refused(study, c
     before = (folder / "metrics.jsonl").read_bytes()
     main(run)
     assert (folder / "metrics.jsonl").read_bytes() == before, "a finished run is left alone"
+    assert capsys.readouterr().out == "already done: out\n"
     message = refused(capsys, *run, "--optim.steps", "5")
     assert "optim.steps: 2 there, 5 now" in message and "Nothing was overwritten" in message
     (folder / "DONE").unlink()

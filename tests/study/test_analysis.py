@@ -41,6 +41,15 @@ def test_a_script_writes_its_figure(folder, tmp_path, monkeypatch, capsys):
     assert all(Path(path).stat().st_size > 100 for path in printed)
 
 
+@pytest.mark.parametrize("script", ["reward.py", "make_figures.py"])
+def test_a_script_says_what_is_wrong_with_a_folder(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "analysis"))
+    monkeypatch.setattr(sys, "argv", [script, str(tmp_path / "none")])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "analysis" / script), run_name="__main__")
+    assert stop.value.code == 1 and "none: no such folder" in capsys.readouterr().err
+
+
 def test_make_figures_draws_a_study(folder, monkeypatch, capsys):
     for name in set(FIGURES) - {"gradient_norm"}:
         monkeypatch.delitem(FIGURES, name)
