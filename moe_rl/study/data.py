@@ -16,6 +16,7 @@ from typing import Any
 
 import pandas as pd
 import yaml
+from pandas.api.types import is_object_dtype
 
 KINDS = ("rollout", "update", "probe", "eval", "step", "engine", "decomposition", "floor")
 FIELDS = dict(
@@ -275,7 +276,8 @@ def _load_run(folder: Path) -> tuple[Run, dict[str, pd.DataFrame]]:
         frame = pd.DataFrame(rows[kind], columns=None if rows[kind] else keys[2:])
         frame.insert(0, "arm", arm)
         frame.insert(1, "seed", seed)
-        for column in frame.select_dtypes(object).columns:  # null: a number that was not finite or not asked for
+        for column in filter(lambda name: is_object_dtype(frame[name]), frame.columns):
+            # null: a number that was not finite or not asked for
             if all(value is None or isinstance(value, int | float) for value in frame[column]):
                 frame[column] = frame[column].astype(float)
         if frame.duplicated(keys).any():  # a resumed run wrote these steps again; the later row counts

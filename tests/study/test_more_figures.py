@@ -1,6 +1,7 @@
 """Figures that only some studies have: doses, minibatches, the decomposition; the noise floor beside change rates."""
 
 import copy
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +28,25 @@ from moe_rl.study.summary import last_updates, noise_floor, routing_noise, routi
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return load(write_study(tmp_path_factory.mktemp("runs") / "small", steps=7, sequences=6, tokens_every=3))
+
+
+def test_a_study_in_which_nothing_is_solved_or_moves_is_drawn_without_complaint(tmp_path):
+    data = load(write_study(tmp_path / "still", ("grpo", "gspo"), (0,), 3, tokens_every=1))
+    data.tokens[["logp_natural", "logp_replayed"]] = 0.0
+    data.tokens["old_logp"] = 0.0
+    still = replace(
+        data,
+        rollouts=data.rollouts.assign(reward=0.0),
+        updates=data.updates.assign(k3=0.0),
+        probes=data.probes.assign(overdispersion=np.nan),
+    )
+    vars(still)["tokens"] = data.tokens
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drawn = {figure.name: figure for figure in each_figure(still)}
+    assert {"reward", "dynamics", "variance_by_flips", "flips_per_token"} <= drawn.keys()
+    assert drawn["reward"].figure.axes[0].get_ylim() == (0, 1)
+    assert not any("nan" in text.get_text() for ax in drawn["flips_per_token"].figure.axes for text in ax.texts)
 
 
 @pytest.fixture(scope="module")

@@ -64,10 +64,10 @@ def variance_by_flips(data: StudyData) -> StudyFigure:
                 marker=look.marker,
                 mfc="white",
             )
-        ax.set(title=condition.title(len(shown) - 1), xlabel="sites changed where the token is predicted", yscale="log")
+        ax.set(title=condition.title(len(shown) - 1), xlabel="sites changed where the token is predicted")
+        log_y(ax)
         flips = rows.loc[rows["drawn"], "flips"]
         ax.set_xticks(range(0, int(flips.max()) + 1, max(1, int(flips.max()) // 8)))
-    log_y(axes[0, 0])
     axes[0, 0].set_ylabel("variance of log r, nats²")
     floor = floor_variance(data)
     for ax in axes[0] if len(floor) else ():

@@ -178,10 +178,11 @@ def flips_per_token(data: StudyData) -> StudyFigure:
                               "binomial": expected})
             )  # fmt: skip
             ax.set_xticks(x[:: max(1, len(x) // 5)])
-        spread = np.average(of_arm["overdispersion"].dropna()) if "overdispersion" in of_arm else np.nan
+        spread = float(of_arm["overdispersion"].mean()) if "overdispersion" in of_arm else np.nan
         column[0].set_title(arm_title(data, arm), fontsize=7.5)
         where = {"transform": column[0].transAxes, "ha": "right", "va": "top", "fontsize": 7}
-        column[0].text(0.96, 0.96, f"variance ×{spread:.2g}", **where)
+        if np.isfinite(spread):
+            column[0].text(0.96, 0.96, f"variance ×{spread:.2g}", **where)
     frame = pd.concat(parts)
     words = (("routing sites changed on a token", "share of tokens"), ("slots changed at a site", "share of sites"))
     for row, name, (below, beside) in zip(axes, ("flips_histogram", "deviation_histogram"), words, strict=True):

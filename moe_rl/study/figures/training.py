@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.style import (
@@ -44,7 +45,8 @@ def reward(data: StudyData) -> StudyFigure:
         ax.set_title(condition.title(len(shown) - 1))
         step_axis(ax)
     axes[0, 0].set_ylabel("reward, mean over responses")
-    axes[0, 0].set_ylim(0, min(1.0, rows["reward"].max() * 1.08) if rows["reward"].max() <= 1 else None)
+    best = float(rows["reward"].max())
+    axes[0, 0].set_ylim(0, None if best > 1 else min(1.0, best * 1.08) or 1.0)  # a task may never be solved
     legend_above(figure, axes)
     many = f"{int(rows['reward_n'].median())} " if "reward_n" in rows else ""
     caption = (
@@ -144,7 +146,8 @@ def dynamics(data: StudyData) -> StudyFigure:
             if name in frame:
                 parts += _curves(ax, data, condition, frame.dropna(subset=[name]), name)
             ax.set_title("" if i else label)
-            ax.set_yscale(scale)
+            if name not in frame or (frame[name] > 0).any():  # else there is nothing to put on a log axis
+                ax.set_yscale(scale)
             mark_collapse(ax, data, condition)
         row[0].set_ylabel(condition.name)
     for column, (name, _, _) in zip(axes.T, _DYNAMICS, strict=True):
@@ -211,6 +214,7 @@ def final_reward(data: StudyData) -> StudyFigure:
     ax.set_ylim(y - 0.4, -1.3)
     ends = [v for seeds in table["by_seed"] for v in seeds.values()]
     ax.set_xlim(np.floor(10 * min(ends) - 0.2) / 10, np.ceil(10 * max(ends) + 0.2) / 10)
+    ax.xaxis.set_major_locator(MaxNLocator(5))
     ax.set_xlabel("final reward (mean of the last 5 steps)")
     figure.draw_without_rendering()  # bold tick labels are only measured at the second layout
     caption = (
