@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from moe_rl.objectives.bounds import NOT_NEGATIVE, unknown
 from moe_rl.objectives.ratios import masked_row_mean, masked_row_sum
 
 CorrectionKind = Literal[
@@ -102,10 +103,12 @@ class Correction:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(CorrectionKind):
-            raise ValueError(f"Correction.kind: expected one of {get_args(CorrectionKind)}, got {self.kind!r}.")
-        if self.policy not in ("old", "current"):
-            raise ValueError(f"Correction.policy: expected 'old' or 'current', got {self.policy!r}.")
+        for field, allowed in (("kind", get_args(CorrectionKind)), ("policy", ("old", "current"))):
+            if getattr(self, field) not in allowed:
+                raise ValueError(unknown(f"Correction.{field}", getattr(self, field), allowed))
+        refusal = NOT_NEGATIVE.refusal(f"Correction({self.kind}).low", self.low)
+        if refusal is not None:
+            raise ValueError(f"{refusal}.")
         if not self.low <= self.high:
             raise ValueError(f"Correction({self.kind}): low {self.low} is above high {self.high}.")
         if self.kind.endswith("truncate") and self.low != 0.0:
