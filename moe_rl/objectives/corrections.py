@@ -114,6 +114,31 @@ class Correction:
         if self.kind.endswith("truncate") and self.low != 0.0:
             raise ValueError(f"Correction({self.kind}): truncation has a cap only, got low={self.low}.")
 
+    @staticmethod
+    def parse(text: str) -> "Correction":
+        """A correction from `KIND:HIGH` or `KIND:LOW:HIGH`, then `:current` or `:optional`, as on a command line.
+
+        Raises:
+            ValueError: a kind that is none, bounds that are no numbers.
+
+        >>> Correction.parse("token_mask:0.5:5"), Correction.parse("off_policy_mask:0.1:current").policy
+        (Correction(kind='token_mask', low=0.5, high=5.0, policy='old', optional=False), 'current')
+        """
+        kind, *rest = text.split(":")
+        words = {word for word in rest if word in ("old", "current", "optional")}
+        try:
+            *low, high = [float(number) for number in rest if number not in words]
+            (lowest,) = low or [0.0]
+        except ValueError:
+            raise ValueError(f"{text!r}: expected KIND:HIGH or KIND:LOW:HIGH, e.g. token_mask:0.5:5") from None
+        policy: Literal["old", "current"] = "current" if "current" in words else "old"
+        return Correction(kind, lowest, high, policy, "optional" in words)  # type: ignore[arg-type]  # it checks
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        words = [*(["current"] if self.policy == "current" else []), *(["optional"] if self.optional else [])]
+        return ":".join([self.kind, *([f"{self.low:g}"] if self.low else []), f"{self.high:g}", *words])
+
     def weight(
         self,
         log_weight: Float[Tensor, "B T"],
