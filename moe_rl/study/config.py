@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from moe_rl.rollout.tasks import nearest
+from moe_rl.names import nearest
 from moe_rl.training import RunConfig, validate
 
 
