@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.lora import frozen_reference
-from moe_rl.models import load_policy
+from moe_rl.models import load_policy, seeded
 from moe_rl.objectives import LossOutput, policy_loss
 from moe_rl.rollout import Rollout, make_task
 from moe_rl.training.batch import Batch, minibatches
@@ -100,7 +100,12 @@ class Trainer:
             self.log = RunLog(folder, listener)
         self.task = make_task(config.task)
         model, self.tokenizer = load_policy(
-            config.model, self.task, cache_dir, _cold_start_rows(listener), weights=self.accelerator.loads
+            seeded(config.model, config.seed),
+            self.task,
+            cache_dir,
+            _cold_start_rows(listener),
+            weights=self.accelerator.loads,
+            report=_policy_row(listener),
         )
         if config.distributed.router_fp32:
             keep_routers_fp32(model)
@@ -329,3 +334,8 @@ def _cold_start_rows(listener: Callable[[dict[str, Any]], None] | None) -> Calla
     if listener is None:
         return None
     return lambda step, steps, loss: listener({"kind": "cold_start", "step": step, "steps": steps, "loss": loss})
+
+
+def _policy_row(listener: Callable[[dict[str, Any]], None] | None) -> Callable[[dict[str, Any]], None] | None:
+    """What the run starts from, as a row for the listener only: `env.json` keeps it."""
+    return None if listener is None else lambda facts: listener({"kind": "policy", "step": 0, **facts})
