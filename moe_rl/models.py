@@ -112,9 +112,9 @@ def load_policy(
             made with. Not called without `weights`.
 
     Raises:
-        ModelError: a cold start that did not reach its `until_reward`; no such folder or hub model, not a causal language model, a dense model, a damaged checkpoint
-            or cache, no tokenizer, no chat template where the task gives messages, an unknown dtype, a device that is
-            not there, a package that is missing.
+        ModelError: a cold start that did not reach its `until_reward`; no such folder or hub model, not a causal
+            language model, a dense model, a damaged checkpoint or cache, no tokenizer, no chat template where the task
+            gives messages, an unknown dtype, a device that is not there, a package that is missing.
     """
     check_machine(config)
     config = seeded(config, 0)

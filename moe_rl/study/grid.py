@@ -137,7 +137,8 @@ def run_study(
     places = {name: output if name == "native" else output / f"rounding_{name}" for name in roundings}
     runs = [run for name, place in places.items() for run in _runs(study, place, name)]
     for place in places.values():
-        (place / "logs").mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "logs").mkdir(exist_ok=True)
         write_atomic(place / "study.yaml", dump_study(study))
         write_atomic(place / "env.json", json.dumps(environment(command), indent=1) + "\n")
     console = Console()

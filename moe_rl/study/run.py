@@ -120,8 +120,8 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
 
 
 def environment(command: str) -> dict[str, Any]:
-    """What a reader needs to repeat the run, or to see why numbers differ elsewhere: commit, versions, device, processor,
-    instruction set in use, math libraries, threads, `command`."""
+    """What a reader needs to repeat the run, or to see why numbers differ elsewhere: commit, versions, device,
+    processor, instruction set in use, math libraries, threads, `command`."""
     import torch
 
     versions = {}
