@@ -1,9 +1,6 @@
 """All runs of a study in parallel processes: one thread each, progress, and resumption of what is unfinished."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +15,7 @@ from rich.table import Table
 from moe_rl.study.config import ConfigError, StudyConfig, dump_study
 from moe_rl.study.progress import clock, number, percent
 from moe_rl.study.run import check_folder, check_here, environment
+from moe_rl.study.worker import Worker
 from moe_rl.training import RunConfig
 from moe_rl.training.launch import launched_processes
 from moe_rl.training.runlog import write_atomic
@@ -40,7 +38,7 @@ class Run:
     log: Path
     config: RunConfig
     rounding: str = "native"
-    process: subprocess.Popen[bytes] | None = None
+    worker: Worker | None = None
     state: str = "waiting"
     began: float = 0.0
     seconds: float = 0.0
@@ -94,7 +92,7 @@ class Run:
             self.change = row["slots_changed"] / row["slots"] if row["slots"] else None
         elif row["kind"] == "step":
             self.step = row["step"] + 1
-            if self.first_step is None and self.process is not None:
+            if self.first_step is None and self.worker is not None:
                 self.first_step, self.began = self.step, time.monotonic()
 
     def beginning(self) -> str:
@@ -195,51 +193,53 @@ def _next(waiting: list[Run], active: list[Run]) -> Run:
 
 
 def _schedule(runs: list[Run], cold_starts: Path, workers: int) -> Iterator[None]:
-    """Start and watch the processes; yields once per poll. Children end with their parent."""
+    """Start and watch the runs; yields once per poll. Processes end with their parent."""
     waiting = [run for run in runs if run.state == "waiting"]
     active: list[Run] = []
+    idle: list[Worker] = []
     try:
         while waiting or active:
             while waiting and len(active) < workers:
                 run = _next(waiting, active)
                 waiting.remove(run)
                 run.read()
-                run.process = _start(run, cold_starts)
+                run.worker = _worker_for(run, idle)
+                run.worker.begin(_arguments(run, cold_starts), run.log)
                 run.state, run.began = "running", time.monotonic()
                 run.seconds = time.monotonic()
                 active.append(run)
             time.sleep(POLL_SECONDS)
             for run in list(active):
                 run.read()
-                assert run.process is not None
-                if run.process.poll() is not None:
-                    run.state = "done" if run.process.returncode == 0 else "failed"
+                assert run.worker is not None
+                status = run.worker.ended()
+                if status is not None:
+                    run.state = "done" if status == 0 else "failed"
                     run.seconds = time.monotonic() - run.seconds
                     active.remove(run)
+                    idle.append(run.worker)
             yield
     finally:
-        for run in active:
-            assert run.process is not None
-            run.process.terminate()
-        for run in active:
-            assert run.process is not None
-            run.process.wait()
+        for worker in [*idle, *(run.worker for run in active if run.worker is not None)]:
+            worker.stop()
 
 
-def _start(run: Run, cold_starts: Path) -> subprocess.Popen[bytes]:
-    arguments = ["run", run.log.parent.parent / "study.yaml", "--arm", run.arm, "--seed", run.seed]
-    arguments += ["--output", run.folder, "--cold-starts", cold_starts]
-    settings = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-    if run.rounding != "native":
-        settings["ATEN_CPU_CAPABILITY"] = run.rounding
-    with open(run.log, "ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "moe_rl", *map(str, arguments)],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **settings, "PYTHONUNBUFFERED": "1"},
-        )
+def _worker_for(run: Run, idle: list[Worker]) -> Worker:
+    """An idle worker with the run's kernels, or a new one; the other idle ones are ended."""
+    found = None
+    while idle:
+        worker = idle.pop()
+        if found is None and worker.rounding == run.rounding and worker.alive():
+            found = worker
+        else:
+            worker.stop()
+    return found or Worker(run.rounding, run.log)
+
+
+def _arguments(run: Run, cold_starts: Path) -> list[object]:
+    study = run.log.parent.parent / "study.yaml"
+    chosen = ["run", study, "--arm", run.arm, "--seed", run.seed]
+    return [*chosen, "--output", run.folder, "--cold-starts", cold_starts]
 
 
 def _last_line(log: Path) -> str:
