@@ -19,7 +19,9 @@ def scores(data: StudyData) -> pd.DataFrame:
     in which not all doses are finished has none."""
     arms = data.arms
     last = data.evals[data.evals["step"] > 0].groupby(["arm", "seed"])["reward"].last().unstack("seed")
-    last = last.reindex(arms.index).set_axis(pd.MultiIndex.from_frame(arms[["method", "label"]]))
+    last = last.reindex(index=arms.index, columns=data.config.get("seeds", data.seeds)).set_axis(
+        pd.MultiIndex.from_frame(arms[["method", "label"]])
+    )
     return last.groupby(level=["method", "label"], sort=False).agg(lambda doses: doses.mean(skipna=False))
 
 
@@ -32,14 +34,12 @@ def choose(scores: pd.DataFrame) -> pd.DataFrame:
     parts = []
     for _, own in scores.groupby(level="method", sort=False):
         above = own - own.iloc[0]
-        mean = above.mean(axis=1, skipna=False)
-        allowed = (above > 0).all(axis=1) & (mean >= GAIN)
-        best = own.mean(axis=1).where(allowed).idxmax() if allowed.any() else own.index[0]
-        out = ((above <= 0).any(axis=1)) | (mean < GAIN)
-        parts.append(own.assign(gain=mean, open=~(out | allowed), chosen=own.index == best))
-    table = pd.concat(parts)
-    table.loc[[index for index in scores.groupby(level="method").head(1).index], "open"] = False
-    return table
+        gain = above.mean(axis=1, skipna=False)
+        allowed = (above > 0).all(axis=1) & (gain >= GAIN)
+        best = own[allowed].mean(axis=1).idxmax() if allowed.any() else own.index[0]
+        undecided = gain.isna() & ~(above <= 0).any(axis=1) & (own.index != own.index[0])
+        parts.append(own.assign(gain=gain, open=undecided, chosen=own.index == best))
+    return pd.concat(parts)
 
 
 if __name__ == "__main__":
