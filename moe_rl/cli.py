@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
@@ -106,6 +106,9 @@ def study_verb(arguments: list[str]) -> None:
         """Seeds of every arm that does not name its own."""
         arms: tuple[str, ...] = tuple(study.arms)
         """Arms to run."""
+        rounding: tuple[Literal["native", "avx512", "avx2", "default"], ...] = ("native",)
+        """Repeat the seeds, cold starts included, with other CPU kernels, e.g. native avx2 default: how much of the
+        spread is rounding. All but native go to OUTPUT/rounding_NAME."""
         figures: bool = True
         """Draw figures and the report when the runs are done."""
 
@@ -124,6 +127,7 @@ def study_verb(arguments: list[str]) -> None:
         options.cold_starts,
         options.workers or default_workers(),
         " ".join(["moe-rl", "study", *arguments]),
+        options.rounding,
     )
     if options.figures:
         draw(options.output)

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_rl.drift.errors import DriftError
+from moe_rl.measure.noise_floor import free_bytes
 from moe_rl.policy.models import DTYPES, ModelConfig, ModelError, check_path, load_model, load_tokenizer
 from moe_rl.routing import UnsupportedModelError, routing_sites
 

@@ -6,9 +6,9 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,8 @@ __all__ = [
     "char_tokenizer",
     "cold_start",
     "load_policy",
+    "seeded",
+    "weights_sha256",
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,12 +75,27 @@ class ModelConfig:
     """Run code that comes with a hub model. Leave it off unless you trust its author."""
 
 
+def seeded(config: ModelConfig, seed: int) -> ModelConfig:
+    """`config` with the run's `seed` where it names none of its own, for the initial weights and for the cold start.
+
+    >>> seeded(ModelConfig(cold_start=ColdStartConfig(seed=7)), 3).tiny.seed
+    3
+    """
+    tiny, start = config.tiny, config.cold_start
+    if tiny.seed is None:
+        tiny = replace(tiny, seed=seed)
+    if start is not None and start.seed is None:
+        start = replace(start, seed=seed)
+    return replace(config, tiny=tiny, cold_start=start)
+
+
 def load_policy(
     config: ModelConfig,
     task: Task,
     cache_dir: Path | None = None,
     progress: Progress | None = None,
     weights: bool = True,
+    report: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[Any, Any]:
     """The policy, in `eval()` mode on the CPU, and its tokenizer. Reaches the network only for a hub id.
 
@@ -90,13 +107,18 @@ def load_policy(
         progress: told of the cold start's steps.
         weights: False gives the same model on the meta device, where tensors have no memory: for processes that get
             their share of the weights from another one. A cold start that nobody has made yet is made all the same.
+        report: told once what the policy starts from: `weights_sha256`, the digest of its weights, and of a cold start
+            (else null) its `seed`, the `steps` it took, the held-out `reward` it reached and the `kernels` it was
+            made with. Not called without `weights`.
 
     Raises:
-        ModelError: no such folder or hub model, not a causal language model, a dense model, a damaged checkpoint
-            or cache, no tokenizer, no chat template where the task gives messages, an unknown dtype, a device that is
-            not there, a package that is missing.
+        ModelError: a cold start that did not reach its `until_reward`; no such folder or hub model, not a causal
+            language model, a dense model, a damaged checkpoint or cache, no tokenizer, no chat template where the task
+            gives messages, an unknown dtype, a device that is not there, a package that is missing.
     """
     check_machine(config)
+    config = seeded(config, 0)
+    reached: dict[str, Any] | None = None
     chats = getattr(task, "chats", False)  # before the model, which may take minutes to load
     if config.path is not None:
         model, tokenizer = _load(config.path, config, weights)
@@ -104,10 +126,10 @@ def load_policy(
         tokenizer = char_tokenizer(task.alphabet)
         model = build_tiny(config.tiny, tokenizer, **_implementations(config)).to(DTYPES[config.dtype])
     elif cache_dir is not None:
-        model, tokenizer = _load_cached(config, task, Path(cache_dir), progress, weights)
+        model, tokenizer, reached = _load_cached(config, task, Path(cache_dir), progress, weights)
     else:
         with tempfile.TemporaryDirectory(prefix="moe_rl-") as folder:
-            model, tokenizer = _load_cached(config, task, Path(folder), progress, weights)
+            model, tokenizer, reached = _load_cached(config, task, Path(folder), progress, weights)
     try:
         find_sites(model)
     except UnsupportedModelError as error:
@@ -121,11 +143,23 @@ def load_policy(
         # Never the reentrant kind: replay could not follow its recomputation. The method has a new name since 5.23.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
+    if report is not None and weights:
+        report({"weights_sha256": weights_sha256(model), "cold_start": reached})
     if config.lora is not None:
         model = add_lora(model, config.lora)
     if not weights:
         model = model.to("meta")
     return model.eval(), tokenizer
+
+
+def weights_sha256(model: Any) -> str:
+    """SHA-256 of names, dtypes, shapes and values of a model's parameters and buffers, in the order of names: equal for
+    two models exactly if all of these are."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def check_machine(config: ModelConfig) -> None:
@@ -241,7 +275,7 @@ def _quiet() -> Iterator[None]:
 
 def _load_cached(
     config: ModelConfig, task: Task, root: Path, progress: Progress | None, weights: bool
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, dict[str, Any]]:
     recipe = _recipe(config, task)
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     folder = root / key
@@ -254,22 +288,37 @@ def _load_cached(
             _make(config, task, recipe, folder, progress)
     remedy = "Delete the folder: it will be made anew."
     try:
-        stored = json.loads((folder / "cold_start.json").read_text())["recipe"]
-        if stored != recipe:
+        stored = json.loads((folder / "cold_start.json").read_text())
+        if stored["recipe"] != recipe:
             raise ModelError(f"{folder} holds a cold-started model of another recipe. {remedy}")
-        return _load(str(folder), config, weights)
+        reached = {"seed": recipe["cold_start"]["seed"], "steps": stored["steps"], "reward": stored["pass@1"]}
+        reached |= {"until_reward": recipe["cold_start"]["until_reward"], "kernels": recipe["kernels"]}
+        learned = bool(stored["reached"])
+        model, tokenizer = _load(str(folder), config, weights)
     except ModelError as error:
         raise error if remedy in str(error) else ModelError(f"{error} Is it damaged? {remedy}") from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{folder}: this cold-started model is damaged ({error}). {remedy}") from error
+    if not learned:
+        raise ModelError(
+            f"the cold start of seed {reached['seed']} ended at a held-out reward of {reached['reward']:.3f} after "
+            f"{reached['steps']} steps, and model.cold_start.until_reward asks for {reached['until_reward']}. Give all "
+            "runs of the study more model.cold_start.steps, or a reward that can be reached; to leave this seed out "
+            "would be to choose seeds by how they begin."
+        )
+    return model, tokenizer, reached
 
 
 def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: Progress | None) -> None:
-    """Cold-start in fp32 with transformers' default implementations, whatever the run will load it with."""
+    """Cold-start in fp32 on one thread with transformers' default implementations, whatever the run will load it with.
+
+    One that did not reach its reward is kept, too: whoever else wants it need not try again.
+    """
     assert config.cold_start is not None
     tokenizer = char_tokenizer(task.alphabet)
     model = build_tiny(config.tiny, tokenizer)
-    result = cold_start(model, tokenizer, task, config.cold_start, progress)
+    with _one_thread():
+        result = cold_start(model, tokenizer, task, config.cold_start, progress)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
         with _quiet():
@@ -289,7 +338,8 @@ def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: 
 
 
 def _recipe(config: ModelConfig, task: Task) -> dict[str, Any]:
-    """All that decides a cold-started model; the task by what it shows rather than by what it is called."""
+    """All that decides a cold-started model on one machine: the task by what it shows rather than by what it is called,
+    and the instruction set whose rounding it has (over some hundred steps another rounding is another model)."""
     assert config.cold_start is not None
     rng = random.Random(0)
     shown = []
@@ -303,8 +353,20 @@ def _recipe(config: ModelConfig, task: Task) -> dict[str, Any]:
         "task": task.name,
         "alphabet": "".join(sorted(set(task.alphabet))),
         "demonstrations": hashlib.sha256(repr(shown).encode()).hexdigest(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
     }
     return json.loads(json.dumps(recipe))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in one order, however many threads the run may use."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -54,8 +54,8 @@ class TinyConfig:
     router_init_scale: float = 1.0
     """Factor on the routers' initial weights; 0.1 gives near-tied router logits, which flip easily."""
     max_position_embeddings: int = 512
-    seed: int = 0
-    """Seed of the initial weights."""
+    seed: int | None = None
+    """Seed of the initial weights; None takes the run's, so that a study's seeds begin from different models."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,15 @@ class ColdStartConfig:
     """Supervised imitation of noisy demonstrations."""
 
     steps: int = 500
+    """Steps of imitation; with `until_reward` the most that it may take."""
+    until_reward: float | None = None
+    """End at the first check whose mean reward on held-out problems is at least this; a cold start that does not get
+    there within `steps` is an error. How fast a model learns differs by seed and by processor, and a policy that has
+    not learned leaves reinforcement learning nothing to work on. None: exactly `steps`."""
+    check_every: int = 50
+    """Steps between checks."""
+    check_problems: int = 512
+    """Held-out problems of a check, one response each at temperature 1; the same problems every time."""
     batch_size: int = 64
     learning_rate: float = 4e-3
     betas: tuple[float, float] = (0.9, 0.95)
@@ -73,8 +82,8 @@ class ColdStartConfig:
     """Coefficient of the load-balancing loss."""
     freeze_router: bool = False
     """Keep the routers' own weights at their initial values."""
-    seed: int = 0
-    """Seed of the demonstrations."""
+    seed: int | None = None
+    """Seed of the demonstrations; None takes the run's."""
 
 
 def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -103,7 +112,7 @@ def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> Any:
     """The tiny model at its initial weights, in fp32 and `eval()` mode.
 
-    The weights are drawn from `config.seed` alone, and torch's global generator is left where it was.
+    The weights are drawn from `config.seed` alone (None: 0), and torch's global generator is left where it was.
 
     Raises:
         ModelError: an architecture that cannot be built.
@@ -111,7 +120,7 @@ def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> An
     try:
         hf = _hf_config(config, tokenizer)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(config.seed)
+            torch.manual_seed(config.seed or 0)
             model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, **implementations)
     except ModelError:
         raise
@@ -171,8 +180,8 @@ def cold_start(
     """Imitate noisy demonstrations: cross-entropy on completion tokens plus the load-balancing loss.
 
     AdamW without decay, linear warm-up, then a constant rate; gradients clipped to norm 1. Demonstrations are
-    of training problems and drawn from `config.seed` alone: one machine at one thread gives the same weights bit
-    for bit.
+    of training problems and drawn from `config.seed` alone (None: 0), and checks draw from generators of their own:
+    one machine at one thread gives the same weights bit for bit, whether they are checked on the way or not.
 
     Args:
         model: trained in place, left in `eval()` mode.
@@ -182,8 +191,9 @@ def cold_start(
         progress: told of every step.
 
     Returns:
-        `loss` (nats per completion token) and `aux_loss` of every step, and `pass@1`: the mean reward on 256
-        held-out problems, sampled at temperature 1.
+        `loss` (nats per completion token) and `aux_loss` of every step; `checks`: the steps and held-out mean rewards
+        of the checks on the way; `steps` that were taken; `pass@1`: the held-out mean reward after the last; `reached`:
+        whether that is at least `until_reward` (True where there is none).
 
     Raises:
         ModelError: the task has no demonstrations; a hyper-parameter out of range; a loss that is not finite.
@@ -195,6 +205,9 @@ def cold_start(
         )
     for name, ok, expected in (
         ("steps", config.steps >= 1, "at least 1"),
+        ("until_reward", config.until_reward is None or 0 < config.until_reward <= 1, "above 0 and at most 1, or null"),
+        ("check_every", config.check_every >= 1, "at least 1"),
+        ("check_problems", config.check_problems >= 1, "at least 1"),
         ("batch_size", config.batch_size >= 1, "at least 1"),
         ("learning_rate", config.learning_rate > 0, "a positive number"),
         ("demonstration_noise", 0 <= config.demonstration_noise <= 1, "between 0 and 1"),
@@ -205,8 +218,9 @@ def cold_start(
     frozen = {id(p) for p in router_parameters(model)} if config.freeze_router else set()
     trained = [p for p in model.parameters() if id(p) not in frozen]
     optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, betas=config.betas, weight_decay=0.0, fused=True)
-    rng = random.Random(f"cold-start/{config.seed}")
-    history: dict[str, Any] = {"loss": [], "aux_loss": []}
+    rng = random.Random(f"cold-start/{config.seed or 0}")
+    history: dict[str, Any] = {"loss": [], "aux_loss": [], "checks": []}
+    reward = None
     model.train()
     for step in range(1, config.steps + 1):
         optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
@@ -231,11 +245,19 @@ def cold_start(
             )
         if progress:
             progress(step, config.steps, history["loss"][-1])
+        if config.until_reward is not None and (step % config.check_every == 0 or step == config.steps):
+            reward = pass_at_1(model, tokenizer, task, config.check_problems)
+            history["checks"].append([step, reward])
+            if reward >= config.until_reward:
+                break
     model.eval()
-    return {**history, "pass@1": pass_at_1(model, tokenizer, task)}
+    if reward is None:
+        reward = pass_at_1(model, tokenizer, task, config.check_problems)
+    reached = config.until_reward is None or reward >= config.until_reward
+    return {**history, "steps": step, "pass@1": reward, "reached": reached}
 
 
-def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int = 256) -> float:
+def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int) -> float:
     """Mean reward on held-out problems, one completion each, at temperature 1; the same problems every time."""
     rng = random.Random("cold-start/held-out")
     asked = [task.problem(rng, held_out=True) for _ in range(problems)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from moe_rl.policy.lora import frozen_reference
-from moe_rl.policy.models import load_policy
+from moe_rl.policy.models import load_policy, seeded
 from moe_rl.policy.router_precision import keep_routers_fp32
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engine import Engine, ModelEngine
@@ -120,7 +120,14 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         folder.mkdir(parents=True, exist_ok=True)
         log = RunLog(folder, listener)
     task = make_task(config.task)
-    model, tokenizer = load_policy(config.model, task, cache_dir, _cold_start_rows(listener), weights=ranks.loads)
+    model, tokenizer = load_policy(
+        seeded(config.model, config.seed),
+        task,
+        cache_dir,
+        _cold_start_rows(listener),
+        weights=ranks.loads,
+        report=_policy_row(listener),
+    )
     if config.distributed.router_fp32:
         keep_routers_fp32(model)
     ranks.agree_on_weights(model)
@@ -166,3 +173,8 @@ def _cold_start_rows(listener: Listener | None) -> Callable[[int, int, float], N
     if listener is None:
         return None
     return lambda step, steps, loss: listener({"kind": "cold_start", "step": step, "steps": steps, "loss": loss})
+
+
+def _policy_row(listener: Listener | None) -> Listener | None:
+    """What the run starts from, as a row for the listener only: `env.json` keeps it."""
+    return None if listener is None else lambda facts: listener({"kind": "policy", "step": 0, **facts})

@@ -22,12 +22,12 @@ from transformers import (
 
 from moe_rl.cli import main
 from moe_rl.drift import figures, run
-from moe_rl.drift import floor as floor_module
 from moe_rl.drift.checkpoints import check_device, fits_twice
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.page import floor_text
 from moe_rl.drift.run import DriftOptions, run_drift
+from moe_rl.measure import noise_floor
 from moe_rl.measure.decompose import decompose
 from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
@@ -239,7 +239,7 @@ def test_a_floor_is_left_out_when_asked_and_where_a_kernel_cannot_run(saved, pro
 
 
 def test_a_bf16_copy_that_does_not_fit_is_left_out(tokenizer, monkeypatch):
-    monkeypatch.setattr(floor_module, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(noise_floor, "free_bytes", lambda device: 1000)
     model = build("qwen3_moe", tokenizer, moe_size=16).eval()
     mask = torch.ones(1, 4, dtype=torch.bool)
     text = TokenBatch(torch.tensor([[3, 4, 5, 6]]), mask, mask & (torch.arange(4) > 0))

@@ -16,6 +16,8 @@ from moe_rl.policy.models import (
     char_tokenizer,
     cold_start,
     load_policy,
+    seeded,
+    weights_sha256,
 )
 from moe_rl.policy.tiny import demonstration_batch, router_parameters
 from moe_rl.rollout import Problem, TaskConfig, VerifiableTask, make_task, sample
@@ -113,6 +115,31 @@ def test_cold_start_learns_the_task():
     assert 1.9 < result["aux_loss"][-1] < 2.6
 
 
+def learning(reward_at, monkeypatch):
+    """A held-out reward that follows the steps taken, for rules about when to stop."""
+    rewards = iter(reward_at)
+    monkeypatch.setattr(f"{cold_start.__module__}.pass_at_1", lambda *_: next(rewards))
+
+
+def test_a_cold_start_ends_at_its_reward_and_checks_change_nothing(monkeypatch):
+    fixed, stopped = build_tiny(SMALL, TOKENIZER), build_tiny(SMALL, TOKENIZER)
+    cold_start(fixed, TOKENIZER, TASK, replace(START, steps=4))
+    checked = replace(START, steps=9, check_every=2, until_reward=0.4)
+    sampled = cold_start(build_tiny(SMALL, TOKENIZER), TOKENIZER, TASK, replace(checked, steps=4, check_problems=8))
+    assert [step for step, _ in sampled["checks"]] == [2, 4] and sampled["pass@1"] == sampled["checks"][-1][1]
+    learning([0.39, 0.4], monkeypatch)
+    result = cold_start(stopped, TOKENIZER, TASK, checked)
+    assert result["steps"] == len(result["loss"]) == 4 and result["reached"]
+    assert result["checks"] == [[2, 0.39], [4, 0.4]] and result["pass@1"] == 0.4
+    assert equal(fixed, stopped) and not stopped.training
+
+
+def test_the_last_step_of_a_cold_start_is_checked_too(monkeypatch):
+    learning([0.1, 0.5], monkeypatch)
+    result = cold_start(build_tiny(SMALL, TOKENIZER), TOKENIZER, TASK, replace(START, check_every=2, until_reward=0.4))
+    assert result["checks"] == [[2, 0.1], [3, 0.5]] and result["reached"]
+
+
 def test_cold_start_is_reproducible_bit_for_bit():
     models = [build_tiny(SMALL, TOKENIZER) for _ in range(3)]
     for model, seed in zip(models, (0, 0, 1), strict=True):
@@ -144,6 +171,9 @@ def test_a_cold_start_that_diverges_stops():
     [
         ({"steps": 0}, "model.cold_start.steps: expected at least 1, got 0"),
         ({"batch_size": 0}, "model.cold_start.batch_size: expected at least 1, got 0"),
+        ({"until_reward": 1.5}, r"model.cold_start.until_reward: expected above 0 and at most 1, or null, got 1\.5"),
+        ({"check_every": 0}, "model.cold_start.check_every: expected at least 1, got 0"),
+        ({"check_problems": 0}, "model.cold_start.check_problems: expected at least 1, got 0"),
         ({"learning_rate": 0.0}, r"model.cold_start.learning_rate: expected a positive number, got 0\.0"),
         ({"demonstration_noise": 2.0}, r"model.cold_start.demonstration_noise: expected between 0 and 1, got 2\.0"),
     ],
@@ -209,6 +239,60 @@ def test_cold_starts_are_kept_and_found(tmp_path):
 def test_another_recipe_is_another_model(tmp_path, config):
     load_policy(CONFIG, TASK, tmp_path)
     assert load_counting(config, tmp_path)[2] == 3
+
+
+def test_what_names_no_seed_takes_the_runs():
+    config = seeded(CONFIG, 4)
+    assert (config.tiny.seed, config.cold_start.seed) == (4, 4)
+    fixed = replace(CONFIG, tiny=replace(SMALL, seed=1), cold_start=replace(START, seed=2))
+    assert seeded(fixed, 4) == fixed
+    assert seeded(replace(CONFIG, cold_start=None), 4).cold_start is None
+    assert equal(load_policy(CONFIG, TASK)[0], load_policy(seeded(CONFIG, 0), TASK)[0])
+    assert not equal(load_policy(CONFIG, TASK)[0], load_policy(config, TASK)[0])
+
+
+def test_a_cold_start_that_did_not_learn_is_an_error_and_not_tried_again(tmp_path, monkeypatch):
+    config = replace(CONFIG, cold_start=replace(START, until_reward=0.4, seed=5))
+    learning([0.19], monkeypatch)
+    said, steps = r"seed 5 ended at .* 0\.190 after 3 steps, .* asks for 0\.4\. Give all runs", []
+    for _ in range(2):  # the second finds it in the cache
+        with pytest.raises(ModelError, match=said):
+            load_policy(config, TASK, tmp_path, lambda *args: steps.append(args))
+    assert len(steps) == 3
+
+
+def test_other_kernels_are_another_cold_start(tmp_path, monkeypatch):
+    facts = []
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
+    load_policy(CONFIG, TASK, tmp_path, report=facts.append)
+    assert load_counting(CONFIG, tmp_path)[2] == 0
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
+    assert load_counting(CONFIG, tmp_path)[2] == 3
+    assert facts[0]["cold_start"]["kernels"] == "AVX2" and len(list(tmp_path.glob("*/cold_start.json"))) == 2
+
+
+def test_what_a_run_starts_from_is_reported(tmp_path):
+    facts = []
+    model, _ = load_policy(replace(CONFIG, cold_start=replace(START, seed=7)), TASK, tmp_path, report=facts.append)
+    (told,) = facts
+    start = told["cold_start"]
+    assert (start["seed"], start["steps"], start["until_reward"]) == (7, 3, None) and 0 <= start["reward"] <= 1
+    assert told["weights_sha256"] == weights_sha256(model)
+    load_policy(replace(CONFIG, cold_start=None), TASK, report=facts.append)
+    assert facts[1]["cold_start"] is None and facts[1]["weights_sha256"] == weights_sha256(build_tiny(SMALL, TOKENIZER))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += 1e-6
+    assert told["weights_sha256"] != weights_sha256(model)
+
+
+def test_a_cold_start_does_not_depend_on_the_number_of_threads(tmp_path):
+    threads, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        load_policy(CONFIG, TASK, tmp_path, lambda *_: seen.append(torch.get_num_threads()))
+        assert set(seen) == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_another_task_is_another_model(tmp_path):
