@@ -10,8 +10,9 @@ from typing import Any
 
 import yaml
 
+from moe_rl.names import nearest
 from moe_rl.objectives.bounds import unknown
-from moe_rl.rollout.tasks import nearest
+from moe_rl.policy.models import seeded
 from moe_rl.training import RunConfig, validate
 from moe_rl.training.ranges import SEED
 
@@ -56,6 +57,7 @@ class StudyConfig:
             raise ConfigError(f"unknown arm {arm!r} in study {self.name!r}{nearest(arm, self.arms)}")
         merged = _merge(dataclasses.asdict(self.base), self.arms[arm].changes)
         config = build(RunConfig, {**merged, "seed": seed}, f"arms.{arm}")
+        config = dataclasses.replace(config, model=seeded(config.model, seed))
         try:
             validate(config)
         except ValueError as error:
@@ -89,6 +91,8 @@ def parse_study(data: Any) -> StudyConfig:
     parsed = {}
     for name, changes in arms.items():
         _check_name(f"arms.{name}: an arm's name", name)
+        if str(name).startswith("rounding_") or name in ("logs", "figures"):
+            raise ConfigError(f"arms.{name}: that folder of a study holds something else; choose another name")
         if not isinstance(changes, dict | None):
             raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -13,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from moe_rl.models import check_machine
+from moe_rl.files import write_atomic
+from moe_rl.policy.models import check_machine, seeded
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.study.config import ConfigError, differences, dump_run
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
-from moe_rl.training.runlog import write_atomic
 from moe_rl.training.trackers import check_tracker
 
 PACKAGES = (
@@ -50,10 +51,13 @@ def run_one(
         ConfigError: the folder holds a run of another configuration.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
+    config = dataclasses.replace(config, model=seeded(config.model, config.seed))
     validate(config)
     check_here(config)
     ranks = Ranks(config.distributed, config.model.device)
     ranks.agree("the configuration", dataclasses.asdict(config))
+
+    facts = {**environment(command), "processes": ranks.size}
 
     def begin() -> bool:
         if not check_folder(config, folder):
@@ -63,14 +67,21 @@ def run_one(
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "config.yaml").exists():
             write_atomic(folder / "config.yaml", dump_run(config))
-        facts = {**environment(command), "processes": ranks.size}
         write_atomic(folder / "env.json", json.dumps(facts, indent=1) + "\n")
         return True
+
+    def listen(row: dict[str, Any]) -> None:
+        if row["kind"] != "policy":
+            if listener:
+                listener(row)
+        elif ranks.main:
+            start = {key: row[key] for key in ("weights_sha256", "cold_start")}
+            write_atomic(folder / "env.json", json.dumps({**facts, **start}, indent=1) + "\n")
 
     if not ranks.first(begin):
         return
     started = time.time()
-    train(config, folder, cache_dir, listener)
+    train(config, folder, cache_dir, listen)
     if ranks.main:
         write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
     ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
@@ -80,7 +91,7 @@ def check_here(config: RunConfig) -> None:
     """Refuse what this machine or installation lacks, before anything is written.
 
     Raises:
-        ModelError: see `moe_rl.models.check_machine`.
+        ModelError: see `moe_rl.policy.models.check_machine`.
         EngineError: the same of the rollout engine.
     """
     check_machine(config.model)
@@ -109,7 +120,8 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
 
 
 def environment(command: str) -> dict[str, Any]:
-    """What a reader needs to repeat the run: commit, versions, device, threads, `command`."""
+    """What a reader needs to repeat the run, or to see why numbers differ elsewhere: commit, versions, device,
+    processor, instruction set in use, math libraries, threads, `command`."""
     import torch
 
     versions = {}
@@ -126,11 +138,31 @@ def environment(command: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
         "cuda": torch.version.cuda if cuda else None,
+        "cpu": _cpu_model(),
         "cpus": os.cpu_count(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "rounding": os.environ.get("ATEN_CPU_CAPABILITY", "native"),
+        "math_libraries": _math_libraries(torch.__config__.show()),
         "threads": torch.get_num_threads(),
         "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _cpu_model() -> str:
+    """The processor by name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _math_libraries(built: str) -> list[str]:
+    """What `torch.__config__.show()` lists, and of its build settings the BLAS alone, not the compiler's flags."""
+    lines = [line.strip()[2:] for line in built.splitlines() if line.strip().startswith("- ")]
+    return [line for line in lines if not line.startswith("Build settings")] + re.findall(r"BLAS_INFO=\w+", built)
 
 
 def _git() -> dict[str, Any]:

@@ -4,6 +4,7 @@ A setting that is a name says what there is in its type, a `Literal`. Both are r
 """
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ RANGES: dict[str, Range] = {
     "model.tiny.max_position_embeddings": COUNT,
     "model.tiny.seed": SEED,
     "model.cold_start.steps": COUNT_OR_NONE,
+    "model.cold_start.until_reward": Range(-math.inf),
+    "model.cold_start.check_every": COUNT,
+    "model.cold_start.check_problems": COUNT,
     "model.cold_start.batch_size": COUNT,
     "model.cold_start.learning_rate": POSITIVE,
     "model.cold_start.betas": Range(0, 1, open_high=True),

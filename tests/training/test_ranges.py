@@ -8,8 +8,8 @@ import typing
 
 import pytest
 
-from moe_rl.lora import LoraConfig
-from moe_rl.models import ModelConfig
+from moe_rl.policy.lora import LoraConfig
+from moe_rl.policy.models import ModelConfig
 from moe_rl.training import RunConfig, validate
 from moe_rl.training.ranges import RANGES, check_settings
 
@@ -58,7 +58,7 @@ def test_the_defaults_are_inside():
 @pytest.mark.parametrize("name", RANGES)
 def test_what_is_outside_is_refused_with_field_value_and_range(name):
     interval, default = RANGES[name], get(FULL, name)
-    bad = [interval.low if interval.open_low else interval.low - 1]
+    bad = [interval.low if interval.open_low else interval.low - 1] if math.isfinite(interval.low) else []
     if math.isfinite(interval.high):
         bad.append(interval.high if interval.open_high else interval.high + 1)
     if not interval.whole:
