@@ -20,7 +20,7 @@ from moe_rl.rollout import Rollout, demonstrate
 from moe_rl.rollout.randomness import seeded_random
 from moe_rl.training.advantages import make_advantages
 from moe_rl.training.batch import Batch, minibatches
-from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
+from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
 from moe_rl.training.collect import respond, verify
 from moe_rl.training.config import RunConfig
 from moe_rl.training.distributed import digest
@@ -59,8 +59,11 @@ def train(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
 
 def resume(state: State) -> None:
     """Continue from the folder's checkpoint, if it has one; rows that will be written again go."""
-    state.log.keep_until(state.step if load_checkpoint(state) else 0)
-    state.ranks.agree("the checkpoint's step", state.step)
+    ranks, log = state.ranks, state.log
+    ranks.first(lambda: settle(state.folder) is not None)
+    mark = load_checkpoint(state)
+    ranks.first(lambda: log.resume(mark))
+    ranks.agree("the checkpoint's step", state.step)
 
 
 def run(state: State) -> None:
