@@ -21,8 +21,6 @@ def scores(data: StudyData) -> pd.DataFrame:
     last = data.evals[data.evals["step"] > 0].groupby(["arm", "seed"])["reward"].last().unstack("seed")
     last = last.reindex(index=arms.index, columns=data.config.get("seeds", data.seeds))
     last = last.set_axis(pd.MultiIndex.from_frame(arms[["method", "label"]]))
-        pd.MultiIndex.from_frame(arms[["method", "label"]])
-    )
     return last.groupby(level=["method", "label"], sort=False).agg(lambda doses: doses.mean(skipna=False))
 
 
