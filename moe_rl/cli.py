@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     name = arguments[0]
     if name not in VERBS:
-        from moe_rl.rollout.tasks import nearest
+        from moe_rl.names import nearest
 
         fail(f"unknown command {name!r}{nearest(name, VERBS)}\n\n{usage()}", 2)
     try:
@@ -83,7 +83,7 @@ def _file_first(arguments: list[str], name: str, what: str) -> Path:
 
 @verb("study", "run all arms x seeds of a study file, then draw its figures and report")
 def study_verb(arguments: list[str]) -> None:
-    from moe_rl.rollout.tasks import nearest
+    from moe_rl.names import nearest
     from moe_rl.study.config import load_study
     from moe_rl.study.grid import run_study
     from moe_rl.training import RunConfig
@@ -206,7 +206,7 @@ def watch_verb(arguments: list[str]) -> None:
 
 @verb("drift", "routing change between two checkpoints, whatever trained them")
 def drift_verb(arguments: list[str]) -> None:
-    from moe_rl.study.drift.run import DriftOptions, run_drift, say
+    from moe_rl.drift.run import DriftOptions, run_drift, say
 
     @dataclass(frozen=True)
     class Options(DriftOptions):

@@ -69,6 +69,17 @@ class Rollout:
 _TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished")
 
 
+def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Tokens of a rollout that have no route by right: padding, and each row's last token, which was sampled and never
+    fed back.
+
+    >>> unrouted_tokens(torch.tensor([[False, True, True, False]])).int().tolist()
+    [[1, 0, 1, 1]]
+    """
+    later = attention_mask.flip(1).cumsum(1).flip(1) > 1
+    return ~(attention_mask & later)
+
+
 def score(task: Task, rollout: Rollout) -> Rollout:
     """The rollout with its rewards: the task's verdict on every completion. The verifier must accept any text."""
     pairs = zip(rollout.problems, rollout.completions, strict=True)

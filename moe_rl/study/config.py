@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from moe_rl.models import seeded
-from moe_rl.rollout.tasks import nearest
+from moe_rl.names import nearest
+from moe_rl.policy.models import seeded
 from moe_rl.training import RunConfig, validate
 
 

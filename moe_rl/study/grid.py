@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from moe_rl.files import write_atomic
 from moe_rl.study.config import ConfigError, StudyConfig, dump_study
 from moe_rl.study.progress import clock, number, percent
 from moe_rl.study.run import check_folder, check_here, environment
 from moe_rl.study.worker import Worker
 from moe_rl.training import RunConfig
 from moe_rl.training.launch import launched_processes
-from moe_rl.training.runlog import write_atomic
 
 POLL_SECONDS = 1.0
 PLAIN_SECONDS = 15.0  # between progress lines where there is no terminal

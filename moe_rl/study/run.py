@@ -14,13 +14,13 @@ from typing import Any
 
 import yaml
 
-from moe_rl.models import check_machine, seeded
+from moe_rl.files import write_atomic
+from moe_rl.policy.models import check_machine, seeded
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.study.config import ConfigError, differences, dump_run
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
-from moe_rl.training.runlog import write_atomic
 from moe_rl.training.trackers import check_tracker
 
 PACKAGES = (
@@ -91,7 +91,7 @@ def check_here(config: RunConfig) -> None:
     """Refuse what this machine or installation lacks, before anything is written.
 
     Raises:
-        ModelError: see `moe_rl.models.check_machine`.
+        ModelError: see `moe_rl.policy.models.check_machine`.
         EngineError: the same of the rollout engine.
     """
     check_machine(config.model)

@@ -6,25 +6,21 @@ SHA-256 sums, then renamed. If writing fails, the old checkpoint stays.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from moe_rl.files import naming, write_json, write_tensors
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.batch import Batch
-from moe_rl.training.runlog import writing
 from moe_rl.training.sharding import as_placed, load_whole, whole
-
-if TYPE_CHECKING:
-    from moe_rl.training.trainer import Trainer
+from moe_rl.training.state import State
 
 VERSION = 1
 OPTIMIZERS = {"model": "optimizer", "value": "value_optimizer", "reward": "reward_optimizer"}
@@ -35,25 +31,25 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be trusted; the message names the file and what to do."""
 
 
-def save_checkpoint(trainer: "Trainer") -> None:
+def save_checkpoint(state: State) -> None:
     """Write `<folder>/checkpoint`, replacing the previous one only when the new one is complete.
 
     Every rank must call it: sharded tensors are gathered, one file's at a time, and rank 0 writes them. The result
     does not say how many ranks there were. Raises OSError naming the folder, with the previous checkpoint in place.
     """
-    staging = trainer.folder / "checkpoint.new"
+    staging = state.folder / "checkpoint.new"
     try:
-        with writing(trainer.folder / "checkpoint"):
-            _write(trainer, staging)
+        with naming(state.folder / "checkpoint"):
+            _write(state, staging)
     except BaseException:
-        if trainer.accelerator.main:
+        if state.ranks.main:
             shutil.rmtree(staging, ignore_errors=True)  # a full disk gets its space back
         raise
 
 
-def _write(trainer: "Trainer", staging: Path) -> None:
-    target = trainer.folder / "checkpoint"
-    main = trainer.accelerator.main
+def _write(state: State, staging: Path) -> None:
+    target = state.folder / "checkpoint"
+    main = state.ranks.main
     if main:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -61,31 +57,29 @@ def _write(trainer: "Trainer", staging: Path) -> None:
     def put(name: str, tensors: dict[str, Tensor]) -> None:
         own = _own(tensors, main)
         if main:
-            save_file(own, staging / f"{name}.safetensors")
+            write_tensors(staging / f"{name}.safetensors", own)
 
-    for name, (module, optimizer) in trainer.trained.items():
+    for name, (module, optimizer) in state.trained.items():
         put(name, module.state_dict())
         put(OPTIMIZERS[name], _optimizer_tensors(module, optimizer))
-    for name, module in trainer.frozen.items():
+    for name, module in state.frozen.items():
         put(name, module.state_dict())
     if not main:
         return
-    if trainer.reward_model is not None:
-        save_file(_own(trainer.reward_model.tensors()), staging / "comparisons.safetensors")
+    if state.reward_model is not None:
+        write_tensors(staging / "comparisons.safetensors", _own(state.reward_model.tensors()))
     queue = []
-    for index, batch in enumerate(trainer.queue):
-        save_file(_batch_tensors(batch), staging / f"batch_{index}.safetensors")
+    for index, batch in enumerate(state.waiting):
+        write_tensors(staging / f"batch_{index}.safetensors", _batch_tensors(batch))
         batch.routes.save(staging / f"batch_{index}_routes.safetensors")
         if batch.rollout_routes is not None:
             batch.rollout_routes.save(staging / f"batch_{index}_rollout_routes.safetensors")
         queue.append(batch.step)
-    save_file({"torch": torch.get_rng_state()}, staging / "rng.safetensors")
-    state = {"version": VERSION, "step": trainer.step, "queue_steps": queue}
-    state["files"] = {path.name: _sha256(path) for path in sorted(staging.iterdir())}
-    (staging / "state.json").write_text(json.dumps(state, indent=1))
-    for path in staging.iterdir():
-        _flush(path)
-    old = trainer.folder / "checkpoint.old"
+    write_tensors(staging / "rng.safetensors", {"torch": torch.get_rng_state()})
+    manifest = {"version": VERSION, "step": state.step, "queue_steps": queue}
+    manifest["files"] = {path.name: _sha256(path) for path in sorted(staging.iterdir())}
+    write_json(staging / "state.json", manifest)
+    old = state.folder / "checkpoint.old"
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
@@ -93,32 +87,32 @@ def _write(trainer: "Trainer", staging: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_checkpoint(trainer: "Trainer") -> bool:
-    """Restore `trainer` from its folder; False if there is no checkpoint. Raises CheckpointError on damage."""
-    folder = trainer.folder / "checkpoint"
+def load_checkpoint(state: State) -> bool:
+    """Restore `state` from its folder; False if there is no checkpoint. Raises CheckpointError on damage."""
+    folder = state.folder / "checkpoint"
     if not folder.exists():  # interrupted between the two renames
-        folder = trainer.folder / "checkpoint.old"
+        folder = state.folder / "checkpoint.old"
         if not folder.exists():
             return False
-    state = _read_state(folder)
-    for name, (module, optimizer) in trainer.trained.items():
+    manifest = _read_state(folder)
+    for name, (module, optimizer) in state.trained.items():
         load_whole(module, _stream(folder / f"{name}.safetensors"))
         _restore_optimizer(module, optimizer, _stream(folder / f"{OPTIMIZERS[name]}.safetensors"))
-    for name, module in trainer.frozen.items():
+    for name, module in state.frozen.items():
         load_whole(module, _stream(folder / f"{name}.safetensors"))
-    if trainer.reward_model is not None:
-        trainer.reward_model.restore(_load(folder / "comparisons.safetensors"))
-    trainer.queue.clear()
-    for index, step in enumerate(state["queue_steps"]):
-        tensors = {k: v.to(trainer.accelerator.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
-        routes = RoutedExperts.load(folder / f"batch_{index}_routes.safetensors").to(trainer.accelerator.device)
+    if state.reward_model is not None:
+        state.reward_model.restore(_load(folder / "comparisons.safetensors"))
+    state.waiting.clear()
+    for index, step in enumerate(manifest["queue_steps"]):
+        tensors = {k: v.to(state.ranks.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
+        routes = RoutedExperts.load(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
         optional: dict[str, Any] = {"ref_logps": None, **tensors}
         path = folder / f"batch_{index}_rollout_routes.safetensors"
         if path.exists():
-            optional["rollout_routes"] = RoutedExperts.load(path).to(trainer.accelerator.device)
-        trainer.queue.append(Batch(**optional, routes=routes, step=step))
+            optional["rollout_routes"] = RoutedExperts.load(path).to(state.ranks.device)
+        state.waiting.append(Batch(**optional, routes=routes, step=step))
     torch.set_rng_state(_load(folder / "rng.safetensors")["torch"])
-    trainer.step = state["step"]
+    state.step = manifest["step"]
     return True
 
 
@@ -193,8 +187,3 @@ def _batch_tensors(batch: Batch) -> dict[str, Tensor]:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())

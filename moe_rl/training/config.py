@@ -7,7 +7,7 @@ report then lists).
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moe_rl.models import ModelConfig
+from moe_rl.policy.models import ModelConfig
 from moe_rl.rollout import TaskConfig
 from moe_rl.rollout.engines import EngineConfig
 

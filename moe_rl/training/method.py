@@ -46,6 +46,11 @@ class Method:
         return self.pairs or bool(self.objective.kl_coef)
 
     @property
+    def weighs_routes(self) -> bool:
+        """Weighs tokens by how far the routers moved (RSPO)."""
+        return self.objective.route_weight != "none"
+
+    @property
     def needs_rollout_logps(self) -> bool:
         """Whether the loss sees the sampler's own log-probabilities, optional corrections included."""
         return self.objective.anchor == "rollout" or bool(self.objective.corrections)

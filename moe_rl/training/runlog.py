@@ -1,51 +1,12 @@
 """The run folder as written by training: append-only metrics, Parquet tables, atomic files."""
 
-import errno
 import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from safetensors import SafetensorError
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Name the file when writing it fails, whoever failed: safetensors has an error of its own for a full disk."""
-    try:
-        yield
-    except SafetensorError as error:
-        code = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
-        raise OSError(code, os.strerror(code), str(path)) from error
-    except OSError as error:
-        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Write `path` whole or not at all: a temporary name beside it, flushed to the disk, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with writing(path), os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """`atomic_file` for text."""
-    with atomic_file(path) as file:
-        file.write(text.encode())
+from moe_rl.files import atomic_file, naming
 
 
 def write_table(path: Path, columns: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
@@ -76,7 +37,7 @@ class RunLog:
         """Write one row. Floats that are not finite are written as null: JSON has no NaN."""
         row = {"kind": kind, "step": step, **{key: _plain(value) for key, value in values.items()}}
         line = json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
-        with writing(self.path), open(self.path, "ab") as file:
+        with naming(self.path), open(self.path, "ab") as file:
             file.write(line.encode())
         if self.listener:
             self.listener(row)

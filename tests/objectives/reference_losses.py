@@ -117,10 +117,10 @@ def product(values):
     return result
 
 
-def corrected(weights_of):
+def corrected(copy_weights):
     def row_value(row):
         values, out = clip_row(row, 0.8, 1.27)
-        return [w * v for w, v in zip(weights_of(row), values, strict=True)], out
+        return [w * v for w, v in zip(copy_weights(row), values, strict=True)], out
 
     return row_value
 
