@@ -31,7 +31,7 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
 
 
 def test_an_error_names_the_file(tmp_path):
-    with pytest.raises(OSError, match="a.safetensors"):
+    with pytest.raises(OSError, match=r"a\.safetensors"):
         (tmp_path / "a.safetensors").mkdir()
         write_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)})
     assert os.listdir(tmp_path) == ["a.safetensors"]

@@ -147,6 +147,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("loss", "1", "the objective's loss on the minibatch, to be minimised"),
         M("lr", "1", "learning rate, warm-up included"),
         M("grad_norm", "1", "global L2 norm of the gradient before clipping"),
+        M("skipped", "boolean", "its gradient was not finite and no weight was moved", when="such an update, `optim.on_nonfinite: skip`"),
         M("clipped_tokens", "count", "tokens that the clip takes out of the gradient (sign-aware; a sequence ratio: all of the sequence)", "over tokens: clip fraction", f"{GSPO} fig. 2"),
         M("tokens", "count", "response tokens of the minibatch"),
         M("clipped_sequences", "count", "sequences with a clipped token", "over sequences"),
