@@ -264,4 +264,25 @@ def default_workers() -> int:
 
 def _parse(options: Any, arguments: list[str], program: str, default: Any) -> Any:
     known = {} if default is None else {"default": default}
-    return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **known)
+    with _one_word_each():
+        return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **known)
+
+
+def _one_word_each() -> tyro.constructors.ConstructorRegistry:
+    """Engine corrections as words: --method.corrections token_mask:0.5:5 token_truncate:2."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        kind = info.type
+        if getattr(kind, "__name__", "") != "Correction":  # by name: help must not import torch
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="KIND:[LOW:]HIGH",
+            instance_from_str=lambda words: kind.parse(words[0]),
+            is_instance=lambda value: isinstance(value, kind),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
