@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -139,9 +140,8 @@ def _become_run(arguments: list[str], log: str) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        from moe_rl.cli import main
-
-        main(arguments)
+        sys.argv = ["moe-rl", *arguments]
+        runpy.run_module("moe_rl", run_name="__main__")  # as `python -m moe_rl` does
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
