@@ -148,6 +148,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("loss", "1", "the objective's loss on the minibatch, to be minimised"),
         M("lr", "1", "learning rate, warm-up included"),
         M("grad_norm", "1", "global L2 norm of the gradient before clipping"),
+        M("skipped", "boolean", "its gradient was not finite and no weight was moved", when="such an update, `optim.on_nonfinite: skip`"),
         *(M(*metric) for metric in LOSS_METRICS),
         M("var_token_log_ratio", "nats²", "variance of d over tokens (divisor n-1), under the arm's own routing"),
         M("var_sequence_log_ratio", "nats²", "variance over sequences of the mean of d", source=f"log s, {GSPO} eq. 7"),

@@ -146,6 +146,9 @@ class OptimConfig:
     """Keep the routers' own parameters fixed (routes still move with the hidden states)."""
     aux_loss_coef: float = 0.0
     """Coefficient of the load-balancing loss. Off by default: it is a confounder of stability studies."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """An update whose gradient is not finite: stop the run, or leave it out and go on. It is kept under `incidents/`
+    either way, and moves no weight."""
     reference_reset_every: int = 0
     """Iterative GRPO: the current policy becomes the KL reference every this many steps (0: never)."""
 

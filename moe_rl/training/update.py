@@ -37,7 +37,8 @@ def update_policy(
 ) -> dict[str, Any]:
     """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did.
 
-    Each rank goes forward and backward on its own rows, in micro-batches of `optim.micro_batch`.
+    A gradient that is not finite moves nothing: neither the policy nor the critic. Each rank goes forward and backward
+    on its own rows, in micro-batches of `optim.micro_batch`.
 
     Args:
         warmup: share of the learning rate.
@@ -88,11 +89,13 @@ def update_policy(
         value_loss = critic.backward(micro, states, tokens) if critic else 0.0
         found.append(MicroBatch(loss, out, routing, share, value_loss))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
-    optimizer.step()
+    finite = bool(torch.isfinite(grad_norm))  # else the weights stay as they are
+    if finite:
+        optimizer.step()
     optimizer.zero_grad()
     row = update_metrics(found, batch, ranks, method, optim)
     if critic:
-        row["value_grad_norm"] = critic.step(warmup)
+        row["value_grad_norm"] = critic.step(warmup, hold=not finite)
     return {"lr": optim.learning_rate * warmup, "grad_norm": grad_norm, **row}
 
 

@@ -293,7 +293,7 @@ def test_dpo_pairs_stay_together_in_micro_batches(state_of, tmp_path):
         torch.testing.assert_close(ends[0][0][name], ends[1][0][name], rtol=2e-4, atol=2e-5)
 
 
-def test_footprint_says_what_each_method_keeps(state_of, tmp_path):
+def test_memory_rows_say_what_each_method_keeps(state_of, tmp_path):
     """The value model is the policy without its output head, V x H = 16 x 16 weights, and with one of H + 1."""
     for name in ("grpo", "ppo", "ppo_head", "dpo"):
         run(state_of(config_of(name, optim=replace(MICRO.optim, steps=1)), tmp_path / name))
