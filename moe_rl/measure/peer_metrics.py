@@ -21,10 +21,28 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from moe_rl.measure.ratio_metrics import gap_metrics
 from moe_rl.objectives import token_log_ratio
 from moe_rl.objectives.diagnostics import Definition
 
 _VERL_BOUND = 20.0  # nats: verl's SAFETY_BOUND on log-weights
+
+
+OF_RATIOS = ("gap_mean", "gap_p99", "gap_max", "k3", "chi2_token", "chi2_sequence", "ess_token", "ess_sequence")
+
+
+def engine_metrics(
+    logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> dict[str, Tensor]:
+    """All that is said of two engines' scores of the same tokens: `gap_metrics` with chi2 and effective sample size, and
+    the peers' `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics` of w."""
+    d = token_log_ratio(logps, rollout_logps, mask).detach()
+    return {
+        **gap_metrics(logps, rollout_logps, mask, names=OF_RATIOS),
+        **mismatch_metrics(logps, rollout_logps, mask),
+        **importance_weight_metrics(d, mask),
+        **ratio_range_metrics(d, mask),
+    }
 
 
 def mismatch_metrics(
@@ -203,7 +221,7 @@ def _extreme(values: Float[Tensor, "n"], which: str) -> Float[Tensor, ""]:
 
 _NEMO, _VERL, _PRIME = "NeMo-RL", "verl", "prime-rl"
 
-PEER_METRICS: tuple[Definition, ...] = tuple(
+OF_ENGINES: tuple[Definition, ...] = tuple(
     Definition(*row)
     for row in (
         ("token_mult_prob_error", "1", "mean e^abs(d): by what factor a token's probability is off; suspicious above 1.05", "Σ / tokens", _NEMO),
@@ -229,18 +247,34 @@ PEER_METRICS: tuple[Definition, ...] = tuple(
         ("rollout_is_oob_ratio", "fraction", "tokens with w outside [0.5, 2]", "such tokens / tokens", f"{_VERL} rollout_corr/"),
         ("rollout_is_eff_sample_size", "fraction", "effective sample size of w within [0.5, 2], over tokens", "(Σ w)² / (n Σ w²)", f"{_VERL} rollout_corr/"),
         ("rollout_is_seq_max_deviation", "1", "largest abs(mean weight of a sequence - 1)", "", f"{_VERL} rollout_corr/"),
+        ("probs_ratio_min", "1", "smallest ratio of a token", "", _NEMO),
+        ("probs_ratio_max", "1", "largest ratio of a token", "", _NEMO),
+        ("outside_fraction", "fraction", "tokens with a ratio outside [0.9, 1.1]", "such tokens / tokens", "verl issue 6280"),
+    )
+)  # fmt: skip
+"""What `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics` return, as the catalogue takes it."""
+
+OF_TRUST_REGIONS: tuple[Definition, ...] = tuple(
+    Definition(*row)
+    for row in (
         ("is_masked", "fraction", "tokens that a trust region takes out", "such tokens / tokens", _PRIME),
         ("is_masked_low", "fraction", "of them, below", "such tokens / tokens", _PRIME),
         ("is_masked_high", "fraction", "of them, above", "such tokens / tokens", _PRIME),
         ("masked_mismatch_kl", "nats/token", "w - 1 - log w, mean over the tokens taken out; null if none is", "Σ / such tokens", _PRIME),
         ("unmasked_mismatch_kl", "nats/token", "the same over the tokens kept", "Σ / such tokens", _PRIME),
-        ("probs_ratio_min", "1", "smallest ratio of a token", "", _NEMO),
-        ("probs_ratio_max", "1", "largest ratio of a token", "", _NEMO),
-        ("outside_fraction", "fraction", "tokens with a ratio outside [0.9, 1.1]", "such tokens / tokens", "verl issue 6280"),
+    )
+)  # fmt: skip
+"""What `masked_mismatch_metrics` returns."""
+
+OF_LOADS: tuple[Definition, ...] = tuple(
+    Definition(*row)
+    for row in (
         ("max_vio", "1", "(largest load of an expert - even load) / even load, by site", "", "arXiv 2408.15664; prime-rl, verl"),
         ("min_vio", "1", "(smallest load - even load) / even load, by site", "", "verl rollout/moe/"),
         ("avg_vio", "1", "mean abs(load - even load) / even load, by site", "", "verl rollout/moe/"),
         ("routing_confidence", "fraction", "share of the score mass that the chosen experts have, mean over tokens, by site", "Σ / tokens", _PRIME),
     )
 )  # fmt: skip
-"""Every name above, with its definition, as the catalogue of metrics takes it."""
+"""What `load_violation` and `routing_confidence` return."""
+
+PEER_METRICS = (*OF_ENGINES, *OF_TRUST_REGIONS, *OF_LOADS)

@@ -7,6 +7,7 @@ import torch
 
 from moe_rl.measure.peer_metrics import (
     PEER_METRICS,
+    engine_metrics,
     importance_weight_metrics,
     load_violation,
     masked_mismatch_metrics,
@@ -14,6 +15,7 @@ from moe_rl.measure.peer_metrics import (
     ratio_range_metrics,
     routing_confidence,
 )
+from moe_rl.measure.ratio_metrics import gap_metrics
 from moe_rl.objectives import OBJECTIVES, policy_loss
 
 EPS = {"rel": 1e-6}  # verl adds 1e-8 to denominators
@@ -166,6 +168,19 @@ def test_routing_confidence_is_that_of_prime_rl(score):
     assert float(routing_confidence(values, ids)) == pytest.approx(float(mass) / 40, rel=1e-6)
 
 
+def test_of_two_engines_everything_is_said_once():
+    new, old, mask = scores(spread=0.2)
+    found, gap = engine_metrics(new, old, mask), gap_metrics(new, old, mask)
+    assert {name: float(found[name]) for name in gap} == {name: float(value) for name, value in gap.items()}
+    w = (new - old).exp()[mask]
+    assert float(found["chi2_token"]) == pytest.approx(float(w.square().mean() - 1))
+    assert float(found["ess_token"]) == pytest.approx(float(w.sum() ** 2 / (len(w) * w.square().sum())))
+    # the perplexity ratio of a batch of one sequence is the inverse of GSPO's ratio
+    one = mask & (torch.arange(9) == 0)[:, None]
+    s = float(engine_metrics(new, old, one)["ppl_ratio"])
+    assert s == pytest.approx(math.exp(-float((new - old)[0][mask[0]].mean())))
+
+
 def test_without_tokens_nothing_raises():
     new, old, mask = scores()
     none = torch.zeros_like(mask)
@@ -183,8 +198,8 @@ def test_every_name_is_defined_once_and_every_definition_is_of_a_name():
     names = [
         *mismatch_metrics(new, old, mask),
         *importance_weight_metrics(new - old, mask),
-        *masked_mismatch_metrics(new - old, mask, mask, mask),
         *ratio_range_metrics(new - old, mask),
+        *masked_mismatch_metrics(new - old, mask, mask, mask),
         *load_violation(torch.ones(1, 4)),
         "routing_confidence",
     ]
