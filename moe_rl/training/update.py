@@ -1,6 +1,6 @@
 """One optimizer step on one minibatch: forward and backward under the arm's routing, and what it did as one row."""
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,8 @@ def update_policy(
     for rows in torch.arange(len(mine)).split(optim.micro_batch or len(mine)):
         micro = mine.rows(rows)
         share = len(micro) / len(batch)
-        with (
-            update_routing(policy, arm, micro, noise) as routing,
-            critic.watch(policy) if critic else nullcontext([]) as states,
-        ):
+        watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
+        with update_routing(policy, arm, micro, noise) as routing, watched as states:
             out = token_logps(
                 policy,
                 micro.input_ids,
