@@ -22,11 +22,11 @@ import pandas as pd
 from moe_rl.study.arms import condition_label, flatten
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData, load
+from moe_rl.study.figures.style import write_atomic
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.summary import change_rates, factor_table
 from moe_rl.study.words import minus, probability
-from moe_rl.training.runlog import write_atomic
 
 RESULTS = Path("docs") / "results"
 
@@ -98,9 +98,11 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     written = []
     for name, table in tables.items():
         written.append(folder / f"{name}.csv")
-        write_atomic(written[-1], table.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
+        write_atomic(written[-1], table.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode())
     written.append(folder / "env.json")
-    write_atomic(written[-1], json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False) + "\n")
+    write_atomic(
+        written[-1], json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False).encode() + b"\n"
+    )
     return written
 
 
@@ -209,7 +211,7 @@ def fill_page(page: Path, results: str | Path = RESULTS) -> bool:
     except ResultsError as error:
         raise ResultsError(f"{page}: {error}") from error
     if filled != text:
-        write_atomic(page, filled)
+        write_atomic(page, filled.encode())
     return filled != text
 
 
