@@ -11,8 +11,11 @@ from typing import Any
 
 import yaml
 
-from moe_rl.rollout.tasks import nearest
+from moe_rl.names import nearest
+from moe_rl.objectives.bounds import unknown
+from moe_rl.policy.models import seeded
 from moe_rl.training import RunConfig, validate
+from moe_rl.training.ranges import SEED
 
 
 class ConfigError(ValueError):
@@ -65,6 +68,7 @@ class StudyConfig:
             raise ConfigError(f"unknown arm {arm!r} in study {self.name!r}{nearest(arm, self.arms)}")
         merged = _merge(dataclasses.asdict(self.base), self.arms[arm].changes)
         config = build(RunConfig, {**merged, "seed": seed}, f"arms.{arm}")
+        config = dataclasses.replace(config, model=seeded(config.model, seed))
         try:
             validate(config)
         except ValueError as error:
@@ -98,16 +102,24 @@ def parse_study(data: Any) -> StudyConfig:
     parsed = {}
     for name, changes in arms.items():
         _check_name(f"arms.{name}: an arm's name", name)
+        if str(name).startswith("rounding_") or name in ("logs", "figures"):
+            raise ConfigError(f"arms.{name}: that folder of a study holds something else; choose another name")
         if not isinstance(changes, dict | None):
             raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})
         own = {key: changes.pop(key) for key in ("label", "seeds", "note") if key in changes}
         parsed[str(name)] = build(Arm, {"label": str(name), **own, "changes": changes}, f"arms.{name}")
-    seeds = data.get("seeds", (0, 1, 2))
-    if not isinstance(seeds, list | tuple) or not seeds:
-        raise ConfigError(f"seeds: expected a list of at least one whole number, got {seeds!r}")
-    study = build(StudyConfig, {**data, "arms": parsed, "seeds": seeds, "question": data.get("question", "")}, "")
+    given = data.get("seeds", (0, 1, 2))
+    if not isinstance(given, list | tuple) or not given:
+        raise ConfigError(f"seeds: expected a list of at least one whole number, got {given!r}")
+    study = build(StudyConfig, {**data, "arms": parsed, "seeds": given, "question": data.get("question", "")}, "")
     _check_name("name: a study's name", study.name)
+    own = {f"arms.{name}.seeds": arm.seeds or () for name, arm in study.arms.items()}
+    for where, seeds in {"seeds": study.seeds, **own}.items():
+        for i, seed in enumerate(seeds):
+            refusal = SEED.refusal(f"{where}[{i}]", seed)
+            if refusal is not None:
+                raise ConfigError(refusal)
     for arm in study.arms:
         study.resolve(arm, study.seeds[0])
     _check_comparisons(study)
@@ -195,7 +207,10 @@ def build(cls: Any, data: Any, where: str) -> Any:
     ]
     if missing:
         raise ConfigError(f"{where or cls.__name__}: missing field {missing[0]!r}")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ValueError as error:  # a class that checks its own values
+        raise ConfigError(f"{where}: {error}" if where else str(error)) from error
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -223,7 +238,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         )
     if origin is typing.Literal:
         if value not in args:
-            raise ConfigError(f"{where}: expected one of {', '.join(map(repr, args))}, got {value!r}")
+            raise ConfigError(unknown(where, value, [str(choice) for choice in args]))
         return value
     if origin is dict or hint is dict:
         if not isinstance(value, dict):
