@@ -19,10 +19,10 @@ from typing import Any
 
 import pandas as pd
 
+from moe_rl.files import write_atomic
 from moe_rl.study.arms import condition_label, flatten
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData, load
-from moe_rl.study.figures.style import write_atomic
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.summary import change_rates, factor_table

@@ -100,7 +100,7 @@ def test_which_conclusions_survive(folder):
     )
     assert noisy.loc["pooled", "difference"] == pytest.approx((np.mean(native) + np.mean(other)) / 2)
     words = " ".join(s.text for s in read(data) if s.topic == "Other roundings")
-    assert "run again under avx2" in words and "Same direction: not in every rounding" in words
+    assert "run again under avx2" in words and "Same direction: the verdict is not the same in every rounding" in words
     assert "Paired differences, components of variance" in words
 
 
