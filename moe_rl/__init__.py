@@ -13,4 +13,4 @@ Axes everywhere: B sequence, G group, T token, L routing site, K slot, E expert,
 Tensors `[B,T]` are aligned with the tokens: entry t speaks of token t given the tokens before it.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
