@@ -19,9 +19,8 @@ def scores(data: StudyData) -> pd.DataFrame:
     in which not all doses are finished has none."""
     arms = data.arms
     last = data.evals[data.evals["step"] > 0].groupby(["arm", "seed"])["reward"].last().unstack("seed")
-    last = last.reindex(index=arms.index, columns=data.config.get("seeds", data.seeds)).set_axis(
-        pd.MultiIndex.from_frame(arms[["method", "label"]])
-    )
+    last = last.reindex(index=arms.index, columns=data.config.get("seeds", data.seeds))
+    last = last.set_axis(pd.MultiIndex.from_frame(arms[["method", "label"]]))
     return last.groupby(level=["method", "label"], sort=False).agg(lambda doses: doses.mean(skipna=False))
 
 

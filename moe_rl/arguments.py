@@ -90,7 +90,8 @@ def parse(options: Any, arguments: list[str], program: str, default: Any = None)
             fail(f"{program}: unknown option {argument.partition('=')[0]}{nearest(name, known, listed=False)}", 2)
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     values = {} if default is None else {"default": default}
-    return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **values)
+    with _one_word_each():
+        return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **values)
 
 
 def option_names(options: Any, prefix: str = "") -> list[str]:
@@ -108,3 +109,25 @@ def option_names(options: Any, prefix: str = "") -> list[str]:
         elif isinstance(value, dict):
             names += [f"--{prefix}{name}.{key.replace('_', '-')}" for key in map(str, value)]
     return names
+
+
+def _one_word_each() -> Any:
+    """Engine corrections as words: --method.corrections token_mask:0.5:5 token_truncate:2."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info: Any) -> Any:
+        kind = info.type
+        if getattr(kind, "__name__", "") != "Correction":  # by name: help must not import torch
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="KIND:[LOW:]HIGH",
+            instance_from_str=lambda words: kind.parse(words[0]),
+            is_instance=lambda value: isinstance(value, kind),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry

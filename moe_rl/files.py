@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import platform
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +21,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with naming(path), os.fdopen(handle, "wb") as file:
             yield file
@@ -30,6 +32,13 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove what an interrupted `atomic_file` or `write_tensors` left in a folder and below; no other process may be
+    writing there."""
+    for path in folder.rglob(".*.tmp"):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -48,6 +57,55 @@ def write_atomic(path: Path, content: str | bytes) -> Path:
     return path
 
 
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk, so that a rename in it outlives a power failure; not on Windows."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class InUseError(RuntimeError):
+    """A folder that another process writes to; the message names the process and what to do."""
+
+
+@contextmanager
+def sole_writer(folder: Path, command: str = "") -> Iterator[None]:
+    """Inside, this process alone writes to `folder`. The lock is the system's and ends with its holder, however that
+    ends; where there are no file locks (Windows, some network drives) there is none.
+
+    Raises:
+        InUseError: another process has it; says which, since when and with what command.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    with naming(path), open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise InUseError(
+                f"{folder} is being written by another process ({file.read().strip() or 'it does not say which'}). "
+                "Wait until it is done, stop it, or choose another --output."
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%F %T')}: {command}")
+        file.flush()
+        yield
+
+
 def write_json(path: Path, value: Any) -> Path:
     """`write_atomic` of JSON that a person can read."""
     return write_atomic(path, json.dumps(value, indent=1) + "\n")
@@ -60,7 +118,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, st
 
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     try:
         with naming(path):

@@ -139,7 +139,7 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
 def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure]) -> str:
     """The page: self-contained, without scripts."""
     environment = Environment(
-        loader=PackageLoader("moe_rl.study", "."),
+        loader=PackageLoader("moe_rl", "."),
         autoescape=select_autoescape(default=True),
         undefined=StrictUndefined,
         trim_blocks=True,

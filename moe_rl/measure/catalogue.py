@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from moe_rl.measure.moments import PARTS
 from moe_rl.measure.ratio_metrics import TAUS
+from moe_rl.objectives import LOSS_METRICS
 
 GSPO, R3, SCHULMAN = "arXiv 2507.18071", "arXiv 2510.11370", "Schulman, Approximating KL divergence"
 
@@ -147,10 +148,8 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("loss", "1", "the objective's loss on the minibatch, to be minimised"),
         M("lr", "1", "learning rate, warm-up included"),
         M("grad_norm", "1", "global L2 norm of the gradient before clipping"),
-        M("clipped_tokens", "count", "tokens that the clip takes out of the gradient (sign-aware; a sequence ratio: all of the sequence)", "over tokens: clip fraction", f"{GSPO} fig. 2"),
-        M("tokens", "count", "response tokens of the minibatch"),
-        M("clipped_sequences", "count", "sequences with a clipped token", "over sequences"),
-        M("sequences", "count", "sequences with a response token"),
+        M("skipped", "boolean", "its gradient was not finite and no weight was moved", when="such an update, `optim.on_nonfinite: skip`"),
+        *(M(*metric) for metric in LOSS_METRICS),
         M("var_token_log_ratio", "nats²", "variance of d over tokens (divisor n-1), under the arm's own routing"),
         M("var_sequence_log_ratio", "nats²", "variance over sequences of the mean of d", source=f"log s, {GSPO} eq. 7"),
         *SPREAD,
@@ -163,8 +162,6 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("slots", "count", "response slots compared"),
         M("value_loss", "reward²", "loss of the value model", when="advantage gae"),
         M("value_grad_norm", "1", "its gradient's norm before clipping", when="advantage gae"),
-        M("route_weight", "fraction", "mean router-shift weight gamma of the tokens, before its floor", source="RSPO, arXiv 2510.23027", when="objective rspo"),
-        M("route_weight_floored", "fraction", "tokens at which the floor acts", "such tokens / tokens", "RSPO", when="objective rspo"),
     ),
     "probe": (
         UPDATE,

@@ -73,18 +73,13 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) ->
 def update_ratio_metrics(
     log_ratio: Float[Tensor, "B T"],
     sequence_log_ratio: Float[Tensor, "B"],
-    clipped: Bool[Tensor, "B T"],
     mask: Bool[Tensor, "B T"],
 ) -> dict[str, Any]:
-    """What one update saw: clipped tokens and sequences with their totals, variances of log-ratios, `ratio_metrics`."""
-    rows = mask.any(1)
+    """What the ratios of one update were: variances of log-ratios, `ratio_metrics`. What its clip did with them is in
+    `moe_rl.objectives.loss_metrics`."""
     return {
-        "clipped_tokens": (clipped & mask).sum(),
-        "tokens": mask.sum(),
-        "clipped_sequences": (clipped & mask).any(1).sum(),
-        "sequences": rows.sum(),
         "var_token_log_ratio": log_ratio[mask].var(),
-        "var_sequence_log_ratio": sequence_log_ratio[rows].var(),
+        "var_sequence_log_ratio": sequence_log_ratio[mask.any(1)].var(),
         **ratio_metrics(log_ratio, mask),
     }
 

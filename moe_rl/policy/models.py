@@ -222,6 +222,12 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
                 f"model.path: {path} does not fit its config: {problem.replace('_', ' ')} "
                 f"{sorted(map(str, report[problem]))[:3]}. A damaged or partial checkpoint?"
             )
+    bad = [name for name, p in model.named_parameters() if weights and not bool(torch.isfinite(p).all())]
+    if bad:
+        raise ModelError(
+            f"model.path: {path}: {len(bad)} tensors hold values that are not finite, first {bad[0]}. A run that "
+            "diverged before it was saved, or a damaged file?"
+        )
     return model
 
 

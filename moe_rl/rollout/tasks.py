@@ -38,6 +38,8 @@ class TaskConfig:
     """A name in `TASKS`, or one's own class: `package.module:Class` or `path/to/file.py:Class`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's class."""
+    verifier_seconds: float | None = 60.0
+    """How long the verifier may take for one completion before the run stops; null: no limit."""
 
 
 def make_task(config: TaskConfig) -> Any:

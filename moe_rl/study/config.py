@@ -4,6 +4,7 @@ import dataclasses
 import re
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import yaml
 
 from moe_rl.names import nearest
+from moe_rl.objectives.bounds import unknown
 from moe_rl.policy.models import seeded
 from moe_rl.training import RunConfig, validate
+from moe_rl.training.ranges import SEED
 
 
 class ConfigError(ValueError):
@@ -43,6 +46,16 @@ class StudyConfig:
     seeds: tuple[int, ...]
     base: RunConfig = field(default_factory=RunConfig)
     notes: str = ""
+    comparisons: tuple[tuple[str, str], ...] | None = None
+    """Pairs of arms [treatment, control] that the study is to compare: one family, fixed before it is run. None: each
+    arm of a condition with the first, where they differ in one thing; the report says that they were not declared."""
+    interest: float = 0.05
+    """Smallest difference of final reward that is of interest."""
+
+    def with_arms(self, names: Sequence[str]) -> "StudyConfig":
+        """The study of some of its arms, with the comparisons among them."""
+        kept = None if self.comparisons is None else tuple(p for p in self.comparisons if set(p) <= set(names))
+        return dataclasses.replace(self, arms={name: self.arms[name] for name in names}, comparisons=kept)
 
     def runs(self) -> list[tuple[str, int]]:
         """(arm, seed) of every run, seeds outermost, so that early results compare all arms."""
@@ -96,14 +109,35 @@ def parse_study(data: Any) -> StudyConfig:
         changes = dict(changes or {})
         own = {key: changes.pop(key) for key in ("label", "seeds", "note") if key in changes}
         parsed[str(name)] = build(Arm, {"label": str(name), **own, "changes": changes}, f"arms.{name}")
-    seeds = data.get("seeds", (0, 1, 2))
-    if not isinstance(seeds, list | tuple) or not seeds:
-        raise ConfigError(f"seeds: expected a list of at least one whole number, got {seeds!r}")
-    study = build(StudyConfig, {**data, "arms": parsed, "seeds": seeds, "question": data.get("question", "")}, "")
+    given = data.get("seeds", (0, 1, 2))
+    if not isinstance(given, list | tuple) or not given:
+        raise ConfigError(f"seeds: expected a list of at least one whole number, got {given!r}")
+    study = build(StudyConfig, {**data, "arms": parsed, "seeds": given, "question": data.get("question", "")}, "")
     _check_name("name: a study's name", study.name)
+    own = {f"arms.{name}.seeds": arm.seeds or () for name, arm in study.arms.items()}
+    for where, seeds in {"seeds": study.seeds, **own}.items():
+        for i, seed in enumerate(seeds):
+            refusal = SEED.refusal(f"{where}[{i}]", seed)
+            if refusal is not None:
+                raise ConfigError(refusal)
     for arm in study.arms:
         study.resolve(arm, study.seeds[0])
+    _check_comparisons(study)
     return study
+
+
+def _check_comparisons(study: StudyConfig) -> None:
+    if not 0 < study.interest < float("inf"):
+        raise ConfigError(f"interest: expected a difference of reward above 0, got {study.interest!r}")
+    pairs = study.comparisons or ()
+    for i, pair in enumerate(pairs):
+        for arm in pair:
+            if arm not in study.arms:
+                raise ConfigError(f"comparisons[{i}]: no arm is called {arm!r}{nearest(arm, study.arms)}")
+        if pair[0] == pair[1]:
+            raise ConfigError(f"comparisons[{i}]: {pair[0]!r} is compared with itself")
+        if pair in pairs[:i] or pair[::-1] in pairs[:i]:
+            raise ConfigError(f"comparisons[{i}]: {pair[0]!r} and {pair[1]!r} are compared twice")
 
 
 class _OnceOnly(yaml.SafeLoader):
@@ -173,7 +207,10 @@ def build(cls: Any, data: Any, where: str) -> Any:
     ]
     if missing:
         raise ConfigError(f"{where or cls.__name__}: missing field {missing[0]!r}")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ValueError as error:  # a class that checks its own values
+        raise ConfigError(f"{where}: {error}" if where else str(error)) from error
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -201,7 +238,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         )
     if origin is typing.Literal:
         if value not in args:
-            raise ConfigError(f"{where}: expected one of {', '.join(map(repr, args))}, got {value!r}")
+            raise ConfigError(unknown(where, value, [str(choice) for choice in args]))
         return value
     if origin is dict or hint is dict:
         if not isinstance(value, dict):

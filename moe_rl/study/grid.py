@@ -1,18 +1,20 @@
 """All runs of a study in parallel processes: one thread each, progress, and resumption of what is unfinished."""
 
+import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from moe_rl.files import write_atomic
+from moe_rl.files import sole_writer, write_atomic
 from moe_rl.study.config import ConfigError, StudyConfig, dump_study
 from moe_rl.study.progress import clock, number, percent
 from moe_rl.study.run import check_folder, check_here, environment
@@ -47,6 +49,7 @@ class Run:
     reward: float | None = None
     change: float | None = None
     offset: int = field(default=0, repr=False)
+    inode: int = field(default=0, repr=False)
 
     @property
     def name(self) -> str:
@@ -75,15 +78,18 @@ class Run:
         path = self.folder / "metrics.jsonl"
         if not path.exists():
             return
-        if path.stat().st_size < self.offset:  # rewritten by a resume
-            self.offset = 0
         with open(path, "rb") as file:
+            # A resume rewrites the file: whatever it was, what was read before no longer ends where it did.
+            if self.offset and (os.fstat(file.fileno()).st_ino != self.inode or not _ends_line(file, self.offset)):
+                self.offset = 0
+            self.inode = os.fstat(file.fileno()).st_ino
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self.offset += len(line)
-                self.take(json.loads(line))
+                with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line: the run itself says so
+                    self.take(json.loads(line))
 
     def take(self, row: dict[str, Any]) -> None:
         if row["kind"] == "rollout":
@@ -129,11 +135,19 @@ def run_study(
         ConfigError: a run folder belongs to another configuration, or a rounding that this machine does not have;
             nothing is started.
         ModelError, EngineError: an arm that this machine cannot run; nothing is started.
+        InUseError: another process runs this study.
         StudyFailed: runs that ended with an error, after all the others were finished.
     """
     check_roundings(roundings, torch.backends.cpu.get_cpu_capability())
     places = {name: output if name == "native" else output / f"rounding_{name}" for name in roundings}
     runs = [run for name, place in places.items() for run in _runs(study, place, name)]
+    with sole_writer(output, command):
+        _run_all(study, places, runs, cold_starts, workers, command)
+
+
+def _run_all(
+    study: StudyConfig, places: dict[str, Path], runs: list[Run], cold_starts: Path, workers: int, command: str
+) -> None:
     for place in places.values():
         place.mkdir(parents=True, exist_ok=True)
         (place / "logs").mkdir(exist_ok=True)
@@ -241,6 +255,11 @@ def _arguments(run: Run, cold_starts: Path) -> list[object]:
     chosen = ["run", study, "--arm", run.arm, "--seed", run.seed]
     # Whoever started the study has decided about code that it names.
     return [*chosen, "--output", run.folder, "--cold-starts", cold_starts, "--trust"]
+
+
+def _ends_line(file: BinaryIO, offset: int) -> bool:
+    file.seek(offset - 1)
+    return file.read(1) == b"\n"
 
 
 def _last_line(log: Path) -> str:

@@ -9,12 +9,13 @@ import re
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from moe_rl.files import write_atomic
+from moe_rl.files import sole_writer, sweep, write_atomic
 from moe_rl.policy.models import check_machine, seeded
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.study.config import ConfigError, differences, dump_run
@@ -49,6 +50,7 @@ def run_one(
         ValueError: the configuration cannot run.
         ModelError, EngineError: not on this machine.
         ConfigError: the folder holds a run of another configuration.
+        InUseError: another process runs in the folder.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
     config = dataclasses.replace(config, model=seeded(config.model, config.seed))
@@ -64,7 +66,10 @@ def run_one(
             return False
         check_tracker(config.tracker)
         check_shares(config, ranks.size)
-        folder.mkdir(parents=True, exist_ok=True)
+        lock.enter_context(sole_writer(folder, command))
+        sweep(folder)
+        if not check_folder(config, folder):  # done meanwhile
+            return False
         if not (folder / "config.yaml").exists():
             write_atomic(folder / "config.yaml", dump_run(config))
         write_atomic(folder / "env.json", json.dumps(facts, indent=1) + "\n")
@@ -78,13 +83,14 @@ def run_one(
             start = {key: row[key] for key in ("weights_sha256", "cold_start")}
             write_atomic(folder / "env.json", json.dumps({**facts, **start}, indent=1) + "\n")
 
-    if not ranks.first(begin):
-        return
-    started = time.time()
-    train(config, folder, cache_dir, listen)
-    if ranks.main:
-        write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
-    ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
+    with ExitStack() as lock:
+        if not ranks.first(begin):
+            return
+        started = time.time()
+        train(config, folder, cache_dir, listen)
+        if ranks.main:
+            write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
+        ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
 
 
 def check_here(config: RunConfig) -> None:
@@ -114,7 +120,7 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
                 f"{folder} holds a run of another configuration ({listed}{more}). Nothing was overwritten: choose "
                 "another --output, or move the folder away."
             )
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and holds no run (no config.yaml). Choose another --output.")
     return not (folder / "DONE").exists()
 

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import json
 import os
+import runpy
 import select
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+
+from moe_rl.processes import end_with_parent
 
 NEEDED = (
     "moe_rl.cli",
@@ -26,6 +29,14 @@ NEEDED = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 """What a run of the tiny policy imports; anything else it imports itself."""
+
+SPAWNED = """
+import sys
+from moe_rl.processes import end_with_parent
+end_with_parent(int(sys.argv[1]))
+from moe_rl.cli import main
+main(sys.argv[2:])
+"""
 
 
 class Worker:
@@ -43,7 +54,7 @@ class Worker:
             settings["ATEN_CPU_CAPABILITY"] = rounding
         with open(log, "ab") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-m", __name__, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
@@ -86,6 +97,7 @@ _child = 0
 
 def serve() -> None:
     """Take runs from standard input until it ends; answer each with its exit status."""
+    end_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print is no answer
     signal.signal(signal.SIGTERM, _stop)
@@ -108,8 +120,10 @@ def _may_fork() -> bool:
 
 def _fork(arguments: list[str], log: str) -> int:
     global _child
+    worker = os.getpid()
     _child = os.fork()
     if _child == 0:
+        end_with_parent(worker)
         _become_run(arguments, log)
     _, status = os.waitpid(_child, 0)
     _child = 0
@@ -126,9 +140,8 @@ def _become_run(arguments: list[str], log: str) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(file, 1)
         os.dup2(file, 2)
-        from moe_rl.cli import main
-
-        main(arguments)
+        sys.argv = ["moe-rl", *arguments]
+        runpy.run_module("moe_rl", run_name="__main__")  # as `python -m moe_rl` does
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -143,7 +156,7 @@ def _become_run(arguments: list[str], log: str) -> None:
 def _spawn(arguments: list[str], log: str) -> int:
     global _child
     with open(log, "ab") as file:
-        command = [sys.executable, "-m", "moe_rl", *arguments]
+        command = [sys.executable, "-c", SPAWNED, str(os.getpid()), *arguments]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
     _child = process.pid
     status = process.wait()

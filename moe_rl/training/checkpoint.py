@@ -1,11 +1,18 @@
 """Checkpoints that resume exactly: weights, optimizers, waiting batches, RNG; safetensors and JSON, no pickle.
 
-A checkpoint is a folder that appears whole: it is written beside the old one, flushed, checked in by a manifest of
-SHA-256 sums, then renamed. If writing fails, the old checkpoint stays.
+One protocol, so that an interruption at any moment leaves a complete checkpoint:
+
+1. `checkpoint.new` is written whole, every file flushed; its `state.json` comes last and has a SHA-256 sum of each
+   file, of itself, and of the metrics so far.
+2. `checkpoint` is renamed to `checkpoint.old`, `checkpoint.new` to `checkpoint`, `checkpoint.old` is removed.
+
+`settle` brings any state that an interruption can leave back to one `checkpoint`, or none. The policy is in hub format
+(`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model.
 """
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
@@ -16,13 +23,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from moe_rl.files import naming, write_json, write_tensors
+from moe_rl.files import naming, sync_folder, write_json, write_tensors
+from moe_rl.measure.unwrap import hf_model
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.batch import Batch
+from moe_rl.training.runlog import Mark
 from moe_rl.training.sharding import as_placed, load_whole, whole
 from moe_rl.training.state import State
 
-VERSION = 1
+VERSION = 2
 OPTIMIZERS = {"model": "optimizer", "value": "value_optimizer", "reward": "reward_optimizer"}
 """Files of the optimizers, by the module that each trains."""
 
@@ -48,7 +57,6 @@ def save_checkpoint(state: State) -> None:
 
 
 def _write(state: State, staging: Path) -> None:
-    target = state.folder / "checkpoint"
     main = state.ranks.main
     if main:
         shutil.rmtree(staging, ignore_errors=True)
@@ -76,24 +84,61 @@ def _write(state: State, staging: Path) -> None:
             batch.rollout_routes.save(staging / f"batch_{index}_rollout_routes.safetensors")
         queue.append(batch.step)
     write_tensors(staging / "rng.safetensors", {"torch": torch.get_rng_state()})
-    manifest = {"version": VERSION, "step": state.step, "queue_steps": queue}
+    if hasattr(state.tokenizer, "save_pretrained"):
+        state.tokenizer.save_pretrained(staging)
+    hub = hf_model(state.policy)
+    for part in (getattr(hub, "config", None), getattr(hub, "generation_config", None)):
+        if part is not None:
+            part.save_pretrained(staging)
+    manifest = {"version": VERSION, "step": state.step, "queue_steps": queue, "metrics": state.log.mark()._asdict()}
     manifest["files"] = {path.name: _sha256(path) for path in sorted(staging.iterdir())}
-    write_json(staging / "state.json", manifest)
-    old = state.folder / "checkpoint.old"
-    shutil.rmtree(old, ignore_errors=True)
+    write_json(staging / "state.json", {**manifest, "sha256": _digest(manifest)})
+    for path in staging.iterdir():
+        _flush(path)
+    sync_folder(staging)
+    swap(state.folder)
+
+
+def swap(folder: Path) -> None:
+    """`checkpoint.new`, which is complete, becomes `checkpoint`. One of the two has that name but for a moment in
+    which the other lies beside it, complete."""
+    new, target, old = (folder / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
     if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-    staging.rename(target)
+    new.rename(target)
+    sync_folder(folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_checkpoint(state: State) -> bool:
-    """Restore `state` from its folder; False if there is no checkpoint. Raises CheckpointError on damage."""
+def settle(folder: Path) -> Path | None:
+    """The run's checkpoint after any interruption, with what lies beside it removed; None if there is none yet."""
+    new, target, old = (folder / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
+    if not target.exists():  # interrupted between the renames: the new one is complete then
+        rest = next((path for path in (new, old) if _complete(path)), None)
+        if rest is not None:
+            rest.rename(target)
+            sync_folder(folder)
+    if target.exists():
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+    return target if target.exists() else None
+
+
+def _complete(folder: Path) -> bool:
+    try:
+        _read_state(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def load_checkpoint(state: State) -> Mark | None:
+    """Restore `state` from its folder, which `settle` has settled; how far the metrics were then, None if there is no
+    checkpoint. Raises CheckpointError on damage."""
     folder = state.folder / "checkpoint"
-    if not folder.exists():  # interrupted between the two renames
-        folder = state.folder / "checkpoint.old"
-        if not folder.exists():
-            return False
+    if not folder.exists():
+        return None
     manifest = _read_state(folder)
     for name, (module, optimizer) in state.trained.items():
         load_whole(module, _stream(folder / f"{name}.safetensors"))
@@ -113,7 +158,7 @@ def load_checkpoint(state: State) -> bool:
         state.waiting.append(Batch(**optional, routes=routes, step=step))
     torch.set_rng_state(_load(folder / "rng.safetensors")["torch"])
     state.step = manifest["step"]
-    return True
+    return Mark(**manifest["metrics"])
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -126,6 +171,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder}: checkpoint format {state.get('version')}, this version of moe_rl reads {VERSION}. {remedy}"
         )
+    if state.pop("sha256", None) != _digest(state):
+        raise CheckpointError(f"{folder / 'state.json'} is damaged: its content is not what was written. {remedy}")
     for name, digest in state["files"].items():
         path = folder / name
         if not path.exists():
@@ -182,6 +229,15 @@ def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: Iterable[tupl
 def _batch_tensors(batch: Batch) -> dict[str, Tensor]:
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     return _own({name: value for name, value in values.items() if isinstance(value, Tensor)})
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _flush(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def _sha256(path: Path) -> str:

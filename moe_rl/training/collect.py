@@ -1,6 +1,7 @@
 """Prompts -> responses with rewards. Each rank samples and verifies its share; then all ranks hold all responses."""
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from moe_rl.rollout import Rollout, score
 from moe_rl.rollout.completions import unrouted_tokens
 from moe_rl.rollout.engine import Engine
+from moe_rl.rollout.user_code import user_code
 from moe_rl.routing import RoutedExperts, RoutingError
 from moe_rl.training.distributed import Ranks, digest
 
@@ -58,9 +60,15 @@ def respond(
     return rollout
 
 
-def verify(task: Any, rollout: Rollout, ranks: Ranks) -> Rollout:
-    """The rollout with its rewards, each rank verifying its share."""
-    own = score(task, ranks.mine(rollout)).rewards
+def problems_of(task: Any, rng: random.Random, count: int, held_out: bool = False) -> list[Any]:
+    """So many problems of the task. Raises TaskError for whatever its code raises."""
+    with user_code(task, "problem"):
+        return [task.problem(rng, held_out=held_out) for _ in range(count)]
+
+
+def verify(task: Any, rollout: Rollout, ranks: Ranks, seconds: float | None = None) -> Rollout:
+    """The rollout with its rewards, each rank verifying its share. Raises TaskError as `score`."""
+    own = score(task, ranks.mine(rollout), seconds).rewards
     return replace(rollout, rewards=ranks.gather(own, len(rollout)))
 
 

@@ -134,14 +134,16 @@ class Critic:
         self.ranks.backward(loss * self.ranks.size)  # shares of a sum, averaged over ranks
         return float(loss.detach())
 
-    def step(self, warmup: float) -> Tensor:
-        """One optimizer step at `warmup` times the learning rate; returns the gradient's norm."""
+    def step(self, warmup: float, hold: bool = False) -> Tensor:
+        """One optimizer step at `warmup` times the learning rate; returns the gradient's norm. None is made with
+        `hold`, or where that norm is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = warmup * self.config.learning_rate
         norm = self.ranks.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         assert norm is not None
+        if not hold and bool(torch.isfinite(norm)):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
         return norm
 
 

@@ -4,7 +4,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from moe_rl.objectives import LossOutput, dpo_loss, sequence_log_ratio, sequence_margin, token_log_ratio
+from moe_rl.objectives import LossOutput, TokenValues, dpo_loss, sequence_margin, token_log_ratio
 from moe_rl.training.batch import Batch
 
 
@@ -41,10 +41,5 @@ def pair_loss(beta: float, logps: Float[Tensor, "B T"], part: Batch, total_pairs
     if len(chosen):
         loss = dpo_loss(margin[chosen], margin[chosen + 1], beta) * (len(chosen) / total_pairs)
     log_ratio = token_log_ratio(logps.detach(), part.old_logps, mask)
-    return LossOutput(
-        loss=loss,
-        log_ratio=log_ratio,
-        sequence_log_ratio=sequence_log_ratio(logps.detach(), part.old_logps, mask),
-        clipped=torch.zeros_like(mask),
-        metrics={},
-    )
+    values = TokenValues(log_ratio, torch.zeros_like(mask), mask, part.advantages[:, None] * mask, log_ratio)
+    return LossOutput(loss=loss, tokens=values)

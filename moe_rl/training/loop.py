@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.rollout import Rollout, demonstrate
+from moe_rl.rollout import Rollout, TaskError, demonstrate
 from moe_rl.rollout.randomness import seeded_random
 from moe_rl.training.advantages import make_advantages
 from moe_rl.training.batch import Batch, minibatches
-from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
-from moe_rl.training.collect import respond, verify
+from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
+from moe_rl.training.collect import problems_of, respond, verify
 from moe_rl.training.config import RunConfig
 from moe_rl.training.distributed import digest
 from moe_rl.training.dpo import best_and_worst, preferences
+from moe_rl.training.incidents import keep_incident
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
 from moe_rl.training.score import Scores, engine_rows, make_batch, score_rollout
@@ -47,20 +48,27 @@ def train(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         ValueError: the configuration cannot run.
         CheckpointError: the folder's checkpoint is damaged.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
+        TaskError: the task's own code failed; names step, prompt and completion.
+        FloatingPointError: a number that is none, and `optim.on_nonfinite` says stop.
     """
     validate(config)
     state = begin(config, folder, cache_dir, listener)
     try:
         resume(state)
         run(state)
+    except TaskError as error:
+        raise TaskError(f"step {state.step}: {error}. The same command goes on from the last checkpoint.") from error
     finally:
         state.close()
 
 
 def resume(state: State) -> None:
     """Continue from the folder's checkpoint, if it has one; rows that will be written again go."""
-    state.log.keep_until(state.step if load_checkpoint(state) else 0)
-    state.ranks.agree("the checkpoint's step", state.step)
+    ranks, log = state.ranks, state.log
+    ranks.first(lambda: settle(state.folder) is not None)
+    mark = load_checkpoint(state)
+    ranks.first(lambda: log.resume(mark))
+    ranks.agree("the checkpoint's step", state.step)
 
 
 def run(state: State) -> None:
@@ -138,14 +146,14 @@ def responses(state: State, rng: Any, generator: torch.Generator) -> Rollout:
     """Responses to new prompts, from whomever the method learns from, with the verifier's rewards."""
     config, source, task, guard = state.config.rollout, state.method.source, state.task, state.sync_guard
     if source == "demonstrations":
-        problems = [task.problem(rng) for _ in range(config.prompts * config.group_size)]
+        problems = problems_of(task, rng, config.prompts * config.group_size)
         rollout = demonstrate(task, state.tokenizer, problems, rng)
     else:
         if source == "policy" and guard and state.engine.version != state.step:
             guard.sync(state.step)
         rollout = respond(
             state.engine if source == "policy" else state.self_engine(state.initial),
-            [task.problem(rng) for _ in range(config.prompts)],
+            problems_of(task, rng, config.prompts),
             state.ranks,
             generator,
             group_size=config.group_size,
@@ -153,7 +161,7 @@ def responses(state: State, rng: Any, generator: torch.Generator) -> Rollout:
             temperature=config.temperature,
             record_routes=source == "policy" and (guard is not None or state.config.method.replay == "R3"),
         )
-    return verify(task, rollout, state.ranks).to(state.ranks.device)
+    return verify(task, rollout, state.ranks, state.config.task.verifier_seconds).to(state.ranks.device)
 
 
 def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
@@ -197,11 +205,15 @@ def update_on(state: State, batch: Batch, update: int) -> None:
         critic=state.critic,
     )
     if not torch.isfinite(row["grad_norm"]):
-        raise FloatingPointError(
-            f"step {state.step}, update {update}: the gradient norm is {float(row['grad_norm'])}. The weights are no "
-            f"longer usable; the last checkpoint in {state.folder} is from before. A lower optim.learning_rate, a "
-            "longer optim.warmup_updates or a tighter clip range usually helps."
-        )
+        kept = keep_incident(state.folder, state.step, update, batch, row) if ranks.main else ""
+        if config.optim.on_nonfinite == "stop":
+            raise FloatingPointError(
+                f"step {state.step}, update {update}: the gradient norm is {float(row['grad_norm'])}, so the weights "
+                f"were left as they are. The minibatch, its routes and the update's numbers are in {kept}. A lower "
+                "optim.learning_rate, a longer optim.warmup_updates or a tighter clip range usually helps; "
+                "optim.on_nonfinite: skip goes on without such updates."
+            )
+        row["skipped"] = True
     state.log.append("update", state.step, update=update, **row)
 
 
@@ -234,14 +246,14 @@ def evaluate(state: State) -> None:
     count, rng = state.config.eval.prompts, random.Random("held-out")
     rollout = respond(
         state.self_engine(),
-        [state.task.problem(rng, held_out=True) for _ in range(count)],
+        problems_of(state.task, rng, count, held_out=True),
         state.ranks,
         state.generator("evaluate"),
         group_size=1,
         max_new_tokens=state.max_new_tokens,
         temperature=state.config.rollout.temperature,
     )
-    rewards = verify(state.task, rollout, state.ranks).rewards
+    rewards = verify(state.task, rollout, state.ranks, state.config.task.verifier_seconds).rewards
     state.log.append("eval", state.step, reward=rewards.mean(), reward_n=count, greedy=False)
 
 

@@ -13,13 +13,12 @@ GC (`Method.advantage` through `Method.objective`; for DPO, `Method.pairs`):
     grpo, ...    policy           A of the group, likewise
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
-from moe_rl.objectives import OBJECTIVES, Objective
-from moe_rl.training.config import DPO, KNOBS, RunConfig
-
-Source = Literal["policy", "initial", "demonstrations"]
+from moe_rl.objectives import Objective, get_objective
+from moe_rl.rollout import make_task
+from moe_rl.training.config import DPO, MethodConfig, RunConfig, Source
 
 _SOURCES: dict[str, Source] = {"sft": "demonstrations", "rft": "initial", DPO: "initial"}
 
@@ -56,18 +55,49 @@ class Method:
         return self.objective.anchor == "rollout" or bool(self.objective.corrections)
 
 
+def overrides(own: MethodConfig) -> dict[str, Any]:
+    """The fields of `Objective` that an arm sets itself, in place of the preset's.
+
+    >>> overrides(MethodConfig(objective="gspo", clip_low=0.003, replay="R2"))
+    {'clip_low': 0.003}
+    """
+    values = {field.name: getattr(own, field.name) for field in fields(Objective)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def resolve_method(config: RunConfig, budget: int) -> Method:
     """What `config.method` asks for, of a task whose responses have at most `budget` tokens.
 
     Differs: the preset dr_grpo divides by 1, as its equation does; in training its sums are divided by the generation
     budget, as in its authors' code, so that one learning rate serves all methods.
+
+    Raises:
+        ValueError: no such preset, a value that no method knows, or a combination that means nothing.
     """
     own = config.method
     source = own.source or _SOURCES.get(own.objective, "policy")
     if own.objective == DPO:
-        return Method(Objective(gate="likelihood"), source, "pair")  # type: ignore[arg-type]  # validated
-    objective = OBJECTIVES[own.objective]
-    objective = replace(objective, **{name: getattr(own, name) for name in KNOBS if getattr(own, name) is not None})
-    if objective.aggregate == "constant":
+        return Method(Objective(gate="likelihood"), source, "pair")
+    try:
+        objective = replace(get_objective(own.objective), **overrides(own))
+    except ValueError as error:
+        raise ValueError(f"method: {error}") from error
+    if objective.aggregate == "constant" and own.length_constant is None:
         objective = replace(objective, length_constant=budget)
-    return Method(objective, source, own.advantage or objective.advantage)  # type: ignore[arg-type]  # validated
+    return Method(objective, source, objective.advantage)
+
+
+def resolved_objective(config: RunConfig) -> dict[str, Any]:
+    """What a run minimises as plain data, for its `config.yaml`: every field of its `Objective` with the value that
+    holds, and whose responses it learns from (`source`). Of DPO, which has no such fields, `beta` and `source`.
+
+    >>> resolved_objective(RunConfig(method=MethodConfig(objective="gspo", clip_low=0.003)))["clip_high"]
+    0.0004
+    """
+    method = resolve_method(config, budget=1)
+    if method.pairs:
+        return {"source": method.source, "beta": config.method.beta}
+    if method.objective.aggregate == "constant":
+        method = resolve_method(config, config.rollout.max_new_tokens or make_task(config.task).max_new_tokens)
+    values = asdict(method.objective)
+    return {"source": method.source, **values, "corrections": list(values["corrections"])}

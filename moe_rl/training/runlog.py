@@ -1,10 +1,12 @@
 """The run folder as written by training: append-only metrics, Parquet tables, atomic files."""
 
+import hashlib
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_rl.files import atomic_file, naming
 
@@ -21,6 +23,17 @@ def write_table(path: Path, columns: dict[str, Any], metadata: dict[str, Any] | 
         pq.write_table(table, file, compression="zstd", compression_level=1)
 
 
+class DamagedMetricsError(RuntimeError):
+    """`metrics.jsonl` is not what its checkpoint saw; the message names the line and what to do."""
+
+
+class Mark(NamedTuple):
+    """How far `metrics.jsonl` was written: its bytes, and their SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
 class RunLog:
     """`metrics.jsonl` of one run: one JSON object per line, each with its `kind` and `step`.
 
@@ -32,29 +45,57 @@ class RunLog:
     def __init__(self, folder: Path, listener: Callable[[dict[str, Any]], None] | None = None):
         self.path = folder / "metrics.jsonl"
         self.listener = listener
+        self._bytes, self._digest = 0, hashlib.sha256()
 
     def append(self, kind: str, step: int, **values: Any) -> None:
         """Write one row. Floats that are not finite are written as null: JSON has no NaN."""
         row = {"kind": kind, "step": step, **{key: _plain(value) for key, value in values.items()}}
-        line = json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
+        line = json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         with naming(self.path), open(self.path, "ab") as file:
-            file.write(line.encode())
+            file.write(line)
+        self._bytes += len(line)
+        self._digest.update(line)
         if self.listener:
             self.listener(row)
 
-    def keep_until(self, step: int) -> None:
-        """Drop the rows of `step` and later, and a half-written last line: what a resumed run computes again."""
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_bytes().splitlines():
-            try:
-                if json.loads(line)["step"] < step:
-                    kept.append(line + b"\n")
-            except (ValueError, KeyError):
-                break  # an interrupted write; nothing after it belongs to the checkpoint
-        with atomic_file(self.path) as file:
-            file.writelines(kept)
+    def mark(self) -> Mark:
+        """Flush to the disk; what a checkpoint keeps, so that a resumed run knows its rows again."""
+        with naming(self.path), open(self.path, "ab") as file:
+            os.fsync(file.fileno())
+        return Mark(self._bytes, self._digest.hexdigest())
+
+    def resume(self, mark: Mark | None) -> bool:
+        """Drop the rows behind `mark`, which the resumed run writes again; None (no checkpoint): all of them. Whether
+        any were there.
+
+        Raises:
+            DamagedMetricsError: the rows before it are not those that were written. Nothing is changed then.
+        """
+        size, sha256 = mark or Mark(0, hashlib.sha256().hexdigest())
+        written = self.path.read_bytes() if self.path.exists() else b""
+        kept = written[:size]
+        if len(kept) < size or hashlib.sha256(kept).hexdigest() != sha256:
+            raise DamagedMetricsError(
+                f"{self.path}: {_damage(kept, size)}. The run cannot go on without the rows that it wrote; nothing was "
+                "changed. Restore the file from a copy, or move the run folder away to run it again."
+            )
+        if len(written) > size:
+            with atomic_file(self.path) as file:
+                file.write(kept)
+        self._bytes, self._digest = size, hashlib.sha256(kept)
+        return len(written) > size
+
+
+def _damage(kept: bytes, size: int) -> str:
+    """What is wrong with the rows that a checkpoint saw, and where it shows first."""
+    for number, line in enumerate(kept.splitlines(), start=1):
+        try:
+            json.loads(line)
+        except ValueError:
+            return f"line {number} is damaged"
+    if len(kept) < size:
+        return f"it has {len(kept)} of the {size} bytes that were there at the last checkpoint (missing or cut off)"
+    return "a line is not what was written, though all can be read: a changed number, or rows in another order"
 
 
 class NoLog(RunLog):
@@ -66,8 +107,11 @@ class NoLog(RunLog):
     def append(self, kind: str, step: int, **values: Any) -> None:
         pass
 
-    def keep_until(self, step: int) -> None:
-        pass
+    def mark(self) -> Mark:
+        return Mark(0, "")
+
+    def resume(self, mark: Mark | None) -> bool:
+        return False
 
 
 def _plain(value: Any) -> Any:

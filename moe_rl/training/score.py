@@ -90,6 +90,12 @@ def score_rollout(
         if reward_model:
             seen["learned_rewards"] = reward_model.scores(part.input_ids, part.attention_mask)
         found.append(seen)
+    for name in ("logps", "replayed_logps", "ref_logps", "values", "learned_rewards"):
+        if any(not bool(torch.isfinite(seen[name]).all()) for seen in found if name in seen):
+            raise FloatingPointError(
+                f"scoring {len(rollout)} responses: {name} are not all finite. The weights of that model are no longer "
+                "usable, or a response has a token that it gives no probability."
+            )
     tensors = {name: ranks.gather(torch.cat([seen[name] for seen in found]), len(rollout)) for name in found[0]}
     return Scores(routes=ranks.gather_routes(RoutedExperts.cat(routes), len(rollout)), **tensors)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.ratio_metrics import update_ratio_metrics
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
-from moe_rl.objectives import LossOutput, policy_loss
+from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
 from moe_rl.training.arm_routing import RoutingCount, update_routing
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import MethodConfig, OptimConfig
@@ -37,7 +37,8 @@ def update_policy(
 ) -> dict[str, Any]:
     """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did.
 
-    Each rank goes forward and backward on its own rows, in micro-batches of `optim.micro_batch`.
+    A gradient that is not finite moves nothing: neither the policy nor the critic. Each rank goes forward and backward
+    on its own rows, in micro-batches of `optim.micro_batch`.
 
     Args:
         warmup: share of the learning rate.
@@ -86,13 +87,15 @@ def update_policy(
                 total = total + optim.aux_loss_coef * share * out.aux_loss
             ranks.backward(total * ranks.size)  # which averages over ranks; these are shares of a sum
         value_loss = critic.backward(micro, states, tokens) if critic else 0.0
-        found.append(MicroBatch(loss, out, weight, routing, share, value_loss))
+        found.append(MicroBatch(loss, out, routing, share, value_loss))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
-    optimizer.step()
+    finite = bool(torch.isfinite(grad_norm))  # else the weights stay as they are
+    if finite:
+        optimizer.step()
     optimizer.zero_grad()
     row = update_metrics(found, batch, ranks, method, optim)
     if critic:
-        row["value_grad_norm"] = critic.step(warmup)
+        row["value_grad_norm"] = critic.step(warmup, hold=not finite)
     return {"lr": optim.learning_rate * warmup, "grad_norm": grad_norm, **row}
 
 
@@ -108,7 +111,6 @@ class MicroBatch:
 
     loss: LossOutput
     out: TokenLogps
-    weight: Tensor | None
     routing: RoutingCount
     share: float
     value_loss: float
@@ -129,12 +131,14 @@ def update_metrics(
         *(sum(getattr(part.routing, name) for part in parts) for name in COUNTS),
     )
     mask = batch.completion_mask
+    joined = TokenValues.cat([part.loss.tokens for part in parts])
+    values = TokenValues(**{name: ranks.gather(tensor, len(batch)) for name, tensor in joined.items()})
     row: dict[str, Any] = {
         "loss": loss,
+        **loss_metrics(values),
         **update_ratio_metrics(
-            log_ratio=whole([part.loss.log_ratio for part in parts]),
+            log_ratio=values.log_ratio,
             sequence_log_ratio=whole([part.loss.sequence_log_ratio for part in parts]),
-            clipped=whole([part.loss.clipped for part in parts]),
             mask=mask,
         ),
         "entropy": whole([part.out.entropy for part in parts if part.out.entropy is not None])[mask].mean(),
@@ -144,8 +148,4 @@ def update_metrics(
     }
     if method.advantage == "gae":
         row["value_loss"] = value_loss
-    if method.weighs_routes:
-        weights = whole([part.weight for part in parts if part.weight is not None])[mask]
-        floored = weights < method.objective.route_floor
-        row |= {"route_weight": weights.mean(), "route_weight_floored": floored.float().mean()}
     return row

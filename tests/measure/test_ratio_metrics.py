@@ -64,10 +64,8 @@ def test_p99_is_the_nearest_rank_and_padding_counts_nowhere():
     assert float(metrics["gap_p99"]) == 0 and float(metrics["gap_max"]) == 3
 
 
-def test_an_updates_metrics_count_clipped_tokens_inside_the_mask_only():
-    clipped = torch.tensor([[False, True], [False, True]])
-    metrics = update_ratio_metrics(D, torch.tensor([LN2, -2 * LN2], dtype=torch.float64), clipped, MASK)
-    assert [int(metrics[n]) for n in ("clipped_tokens", "tokens", "clipped_sequences", "sequences")] == [1, 3, 1, 2]
+def test_variances_of_an_updates_log_ratios_are_of_the_tokens_inside_the_mask():
+    metrics = update_ratio_metrics(D, torch.tensor([LN2, -2 * LN2], dtype=torch.float64), MASK)
     assert float(metrics["var_token_log_ratio"]) == pytest.approx(4 * LN2**2)  # (0 + 4 + 4) ln²2 / 2
     assert float(metrics["var_sequence_log_ratio"]) == pytest.approx(4.5 * LN2**2)  # (1.5² + 1.5²) ln²2
 

@@ -79,7 +79,7 @@ def test_the_notebook_runs(folder, monkeypatch):
 
 
 def test_the_tunings_rule():
-    """Chosen: the best of those above the default by 0.05 in the mean and in every seed; open: those that may yet be."""
+    """Chosen: the best of those above the default in every seed and by 0.05 in the mean; open: what may yet be."""
     choose = runpy.run_path(str(ROOT / "analysis" / "tuning.py"))["choose"]
     nan = float("nan")
     rows = {

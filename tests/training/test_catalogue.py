@@ -22,6 +22,7 @@ RUNS = {
     "ppo": config_of("ppo", optim=ONE),
     "iterative": config_of("iterative_grpo", optim=replace(ONE, reference_reset_every=1)),
     "rspo": config_of("rspo_replay", optim=ONE),
+    "corrected": config_of("minirl", optim=ONE),
     "process": config_of("gspo_token_process", optim=ONE),
     "decoupled": config_of("grpo_decoupled", optim=ONE),
     "accepted": config_of("rft", optim=ONE),

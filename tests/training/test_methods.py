@@ -239,8 +239,9 @@ def test_refusals_name_the_method_and_the_remedy():
             validate(config_of(name, **changes))
 
     one = replace(MICRO.rollout, group_size=1)
-    refused("unknown objective 'grop'.*did you mean 'grpo'", method=MethodConfig(objective="grop"))
-    refused("method.advantage: unknown kind 'proces'", method=MethodConfig(advantage="proces"))
+    refused(
+        "method.objective: expected one of .*got 'grop'. Did you mean 'grpo'", method=MethodConfig(objective="grop")
+    )
     refused("rollout.group_size: a group baseline needs 2 or more, got 1 .grpo", rollout=one)
     refused("method.clip_low: dpo learns from pairs", method=MethodConfig(objective="dpo", clip_low=0.1))
     refused("task demonstrates one", method=MethodConfig(objective="dpo", source="demonstrations"))
@@ -255,7 +256,7 @@ def test_refusals_name_the_method_and_the_remedy():
         task=TaskConfig(name="copy"),
     )
     refused("learned reward has no threshold", "online_rft", reward=LEARNED)
-    refused("value.lam: between 0 and 1", "ppo", value=ValueConfig(lam=1.5))
+    refused("value.lam: .* of at least 0 and of at most 1, got 1.5", "ppo", value=ValueConfig(lam=1.5))
     refused("batch's 8 responses", "dpo", probe=ProbeConfig(sequences=9))
     for name in ("ppo", "sft", "rft", "online_rft"):
         validate(config_of(name, rollout=one))
@@ -285,7 +286,7 @@ def test_dpo_pairs_stay_together_in_micro_batches(state_of, tmp_path):
         torch.testing.assert_close(ends[0][0][name], ends[1][0][name], rtol=2e-4, atol=2e-5)
 
 
-def test_footprint_says_what_each_method_keeps(state_of, tmp_path):
+def test_memory_rows_say_what_each_method_keeps(state_of, tmp_path):
     """The value model is the policy without its output head, V x H = 16 x 16 weights, and with one of H + 1."""
     for name in ("grpo", "ppo", "ppo_head", "dpo"):
         run(state_of(config_of(name, optim=replace(MICRO.optim, steps=1)), tmp_path / name))

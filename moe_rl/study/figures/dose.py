@@ -19,7 +19,7 @@ from moe_rl.study.figures.style import (
     seeds_note,
     styled,
 )
-from moe_rl.study.statistics import FINAL_STEPS, bootstrap_interval, final_value
+from moe_rl.study.statistics import FINAL_STEPS, final_value, seed_interval
 from moe_rl.study.summary import in_run_variance, noise_floor
 
 
@@ -139,7 +139,7 @@ def interval_table(rows: pd.DataFrame, by: str, x: str, y: str) -> pd.DataFrame:
     """Per `by`: mean of x over seeds; n, mean, low and high of y."""
     found = []
     for key, part in rows.groupby(by, sort=False):
-        interval = bootstrap_interval(part[y].tolist())
+        interval = seed_interval(part[y].tolist())
         found.append({by: key, x: part[x].mean(), "n": len(part), "mean": interval.estimate,
                       "low": interval.low, "high": interval.high})  # fmt: skip
     return pd.DataFrame(found)

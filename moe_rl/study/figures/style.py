@@ -26,7 +26,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.statistics import bootstrap_band, small_sample_note
+from moe_rl.study.statistics import interval_note, seed_band
 from moe_rl.study.summary import full_label, replay_identity
 
 STYLE = Path(__file__).parent.parent / "moe_rl.mplstyle"
@@ -211,7 +211,7 @@ def seed_table(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
 def summarise(table: pd.DataFrame, **labels: Any) -> pd.DataFrame:
     """Seeds as columns -> tidy rows: labels, x, n, mean, low, high and each seed's value."""
     values = table.to_numpy(dtype=float).T
-    low, high = bootstrap_band(values)
+    low, high = seed_band(values)
     out = pd.DataFrame({**labels, str(table.index.name): table.index})
     out["n"] = np.isfinite(values).sum(0)
     out["mean"], out["low"], out["high"] = table.mean(axis=1).to_numpy(), low, high
@@ -221,8 +221,8 @@ def summarise(table: pd.DataFrame, **labels: Any) -> pd.DataFrame:
 
 
 def draw_seeds(ax: Axes, table: pd.DataFrame, look: Look, label: str, *, thin: bool = True, **line: Any) -> Line2D:
-    """Thin line per seed, mean, band of the 95 % bootstrap interval (where at least two seeds are there)."""
-    low, high = bootstrap_band(table.to_numpy(dtype=float).T)
+    """Thin line per seed, mean, band of the interval (`seed_interval`; where at least two seeds are there)."""
+    low, high = seed_band(table.to_numpy(dtype=float).T)
     x = table.index.to_numpy()
     every = max(1, len(x) // 8)
     start = (sum(map(ord, look.marker)) % every) if len(x) > 8 else 0  # stagger, so that markers do not hide each other
@@ -357,8 +357,7 @@ def seeds_note(data: StudyData, interval: bool = True) -> str:
     n += f" ({', '.join(others)})" if others else ""
     parts = [n]
     if interval and counts.max() > 1:
-        note = small_sample_note(usual)
-        parts.append("intervals: 95 % bootstrap over seeds" + (f" ({note})" if note else ""))
+        parts.append(interval_note(usual))
     elif interval:
         parts.append("one seed: no interval")
     if data.unfinished:

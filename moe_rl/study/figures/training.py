@@ -222,7 +222,9 @@ def final_reward(data: StudyData) -> StudyFigure:
         "circles below: seeds. IQM: interquartile mean (equals the mean below four seeds). Area: mean "
         f"reward over all steps. Collapsed: {COLLAPSE_RULE}.{noise_note(data)}{_replay_note(data)} {seeds_note(data)}"
     )
-    return StudyFigure("final_reward", "Final reward.", caption, figure, table.drop(columns="by_seed"))
+    return StudyFigure(
+        "final_reward", "Final reward.", caption, figure, table.drop(columns=["by_seed", "evaluation_by_seed"])
+    )
 
 
 def _curves(ax: Axes, data: StudyData, condition: Condition, rows: pd.DataFrame, y: str) -> list[pd.DataFrame]:
