@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
-from moe_rl.measure.ratio_metrics import gap_metrics
+from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.measure.routing_metrics import change_metrics
 from moe_rl.rollout import Rollout
@@ -151,9 +151,9 @@ def engine_rows(
     mask = batch.completion_mask
     sync = {"sync_gap": guard.gap, "sync_tolerance": guard.tolerance} if guard else {}
     changes = change_metrics(change_counts(batch.rollout_routes, batch.routes, mask, pair="engines"))
-    gap = gap_metrics(batch.live_old_logps, batch.rollout_logps, mask)
+    gap = engine_metrics(batch.live_old_logps, batch.rollout_logps, mask)
     rows = [{"pair": "engines", "update": 0, **gap, **changes, **sync}]
     if replayed_logps is not None:
-        gap = gap_metrics(replayed_logps, batch.rollout_logps, mask)
+        gap = engine_metrics(replayed_logps, batch.rollout_logps, mask)
         rows.append({"pair": "engines_replayed", "update": 0, **gap})
     return rows
