@@ -3,6 +3,7 @@
 Three policies meet here: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current one.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from moe_rl.rollout import Rollout
 from moe_rl.routing import RoutedExperts, change_counts, record_routes
 from moe_rl.training.arm_routing import forced_routes
 from moe_rl.training.batch import Batch
-from moe_rl.training.critic import Critic, watching
+from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.weight_sync import SyncGuard
@@ -74,7 +75,8 @@ def score_rollout(
     for rows in torch.tensor(ranks.share(len(rollout))).split(batch_size or SCORING_BATCH):
         part = rollout.rows(rows)
         tokens = part.input_ids, part.attention_mask, part.completion_mask
-        with record_routes(policy) as recording, watching(critic, policy) as states:
+        watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
+        with record_routes(policy) as recording, watched as states:
             old = token_logps(policy, *tokens, temperature=temperature, router_logits=router_scores)
         routes.append(recording.routes)
         seen: dict[str, Tensor] = {"logps": old.logps}
