@@ -9,7 +9,7 @@ from dataclasses import asdict, fields
 import pytest
 import yaml
 
-from moe_rl.cli import _parse
+from moe_rl.arguments import parse
 from moe_rl.objectives import OBJECTIVES, Correction, Objective
 from moe_rl.rollout import TaskConfig, make_task
 from moe_rl.study.config import build, dump_run, parse_study
@@ -127,12 +127,12 @@ def test_a_configuration_from_before_these_fields_loads_to_the_same_method():
     ],
 )
 def test_the_command_line_sets_them(words, expected):
-    assert overrides(_parse(RunConfig, words, "moe-rl run", RunConfig()).method) == expected
+    assert overrides(parse(RunConfig, words, "moe-rl run", RunConfig()).method) == expected
 
 
 @pytest.mark.parametrize("words", [["--method.ratio", "sequense"], ["--method.corrections", "token_mask:3:1"]])
 def test_the_command_line_refuses_what_is_none_of_them(words, capsys):
     with pytest.raises(SystemExit):
-        _parse(RunConfig, words, "moe-rl run", RunConfig())
+        parse(RunConfig, words, "moe-rl run", RunConfig())
     said = capsys.readouterr()
     assert words[1] in said.err + said.out
