@@ -47,6 +47,9 @@ def test_arms_lie_over_the_base_and_name_their_own_seeds():
     assert set(differences(yaml.safe_load(dump_run(grpo)), yaml.safe_load(dump_run(gspo)))) == {
         "method.objective",
         "method.clip_low",
+        "objective.ratio",  # what is minimised, presets filled in
+        "objective.clip_low",
+        "objective.clip_high",
     }
 
 
@@ -179,6 +182,11 @@ def test_comparisons_that_cannot_be_made_are_refused(field, words):
 
 
 def test_some_arms_keep_the_comparisons_among_them():
-    study = parse_study(changed(arms={**STUDY["arms"], "third": {}}, comparisons=[["gspo", "grpo"], ["third", "grpo"]]))
+    study = parse_study(
+        changed(
+            arms={**STUDY["arms"], "third": {"seeds": [2], "optim": {"steps": 3}}},
+            comparisons=[["gspo", "grpo"], ["third", "grpo"]],
+        )
+    )
     assert study.with_arms(["grpo", "third"]).comparisons == (("third", "grpo"),)
     assert parse_study(STUDY).with_arms(["grpo"]).comparisons is None
