@@ -7,6 +7,10 @@ import numpy as np
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 
 
+ON_LIGHT_CELL, ON_DARK_CELL = "#101113", "#fdfeff"
+"""Ink on the cells of a heat map, whose colours stay as they are on a dark screen: used for nothing else."""
+
+
 def scales() -> dict[str, dict[str, list[str]]]:
     """Colours of the page: `sequence` (nothing to all, the figures' Blues) and `diverging` (fell, same, rose)."""
     blues, purples = mpl.colormaps["Blues"], mpl.colormaps["PuOr"]
