@@ -115,9 +115,7 @@ def study_verb(arguments: list[str]) -> None:
     for arm in options.arms:
         if arm not in study.arms:
             fail(f"unknown arm {arm!r} in {path}{nearest(arm, study.arms)}", 2)
-    study = replace(
-        study, base=options.base, seeds=options.seeds, arms={name: study.arms[name] for name in options.arms}
-    )
+    study = replace(study.with_arms(options.arms), base=options.base, seeds=options.seeds)
     run_study(
         study,
         options.output,

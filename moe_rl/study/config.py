@@ -4,6 +4,7 @@ import dataclasses
 import re
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,16 @@ class StudyConfig:
     seeds: tuple[int, ...]
     base: RunConfig = field(default_factory=RunConfig)
     notes: str = ""
+    comparisons: tuple[tuple[str, str], ...] | None = None
+    """Pairs of arms [treatment, control] that the study is to compare: one family, fixed before it is run. None: each
+    arm of a condition with the first, where they differ in one thing; the report says that they were not declared."""
+    interest: float = 0.05
+    """Smallest difference of final reward that is of interest."""
+
+    def with_arms(self, names: Sequence[str]) -> "StudyConfig":
+        """The study of some of its arms, with the comparisons among them."""
+        kept = None if self.comparisons is None else tuple(p for p in self.comparisons if set(p) <= set(names))
+        return dataclasses.replace(self, arms={name: self.arms[name] for name in names}, comparisons=kept)
 
     def runs(self) -> list[tuple[str, int]]:
         """(arm, seed) of every run, seeds outermost, so that early results compare all arms."""
@@ -99,7 +110,22 @@ def parse_study(data: Any) -> StudyConfig:
     _check_name("name: a study's name", study.name)
     for arm in study.arms:
         study.resolve(arm, study.seeds[0])
+    _check_comparisons(study)
     return study
+
+
+def _check_comparisons(study: StudyConfig) -> None:
+    if not 0 < study.interest < float("inf"):
+        raise ConfigError(f"interest: expected a difference of reward above 0, got {study.interest!r}")
+    pairs = study.comparisons or ()
+    for i, pair in enumerate(pairs):
+        for arm in pair:
+            if arm not in study.arms:
+                raise ConfigError(f"comparisons[{i}]: no arm is called {arm!r}{nearest(arm, study.arms)}")
+        if pair[0] == pair[1]:
+            raise ConfigError(f"comparisons[{i}]: {pair[0]!r} is compared with itself")
+        if pair in pairs[:i] or pair[::-1] in pairs[:i]:
+            raise ConfigError(f"comparisons[{i}]: {pair[0]!r} and {pair[1]!r} are compared twice")
 
 
 class _OnceOnly(yaml.SafeLoader):

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import yaml
 from pandas.api.types import is_object_dtype
@@ -45,6 +46,11 @@ _NEEDED = {
     "floor": ("step", "variant"),
 }
 _SEED_FOLDER = re.compile(r"seed(\d+)")
+ROUNDING = "rounding_"
+"""A study's folder `rounding_<name>` holds arms and seeds that were run again under another rounding."""
+SOURCES = {"sft": "demonstrations", "rft": "initial", "dpo": "initial"}
+"""Objectives that learn from others' responses than their own policy's, unless `method.source` says otherwise."""
+_Yaml = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
 
 
 class StudyDataError(ValueError):
@@ -85,6 +91,17 @@ class Run:
         return float(self.setting("noise", 0.0))
 
     @property
+    def responses(self) -> str:
+        """Whose responses the run learns from, and its training rewards are of: `policy`, `initial`,
+        `demonstrations`."""
+        return str(self.setting("source") or SOURCES.get(self.objective.lower(), "policy"))
+
+    @property
+    def rounding(self) -> str:
+        """The CPU kernels that it ran under, where it was asked for; else `native`."""
+        return str(self.environment.get("rounding") or "native")
+
+    @property
     def method(self) -> str:
         """Objective and replay in one word, the key of a colour: `grpo`, `grpo_replay`, `gspo`, ..."""
         return self.objective if self.replay.lower() in ("none", "") else f"{self.objective}_replay"
@@ -99,8 +116,8 @@ class StudyData:
     `timings`: seconds of each step. `engines`: the gap between rollout and training engine, one row per `pair`; empty
     where one engine did both. `decompositions`: the log-ratio split into weights, routes and their interaction, where
     the study asked for it. `floors`: what changes with equal weights, one row per `variant`. `tokens` is read on first
-    use, `route_files` lists what `RoutedExperts.load` opens. `not_started` names runs that the study declares and that
-    have no folder yet, `notes` what was odd while reading.
+    use, `roundings` are the same study under other CPU kernels, `route_files` lists what `RoutedExperts.load` opens.
+    `not_started` names runs that the study declares and that have no folder yet, `notes` what was odd while reading.
     """
 
     name: str
@@ -146,6 +163,14 @@ class StudyData:
         """The study's own env.json (the command that started it); empty for a single run."""
         file = self.folder / "env.json"
         return _read_json(file) if file.exists() and len(self.runs) != 1 else {}
+
+    @cached_property
+    def roundings(self) -> dict[str, "StudyData"]:
+        """The same study under other roundings, by name: those of its folders `rounding_<name>` that hold runs."""
+        if self.folder == Path() and not (self.folder / "study.yaml").exists():  # several studies, joined
+            return {}
+        folders = [folder for folder in sorted(self.folder.glob(f"{ROUNDING}*")) if any(folder.glob("*/seed*"))]
+        return {folder.name.removeprefix(ROUNDING): load(folder) for folder in folders}
 
     @property
     def seeds(self) -> list[int]:
@@ -202,21 +227,28 @@ def load(path: str | Path) -> StudyData:
     if not path.is_dir():
         raise StudyDataError(f"{path}: no such folder; expected runs/<study> or runs/<study>/<arm>/seed<k>")
     if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
-        folders, above = [path], path.resolve().parent.parent / "study.yaml"
+        folders, above, again = [path], path.resolve().parent.parent / "study.yaml", False
         config = _read_yaml(above) if above.exists() else {}
         config["name"] = f"{path.resolve().parent.name}/{path.resolve().name}"
     else:
         folders = [f for f in sorted(path.glob("*/seed*")) if f.is_dir() and _SEED_FOLDER.fullmatch(f.name)]
-        config = _read_yaml(path / "study.yaml") if (path / "study.yaml").exists() else {}
+        own, above = path / "study.yaml", path.resolve().parent / "study.yaml"
+        config = _read_yaml(own) if own.exists() else {}
         if not folders:
             raise StudyDataError(_nothing_here(path, bool(config)))
-    loaded = [_load_run(folder) for folder in sorted(folders, key=_folder_order)]
-    runs = tuple(run for run, _ in loaded)
-    tables = {kind: _stack([rows[kind] for _, rows in loaded]) for kind in KINDS}
+        again = not config and path.resolve().name.startswith(ROUNDING) and above.exists()
+        if again:
+            config = _read_yaml(above)
+            config["name"] = f"{config.get('name', above.parent.name)}, {path.resolve().name.replace('_', ' ', 1)}"
+    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    runs = [_load_run(folder, number, rows) for number, folder in enumerate(sorted(folders, key=_folder_order))]
+    tables = {}
+    for kind in KINDS:
+        tables[kind] = _table(kind, rows.pop(kind), runs)
     notes = tuple(f"{run.arm}/seed{run.seed}: {note}" for run in runs for note in run.notes)
     name = str(config.get("name") or path.resolve().name)
-    waiting = () if folders == [path] else _missing(config, runs)
-    return StudyData(name, path, config, runs, notes=notes, not_started=waiting, **_named(tables))
+    waiting = () if folders == [path] or again else _missing(config, tuple(runs))
+    return StudyData(name, path, config, tuple(runs), notes=notes, not_started=waiting, **_named(tables))
 
 
 def join(studies: dict[str, StudyData]) -> StudyData:
@@ -224,7 +256,7 @@ def join(studies: dict[str, StudyData]) -> StudyData:
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
-    runs, notes, declared = [], [], {}
+    runs, notes, declared, compared = [], [], {}, []
     tables: dict[str, list[pd.DataFrame]] = {kind: [] for kind in KINDS}
     for key, data in studies.items():
         for run in data.runs:
@@ -235,7 +267,8 @@ def join(studies: dict[str, StudyData]) -> StudyData:
             frame = getattr(data, name)
             tables[kind].append(frame.assign(arm=f"{key}/" + frame["arm"].astype(str)) if len(frame) else frame)
         notes += [f"{key}/{note}" for note in data.notes]
-    name, config = " + ".join(studies), {"arms": declared}
+        compared += [[f"{key}/{arm}" for arm in pair] for pair in data.config.get("comparisons") or ()]
+    name, config = " + ".join(studies), {"arms": declared, **({"comparisons": compared} if compared else {})}
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
     stacked = _named({kind: _stack(frames) for kind, frames in tables.items()})
     return StudyData(name, Path(), config, tuple(runs), notes=tuple(notes), not_started=waiting, **stacked)
@@ -256,35 +289,49 @@ def _folder_order(folder: Path) -> tuple[str, int]:
     return folder.parent.name, int(match.group(1)) if match else 0
 
 
-def _load_run(folder: Path) -> tuple[Run, dict[str, pd.DataFrame]]:
+def _load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -> Run:
+    """The run of a folder; its metrics are added to `rows` by kind, marked with the run's number."""
     config = _read_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     environment = _read_json(folder / "env.json") if (folder / "env.json").exists() else {}
     match = _SEED_FOLDER.fullmatch(folder.resolve().name)
     arm = config["arm"] if isinstance(config.get("arm"), str) else folder.resolve().parent.name
     seed = int(match.group(1)) if match else int(config.get("seed", 0))
     notes: list[str] = []
-    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
         for row in _read_lines(metrics, notes):
+            row[_RUN] = number
             rows[row.pop("kind")].append(row)
     else:
         notes.append("no metrics.jsonl yet")
-    finished = (folder / "DONE").exists()
-    tables = {}
-    for kind, keys in _KEYS.items():
-        frame = pd.DataFrame(rows[kind], columns=None if rows[kind] else keys[2:])
-        frame.insert(0, "arm", arm)
-        frame.insert(1, "seed", seed)
-        for column in filter(lambda name: is_object_dtype(frame[name]), frame.columns):
-            # null: a number that was not finite or not asked for
-            if all(value is None or isinstance(value, int | float) for value in frame[column]):
-                frame[column] = frame[column].astype(float)
-        if frame.duplicated(keys).any():  # a resumed run wrote these steps again; the later row counts
-            notes.append(f"repeated {kind} rows after a resume; the last of each was kept")
-            frame = frame.drop_duplicates(keys, keep="last")
-        tables[kind] = frame.sort_values(keys).reset_index(drop=True)
-    return Run(str(arm), seed, folder, finished, config, environment, tuple(notes)), tables
+    return Run(str(arm), seed, folder, (folder / "DONE").exists(), config, environment, tuple(notes))
+
+
+_RUN = "\0run"  # not a name that a row can have
+
+
+def _table(kind: str, rows: list[dict[str, Any]], runs: list[Run]) -> pd.DataFrame:
+    """All runs' rows of a kind as one table, in the order of runs and keys. Repeated rows are noted with their run."""
+    keys = _KEYS[kind]
+    if not rows:
+        return pd.DataFrame(columns=keys)
+    frame = pd.DataFrame(rows)
+    number = frame[_RUN].to_numpy()
+    frame = frame.drop(columns=[name for name in ("arm", "seed") if name in frame])
+    frame.insert(0, "arm", np.array([run.arm for run in runs], dtype=object)[number])
+    frame.insert(1, "seed", np.array([run.seed for run in runs])[number])
+    for column in filter(lambda name: name != "arm" and is_object_dtype(frame[name]), frame.columns):
+        # null: a number that was not finite or not asked for
+        if all(value is None or isinstance(value, int | float) for value in frame[column]):
+            frame[column] = frame[column].astype(float)
+    keys = [_RUN, *keys[2:]]
+    again = frame.duplicated(keys)
+    if again.any():  # a resumed run wrote these steps again; the later row counts
+        for i in frame.loc[again, _RUN].unique():
+            note = f"repeated {kind} rows after a resume; the last of each was kept"
+            runs[i] = replace(runs[i], notes=(*runs[i].notes, note))
+        frame = frame.drop_duplicates(keys, keep="last")
+    return frame.sort_values(keys).drop(columns=_RUN).reset_index(drop=True)
 
 
 def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
@@ -320,7 +367,7 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.load(path.read_text(), _Yaml)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise StudyDataError(f"{path}: not valid YAML: {error}") from error
     if not isinstance(content, dict):

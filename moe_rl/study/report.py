@@ -9,18 +9,22 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from moe_rl.study.answer import answer
+from moe_rl.study.comparing import comparisons
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures import NothingToDraw, StudyFigure, each_figure, save_figure
-from moe_rl.study.figures.style import write_atomic
-from moe_rl.study.reading import RULES, read
-from moe_rl.study.statistics import small_sample_note
-from moe_rl.study.summary import arm_settings, comparisons, final_rewards, flatten, full_label
+from moe_rl.study.figures.saving import write_atomic
+from moe_rl.study.reading import name_of, read, rules_of
+from moe_rl.study.roundings import component_table, conclusion_table
+from moe_rl.study.statistics import interval_note
+from moe_rl.study.summary import POSITIONS, arm_settings, condition_label, final_rewards, flatten, full_label
 from moe_rl.study.token_view import token_view_html
+from moe_rl.study.words import probability
 
 LIMITS = (
     "The runs are of one model, one task and one set of hyper-parameters. Nothing here is a statement about other "
     "models, and a tiny model is an instrument for the mechanism, not a stand-in for a large one.",
-    "Few seeds: read the intervals with the note on n, and “no separation” as “not told apart by these runs”.",
+    "“Not resolved” means that these runs do not tell the arms apart, not that the arms are equal.",
     "Hyper-parameters were not tuned separately for each arm; a learning rate or a clip range that suits one method "
     "may not suit another.",
     "The probe replays routes on the training engine's own old policy (R2). Differences between a separate rollout "
@@ -65,14 +69,20 @@ def render_report(
         lstrip_blocks=True,
     )
     environment.filters["minus"] = lambda text: text.replace("-", "−")
+    environment.filters["probability"] = lambda p: probability(p) if np.isfinite(p) else "–"
+    environment.filters["number"] = lambda value: f"{value:.3f}" if np.isfinite(value) else "–"
     differ, shared = arm_settings(data)
     return environment.get_template("report.html.j2").render(
         data=data,
         question=str(data.config.get("question") or ""),
         notes=str(data.config.get("notes") or ""),
         statements=_by_topic(data),
-        rules=RULES,
-        small_sample=small_sample_note(int(data.arms["seeds"].map(len).mode().iloc[0])),
+        answer=answer(data),
+        rules=rules_of(data),
+        intervals=interval_note(int(data.arms["seeds"].map(len).mode().iloc[0])),
+        positions=POSITIONS,
+        conclusions=conclusion_table(data).to_dict("records"),
+        components=component_table(data).to_dict("records"),
         finals=_finals(data),
         pairs=_pairs(data),
         figures=[(figure, Markup(inline_svg(figure))) for figure in drawn],
@@ -113,17 +123,26 @@ def _finals(data: StudyData) -> list[dict[str, Any]]:
     for row in rows:
         row["label"] = full_label(data, row["arm"])
         row["seeds"] = ", ".join(f"{value:.3f}" for value in row["by_seed"].values())
-        row["bounds"] = f"[{row['low']:.3f}, {row['high']:.3f}]" if np.isfinite(row["low"]) else "–"
+        row["bounds"] = _bounds(row["low"], row["high"])
+        row["evaluation_bounds"] = _bounds(row["evaluation_low"], row["evaluation_high"])
+        row["note"] = ", held out" if row["measured"] == "held out" else ""
     return [{str(key): value for key, value in row.items()} for row in rows]
+
+
+def _bounds(low: float, high: float) -> str:
+    return f"[{low:.3f}, {high:.3f}]" if np.isfinite(low) else "–"
 
 
 def _pairs(data: StudyData) -> list[dict[str, Any]]:
     return [
         {
-            "condition": "natural" if pair.noise == 0 else f"noise σ = {pair.noise:g}",
-            "arm": str(data.arms["label"][pair.arm]),
-            "other": str(data.arms["label"][pair.other]),
+            "condition": condition_label(data, pair.noise),
+            "arm": name_of(data, pair.arm, pair.noise),
+            "other": name_of(data, pair.other, pair.noise),
             "result": pair.result,
+            "bounds": _bounds(pair.result.difference.low, pair.result.difference.high),
+            "held_out": pair.held_out.difference.estimate if pair.held_out else np.nan,
+            "needed": pair.needed if pair.result.n > 1 else None,
         }
         for pair in comparisons(data)
     ]

@@ -58,14 +58,16 @@ def test_every_figure_says_what_it_plots(data, name):
     values = (
         figure.frame["mean"]
         if "mean" in figure.frame
-        else figure.frame.select_dtypes("number").drop(columns=["low", "high", "sd"], errors="ignore")
+        else figure.frame.select_dtypes("number").drop(
+            columns=[*("low", "high", "sd"), *("evaluation_low", "evaluation_high")], errors="ignore"
+        )
     )
     assert len(values) > 0
     assert np.isfinite(values.to_numpy(dtype=float)).all()
 
 
 def test_interval_and_its_worth_are_in_the_caption(data, one_seed):
-    assert "95 % bootstrap over seeds (at n = 3 the range of the seeds" in reward(data).caption
+    assert "bars and bands: the range of the 3 seeds, which is no confidence interval" in reward(data).caption
     assert "one seed: no interval" in reward(one_seed).caption
     assert reward(one_seed).frame["low"].isna().all()
 

@@ -158,9 +158,10 @@ def test_routing_noise_is_compared_by_geometric_mean_and_seed(split):
     assert table["gspo", 2] == pytest.approx(3.0 * 0.5 * 1.02)
     pairs = {(pair.arm, pair.other): pair.result for pair in routing_noise_ratios(study)}
     result = pairs["gspo", "grpo"]
-    assert np.exp(result.difference.estimate) == pytest.approx(0.5) and result.verdict == "separated"
+    assert np.exp(result.difference.estimate) == pytest.approx(0.5)
+    assert (result.interest, result.verdict) == (pytest.approx(np.log(1.25)), "too few pairs")  # three seeds
     words = [s.text for s in reading.read(study) if s.topic == "Where the log-ratio comes from"]
-    assert "GSPO over GRPO ×0.5 (Student [0.5, 0.5], 3 seeds): separated" in words[1]
+    assert "GSPO over GRPO ×0.5 (range [0.5, 0.5], 3 seeds): too few pairs" in words[1]
     assert len(routing_noise(replace(study, decompositions=pd.DataFrame()))) == 0
 
 
