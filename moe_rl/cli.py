@@ -2,7 +2,7 @@
 
 study FILE     all arms x seeds of a study, resuming what is unfinished; then figures and the report
 run FILE       one arm and seed
-figures DIR    redraw the figures and the report of a study folder
+figures DIR [NAME...]  redraw the figures and the report of a study folder, or the named figures
 doctor [FILE]  what this machine can run, and what a study would need
 watch DIR      follow a study in the browser
 """
@@ -167,16 +167,25 @@ def run_verb(arguments: list[str]) -> None:
         print(f"{'already done' if done else 'done'}: {folder}")
 
 
-@verb("figures", "redraw the figures and the report of a study folder")
+@verb("figures", "redraw the figures and the report of a study folder, or some figures only")
 def figures_verb(arguments: list[str]) -> None:
     @dataclass(frozen=True)
     class Options:
-        """Draw every figure and the report from run folders alone."""
+        """Draw figures from run folders alone: all of them and the report, or only those that are named."""
 
         folder: tyro.conf.Positional[Path]
         """A study folder, e.g. runs/replay_vs_gspo."""
+        names: tyro.conf.Positional[tuple[str, ...]] = ()
+        """Figures to draw, e.g. reward expert_change; none: all, and the report."""
 
-    draw(_parse(Options, arguments, "moe-rl figures", None).folder)
+    options = _parse(Options, arguments, "moe-rl figures", None)
+    if not options.names:
+        draw(options.folder)
+        return
+    from moe_rl.study.figures import draw_some
+
+    for path in draw_some(options.folder, options.names):
+        print(path)
 
 
 @verb("watch", "follow a study in the browser: a local page with its curves, routing and tokens")

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import (
+    Limits,
     Shown,
     arm_grid,
     condition_panels,
@@ -58,7 +59,7 @@ def draw_seeds(
     label: str,
     *,
     thin: bool = True,
-    scale: float = 1.0,
+    scale: float | int = 1,
     geometric: bool = False,
     **line: Any,
 ) -> Line2D:
@@ -107,10 +108,10 @@ def curves(
     xlabel: str = "RL step",
     *,
     quantity: str = "",
-    scale: float = 1.0,
+    scale: float | int = 1,
     log: bool = False,
     thin: bool = True,
-    ylim: tuple[float | None, float | None] = (None, None),
+    ylim: Limits = (None, None),
     height: float = 1.75,
 ) -> Curves:
     """A line per arm: panels by condition, or one small panel per arm where a condition has many of them.
@@ -151,7 +152,7 @@ def _panels(data, tables, ylabel, xlabel, scale, log, thin, ylim, height):  # ty
 
 
 def _stand_in(
-    ax: Axes, data: StudyData, one: Shown, tables: Mapping[str, pd.DataFrame], scale: float
+    ax: Axes, data: StudyData, one: Shown, tables: Mapping[str, pd.DataFrame], scale: float | int
 ) -> None:
     """The natural replay run, which is by construction the replay run under noise: its mean, pale."""
     if one.stand_in in tables:
@@ -175,7 +176,7 @@ def _small_panels(data, tables, ylabel, xlabel, scale, log, thin, ylim, height):
     return figure, [(ax, (arm,)) for ax, arm in zip(axes, arms, strict=True)]
 
 
-def _y_axis(ax: Axes, log: bool, ylim: tuple[float | None, float | None]) -> None:
+def _y_axis(ax: Axes, log: bool, ylim: Limits) -> None:
     if log:
         log_y(ax)
     if ylim != (None, None):

@@ -13,9 +13,11 @@ from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
 from moe_rl.study.data import StudyData
+from moe_rl.study.figures.notes import repeats
 from moe_rl.study.figures.style import PAGE, PALE, Condition, conditions, log_y
-from moe_rl.study.summary import condition_label, dose_label, full_label, replay_identity, replay_stands_for_noise
+from moe_rl.study.summary import condition_label, dose_label, full_label, replay_stands_for_noise
 
+Limits = tuple[float | int | None, float | int | None]
 MANY = 6
 """Arms of one condition that can still be told apart in one panel."""
 
@@ -40,11 +42,10 @@ class Shown:
 
 def shown(data: StudyData) -> list[Shown]:
     """Natural first, then growing noise."""
-    same = replay_identity(data)
-    repeats = set(same.loc[same["difference"] == 0, "arm"])
+    repeated = repeats(data)
     found = []
     for condition in conditions(data):
-        arms = tuple(arm for arm in condition.arms if arm not in repeats)
+        arms = tuple(arm for arm in condition.arms if arm not in repeated)
         natural = replay_stands_for_noise(data, condition.noise)
         if any(data.arms["replay"][arm].lower() != "none" for arm in arms):
             natural = None  # its own replay arm is drawn
@@ -69,9 +70,10 @@ def crowded(data: StudyData) -> bool:
     return many(data) or len(shown(data)) > 3
 
 
-def short_label(data: StudyData, arm: str, width: int = 19) -> str:
+def short_label(data: StudyData, arm: str, width: int = 17) -> str:
     """The label of an arm in at most two lines."""
-    lines = textwrap.wrap(full_label(data, arm).replace("Routing Replay", "Replay"), width)
+    label = full_label(data, arm).replace("Routing Replay", "Replay")
+    lines = textwrap.wrap(label.replace("noise σ = ", "noise\u00a0σ\u00a0=\u00a0"), width)
     return "\n".join([*lines[:1], " ".join(lines[1:])]) if len(lines) > 1 else lines[0]
 
 
@@ -122,7 +124,7 @@ def arm_grid(
     return figure, axes
 
 
-def same_axes(axes: Sequence[Axes], ylim: tuple[float | None, float | None] = (None, None), log: bool = False) -> None:
+def same_axes(axes: Sequence[Axes], ylim: Limits = (None, None), log: bool = False) -> None:
     """One range and one set of ticks for all panels of `arm_grid`; call it when all is drawn."""
     x, y = np.array([ax.get_xlim() for ax in axes]), np.array([ax.get_ylim() for ax in axes])
     if log:

@@ -3,7 +3,7 @@
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.style import THIN_LINES
 from moe_rl.study.statistics import FEWEST, interval_note
-from moe_rl.study.summary import full_label
+from moe_rl.study.summary import full_label, replay_identity
 
 PROBE = (
     "Probe: a fixed subset of each step's responses, routed live and without noise in every arm, old policy of the "
@@ -39,13 +39,7 @@ def seeds_note(data: StudyData, interval: bool) -> str:
 
 
 def seeds_words(data: StudyData, mark: str) -> str:
-    """The line under a figure: n, and what its bars or bands are.
-
-    >>> from types import SimpleNamespace as S; import pandas as pd
-    >>> arms = pd.DataFrame({"seeds": [[0, 1], [0, 1]]}, index=["a", "b"])
-    >>> seeds_words(S(arms=arms), "band")
-    'n = 2 seeds per arm; band: their range'
-    """
+    """The line under a figure: n, and what its bars or bands are."""
     usual, others = _counts(data)
     words = f"n = {usual} seed{'s' if usual > 1 else ''} per arm" + (" (fewer or more in some)" if others else "")
     if not mark or usual < 2:
@@ -61,7 +55,14 @@ def lines_note(data: StudyData) -> str:
     return LINES if most > THIN_LINES else "Thin lines: seeds; thick: their mean."
 
 
+def repeats(data: StudyData) -> set[str]:
+    """Replay arms under noise that repeat their natural run, as they must: their runs are not drawn twice."""
+    same = replay_identity(data)
+    return set(same.loc[same["difference"] == 0, "arm"])
+
+
 def _counts(data: StudyData) -> tuple[int, dict[str, int]]:
     counts = data.arms["seeds"].map(len)
+    counts = counts[~counts.index.isin(repeats(data))]
     usual = int(counts.mode().iloc[0])
     return usual, {full_label(data, str(arm)): int(k) for arm, k in counts.items() if k != usual}

@@ -36,7 +36,7 @@ class Column:
     title: str
     dots: Sequence[Dots]
     log: bool = False
-    lines: Sequence[float] = ()
+    lines: Sequence[float | int] = ()
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ def arm_rows(
 
 
 def quiet_rows(ax: Axes) -> None:
-    """No ticks, spine or grid for rows."""
+    """A faint line per row, no ticks and no spine."""
     ax.tick_params(axis="y", length=0)
     ax.tick_params(axis="x", labelsize=6.5)
-    ax.grid(axis="y", visible=False)
+    ax.grid(axis="y", lw=0.4)
     ax.spines["left"].set_visible(False)
 
 
@@ -116,11 +116,10 @@ def _places(
 def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, float]) -> None:
     if column.log:
         ax.set_xscale("log")
-    count = len(column.dots)
-    for k, dots in enumerate(column.dots):
+    for dots in column.dots:
         table = dots.table.loc[[arm for arm in places if arm in dots.table.index]]
         colours = [look_of(str(data.arms["method"][arm])).colour for arm in table.index]
-        y = np.array([places[arm] for arm in table.index]) + (0.0 if count == 1 else 0.3 * (k / (count - 1) - 0.5))
+        y = np.array([places[arm] for arm in table.index]) 
         values = table.to_numpy(dtype=float)
         draw_dots(ax, y, np.where(values > 0, values, np.nan) if column.log else values, colours, dots.open)
     for value in column.lines:
@@ -134,17 +133,17 @@ def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, fl
 
 
 def draw_dots(
-    ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str], hollow: bool = False, seeds: float = 0.0
+    ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str], hollow: bool = False, lower: float = 0.27
 ) -> None:
-    """Rows of values [rows, seeds] at `y`: mean, interval, and every seed (`seeds` lower than the mean)."""
+    """Rows of values [rows, seeds] at `y`: mean, interval, and every seed, `lower` than these."""
     intervals = [seed_interval(row) for row in values]
     known = [(one, h, c) for one, h, c in zip(intervals, y, colours, strict=True) if one.known]
     bars = [[(one.low, h), (one.high, h)] for one, h, _ in known]
-    ax.add_collection(LineCollection(bars, colors=[c for *_, c in known], linewidths=2.4, alpha=0.4, zorder=2))
+    ax.add_collection(LineCollection(bars, colors=[c for *_, c in known], linewidths=3, alpha=0.4, zorder=2))
     if values.shape[1] > 1:
         each = values.shape[1]
         ax.scatter(
-            values.ravel(), np.repeat(y + seeds, each), s=5, c=list(np.repeat(np.array(colours), each)), linewidths=0,
+            values.ravel(), np.repeat(y + lower, each), s=5, c=list(np.repeat(np.array(colours), each)), linewidths=0,
             alpha=0.6, zorder=2.5,
         )  # fmt: skip
     means = [one.estimate for one in intervals]

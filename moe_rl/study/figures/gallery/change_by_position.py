@@ -11,7 +11,7 @@ from moe_rl.study.figures.style import NothingToDraw
 from moe_rl.study.floors import MISSING, floor_by_position
 from moe_rl.study.summary import last_updates
 
-BINS = 12
+BINS = 40
 FEWEST_TOKENS = 30
 FLOOR = (
     "Dashed: noise floor at the same positions, equal weights before the first update, in the runs' own arithmetic and in "
@@ -43,7 +43,7 @@ def change_by_position(data: StudyData) -> Drawing:
         raise NothingToDraw(f"change_by_position: no position has {FEWEST_TOKENS} stored tokens")
     floor = floor_by_position(data, width, FEWEST_TOKENS)
     tables = seed_tables(rows[enough], "position", "rate")
-    xlabel = "position of the token in the response" + (f" (bins of {width})" if width > 1 else "")
+    xlabel = "position in the response" + (f"\n(bins of {width})" if width > 1 else "")
     drawn = curves(data, tables, "sites changed\nat the token, %", xlabel, scale=100, thin=False, ylim=(0, None))
     for ax in drawn.axes:
         draw_along(ax, 100 * floor)

@@ -37,7 +37,7 @@ def expert_change_by_site(data: StudyData) -> Drawing:
     floor = floor_by_site(data, names)
     arms = drawn_arms(data, list(pooled["arm"].unique()))
     top = 100 * max(pooled["rate"].max(), floor.max(axis=None) if len(floor) else 0.0) or 1.0
-    image = {"cmap": "Blues", "vmin": 0, "vmax": top, "aspect": "auto", "interpolation": "nearest"}
+    image = {"cmap": "Blues", "vmin": 0, "vmax": top}
     draw = _by_arm if many(data) or len(arms) > 2 * MANY else _by_update
     short, common = short_sites(names)
     drawn, drawn_said = draw(data, pooled, floor, arms, short, image)
@@ -76,7 +76,7 @@ def _by_update(data, pooled, floor, arms, short, image):  # type: ignore[no-unty
         ax.remove()
     for ax, arm in zip(axes, arms, strict=False):
         grid = 100 * pooled[pooled["arm"] == arm].pivot(index="site", columns="update", values="rate")
-        mesh = ax.imshow(grid.to_numpy(dtype=float), **image)
+        mesh = ax.imshow(grid.to_numpy(dtype=float), aspect="auto", interpolation="nearest", **image)
         _write_cells(ax, grid.to_numpy(dtype=float), image["vmax"])
         ax.set_title(short_label(data, arm, 16), fontsize=7)
         ax.set_xticks(range(len(grid.columns)), [str(u) for u in grid.columns])
@@ -105,8 +105,9 @@ def _by_arm(data, pooled, floor, arms, short, image):  # type: ignore[no-untyped
     ax = drawn.add_axes((left / PAGE, foot / total, (PAGE - left - 0.75) / PAGE, high / total))
     values = grid.to_numpy(dtype=float)
     values = np.vstack([values, *(100 * floor[name].reindex(grid.columns).to_numpy()[None] for name in floor)])
-    mesh = ax.imshow(values, **{**image, "vmax": float(np.nanmax(values)) or 1.0})
-    _write_cells(ax, values, float(np.nanmax(values)) or 1.0, most=12 * len(values))
+    image["vmax"] = float(np.nanmax(values)) or 1.0
+    mesh = ax.imshow(values, aspect="auto", interpolation="nearest", **image)
+    _write_cells(ax, values, image["vmax"], most=12 * len(values))
     ax.set_yticks(range(len(values)), [*labels, *(f"noise floor, {name}" for name in floor)], fontsize=7)
     step = max(1, len(short) // 12)
     ax.set_xticks(range(0, len(short), step), short[::step])

@@ -15,7 +15,7 @@ from moe_rl.study.summary import Pair, comparison_table, comparisons, final_rewa
 
 MOST_PAIRS = 16
 """More comparisons than this are left to the table."""
-BESIDE = 1.8  # inches for numbers right of the dots
+BESIDE, NO_INTERVAL = 1.8, 1.05  # inches for numbers right of the dots
 
 
 @figure(
@@ -44,13 +44,14 @@ def final_reward(data: StudyData) -> Drawing:
         return sorted(arms, key=lambda arm: -means[arm]) if many else arms
 
     below = 0.6 + EACH * (len(pairs) + len({pair.noise for pair in pairs})) if pairs else 0.0
-    drawn = arm_rows(data, [Column("", [Dots(finals)])], order, beside=BESIDE, below=below)
-    _numbers(drawn, table)
+    beside = BESIDE if np.isfinite(table["low"]).any() else NO_INTERVAL
+    drawn = arm_rows(data, [Column("", [Dots(finals)])], order, beside=beside, below=below)
+    _numbers(drawn, table, beside)
     said = ["Arms are sorted by their mean; with few seeds that is no ranking."] if many else []
     if pairs:
         _differences(drawn, data, pairs)
         said += [
-            "Below: differences between arms, seed by seed (the two runs of a seed share their cold start), with mean and "
+            "Below: differences between arms, paired by seed, with mean and "
             "interval; between the dotted lines they are too small to be of interest. ▸: told from 0 by the rules of "
             "the comparison."
         ]
@@ -59,14 +60,14 @@ def final_reward(data: StudyData) -> Drawing:
     return Drawing(drawn.figure, frame, " ".join(said), interval="bar", tables=tables)
 
 
-def _numbers(drawn: Rows, table: pd.DataFrame) -> None:
+def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
     """Mean with interval, and what went wrong, right of the dots."""
     ax = drawn.axes[0]
     ax.set_xlabel("final reward", fontsize=7.5, labelpad=1)
     wide = ax.get_position().width * PAGE
     place = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right"}
-    first, second = 1 + (BESIDE - 0.52) / wide, 1 + (BESIDE - 0.02) / wide
-    ax.text(first, -0.8, "mean, interval", fontsize=6.5, color=GREY, **place)
+    first, second = 1 + (beside - 0.52) / wide, 1 + (beside - 0.02) / wide
+    ax.text(first, -0.8, "mean, interval" if beside == BESIDE else "mean", fontsize=6.5, color=GREY, **place)
     ax.text(second, -0.8, "f · b · c", fontsize=6.5, color=GREY, **place)
     for row in table[table["arm"].isin(list(drawn.places))].to_dict("records"):
         words = f"{row['final']:.3f}"

@@ -17,8 +17,8 @@ from moe_rl.study.floors import MISSING, floor_histogram
 from moe_rl.study.summary import last_updates, noise_floor
 
 HISTOGRAMS = {
-    "flips_histogram": ("sites changed on a token", "share of tokens"),
-    "deviation_histogram": ("slots changed at a site", "share of sites"),
+    "flips_histogram": ("sites changed\non a token", "share of tokens"),
+    "deviation_histogram": ("slots changed\nat a site", "share of sites"),
 }
 
 
@@ -88,7 +88,7 @@ def _counts(histograms: pd.Series) -> pd.DataFrame:
 def _grid(count: int):  # type: ignore[no-untyped-def]
     columns = min(4, count)
     lines = 2 * -(-count // columns)
-    figure = Figure(figsize=(PAGE, 0.6 + 1.25 * lines))
+    figure = Figure(figsize=(PAGE, 0.6 + 1.35 * lines))
     return (figure, figure.subplots(lines, columns, squeeze=False, sharey=False)), columns
 
 

@@ -62,6 +62,7 @@ def log_ratio_bands(data: StudyData) -> Drawing:
     for ax in axes[-1]:
         if ax.figure:
             step_axis(ax)
+            ax.xaxis.get_major_locator().set_params(nbins=4)
     return Drawing(drawn, frame)
 
 

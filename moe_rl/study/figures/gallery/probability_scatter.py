@@ -55,6 +55,7 @@ def probability_scatter(data: StudyData) -> Drawing:
         ax = axes[2 * (i // columns) + (kind == "replayed"), i % columns]
         shown = np.where(grid.T > 0, grid.T, np.nan)
         mesh = ax.imshow(shown, origin="lower", extent=(0, 1, 0, 1), cmap=SCALE, norm=norm, interpolation="nearest")
+        ax.grid(False)
         ax.plot([0, 1], [0, 1], color=GREY, lw=0.5)
         ax.text(0.04, 0.96, f"|Δp| {gaps[kind].loc[arm].mean():.3f}", transform=ax.transAxes, va="top", fontsize=6.5)
         ax.set_xticks([0, 0.5, 1], ["0", ".5", "1"])

@@ -44,6 +44,8 @@ def variance_by_flips(data: StudyData) -> Drawing:
     if used.empty:
         raise NothingToDraw(f"variance_by_flips: no number of flips has {FEWEST_TOKENS} stored tokens")
     tables = {kind: _tables(used, kind) for kind in ("natural", "replayed")}
+    if not tables["natural"]:
+        raise NothingToDraw("variance_by_flips: every log-ratio is 0, the policies did not move")
     arms = [arm for arm in drawn_arms(data, list(used["arm"].unique())) if arm in tables["natural"]]
     if many(data):
         drawn, axes = arm_grid(data, arms)

@@ -18,6 +18,8 @@ TITLES = {
     "averaging": "what averaging divides by:\nVar(log r), tokens / sequence means",
 }
 
+SHORT = {"replay": "replay factor:\nnatural / replayed", "averaging": "averaging factor:\ntokens / sequences"}
+
 
 @figure(
     title="Replay and averaging factors.",
@@ -71,7 +73,7 @@ def _rows(data: StudyData, rows: pd.DataFrame, lines: dict[str, list[float]], fr
     first, last = rows[rows["update"] == rows["update"].min()], last_updates(rows)
     columns = [
         Column(
-            title.replace("what replay divides by", "replay").replace("what averaging divides by", "averaging"),
+            SHORT[name],
             [Dots(by_seed(first, name), "after the first update", open=True), Dots(by_seed(last, name), "after the last")],
             log=True,
             lines=lines[name],
