@@ -112,7 +112,7 @@ def curves(
     log: bool = False,
     thin: bool = True,
     ylim: Limits = (None, None),
-    height: float = 1.75,
+    height: float = 1.9,
 ) -> Curves:
     """A line per arm: panels by condition, or one small panel per arm where a condition has many of them.
 

@@ -71,10 +71,9 @@ def crowded(data: StudyData) -> bool:
 
 
 def short_label(data: StudyData, arm: str, width: int = 17) -> str:
-    """The label of an arm in at most two lines."""
+    """The label of an arm in short lines."""
     label = full_label(data, arm).replace("Routing Replay", "Replay")
-    lines = textwrap.wrap(label.replace("noise σ = ", "noise\u00a0σ\u00a0=\u00a0"), width)
-    return "\n".join([*lines[:1], " ".join(lines[1:])]) if len(lines) > 1 else lines[0]
+    return "\n".join(textwrap.wrap(label.replace("noise σ = ", "noise\u00a0σ\u00a0=\u00a0"), width))
 
 
 def fixed_figure(width: float, height: float) -> Figure:
@@ -106,17 +105,18 @@ def arm_grid(
     """One small panel per arm, titled with its label; numbers on the outer axes only."""
     columns = columns or min(5 if len(arms) > 8 else 4, max(2, len(arms)))
     lines = -(-len(arms) // columns)
-    left, right, gap, head = 0.52, 0.06, 0.1, 0.27
+    titles = [short_label(data, arm) for arm in arms]
+    left, right, gap, head = 0.52, 0.06, 0.1, 0.1 + 0.09 * max(title.count("\n") + 1 for title in titles)
     wide = (PAGE - left - right - gap * (columns - 1)) / columns
     total = lines * (height + head) + 0.06 + foot
     figure = fixed_figure(PAGE, total)
     axes: list[Axes] = []
-    for i, arm in enumerate(arms):
+    for i, title in enumerate(titles):
         line, column = divmod(i, columns)
         x, top = left + column * (wide + gap), total - 0.06 - line * (height + head) - head
         # not shared, and nothing placed by itself: with forty axes both are most of the time
         ax = figure.add_axes((x / PAGE, (top - height) / total, wide / PAGE, height / total))
-        ax.set_title(short_label(data, arm), fontsize=6, y=1.04, pad=0, linespacing=1.0)
+        ax.set_title(title, fontsize=6, y=1.04, pad=0, linespacing=1.0)
         ax.xaxis.set_label_coords(0.5, 0)
         ax.yaxis.set_label_coords(0, 0.5)
         ax.tick_params(labelsize=6.5, labelleft=column == 0, labelbottom=i + columns >= len(arms))
@@ -145,7 +145,8 @@ def label_grid(figure: Figure, axes: Sequence[Axes], xlabel: str, ylabel: str, e
     height = figure.get_figheight()
     right = max(ax.get_position().x1 for ax in axes)
     figure.text((0.52 / PAGE + right) / 2, 0.27 / height, xlabel, ha="center", va="center", fontsize=7.5)
-    figure.text(0.1 / PAGE, 0.5 + 0.3 / height, ylabel, ha="center", va="center", rotation=90, fontsize=7.5)
+    side = ylabel.replace("\n", " ")
+    figure.text(0.1 / PAGE, 0.5 + 0.3 / height, side, ha="center", va="center", rotation=90, fontsize=7.5)
     if extra:
         figure.text(0.992, 0.27 / height, extra, ha="right", va="center", fontsize=6.5, color="#6b6b6b")
 

@@ -15,6 +15,7 @@ from moe_rl.study.summary import Pair, comparison_table, comparisons, final_rewa
 
 MOST_PAIRS = 16
 """More comparisons than this are left to the table."""
+LONGEST = 44  # letters of a comparison's name
 BESIDE, NO_INTERVAL = 1.8, 1.05  # inches for numbers right of the dots
 
 
@@ -83,14 +84,15 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
     total = drawn.figure.get_figheight()
     several = len({pair.noise for pair in pairs}) > 1
     rows = len(pairs) + (len({pair.noise for pair in pairs}) if several else 0)
-    left, foot = 2.05, 0.46
+    names = [_short(data, pair) for pair in pairs]
+    left, foot = min(2.7, 0.15 + 0.057 * max(map(len, names))), 0.46
     ax = drawn.figure.add_axes(
         (left / PAGE, foot / total, (PAGE - left - 0.08 - 1.42) / PAGE, EACH * rows / total), facecolor="none"
     )
     y, ticks, shown = 0.0, [], None
     wide = ax.get_position().width * PAGE
     place = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 7}
-    for pair in pairs:
+    for pair, name in zip(pairs, names, strict=True):
         if several and pair.noise != shown:
             words = "natural" if pair.noise == 0 else f"noise σ = {pair.noise:g}"
             ax.text(-(left - 0.06) / wide, y, words, fontweight="bold", **place)
@@ -102,7 +104,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
         words = f"{one.difference.estimate:+.3f}"
         words += f" [{one.difference.low:+.3f}, {one.difference.high:+.3f}]" if one.difference.known else ""
         ax.text(1 + 1.4 / wide, y, (mark + words).replace("-", "−"), ha="right", **place)
-        ticks.append((y, " − ".join(_short(data, arm) for arm in (pair.arm, pair.other))))
+        ticks.append((y, name))
         y += 1
     ax.set_yticks([t[0] for t in ticks], [t[1] for t in ticks], fontsize=7)
     ax.set_ylim(y - 0.5, -0.5)
@@ -114,5 +116,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
     ax.set_xlabel("paired difference of final reward", fontsize=7.5, labelpad=1)
 
 
-def _short(data: StudyData, arm: str) -> str:
-    return str(data.arms["label"][arm]).replace("GRPO + Routing Replay", "Replay").replace("Routing Replay", "Replay")
+def _short(data: StudyData, pair: Pair) -> str:
+    words = " − ".join(str(data.arms["label"][arm]) for arm in (pair.arm, pair.other))
+    words = words.replace("GRPO + Routing Replay", "Replay").replace("Routing Replay", "Replay")
+    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"

@@ -21,7 +21,7 @@ def reward(data: StudyData) -> Drawing:
     best = float(rows["reward"].max())
     ylim = (0, None if best > 1 else min(1.0, best * 1.08) or 1.0)  # a task may never be solved
     tables = seed_tables(rows, "step", "reward")
-    drawn = curves(data, tables, "reward, mean over responses", quantity="reward", ylim=ylim)
+    drawn = curves(data, tables, "reward, mean\nover responses", quantity="reward", ylim=ylim)
     for ax, arms in drawn.panels:
         mark_collapses(ax, data, arms)
     drawn.legend()

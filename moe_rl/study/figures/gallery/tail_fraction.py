@@ -38,7 +38,7 @@ def tail_fraction(data: StudyData) -> Drawing:
         raise NothingToDraw(f"tail_fraction: no ratio leaves {TAUS[0]:g}, the policies hardly moved")
     least = min(float(table.mean(axis=1).min()) for table in natural.values())
     drawn = curves(
-        data, natural, "tokens with max(r, 1/r) > τ", "τ", log=True, thin=False, ylim=(10 ** np.floor(np.log10(least)), 1)
+        data, natural, "tokens with\nmax(r, 1/r) > τ", "τ", log=True, thin=False, ylim=(10 ** np.floor(np.log10(least)), 1)
     )
     for ax, arms in drawn.panels:
         for arm in arms:
@@ -52,7 +52,7 @@ def tail_fraction(data: StudyData) -> Drawing:
             ax.set_xscale("log")
         first.set_xlim(TAUS[0], min(TAUS[-1], max(1.1, last * 1.1)))
         top = first.get_xlim()[1]
-        ticks = (1.1, 1.5, 2, 3, 5, 10) if top > 3.5 else (1.1, 1.2, 1.5, 2, 3) if top > 1.5 else (1.02, 1.05, 1.1, 1.2)
+        ticks = (1.1, 2, 3, 5, 10) if top > 3.5 else (1.1, 1.5, 2, 3) if top > 1.5 else (1.02, 1.1, 1.2, 1.3)
         for ax in drawn.axes:
             ax.set_xticks([t for t in ticks if t <= top])
             ax.xaxis.set_major_formatter(FuncFormatter(plain))
