@@ -5,7 +5,7 @@ The rooms, in reading order (arrows point downwards only):
 - `moe_rl.routing`     what routers chose, and making them choose it again
 - `moe_rl.objectives`  log-probabilities and rewards -> advantages, ratios, loss (pure functions)
 - `moe_rl.rollout`     prompts -> completions, their log-probabilities and routes
-- `moe_rl.models`      load a hub or local model; build and cold-start the tiny one
+- `moe_rl.policy.models`      load a hub or local model; build and cold-start the tiny one
 - `moe_rl.training`    one loop; log-probabilities; probes; checkpoints
 - `moe_rl.study`       many runs -> numbers, figures, a report
 

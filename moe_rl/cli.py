@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import tyro
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     name = arguments[0]
     if name not in VERBS:
-        from moe_rl.rollout.tasks import nearest
+        from moe_rl.names import nearest
 
         fail(f"unknown command {name!r}{nearest(name, VERBS)}\n\n{usage()}", 2)
     try:
@@ -83,7 +83,7 @@ def _file_first(arguments: list[str], name: str, what: str) -> Path:
 
 @verb("study", "run all arms x seeds of a study file, then draw its figures and report")
 def study_verb(arguments: list[str]) -> None:
-    from moe_rl.rollout.tasks import nearest
+    from moe_rl.names import nearest
     from moe_rl.study.config import load_study
     from moe_rl.study.grid import run_study
     from moe_rl.training import RunConfig
@@ -106,6 +106,9 @@ def study_verb(arguments: list[str]) -> None:
         """Seeds of every arm that does not name its own."""
         arms: tuple[str, ...] = tuple(study.arms)
         """Arms to run."""
+        rounding: tuple[Literal["native", "avx512", "avx2", "default"], ...] = ("native",)
+        """Repeat the seeds, cold starts included, with other CPU kernels, e.g. native avx2 default: how much of the
+        spread is rounding. All but native go to OUTPUT/rounding_NAME."""
         figures: bool = True
         """Draw figures and the report when the runs are done."""
 
@@ -122,6 +125,7 @@ def study_verb(arguments: list[str]) -> None:
         options.cold_starts,
         options.workers or default_workers(),
         " ".join(["moe-rl", "study", *arguments]),
+        options.rounding,
     )
     if options.figures:
         draw(options.output)
@@ -209,7 +213,7 @@ def watch_verb(arguments: list[str]) -> None:
 
 @verb("drift", "routing change between two checkpoints, whatever trained them")
 def drift_verb(arguments: list[str]) -> None:
-    from moe_rl.study.drift.run import DriftOptions, run_drift, say
+    from moe_rl.drift.run import DriftOptions, run_drift, say
 
     @dataclass(frozen=True)
     class Options(DriftOptions):
@@ -269,4 +273,25 @@ def default_workers() -> int:
 
 def _parse(options: Any, arguments: list[str], program: str, default: Any) -> Any:
     known = {} if default is None else {"default": default}
-    return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **known)
+    with _one_word_each():
+        return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **known)
+
+
+def _one_word_each() -> tyro.constructors.ConstructorRegistry:
+    """Engine corrections as words: --method.corrections token_mask:0.5:5 token_truncate:2."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+        kind = info.type
+        if getattr(kind, "__name__", "") != "Correction":  # by name: help must not import torch
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="KIND:[LOW:]HIGH",
+            instance_from_str=lambda words: kind.parse(words[0]),
+            is_instance=lambda value: isinstance(value, kind),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry

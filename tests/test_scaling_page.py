@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_rl.cli import main
-from moe_rl.models import ModelConfig
+from moe_rl.policy.models import ModelConfig
 from moe_rl.routing.sites import find_sites
 from moe_rl.study.config import load_study
 from moe_rl.study.memory import architecture, meta_model, plan

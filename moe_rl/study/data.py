@@ -70,8 +70,8 @@ class Run:
     notes: tuple[str, ...] = ()
 
     def setting(self, name: str, default: Any = None) -> Any:
-        """A setting by name, from the top of the configuration or from its `method` part."""
-        for place in (self.config, self.config.get("method"), self.config.get("arm")):
+        """A setting by name, from the top of the configuration, its `method` or its resolved `objective`."""
+        for place in (self.config, self.config.get("method"), self.config.get("objective"), self.config.get("arm")):
             if isinstance(place, dict) and place.get(name) is not None and not isinstance(place[name], dict):
                 return place[name]
         return default

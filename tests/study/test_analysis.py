@@ -86,3 +86,29 @@ def test_the_notebook_runs(folder, monkeypatch):
     assert sum("data:image/png;base64" in str(output.get("data", {}).get("text/html", "")) for output in shown) == 6
     words = "".join(output.get("text", "") for output in shown)
     assert "16 of 16 runs are finished" in words
+
+
+def test_the_tunings_rule():
+    """Chosen: the best of those above the default in every seed and by 0.05 in the mean; open: what may yet be."""
+    choose = runpy.run_path(str(ROOT / "analysis" / "tuning.py"))["choose"]
+    nan = float("nan")
+    rows = {
+        ("grpo", "default"): (0.80, 0.70),
+        ("grpo", "a little better"): (0.84, 0.75),  # by 0.045
+        ("grpo", "best in one seed"): (0.99, 0.69),
+        ("grpo", "better"): (0.84, 0.77),
+        ("grpo", "best"): (0.81, 0.82),
+        ("gspo", "default"): (0.80, nan),
+        ("gspo", "may yet win"): (0.81, nan),
+        ("gspo", "cannot any more"): (0.80, nan),
+        ("gspo", "not begun"): (nan, nan),
+    }
+    table = pd.DataFrame.from_dict(rows, orient="index")
+    table.index = pd.MultiIndex.from_tuples(rows, names=["method", "label"])
+    table = choose(table)
+    assert list(table.index[table["chosen"]]) == [
+        ("grpo", "best"),
+        ("gspo", "default"),
+    ]
+    assert list(table.index[table["open"]]) == [("gspo", "may yet win"), ("gspo", "not begun")]
+    assert table.loc[("grpo", "a little better"), "gain"] == pytest.approx(0.045)

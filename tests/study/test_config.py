@@ -47,6 +47,9 @@ def test_arms_lie_over_the_base_and_name_their_own_seeds():
     assert set(differences(yaml.safe_load(dump_run(grpo)), yaml.safe_load(dump_run(gspo)))) == {
         "method.objective",
         "method.clip_low",
+        "objective.ratio",  # what is minimised, presets filled in
+        "objective.clip_low",
+        "objective.clip_high",
     }
 
 
@@ -77,15 +80,28 @@ def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
         (changed(base={"optim": {"steps": True}}), "base.optim.steps: expected int, got True"),
         (
             changed(arms={"a": {"method": {"objective": "gsop"}}}),
-            "method.objective: unknown objective 'gsop'",
+            "method.objective: expected one of .*; got 'gsop'. Did you mean 'gspo'",
         ),
-        (changed(arms={"a": {"method": {"replay": "R9"}}}), "method.replay: unknown kind 'R9'"),
+        (changed(arms={"a": {"method": {"replay": "R9"}}}), "a.method.replay: expected one of none, R2, R3; got 'R9'"),
+        (changed(arms={"a": {"value": {"model": "heads"}}}), "arms.a.value.model: .*Did you mean 'head'"),
+        (changed(arms={"a": {"method": {"ratio": "sequense"}}}), "a.method.ratio: .*Did you mean 'sequence'"),
+        (changed(arms={"a": {"method": {"gate": "clipp"}}}), "method: Objective.gate: .*Did you mean 'clip'"),
+        (
+            changed(arms={"a": {"method": {"corrections": [{"kind": "token_mask", "low": 3, "high": 1}]}}}),
+            r"arms.a.method.corrections\[0\]: .*low 3.0 is above high 1.0",
+        ),
+        (
+            changed(arms={"a": {"method": {"ratio": "sequence", "gate": "geometric"}}}),
+            "'geometric' is defined for 'token' ratios",
+        ),
+        (changed(seeds=[0, -1]), r"seeds\[1\]: expected a whole number of at least 0 .*got -1"),
+        (changed(arms={"a": {"seeds": [2**64]}}), r"arms.a.seeds\[0\]: expected a whole number"),
         (changed(arms={"a": {"metod": {}}}), "arms.a.metod: unknown field; did you mean 'method'"),
         (
             changed(arms={"a": {"optim": {"num_minibatches": 5}}}),
             "optim.num_minibatches: .*must divide rollout.prompts",
         ),
-        (changed(arms={"a": {"method": {"noise": -1}}}), "method.noise: .*not negative"),
+        (changed(arms={"a": {"method": {"noise": -1}}}), "method.noise: .*of at least 0, got -1"),
         (changed(arms={"a": {"rollout": {"group_size": 1}}}), "rollout.group_size: a group baseline needs 2"),
     ],
 )
