@@ -104,7 +104,7 @@ def render_report(
 
 
 def _arranged(drawn: Sequence[StudyFigure]) -> dict[str, Any]:
-    """The figures of the page: the first beside the verdict, five more, the rest in the appendix; and the sentences that
+    """The figures of the page: one beside the verdict, five more, the rest in the appendix; and the sentences that
     several captions share, once each."""
     shown = [{"figure": figure, "svg": Markup(inline_svg(figure))} for figure in drawn]
     first = shown[0] if drawn and drawn[0].name == FIRST else None

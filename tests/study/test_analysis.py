@@ -45,7 +45,10 @@ def test_the_script_draws_a_study(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["none"], "none: no such folder"), ([".", "--only", "rewrad"], "unknown figure 'rewrad'; did you mean 'reward'?")],
+    [
+        (["none"], "none: no such folder"),
+        ([".", "--only", "rewrad"], "unknown figure 'rewrad'; did you mean 'reward'?"),
+    ],
 )
 def test_the_script_says_what_is_wrong(arguments, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

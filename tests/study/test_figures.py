@@ -37,7 +37,6 @@ from moe_rl.study.figures.routing import binomial_of, short_sites
 from moe_rl.study.figures.style import LOOKS, arm_looks, conditions
 from moe_rl.study.summary import comparisons
 
-
 INTERVALS = ("evaluation_low", "evaluation_high")  # one seed has none
 
 
@@ -56,7 +55,7 @@ def one_seed(tmp_path_factory):
     return load(write_study(tmp_path_factory.mktemp("runs") / "one", arms=("grpo", "gspo"), seeds=(0,), steps=3))
 
 
-@pytest.mark.parametrize("name", [name for name, figure in FIGURES.items() if not figure.special])
+@pytest.mark.parametrize("name", [name for name, one in FIGURES.items() if not one.special])
 def test_every_figure_says_what_it_plots(data, name):
     figure = FIGURES[name](data)
     assert figure.name == name
@@ -82,10 +81,10 @@ def test_every_figure_says_what_it_plots(data, name):
 def test_a_file_of_the_gallery_is_one_figure_of_its_name():
     files = {Path(file).stem for file in Path(gallery.__file__).parent.glob("[!_]*.py")}
     assert files == set(FIGURES)
-    for name, figure in FIGURES.items():
-        assert figure.draw.__module__ == f"{gallery.__name__}.{name}" and figure.draw.__name__ == name
-        assert figure.title.endswith(".") and figure.caption.endswith(".")
-    ranks = [figure.rank for figure in FIGURES.values()]
+    for name, one in FIGURES.items():
+        assert one.draw.__module__ == f"{gallery.__name__}.{name}" and one.draw.__name__ == name
+        assert one.title.endswith(".") and one.caption.endswith(".")
+    ranks = [one.rank for one in FIGURES.values()]
     assert ranks == sorted(ranks) and len(set(ranks)) == len(ranks)
 
 
@@ -314,7 +313,9 @@ def test_final_reward_shows_every_paired_difference(data):
     assert [tick.get_text() for tick in below.get_yticklabels()] == [
         "Replay − GRPO", "GSPO − GRPO", "GSPO − GRPO", "Replay − GRPO",
     ]  # fmt: skip
-    seeds = [c.get_offsets()[:, 0] for c in below.collections if isinstance(c, PathCollection) and len(c.get_offsets()) == 3]
+    seeds = [
+        c.get_offsets()[:, 0] for c in below.collections if isinstance(c, PathCollection) and len(c.get_offsets()) == 3
+    ]
     assert [list(x) for x in seeds] == [pytest.approx(pair.result.differences) for pair in pairs]
     assert {line.get_xdata()[0] for line in below.lines} == {0, -0.05, 0.05}, "no difference, and those of no interest"
     assert figure.tables["differences"]["difference"].tolist() == [pair.result.difference.estimate for pair in pairs]
@@ -368,7 +369,7 @@ def test_figures_without_data_say_what_is_missing(tmp_path):
     skipped = []
     names = {figure.name for figure in each_figure(load(folder), skipped)}
     need_tokens = {"tail_fraction", "variance_by_flips", "probability_scatter", "log_ratio_bands", "change_by_position"}
-    assert names == {name for name, figure in FIGURES.items() if not figure.special} - need_tokens
+    assert names == {name for name, one in FIGURES.items() if not one.special} - need_tokens
     assert {reason.split(":")[0] for reason in skipped} == need_tokens
 
 

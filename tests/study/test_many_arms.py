@@ -15,7 +15,13 @@ from moe_rl.study.figures import FIGURES
 from moe_rl.study.figures.layout import MANY, many, short_label
 from moe_rl.study.figures.style import look_of
 
-LABELS = ("GSPO-token, process supervision", "GRPO + geometric rejection", "RSPO, weight after the clip", "SAPO", "DAPO")
+LABELS = (
+    "GSPO-token, process supervision",
+    "GRPO + geometric rejection",
+    "RSPO, weight after the clip",
+    "SAPO",
+    "DAPO",
+)
 DRAWN = [name for name, figure in FIGURES.items() if not figure.special]
 
 

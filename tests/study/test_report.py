@@ -145,7 +145,9 @@ def test_six_figures_are_the_main_ones_and_shared_words_are_said_once(folder):
     assert numbers == ["1", "2", "3", "4", "5", "6", "A1", "A2"]
     assert len(re.findall("<figure", main)) == 5 and len(re.findall("<figure", appendix)) == 2
     for once in ("n = 3 seeds per arm", "Selection noise (scale σ"):
-        assert page.count(f"<li>{once}") == 1 and not re.search(rf"<figcaption>[^<]*<b>[^<]*</b>[^<]*{re.escape(once)}", page)
+        assert page.count(f"<li>{once}") == 1 and not re.search(
+            rf"<figcaption>[^<]*<b>[^<]*</b>[^<]*{re.escape(once)}", page
+        )
 
 
 def _eight_figures(data):
@@ -157,7 +159,9 @@ def _eight_figures(data):
 
 def test_figures_have_colours_of_their_own_on_a_dark_page(folder):
     svg = inline_svg(FIGURES["expert_change_by_site"](load(folder)))
-    style = re.search(r"<style>@media \(prefers-color-scheme:dark\)\{#expert_change_by_site-svg\{(.*?)\}\}</style>", svg)[1]
+    style = re.search(
+        r"<style>@media \(prefers-color-scheme:dark\)\{#expert_change_by_site-svg\{(.*?)\}\}</style>", svg
+    )[1]
     dark = dict(pair.split(":") for pair in style.strip(";").split(";"))
     assert dark["--cffffff"] == "#15181c" and dark["--c1a1a1a"] == "#e9e7e2", "paper and ink change places"
     used = set(re.findall(r"(?:fill|stroke): var\(--c([0-9a-f]{6}), #\1\)", svg))

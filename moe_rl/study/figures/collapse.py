@@ -18,7 +18,13 @@ def mark_collapses(ax: Axes, data: StudyData, arms: Sequence[str]) -> None:
         if steps:
             colour = look_of(str(data.arms["method"][arm])).colour
             ax.plot(
-                steps, [0.02] * len(steps), "x", color=colour, transform=ax.get_xaxis_transform(), mew=1.4, clip_on=False
+                steps,
+                [0.02] * len(steps),
+                "x",
+                color=colour,
+                transform=ax.get_xaxis_transform(),
+                mew=1.4,
+                clip_on=False,
             )
 
 

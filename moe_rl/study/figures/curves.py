@@ -83,12 +83,16 @@ def draw_seeds(
     return ax.plot(x, mean, label=label, **style)[0]
 
 
+Panels = list[tuple[Axes, tuple[str, ...]]]
+"""Axes with the arms that are drawn in them."""
+
+
 @dataclass(frozen=True)
 class Curves:
     """Lines as they were drawn: `panels` are axes with the arms in them; `frame` is the table of what is shown."""
 
     figure: Figure
-    panels: list[tuple[Axes, tuple[str, ...]]]
+    panels: Panels
     frame: pd.DataFrame
 
     @property
@@ -118,8 +122,8 @@ def curves(
 
     `scale` multiplies what is drawn (100 for per cent), not the table.
     """
-    draw = _small_panels if many(data) else _panels
-    figure, panels = draw(data, tables, ylabel, xlabel, scale, log, thin, ylim, height)
+    how = _How(ylabel, xlabel, scale, log, thin, ylim, height)
+    figure, panels = (_small_panels if many(data) else _panels)(data, tables, how)
     return Curves(figure, panels, curve_frame(data, tables, quantity))
 
 
@@ -135,25 +139,40 @@ def curve_frame(data: StudyData, tables: Mapping[str, pd.DataFrame], quantity: s
     return pd.concat(parts, ignore_index=True)
 
 
-def _panels(data, tables, ylabel, xlabel, scale, log, thin, ylim, height):  # type: ignore[no-untyped-def]
-    figure, axes, each = condition_panels(data, height)
+@dataclass(frozen=True)
+class _How:
+    """The options of `curves`."""
+
+    ylabel: str
+    xlabel: str
+    scale: float | int
+    log: bool
+    thin: bool
+    ylim: Limits
+    height: float
+
+
+def _panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How) -> tuple[Figure, Panels]:
+    figure, axes, each = condition_panels(data, how.height)
     panels = []
-    for ax, one in zip(axes[0], each, strict=True):
+    for i, (ax, one) in enumerate(zip(axes[0], each, strict=True)):
         for arm, (look, label) in arm_looks(data, one.arms).items():
             if arm in tables:
-                draw_seeds(ax, tables[arm], look, label, thin=thin, scale=scale)
-        _stand_in(ax, data, one, tables, scale)
-        step_axis(ax, xlabel if ax.xaxis.get_tick_params().get("labelbottom", True) else "")
-        if ax.get_subplotspec().is_first_col():
-            ax.set_ylabel(ylabel)
+                draw_seeds(ax, tables[arm], look, label, thin=how.thin, scale=how.scale)
+        _stand_in(ax, data, one, tables, how.scale)
+        step_axis(ax, how.xlabel if ax.xaxis.get_tick_params().get("labelbottom", True) else "")
+        if not i % 3:
+            ax.set_ylabel(how.ylabel)
         panels.append((ax, one.arms))
-    _y_axis(axes[0, 0], log, ylim)
+    first: Axes = axes[0, 0]
+    if how.log:
+        log_y(first)
+    if how.ylim != (None, None):
+        first.set_ylim(*how.ylim)
     return figure, panels
 
 
-def _stand_in(
-    ax: Axes, data: StudyData, one: Shown, tables: Mapping[str, pd.DataFrame], scale: float | int
-) -> None:
+def _stand_in(ax: Axes, data: StudyData, one: Shown, tables: Mapping[str, pd.DataFrame], scale: float | int) -> None:
     """The natural replay run, which is by construction the replay run under noise: its mean, pale."""
     if one.stand_in in tables:
         look, label = arm_looks(data, [str(one.stand_in)])[str(one.stand_in)]
@@ -161,26 +180,19 @@ def _stand_in(
         ax.plot(mean.index, mean, color=look.colour, ls=look.dash, lw=0.9, alpha=0.6, label=f"{label}, its natural run")
 
 
-def _small_panels(data, tables, ylabel, xlabel, scale, log, thin, ylim, height):  # type: ignore[no-untyped-def]
+def _small_panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How) -> tuple[Figure, Panels]:
     arms = drawn_arms(data, list(tables))
     figure, axes = arm_grid(data, arms)
     looks = arm_looks(data, arms)
-    means = {arm: scale * tables[arm].mean(axis=1) for arm in arms}
+    means = {arm: how.scale * tables[arm].mean(axis=1) for arm in arms}
     for ax, arm in zip(axes, arms, strict=True):
-        draw_seeds(ax, tables[arm], looks[arm][0], "", thin=False, scale=scale, marker="", ls="-", lw=1.3)
+        draw_seeds(ax, tables[arm], looks[arm][0], "", thin=False, scale=how.scale, marker="", ls="-", lw=1.3)
     for ax in axes:
         ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    same_axes(axes, ylim, log)
-    grey_background(axes, means)
-    label_grid(figure, axes, xlabel, ylabel, "grey: all other arms")
+    same_axes(axes, how.ylim, how.log)
+    grey_background(figure, axes, means)
+    label_grid(figure, axes, how.xlabel, how.ylabel, "grey: all other arms")
     return figure, [(ax, (arm,)) for ax, arm in zip(axes, arms, strict=True)]
-
-
-def _y_axis(ax: Axes, log: bool, ylim: Limits) -> None:
-    if log:
-        log_y(ax)
-    if ylim != (None, None):
-        ax.set_ylim(*ylim)
 
 
 __all__ = ["Curves", "curve_frame", "curves", "draw_seeds", "pooled_tables", "seed_tables", "summarise"]

@@ -78,7 +78,9 @@ def short_label(data: StudyData, arm: str, width: int = 17) -> str:
 
 def fixed_figure(width: float, height: float) -> Figure:
     """A figure whose axes are placed by hand: of forty panels, a layout engine would take seconds."""
-    return Figure(figsize=(width, height), layout="none")
+    figure = Figure(figsize=(width, height))
+    figure.set_layout_engine("none")
+    return figure
 
 
 def condition_panels(data: StudyData, height: float, rows: int = 1) -> tuple[Figure, np.ndarray, list[Shown]]:
@@ -151,14 +153,14 @@ def label_grid(figure: Figure, axes: Sequence[Axes], xlabel: str, ylabel: str, e
         figure.text(0.992, 0.27 / height, extra, ha="right", va="center", fontsize=6.5, color="#6b6b6b")
 
 
-def grey_background(axes: Sequence[Axes], lines: dict[str, pd.Series]) -> None:
+def grey_background(figure: Figure, axes: Sequence[Axes], lines: dict[str, pd.Series]) -> None:
     """All arms' lines in grey behind every panel: drawn once, shown as one picture in each (a vector of every line in
     every panel would be most of the file). Axis limits and scales must be final."""
     first = axes[0]
-    inches = first.get_position().transformed(first.get_figure().transFigure).transformed(
-        first.get_figure().dpi_scale_trans.inverted()
-    )
-    small = Figure(figsize=(inches.width, inches.height), dpi=220, layout="none", facecolor="none")
+    box = first.get_position()
+    size = box.width * figure.get_figwidth(), box.height * figure.get_figheight()
+    small = Figure(figsize=size, dpi=220, facecolor="none")
+    small.set_layout_engine("none")
     canvas = FigureCanvasAgg(small)
     ax = small.add_axes((0, 0, 1, 1), facecolor="none")
     ax.set(xscale=first.get_xscale(), yscale=first.get_yscale())

@@ -89,7 +89,9 @@ def figure(
     def register(draw: Callable[[StudyData], Drawing]) -> Registered:
         name = draw.__name__
         if name in REGISTRY and REGISTRY[name].draw.__module__ != draw.__module__:
-            raise ValueError(f"figure {name!r} is registered twice: {REGISTRY[name].draw.__module__}, {draw.__module__}")
+            raise ValueError(
+                f"figure {name!r} is registered twice: {REGISTRY[name].draw.__module__}, {draw.__module__}"
+            )
         REGISTRY[name] = Registered(name, title, caption, needs, rank, tuple(notes), special, draw)
         return REGISTRY[name]
 

@@ -119,7 +119,7 @@ def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, fl
     for dots in column.dots:
         table = dots.table.loc[[arm for arm in places if arm in dots.table.index]]
         colours = [look_of(str(data.arms["method"][arm])).colour for arm in table.index]
-        y = np.array([places[arm] for arm in table.index]) 
+        y = np.array([places[arm] for arm in table.index])
         values = table.to_numpy(dtype=float)
         draw_dots(ax, y, np.where(values > 0, values, np.nan) if column.log else values, colours, dots.open)
     for value in column.lines:

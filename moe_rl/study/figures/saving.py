@@ -76,8 +76,8 @@ def _number_clips(svg: bytes) -> bytes:
 def house_style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
     """The house style, and `more` settings, for the block only."""
     with mpl.rc_context():
-        mpl.rcParams.update(_settings())
-        mpl.rcParams.update(more or {})
+        settings: Any = {**_settings(), **(more or {})}
+        mpl.rcParams.update(settings)
         yield
 
 

@@ -10,7 +10,6 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 
 from moe_rl.study.figures.saving import StudyFigure
 
-
 ON_LIGHT_CELL, ON_DARK_CELL = "#101113", "#fdfeff"
 """Ink on the cells of a heat map, whose colours stay as they are on a dark screen: used for nothing else."""
 

@@ -14,17 +14,17 @@ from moe_rl.study.summary import last_updates
 BINS = 40
 FEWEST_TOKENS = 30
 FLOOR = (
-    "Dashed: noise floor at the same positions, equal weights before the first update, in the runs' own arithmetic and in "
-    "a bf16 copy."
+    "Dashed: noise floor at the same positions, equal weights before the first update, in the runs' own arithmetic "
+    "and in a bf16 copy."
 )
 
 
 @figure(
     title="Expert change by token position.",
     caption=(
-        "After the last update of the stored steps: share of routing sites whose set of experts changed at the token of "
-        "this position (0: the first of the response; it is the choice made at this token, which shapes the prediction "
-        "of the next). Responses of different length mix at late positions."
+        "After the last update of the stored steps: share of routing sites whose set of experts changed at the token "
+        "of this position (0: the first of the response; it is the choice made at this token, which shapes the "
+        "prediction of the next). Responses of different length mix at late positions."
     ),
     needs={"probes": ["site_names"], "tokens": ["flips", "pos", "update"]},
     rank=80,

@@ -12,10 +12,10 @@ from moe_rl.study.figures.style import GREY, look_of
 @figure(
     title="Clipped tokens.",
     caption=(
-        "Fraction of response tokens that the clip takes out of the gradient (A > 0 and ratio above the range, or A < 0 "
-        "and below; with a sequence ratio every token of a clipped sequence), pooled over all updates of a step; log "
-        "axis. Steps in which no seed clipped a token stand below the dotted line, at 0. Clip ranges differ by method "
-        "and are listed in the configuration."
+        "Fraction of response tokens that the clip takes out of the gradient (A > 0 and ratio above the range, or A < "
+        "0 and below; with a sequence ratio every token of a clipped sequence), pooled over all updates of a step; "
+        "log axis. Steps in which no seed clipped a token stand below the dotted line, at 0. Clip ranges differ by "
+        "method and are listed in the configuration."
     ),
     needs={"updates": ["clipped_tokens", "tokens"]},
     rank=50,
@@ -23,7 +23,8 @@ from moe_rl.study.figures.style import GREY, look_of
 def clipped_tokens(data: StudyData) -> Drawing:
     """Share of response tokens that the clip takes out of the gradient, log axis with a place for zero."""
     tables = pooled_tables(data.updates, "clipped_tokens", "tokens", "step")
-    smallest = min((float(t[t > 0].min(axis=None)) for t in tables.values() if (t > 0).any(axis=None)), default=1e-3)
+    shares = np.concatenate([table.to_numpy(dtype=float).ravel() for table in tables.values()])
+    smallest = float(np.min(shares[shares > 0], initial=1.0)) if (shares > 0).any() else 1e-3
     decade = 10.0 ** np.floor(np.log10(smallest))
     floor = decade / 4  # the place of zero, between two powers of ten
     shown = {arm: table.clip(lower=floor) for arm, table in tables.items()}

@@ -20,13 +20,13 @@ MOST = 6
 @figure(
     title="Decomposition of the log-ratio.",
     caption=(
-        "The log-ratio of a step's old policy (weights at its start) and the policy after an update splits into weight (new "
-        "weights, old routes), routing (old weights, new routes) and interaction (the rest). Share: Cov(part, log r) / "
-        "Var(log r), with variances and covariances summed over the steps of a seed; the three sum to 100 %, and one that "
-        "works against the others is negative. Top: tokens (GRPO's ratio); middle: means over sequences (GSPO's); mean "
-        "over seeds. Bottom: variance of the routing part by itself, log axis, geometric mean over steps; thin: seeds. "
-        "Its distance between filled and open is what averaging over a sequence removes; its height between arms is what "
-        "training changes. Probe, no noise."
+        "The log-ratio of a step's old policy (weights at its start) and the policy after an update splits into "
+        "weight (new weights, old routes), routing (old weights, new routes) and interaction (the rest). Share: "
+        "Cov(part, log r) / Var(log r), with variances and covariances summed over the steps of a seed; the three sum "
+        "to 100 %, and one that works against the others is negative. Top: tokens (GRPO's ratio); middle: means over "
+        "sequences (GSPO's); mean over seeds. Bottom: variance of the routing part by itself, log axis, geometric "
+        "mean over steps; thin: seeds. Its distance between filled and open is what averaging over a sequence "
+        "removes; its height between arms is what training changes. Probe, no noise."
     ),
     needs={"decompositions": ["token_variance", "sequence_variance"]},
     rank=23,
@@ -66,7 +66,9 @@ def decomposition(data: StudyData) -> Drawing:
         Line2D([], [], color=PARTS["routing"], marker="o", mfc="white", lw=1, label="sequence"),
     ]
     handles = [Patch(color=colour, label=part) for part, colour in PARTS.items()] + marks
-    drawn.legend(handles=handles, loc="outside upper left", ncols=5, borderaxespad=0.3, columnspacing=1.0, handlelength=1.8)
+    drawn.legend(
+        handles=handles, loc="outside upper left", ncols=5, borderaxespad=0.3, columnspacing=1.0, handlelength=1.8
+    )
     noise = noise.rename(columns={"variance": "geometric_mean_variance"}).assign(part="routing")
     table = shares.merge(noise, how="left", on=["arm", "seed", "update", "level", "part"])
     left = shares["arm"].nunique() - len(arms)

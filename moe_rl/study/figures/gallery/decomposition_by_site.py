@@ -20,10 +20,10 @@ COLUMNS = ["replay_effect_var", "site_token_share_alone", "site_token_share_last
 @figure(
     title="Replay effect by routing site.",
     caption=(
-        "Effect of replay on a token's log-probability under the new weights, by routing site, shallow to deep from the top, "
-        "after the last update of a step: Cov(site, whole) / Var(whole), over tokens and pooled over steps. Alone: new "
-        "routes at this site, old ones elsewhere; last: old routes at this site, new ones elsewhere. Where sites add up, "
-        "the bars of either kind sum to 100 %. Mean over seeds."
+        "Effect of replay on a token's log-probability under the new weights, by routing site, shallow to deep from "
+        "the top, after the last update of a step: Cov(site, whole) / Var(whole), over tokens and pooled over steps. "
+        "Alone: new routes at this site, old ones elsewhere; last: old routes at this site, new ones elsewhere. Where "
+        "sites add up, the bars of either kind sum to 100 %. Mean over seeds."
     ),
     needs={"decompositions": COLUMNS},
     rank=24,

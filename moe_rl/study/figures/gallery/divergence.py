@@ -19,9 +19,9 @@ LABELS = {"k3_natural": "KL (k3)\nnats / token", "F(2)": "F(2)\n% of tokens"}
 @figure(
     title="KL and extreme tokens by step.",
     caption=(
-        "After the last update of a step. k3 = mean(r − 1 − log r), r = new/old, an estimate of KL(old‖new); log axis. "
-        "F(2): share of tokens whose ratio or its inverse exceeds 2. Pair: two policies, one engine; R3's values of F(2) "
-        "are of two engines and are not drawn."
+        "After the last update of a step. k3 = mean(r − 1 − log r), r = new/old, an estimate of KL(old‖new); log "
+        "axis. F(2): share of tokens whose ratio or its inverse exceeds 2. Pair: two policies, one engine; R3's "
+        "values of F(2) are of two engines and are not drawn."
     ),
     needs={"probes": ["k3_natural"]},
     rank=60,
@@ -30,7 +30,10 @@ LABELS = {"k3_natural": "KL (k3)\nnats / token", "F(2)": "F(2)\n% of tokens"}
 def divergence(data: StudyData) -> Drawing:
     """KL(old || new) and F(2) after the last update of each step, with the steps at which runs collapsed."""
     rows = last_updates(data.probes.dropna(subset=["k3_natural"]))
-    tables = {"k3_natural": seed_tables(rows, "step", "k3_natural"), "F(2)": seed_tables(extreme_share(data), "step", "F(2)")}
+    tables = {
+        "k3_natural": seed_tables(rows, "step", "k3_natural"),
+        "F(2)": seed_tables(extreme_share(data), "step", "F(2)"),
+    }
     frame = pd.concat([curve_frame(data, table, name) for name, table in tables.items()], ignore_index=True)
     if crowded(data):
         return _rows(data, tables, frame)

@@ -22,10 +22,11 @@ FEWEST_DOSES = 4
     title="Dose-response to routing change.",
     caption=(
         "Dose: measured share of expert slots of the response tokens' own positions that the update forward routed "
-        "otherwise than the old policy, pooled over all updates of a run (weights and selection noise together; 0 under "
-        "replay, which ignores noise, so that a replay run without noise stands for every dose: dotted). Upper: mean of "
-        f"the last {FINAL_STEPS} steps. Lower: variance of the token log-ratio over training minibatches, mean of the "
-        "updates from the second on of each step, log axis. Large: mean over seeds with its interval; small: seeds."
+        "otherwise than the old policy, pooled over all updates of a run (weights and selection noise together; 0 "
+        "under replay, which ignores noise, so that a replay run without noise stands for every dose: dotted). Upper: "
+        f"mean of the last {FINAL_STEPS} steps. Lower: variance of the token log-ratio over training minibatches, "
+        "mean of the updates from the second on of each step, log axis. Large: mean over seeds with its interval; "
+        "small: seeds."
     ),
     needs={"updates": ["slots_changed", "slots", "var_token_log_ratio"]},
     rank=20,
@@ -39,7 +40,8 @@ def dose_response(data: StudyData) -> Drawing:
     most = int(seeds.groupby("method")["noise"].nunique().max()) if len(seeds) else 0
     if most < FEWEST_DOSES:
         raise NothingToDraw(
-            f"dose_response: no method of this study has arms with {FEWEST_DOSES} doses of selection noise (most: {most})"
+            f"dose_response: no method of this study has arms with {FEWEST_DOSES} doses of selection noise (most: "
+            f"{most})"
         )
     drawn = Figure(figsize=(PAGE, 4.6))
     axes = drawn.subplots(2, 1, sharex=True)

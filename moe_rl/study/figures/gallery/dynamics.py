@@ -25,8 +25,8 @@ CONSTANT = 0.01
 @figure(
     title="Entropy, response length and groups without signal.",
     caption=(
-        "Entropy of the distributions that response tokens are drawn from, mean over the updates of a step; mean length "
-        "of the sampled responses; groups whose rewards are all equal, so that they teach nothing."
+        "Entropy of the distributions that response tokens are drawn from, mean over the updates of a step; mean "
+        "length of the sampled responses; groups whose rewards are all equal, so that they teach nothing."
     ),
     needs={"rollouts": ["response_length"]},
     rank=200,
@@ -51,7 +51,13 @@ def dynamics(data: StudyData) -> Drawing:
         columns = [
             Column(
                 QUANTITIES[name][1],
-                [Dots(pd.DataFrame({a: QUANTITIES[name][2] * t.tail(FINAL_STEPS).mean() for a, t in found[name].items()}).T)],
+                [
+                    Dots(
+                        pd.DataFrame(
+                            {a: QUANTITIES[name][2] * t.tail(FINAL_STEPS).mean() for a, t in found[name].items()}
+                        ).T
+                    )
+                ],
             )
             for name in drawn_names
         ]

@@ -20,11 +20,12 @@ PAIRS = {"engines": "live", "engines_replayed": "R3"}
     title="Engine mismatch by level of the ratio.",
     caption=(
         "μ: the engine that sampled; π_old: the training engine at the same weights; tokens of the whole batch, live "
-        "routing in both (filled) and with the rollout's routes forced on π_old (R3, open). Circles: tokens; triangles: "
-        "means over sequences (log s of GSPO). Bar: square of the arm's lower clip range; where the ratio is anchored on "
-        "μ, a spread to its right is clipped for the engine's sake alone. Right: tokens that the clip takes out of the "
-        "first update of a step, when the policy has not moved; 0 by construction for the anchor π_old. Large: mean over "
-        "seeds of the mean over steps; small: seeds. Engines of rounded routers are an emulation."
+        "routing in both (filled) and with the rollout's routes forced on π_old (R3, open). Circles: tokens; "
+        "triangles: means over sequences (log s of GSPO). Bar: square of the arm's lower clip range; where the ratio "
+        "is anchored on μ, a spread to its right is clipped for the engine's sake alone. Right: tokens that the clip "
+        "takes out of the first update of a step, when the policy has not moved; 0 by construction for the anchor "
+        "π_old. Large: mean over seeds of the mean over steps; small: seeds. Engines of rounded routers are an "
+        "emulation."
     ),
     needs={"engines": ["var_token", "var_sequence", "pair"]},
     rank=22,
@@ -61,7 +62,9 @@ def engine_mismatch(data: StudyData) -> Drawing:
     right.set_xlim(left=min(-0.3, -0.03 * right.get_xlim()[1]))
     floors = [line for line in left.lines if str(line.get_label()).startswith("equal weights")]
     drawn.legend(handles=[*_entries(), *floors], loc="outside upper left", ncols=3, borderaxespad=0.3)
-    said = gap_note(floor, {"var_token": "by token", "var_sequence": "by sequence"}) + ("Dashed: by token." if floors else "")
+    said = gap_note(floor, {"var_token": "by token", "var_sequence": "by sequence"}) + (
+        "Dashed: by token." if floors else ""
+    )
     return Drawing(drawn, table, said.strip())
 
 

@@ -1,5 +1,7 @@
 """Change rate by update index, under the three definitions."""
 
+from typing import Any
+
 import pandas as pd
 from matplotlib.axes import Axes
 
@@ -18,10 +20,10 @@ from moe_rl.study.summary import last_updates, noise_floor
 @figure(
     title="Expert change by update index.",
     caption=(
-        "Changes and totals pooled over all steps of a seed. Slot: expert slots replaced, of K·L·tokens; site: (token, "
-        "router) pairs whose set of experts differs; token: tokens with any site changed. The three differ by up to a "
-        "factor of K·L and must not be compared with one another. Reference: the GSPO paper (§5.3), given with the slot "
-        "definition only, per update, as the most plausible reading of “experts activated”."
+        "Changes and totals pooled over all steps of a seed. Slot: expert slots replaced, of K·L·tokens; site: "
+        "(token, router) pairs whose set of experts differs; token: tokens with any site changed. The three differ by "
+        "up to a factor of K·L and must not be compared with one another. Reference: the GSPO paper (§5.3), given "
+        "with the slot definition only, per update, as the most plausible reading of “experts activated”."
     ),
     needs={"probes": ["slots_changed", "sites_changed", "tokens_changed"]},
     rank=30,
@@ -84,7 +86,7 @@ def _rate(rows: pd.DataFrame, changed: str, total: str) -> pd.DataFrame:
 def _draw_reference(line: list[Axes]) -> None:
     """The GSPO paper's value, where the axis can show it without flattening the data."""
     ax, text = line[0], "GSPO paper: “roughly 10 %”,\ndenominator not defined"
-    look = {"fontsize": 6, "color": GREY}
+    look: dict[str, Any] = {"fontsize": 6, "color": GREY}
     top = ax.get_ylim()[1]
     head = {"transform": ax.transAxes, "ha": "left", "va": "top", **look}
     if top < 30 * GSPO_CHANGE:
@@ -99,5 +101,3 @@ def _draw_reference(line: list[Axes]) -> None:
     else:
         ax.set_ylim(0, 1.35 * ax.get_ylim()[1])
         ax.text(0.03, 0.98, f"dotted: {text}", **head)
-
-

@@ -17,8 +17,8 @@ from moe_rl.study.floors import MISSING, floor_by_site
 from moe_rl.study.summary import last_updates
 
 DASHED = (
-    "Framed: noise floor, what the same routers change with equal weights before the first update, in their own arithmetic "
-    "(the largest of repeated, other batch shapes, other experts implementation) and in a bf16 copy. "
+    "Framed: noise floor, what the same routers change with equal weights before the first update, in their own "
+    "arithmetic (the largest of repeated, other batch shapes, other experts implementation) and in a bf16 copy. "
 )
 
 
@@ -36,11 +36,9 @@ def expert_change_by_site(data: StudyData) -> Drawing:
     pooled = _pooled(rows, len(names))
     floor = floor_by_site(data, names)
     arms = drawn_arms(data, list(pooled["arm"].unique()))
-    top = 100 * max(pooled["rate"].max(), floor.max(axis=None) if len(floor) else 0.0) or 1.0
-    image = {"cmap": "Blues", "vmin": 0, "vmax": top}
-    draw = _by_arm if many(data) or len(arms) > 2 * MANY else _by_update
+    by_arm = many(data) or len(arms) > 2 * MANY
     short, common = short_sites(names)
-    drawn, drawn_said = draw(data, pooled, floor, arms, short, image)
+    drawn = (_by_arm if by_arm else _by_update)(data, pooled, floor, arms, short)
     pooled["site_name"] = [names[i] for i in pooled["site"]]
     parts = [
         pd.DataFrame({"arm": f"floor, {name}", "site": floor.index, "rate": floor[name]}).assign(
@@ -49,7 +47,8 @@ def expert_change_by_site(data: StudyData) -> Drawing:
         for name in floor
     ]
     missing = DASHED if len(floor) else MISSING.format("by site")
-    said = f"Sites: {common}, from shallow to deep. {drawn_said}{missing}".strip()
+    last = "After the last update of a step; every update is in the table. " if by_arm else ""
+    said = f"Sites: {common}, from shallow to deep. {last}{missing}".strip()
     return Drawing(drawn, pd.concat([pooled, *parts]), said)
 
 
@@ -65,8 +64,10 @@ def _pooled(rows: pd.DataFrame, sites: int) -> pd.DataFrame:
     return pd.concat(found, ignore_index=True)
 
 
-def _by_update(data, pooled, floor, arms, short, image):  # type: ignore[no-untyped-def]
+def _by_update(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: list[str], short: list[str]) -> Figure:
     """A panel per arm: sites down, updates across."""
+    top = 100 * max(pooled["rate"].max(), floor.max(axis=None) if len(floor) else 0.0) or 1.0
+    image = {"cmap": "Blues", "vmin": 0, "vmax": top}
     columns = min(4, len(arms) + bool(len(floor)))
     count = len(arms) + bool(len(floor))
     lines = -(-count // columns)
@@ -77,23 +78,24 @@ def _by_update(data, pooled, floor, arms, short, image):  # type: ignore[no-unty
     for ax, arm in zip(axes, arms, strict=False):
         grid = 100 * pooled[pooled["arm"] == arm].pivot(index="site", columns="update", values="rate")
         mesh = ax.imshow(grid.to_numpy(dtype=float), aspect="auto", interpolation="nearest", **image)
-        _write_cells(ax, grid.to_numpy(dtype=float), image["vmax"])
+        _write_cells(ax, grid.to_numpy(dtype=float), top)
         ax.set_title(short_label(data, arm, 16), fontsize=7)
         ax.set_xticks(range(len(grid.columns)), [str(u) for u in grid.columns])
         ax.set_xlabel("update")
         _bare(ax)
     if len(floor):
-        _write_cells(axes[count - 1], draw_columns(axes[count - 1], 100 * floor, **image), image["vmax"])
+        _write_cells(axes[count - 1], draw_columns(axes[count - 1], 100 * floor, **image), top)
         axes[count - 1].set_title("Noise floor:\nequal weights", fontsize=7)
     step = max(1, len(short) // 12)
     for ax in axes[:count:columns]:
         ax.set_yticks(range(0, len(short), step), short[::step])
         ax.set_ylabel("routing site")
-    drawn.colorbar(mesh, ax=axes[:count].tolist(), shrink=0.9, aspect=22, label="slots changed, %").outline.set_visible(False)
-    return drawn, ""
+    bar = drawn.colorbar(mesh, ax=axes[:count].tolist(), shrink=0.9, aspect=22, label="slots changed, %")
+    bar.outline.set_visible(False)
+    return drawn
 
 
-def _by_arm(data, pooled, floor, arms, short, image):  # type: ignore[no-untyped-def]
+def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: list[str], short: list[str]) -> Figure:
     """One map: arms down, sites across, after the last update."""
     last = last_updates(pooled)
     grid = 100 * last.pivot(index="arm", columns="site", values="rate").loc[arms]
@@ -105,9 +107,9 @@ def _by_arm(data, pooled, floor, arms, short, image):  # type: ignore[no-untyped
     ax = drawn.add_axes((left / PAGE, foot / total, (PAGE - left - 0.75) / PAGE, high / total))
     values = grid.to_numpy(dtype=float)
     values = np.vstack([values, *(100 * floor[name].reindex(grid.columns).to_numpy()[None] for name in floor)])
-    image["vmax"] = float(np.nanmax(values)) or 1.0
-    mesh = ax.imshow(values, aspect="auto", interpolation="nearest", **image)
-    _write_cells(ax, values, image["vmax"], most=12 * len(values))
+    top = float(np.nanmax(values)) or 1.0
+    mesh = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=top)
+    _write_cells(ax, values, top, most=12 * len(values))
     ax.set_yticks(range(len(values)), [*labels, *(f"noise floor, {name}" for name in floor)], fontsize=7)
     step = max(1, len(short) // 12)
     ax.set_xticks(range(0, len(short), step), short[::step])
@@ -119,7 +121,7 @@ def _by_arm(data, pooled, floor, arms, short, image):  # type: ignore[no-untyped
     bar = drawn.add_axes(((PAGE - 0.62) / PAGE, foot / total, 0.09 / PAGE, min(2.5, high) / total))
     drawn.colorbar(mesh, cax=bar, label="slots changed, %").outline.set_visible(False)
     bar.tick_params(labelsize=6.5)
-    return drawn, "After the last update of a step; every update is in the table. "
+    return drawn
 
 
 def _bare(ax: Axes) -> None:

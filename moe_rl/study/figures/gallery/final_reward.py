@@ -1,6 +1,7 @@
 """Final reward of every arm, with the paired differences that the study compares."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -66,7 +67,7 @@ def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
     ax = drawn.axes[0]
     ax.set_xlabel("final reward", fontsize=7.5, labelpad=1)
     wide = ax.get_position().width * PAGE
-    place = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right"}
+    place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right"}
     first, second = 1 + (beside - 0.52) / wide, 1 + (beside - 0.02) / wide
     ax.text(first, -0.8, "mean, interval" if beside == BESIDE else "mean", fontsize=6.5, color=GREY, **place)
     ax.text(second, -0.8, "f · b · c", fontsize=6.5, color=GREY, **place)
@@ -91,7 +92,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
     )
     y, ticks, shown = 0.0, [], None
     wide = ax.get_position().width * PAGE
-    place = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 7}
+    place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 7}
     for pair, name in zip(pairs, names, strict=True):
         if several and pair.noise != shown:
             words = "natural" if pair.noise == 0 else f"noise σ = {pair.noise:g}"

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -25,9 +26,9 @@ HISTOGRAMS = {
 @figure(
     title="Flips per token and slots per site.",
     caption=(
-        "After the last update of each step, pooled over steps and seeds; log axis. Circles: the binomial with the same "
-        "mean, which independent flips would follow. “Variance ×”: variance of flips per token over that of the binomial, "
-        "mean over probes; above 1, flips cluster on tokens."
+        "After the last update of each step, pooled over steps and seeds; log axis. Circles: the binomial with the "
+        "same mean, which independent flips would follow. “Variance ×”: variance of flips per token over that of the "
+        "binomial, mean over probes; above 1, flips cluster on tokens."
     ),
     needs={"probes": ["flips_histogram", "deviation_histogram"]},
     rank=90,
@@ -49,24 +50,28 @@ def flips_per_token(data: StudyData) -> Drawing:
     floor = floor_note(noise_floor(data), "Dashes: noise floor" if len(floors["flips_histogram"]) else "Noise floor")
     said = (floor or MISSING.format("of flips")).strip()
     if (many(data) or len(arms) > 2 * MANY) and "overdispersion" in rows:
-        column = Column("variance of flips per token\n/ that of independent flips", [Dots(by_seed(rows, "overdispersion"))],
-                        lines=(1,))  # fmt: skip
-        drawn = arm_rows(data, [column]).figure
-        return Drawing(drawn, frame, f"Of many arms only “variance ×” is drawn; the histograms are in the table. {said}",
-                       interval="bar")  # fmt: skip
-    drawn, columns = _grid(len(arms))
+        dots = Dots(by_seed(rows, "overdispersion"))
+        spreads = Column("variance of flips per token\n/ that of independent flips", [dots], lines=(1,))
+        few = "Of many arms only “variance ×” is drawn; the histograms are in the table."
+        return Drawing(arm_rows(data, [spreads]).figure, frame, f"{few} {said}", interval="bar")
+    columns = min(4, len(arms))
+    lines = 2 * -(-len(arms) // columns)
+    drawn = Figure(figsize=(PAGE, 0.6 + 1.35 * lines))
+    axes = drawn.subplots(lines, columns, squeeze=False)
     for i, arm in enumerate(arms):
+        line, place = 2 * (i // columns), i % columns
+        colour = look_of(str(data.arms["method"][arm])).colour
         for k, name in enumerate(HISTOGRAMS):
-            _histogram(drawn[1][2 * (i // columns) + k][i % columns], counted[name, arm], floors[name],
-                       look_of(str(data.arms["method"][arm])).colour)  # fmt: skip
-        ax = drawn[1][2 * (i // columns)][i % columns]
+            _histogram(axes[line + k, place], counted[name, arm], floors[name], colour)
+            axes[line + k, place].tick_params(labelleft=place == 0)
+        ax = axes[line, place]
         ax.set_title(short_label(data, arm), fontsize=7)
         spread = rows.loc[rows["arm"] == arm, "overdispersion"].mean() if "overdispersion" in rows else np.nan
         if np.isfinite(spread):
             ax.text(0.97, 0.97, f"variance ×{spread:.2g}", transform=ax.transAxes, ha="right", va="top", fontsize=6.5)
     for k, (name, (below, beside)) in enumerate(HISTOGRAMS.items()):
         seen = frame[(frame["histogram"] == name) & (frame["count"] > 0)]["share"]
-        for line in drawn[1][k::2]:
+        for line in axes[k::2]:
             line[0].set_ylabel(beside)
             for ax in line:
                 if ax.has_data():
@@ -75,8 +80,8 @@ def flips_per_token(data: StudyData) -> Drawing:
                     ax.set_xlabel(below, fontsize=7)
                 else:
                     ax.remove()
-    legend_above(drawn[0], [ax for line in drawn[1] for ax in line if ax.figure], [Patch(color=GREY, label="observed")])
-    return Drawing(drawn[0], frame, said)
+    legend_above(drawn, [ax for ax in axes.flat if ax.figure], [Patch(color=GREY, label="observed")])
+    return Drawing(drawn, frame, said)
 
 
 def _counts(histograms: pd.Series) -> pd.DataFrame:
@@ -85,17 +90,8 @@ def _counts(histograms: pd.Series) -> pd.DataFrame:
     return pd.DataFrame({**shares, "binomial": binomial_of(counts)})
 
 
-def _grid(count: int):  # type: ignore[no-untyped-def]
-    columns = min(4, count)
-    lines = 2 * -(-count // columns)
-    figure = Figure(figsize=(PAGE, 0.6 + 1.35 * lines))
-    return (figure, figure.subplots(lines, columns, squeeze=False, sharey=False)), columns
-
-
-def _histogram(ax, table, floor, colour):  # type: ignore[no-untyped-def]
+def _histogram(ax: Axes, table: pd.DataFrame, floor: pd.DataFrame, colour: str) -> None:
     ax.bar(table["value"], table["share"], color=colour, width=0.72)
     ax.plot(table["value"], table["binomial"], "o--", color=INK, mfc="white", lw=0.9, ms=3, label="if independent")
     draw_levels(ax, floor[floor.index > 0])
     ax.set_xticks(table["value"].to_numpy()[:: max(1, len(table) // 5)])
-    if not ax.get_subplotspec().is_first_col():
-        ax.tick_params(labelleft=False)

@@ -20,9 +20,9 @@ BANDS = ((0.01, 0.99, 0.16), (0.05, 0.95, 0.28), (0.25, 0.75, 0.55))
 @figure(
     title="Quantiles of the token log-ratio.",
     caption=(
-        "After the last update of the stored steps: 98 %, 90 % and 50 % of the response tokens lie within the shades, from "
-        "light to dark; quantiles of each seed, mean over seeds. Upper row: live routing; lower row: the same tokens "
-        "and weights, replayed."
+        "After the last update of the stored steps: 98 %, 90 % and 50 % of the response tokens lie within the shades, "
+        "from light to dark; quantiles of each seed, mean over seeds. Upper row: live routing; lower row: the same "
+        "tokens and weights, replayed."
     ),
     needs={"tokens": ["old_logp", "logp_natural", "logp_replayed", "update"]},
     rank=130,
@@ -35,7 +35,9 @@ def log_ratio_bands(data: StudyData) -> Drawing:
     for kind in ("natural", "replayed"):
         ratio = tokens[f"logp_{kind}"] - tokens["old_logp"]
         of_seed = ratio.groupby([tokens["arm"], tokens["step"], tokens["seed"]], observed=True)
-        found.append(of_seed.quantile(np.array(QUANTILES)).unstack().assign(n=of_seed.size(), routing=kind).reset_index())
+        found.append(
+            of_seed.quantile(np.array(QUANTILES)).unstack().assign(n=of_seed.size(), routing=kind).reset_index()
+        )
     by_seed = pd.concat(found, ignore_index=True)
     names = list(QUANTILES)
     means = by_seed.groupby(["arm", "step", "routing"], observed=True)[names].mean()
@@ -52,7 +54,8 @@ def log_ratio_bands(data: StudyData) -> Drawing:
         line, column = 2 * (i // columns), i % columns
         for k, kind in enumerate(("natural", "replayed")):
             colour = look_of(str(data.arms["method"][arm])).colour
-            _bands(axes[line + k, column], means.loc[arm].xs(kind, level="routing"), colour)
+            of = means.reset_index().query("arm == @arm and routing == @kind").set_index("step")
+            _bands(axes[line + k, column], of, colour)
         axes[line, column].set_title(short_label(data, arm), fontsize=7)
     for k, row in enumerate(axes):
         row[0].set_ylabel(f"{'replayed' if k % 2 else 'natural'}\nlog r, nats")
@@ -78,8 +81,11 @@ def _rows(data: StudyData, by_seed: pd.DataFrame, frame: pd.DataFrame) -> Drawin
     """Many arms: the width of the middle 98 % of tokens, mean over the stored steps."""
     wide = by_seed.assign(width=by_seed[0.99] - by_seed[0.01])
     widths = wide.groupby(["routing", "arm", "seed"], observed=True)["width"].mean().unstack("seed")
-    dots = [Dots(widths.loc["natural"], "natural"), Dots(widths.loc["replayed"], "replayed", open=True)]
+    table = {str(kind): part.droplevel("routing") for kind, part in widths.groupby(level="routing")}
+    dots = [Dots(table["natural"], "natural"), Dots(table["replayed"], "replayed", open=True)]
     drawn = arm_rows(data, [Column("width of the middle 98 % of tokens' log r, nats", dots)])
     drawn.axes[0].set_xlim(left=0)
-    said = "Of many arms only the width of the lightest band is drawn (mean over stored steps); the rest is in the table."
+    said = (
+        "Of many arms only the width of the lightest band is drawn (mean over stored steps); the rest is in the table."
+    )
     return Drawing(drawn.figure, frame, said, interval="bar")

@@ -13,11 +13,11 @@ from moe_rl.study.statistics import FINAL_STEPS, final_value
 @figure(
     title="Score by minibatches per batch.",
     caption=(
-        "Score against the number of minibatches that a sampled batch is split into, which is the number of updates between "
-        "two samplings: the more, the further off-policy the last. Every run samples equally often, so more minibatches "
-        f"are also more updates. Left: mean of the last {FINAL_STEPS} steps; right: highest mean of {FINAL_STEPS} "
-        "successive steps, which is biased upwards by noise in every arm. Large: mean over seeds with its interval; "
-        "small: seeds; arms of one N stand side by side."
+        "Score against the number of minibatches that a sampled batch is split into, which is the number of updates "
+        "between two samplings: the more, the further off-policy the last. Every run samples equally often, so more "
+        f"minibatches are also more updates. Left: mean of the last {FINAL_STEPS} steps; right: highest mean of "
+        f"{FINAL_STEPS} successive steps, which is biased upwards by noise in every arm. Large: mean over seeds with "
+        "its interval; small: seeds; arms of one N stand side by side."
     ),
     needs={"rollouts": ["reward"]},
     rank=21,

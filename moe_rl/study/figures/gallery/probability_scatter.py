@@ -20,9 +20,9 @@ SCALE = LinearSegmentedColormap.from_list("tokens", ["#7fa8d1", "#3d7ab8", "#7b4
 @figure(
     title="Token probability, old against new.",
     caption=(
-        "Probability of each stored response token under the old policy and after the last update of its step, with live "
-        "routing and with the old routes forced on the same weights; all stored steps and seeds; log colour. |Δp|: mean "
-        "absolute difference."
+        "Probability of each stored response token under the old policy and after the last update of its step, with "
+        "live routing and with the old routes forced on the same weights; all stored steps and seeds; log colour. "
+        "|Δp|: mean absolute difference."
     ),
     needs={"tokens": ["old_logp", "logp_natural", "logp_replayed", "update"]},
     rank=150,

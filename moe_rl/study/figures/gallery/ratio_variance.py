@@ -30,7 +30,9 @@ def ratio_variance(data: StudyData) -> Drawing:
     found = {
         level: {
             arm: table.dropna(how="all")
-            for arm, table in seed_tables(rows.assign(**{level: rows[level].replace(0.0, np.nan)}), "step", level).items()
+            for arm, table in seed_tables(
+                rows.assign(**{level: rows[level].replace(0.0, np.nan)}), "step", level
+            ).items()
             if table.notna().any(axis=None)
         }
         for level in ("token", "sequence")
@@ -42,7 +44,9 @@ def ratio_variance(data: StudyData) -> Drawing:
         medians = {k: pd.DataFrame({arm: t.median() for arm, t in tables.items()}).T for k, tables in found.items()}
         dots = [Dots(medians["token"], "tokens"), Dots(medians["sequence"], "sequence means", open=True)]
         drawn_rows = arm_rows(data, [Column("variance of log r in training, nats²", dots, log=True)])
-        return Drawing(drawn_rows.figure, frame, "Median over the steps of a run; by step in the table.", interval="bar")
+        return Drawing(
+            drawn_rows.figure, frame, "Median over the steps of a run; by step in the table.", interval="bar"
+        )
     drawn = curves(data, found["token"], "variance of log r, nats²", log=True, thin=False)
     for ax, arms in drawn.panels:
         for arm, (look, _) in arm_looks(data, arms).items():

@@ -19,9 +19,9 @@ TAUS = np.round(np.geomspace(1.01, 10, 60), 6)
 @figure(
     title="Tail of the ratio, F(τ).",
     caption=(
-        "F(τ): share of stored response tokens whose ratio r = new/old, or its inverse, exceeds τ, after the last update "
-        "of a step; log-log; a line ends where no token is left. Dotted: replayed on the same weights. Pair: two "
-        "policies, one engine, so published values for two engines are not drawn."
+        "F(τ): share of stored response tokens whose ratio r = new/old, or its inverse, exceeds τ, after the last "
+        "update of a step; log-log; a line ends where no token is left. Dotted: replayed on the same weights. Pair: "
+        "two policies, one engine, so published values for two engines are not drawn."
     ),
     needs={"tokens": ["old_logp", "logp_natural", "logp_replayed", "update"]},
     rank=140,
@@ -38,7 +38,13 @@ def tail_fraction(data: StudyData) -> Drawing:
         raise NothingToDraw(f"tail_fraction: no ratio leaves {TAUS[0]:g}, the policies hardly moved")
     least = min(float(table.mean(axis=1).min()) for table in natural.values())
     drawn = curves(
-        data, natural, "tokens with\nmax(r, 1/r) > τ", "τ", log=True, thin=False, ylim=(10 ** np.floor(np.log10(least)), 1)
+        data,
+        natural,
+        "tokens with\nmax(r, 1/r) > τ",
+        "τ",
+        log=True,
+        thin=False,
+        ylim=(10 ** np.floor(np.log10(least)), 1),
     )
     for ax, arms in drawn.panels:
         for arm in arms:
@@ -73,5 +79,5 @@ def _tails(tokens: pd.DataFrame, kind: str) -> dict[str, pd.DataFrame]:
     for (arm, seed), part in size.groupby([tokens["arm"], tokens["seed"]], observed=True):
         values = np.sort(part.to_numpy(dtype=float))
         beyond = (values.size - np.searchsorted(values, np.log(TAUS), side="right")) / values.size
-        found.setdefault(str(arm), {})[int(seed)] = beyond
+        found.setdefault(str(arm), {})[int(str(seed))] = beyond
     return {arm: pd.DataFrame(seeds, index=pd.Index(TAUS, name="tau")) for arm, seeds in found.items()}

@@ -1,11 +1,13 @@
 """The variance of log-ratios by how much routing changed where a token is predicted."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.lines import Line2D
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.curves import draw_seeds, summarise
+from moe_rl.study.figures.curves import Panels, draw_seeds, summarise
 from moe_rl.study.figures.floor import draw_across, floor_note, gap_note
 from moe_rl.study.figures.layout import arm_grid, condition_panels, drawn_arms, label_grid, many, same_axes
 from moe_rl.study.figures.notes import PAIR
@@ -18,6 +20,7 @@ FEWEST_TOKENS = 50
 """Distinct tokens (each is stored once per update) of a bin whose variance is drawn: log-ratios are heavy-tailed."""
 FEWEST_OF_SEED = 10
 """The same of one seed, whose own variance counts into mean and interval."""
+STYLES: dict[str, dict[str, Any]] = {"natural": {}, "replayed": {"mfc": "white", "ls": (0, (1, 1.5)), "lw": 1.0}}
 KEYS = ["arm", "seed", "step", "update", "seq"]
 
 
@@ -49,13 +52,13 @@ def variance_by_flips(data: StudyData) -> Drawing:
     arms = [arm for arm in drawn_arms(data, list(used["arm"].unique())) if arm in tables["natural"]]
     if many(data):
         drawn, axes = arm_grid(data, arms)
-        panels = [(ax, (arm,)) for ax, arm in zip(axes, arms, strict=True)]
+        panels: Panels = [(ax, (arm,)) for ax, arm in zip(axes, arms, strict=True)]
     else:
         drawn, grid, each = condition_panels(data, 1.75)
         panels = [(ax, one.arms) for ax, one in zip(grid[0], each, strict=True)]
     for ax, group in panels:
         for arm, (look, label) in arm_looks(data, group).items():
-            for kind, style in (("natural", {}), ("replayed", {"mfc": "white", "ls": (0, (1, 1.5)), "lw": 1.0})):
+            for kind, style in STYLES.items():
                 if arm in tables[kind]:
                     shown = label if kind == "natural" else "_"
                     draw_seeds(ax, tables[kind][arm], look, shown, thin=False, geometric=True, **style)
@@ -73,17 +76,21 @@ def variance_by_flips(data: StudyData) -> Drawing:
     if many(data):
         label_grid(drawn, axes, *names, "open: replayed")
     else:
-        hollow = Line2D([], [], color=GREY, ls=(0, (1, 1.5)), marker="o", mfc="white", lw=1, label="replayed, same weights")
-        for ax in axes:
+        hollow = Line2D(
+            [], [], color=GREY, ls=(0, (1, 1.5)), marker="o", mfc="white", lw=1, label="replayed, same weights"
+        )
+        for i, ax in enumerate(axes):
             ax.set_xlabel("sites changed where\nthe token is predicted")
-            ax.set_ylabel(names[1] if ax.get_subplotspec().is_first_col() else "")
+            ax.set_ylabel("" if i % 3 else names[1])
         legend_above(drawn, axes, [hollow])
     parts = [
-        summarise(np.log(table), arm=arm, routing=kind) for kind, of in tables.items() for arm, table in of.items()
+        summarise(table.transform(np.log), arm=arm, routing=kind)
+        for kind, of in tables.items()
+        for arm, table in of.items()
     ]
     frame = pd.concat(parts, ignore_index=True)
-    seeds = [name for name in frame if name.startswith("seed")]
-    frame[["mean", "low", "high", *seeds]] = np.exp(frame[["mean", "low", "high", *seeds]])
+    logs = ["mean", "low", "high", *(str(name) for name in frame.columns if str(name).startswith("seed"))]
+    frame[logs] = np.exp(frame[logs])
     said = f"{gap_note(floor, {'var_token': ''})}{floor_note(noise_floor(data), 'Noise floor of the flips')}".strip()
     return Drawing(drawn, frame, said, interval="band", tables={"bins": by_seed})
 

@@ -24,10 +24,10 @@ SHORT = {"replay": "replay factor:\nnatural / replayed", "averaging": "averaging
 @figure(
     title="Replay and averaging factors.",
     caption=(
-        "Natural arms only. Each line: for every seed the median over the probes of all steps of a ratio of two variances "
-        "on the same weights and tokens, then the mean over seeds; log axis. Crosses: the ratio of the mean variances, "
-        "which large variances dominate. 1 (dotted): nothing is removed. Independent tokens would give averaging the "
-        "mean response length (dotted)."
+        "Natural arms only. Each line: for every seed the median over the probes of all steps of a ratio of two "
+        "variances on the same weights and tokens, then the mean over seeds; log axis. Crosses: the ratio of the mean "
+        "variances, which large variances dominate. 1 (dotted): nothing is removed. Independent tokens would give "
+        "averaging the mean response length (dotted)."
     ),
     needs={"probes": ["var_token_natural", "var_token_replayed", "var_sequence_natural"]},
     rank=40,
@@ -74,7 +74,10 @@ def _rows(data: StudyData, rows: pd.DataFrame, lines: dict[str, list[float]], fr
     columns = [
         Column(
             SHORT[name],
-            [Dots(by_seed(first, name), "after the first update", open=True), Dots(by_seed(last, name), "after the last")],
+            [
+                Dots(by_seed(first, name), "after the first update", open=True),
+                Dots(by_seed(last, name), "after the last"),
+            ],
             log=True,
             lines=lines[name],
         )
