@@ -3,33 +3,40 @@
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_across, gap_note
-from moe_rl.study.figures.style import (
-    GREY,
-    StudyFigure,
-    look_of,
-    need,
-    panels,
-    seeds_note,
-    styled,
-)
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.style import GREY, PAGE, look_of
 from moe_rl.study.floors import floor_variance
 
 LEVELS = {"var_token": "o", "var_sequence": "^"}
 PAIRS = {"engines": "live", "engines_replayed": "R3"}
 
 
-@styled
-def engine_mismatch(data: StudyData) -> StudyFigure:
+@figure(
+    title="Engine mismatch by level of the ratio.",
+    caption=(
+        "μ: the engine that sampled; π_old: the training engine at the same weights; tokens of the whole batch, live "
+        "routing in both (filled) and with the rollout's routes forced on π_old (R3, open). Circles: tokens; "
+        "triangles: means over sequences (log s of GSPO). Bar: square of the arm's lower clip range; where the ratio "
+        "is anchored on μ, a spread to its right is clipped for the engine's sake alone. Right: tokens that the clip "
+        "takes out of the first update of a step, when the policy has not moved; 0 by construction for the anchor "
+        "π_old. Large: mean over seeds of the mean over steps; small: seeds. Engines of rounded routers are an "
+        "emulation."
+    ),
+    needs={"engines": ["var_token", "var_sequence", "pair"]},
+    rank=22,
+    special=True,
+)
+def engine_mismatch(data: StudyData) -> Drawing:
     """Variance of log(pi_old / mu) by arm: tokens and sequences, live and with the rollout's routes; what it clips."""
-    need(data.engines, ["pair", "var_token", "var_sequence"], "engine_mismatch")
     table = engine_table(data)
     arms = [str(arm) for arm in data.arms.index if arm in set(table["arm"])]
-    figure, axes = panels(1, 2, 0.9 + 0.3 * len(arms), sharey=True, width_ratios=[2.2, 1])
-    left, right = axes[0]
+    drawn = Figure(figsize=(PAGE, 1.15 + 0.3 * len(arms)))
+    left, right = drawn.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
     for y, arm in enumerate(arms):
         colour = look_of(str(data.arms["method"][arm])).colour
         rows = table[table["arm"] == arm]
@@ -51,23 +58,14 @@ def engine_mismatch(data: StudyData) -> StudyFigure:
     left.set_yticks(range(len(arms)), [str(data.arms["label"][arm]) for arm in arms])
     left.set_ylim(len(arms) - 0.4, -0.6)
     left.set_xlabel("variance of log(π_old / μ), nats²")
-    right.set_xlabel("clipped in the first update,\n% of tokens")
+    right.set_xlabel("clipped in the\nfirst update, % of tokens")
     right.set_xlim(left=min(-0.3, -0.03 * right.get_xlim()[1]))
     floors = [line for line in left.lines if str(line.get_label()).startswith("equal weights")]
-    figure.legend(handles=[*_entries(), *floors], loc="outside upper left", ncols=5, borderaxespad=0.3)
-    caption = (
-        "μ: the engine that sampled; π_old: the training engine at the same weights; tokens of the whole batch, live "
-        "routing in both (filled) and with the rollout's routes forced on π_old (R3, open). Circles: tokens; "
-        "triangles: means over sequences (log s of GSPO). Bar: square of the arm's lower clip range; where the ratio "
-        "is anchored on μ, a spread to its right is clipped for the engine's sake alone. Right: tokens that the clip "
-        "takes out of the first update of a step, when the policy has not moved; 0 by construction for the anchor "
-        "π_old. Large: mean over seeds of the mean over steps; small: seeds. Engines of rounded routers are an "
-        f"emulation. {gap_note(floor, {'var_token': 'by token', 'var_sequence': 'by sequence'})}"
-        f"{'Dashed: by token. ' if floors else ''}"
-        f"{seeds_note(data, interval=False)}"
+    drawn.legend(handles=[*_entries(), *floors], loc="outside upper left", ncols=3, borderaxespad=0.3)
+    said = gap_note(floor, {"var_token": "by token", "var_sequence": "by sequence"}) + (
+        "Dashed: by token." if floors else ""
     )
-    title = "Engine mismatch by level of the ratio."
-    return StudyFigure("engine_mismatch", title, caption, figure, table)
+    return Drawing(drawn, table, said.strip())
 
 
 def engine_table(data: StudyData) -> pd.DataFrame:
