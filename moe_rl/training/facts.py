@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token
 from moe_rl.routing.change import active_set_churn, expert_load, load_cv, load_entropy
-from moe_rl.routing.router_scores import boundary_margin, router_js, router_kl
+from moe_rl.routing.router_stats import boundary_margin, router_js, router_kl
 
 TAUS = (2, 3, 5, 10)
 """Thresholds of F(τ); R3 (arXiv 2510.11370) calls max(r, 1/r) > τ an extreme token."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_rl.routing import RoutedExperts, RoutingError
-from moe_rl.routing.router_scores import router_shift
+from moe_rl.routing.router_stats import router_shift
 from moe_rl.training.router_shift import chosen_scores, shift_weight
 
 B, T, L, K, E = 2, 3, 2, 2, 5

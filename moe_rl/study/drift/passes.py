@@ -9,8 +9,7 @@ from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from moe_rl.routing import RoutedExperts
-from moe_rl.routing.margins import record_margins
+from moe_rl.routing import RoutedExperts, record_margins
 from moe_rl.study.drift.floor import Floor
 from moe_rl.study.drift.prompts import TextBatch
 from moe_rl.training.decompose import Decomposition, Scored, combine, score_live, score_replayed, score_sites

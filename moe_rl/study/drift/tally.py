@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.routing import ChangeCounts, change_counts, flips_per_token, site_change, slot_change
-from moe_rl.routing.expert_load import expert_load, load_cv, load_entropy
+from moe_rl.routing.router_stats import expert_load, load_cv, load_entropy
 from moe_rl.study.drift.passes import Measured
 from moe_rl.study.drift.positions import add_positions, count_positions, position_table
 from moe_rl.training.moments import Moments, Shares, SiteShares
