@@ -438,6 +438,7 @@ def _refuse_checkpoint_by_hand(where: str) -> None:
 
 def device_of(model: PreTrainedModel) -> torch.device:
     """Where a model computes: what accelerate offloads lies on the meta device between its calls."""
-    hook = getattr(model, "_hf_hook", None)
-    place = getattr(hook, "execution_device", None) if model.device.type == "meta" else None
-    return model.device if place is None else torch.device(place)
+    if model.device.type != "meta":
+        return model.device
+    places = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in model.modules())
+    return torch.device(next((place for place in places if place is not None), "meta"))

@@ -119,9 +119,9 @@ class Replay:
     def _refuse_pending(self) -> None:
         used, self._pending = self._pending, 0  # said once
         raise RoutingError(
-            f"routes for {self._packed.shape[2]} tokens, of which calls with a KV cache used the first {used}, and "
-            "none went on: without known tokens (or with check_tokens=False) nothing proves that they are of these. Cut "
-            "the routes to these tokens (realign), or replay routes that know their tokens"
+            f"routes for {self._packed.shape[2]} tokens, of which calls with a KV cache used the first {used}, and no "
+            "call went on: without known tokens (or with check_tokens=False) nothing proves that they are of these. "
+            "Cut the routes to these tokens (realign), or replay routes that know their tokens"
         )
 
     def _rows(self, call: Call) -> tuple[Tensor, Holes]:
