@@ -76,14 +76,14 @@ class Call:
         """`[L,B·S]` bool: did the experts get what was forced? None if nothing was."""
         if all(job is None or job.forced is None for job in self.jobs):
             return None
-        forced = [ids if job is None or job.forced is None else job.forced for job, ids in self._used()]
-        device = forced[0].device
-        wanted = torch.stack([ids.to(device) for ids in forced])
-        same = torch.stack([ids.to(device) for _, ids in self._used()]) == wanted
-        return (same | (wanted < 0)).all(-1)
-
-    def _used(self) -> list[tuple[Job | None, Tensor]]:
-        return [(job, ids) for job, ids in zip(self.jobs, self.chosen, strict=True) if ids is not None]
+        pairs = [(job, ids) for job, ids in zip(self.jobs, self.chosen, strict=True) if ids is not None]
+        wanted = [ids if job is None or job.forced is None else job.forced for job, ids in pairs]
+        device = wanted[0].device
+        forced = torch.stack([ids if ids.device == device else ids.to(device) for ids in wanted])
+        kept = torch.stack([ids if ids.device == device else ids.to(device) for _, ids in pairs]) == forced
+        if any(job is not None and job.holes != "none" for job, _ in pairs):
+            kept |= forced < 0
+        return kept.all(-1)
 
     def forget(self) -> None:
         """Keep what a recomputation needs (the forced routes), and nothing else: it may wait for a late backward."""

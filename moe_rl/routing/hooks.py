@@ -8,14 +8,12 @@ what was forced was used).
 """
 
 import inspect
-import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_rl.routing.calls import Call
+from moe_rl.routing.checkpoints import Checkpoints, refuse_by_hand, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
 from moe_rl.routing.selection import Probe, Selection, selection_mode
@@ -53,40 +52,7 @@ class _Hook(partial):
         return _inert
 
     def __reduce__(self) -> Any:
-        return _same, (_inert,)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-class _Segments:
-    """A checkpoint function whose recomputation, however late, runs under the Call of its forward."""
-
-    def __init__(self, tap: "Tap", original: Callable[..., Any]) -> None:
-        self.tap, self.original = tap, original
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tap, call = self.tap, self.tap.call
-        if call is None or torch.compiler.is_compiling():  # a compiled segment carries its routes in its graph
-            return self.original(function, *args, **kwargs)
-
-        def segment(*inner: Any, **named: Any) -> Any:
-            with tap.resumed(call):
-                return function(*inner, **named)
-
-        return self.original(segment, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return self.original
-
-    def __reduce__(self) -> Any:
-        return _same, (self.original,)
-
-
-_CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")  # transformers, torch's checkpoint_wrapper
-_CHECKPOINTING = "gradient_checkpointing"
-_CHECKPOINT_KEYS = {_CHECKPOINTING, "checkpoint_fn"}
+        return same, (_inert,)
 
 
 @no_type_check
@@ -111,10 +77,7 @@ class Tap:
         self._looked: set[int] = set()  # sites without `arrival` whose output was looked at in this context
         self.lost = torch.zeros(len(sites), dtype=torch.int64)  # rows that were forced and not used, by site
         self._handles: list[Any] = []
-        self._wrapped: list[tuple[nn.Module, str]] = []
-        self._checkpointed = [
-            m for m in boundary.modules() if hasattr(type(m), _CHECKPOINTING) or vars(m).keys() & _CHECKPOINT_KEYS
-        ]
+        self.checkpoints = Checkpoints(self)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -129,7 +92,8 @@ class Tap:
             if experts is not None:
                 hook = _Hook(self.before_experts, index)
                 self._handles.append(experts.register_forward_pre_hook(hook, with_kwargs=True))
-        self.wrap_checkpoints()
+        self.checkpoints.find()
+        self.checkpoints.follow()
 
     def _add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], *first: int) -> None:
         self._handles.append(module.register_forward_pre_hook(_Hook(before, *first), with_kwargs=True))
@@ -139,11 +103,7 @@ class Tap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for module, name in self._wrapped:
-            own = module.__dict__.get(name)
-            if isinstance(own, _Segments):
-                setattr(module, name, own.original)
-        self._wrapped.clear()
+        self.checkpoints.unfollow()
         self._counted = (None, 0)
 
     def abandon(self) -> None:
@@ -161,14 +121,6 @@ class Tap:
         """The module that the selected ids reach, where they reach one as they are."""
         arrival = self.probes[index].arrival if self.probes else None
         return None if arrival is None else getattr(self.sites[index].parents[0], arrival[0])
-
-    def wrap_checkpoints(self) -> None:
-        for module in self._checkpointed:
-            for name in _CHECKPOINT_ATTRIBUTES:
-                own = vars(module).get(name)
-                if callable(own) and not isinstance(own, _Segments):
-                    setattr(module, name, _Segments(self, own))
-                    self._wrapped.append((module, name))
 
     @contextmanager
     def resumed(self, call: Call) -> Iterator[None]:
@@ -198,12 +150,12 @@ class Tap:
             where = type(module).__name__
             if threading.get_ident() != self.thread:
                 self._refuse_thread(where)
-            if _stack(None)[1]:
-                _refuse_checkpoint_by_hand(where)
+            if stack(None)[1]:
+                refuse_by_hand(where)
             if self._entered:
                 self.abandon()  # a call that was interrupted, inside this very context
             if torch.is_grad_enabled():
-                self.wrap_checkpoints()  # gradient checkpointing may have been switched on since
+                self.checkpoints.follow()  # gradient checkpointing may have been switched on since
             frame = sys._getframe(1)
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
         call = Call(inputs, len(self.sites), frame)
@@ -323,10 +275,10 @@ class Tap:
         call = self.now()
         if call is not None and (call.frame is None or not call.open):  # compiled; recomputed
             return call
-        inside, checkpointed = _stack(None if call is None else call.frame)
+        inside, checkpointed = stack(None if call is None else call.frame)
         if call is not None and inside:
             if checkpointed and call.grad and threading.get_ident() not in self._resumed:
-                _refuse_checkpoint_by_hand(self.names[index])
+                refuse_by_hand(self.names[index])
             return call
         if not self.listeners or checkpointed:
             return None  # recomputation of a forward from before the context: as live as that was
@@ -410,30 +362,6 @@ _LOST = (
     "the experts got others than were forced: something behind the selection chose again (a branch that did not run "
     "when the model was checked, a module that was replaced since)"
 )
-_CHECKPOINT_FILES = (
-    os.path.join("torch", "utils", "checkpoint.py"),
-    os.path.join("activation_checkpointing", "checkpointing.py"),
-)
-
-
-@no_type_check
-def _stack(until: FrameType | None) -> tuple[bool, bool]:
-    """Whether the caller runs beneath the frame `until`, and whether a checkpoint function lies in between (the only
-    sign of it that torch shows: nothing public tells whether a forward will be run again)."""
-    frame: FrameType | None = sys._getframe(2)
-    checkpointed = False
-    while frame is not None and frame is not until:
-        checkpointed = checkpointed or frame.f_code.co_filename.endswith(_CHECKPOINT_FILES)
-        frame = frame.f_back
-    return frame is not None, checkpointed
-
-
-def _refuse_checkpoint_by_hand(where: str) -> None:
-    raise RoutingError(
-        f"{where} runs inside torch.utils.checkpoint that was set up by hand: its recomputation in the backward pass "
-        "cannot be told which routes its forward had. Use model.gradient_checkpointing_enable() or torch's "
-        "checkpoint_wrapper, which are followed"
-    )
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
