@@ -1,4 +1,4 @@
-"""The context managers: record what routers choose, make them choose it again, disturb their choice.
+"""The context managers: record what routers choose, make them choose it again, disturb their choice, tell its margin.
 
 >>> import torch
 >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -26,22 +26,23 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
-from moe_rl.routing.hooks import Listener, Tap
-from moe_rl.routing.noise import Noise
+from moe_rl.routing.hooks import Tap
 from moe_rl.routing.recording import Recording
 from moe_rl.routing.replay import Replay
+from moe_rl.routing.rerun import Margins, Noise
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Probe
 from moe_rl.routing.selfcheck import examine
 from moe_rl.routing.sites import boundary_of, modules_of, sites_among
 
+_Checked = tuple[Any, list[Probe], dict[bool, list[Probe | None]]]
 # What is known about models that are alive; neither keeps a model alive.
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tap]]" = weakref.WeakKeyDictionary()
-_PROBES: "weakref.WeakKeyDictionary[nn.Module, tuple[Any, list[Probe]]]" = weakref.WeakKeyDictionary()
+_CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDictionary()
 
 
 def _acquire(model: nn.Module) -> tuple[Tap, list[str]]:
-    """The tap of a model, checked, and the names of its sites as seen from `model`."""
+    """The tap of a model, checked in the mode that it is in, and the names of its sites as seen from `model`."""
     named = modules_of(model)
     sites = sites_among(named)
     boundary = boundary_of(model, sites)
@@ -54,28 +55,23 @@ def _acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     if not tap.users:
         _refuse_compiled(named)
         tap.root = model
-        kernels = getattr(boundary.config, "_experts_implementation", None)
-        signature = [(type(m), getattr(m, "top_k", None), kernels) for m in modules]
-        cached = _PROBES.get(boundary)
-        if cached is None or cached[0] != signature:
-            _PROBES[boundary] = cached = (signature, examine(tap))
-        tap.probes = cached[1]
+    signature = _signature(tap)
+    cached = _CHECKED.get(boundary)
+    if cached is None or cached[0] != signature:
+        cached = (signature, [], {})
+    _, tap.probes, tap.modes = cached
+    unchecked = [None] * len(sites)
+    if any(tap.modes.get(m.training, unchecked)[i] is None for i, site in enumerate(sites) for m in site.modules):
+        examine(tap)
+        _CHECKED[boundary] = (signature, tap.probes, tap.modes)
     return tap, [site.name for site in sites]
 
 
-@contextmanager
-def _listening(tap: Tap, listener: Listener) -> Iterator[None]:
-    tap.users += 1
-    tap.hook()
-    tap.listeners.append(listener)
-    try:
-        yield
-    finally:
-        tap.listeners.remove(listener)
-        tap.abandon()
-        tap.users -= 1
-        if not tap.users:
-            tap.unhook()
+def _signature(tap: Tap) -> list[Any]:
+    """What a router's way to select may depend on: where any of it changes, the model is checked again."""
+    kernels = getattr(tap.boundary.config, "_experts_implementation", None)
+    modules = [m for site in tap.sites for m in (*site.modules, *site.parents[:1])]
+    return [kernels, *((type(m), getattr(m, "top_k", None), vars(m).get("forward")) for m in modules)]
 
 
 def _refuse_compiled(named: dict[str, nn.Module]) -> None:
@@ -141,7 +137,7 @@ def record_routes(model: nn.Module) -> Iterator[Recording]:
     """
     tap, names = _acquire(model)
     recording = Recording(tap, names)
-    with _listening(tap, recording):
+    with tap.listen(recording):
         yield recording
 
 
@@ -175,7 +171,7 @@ def replay_routes(
     """
     tap, names = _acquire(model)
     replay = Replay(tap, names, routes, sites, tokens, slots, shadow, check_tokens)
-    with _listening(tap, replay):
+    with tap.listen(replay):
         yield replay
     if not replay.reached and _dynamo_ran():
         warnings.warn(
@@ -205,5 +201,21 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
         if probe.logits < 0 and not site.fixed:
             raise UnsupportedModelError(f"site {name} ({type(site.module).__name__}): no linear map makes its logits")
-    with _listening(tap, Noise(sigma, generator)):
+    with tap.listen(Noise(sigma, generator)):
         yield
+
+
+@contextmanager
+def record_margins(model: nn.Module) -> Iterator[Margins]:
+    """Record `boundary_margin` of the scores that every router ranks: s_(k) - s_(k+1), in their units (probabilities
+    where softmax comes before the selection, as in Qwen3-MoE, OLMoE and Mixtral; logits where it comes after, as in
+    Granite; with the selection bias where there is one). A change of scores below half of it cannot change the choice;
+    infinite where all experts are taken.
+
+    Outputs are not changed. Not inside `noisy_routes` or a replay: the margin is that of the live choice. Raises as
+    `record_routes`.
+    """
+    tap, _ = _acquire(model)
+    margins = Margins(tap.names)
+    with tap.listen(margins):
+        yield margins
