@@ -4,9 +4,9 @@
 
 The oracle reads ids where the experts are called, by hooks of its own, and knows nothing of the package. A step is
 right if the experts got what was forced where it was forced, and what the router's logits prefer elsewhere; if
-recording, shadow and counts say the same; and if the logits are those of a model whose routers were rewritten to take the given
-ids. It is refused if a RoutingError was raised. Anything else is a failure, and so is a refusal of what is promised to
-work, or no refusal where an action cannot be replayed.
+recording, shadow and counts say the same; and if the logits are those of a model whose routers were rewritten to take
+the given ids. It is refused if a RoutingError was raised. Anything else is a failure, and so is a refusal of what is
+promised to work, or no refusal where an action cannot be replayed.
 """
 
 import argparse
