@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from moe_rl.routing.change import change_counts, site_change, slot_change
+from moe_rl.routing.packing import changed_slots
 from moe_rl.routing.routes import RoutedExperts
-from moe_rl.routing.set_match import changed_slots
 
 TARGET = 40.0  # million rows per second and core at K = 8
 

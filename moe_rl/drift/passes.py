@@ -13,8 +13,7 @@ from moe_rl.drift.floor import Floor
 from moe_rl.drift.prompts import TextBatch
 from moe_rl.measure.decompose import Decomposition, combine, score_sites
 from moe_rl.measure.scoring import Scored, score_live, score_replayed
-from moe_rl.routing import RoutedExperts
-from moe_rl.routing.margins import record_margins
+from moe_rl.routing import RoutedExperts, record_margins
 
 Tick = Callable[[], None]
 

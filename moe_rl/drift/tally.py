@@ -12,7 +12,7 @@ from moe_rl.drift.passes import Measured
 from moe_rl.drift.positions import add_positions, count_positions, position_table
 from moe_rl.measure.moments import Moments, Shares, SiteShares
 from moe_rl.routing import ChangeCounts, change_counts, flips_per_token, site_change, slot_change
-from moe_rl.routing.expert_load import expert_load, load_cv, load_entropy
+from moe_rl.routing.router_stats import expert_load, load_cv, load_entropy
 
 KINDS = ("natural", "replayed", "routing")
 """Log-ratios whose distribution is kept: f(new,new), f(new,old) and f(old,new), each minus f(old,old)."""

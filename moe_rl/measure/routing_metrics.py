@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_rl.measure.peer_metrics import load_violation
 from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token
 from moe_rl.routing.change import active_set_churn, expert_load, load_cv, load_entropy
-from moe_rl.routing.router_scores import boundary_margin, router_js, router_kl
+from moe_rl.routing.router_stats import boundary_margin, router_js, router_kl
 
 
 def change_metrics(counts: ChangeCounts) -> dict[str, Any]:

@@ -10,15 +10,22 @@ from moe_rl.routing.change import (
     slot_change,
     token_change,
 )
+from moe_rl.routing.contexts import Attachment, attach, noisy_routes, record_margins, record_routes, replay_routes
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
-from moe_rl.routing.expert_load import active_set_churn, expert_load, load_cv, load_entropy
 from moe_rl.routing.recording import Recording
 from moe_rl.routing.replay import Replay
-from moe_rl.routing.router_scores import boundary_margin, router_js, router_kl, router_shift
+from moe_rl.routing.router_stats import (
+    active_set_churn,
+    boundary_margin,
+    expert_load,
+    load_cv,
+    load_entropy,
+    router_js,
+    router_kl,
+    router_shift,
+)
 from moe_rl.routing.routes import RoutedExperts
-from moe_rl.routing.site_names import canonical_site
-from moe_rl.routing.sites import Site, find_sites, routing_sites
-from moe_rl.routing.tap import Attachment, attach, noisy_routes, record_routes, replay_routes
+from moe_rl.routing.sites import Site, canonical_site, find_sites, routing_sites
 
 __all__ = [
     "Attachment",
@@ -42,6 +49,7 @@ __all__ = [
     "load_cv",
     "load_entropy",
     "noisy_routes",
+    "record_margins",
     "record_routes",
     "replay_routes",
     "router_js",

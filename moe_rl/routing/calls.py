@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class Call:
     closed, a Call takes no more results.
     """
 
-    def __init__(self, inputs: dict[str, Any], sites: int, check: bool = True) -> None:
+    def __init__(self, inputs: dict[str, Any], sites: int, frame: FrameType | None = None) -> None:
         ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
         given = ids if ids is not None else embeds
         if given is None or given.ndim < 2:
@@ -41,12 +42,13 @@ class Call:
         self.caches = self.cache is not None or inputs.get("use_cache") is True  # asked for: the rest comes with it
         self.past = _seen(self.cache)
         self.jobs: list[Job | None] = [None] * sites
-        self.chosen: list[Tensor | None] = [None] * sites
+        self.chosen: list[Tensor | None] = [None] * sites  # `[B·S,K]`, as they reached the experts
         self.fired = [False] * sites
+        self.frame = frame  # the call of the model; None where it is compiled
         self.grad = torch.is_grad_enabled()  # without gradients nothing is recomputed
-        self.capture = False
-        self.disturb: Callable[..., Tensor] | None = None  # see noise.py
+        self.disturb: Callable[..., Tensor] | None = None  # see rerun.py
         self.disturbed = [False] * sites
+        self.rerun = False  # a router (or a block, with its experts) runs for `disturb`
         self.open = True
 
     @property
@@ -62,12 +64,26 @@ class Call:
     def close(self, names: list[str]) -> None:
         """End of the forward: every site has fired, or the result would be silently partial."""
         self.open = False
-        if not all(self.fired):
-            silent = [name for name, fired in zip(names, self.fired, strict=True) if not fired]
+        self.frame = None
+        silent = [name for name, ids in zip(names, self.chosen, strict=True) if ids is None]
+        if silent:
             raise RoutingError(
                 f"{len(silent)} of {len(names)} routing sites did not run in this forward, first {silent[0]}: a fused "
-                "or replaced MoE block that bypasses its router, or layers that were skipped"
+                "or replaced MoE block that bypasses its router or its experts, or layers that were skipped"
             )
+
+    def kept(self) -> Tensor | None:
+        """`[L,B·S]` bool: did the experts get what was forced? None if nothing was."""
+        if all(job is None or job.forced is None for job in self.jobs):
+            return None
+        pairs = [(job, ids) for job, ids in zip(self.jobs, self.chosen, strict=True) if ids is not None]
+        wanted = [ids if job is None or job.forced is None else job.forced for job, ids in pairs]
+        device = wanted[0].device
+        forced = torch.stack([ids if ids.device == device else ids.to(device) for ids in wanted])
+        kept = torch.stack([ids if ids.device == device else ids.to(device) for _, ids in pairs]) == forced
+        if any(job is not None and job.holes != "none" for job, _ in pairs):
+            kept |= forced < 0
+        return kept.all(-1)
 
     def forget(self) -> None:
         """Keep what a recomputation needs (the forced routes), and nothing else: it may wait for a late backward."""
@@ -80,20 +96,37 @@ class Call:
 
 @no_type_check
 class Left:
-    """A KV cache as a call left it, to recognise the call that goes on with it and to see what happened in between."""
+    """A KV cache as a call left it, to recognise the call that goes on with it and to see what happened in between.
+
+    The proof that its rows are still the same sequences: it holds the very tensors that it held, unchanged (torch
+    counts the changes of a tensor), or views of them (a cropped cache). Where that cannot be seen (inference mode, an
+    offloaded or a compiled cache), a sum of the keys of each token, taken over their bits, is compared.
+    """
 
     def __init__(self, cache: Any, length: int) -> None:
-        self._cache, self._keys, self.length = weakref.ref(cache), _keys(cache), length
+        self._cache, self.length = weakref.ref(cache), length
+        eager = not torch.compiler.is_compiling() and not getattr(cache, "offloading", False)
+        self._places = _places(cache) if eager else None
+        self._sums = _sums(cache) if self._places is None or getattr(cache, "is_compileable", False) else None
 
     def continued_by(self, call: Call) -> bool:
         return call.past > 0 and self._cache() is call.cache
 
-    def reordered(self, call: Call) -> bool:
-        """Whether rows of a call that continues this one are other sequences now (a cropped cache keeps its rows). A
-        call that is compiled cannot tell, and cannot be told: prefill without compilation, decode with it."""
-        if call.past != self.length or self._keys is None:
-            return False
-        return _keys(call.cache) not in (None, self._keys)
+    def changed(self, call: Call) -> bool | Tensor:
+        """Before a call that continues this one: are rows of the cache other sequences now, as far as can be proven?
+        A tensor where the answer is on the device: nothing waits for it."""
+        if self._places is not None and not torch.compiler.is_compiling():
+            now = _places(call.cache) or []
+            if len(now) == len(self._places) and all(
+                new() is old() and rest == before
+                for (new, *rest), (old, *before) in zip(now, self._places, strict=True)
+            ):
+                return False
+        before, sums = self._sums, None if self._sums is None else _sums(call.cache)
+        if before is None or sums is None or sums.shape[0] != before.shape[0]:
+            return True
+        known = min(call.past, self.length, sums.shape[1])
+        return (sums[:, :known] != before[:, :known].to(sums.device)).any()
 
 
 @no_type_check
@@ -105,6 +138,7 @@ class Joined:
         self.length = 0
         self.pieces: list[tuple[Tensor, ...]] = []
         self.refused: str | None = None
+        self.changed: bool | Tensor = False
         self.left: Left | None = None
 
     def start(self, length: int, *parts: Tensor) -> None:
@@ -114,11 +148,8 @@ class Joined:
 
     def check(self, call: Call) -> None:
         """Before a call that continues this one: is the cache as it was left?"""
-        if self.left is not None and self.left.reordered(call):
-            self.refused = (
-                "the KV cache was reordered between two calls (beam search, or sequences leaving the batch): rows of "
-                "one call do not continue the same rows of the call before. `.steps` has each call by itself"
-            )
+        if self.left is not None:
+            self.changed = self.changed | self.left.changed(call)
         if call.batch != self.batch:
             self.refused = (
                 f"the batch changed from {self.batch} to {call.batch} sequences between two calls on one KV cache"
@@ -143,6 +174,8 @@ class Joined:
 
     def parts(self) -> tuple[Tensor, ...]:
         """The joined tensors, `[B,T,...]`."""
+        if bool(self.changed):
+            raise RoutingError(f"{CHANGED}. `.steps` has each call by itself")
         if self.refused:
             raise RoutingError(self.refused)
         return tuple(torch.cat(part, dim=1) for part in zip(*self.pieces, strict=True))
@@ -209,13 +242,38 @@ def _seen(cache: Any) -> int:
         return -1
 
 
+CHANGED = (
+    "the KV cache was reordered or changed between two calls (beam search, sequences leaving the batch, a cache that "
+    "was moved or edited): nothing proves that its rows are the same sequences as before"
+)
+
+
 @no_type_check
-def _keys(cache: Any) -> int | None:
-    """Where the cache keeps its first keys after a call. Cropping keeps the place, reordering allocates another."""
-    if cache is None or torch.compiler.is_compiling() or getattr(cache, "offloading", False):
-        return None
+def _places(cache: Any) -> list[Any] | None:
+    """Of every tensor in the layers of a cache: what it is (or is a view of), how often that was written to, and where
+    its rows lie. Cropping changes nothing of this. None where torch does not say (inference mode, torch.func)."""
+    found: list[Any] = []
+    for layer in getattr(cache, "layers", ()):
+        for value in vars(layer).values():
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.numel():
+                    whole = tensor if tensor._base is None else tensor._base
+                    try:
+                        count, start = whole._version, tensor.data_ptr()
+                    except (RuntimeError, NotImplementedError):
+                        return None
+                    found.append((weakref.ref(whole), count, start, tensor.stride(0), tensor.shape[0]))
+    return found or None
+
+
+@no_type_check
+def _sums(cache: Any) -> Tensor | None:
+    """`[B,T]`: over the bits of the first layer's keys, so that the order of summation cannot matter."""
     for layer in getattr(cache, "layers", ()):
         keys = getattr(layer, "keys", None)
-        if isinstance(keys, Tensor) and keys.numel():
-            return keys.untyped_storage().data_ptr()
+        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel():
+            if getattr(cache, "offloading", False) and torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copy to the CPU may still be under way
+            words = keys.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[keys.itemsize])
+            return words.sum(dim=(1, 3), dtype=torch.int64)
     return None

@@ -26,10 +26,18 @@ from jaxtyping import Bool, Float, Int, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.expert_load import active_set_churn, expert_load, load_cv, load_entropy
-from moe_rl.routing.router_scores import boundary_margin, router_js, router_kl, router_shift
+from moe_rl.routing.packing import changed_slots, compact
+from moe_rl.routing.router_stats import (
+    active_set_churn,
+    boundary_margin,
+    expert_load,
+    load_cv,
+    load_entropy,
+    router_js,
+    router_kl,
+    router_shift,
+)
 from moe_rl.routing.routes import RoutedExperts
-from moe_rl.routing.set_match import changed_slots, compact
 
 __all__ = [
     "ChangeCounts",

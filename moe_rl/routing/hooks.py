@@ -2,17 +2,18 @@
 
 One `Tap` per model. Its hooks are on the model while a context is open or the model is attached; nothing of them is
 left behind. Listeners (the open contexts) stand in a list, outermost first; each is told when a call of the model
-begins and when it ends.
+begins and when it ends. Per site there are three hooks: before the router (enter the mode that answers its selection),
+after it (leave the mode), and before the experts (read the ids that reach them: what is recorded, and the proof that
+what was forced was used).
 """
 
 import inspect
-import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_rl.routing.calls import Call
+from moe_rl.routing.checkpoints import Checkpoints, refuse_by_hand, same, stack
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.selection import Job, Probe, Selection, selection_mode
+from moe_rl.routing.evidence import kept_slots
+from moe_rl.routing.selection import Probe, Selection, selection_mode
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
@@ -34,6 +37,8 @@ class Listener(Protocol):
 
     def end(self, call: Call, cache: Any) -> None: ...
 
+    def finish(self) -> None: ...
+
 
 def _inert(*_: Any) -> None:
     """What our hooks become in a copy of the model."""
@@ -41,72 +46,13 @@ def _inert(*_: Any) -> None:
 
 @no_type_check
 class _Hook(partial):
-    """A hook that is not in a deep copy of its model, and does nothing in a pickle of it."""
-
-    module: nn.Module
+    """A hook that does nothing in a copy of its model, deep or pickled: that model has hooks of its own."""
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Callable[..., None]:
-        twin = memo.get(id(self.module))  # its hooks are still to come: swept when the whole copy is made
-        if twin is not None:
-            memo.setdefault(_Sweep, _Sweep()).twins.append(twin)
         return _inert
 
     def __reduce__(self) -> Any:
-        return _same, (_inert,)
-
-
-class _Sweep:
-    """Lives in the memo of a deepcopy; its end is the end of the copying, when inert hooks can be taken off."""
-
-    def __init__(self) -> None:
-        self.twins: list[nn.Module] = []
-
-    def __del__(self) -> None:
-        for twin in self.twins:
-            own = vars(twin)
-            for hooks, *flags in _HOOK_TABLES:
-                for key in [key for key, hook in own.get(hooks, {}).items() if hook is _inert]:
-                    for table in (hooks, *flags):
-                        own[table].pop(key, None)
-
-
-_HOOK_TABLES = (
-    ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
-    ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
-)
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-class _Segments:
-    """A checkpoint function whose recomputation, however late, runs under the Call of its forward."""
-
-    def __init__(self, tap: "Tap", original: Callable[..., Any]) -> None:
-        self.tap, self.original = tap, original
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tap, call = self.tap, self.tap.call
-        if call is None:
-            return self.original(function, *args, **kwargs)
-
-        def segment(*inner: Any, **named: Any) -> Any:
-            with tap.resumed(call):
-                return function(*inner, **named)
-
-        return self.original(segment, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return self.original
-
-    def __reduce__(self) -> Any:
-        return _same, (self.original,)
-
-
-_CHECKPOINT_ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")  # transformers, torch's checkpoint_wrapper
-_CHECKPOINTING = "gradient_checkpointing"
-_CHECKPOINT_KEYS = {_CHECKPOINTING, "checkpoint_fn"}
+        return same, (_inert,)
 
 
 @no_type_check
@@ -117,18 +63,21 @@ class Tap:
         self.root, self.sites, self.boundary = model, sites, boundary
         self.names = [site.name for site in sites]
         self.parameters = list(inspect.signature(self.boundary.forward).parameters)
-        self.probes: list[Probe] = []
+        self.probes: list[Probe] = []  # what the self-check learned last
+        self.modes: dict[bool, list[Probe | None]] = {}  # by train mode: it may differ in how a router selects
+        self._none: list[Probe | None] = [None] * len(sites)
+        self.examining = False  # the self-check is under way, and judges for itself
         self.listeners: list[Listener] = []
+        self.thread = 0  # that opened the contexts
         self.users = 0
         self.call: Call | None = None
+        self._resumed: dict[int, Call] = {}  # recomputations under way, by thread
         self._counted: tuple[Any, int] = (None, 0)  # a weak reference to the last cache, and how far it went
-        self._modes: dict[int, Selection] = {}  # entered and not left, by site
+        self._entered: dict[int, Selection] = {}  # and not left, by site
+        self._looked: set[int] = set()  # sites without `arrival` whose output was looked at in this context
+        self.lost = torch.zeros(len(sites), dtype=torch.int64)  # rows that were forced and not used, by site
         self._handles: list[Any] = []
-        self._wrapped: list[tuple[nn.Module, str]] = []
-        self._checkpointed = [
-            m for m in boundary.modules() if hasattr(type(m), _CHECKPOINTING) or vars(m).keys() & _CHECKPOINT_KEYS
-        ]
-        self._segments = 0
+        self.checkpoints = Checkpoints(self)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -139,29 +88,28 @@ class Tap:
         for index in range(len(self.sites)):
             for module in self.scope(index):
                 self._add(module, self.before_site, self.after_site, index)
-        self.wrap_checkpoints()
+            experts = self.experts(index)
+            if experts is not None:
+                hook = _Hook(self.before_experts, index)
+                self._handles.append(experts.register_forward_pre_hook(hook, with_kwargs=True))
+        self.checkpoints.find()
+        self.checkpoints.follow()
 
     def _add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], *first: int) -> None:
-        enter, leave = _Hook(before, *first), _Hook(after, *first)
-        enter.module = leave.module = module
-        self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+        self._handles.append(module.register_forward_pre_hook(_Hook(before, *first), with_kwargs=True))
+        self._handles.append(module.register_forward_hook(_Hook(after, *first), always_call=True))
 
     def unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for module, name in self._wrapped:
-            own = module.__dict__.get(name)
-            if isinstance(own, _Segments):
-                setattr(module, name, own.original)
-        self._wrapped.clear()
+        self.checkpoints.unfollow()
         self._counted = (None, 0)
 
     def abandon(self) -> None:
         """Leave modes that a KeyboardInterrupt left open (torch runs no hook then), and forget the call."""
-        while self._modes:
-            self._modes.popitem()[1].__exit__(None, None, None)
+        while self._entered:
+            self._entered.popitem()[1].__exit__(None, None, None)
         self.call = None
 
     def scope(self, index: int) -> tuple[nn.Module, ...]:
@@ -169,26 +117,26 @@ class Tap:
         depth = self.probes[index].depth if self.probes else 0
         return self.sites[index].modules if depth == 0 else (self.sites[index].parents[depth - 1],)
 
-    def wrap_checkpoints(self) -> None:
-        for module in self._checkpointed:
-            for name in _CHECKPOINT_ATTRIBUTES:
-                own = vars(module).get(name)
-                if callable(own) and not isinstance(own, _Segments):
-                    setattr(module, name, _Segments(self, own))
-                    self._wrapped.append((module, name))
+    def experts(self, index: int) -> nn.Module | None:
+        """The module that the selected ids reach, where they reach one as they are."""
+        arrival = self.probes[index].arrival if self.probes else None
+        return None if arrival is None else getattr(self.sites[index].parents[0], arrival[0])
 
     @contextmanager
     def resumed(self, call: Call) -> Iterator[None]:
         """Run a segment of `call` again (or for the first time), with hooks even after the context was left."""
-        before, hooked = self.call, bool(self._handles)
+        thread, hooked = threading.get_ident(), bool(self._handles)
+        before, outer = self._resumed.get(thread), self.call
         self.hook()
-        self.call = call
-        self._segments += 1
+        self._resumed[thread] = self.call = call
         try:
             yield
         finally:
-            self._segments -= 1
-            self.call = before
+            self.call = outer
+            if before is None:
+                del self._resumed[thread]
+            else:
+                self._resumed[thread] = before
             if not hooked:
                 self.unhook()
 
@@ -197,31 +145,39 @@ class Tap:
     def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.listeners:
             return
-        if self._modes:
-            self.abandon()  # a call that was interrupted, inside this very context
+        frame = None
         if not torch.compiler.is_compiling():
+            where = type(module).__name__
+            if threading.get_ident() != self.thread:
+                self._refuse_thread(where)
+            if stack(None)[1]:
+                refuse_by_hand(where)
+            if self._entered:
+                self.abandon()  # a call that was interrupted, inside this very context
             if torch.is_grad_enabled():
-                self.wrap_checkpoints()  # gradient checkpointing may have been switched on since
-            if _may_recompute():
-                _refuse_checkpoint_by_hand(type(module).__name__)
+                self.checkpoints.follow()  # gradient checkpointing may have been switched on since
+            frame = sys._getframe(1)
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        call = Call(inputs, len(self.sites))
+        call = Call(inputs, len(self.sites), frame)
         if call.past < 0:
             cache, length = self._counted
             call.past = length if cache is not None and cache() is call.cache else 0
         for listener in self.listeners:
             listener.begin(call)
-        if call.capture:
-            for index, probe in enumerate(self.probes):
-                if probe.output is None:  # only the mode sees what is selected here
-                    call.job(index)
+        for index, probe in enumerate(self.probes):
+            if probe.arrival is None and probe.output is None:  # only the mode sees what is selected here
+                call.job(index)
         self.call = call
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        call, self.call = self.call, None
-        if call is None or output is None:  # not listening, or the forward raised
+        call = self.call
+        if call is None or not (torch.compiler.is_compiling() or threading.get_ident() == self.thread):
+            return  # not listening, or a call of another thread, which was refused
+        self.call = None
+        if output is None:  # the forward raised
             return
         call.close(self.names)
+        self.prove(call)
         cache = call.cache if call.cache is not None else getattr(output, "past_key_values", None)
         for listener in self.listeners:
             listener.end(call, cache)
@@ -229,77 +185,188 @@ class Tap:
         call.forget()
 
     def before_site(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = self.call
+        compiled = torch.compiler.is_compiling()
+        call = self.call if compiled else self.asking(index)
         if call is None:
-            if self.listeners:
-                raise RoutingError(
-                    f"site {self.names[index]} ran outside a call of {type(self.boundary).__name__}: part of the model "
-                    "was called by itself, or recomputed by a checkpoint that was set by hand (use "
-                    "model.gradient_checkpointing_enable(), which replay follows)"
-                )
             return
-        if call.open:
-            if call.fired[index]:
-                raise RoutingError(
-                    f"site {self.names[index]} ran twice in one forward: one router that "
-                    "several layers share cannot be told apart"
-                )
-            if call.grad and not self._segments and not torch.compiler.is_compiling() and _may_recompute():
-                _refuse_checkpoint_by_hand(self.names[index])
+        if call.open and call.fired[index]:
+            raise RoutingError(
+                f"site {self.names[index]} ran twice in one forward: one router that several layers share cannot be "
+                "told apart"
+            )
         if call.disturb is not None and not call.disturbed[index] and not self.sites[index].fixed:
             call.disturbed[index] = True  # a recomputation finds the noisy choice in its job
-            ids = call.disturb(self.names[index], self.probes[index], module, args, kwargs)
+            call.rerun = True
+            ids = call.disturb(self.names[index], self.checked(index, module), module, args, kwargs)
+            call.rerun = False
             call.job(index).underlay(ids)
         job = call.jobs[index]
         if job is not None:
-            mode = selection_mode(self.names[index], self.probes[index], job, module.training)
+            frame = None if compiled else sys._getframe(1)
+            mode = selection_mode(self.names[index], self.checked(index, module), job, frame)
             mode.__enter__()
-            self._modes[index] = mode
+            self._entered[index] = mode
 
     def after_site(self, index: int, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        mode = self._modes.pop(index, None) if self._modes else None
+        mode = self._entered.pop(index, None) if self._entered else None
         if mode is not None:
             mode.__exit__(None, None, None)
-        call = self.call
-        if call is None or output is None or not call.open:
+        call = self.now()
+        if call is None or output is None:
+            return
+        if mode is not None and not self.sites[index].fixed and not self.examining:
+            mode.check()
+        if not call.open:
             return
         call.fired[index] = True
-        if call.capture:
-            call.chosen[index] = self.read(index, call.jobs[index], output)
-
-    def read(self, index: int, job: Job | None, output: Any) -> Tensor:
         probe = self.probes[index]
-        ids = job.chosen if job is not None else output[probe.output] if probe.output is not None else None
+        if probe.arrival is None:
+            chosen = call.job(index).chosen if probe.output is None else output[probe.output]
+            self.reached(call, index, chosen)
+            if probe.output is None and not self.examining:
+                self.look(index, chosen, output)
+
+    def look(self, index: int, chosen: Any, output: Any) -> None:
+        """Once per context, at a site whose ids arrive in a form of their own: are they in what the router returns?"""
+        if index in self._looked or torch.compiler.is_compiling():
+            return
+        self._looked.add(index)
+        if kept_slots(chosen, output, [], self.probes[index].num_experts) is None:
+            raise RoutingError(f"site {self.names[index]}: {_LOST}")
+
+    def before_experts(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = self.now()
+        if call is None or not call.open or call.rerun:
+            return
+        arrival = self.probes[index].arrival
+        if arrival is None:  # the self-check is under way, and has yet to find out
+            return
+        place = arrival[1]
+        ids = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
+        if not isinstance(ids, Tensor):
+            raise RoutingError(
+                f"site {self.names[index]}: {type(module).__name__} was called without the ids that it was given as "
+                f"argument {place!r} when the model was checked. Was the block replaced inside the context?"
+            )
+        if call.chosen[index] is not None:
+            raise RoutingError(f"site {self.names[index]}: its experts were called twice in one forward")
+        self.reached(call, index, ids)
+
+    def reached(self, call: Call, index: int, ids: Tensor | None) -> None:
         if ids is None:
             raise RoutingError(f"site {self.names[index]} made no selection in this forward")
-        return ids if ids.ndim == 2 and ids.shape[1] == probe.k else ids.reshape(-1, probe.k)
+        k = self.probes[index].k
+        call.chosen[index] = ids if ids.ndim == 2 and ids.shape[1] == k else ids.reshape(-1, k)
+
+    # -- whose call is it ---------------------------------------------------------------------------------------------
+
+    def now(self) -> Call | None:
+        """The Call that this thread is in."""
+        if torch.compiler.is_compiling():
+            return self.call
+        if self._resumed and (own := self._resumed.get(threading.get_ident())) is not None:
+            return own
+        return self.call if self.call is not None and threading.get_ident() == self.thread else None
+
+    def asking(self, index: int) -> Call | None:
+        """The Call under which a router runs; None where it is left to itself. Anything that is neither is refused."""
+        if not self.listeners and not self._resumed:
+            return None
+        call = self.now()
+        if call is not None and (call.frame is None or not call.open):  # compiled; recomputed
+            return call
+        inside, checkpointed = stack(None if call is None else call.frame)
+        if call is not None and inside:
+            if checkpointed and call.grad and threading.get_ident() not in self._resumed:
+                refuse_by_hand(self.names[index])
+            return call
+        if not self.listeners or checkpointed:
+            return None  # recomputation of a forward from before the context: as live as that was
+        if threading.get_ident() != self.thread:
+            self._refuse_thread(self.names[index])
+        raise RoutingError(
+            f"site {self.names[index]} ran outside a call of {type(self.boundary).__name__}: part of the model was "
+            "called by itself, or recomputed by a checkpoint that is not known. Call the whole model; of checkpoints, "
+            "model.gradient_checkpointing_enable() is followed"
+        )
+
+    def checked(self, index: int, module: nn.Module) -> Probe:
+        """What the self-check knows of a router in the mode that it is in."""
+        probe = self.probes[index] if self.examining else self.modes.get(module.training, self._none)[index]
+        if probe is None:
+            mode, other = ("train", "eval") if module.training else ("eval", "train")
+            raise RoutingError(
+                f"site {self.names[index]} is in {mode} mode, but the model was checked in {other} mode, and a router "
+                f"may select in another way there: call model.{mode}() before the context is opened"
+            )
+        return probe
+
+    def _refuse_thread(self, where: str) -> None:
+        owner = next((t.name for t in threading.enumerate() if t.ident == self.thread), "that has ended")
+        raise RoutingError(
+            f"{where} was called in thread {threading.current_thread().name!r} while thread {owner!r} has a context "
+            "(record, replay, noise) open on this model: their routes would mix. Give each thread a copy of the model, "
+            "or let one wait until the other has left its context"
+        )
+
+    # -- proof --------------------------------------------------------------------------------------------------------
+
+    def prove(self, call: Call) -> None:
+        """The experts got what was forced. On a device, and where compiled, that is added up, and read by `settle`."""
+        kept = None if self.examining else call.kept()
+        if kept is None:
+            return
+        if kept.device.type != "cpu" or torch.compiler.is_compiling():
+            self.lost = self.lost + (~kept).sum(-1)
+        elif not bool(kept.all()):
+            self._refuse_lost((~kept).sum(-1))
+
+    def settle(self) -> None:
+        """RoutingError if any row was forced whose experts were others; waits for the device once."""
+        lost, self.lost = self.lost, torch.zeros_like(self.lost)
+        if bool(lost.any()):
+            self._refuse_lost(lost)
+
+    def _refuse_lost(self, lost: Tensor) -> None:
+        counts = lost.tolist()
+        site = next(name for name, count in zip(self.names, counts, strict=True) if count)
+        raise RoutingError(
+            f"site {site}: in {max(counts)} rows (in {sum(counts)} of all sites) {_LOST}. Nothing that was computed in "
+            "this context is a replay"
+        )
+
+    @contextmanager
+    def listen(self, listener: Listener) -> Iterator[None]:
+        """A context is open."""
+        if self.listeners and self.thread != threading.get_ident():
+            self._refuse_thread(f"a context of {type(self.boundary).__name__}")
+        self.thread = threading.get_ident()
+        self.lost = torch.zeros(len(self.sites), dtype=torch.int64, device=device_of(self.boundary))
+        self._looked.clear()
+        self.users += 1
+        self.hook()
+        self.listeners.append(listener)
+        try:
+            yield
+        finally:
+            self.listeners.remove(listener)
+            self.abandon()
+            self.users -= 1
+            if not self.users:
+                self.unhook()
+        self.settle()
+        listener.finish()
 
 
-_CHECKPOINT_FILES = (
-    os.path.join("torch", "utils", "checkpoint.py"),
-    os.path.join("activation_checkpointing", "checkpointing.py"),
+_LOST = (
+    "the experts got others than were forced: something behind the selection chose again (a branch that did not run "
+    "when the model was checked, a module that was replaced since)"
 )
 
 
-_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_forward_gradients = torch._C._is_fwd_grad_enabled
-
-
-@no_type_check
-def _may_recompute() -> bool:
-    """Cheap sign of a checkpoint set by hand: saved-tensor hooks, or the inside of an autograd function, which unlike
-    plain `no_grad` also has forward-mode gradients off."""
-    return _saved_tensor_hooks(True) is not None or not _forward_gradients()
-
-
-def _refuse_checkpoint_by_hand(where: str) -> None:
-    """torch.utils.checkpoint around the model or a layer, not through transformers: it recomputes out of reach."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_CHECKPOINT_FILES):
-            raise RoutingError(
-                f"{where} runs inside torch.utils.checkpoint that was set up by hand: its recomputation in the "
-                "backward pass cannot be told which routes its forward had. Use "
-                "model.gradient_checkpointing_enable() or torch's checkpoint_wrapper, which are followed"
-            )
-        frame = frame.f_back
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model computes: what accelerate offloads lies on the meta device between its calls."""
+    if model.device.type != "meta":
+        return model.device
+    places = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in model.modules())
+    return torch.device(next((place for place in places if place is not None), "meta"))

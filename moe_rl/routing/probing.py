@@ -1,7 +1,8 @@
 """A few tokens through a model, to see what its routers do: for the self-check only."""
 
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.routing.calls import Call
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
-from moe_rl.routing.hooks import Tap
+from moe_rl.routing.hooks import Tap, device_of
 from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job
 
 
@@ -33,8 +34,27 @@ class Seen:
     linear: list[int] = field(default_factory=list)  # output widths of linear maps before the last topk
     linear_at_topk: list[int] = field(default_factory=list)
     output: tuple[Any, ...] = ()
-    arrived: list[Any] = field(default_factory=list)  # what the modules beside the router were called with
+    arrived: list[tuple[str, dict[int | str, Any]]] = field(default_factory=list)  # calls of the modules beside it
     ran: int = 0
+
+    @property
+    def arguments(self) -> list[Any]:
+        return [value for _, arguments in self.arrived for value in arguments.values()]
+
+    def arrival_of(self, ids: Tensor) -> tuple[str, int | str] | None:
+        """The module beside the router that is called once, and that argument of it which is just these ids."""
+        names = [name for name, _ in self.arrived]
+        for name, arguments in self.arrived:
+            for place, value in arguments.items():
+                if (
+                    names.count(name) == 1
+                    and isinstance(value, Tensor)
+                    and not value.is_floating_point()
+                    and value.numel() == ids.numel()
+                    and torch.equal(value.reshape(ids.shape), ids.to(value.dtype))
+                ):
+                    return name, place
+        return None
 
 
 class _Watch(TorchFunctionMode):
@@ -63,7 +83,6 @@ class _Force:
         self.used: list[Tensor | None] | None = None
 
     def begin(self, call: Call) -> None:
-        call.capture = True
         for index, (site, ids) in enumerate(zip(self.tap.sites, self.forced, strict=True)):
             if not site.fixed:
                 call.jobs[index] = Job(ids)
@@ -71,18 +90,19 @@ class _Force:
     def end(self, call: Call, cache: Any) -> None:
         self.used = call.chosen
 
+    def finish(self) -> None:
+        pass
+
 
 def forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> tuple[Tensor, list[Tensor | None]]:
     """Output under forced routes, and what each site used."""
     listener = _Force(tap, forced)
-    tap.listeners.append(listener)
-    tap.hook()
+    outer, tap.listeners = tap.listeners, []
     try:
-        out = forward(tap, batch, length)
+        with tap.listen(listener):
+            out = forward(tap, batch, length)
     finally:
-        tap.listeners.remove(listener)
-        tap.abandon()
-        tap.unhook()
+        tap.listeners = outer
     if listener.used is None:
         raise UnsupportedModelError(f"{type(tap.boundary).__name__} was not called by {type(tap.root).__name__}")
     return out, listener.used
@@ -96,7 +116,8 @@ def forward(tap: Tap, batch: int, length: int) -> Tensor:
     table = tap.boundary.get_input_embeddings().weight
     assert isinstance(table, Tensor)
     vocabulary = int(table.shape[0])
-    ids = (torch.arange(batch * length, device=tap.boundary.device) * 7 + 1) % vocabulary
+    ids = (torch.arange(batch * length, device=device_of(tap.boundary)) * 7 + 1) % vocabulary
+    torch.manual_seed(0)  # dropout and jitter of train mode alike in every forward; `quiet` puts the state back
     try:
         try:
             out = model(input_ids=ids.reshape(batch, length))
@@ -117,37 +138,50 @@ def forward(tap: Tap, batch: int, length: int) -> Tensor:
 
 
 @contextmanager
-def quiet(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, and afterwards the modes and random states of before."""
-    modes = [(m, m.training) for m in model.modules()]
+def quiet(tap: Tap) -> Iterator[None]:
+    """Nothing is proven, compiled or differentiated, and afterwards random states and buffers are those of before."""
+    model, tap.examining = tap.boundary, True
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng(devices=sorted(devices)), warnings.catch_warnings():
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if "torch._dynamo" in sys.modules:  # layers that were compiled on their own would not show what they do
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         try:
-            for module, _ in modes:
-                module.training = False
             yield
         finally:
-            for module, training in modes:
-                module.training = training
+            tap.examining = False
+            for buffer, value in buffers:
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
-def watch(tap: Tap, depths: list[int], batch: int, length: int) -> list[Seen]:
-    modes: list[_Watch] = []
-    with ExitStack() as stack, evidence(tap, depths) as seen:
+@contextmanager
+def around(tap: Tap, depths: list[int], mode: Callable[[int], TorchFunctionMode]) -> Iterator[None]:
+    """Every router runs under a mode of its own."""
+    modes: list[TorchFunctionMode] = []
 
-        def enter(index: int) -> None:
-            mode = _Watch(seen[index])
-            modes.append(mode)
-            mode.__enter__()
+    def enter(index: int) -> None:
+        modes.append(mode(index))
+        modes[-1].__enter__()
 
-        def leave(*_: Any) -> None:
-            modes.pop().__exit__(None, None, None)
+    def leave(*_: Any) -> None:
+        modes.pop().__exit__(None, None, None)
 
+    with ExitStack() as stack:
         for index, depth in enumerate(depths):
             for module in scope_of(tap, index, depth):
                 before = module.register_forward_pre_hook(lambda m, a, i=index: enter(i))
                 stack.callback(before.remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+def watch(tap: Tap, depths: list[int], batch: int, length: int) -> list[Seen]:
+    with evidence(tap, depths) as seen, around(tap, depths, lambda index: _Watch(seen[index])):
         forward(tap, batch, length)
     return seen
 
@@ -177,19 +211,13 @@ def evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[Seen]]:
                 found.ran += 1
                 found.output = tuple(output) if isinstance(output, tuple | list) else (output,)
 
-            def called(m: Any, args: Any, kwargs: Any, found: Seen = found) -> None:
-                found.arrived.append((args, tuple(kwargs.values())))
+            def called(name: str, args: Any, kwargs: Any, found: Seen = found) -> None:
+                found.arrived.append((name, {**dict(enumerate(args)), **kwargs}))
 
             for module in site.modules if depth == 0 else (site.parents[depth - 1],):
                 stack.callback(module.register_forward_hook(returned).remove)
-            for module in site.parents[0].children() if site.parents else ():
+            for name, module in site.parents[0].named_children() if site.parents else ():
                 if module not in site.modules:
-                    stack.callback(module.register_forward_pre_hook(called, with_kwargs=True).remove)
+                    hook = lambda m, a, k, name=name, called=called: called(name, a, k)  # noqa: E731
+                    stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
         yield seen
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """All tensors in nested tuples and lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for item in value for t in tensors_of(item)] if isinstance(value, tuple | list) else []

@@ -1,4 +1,4 @@
-"""What the routers used, kept call by call."""
+"""Recording: the experts that were used, kept call by call."""
 
 from typing import Any
 
@@ -36,11 +36,13 @@ def _rows_of(call: Call, name: str, ids: Tensor | None) -> Tensor:
 
 def wrapped(tap: Tap, names: tuple[str, ...], packed: Tensor, tokens: Tensor) -> RoutedExperts:
     """Packed ids and tokens (-1 = unknown) as RoutedExperts that say where they come from."""
-    meta = {
+    meta: dict[str, Any] = {
         "model": getattr(tap.boundary.config, "name_or_path", "") or "",
         "class": type(tap.boundary).__name__,
         "transformers": transformers.__version__,
     }
+    if fixed := [name for name, site in zip(names, tap.sites, strict=True) if site.fixed]:
+        meta["hash_routed"] = fixed  # a table over token ids, which may name an expert twice
     experts = [probe.num_experts for probe in tap.probes]
     known = tokens if bool((tokens >= 0).any()) else None
     return RoutedExperts._trusted(packed, names, experts, tokens=known, meta=meta)
@@ -65,7 +67,7 @@ def one_width(tap: Tap) -> None:
 
 @no_type_check
 class Recording:
-    """What the routers used. Rows are detached and packed as they come.
+    """The experts that were used, as their ids reached them. Rows are packed as they come.
 
     `.routes`: all of it as one RoutedExperts: one forward, one generate() (`[B,P+G-1,L,K]`: the last sampled token was
         never routed), or several forwards of one length, joined along the batch.
@@ -79,12 +81,14 @@ class Recording:
         self._dtype = packed_dtype(max(probe.num_experts for probe in tap.probes))
 
     def begin(self, call: Call) -> None:
-        call.capture = True
         self._seen.begin(call)
 
     def end(self, call: Call, cache: Any) -> None:
         packed = stacked(self._tap, call, call.chosen, self._dtype)
         self._seen.end(call, cache, (packed, tokens_of(call, packed)), (torch.iinfo(packed.dtype).max, -1))
+
+    def finish(self) -> None:
+        pass  # what cannot be joined is said where it is asked for
 
     def _wrap(self, parts: tuple[Tensor, ...]) -> RoutedExperts:
         return wrapped(self._tap, self._names, *parts)
@@ -102,5 +106,5 @@ class Recording:
     @property
     def routes(self) -> RoutedExperts:
         """Everything, joined along the batch. Raises RoutingError where nothing was seen, where lengths differ, and
-        where the KV cache was reordered between calls (beam search)."""
+        where nothing proves that the KV cache kept its rows between calls (beam search)."""
         return self._wrap(self._seen.together())

@@ -1,4 +1,4 @@
-"""Forcing routes on the calls of a model, and counting what was forced."""
+"""Replay: routes are forced on the calls of a model, and what was proven to reach the experts is counted."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -7,22 +7,26 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.routing.calls import Call, Collected, Left
+from moe_rl.routing.calls import CHANGED, Call, Collected, Left
+from moe_rl.routing.change import ChangeCounts, change_counts
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.hooks import Tap
+from moe_rl.routing.hooks import Tap, device_of
 from moe_rl.routing.recording import one_width, stacked, tokens_of, wrapped
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Holes
-from moe_rl.routing.site_names import match_sites
+from moe_rl.routing.sites import match_sites
 from moe_rl.routing.traced import no_type_check
 
 
 @no_type_check
 class Replay:
-    """Forces routes, and counts.
+    """Forces routes, and counts what is proven: after every call the ids that reached the experts are compared with
+    those that were forced, and a difference is an error (on a CPU at once; on another device, and under torch.compile,
+    where the context ends or a count is read).
 
-    `.replayed_rows`, `.live_rows`: (token, site) rows of all forwards so far that were forced (at least in part) and
-        that were left to the router; fixed sites (hash routing) are neither. `.replayed_fraction` is the share.
+    `.replayed_rows`, `.live_rows`: (token, site) rows of all finished forwards whose experts were those of the routes
+        (at least in the slots that are forced), and the others; fixed sites (hash routing) are neither.
+        `.replayed_fraction` is the share.
     `.shadow`, `.regret`: with `shadow=True`, what the routers would have chosen live, and by how much they prefer it.
     """
 
@@ -44,7 +48,7 @@ class Replay:
         chosen = set(range(len(names)) if sites is None else match_sites(names, sites))
         where = _aligned(routes, names, chosen, tap)
         self._sites = [i for i in sorted(chosen) if not tap.sites[i].fixed]
-        packed = routes.packed.to(tap.boundary.device)
+        packed = routes.packed.to(device_of(tap.boundary))
         self._holes: Holes = "rows" if routes.has_live else "none"
         packed = self._restricted(packed, tokens, slots)
         order = [where[i] for i in self._sites]
@@ -54,9 +58,12 @@ class Replay:
         self._tokens = routes.tokens.to(packed.device) if routes.tokens is not None and check_tokens else None
         self._seen = Collected() if shadow else None
         self._left: Left | None = None
+        self._changed: bool | Tensor = False
+        self._pending = 0  # tokens that calls on one KV cache have forced so far, where more must follow
+        self._now: Any = None  # `[sites,B·S,K]` as forced in the call that is under way, and its holes
         self._choices = sum(not site.fixed for site in tap.sites)
         self._all_rows = 0
-        self._forced_rows: int | Tensor = 0  # a tensor where it had to be counted: read when asked for, not waited for
+        self._rows_kept: int | Tensor = 0  # a tensor where it had to be counted: read when asked for, not waited for
         self.reached = False  # whether any call of the model began inside the context
 
     def _restricted(self, packed: Tensor, tokens: Tensor | None, slots: int | None) -> Tensor:
@@ -81,26 +88,41 @@ class Replay:
 
     def begin(self, call: Call) -> None:
         self.reached = True
-        if call.past and self._left is not None and self._left.continued_by(call) and self._left.reordered(call):
-            raise RoutingError(
-                "the KV cache was reordered between two calls (beam search, or sequences leaving the batch): its rows "
-                "are no longer the sequences that the routes belong to. Replay in one forward over the whole text"
-            )
+        if self._left is not None and self._left.continued_by(call):
+            self._changed = self._changed | self._left.changed(call)
+            if isinstance(self._changed, bool) or self._changed.device.type == "cpu":
+                self._refuse_changed()
+        elif self._pending and not call.past:
+            self._refuse_pending()
         packed, holes = self._rows(call)
         ids = packed.to(torch.int64).reshape(len(self._sites), call.rows, packed.shape[-1])
         if holes != "none":
             ids.masked_fill_(ids == self._sentinel, -1)
+        self._now = ids, holes
         for index, forced in zip(self._sites, ids.unbind(0), strict=True):
             call.job(index).impose(forced, holes)
         if self._seen is not None:
-            call.capture = True
             self._seen.begin(call)
             for index, site in enumerate(self._tap.sites):
                 if not site.fixed:
                     call.job(index).shadow = True
-        forced_rows = len(self._sites) * call.rows if holes == "none" else (ids[..., 0] >= 0).sum()
-        self._forced_rows = self._forced_rows + forced_rows  # not in place: it may come from inference mode
-        self._all_rows += self._choices * call.rows
+
+    def _refuse_changed(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        changed, self._changed = self._changed, False  # said once
+        if bool(changed):
+            raise RoutingError(
+                f"{CHANGED}, and so that these routes are theirs. Replay in one forward over the whole text"
+            )
+
+    def _refuse_pending(self) -> None:
+        used, self._pending = self._pending, 0  # said once
+        raise RoutingError(
+            f"routes for {self._packed.shape[2]} tokens, of which calls with a KV cache used the first {used}, and no "
+            "call went on: without known tokens (or with check_tokens=False) nothing proves that they are of these. "
+            "Cut the routes to these tokens (realign), or replay routes that know their tokens"
+        )
 
     def _rows(self, call: Call) -> tuple[Tensor, Holes]:
         """The packed rows for this call, `[sites,B,S,K]`, checked against its shape and its tokens."""
@@ -144,6 +166,10 @@ class Replay:
             )
 
     def end(self, call: Call, cache: Any) -> None:
+        length, stop = self._packed.shape[2], call.past + call.length
+        self._pending = stop if stop < length and (self._tokens is None or call.tokens is None) else 0
+        self._rows_kept = self._rows_kept + self._count(call)  # not in place: it may come from inference mode
+        self._all_rows += self._choices * call.rows
         self._left = Left(cache, call.past + call.length) if cache is not None else None
         if self._seen is None:
             return
@@ -159,11 +185,27 @@ class Replay:
             regret = (best - used).sum(-1).clamp_(min=0)
         self._seen.end(call, cache, (packed, tokens_of(call, packed), regret), (self._sentinel, -1, 0))
 
+    def _count(self, call: Call) -> int | Tensor:
+        """Rows of this call whose experts were those of the routes. What is forced and was not used is an error
+        (`Tap.prove`), so that all forced rows count but those in which another replay, inside this one, forced more."""
+        (ids, holes), self._now = self._now, None
+        if all(call.job(index).imposed == 1 for index in self._sites):
+            return len(self._sites) * call.rows if holes == "none" else (ids[..., 0] >= 0).sum()
+        used = torch.stack([x.to(ids.device) for x in (call.chosen[index] for index in self._sites) if x is not None])
+        return (((used == ids) | (ids < 0)).all(-1) & (ids >= 0).any(-1)).sum()
+
+    def finish(self) -> None:
+        """At the end of the context: RoutingError where what was forced is not what the routes are for."""
+        self._refuse_changed()
+        if self._pending:
+            self._refuse_pending()
+
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     @property
     def replayed_rows(self) -> int:
-        return int(self._forced_rows)
+        self._tap.settle()
+        return int(self._rows_kept)
 
     @property
     def live_rows(self) -> int:
@@ -177,9 +219,19 @@ class Replay:
 
     @property
     def shadow(self) -> RoutedExperts:
-        """What the routers would have chosen, `[B,T,L,K]`, at hidden states that follow the replay."""
+        """What the routers would have chosen, `[B,T,L,K]`, at hidden states that follow the replay: behind the first
+        site not what they choose without a replay, for which a recording outside of the context has to be compared."""
         packed, tokens, _ = self._shadowed()
         return wrapped(self._tap, self._names, packed, tokens)
+
+    def shadow_change(self, routes: RoutedExperts, mask: Tensor | None = None) -> ChangeCounts:
+        """Shadow change: `change_counts` of the replayed routes against `.shadow`, pair "shadow".
+
+        How much replay holds back at each site, given that it held at all earlier ones. Natural change compares with a
+        recording without replay (pair "policies"): there a change at one site also moves the hidden states of the
+        next, so that the two differ at every site but the first, and natural change is usually the larger.
+        """
+        return change_counts(routes, self.shadow, mask, pair="shadow")
 
     @property
     def regret(self) -> Float[Tensor, "B T L"]:

@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Bool, Int, UInt
 from torch import Tensor
 
-from moe_rl.routing.engine_routes import decode_sglang, ids_from_engine
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.formats import decode_sglang, ids_from_engine, read_routes, write_routes
 from moe_rl.routing.packing import check_packed, is_live, move_tokens, pack_checked, pack_ids, unpack_ids, words
-from moe_rl.routing.route_files import read_routes, write_routes
-from moe_rl.routing.site_names import canonical_site, match_sites
+from moe_rl.routing.sites import canonical_site, match_sites
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,13 +34,15 @@ class RoutedExperts:
     num_experts: experts per site; one int, or L of them where sites differ.
     tokens: optional integer `[B,T]`, the token ids that these routes belong to (-1 = unknown). They travel
         with the routes, so that routes shuffled differently from their tokens can be caught.
-    meta: optional facts to keep with the routes (model name, library versions, ...): JSON values.
+    meta: optional facts to keep with the routes (model name, library versions, ...): JSON values. `hash_routed` lists
+        the sites whose experts are a table over token ids (`record_routes` sets it): their rows may name one twice.
 
     Stored as `.packed`, uint8 up to 255 experts and uint16 above (sentinel: the largest value); `.ids`
     decodes to int64. Never changed after construction: every method returns a new object.
 
     Raises RoutingError, naming the site and the offending value, for float or bool ids, another number of
-    axes, a number of sites other than L, ids out of range, negative ids other than -1, an id twice in a row.
+    axes, a number of sites other than L, ids out of range, negative ids other than -1, an id twice in a row
+    (but at hash-routed sites).
 
     >>> ids = torch.tensor([[[[3, 0]], [[-1, -1]]]])
     >>> routes = RoutedExperts(ids, ["model.layers.0.mlp.gate"], num_experts=4)
@@ -60,7 +61,7 @@ class RoutedExperts:
     ) -> None:
         names = tuple(canonical_site(name) for name in sites)
         experts = _experts_per_site(num_experts, names)
-        packed = pack_checked(torch.as_tensor(ids), names, experts)
+        packed = pack_checked(torch.as_tensor(ids), names, experts, (meta or {}).get("hash_routed", ()))
         if tokens is not None:
             tokens = _checked_tokens(tokens, packed)
         self._set(packed, names, experts, tokens, meta, None)
@@ -321,7 +322,7 @@ class RoutedExperts:
         try:
             packed, sites, tokens = tensors["ids"], tuple(facts["sites"]), tensors.get("tokens")
             experts = _experts_per_site(facts["num_experts"], sites)
-            check_packed(packed, sites, experts)
+            check_packed(packed, sites, experts, facts["meta"].get("hash_routed", ()))
             tokens = None if tokens is None else _checked_tokens(tokens, packed)
             meta = {**facts["meta"], "written_by": facts["written_by"]}
             expected = facts["token_hash"], facts["num_experts_per_tok"]

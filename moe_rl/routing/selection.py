@@ -2,10 +2,13 @@
 
 A `TorchFunctionMode` that is on while one router runs. It lets every operation pass except the router's own selection,
 which it answers with `(scores.gather(-1, forced), forced)`. What follows (removing a bias, renormalising, scaling,
-casting) stays the model's code, so that gates are live, exact and differentiable for every family.
+casting) stays the model's code, so that gates are live, exact and differentiable for every family. It counts what it
+answered: a router that selects otherwise than when it was checked is an error.
 """
 
+import sys
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -19,17 +22,23 @@ TOPK = frozenset({torch.topk, torch.Tensor.topk})
 MAX = frozenset({torch.max, torch.Tensor.max})
 LINEAR = frozenset({torch.nn.functional.linear, torch.mm, torch.matmul, torch.Tensor.matmul, torch.addmm})
 _FILL = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
+# What is called while answering: not the functions that are answered. Where a router is compiled as a frame of its own,
+# its graph may run under the mode, and would be answered a second time.
+_topk, _max, _masked_fill = torch.ops.aten.topk, torch.ops.aten.max, torch.ops.aten.masked_fill
 
 Holes = Literal["none", "rows", "slots"]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What the self-check learned about one site.
+    """What the self-check learned about one site, in train or in eval mode.
 
     num_experts, k: width of the scores that are ranked (a skip or zero expert counts) and experts per token.
-    selection: which of the router's `topk` calls selects experts (group-limited routers make three).
+    calls, selection: how many `topk` calls the router makes, and which of them selects experts (group-limited routers
+        make three).
     depth: how many parents up the selection happens: 0 the router itself, 1 the block (DBRX).
+    arrival: where the selected ids reach the experts: the child of the block and its argument, by place or by name;
+        None where they arrive in another form (all experts run, slots sorted by expert, an id that is remapped).
     output: where in the output tuple the selected ids are, or None where no output holds them unchanged.
     by_max: the selection is a sequence of `max` calls (Phi-MoE's sparsemixer), not a `topk`.
     logits: which of the router's linear maps onto `num_experts` makes the logits; where selection noise goes.
@@ -37,8 +46,10 @@ class Probe:
 
     num_experts: int
     k: int
+    calls: int = 1
     selection: int = 0
     depth: int = 0
+    arrival: tuple[str, int | str] | None = None
     output: int | None = None
     by_max: bool = False
     logits: int = -1
@@ -55,7 +66,7 @@ class Job:
         `scores` [N,K] of what was used, `best` [N,K] of what the router prefers.
     """
 
-    __slots__ = ("best", "chosen", "closed", "forced", "holes", "live", "scores", "shadow")
+    __slots__ = ("best", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
 
     def __init__(self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False) -> None:
         self.forced, self.holes, self.shadow = forced, holes, shadow
@@ -64,6 +75,7 @@ class Job:
         self.best: Tensor | None = None
         self.scores: Tensor | None = None
         self.closed = False
+        self.imposed = 0  # by how many replays
 
     def close(self) -> None:
         """After its forward: no more results, and none kept."""
@@ -72,6 +84,7 @@ class Job:
 
     def impose(self, forced: Tensor, holes: Holes) -> None:
         """Force more rows; where both force a row, the newcomer (the inner replay) has it."""
+        self.imposed += 1
         if self.forced is not None and holes != "none":
             own = (forced >= 0).any(-1, keepdim=True)
             forced = forced.where(own, self.forced)
@@ -104,31 +117,60 @@ def fill(forced: Tensor, live: Tensor, scores: Tensor, holes: Holes) -> Tensor:
         return forced
     rows = forced >= 0
     if holes == "slots":
-        rest = scores.masked_fill(is_held(forced, scores.shape[-1]), float("-inf")).topk(forced.shape[-1]).indices
+        held = is_held(forced, scores.shape[-1])
+        rest = _topk(_masked_fill(scores, held, float("-inf")), forced.shape[-1])[1]
         nth = (~rows).cumsum(-1).sub(1).clamp(min=0)
         forced, rows = forced.where(rows, rest.gather(-1, nth)), rows.any(-1, keepdim=True)
     return forced.where(rows, live)
 
 
 @no_type_check
-class Selection(TorchFunctionMode):
-    """The mode for routers that select with one `topk`."""
+def beneath(frame: FrameType | None) -> bool:
+    """Whether the caller runs inside the call that `frame` is of."""
+    own: FrameType | None = sys._getframe(1)
+    while own is not None and own is not frame:
+        own = own.f_back
+    return own is not None
 
-    def __init__(self, name: str, probe: Probe, job: Job, training: bool = False) -> None:
+
+@no_type_check
+class Selection(TorchFunctionMode):
+    """The mode for routers that select with one `topk`.
+
+    frame: the call of the router that it is for. A KeyboardInterrupt, after which torch runs no hook, leaves the mode
+        on; it then answers nobody. None where the call is compiled together with its hooks.
+    """
+
+    def __init__(self, name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> None:
         super().__init__()
-        self.name, self.probe, self.job, self.training = name, probe, job, training
+        self.name, self.probe, self.job, self.frame = name, probe, job, frame
         self.calls = 0
+        self.answered = False
         self.opened: Tensor | None = None
         self.masked: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in TOPK:
+        if func in TOPK and self.concerned():
             self.calls += 1
             if self.calls - 1 == self.probe.selection:
-                return self.select(func, args, kwargs or {})
-        elif func in _FILL and self.job.forced is not None:
+                return self.select(*args, **(kwargs or {}))
+        elif func in _FILL and self.job.forced is not None and self.concerned():
             return self.open(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def concerned(self) -> bool:
+        """Whether the router asks."""
+        return self.frame is None or torch.compiler.is_compiling() or beneath(self.frame)
+
+    def check(self) -> None:
+        """After the router ran: did it select as it did when it was checked?"""
+        if self.calls != self.probe.calls or not self.answered:
+            what = "max" if self.probe.by_max else "topk"
+            raise RoutingError(
+                f"site {self.name}: the router made {self.calls} {what} calls, {self.probe.calls} when it was checked: "
+                "it selects in another way now (a branch for other inputs, a forward that was replaced?), so that its "
+                "routes cannot be forced. Close the context and open it again: the router is then checked anew"
+            )
 
     def open(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Group-limited routers mask the experts of closed groups, and some read gates from the masked scores.
@@ -140,30 +182,29 @@ class Selection(TorchFunctionMode):
             return func(*args, **kwargs)
         if self.job.holes == "none" and not self.job.shadow:
             return scores  # nothing is ranked any more, and ranking is all the mask is for
-        self.masked = func(*args, **kwargs)
+        self.masked = _masked_fill(*args, **kwargs)
         self.opened = scores.where(is_held(self.shaped(scores), scores.shape[-1]), self.masked)
         return self.opened
 
-    def select(self, func: Any, args: Any, kwargs: Any) -> Any:
-        scores, job = args[0], self.job
-        k = args[1] if len(args) > 1 else kwargs["k"]
-        if scores.shape[-1] != self.probe.num_experts or k != self.probe.k:
+    def select(self, input: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:  # names of torch.topk
+        job = self.job
+        if input.shape[-1] != self.probe.num_experts or k != self.probe.k:
             raise RoutingError(
-                f"site {self.name}: the router ranks {scores.shape[-1]} experts for {k} slots; when it was checked it "
+                f"site {self.name}: the router ranks {input.shape[-1]} experts for {k} slots; when it was checked it "
                 f"ranked {self.probe.num_experts} for {self.probe.k}. Was the model changed inside the context?"
             )
         if job.forced is not None and job.holes == "none" and not job.shadow:
-            ids = self.shaped(scores)
-            values = scores.gather(-1, ids)
+            ids = self.shaped(input)
+            values = input.gather(-1, ids)
             self.report(ids)
             return torch.return_types.topk((values, ids))
-        ranked = self.masked if self.masked is not None and scores is self.opened else scores
-        best, live = func(ranked, *args[1:], **kwargs)
+        ranked = self.masked if self.masked is not None and input is self.opened else input
+        best, live = _topk(ranked, k, *args, **kwargs)
         if job.forced is None:
             values, ids = best, live
         else:
-            ids = fill(self.shaped(scores), live, ranked, job.holes)
-            values = scores.gather(-1, ids)
+            ids = fill(self.shaped(input), live, ranked, job.holes)
+            values = input.gather(-1, ids)
         self.report(ids, live, best, values)
         return torch.return_types.topk((values, ids))
 
@@ -182,6 +223,7 @@ class Selection(TorchFunctionMode):
         self, ids: Tensor, live: Tensor | None = None, best: Tensor | None = None, scores: Tensor | None = None
     ) -> None:
         """The ids that are used; with shadow also the live choice, its scores and those of the ids."""
+        self.answered = True
         job, k = self.job, self.probe.k
         if job.closed:
             return  # a recomputation for the backward pass: the call has been read already
@@ -200,30 +242,35 @@ class SequentialMax(Selection):
     for the expert of slot j, so that its gate is never zero. Shadow reports the top k of the logits.
     """
 
-    def __init__(self, name: str, probe: Probe, job: Job, training: bool = False) -> None:
-        super().__init__(name, probe, job, training)
-        self.per_slot = 3 if training else 1  # in train mode: threshold, sampled choice, maximum for Heun's rule
+    def __init__(self, name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> None:
+        super().__init__(name, probe, job, frame)
+        self.per_slot = probe.calls // probe.k  # 1, or 3 in train mode: threshold, sampled choice, one for Heun's rule
         self.slots: list[Tensor] = []
         self.top: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in MAX and "dim" in kwargs:
-            return self.answer(func, args, kwargs)
-        if func in _FILL and self.job.forced is not None and args[0].shape[-1] == self.probe.num_experts:
+        if func in MAX and "dim" in kwargs and self.concerned():
+            return self.answer(args, kwargs)
+        if (
+            func in _FILL
+            and self.concerned()
+            and self.job.forced is not None
+            and args[0].shape[-1] == self.probe.num_experts
+        ):
             own = self.slot(args[0], (self.calls - 1) // self.per_slot)
-            return func(args[0], args[1] & ~is_held(own, self.probe.num_experts), *args[2:], **kwargs)
+            return _masked_fill(args[0], args[1] & ~is_held(own, self.probe.num_experts), *args[2:], **kwargs)
         return func(*args, **kwargs)
 
     def slot(self, scores: Tensor, j: int) -> Tensor:
         return self.shaped(scores)[..., j : j + 1]
 
-    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        scores, (values, ids) = args[0], func(*args, **kwargs)
+    def answer(self, args: Any, kwargs: Any) -> Any:
+        scores, (values, ids) = args[0], _max(*args, **kwargs)
         j, step = divmod(self.calls, self.per_slot)
         self.calls += 1
         if self.calls == 1 and self.job.shadow:
-            self.top = (scores, *scores.topk(self.probe.k))
+            self.top = (scores, *_topk(scores, self.probe.k))
         if step == (0 if self.per_slot == 1 else 1):
             chosen = ids if kwargs.get("keepdim") else ids.unsqueeze(-1)
             if self.job.forced is not None:
@@ -239,5 +286,5 @@ class SequentialMax(Selection):
 
 
 @no_type_check
-def selection_mode(name: str, probe: Probe, job: Job, training: bool) -> Selection:
-    return (SequentialMax if probe.by_max else Selection)(name, probe, job, training)
+def selection_mode(name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> Selection:
+    return (SequentialMax if probe.by_max else Selection)(name, probe, job, frame)

@@ -1,8 +1,10 @@
-"""Before a model is first used: does the intercept hold for it? A few tokens through it decide; else it is refused.
+"""Before a model is first used, in train or in eval mode: does the intercept hold for it? A few tokens decide.
 
-Four forwards without gradients, in eval mode, with the random state put back: one as it is, one that watches which
-operations its routers perform, one that replays its own routes (the output must be identical), and one that forces
-routes which cover every expert (exactly those must arrive at the experts, with gates that are finite and not zero).
+Some forwards without gradients, in the mode that the model is in, all from one random state, which is put back with
+the buffers: one as it is; one that watches which operations its routers perform; one that replays its own routes (the
+output must be identical); one that forces routes which cover every expert (exactly those must arrive at the experts);
+and two that also set the routers' logits: the gates of forced experts must not be zero, and must not depend on which
+experts the router would have chosen.
 """
 
 import math
@@ -11,40 +13,58 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from moe_rl.routing.errors import UnsupportedModelError
-from moe_rl.routing.hooks import Tap
-from moe_rl.routing.probing import Seen, evidence, forced_forward, forward, quiet, refused, tensors_of, watch
-from moe_rl.routing.selection import Probe
+from moe_rl.routing.evidence import kept_slots, tensors_of
+from moe_rl.routing.hooks import Tap, device_of
+from moe_rl.routing.probing import Seen, around, evidence, forced_forward, forward, quiet, refused, watch
+from moe_rl.routing.selection import LINEAR, Probe
 
 _BY_MAX = {"PhimoeTopKRouter"}  # routers that select by successive maxima
-_ZERO_GATES = 0.05  # share of exactly zero gates that underflow may explain; masked scores give far more
+_ZERO_GATES = 0.05  # share of exactly zero gates that underflow may explain, where logits cannot be set
+_SAME_GATES = 0.05  # relative difference that rounding (bfloat16) may explain
 
 
-def examine(tap: Tap) -> list[Probe]:
-    """One Probe per site, or UnsupportedModelError naming the site, its class and what is wrong."""
-    if any(p.is_meta for p in tap.boundary.parameters()):
+def examine(tap: Tap) -> None:
+    """Fill in `tap.modes` for the mode of each router; UnsupportedModelError naming site, class and what is wrong."""
+    if device_of(tap.boundary).type == "meta":
         raise UnsupportedModelError(
             f"{type(tap.boundary).__name__} has parameters on the meta device: load its weights first"
         )
-    with quiet(tap.boundary):
-        plain, depths = forward(tap, 2, 8), [0] * len(tap.sites)
-        for _ in range(2):
-            seen = watch(tap, depths, 2, 8)
-            idle = [i for i, s in enumerate(seen) if not s.ran]
-            if idle:
-                raise refused(tap, idle[0], "did not run in a forward of the whole model")
-            deeper = [i for i, s in enumerate(seen) if not _selects(tap, i, s)]
-            if not deeper:
-                break
-            depths = [d + (i in deeper) for i, d in enumerate(depths)]
-        else:
-            seen = watch(tap, depths, 2, 8)
-        probes = [replace(_deduce(tap, i, s, 16), depth=depths[i]) for i, s in enumerate(seen)]
-        tap.probes = probes
-        own = [s.ranked[p.selection][2] if s.ranked else _output_ids(s, p) for s, p in zip(seen, probes, strict=True)]
-        _same_output(tap, plain, own, 2, 8)
-        _force_others(tap, probes, length=max(8, *(math.ceil(p.num_experts / p.k) for p in probes)))
+    before = tap.probes
+    try:
+        with quiet(tap):
+            probes = _learn(tap)
+    except BaseException:
+        tap.probes = before
+        raise
+    for index, (old, new) in enumerate(zip(before, probes, strict=False)):
+        if replace(old, calls=0, selection=0, logits=0) != replace(new, calls=0, selection=0, logits=0):
+            raise refused(tap, index, f"selects its experts otherwise in train than in eval mode ({old}, {new})")
+    for index, (site, probe) in enumerate(zip(tap.sites, probes, strict=True)):
+        for module in site.modules:
+            tap.modes.setdefault(module.training, [None] * len(probes))[index] = probe
+
+
+def _learn(tap: Tap) -> list[Probe]:
+    plain, depths = forward(tap, 2, 8), [0] * len(tap.sites)
+    for _ in range(2):
+        seen = watch(tap, depths, 2, 8)
+        idle = [i for i, s in enumerate(seen) if not s.ran]
+        if idle:
+            raise refused(tap, idle[0], "did not run in a forward of the whole model")
+        deeper = [i for i, s in enumerate(seen) if not _selects(tap, i, s)]
+        if not deeper:
+            break
+        depths = [d + (i in deeper) for i, d in enumerate(depths)]
+    else:
+        seen = watch(tap, depths, 2, 8)
+    probes = [replace(_deduce(tap, i, s, 16), depth=depths[i]) for i, s in enumerate(seen)]
+    tap.probes = probes
+    own = [s.ranked[p.selection][2] if s.ranked else _output_ids(s, p) for s, p in zip(seen, probes, strict=True)]
+    _same_output(tap, plain, own, 2, 8)
+    _force_others(tap, probes, length=max(8, *(math.ceil(p.num_experts / p.k) for p in probes)))
     return probes
 
 
@@ -73,21 +93,22 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Probe:
         place, ids = next((p, v) for p, v in integers.items())
         k = ids.numel() // rows
         experts = int(getattr(site.module, "num_experts", 0)) or int(ids.max()) + 1
-        return Probe(experts, k, output=place, by_max=not site.fixed, logits=_last_of(seen.linear, experts))
+        logits = _last_of(seen.linear, experts)
+        return Probe(experts, k, len(seen.maxima), output=place, by_max=not site.fixed, logits=logits)
     if not seen.ranked:
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
+    calls = len(seen.ranked)
     for place, ids in integers.items():
-        for call in reversed(range(len(seen.ranked))):
+        for call in reversed(range(calls)):
             experts, k, chosen = seen.ranked[call]
             if chosen.numel() == ids.numel() == rows * k and torch.equal(chosen.reshape(-1), ids.reshape(-1)):
-                return Probe(experts, k, call, output=place, logits=_logits(seen, call))
-    call = len(seen.ranked) - 1
-    experts, k, chosen = seen.ranked[call]
+                return Probe(experts, k, calls, call, output=place, logits=_logits(seen, call))
+    experts, k, chosen = seen.ranked[-1]
     if chosen.numel() != rows * k:
         raise refused(
             tap, index, f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens"
         )
-    return Probe(experts, k, call, logits=_logits(seen, call))
+    return Probe(experts, k, calls, calls - 1, logits=_logits(seen, calls - 1))
 
 
 def _logits(seen: Seen, call: int) -> int:
@@ -125,7 +146,7 @@ def _force_others(tap: Tap, probes: list[Probe], length: int) -> None:
     The first sequence goes through all experts, the second is sent to the same few as a whole: a router that masks what
     is not its live choice, or that limits how many tokens an expert takes, gives itself away.
     """
-    device = tap.boundary.device
+    device = device_of(tap.boundary)
     forced = []
     for i, probe in enumerate(probes):
         all_over = (torch.arange(length * probe.k, device=device) + 3 * i) % probe.num_experts
@@ -133,69 +154,95 @@ def _force_others(tap: Tap, probes: list[Probe], length: int) -> None:
         forced.append(torch.cat([all_over, same]).reshape(2 * length, probe.k))
     with evidence(tap) as seen:
         forced_forward(tap, forced, 2, length)
+    kept = []
     for index, (found, ids, probe) in enumerate(zip(seen, forced, probes, strict=True)):
-        if tap.sites[index].fixed:
-            continue
-        kept = _kept(found, ids, probe)
-        if kept is None:
+        fixed = tap.sites[index].fixed
+        if fixed:
+            ids = _output_ids(found, probe).reshape(ids.shape)
+        slots = kept_slots(ids, found.output, found.arguments, probe.num_experts)
+        if slots is None and not fixed:
             raise refused(
                 tap,
                 index,
                 "forced experts do not show in what the router returns and the experts receive: its selection is not "
                 "one top-k whose result is used as it is",
             )
-        if not _gates_alive(found, kept):
-            raise refused(
-                tap,
-                index,
-                "gates of forced experts are zero or not finite: they are read from scores that the live choice masks",
-            )
+        kept.append(slots)
         if probe.output is not None and not torch.equal(found.output[probe.output].reshape(ids.shape), ids):
-            probes[index] = replace(probe, output=None)  # the output loses an id: read the selection itself
+            probe = replace(probe, output=None)  # the output loses an id: read the selection itself
+        probes[index] = replace(probe, arrival=found.arrival_of(ids))
+    _check_gates(tap, probes, forced, kept, seen, length)
 
 
-def _gates_alive(seen: Seen, kept: Tensor) -> bool:
-    """Gates of the slots that are kept are finite and not zero (Llama 4 has none apart from the scores in `_kept`)."""
-    tensors = tensors_of((seen.output, seen.arrived))
-    gates = [t.reshape(kept.shape) for t in tensors if t.is_floating_point() and t.numel() == kept.numel()]
-    return all(bool(g.isfinite().all()) and float(((g == 0) & kept).float().mean()) < _ZERO_GATES for g in gates)
+def _check_gates(
+    tap: Tap, probes: list[Probe], forced: list[Tensor], kept: list[Tensor | None], seen: list[Seen], length: int
+) -> None:
+    """Gates of forced experts must come from their own scores, whatever the router would have chosen.
+
+    Twice the same experts are forced at the same logits of their own; once all others are worse, so that they are the
+    live choice, and once all others are better than all but the first. No gate may be zero, which at such logits is no
+    underflow but a mask, and the share of each in the sum of its row must be the same. With one expert per token only
+    zeros can be told: a softmax over all experts may change its gate.
+    """
+    runs = []
+    for others in (-1.0, 1.0):
+        with evidence(tap) as found, around(tap, [p.depth for p in probes], _settable(probes, forced, others)):
+            forced_forward(tap, forced, 2, length)
+        runs.append(found)
+    for index, (probe, slots) in enumerate(zip(probes, kept, strict=True)):
+        if tap.sites[index].fixed or slots is None:
+            continue
+        settable = probe.logits >= 0
+        live, other = (_gates(run[index], slots) for run in (runs if settable else (seen, seen)))
+        for gates in (*_gates(seen[index], slots), *live, *other):
+            if not bool(gates.isfinite().all()):
+                raise refused(tap, index, "gates of forced experts are not finite")
+        if any(float(((g == 0) & slots).float().mean()) > (0 if settable else _ZERO_GATES) for g in (*live, *other)):
+            raise refused(
+                tap, index, "gates of forced experts are zero: they are read from scores that the live choice masks"
+            )
+        if settable and probe.k > 1 and not probe.by_max:  # Phi-MoE's gates depend on the live maximum by design
+            for one, two in zip(live, other, strict=True):
+                one, two = (g.float().abs() / g.float().abs().sum(-1, keepdim=True) for g in (one, two))
+                if bool((((one - two).abs() > _SAME_GATES * (one + two)) & slots).any()):
+                    raise refused(
+                        tap,
+                        index,
+                        "gates of forced experts depend on which experts the router would have chosen (it scales, "
+                        "sorts or groups by its live choice): they would not be those of a router that chose them",
+                    )
 
 
-def _kept(seen: Seen, forced: Tensor, probe: Probe) -> Tensor | None:
-    """Which forced slots show unchanged: all; all but those of one id (a skip expert that is remapped); or None."""
-    received = _ids_like(forced, seen.arrived) or _ids_like(forced, seen.output)
-    if received:
-        kept = [_unchanged(ids, forced) for ids in received]
-        return None if any(k is None for k in kept) else torch.stack([k for k in kept if k is not None]).all(0)
-    whole = torch.ones_like(forced, dtype=torch.bool)
-    outputs = tensors_of(seen.output)
-    for table in outputs:  # Llama 4: scores of all experts, zero where not selected
-        if table.is_floating_point() and table.numel() == forced.shape[0] * probe.num_experts:
-            used = table.reshape(forced.shape[0], -1) != 0
-            if torch.equal(used, torch.zeros_like(used).scatter(-1, forced, True)):
-                return whole
-    for order in outputs:  # JetMoE: slots sorted by expert
-        if not order.is_floating_point() and order.numel() == forced.numel():
-            slots = order.reshape(-1).sort().values
-            permutes = torch.equal(slots, torch.arange(len(slots), device=slots.device))
-            if permutes and bool((forced.reshape(-1)[order.reshape(-1)].diff() >= 0).all()):
-                return whole
-    return None
+def _gates(seen: Seen, kept: Tensor) -> list[Tensor]:
+    """What may be gates, `[N,K]` (Llama 4 has none apart from the scores in `kept_slots`)."""
+    tensors = tensors_of((seen.output, seen.arguments))
+    return [t.reshape(kept.shape) for t in tensors if t.is_floating_point() and t.numel() == kept.numel()]
 
 
-def _ids_like(forced: Tensor, values: Any) -> list[Tensor]:
-    """Integer tensors `[..,K]` with one row for each token."""
-    tensors = [t for t in tensors_of(values) if not t.is_floating_point() and t.dtype != torch.bool]
-    return [
-        t.reshape(forced.shape)
-        for t in tensors
-        if t.ndim > 1 and t.shape[-1] == forced.shape[-1] and t.numel() == forced.numel()
-    ]
+def _settable(probes: list[Probe], forced: list[Tensor], others: float) -> Any:
+    def mode(index: int) -> TorchFunctionMode:
+        probe, ids = probes[index], forced[index]
+        own = torch.linspace(0.8, 0.2, probe.k, device=ids.device).expand(ids.shape)
+        spread = torch.linspace(0, 0.1, probe.num_experts, device=ids.device)  # no ties
+        base = 0.6 + spread if others > 0 else -1 - spread
+        return _Logits(probe, base.expand(len(ids), -1).scatter(-1, ids, own))
+
+    return mode
 
 
-def _unchanged(ids: Tensor, forced: Tensor) -> Tensor | None:
-    same = ids == forced
-    if bool(same.all()):
-        return same
-    lost = forced[~same].unique()
-    return same if len(lost) == 1 and not bool((forced[same] == lost).any()) else None
+class _Logits(TorchFunctionMode):
+    """Sets the logits of a router, where one linear map makes them."""
+
+    def __init__(self, probe: Probe, logits: Tensor) -> None:
+        super().__init__()
+        self.probe, self.logits, self.calls = probe, logits, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in LINEAR and isinstance(out, Tensor) and out.ndim:
+            self.calls += 1
+            experts = self.probe.num_experts
+            if self.calls - 1 == self.probe.logits and out.numel() == out.shape[-1] * len(self.logits):
+                out = out.clone()
+                out[..., :experts] = self.logits.to(out.dtype).reshape(*out.shape[:-1], experts)
+        return out

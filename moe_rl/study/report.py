@@ -1,6 +1,5 @@
 """One self-contained HTML page of a study: question, reading, table, figures, arms, commands, versions, limits."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,18 @@ from moe_rl.study.answer import answer
 from moe_rl.study.comparing import comparisons
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures import NothingToDraw, StudyFigure, each_figure, save_figure
-from moe_rl.study.figures.style import write_atomic
+from moe_rl.study.figures.saving import write_atomic
+from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.reading import name_of, read, rules_of
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import interval_note
 from moe_rl.study.summary import POSITIONS, arm_settings, condition_label, final_rewards, flatten, full_label
 from moe_rl.study.token_view import token_view_html
 from moe_rl.study.words import probability
+
+FIRST = "final_reward"
+"""The figure that stands beside the verdict."""
+MAIN_FIGURES = 6
 
 LIMITS = (
     "The runs are of one model, one task and one set of hyper-parameters. Nothing here is a statement about other "
@@ -85,7 +89,7 @@ def render_report(
         components=component_table(data).to_dict("records"),
         finals=_finals(data),
         pairs=_pairs(data),
-        figures=[(figure, Markup(inline_svg(figure))) for figure in drawn],
+        **_arranged(drawn),
         missing=missing,
         token_view=token_view_html(data),
         arms=_arms(data),
@@ -99,16 +103,15 @@ def render_report(
     )
 
 
-def inline_svg(figure: StudyFigure) -> str:
-    """The figure as an <svg> element: ids made unique, no prologue or metadata, labelled for screen readers."""
-    svg = figure.render("svg").decode()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    prefix = f"{figure.name}-"
-    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
-    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'\1 style="max-width:\2pt"', svg, count=1)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{figure.title}"', 1)
+def _arranged(drawn: Sequence[StudyFigure]) -> dict[str, Any]:
+    """The figures of the page: one beside the verdict, five more, the rest in the appendix; and the sentences that
+    several captions share, once each."""
+    shown = [{"figure": figure, "svg": Markup(inline_svg(figure))} for figure in drawn]
+    first = shown[0] if drawn and drawn[0].name == FIRST else None
+    rest = shown[1:] if first else shown
+    most = MAIN_FIGURES - (1 if first else 0)
+    notes = dict.fromkeys(note for figure in drawn for note in figure.notes)
+    return {"first": first, "main_figures": rest[:most], "appendix": rest[most:], "shared_notes": list(notes)}
 
 
 def _by_topic(data: StudyData) -> list[tuple[str, list[str]]]:

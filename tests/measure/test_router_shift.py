@@ -7,7 +7,7 @@ import torch
 
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
 from moe_rl.routing import RoutedExperts, RoutingError
-from moe_rl.routing.router_scores import router_shift
+from moe_rl.routing.router_stats import router_shift
 
 B, T, L, K, E = 2, 3, 2, 2, 5
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.routing import set_match
+from moe_rl.routing import packing
 from moe_rl.routing.change import (
     ChangeCounts,
     change_counts,
@@ -283,13 +283,13 @@ def test_ids_in_two_packings_still_compare():
 @settings(deadline=None, max_examples=60)
 @given(cases, st.integers(1, 40))
 def test_the_device_kernel_and_chunk_sizes_agree_with_the_cpu_kernel(pair, rows):
-    old, new = (set_match.compact(x) for x in pair)
-    reference = set_match.changed_slots(old, new)
+    old, new = (packing.compact(x) for x in pair)
+    reference = packing.changed_slots(old, new)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(set_match, "_CPU_ROWS", rows)
-        chunked = set_match.changed_slots(old, new)
-        patch.setattr(set_match, "_match_numpy", set_match._match_torch)
-        device = set_match.changed_slots(old, new)
+        patch.setattr(packing, "_CPU_ROWS", rows)
+        chunked = packing.changed_slots(old, new)
+        patch.setattr(packing, "_match_numpy", packing._match_torch)
+        device = packing.changed_slots(old, new)
     for a, b, c in zip(reference, chunked, device, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)

@@ -14,8 +14,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moe_rl.routing import RoutingError, record_routes, site_change
-from moe_rl.routing.margins import record_margins
+from moe_rl.routing import RoutingError, record_margins, record_routes, site_change
 
 COMMON = {
     "vocab_size": 19,

@@ -370,7 +370,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     def power_cut(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moe_rl.routing.route_files.os.fsync", power_cut)
+    monkeypatch.setattr("moe_rl.routing.formats.os.fsync", power_cut)
     with pytest.raises(KeyboardInterrupt):
         example().rows([0]).save(path)
     assert path.read_bytes() == before

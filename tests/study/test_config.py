@@ -182,6 +182,11 @@ def test_comparisons_that_cannot_be_made_are_refused(field, words):
 
 
 def test_some_arms_keep_the_comparisons_among_them():
-    study = parse_study(changed(arms={**STUDY["arms"], "third": {}}, comparisons=[["gspo", "grpo"], ["third", "grpo"]]))
+    study = parse_study(
+        changed(
+            arms={**STUDY["arms"], "third": {"seeds": [2], "optim": {"steps": 3}}},
+            comparisons=[["gspo", "grpo"], ["third", "grpo"]],
+        )
+    )
     assert study.with_arms(["grpo", "third"]).comparisons == (("third", "grpo"),)
     assert parse_study(STUDY).with_arms(["grpo"]).comparisons is None

@@ -15,7 +15,8 @@ from synthetic import write_study
 from moe_rl.study import draw_study, load, write_report
 from moe_rl.study.answer import answer
 from moe_rl.study.data import Run, StudyData
-from moe_rl.study.figures import FIGURES, STUDY_FIGURES, reward
+from moe_rl.study.figures import FIGURES, reward
+from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
 from moe_rl.study.reading import read, rules_of
 from moe_rl.study.report import inline_svg, render_report
 from moe_rl.study.summary import comparisons, condition_label, factor_table, final_rewards, run_outcomes
@@ -98,13 +99,11 @@ def test_the_page_says_what_the_stress_test_is(text):
 
 
 def test_figures_and_page_are_written_and_the_same_each_time(folder, monkeypatch):
-    for name in set(FIGURES) - {"probability_scatter"}:
-        monkeypatch.delitem(FIGURES, name)
-    for name in list(STUDY_FIGURES):
-        monkeypatch.delitem(STUDY_FIGURES, name)
+    few = {"probability_scatter": FIGURES["probability_scatter"]}
+    monkeypatch.setattr("moe_rl.study.figures.FIGURES", few)
     assert draw_study(folder) == folder / "report.html"
     page = (folder / "report.html").read_text()
-    files = {f"{name}.{kind}" for name in FIGURES for kind in ("pdf", "svg", "png", "csv", "md")}
+    files = {f"{name}.{kind}" for name in few for kind in ("pdf", "svg", "png", "csv", "md")}
     assert {path.name for path in (folder / "figures").iterdir()} == files
     assert write_report(folder) == folder / "report.html"
     assert (folder / "report.html").read_text() == page
@@ -127,12 +126,48 @@ def test_inline_figures_do_not_share_ids(folder):
     ids = set(re.findall(r'\bid="([^"]+)"', svg))
     assert all(name.startswith("reward-") for name in ids)
     assert set(re.findall(r"url\(#([^)]+)\)", svg)) <= ids
-    assert svg.startswith('<svg role="img" aria-label="Reward against RL step."')
+    assert svg.startswith('<svg id="reward-svg" role="img" aria-label="Reward against RL step."')
     assert "<metadata>" not in svg
 
 
 EIGHT = (0.80, 0.81, 0.83, 0.79, 0.82, 0.80, 0.84, 0.81)
 LOW = (0.40, 0.42, 0.42, 0.41, 0.40, 0.43, 0.41, 0.39)
+
+
+def test_six_figures_are_the_main_ones_and_shared_words_are_said_once(folder):
+    data = load(folder)
+    page = render_report(data, _eight_figures(data))
+    first, rest = page.split('<h2 id="figures">')
+    main, appendix = rest.split('<h2 id="appendix">')
+    assert re.findall(r'<figure id="figure-(\w+)"', first) == ["final_reward"], "beside the verdict"
+    assert first.index('id="verdict"') < first.index("<figure") < first.index("<summary>Notes of the study file")
+    numbers = re.findall(r"<figcaption><b>(\w+)\.", page)
+    assert numbers == ["1", "2", "3", "4", "5", "6", "A1", "A2"]
+    assert len(re.findall("<figure", main)) == 5 and len(re.findall("<figure", appendix)) == 2
+    for once in ("n = 3 seeds per arm", "Selection noise (scale σ"):
+        assert page.count(f"<li>{once}") == 1 and not re.search(
+            rf"<figcaption>[^<]*<b>[^<]*</b>[^<]*{re.escape(once)}", page
+        )
+
+
+def _eight_figures(data):
+    """Real figures of one small picture: what the page does with them is the question."""
+    drawn = FIGURES["final_reward"](data)
+    names = list(FIGURES)[:8]
+    return [replace(drawn, name=name, title=f"{name}.") for name in names]
+
+
+def test_figures_have_colours_of_their_own_on_a_dark_page(folder):
+    svg = inline_svg(FIGURES["expert_change_by_site"](load(folder)))
+    style = re.search(
+        r"<style>@media \(prefers-color-scheme:dark\)\{#expert_change_by_site-svg\{(.*?)\}\}</style>", svg
+    )[1]
+    dark = dict(pair.split(":") for pair in style.strip(";").split(";"))
+    assert dark["--cffffff"] == "#15181c" and dark["--c1a1a1a"] == "#e9e7e2", "paper and ink change places"
+    used = set(re.findall(r"(?:fill|stroke): var\(--c([0-9a-f]{6}), #\1\)", svg))
+    assert {f"--c{colour}" for colour in used} == dark.keys()
+    bare = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", svg))
+    assert bare == {ON_LIGHT_CELL, ON_DARK_CELL}, "only ink on the cells of a heat map stays as it is"
 
 
 def test_reading_reports_a_difference_in_the_direction_it_came():
@@ -354,7 +389,8 @@ def test_rules_are_printed_with_the_reading(text, folder):
 
 
 def test_the_page_opens_with_the_verdict(text):
-    place = [text.index(part) for part in ("Did GRPO need replay?", "What can n say?", 'id="reading"', "<figure")]
+    parts = ('id="verdict"', "Did GRPO need replay?", "What can n say?", "<summary>Notes of", 'id="reading"')
+    place = [text.index(part) for part in parts]
     assert place == sorted(place)
     assert "<summary>Notes of the study file</summary>" in text
 

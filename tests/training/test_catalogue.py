@@ -27,6 +27,7 @@ RUNS = {
     "decoupled": config_of("grpo_decoupled", optim=ONE),
     "accepted": config_of("rft", optim=ONE),
     "dpo": config_of("dpo", optim=ONE),
+    "overflow": replace(MICRO, optim=replace(ONE, on_nonfinite="skip", aux_loss_coef=1e38)),
     "engine": replace(
         MICRO,
         optim=ONE,
