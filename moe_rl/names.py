@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint at the nearest known word, or at all of them.
+def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:
+    """A hint at the nearest known word, or at all of them if `listed`.
 
     >>> nearest("grop", ["grpo", "gspo"])
     "; did you mean 'grpo'?"
@@ -20,7 +20,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1)
     if close:
         return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(known)}" if known else ""
+    return f"; known: {', '.join(known)}" if known and listed else ""
 
 
 def load_class(path: str, field: str, error: type[Exception]) -> type:

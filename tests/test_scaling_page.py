@@ -44,7 +44,7 @@ def test_memory_of_qwen3_30b_a3b():
 
 def test_commands_of_the_page_are_the_command_lines_own(capsys):
     with pytest.raises(SystemExit):
-        main(["run", str(ROOT / "experiments" / "quick.yaml"), "--help"])
+        main(["run", str(ROOT / "experiments" / "quick.yaml"), "--help-all"])
     options = capsys.readouterr().out
     for option in set(re.findall(r"--(?:distributed|model)\.[a-z0-9.-]+", PAGE)):
         assert option in options, option

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from moe_rl.measure.moments import PARTS
+from moe_rl.measure.peer_metrics import OF_ENGINES, OF_RATIOS
 from moe_rl.measure.ratio_metrics import TAUS
 from moe_rl.objectives import LOSS_METRICS
 
@@ -174,6 +175,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("load_cv_max", "1", "the same, largest over sites"),
         M("load_entropy_mean", "nats", "entropy of the load over experts, mean over sites; ln E is even"),
         M("load_entropy_min", "nats", "the same, smallest over sites"),
+        M("site_max_vio", "1", "(largest load of an expert - even load) / even load, by site", source="MaxVio, arXiv 2408.15664; prime-rl, verl"),
         M("active_set_churn", "fraction", "experts a sequence uses and did not use before, mean over sequences and sites", "abs(A_new - A_old) / abs(A_new)", f"second reading of {GSPO} section 5.3; ours"),
         M("router_kl", "nats", f"KL(old || new) of the softmax over all experts, mean over tokens and sites; old: {LAG}", when="router logits"),
         M("router_js", "nats", "Jensen-Shannon divergence of the same, at most ln 2", when="router logits"),
@@ -182,6 +184,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("margin_p10", "logits", "10th percentile of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
         M("margin_median", "logits", "median of the same", when="router logits"),
         M("shift_over_margin", "1", "median of (largest change of a logit, mean removed) / (half the old margin); below 1 nothing could flip", when="router logits"),
+        M("site_routing_confidence", "fraction", "mass of the softmax over all experts that the chosen ones have, new weights, mean over tokens, by site", source="prime-rl routing_confidence", when="router logits"),
     ),
     "eval": (
         M("reward", "reward", "mean reward on held-out prompts, sampled at the training temperature", "Σ / reward_n"),
@@ -223,6 +226,8 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("pair", "name", "engines, engines_replayed (R3's routes on pi_old) or rollout_to_new; d = log pi - log mu"),
         M("update", "index", "0 before the updates"),
         *GAP,
+        *(m for m in SPREAD if m.name in OF_RATIOS and m not in GAP),
+        *(M(*metric) for metric in OF_ENGINES),
         *(replace(m, when="routes compared") for m in (*CHANGE, *BY_SITE)),
         M("sync_gap", "nats", "largest gap seen by the check of the last weight transfer", when="a synced engine"),
         M("sync_tolerance", "nats", "what that check allows", when="a synced engine"),

@@ -85,11 +85,15 @@ def update_ratio_metrics(
 
 
 def gap_metrics(
-    logps: Float[Tensor, "B T"], other: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    logps: Float[Tensor, "B T"],
+    other: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    names: tuple[str, ...] = ("gap_mean", "gap_p99", "gap_max", "k3"),
 ) -> dict[str, Tensor]:
     """How far two scorings of the same tokens are apart: d = logps - other (nats), r = exp(d).
 
-    `gap_mean`, `gap_p99`, `gap_max`, `k3`: as `ratio_metrics`; where `other` is mu, the engine that sampled, k3
+    `names`: of `ratio_metrics`; where `other` is mu, the engine that sampled, k3
     estimates KL(mu || pi). `extreme_fraction`: F(2) of R3 (arXiv 2510.11370), the share of tokens with max(r, 1/r) > 2.
     `var_token`, `var_sequence`: variance of d over tokens, and of its mean over each sequence (log s of arXiv
     2507.18071, eq. 7) over sequences; their quotient would be the mean length if tokens were independent.
@@ -97,7 +101,7 @@ def gap_metrics(
     d = token_log_ratio(logps, other, mask)
     spread = ratio_metrics(d, mask)
     return {
-        **{name: spread[name] for name in ("gap_mean", "gap_p99", "gap_max", "k3")},
+        **{name: spread[name] for name in names},
         "extreme_fraction": spread["extreme_2"] / mask.sum(),
         "var_token": d[mask].double().var(),
         "var_sequence": sequence_log_ratio(logps, other, mask)[mask.any(1)].double().var(),

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from moe_rl.measure.peer_metrics import load_violation
 from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token
 from moe_rl.routing.change import active_set_churn, expert_load, load_cv, load_entropy
 from moe_rl.routing.router_scores import boundary_margin, router_js, router_kl
@@ -89,15 +90,18 @@ def load_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T
 
     - `load_cv_mean`, `load_cv_max`: std / mean of the experts' loads (`load_cv`)
     - `load_entropy_mean`, `load_entropy_min`: nats; ln E is even
+    - `site_max_vio`: MaxVio of each site, (largest load - even load) / even load (`load_violation`)
     - `active_set_churn`: share of the experts that a sequence uses and did not use before, mean over sequences and
       sites: the second reading of GSPO's 10 %
     """
     load = expert_load(new, mask)
     cv, entropy = load_cv(load), load_entropy(load)
+    experts = None if isinstance(new.num_experts, int) else new.num_experts
     return {
         "load_cv_mean": cv.mean(),
         "load_cv_max": cv.max(),
         "load_entropy_mean": entropy.mean(),
         "load_entropy_min": entropy.min(),
+        "site_max_vio": load_violation(load, experts)["max_vio"],
         "active_set_churn": active_set_churn(old, new, mask)[mask.any(1).to(new.device)].mean(),
     }

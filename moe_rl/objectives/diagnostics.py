@@ -59,7 +59,7 @@ class TokenValues:
         return TokenValues(**{name: torch.cat([getattr(part, name) for part in parts]) for name, _ in parts[0].items()})
 
 
-class LossMetric(NamedTuple):
+class Definition(NamedTuple):
     """One entry of `loss_metrics`: what it is, its unit, what it is over, where it comes from, when it is there."""
 
     name: str
@@ -78,8 +78,8 @@ _REF, _ENGINE, _CORRECTED, _RSPO = (
     "objective rspo",
 )
 
-LOSS_METRICS: tuple[LossMetric, ...] = tuple(
-    LossMetric(*row)
+LOSS_METRICS: tuple[Definition, ...] = tuple(
+    Definition(*row)
     for row in (
         ("tokens", "count", "response tokens of the minibatch"),
         ("sequences", "count", "sequences with a response token"),

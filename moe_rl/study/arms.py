@@ -11,7 +11,7 @@ from moe_rl.study.data import StudyData
 
 Result = TypeVar("Result")
 
-METHOD_FIELDS = ("method", "seed", "arm", "label", "note")
+METHOD_FIELDS = ("method", "objective", "seed", "arm", "label", "note")
 """Parts of a configuration in which arms of one condition may differ and still be the same experiment."""
 
 

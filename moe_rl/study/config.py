@@ -15,7 +15,13 @@ from moe_rl.names import nearest
 from moe_rl.objectives.bounds import unknown
 from moe_rl.policy.models import seeded
 from moe_rl.training import RunConfig, validate
+from moe_rl.training.method import resolved_objective
 from moe_rl.training.ranges import SEED
+
+RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json")
+"""What a study's folder holds besides its arms."""
+LARGEST = 100_000
+"""Values in a study file, aliases counted each time: a few lines of them can stand for more than any memory holds."""
 
 
 class ConfigError(ValueError):
@@ -102,8 +108,8 @@ def parse_study(data: Any) -> StudyConfig:
     parsed = {}
     for name, changes in arms.items():
         _check_name(f"arms.{name}: an arm's name", name)
-        if str(name).startswith("rounding_") or name in ("logs", "figures"):
-            raise ConfigError(f"arms.{name}: that folder of a study holds something else; choose another name")
+        if str(name).startswith("rounding_") or name in RESERVED:
+            raise ConfigError(f"arms.{name}: in a study's folder that name is something else's; choose another")
         if not isinstance(changes, dict | None):
             raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})
@@ -120,8 +126,12 @@ def parse_study(data: Any) -> StudyConfig:
             refusal = SEED.refusal(f"{where}[{i}]", seed)
             if refusal is not None:
                 raise ConfigError(refusal)
-    for arm in study.arms:
-        study.resolve(arm, study.seeds[0])
+    resolved: dict[str, str] = {}
+    for name in study.arms:
+        config = study.resolve(name, study.seeds[0])
+        twin = resolved.setdefault(repr(config), name)
+        if twin != name:
+            raise ConfigError(f"arms.{name}: the same configuration as arm {twin!r}; an arm must change something")
     _check_comparisons(study)
     return study
 
@@ -143,6 +153,12 @@ def _check_comparisons(study: StudyConfig) -> None:
 class _OnceOnly(yaml.SafeLoader):
     """The safe loader, which would let the second of two equal keys win: here an arm or a field would vanish."""
 
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _expanded(node, {}) > LARGEST:
+            raise ConfigError(f"more than {LARGEST} values, aliases expanded: no study needs so many")
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
         again = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
@@ -151,15 +167,29 @@ class _OnceOnly(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
+    """Scalars below a node, those behind aliases counted each time."""
+    if id(node) not in known:
+        known[id(node)] = 1  # a node inside itself
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
+    return known[id(node)]
+
+
 def _check_name(what: str, name: Any) -> None:
     """Names become folders."""
-    if not re.fullmatch(r"[^/\\\s.-][^/\\\n]*", str(name)):
-        raise ConfigError(f"{what} becomes a folder's: no slash, no '.', '-' or space at its start; got {str(name)!r}")
+    if not re.fullmatch(r"[^/\\\s.-][^/\\\x00-\x1f\x7f]{0,99}", str(name)):
+        raise ConfigError(
+            f"{what} becomes a folder's: at most 100 characters, no slash or control character, no '.', '-' or space "
+            f"at its start; got {str(name)[:120]!r}"
+        )
 
 
 def dump_run(config: RunConfig) -> str:
-    """A resolved run configuration as YAML."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)
+    """A resolved run configuration as YAML; `objective` has every field of what is minimised, presets filled in."""
+    data = {**dataclasses.asdict(config), "objective": resolved_objective(config)}
+    return yaml.safe_dump(_plain(data), sort_keys=False, allow_unicode=True)
 
 
 def dump_study(study: StudyConfig) -> str:

@@ -138,6 +138,7 @@ def run_study(
         InUseError: another process runs this study.
         StudyFailed: runs that ended with an error, after all the others were finished.
     """
+    check_labels(study)
     check_roundings(roundings, torch.backends.cpu.get_cpu_capability())
     places = {name: output if name == "native" else output / f"rounding_{name}" for name in roundings}
     runs = [run for name, place in places.items() for run in _runs(study, place, name)]
@@ -165,6 +166,21 @@ def _run_all(
             f"{len(failed)} of {len(runs)} runs did not finish:\n{reasons}\n"
             "The others are complete. The same command goes on from the last checkpoints."
         )
+
+
+def check_labels(study: StudyConfig) -> None:
+    """Raises ConfigError for a label that figures could not draw: between two `$` matplotlib reads mathematics."""
+    for name, arm in study.arms.items():
+        if "$" in arm.label:
+            from matplotlib.mathtext import MathTextParser
+
+            try:
+                MathTextParser("path").parse(arm.label)
+            except ValueError as error:
+                raise ConfigError(
+                    f"arms.{name}.label: {arm.label!r} is no mathematics that figures can draw "
+                    f"({str(error).strip().splitlines()[-1]}); write \\$ for a dollar"
+                ) from error
 
 
 def check_roundings(names: Sequence[str], native: str) -> None:
@@ -253,7 +269,8 @@ def _worker_for(run: Run, idle: list[Worker]) -> Worker:
 def _arguments(run: Run, cold_starts: Path) -> list[object]:
     study = run.log.parent.parent / "study.yaml"
     chosen = ["run", study, "--arm", run.arm, "--seed", run.seed]
-    return [*chosen, "--output", run.folder, "--cold-starts", cold_starts]
+    # Whoever started the study has decided about code that it names.
+    return [*chosen, "--output", run.folder, "--cold-starts", cold_starts, "--trust"]
 
 
 def _ends_line(file: BinaryIO, offset: int) -> bool:

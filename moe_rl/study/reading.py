@@ -148,7 +148,7 @@ def _outcomes(data: StudyData) -> list[Statement]:
         ("collapsed", "collapsed"),
     ):
         counts = [
-            f"{full_label(data, str(row['arm']))} {row[column]} of {row['n']}"
+            f"{full_label(data, str(row['arm']))}: {row[column]} of {row['n']}"
             for row in final_rewards(data).to_dict("records")
             if row[column]
         ]
@@ -203,7 +203,7 @@ def _roundings(data: StudyData) -> list[Statement]:
     table, parts = conclusion_table(data), component_table(data)
     if not data.roundings:
         return []
-    text = f"The study was run again under {listed(data.roundings)}, cold starts included."
+    text = f"The study was run again under {listed(data.roundings)}."
     found = [Statement(topic, text)]
     for (arm, other), rows in table.groupby(["arm", "other"], sort=False):
         a, b = full_label(data, str(arm)), full_label(data, str(other))

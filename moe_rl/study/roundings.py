@@ -31,12 +31,13 @@ class Survival(StrEnum):
 
 SURVIVAL_RULES = {
     Survival.SURVIVES: "the verdict “higher”, “lower” or “no difference of interest” is the same in every rounding",
-    Survival.DIRECTION: "not in every rounding, but every mean difference lies on its side: beyond the difference of "
-    "interest in the same direction, or within it",
-    Survival.FALLS: "a claim of which neither is true",
+    Survival.DIRECTION: "the verdict is not the same in every rounding, but every mean difference is on its side of the "
+    "difference of interest",
+    Survival.FALLS: "the verdict is not the same in every rounding, nor is every mean difference on its side",
     Survival.NO_CLAIM: "there was no such verdict to begin with",
     Survival.UNTESTED: "no other rounding has pairs of these arms",
 }
+"""Survival -> when it is said; to be read after its name and a colon."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import re
 import subprocess
 import time
@@ -13,11 +14,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from moe_rl.files import sole_writer, sweep, write_atomic
 from moe_rl.policy.models import check_machine, seeded
+from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
+from moe_rl.rollout.user_code import checked_reward, user_code
 from moe_rl.study.config import ConfigError, differences, dump_run
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
@@ -53,6 +57,7 @@ def run_one(
         InUseError: another process runs in the folder.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
+    choose_threads(config)
     config = dataclasses.replace(config, model=seeded(config.model, config.seed))
     validate(config)
     check_here(config)
@@ -64,7 +69,6 @@ def run_one(
     def begin() -> bool:
         if not check_folder(config, folder):
             return False
-        check_tracker(config.tracker)
         check_shares(config, ranks.size)
         lock.enter_context(sole_writer(folder, command))
         sweep(folder)
@@ -99,9 +103,30 @@ def check_here(config: RunConfig) -> None:
     Raises:
         ModelError: see `moe_rl.policy.models.check_machine`.
         EngineError: the same of the rollout engine.
+        TrackerError: the tracker's package is missing.
+        TaskError: the task gives no problem or no reward.
     """
     check_machine(config.model)
     check_engine_here(config.rollout.engine, config.model.device)
+    check_tracker(config.tracker)
+    _try_task(config)
+
+
+def _try_task(config: RunConfig) -> None:
+    """One problem of each split, judged: what cannot work is found before the first step."""
+    task = make_task(config.task)
+    for held_out in (False, True):
+        with user_code(task, "problem"):
+            problem = task.problem(random.Random(0), held_out=held_out)
+        with user_code(task, "reward", problem, problem.answer, config.task.verifier_seconds):
+            checked_reward(task.reward(problem, problem.answer))
+
+
+def choose_threads(config: RunConfig) -> None:
+    """One thread for the tiny policy, whose matrices are too small to share: on a busy machine two are far slower than
+    one. OMP_NUM_THREADS, where it is set, decides instead."""
+    if config.model.path is None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:
@@ -128,8 +153,6 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
 def environment(command: str) -> dict[str, Any]:
     """What a reader needs to repeat the run, or to see why numbers differ elsewhere: commit, versions, device,
     processor, instruction set in use, math libraries, threads, `command`."""
-    import torch
-
     versions = {}
     for name in PACKAGES:
         try:

@@ -8,7 +8,7 @@ same gradient as in any other arm.
 import copy
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -145,8 +145,3 @@ class Critic:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
-
-
-def watching(critic: Critic | None, policy: nn.Module) -> AbstractContextManager[list[Tensor]]:
-    """`critic.watch(policy)`, or nothing where there is no critic."""
-    return critic.watch(policy) if critic else nullcontext([])

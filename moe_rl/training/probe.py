@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from moe_rl.measure.decompose import decompose_update
 from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
-from moe_rl.measure.ratio_metrics import gap_metrics, ratio_metrics
+from moe_rl.measure.peer_metrics import engine_metrics, routing_confidence
+from moe_rl.measure.ratio_metrics import ratio_metrics
 from moe_rl.measure.routing_metrics import change_metrics, load_metrics, router_metrics
 from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.measure.weights import copy_weights
@@ -101,6 +102,11 @@ class Probe:
         logits = self._response_logits(live)
         if logits and self.old_logits and len(logits) == len(self.old_logits):
             metrics |= router_metrics(self.old_logits, logits, part.routes.shape[-1])
+            chosen = routes.ids.to(mask.device)[mask].unbind(1)
+            metrics["site_routing_confidence"] = [
+                float(routing_confidence(scores.softmax(-1), ids.to(scores.device)))
+                for scores, ids in zip(logits, chosen, strict=True)
+            ]
         return metrics, Observation(update, natural, replayed, routes)
 
     def _from_engine(self, seen: Observation) -> dict[str, Any]:
@@ -108,7 +114,7 @@ class Probe:
         part, mask = self.part, self.part.completion_mask
         assert part.rollout_routes is not None
         changes = change_metrics(change_counts(part.rollout_routes, seen.routes, mask))
-        return {**gap_metrics(seen.natural, part.rollout_logps, mask), **changes}
+        return {**engine_metrics(seen.natural, part.rollout_logps, mask), **changes}
 
     @torch.no_grad()
     def _old_router_logits(self) -> list[Float[Tensor, "n E"]]:

@@ -51,8 +51,11 @@ class RunLog:
         """Write one row. Floats that are not finite are written as null: JSON has no NaN."""
         row = {"kind": kind, "step": step, **{key: _plain(value) for key, value in values.items()}}
         line = json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
-        with naming(self.path), open(self.path, "ab") as file:
-            file.write(line)
+        try:
+            with open(self.path, "ab") as file:
+                file.write(line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._bytes += len(line)
         self._digest.update(line)
         if self.listener:

@@ -3,6 +3,7 @@
 Three policies meet here: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current one.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
-from moe_rl.measure.ratio_metrics import gap_metrics
+from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.measure.routing_metrics import change_metrics
 from moe_rl.rollout import Rollout
 from moe_rl.routing import RoutedExperts, change_counts, record_routes
 from moe_rl.training.arm_routing import forced_routes
 from moe_rl.training.batch import Batch
-from moe_rl.training.critic import Critic, watching
+from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.weight_sync import SyncGuard
@@ -74,7 +75,8 @@ def score_rollout(
     for rows in torch.tensor(ranks.share(len(rollout))).split(batch_size or SCORING_BATCH):
         part = rollout.rows(rows)
         tokens = part.input_ids, part.attention_mask, part.completion_mask
-        with record_routes(policy) as recording, watching(critic, policy) as states:
+        watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
+        with record_routes(policy) as recording, watched as states:
             old = token_logps(policy, *tokens, temperature=temperature, router_logits=router_scores)
         routes.append(recording.routes)
         seen: dict[str, Tensor] = {"logps": old.logps}
@@ -149,9 +151,9 @@ def engine_rows(
     mask = batch.completion_mask
     sync = {"sync_gap": guard.gap, "sync_tolerance": guard.tolerance} if guard else {}
     changes = change_metrics(change_counts(batch.rollout_routes, batch.routes, mask, pair="engines"))
-    gap = gap_metrics(batch.live_old_logps, batch.rollout_logps, mask)
+    gap = engine_metrics(batch.live_old_logps, batch.rollout_logps, mask)
     rows = [{"pair": "engines", "update": 0, **gap, **changes, **sync}]
     if replayed_logps is not None:
-        gap = gap_metrics(replayed_logps, batch.rollout_logps, mask)
+        gap = engine_metrics(replayed_logps, batch.rollout_logps, mask)
         rows.append({"pair": "engines_replayed", "update": 0, **gap})
     return rows

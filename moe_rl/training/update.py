@@ -1,5 +1,6 @@
 """One optimizer step on one minibatch: forward and backward under the arm's routing, and what it did as one row."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
 from moe_rl.training.arm_routing import RoutingCount, update_routing
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import MethodConfig, OptimConfig
-from moe_rl.training.critic import Critic, watching
+from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.dpo import pair_loss
 from moe_rl.training.method import Method
@@ -55,7 +56,8 @@ def update_policy(
     for rows in torch.arange(len(mine)).split(optim.micro_batch or len(mine)):
         micro = mine.rows(rows)
         share = len(micro) / len(batch)
-        with update_routing(policy, arm, micro, noise) as routing, watching(critic, policy) as states:
+        watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
+        with update_routing(policy, arm, micro, noise) as routing, watched as states:
             out = token_logps(
                 policy,
                 micro.input_ids,

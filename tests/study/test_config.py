@@ -47,6 +47,9 @@ def test_arms_lie_over_the_base_and_name_their_own_seeds():
     assert set(differences(yaml.safe_load(dump_run(grpo)), yaml.safe_load(dump_run(gspo)))) == {
         "method.objective",
         "method.clip_low",
+        "objective.ratio",  # what is minimised, presets filled in
+        "objective.clip_low",
+        "objective.clip_high",
     }
 
 
@@ -146,3 +149,39 @@ def test_defaults_are_a_run_that_can_start():
     from moe_rl.training import validate
 
     validate(RunConfig())
+
+
+def test_comparisons_are_declared_with_the_study(tmp_path):
+    study = parse_study(changed(comparisons=[["gspo", "grpo"]], interest=0.1))
+    assert study.comparisons == (("gspo", "grpo"),) and study.interest == 0.1
+    copy = tmp_path / "study.yaml"
+    copy.write_text(dump_study(study))
+    assert load_study(copy) == study
+    assert parse_study(STUDY).comparisons is None and parse_study(STUDY).interest == 0.05
+    assert parse_study(changed(comparisons=[])).comparisons == ()  # nothing is compared, by choice
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"comparisons": [["gspo", "grpoo"]]}, r"comparisons\[0\]: no arm is called 'grpoo'.*grpo"),
+        ({"comparisons": [["gspo", "gspo"]]}, r"comparisons\[0\]: 'gspo' is compared with itself"),
+        (
+            {"comparisons": [["gspo", "grpo"], ["grpo", "gspo"]]},
+            r"comparisons\[1\]: 'grpo' and 'gspo' are compared twice",
+        ),
+        ({"comparisons": [["gspo"]]}, r"comparisons\[0\]: expected 2 values, got 1"),
+        ({"comparisons": "gspo, grpo"}, "comparisons: expected a list, got 'gspo, grpo'"),
+        ({"interest": 0}, "interest: expected a difference of reward above 0, got 0.0"),
+        ({"interest": float("nan")}, "interest: expected a difference of reward above 0, got nan"),
+    ],
+)
+def test_comparisons_that_cannot_be_made_are_refused(field, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_study(changed(**field))
+
+
+def test_some_arms_keep_the_comparisons_among_them():
+    study = parse_study(changed(arms={**STUDY["arms"], "third": {}}, comparisons=[["gspo", "grpo"], ["third", "grpo"]]))
+    assert study.with_arms(["grpo", "third"]).comparisons == (("third", "grpo"),)
+    assert parse_study(STUDY).with_arms(["grpo"]).comparisons is None

@@ -237,8 +237,8 @@ def test_failed_below_start_and_collapsed_runs_are_counted():
     row = final_rewards(study).iloc[0]
     assert (row["failed"], row["below_start"], row["collapsed"], row["start"]) == (3, 2, 1, 0.4)
     text = next(s.text for s in read(study) if s.topic == "Runs that failed")
-    assert "3 of 4 did not gain 0.1 over the held-out reward at step 0 (GRPO 3 of 4)" in text
-    assert "2 of 4 ended below it (GRPO 2 of 4); 1 of 4 collapsed (GRPO 1 of 4)" in text
+    assert "3 of 4 did not gain 0.1 over the held-out reward at step 0 (GRPO: 3 of 4)" in text
+    assert "2 of 4 ended below it (GRPO: 2 of 4); 1 of 4 collapsed (GRPO: 1 of 4)" in text
     going = replace(study, runs=tuple(replace(run, finished=False) for run in study.runs))
     assert not run_outcomes(going)[["failed", "below_start"]].any(axis=None)  # not yet
 

@@ -324,7 +324,6 @@ def test_of_many_tensors_one_of_each_kind_is_tried_at_different_depths():
             "method.source: a rollout engine and replay R3 speak of what the current",
         ),
         (changed({}, {"objective": "rft", "replay": "R3"}), "method.source: a rollout engine and replay R3"),
-        (changed(method={"anchor": "new"}), r"method\.anchor: unknown kind 'new'; known: old, rollout"),
     ],
 )
 def test_what_cannot_run_is_refused(config, message):

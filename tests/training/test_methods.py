@@ -3,9 +3,11 @@
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from micro import MICRO, logps, rows
 
 from moe_rl.objectives import (
@@ -100,6 +102,11 @@ def test_interrupted_runs_end_as_uninterrupted_ones(state_of, tmp_path, name):
     for key, module in whole.frozen.items():
         assert same(weights(module), weights(resumed.frozen[key])), key
     assert rows(tmp_path / "whole") == rows(tmp_path / "broken")
+
+
+def test_the_study_of_all_methods_has_every_preset():
+    study = yaml.safe_load((Path(__file__).parents[2] / "experiments" / "methods.yaml").read_text())
+    assert {arm["method"]["objective"] for arm in study["arms"].values()} == {*OBJECTIVES, "dpo"}
 
 
 # -- advantages ------------------------------------------------------------------------------------------------

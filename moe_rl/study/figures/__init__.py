@@ -4,10 +4,11 @@ Each function takes a `StudyData` and returns a `StudyFigure` (matplotlib figure
 `draw_all` draws what the runs hold and writes PDF, SVG, PNG, CSV and caption of each.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from moe_rl.names import nearest
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures.decomposition import decomposition, decomposition_by_site
 from moe_rl.study.figures.divergence import change_by_position, divergence
@@ -84,6 +85,20 @@ def draw_all(path: str | Path, out: str | Path | None = None) -> list[Path]:
     return written
 
 
+def draw_some(path: str | Path, names: Sequence[str], out: str | Path | None = None) -> list[Path]:
+    """Draw these figures only; returns the files written.
+
+    Raises ValueError for an unknown name, before anything is read, and NothingToDraw where the runs lack its data.
+    """
+    known = {**FIGURES, **ENGINE_FIGURES, **STUDY_FIGURES}
+    for name in names:
+        if name not in known:
+            raise ValueError(f"unknown figure {name!r}{nearest(name, known)}")
+    data = load(path)
+    folder = Path(out) if out is not None else Path(path) / "figures"
+    return [file for figure in [known[name](data) for name in names] for file in save_figure(figure, folder)]
+
+
 __all__ = [
     "ENGINE_FIGURES",
     "FIGURES",
@@ -98,6 +113,7 @@ __all__ = [
     "divergence",
     "dose_response",
     "draw_all",
+    "draw_some",
     "dynamics",
     "each_figure",
     "engine_mismatch",
