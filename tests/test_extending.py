@@ -77,6 +77,13 @@ assert probes and all(0 <= row["experts_idle"] < 1 for row in probes)
 """
 
 
+USES["A figure"] = """
+from moe_rl.study.figures import FIGURES
+
+assert "entropy" in FIGURES
+"""
+
+
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy of the package with every diff of the page applied."""

@@ -59,8 +59,8 @@ def test_the_script_says_what_is_wrong(arguments, message, tmp_path, monkeypatch
 
 
 def test_the_diff_that_adds_a_figure_is_all_it_takes(folder, tmp_path):
-    """docs/extending_figure.md, applied to a copy of the package as it stands there."""
-    page = (ROOT / "docs" / "extending_figure.md").read_text()
+    """Section "A figure" of docs/extending.md, applied to a copy of the package as it stands there."""
+    page = (ROOT / "docs" / "extending.md").read_text().split("## A figure")[1]
     diff = re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1]
     shutil.copytree(ROOT / "moe_rl", tmp_path / "moe_rl", ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
