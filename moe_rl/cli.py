@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0 if arguments else 2)
     name, rest = arguments[0], arguments[1:]
     if name not in VERBS:
-        fail(f"unknown {'option' if name.startswith('-') else 'command'} {name!r}{nearest(name, VERBS)}", 2)
+        what, known = ("option", ("--help", "--version")) if name.startswith("-") else ("command", tuple(VERBS))
+        fail(f"unknown {what} {name!r}{nearest(name, known)}", 2)
     try:
         VERBS[name](rest)
     except KeyboardInterrupt:

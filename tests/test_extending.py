@@ -1,16 +1,25 @@
-"""docs/extending.md, executed: its diffs apply to a copy of the package, and what they add works there."""
+"""docs/extending.md, executed: its diffs apply to a copy of the package, its files are written, and what they add
+works there."""
 
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moe_rl.rollout import TaskConfig
+from moe_rl.rollout.engines import EngineConfig
+from moe_rl.training import train
+
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-DIFFS = dict(re.findall(r"^## (.+?)$.*?```diff\n(.*?)```", PAGE, re.S | re.M))
+DIFFS = dict(re.findall(r"^## ([^\n]+)\n(?:(?!^## ).)*?```diff\n(.*?)```", PAGE, re.S | re.M))
+FILES = dict(re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)```", PAGE, re.S))
+sys.path.append(str(ROOT / "tests" / "training"))
+from micro import MICRO, rows  # noqa: E402
 
 USES = {
     "A method": """
@@ -51,6 +60,22 @@ assert resolve_method(config, 1).objective.gate == "log_mask"
 """,
 }
 
+USES["A metric"] = f"""
+import sys
+from dataclasses import replace
+from pathlib import Path
+sys.path.append({str(ROOT / "tests" / "training")!r})
+from micro import MICRO, rows
+from moe_rl.measure.catalogue import find, render
+from moe_rl.training import train
+
+assert find("probe", "experts_idle").unit == "fraction" and "| `experts_idle` | fraction |" in render()
+folder = Path("run")
+train(replace(MICRO, optim=replace(MICRO.optim, steps=1)), folder)
+probes = rows(folder, "probe")
+assert probes and all(0 <= row["experts_idle"] < 1 for row in probes)
+"""
+
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
@@ -73,3 +98,31 @@ def test_what_the_diffs_add_works(copy):
         [sys.executable, "-c", program], cwd=copy, env={"PYTHONPATH": str(copy)}, text=True, capture_output=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder with the files of the page, where a run is begun."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_a_run_trains_on_the_page_s_task(own):
+    config = replace(MICRO, task=TaskConfig("tasks.py:Double", {"below": 100}))
+    train(config, own / "run")
+    rewards = [row["reward"] for row in rows(own / "run", "rollout")]
+    assert len(rewards) == 2 and all(0 <= reward < 1 for reward in rewards)
+    assert [row["reward_n"] for row in rows(own / "run", "eval")] == [8, 8]
+
+
+def test_a_run_samples_with_the_page_s_engine(own):
+    engine = EngineConfig("engines.py:Copy", options={"dtype": "bfloat16"})
+    config = replace(MICRO, rollout=replace(MICRO.rollout, engine=engine))
+    train(config, own / "run")
+    found = [row for row in rows(own / "run", "engine") if row["pair"] == "engines"]
+    assert len(found) == 2
+    for row in found:
+        assert 0 < row["gap_mean"] < 0.5, "bfloat16 is not the training model's arithmetic"
+        assert 0 < row["sync_gap"] <= row["sync_tolerance"] >= 2e-2, "the tolerance is the engine's own"
