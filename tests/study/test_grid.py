@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from moe_rl.cli import main
-from moe_rl.study.config import ConfigError, parse_study
+from moe_rl.study.config import ConfigError, load_study, parse_study
 from moe_rl.study.grid import Run, _next, _runs, check_roundings
 
 MICRO = {
@@ -29,6 +29,7 @@ MICRO = {
     },
     "arms": {"grpo": {}, "gspo": {"method": {"objective": "gspo"}}},
 }
+EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 NATIVE = torch.backends.cpu.get_cpu_capability()
 
 
@@ -113,3 +114,15 @@ def test_a_run_is_named_with_its_rounding(tmp_path):
     run = runs_of(tmp_path)[0]
     assert isinstance(run, Run) and run.name == "grpo seed 0"
     assert dataclasses.replace(run, rounding="avx2").name == "grpo seed 0 avx2"
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_studies_can_reach_what_they_declare(path):
+    """Enough pairs for Holm's first step over the declared family (least p of a sign-flip test: 2 / 2^n), and seeds that
+    begin from models of their own."""
+    study = load_study(path)
+    for pair in study.comparisons or ():
+        pairs = set.intersection(*(set(study.arms[arm].seeds or study.seeds) for arm in pair))
+        assert len(study.comparisons) * 2 / 2 ** len(pairs) <= 0.05
+    starts = {study.resolve(arm, seed).model.tiny.seed for arm, seed in study.runs() if arm == next(iter(study.arms))}
+    assert len(starts) == len(study.seeds)
