@@ -3,10 +3,10 @@
     python tests/routing/adversary.py --cases 3000 --seed 0     # prints how many were right and how many were refused
 
 The oracle reads ids where the experts are called, by hooks of its own, and knows nothing of the package. A step is
-right if the experts got what was forced where it was forced, and what the router's logits prefer elsewhere; if recording,
-shadow and counts say the same; and if the logits are those of a model whose routers were rewritten to take the given
-ids. It is refused if a RoutingError was raised. Anything else is a failure, and so is a refusal of what is promised to
-work, or no refusal where an action cannot be replayed.
+right if the experts got what was forced where it was forced, and what the router's logits prefer elsewhere; if
+recording, shadow and counts say the same; and if the logits are those of a model whose routers were rewritten to take
+the given ids. It is refused if a RoutingError was raised. Anything else is a failure, and so is a refusal of what is
+promised to work, or no refusal where an action cannot be replayed.
 """
 
 import argparse

@@ -278,7 +278,8 @@ def test_functional_gradients_with_a_default_cache() -> None:
         loss(parameters).backward()
     assert recording.calls[0].equal(routes)
     for name, parameter in model.named_parameters():
-        assert parameter.grad is None or torch.equal(found[name], parameter.grad), name
+        if parameter.grad is not None:  # its sums may be formed in another order
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-7)
 
 
 def test_topk_may_be_called_by_keyword() -> None:
