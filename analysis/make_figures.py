@@ -1,24 +1,33 @@
-"""Every figure of one or more studies, from run folders alone:  python analysis/make_figures.py runs/replay_vs_gspo
+"""Figures of one or more studies, from run folders alone:
 
-Each becomes PDF, SVG, PNG, a CSV of what was plotted, and its caption, in FOLDER/figures. `moe-rl figures FOLDER`
-does the same and writes the report.
+    python analysis/make_figures.py runs/replay_vs_gspo
+    python analysis/make_figures.py runs/replay_vs_gspo runs/selection_noise --only reward expert_change
+
+Each becomes PDF, SVG, PNG, a CSV of what was plotted, and its caption, in FOLDER/figures. `moe-rl figures FOLDER` does
+the same and writes the report.
 """
 
 import argparse
 from pathlib import Path
 
-from moe_rl.study.figures import draw_all
+from moe_rl.study.figures import FIGURES, draw_all, draw_some
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw every figure of a study from its run folders.")
+    parser = argparse.ArgumentParser(description="Draw figures of studies from their run folders.")
     parser.add_argument("folders", type=Path, nargs="+", help="study or run folders, e.g. runs/replay_vs_gspo")
-    for folder in parser.parse_args().folders:
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"these figures only; known: {', '.join(FIGURES)}")
+    parser.add_argument("--out", type=Path, help="where to write (default: FOLDER/figures); with one folder only")
+    options = parser.parse_args()
+    if options.out and len(options.folders) > 1:
+        parser.error("--out takes the figures of one folder; several would overwrite one another")
+    for folder in options.folders:
         try:
-            written = draw_all(folder)
-        except ValueError as error:
+            out = options.out or folder / "figures"
+            written = draw_some(folder, options.only, out) if options.only else draw_all(folder, out)
+        except ValueError as error:  # no such folder or figure, damaged files, nothing recorded to draw
             parser.exit(1, f"{error}\n")
-        print(f"{folder / 'figures'}: {len(written)} files")
+        print(f"{out}: {len(written)} files")
 
 
 if __name__ == "__main__":

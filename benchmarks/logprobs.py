@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moe_rl.training.head import head_logps
-from moe_rl.training.logprobs import token_logps
+from moe_rl.measure.head import head_logps
+from moe_rl.measure.logprobs import token_logps
 
 MIB = 2**20
 SEQUENCES = 8  # that the tokens come in; TRL's function goes through them one at a time

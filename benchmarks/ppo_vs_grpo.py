@@ -28,11 +28,13 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moe_rl.models import ModelConfig, TinyConfig
-from moe_rl.training import MethodConfig, ProbeConfig, RunConfig, Trainer, ValueConfig
+from moe_rl.policy.models import ModelConfig, TinyConfig
+from moe_rl.rollout import Rollout
+from moe_rl.training import MethodConfig, ProbeConfig, RunConfig, State, ValueConfig, begin
 from moe_rl.training.batch import minibatches
-from moe_rl.training.footprint import footprint
-from moe_rl.training.scoring import score_rollout
+from moe_rl.training.loop import advantages_of, responses, update_on
+from moe_rl.training.memory import memory_metrics
+from moe_rl.training.score import make_batch, score_rollout
 
 MIB = 2**20
 ARMS: dict[str, dict[str, Any]] = {
@@ -42,18 +44,18 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(name: str, base: RunConfig, folder: Path) -> Trainer:
-    return Trainer(replace(base, **ARMS[name]), folder / name)
-
-
-def step(trainer: Trainer, rollout: Any) -> None:
+def step(state: State, rollout: Rollout) -> None:
     """A training step without its sampling: scoring, advantages, updates."""
-    config = trainer.config
-    batch, _ = score_rollout(trainer, rollout)
-    order = minibatches(batch, config.optim.num_minibatches, config.rollout.group_size, trainer.draw("order"))
+    config = state.config
+    scores = score_rollout(
+        rollout, state.policy, state.ranks, temperature=config.rollout.temperature, critic=state.critic
+    )
+    advantages, returns, _ = advantages_of(state, rollout, scores)
+    batch = make_batch(rollout, scores, advantages, replay=config.method.replay, step=state.step, returns=returns)
+    order = minibatches(len(batch), config.optim.num_minibatches, config.rollout.group_size, state.generator("order"))
     for update, rows in enumerate(order, start=1):
-        trainer.update(batch.rows(rows), update)
-    trainer.step += 1
+        update_on(state, batch.rows(rows), update)
+    state.step += 1
 
 
 def timed(action: Any) -> float:
@@ -89,35 +91,37 @@ def main() -> None:
     tiny = TinyConfig(hidden_size=options.hidden, num_layers=options.layers)
     base = RunConfig(model=ModelConfig(tiny=tiny, cold_start=None), probe=ProbeConfig(every=0))
     with tempfile.TemporaryDirectory() as folder:
-        trainers = {name: make(name, base, Path(folder)) for name in ARMS}
-        sampler = trainers["grpo"]
+        states = {name: begin(replace(base, **arm), Path(folder) / name) for name, arm in ARMS.items()}
+        sampler = states["grpo"]
         started = time.process_time()
-        rollout = sampler.respond(random.Random(0), sampler.draw("sample"))
+        rollout = responses(sampler, random.Random(0), sampler.generator("sample"))
         sampling = time.process_time() - started
         # A random policy's answers are all wrong; rewards by coin give all methods something to learn.
         coin = torch.rand(len(rollout), generator=torch.Generator().manual_seed(0)).round()
         rollout = replace(rollout, rewards=coin)
-        for trainer in trainers.values():
-            step(trainer, rollout)  # warm up
-        times: dict[str, list[float]] = {name: [] for name in trainers}
+        for state in states.values():
+            step(state, rollout)  # warm up
+        times: dict[str, list[float]] = {name: [] for name in states}
         for _ in range(options.rounds):
-            for name, trainer in trainers.items():
-                times[name].append(timed(lambda trainer=trainer: step(trainer, rollout)))
-        peaks = {name: peak_bytes(lambda trainer=trainer: step(trainer, rollout)) for name, trainer in trainers.items()}
-        weighed = {name: footprint(trainer) for name, trainer in trainers.items()}
+            for name, state in states.items():
+                times[name].append(timed(lambda state=state: step(state, rollout)))
+        peaks = {name: peak_bytes(lambda state=state: step(state, rollout)) for name, state in states.items()}
+        memory = {
+            name: memory_metrics(state.trained, state.frozen, state.ranks.device) for name, state in states.items()
+        }
 
     found = {}
     for name in ARMS:
-        ratios = [own / grpo for own, grpo in zip(times[name], times["grpo"], strict=True)]
-        facts = weighed[name]
-        trained = [key for key in ("model", "value") if f"{key}_bytes" in facts]
+        ratios = [seconds / grpo for seconds, grpo in zip(times[name], times["grpo"], strict=True)]
+        own = memory[name]
+        trained = [key for key in ("model", "value") if f"{key}_bytes" in own]
         found[name] = {
             "cpu_ratio": statistics.median(ratios),
             "cpu_ratio_range": (min(ratios), max(ratios)),
             "cpu_seconds": statistics.median(times[name]),
-            "parameters": sum(facts[f"{key}_parameters"] for key in trained),
-            "weight_bytes": sum(facts[f"{key}_bytes"] for key in trained),
-            "optimizer_bytes": sum(facts[f"{key}_optimizer_bytes"] for key in trained),
+            "parameters": sum(own[f"{key}_parameters"] for key in trained),
+            "weight_bytes": sum(own[f"{key}_bytes"] for key in trained),
+            "optimizer_bytes": sum(own[f"{key}_optimizer_bytes"] for key in trained),
             "peak_bytes": peaks[name],
         }
     print(f"{len(rollout)} responses, {int(rollout.lengths.sum())} tokens; sampling takes {sampling:.2f} CPU s")

@@ -1,16 +1,21 @@
 """moe_rl: an instrument and a laboratory for routing stability in RL of Mixture-of-Experts language models.
 
-The rooms, in reading order (arrows point downwards only):
+The rooms; each uses those above it, never those below:
 
 - `moe_rl.routing`     what routers chose, and making them choose it again
 - `moe_rl.objectives`  log-probabilities and rewards -> advantages, ratios, loss (pure functions)
+- `moe_rl.measure`     tensors -> numbers: log-probabilities, ratio and change metrics, decomposition, noise floor
+- `moe_rl.policy`      load a hub or local model; make the tiny one and its cold start
 - `moe_rl.rollout`     prompts -> completions, their log-probabilities and routes
-- `moe_rl.models`      load a hub or local model; build and cold-start the tiny one
-- `moe_rl.training`    one loop; log-probabilities; probes; checkpoints
-- `moe_rl.study`       many runs -> numbers, figures, a report
+- `moe_rl.training`    one loop for all methods: collect, score, update, probe
+- `moe_rl.study`       many runs -> statistics, figures, a report
+- `moe_rl.drift`       two checkpoints -> tables, figures, a page
+
+The first three are the instrument and need torch, transformers, numpy, safetensors and jaxtyping only; the rest is the
+laboratory, `pip install 'moe_rl[lab]'`.
 
 Axes everywhere: B sequence, G group, T token, L routing site, K slot, E expert, V vocabulary.
 Tensors `[B,T]` are aligned with the tokens: entry t speaks of token t given the tokens before it.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,52 +1,65 @@
-"""The command line: moe-rl VERB ...
+"""The command line: moe-rl COMMAND ...
 
-study FILE     all arms x seeds of a study, resuming what is unfinished; then figures and the report
-run FILE       one arm and seed
-figures DIR    redraw the figures and the report of a study folder
-doctor [FILE]  what this machine can run, and what a study would need
-watch DIR      follow a study in the browser
+study NAME|FILE  all arms and seeds of a study, resuming what is unfinished; then figures and the report
+run NAME|FILE    one arm and seed
+figures DIR      draw the figures and the report of a study folder again
+watch DIR        follow a study in the browser
+drift OLD NEW    how the routing of two checkpoints differs
+doctor [FILE]    what this machine can run, and what a study would need
+
+Help and mistakes answer before torch is imported.
 """
 
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Literal
 
-import tyro
+from moe_rl.arguments import arm_and_seed, fail, load, parse, study_file
+from moe_rl.names import nearest
 
-VERBS: dict[str, tuple[str, Callable[[list[str]], None]]] = {}
+LABORATORY = ("accelerate", "pandas", "pyarrow", "matplotlib", "scipy", "rich", "tyro", "yaml", "jinja2", "tokenizers")
+"""What the commands need beyond the instrument: the extra `lab`."""
+
+VERBS: dict[str, Callable[[list[str]], None]] = {}
 
 
-def verb(name: str, summary: str) -> Callable[[Callable[[list[str]], None]], Callable[[list[str]], None]]:
-    """Register a verb; its imports happen when it is called, so that help and mistakes answer at once."""
-
-    def register(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
-        VERBS[name] = (summary, function)
-        return function
-
-    return register
+def verb(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
+    """Register a command; its imports happen when it is called."""
+    VERBS[function.__name__.removesuffix("_verb").replace("_", "-")] = function
+    return function
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Expected errors are one message on stderr and exit status 1; wrong usage is 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(usage())
-        sys.exit(0 if arguments else 2)
-    if arguments[0] == "--version":
+    if arguments == ["--version"]:
         from moe_rl import __version__
 
         print(f"moe_rl {__version__}")
         return
-    name = arguments[0]
-    if name not in VERBS:
-        from moe_rl.rollout.tasks import nearest
+    missing = [name for name in LABORATORY if not _present(name)]
+    if missing:
+        fail(
+            f"the commands need the laboratory: pip install 'moe_rl[lab]' (not installed: {', '.join(missing)}). "
+            "moe_rl.routing, moe_rl.objectives and moe_rl.measure work without it."
+        )
+    from moe_rl.usage import root_page
 
-        fail(f"unknown command {name!r}{nearest(name, VERBS)}\n\n{usage()}", 2)
+    if arguments[:1] == ["help"] and len(arguments) > 1:
+        arguments = [*arguments[1:], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(root_page())
+        sys.exit(0 if arguments else 2)
+    name, rest = arguments[0], arguments[1:]
+    if name not in VERBS:
+        what, known = ("option", ("--help", "--version")) if name.startswith("-") else ("command", tuple(VERBS))
+        fail(f"unknown {what} {name!r}{nearest(name, known)}", 2)
     try:
-        VERBS[name][1](arguments[1:])
+        VERBS[name](rest)
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on where it stopped", 130)
     except (FileExistsError, NotADirectoryError) as error:
@@ -60,36 +73,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         fail(str(error))
 
 
-def fail(message: str, status: int = 1) -> NoReturn:
-    """Say what is wrong on stderr and leave."""
-    print(f"moe-rl: error: {message}", file=sys.stderr)
-    sys.exit(status)
-
-
-def usage() -> str:
-    verbs = "\n".join(f"  {name:9}{summary}" for name, (summary, _) in VERBS.items())
-    return f"usage: moe-rl COMMAND ...\n\n{verbs}\n\nmoe-rl COMMAND --help lists a command's options."
-
-
-def _file_first(arguments: list[str], name: str, what: str) -> Path:
-    """The leading positional argument, needed before the options can be known."""
-    if arguments and not arguments[0].startswith("-"):
-        return Path(arguments[0])
-    if "-h" in arguments or "--help" in arguments:
-        print(f"usage: moe-rl {name} {what} [options]\n\nGive {what} first: the options show its values as defaults.")
-        sys.exit(0)
-    fail(f"{name} needs {what} as its first argument", 2)
-
-
-@verb("study", "run all arms x seeds of a study file, then draw its figures and report")
+@verb
 def study_verb(arguments: list[str]) -> None:
-    from moe_rl.rollout.tasks import nearest
-    from moe_rl.study.config import load_study
+    from moe_rl.usage import studies_page
+
+    if not arguments:
+        print(studies_page())
+        return
+    given = study_file("study", arguments)
+    import tyro
+
     from moe_rl.study.grid import run_study
     from moe_rl.training import RunConfig
 
-    path = _file_first(arguments, "study", "FILE")
-    study = load_study(path)
+    study = load(given.path)
 
     @dataclass(frozen=True)
     class Options:
@@ -106,61 +103,62 @@ def study_verb(arguments: list[str]) -> None:
         """Seeds of every arm that does not name its own."""
         arms: tuple[str, ...] = tuple(study.arms)
         """Arms to run."""
+        rounding: tuple[Literal["native", "avx512", "avx2", "default"], ...] = ("native",)
+        """Repeat the seeds, cold starts included, with other CPU kernels, e.g. native avx2 default: how much of the
+        spread is rounding. All but native go to OUTPUT/rounding_NAME."""
         figures: bool = True
         """Draw figures and the report when the runs are done."""
+        trust: bool = False
+        """Let the study file run code that is no part of moe_rl."""
 
-    options = _parse(Options, arguments[1:], f"moe-rl study {path}", Options(base=study.base))
+    options = parse(Options, given.options, f"moe-rl study {given.word or 'NAME|FILE'}", Options(base=study.base))
     if not options.seeds:
         fail("seeds: at least one is needed, e.g. --seeds 0 1 2", 2)
     for arm in options.arms:
         if arm not in study.arms:
-            fail(f"unknown arm {arm!r} in {path}{nearest(arm, study.arms)}", 2)
-    study = replace(
-        study, base=options.base, seeds=options.seeds, arms={name: study.arms[name] for name in options.arms}
-    )
+            fail(f"unknown arm {arm!r} in {given.word}{nearest(arm, study.arms)}", 2)
+    study = replace(study.with_arms(options.arms), base=options.base, seeds=options.seeds)
     run_study(
         study,
         options.output,
         options.cold_starts,
         options.workers or default_workers(),
         " ".join(["moe-rl", "study", *arguments]),
+        options.rounding,
     )
     if options.figures:
-        draw(options.output)
+        draw_report(options.output)
 
 
-@verb("run", "run one arm and seed of a study file")
+@verb
 def run_verb(arguments: list[str]) -> None:
-    from moe_rl.study.config import load_study
+    given = study_file("run", arguments)
+    arm, seed = arm_and_seed(given)
+    import tyro
+
     from moe_rl.study.progress import Lines
     from moe_rl.study.run import run_one
     from moe_rl.training import RunConfig
 
-    path = _file_first(arguments, "run", "FILE")
-    study = load_study(path)
-
-    @dataclass(frozen=True)
-    class Chosen:
-        arm: str = next(iter(study.arms))
-        seed: int = study.seeds[0]
-
-    given = [argument for argument in arguments[1:] if argument not in ("-h", "--help")]
-    chosen, _ = tyro.cli(Chosen, args=given, prog=f"moe-rl run {path}", return_unknown_args=True)
+    study = load(given.path)
+    first = next(iter(study.arms)) if arm is None else arm
 
     @dataclass(frozen=True)
     class Options:
         """Run one arm with one seed. Any field of its configuration can be given, e.g. --optim.steps 5."""
 
         config: Annotated[RunConfig, tyro.conf.arg(name="")]
-        arm: str = chosen.arm
+        arm: str = first
         """Arm of the study file."""
         output: Path | None = None
         """Run folder; by default runs/STUDY/ARM/seedN."""
         cold_starts: Path = Path("runs") / "cold_starts"
         """Where cold-started models are kept; studies share them."""
+        trust: bool = False
+        """Let the study file run code that is no part of moe_rl."""
 
-    config = study.resolve(chosen.arm, chosen.seed)
-    options = _parse(Options, arguments[1:], f"moe-rl run {path}", Options(config))
+    config = study.resolve(first, study.seeds[0] if seed is None else seed)
+    options = parse(Options, given.options, f"moe-rl run {given.word or 'NAME|FILE'}", Options(config))
     folder = options.output or Path("runs") / study.name / options.arm / f"seed{options.config.seed}"
     command = " ".join(["moe-rl", "run", *arguments])
     done = (folder / "DONE").exists()
@@ -169,51 +167,68 @@ def run_verb(arguments: list[str]) -> None:
         print(f"{'already done' if done else 'done'}: {folder}")
 
 
-@verb("figures", "redraw the figures and the report of a study folder")
+@verb
 def figures_verb(arguments: list[str]) -> None:
+    import tyro
+
     @dataclass(frozen=True)
     class Options:
-        """Draw every figure and the report from run folders alone."""
+        """Draw figures from run folders alone: those that are named, or all of them and the report."""
 
-        folder: tyro.conf.Positional[Path]
+        folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
         """A study folder, e.g. runs/replay_vs_gspo."""
+        names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[NAME ...]")] = ()
+        """Only these figures, e.g. reward expert_change."""
 
-    draw(_parse(Options, arguments, "moe-rl figures", None).folder)
+    options = parse(Options, arguments, "moe-rl figures")
+    if not options.names:
+        draw_report(options.folder)
+        return
+    from moe_rl.study.figures import draw_some
+
+    for path in draw_some(options.folder, options.names):
+        print(path)
 
 
-@verb("watch", "follow a study in the browser: a local page with its curves, routing and tokens")
+@verb
 def watch_verb(arguments: list[str]) -> None:
+    import tyro
+
     @dataclass(frozen=True)
     class Options:
         """Serve a page that follows a running or finished study, to this machine only."""
 
-        folder: tyro.conf.Positional[Path]
+        folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
         """A study folder, e.g. runs/replay_vs_gspo, or one run's."""
         port: int = 0
         """0: 8765 or the next free one."""
         open: bool = False
         """Open the page in the browser."""
 
-    options = _parse(Options, arguments, "moe-rl watch", None)
+    options = parse(Options, arguments, "moe-rl watch")
     from moe_rl.study.watch import watch
 
     watch(options.folder, options.port, options.open)
 
 
-@verb("drift", "routing change between two checkpoints, whatever trained them")
+@verb
 def drift_verb(arguments: list[str]) -> None:
-    from moe_rl.study.drift.run import DriftOptions, run_drift, say
+    import tyro
+
+    from moe_rl.drift.options import DriftOptions
 
     @dataclass(frozen=True)
     class Options(DriftOptions):
         """Compare the routing of two checkpoints of one architecture on a text."""
 
-        old: tyro.conf.Positional[str]
+        old: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OLD")]
         """The first checkpoint: a folder in hub format or a hub id."""
-        new: tyro.conf.Positional[str]
+        new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
         """The second, of the same architecture."""
 
-    options = _parse(Options, arguments, "moe-rl drift", None)
+    options = parse(Options, arguments, "moe-rl drift")
+    from moe_rl.drift.run import run_drift, say
+
     try:
         say(run_drift(options))
     except KeyboardInterrupt:
@@ -222,31 +237,41 @@ def drift_verb(arguments: list[str]) -> None:
         fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}; nothing was written")
 
 
-@verb("doctor", "what this machine can run, and what a study would need; downloads nothing")
+@verb
 def doctor_verb(arguments: list[str]) -> None:
+    import tyro
+
     @dataclass(frozen=True)
     class Options:
-        """Check packages, devices and memory; given a study file, also what it needs, for its most demanding arm.
-        Exit status 0 if all that is required is there, else 1."""
+        """Check packages, devices and memory; given a study, also what it needs, for its most demanding arm. Downloads
+        nothing. Exit status 0 if all that is required is there, else 1."""
 
-        file: tyro.conf.Positional[Path | None] = None
-        """A study file."""
+        file: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME|FILE]")] = None
+        """A study that comes with moe_rl, or a study file."""
         devices: int | None = None
         """Plan for so many devices, weights sharded over them; by default those that are here."""
         memory: float | None = None
         """Plan for devices with so many GB (10^9 bytes) each; by default what is free here."""
         json: bool = False
         """Print JSON."""
+        trust: bool = False
+        """Let the study file run code that is no part of moe_rl."""
 
-    options = _parse(Options, arguments, "moe-rl doctor", None)
+    options = parse(Options, arguments, "moe-rl doctor")
+    path = None
+    if options.file is not None:
+        from moe_rl.study.shipped import find_study, outline, refuse_foreign_code
+
+        path = find_study(options.file)
+        refuse_foreign_code(path, outline(path), options.trust)
     from moe_rl.study.config import load_study
     from moe_rl.study.doctor import doctor, planned
 
-    study = None if options.file is None else load_study(options.file)
+    study = None if path is None else load_study(path)
     sys.exit(doctor(study, planned(options.devices, options.memory), options.json))
 
 
-def draw(folder: Path) -> None:
+def draw_report(folder: Path) -> None:
     """Figures and report of a study folder."""
     from moe_rl.study.report import draw_study
 
@@ -257,9 +282,9 @@ def default_workers() -> int:
     """One run per core, one thread each; one in all where there is a GPU."""
     import torch
 
-    return 1 if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if torch.cuda.is_available() else cores
 
 
-def _parse(options: Any, arguments: list[str], program: str, default: Any) -> Any:
-    known = {} if default is None else {"default": default}
-    return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **known)
+def _present(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None

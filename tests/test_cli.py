@@ -1,13 +1,22 @@
 """The command line as a newcomer drives it: mistakes are one message, and a study resumes."""
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
-from moe_rl.cli import main
+from moe_rl.cli import VERBS, main
 from moe_rl.study.config import load_study
+from moe_rl.study.shipped import find_study
+from moe_rl.usage import CONFIGURATION, RUN_OPTIONS, STUDY_OPTIONS
+
+ROOT = Path(__file__).parents[1]
 
 MICRO = {
     "name": "micro",
@@ -48,13 +57,114 @@ def refused(capsys, *arguments, status=1):
 def test_help_lists_the_verbs_and_an_unknown_one_names_the_nearest(capsys):
     assert all(verb in refused(capsys, "--help", status=0) for verb in ("study", "run", "figures"))
     assert "did you mean 'study'" in refused(capsys, "stdy", status=2)
-    assert "needs FILE" in refused(capsys, "study", status=2)
+    assert "needs a study" in refused(capsys, "run", status=2)
+    assert "usage: moe-rl run" in refused(capsys, "help", "run", status=0)
 
 
 def test_every_configuration_field_is_an_option_and_unknown_ones_name_the_nearest(study, capsys):
-    assert "--optim.learning-rate" in refused(capsys, "run", "micro.yaml", "--help", status=0)
-    assert "--optim.learning-rate" in refused(capsys, "run", "micro.yaml", "--optim.learning-rat", "1", status=2)
+    assert "--probe.decompose-every" in refused(capsys, "run", "micro.yaml", "--help-all", status=0)
+    for verb, options in (("study", STUDY_OPTIONS), ("run", RUN_OPTIONS)):
+        every = refused(capsys, verb, "--help-all", status=0)
+        assert {option.split()[0] for option in {**options, **CONFIGURATION}} <= set(re.findall(r"--[a-z.-]+", every))
+        assert "--probe.decompose-every" in every
+    misspelt = refused(capsys, "run", "micro.yaml", "--arm", "grpo", "--optim.learning-rat", "1", status=2)
+    assert "unknown option --optim.learning-rat; did you mean '--optim.learning-rate'?" in misspelt
+    assert "did you mean '--prompts'" in refused(capsys, "drift", "a", "b", "--promts", "x", status=2)
     assert not (study / "runs").exists()
+
+
+def test_the_first_page_has_the_arms_and_the_options_that_people_use(study, capsys):
+    page = refused(capsys, "study", "micro.yaml", "--help", status=0)
+    assert "does it run?" in page and "gspo  GSPO" in page and "--optim.steps" in page and "--help-all" in page
+    assert "--probe.decompose-every" not in page
+    assert page.splitlines()[0] == "usage: moe-rl study micro.yaml [options]"
+    assert "NAME|FILE" in refused(capsys, "study", "--help", status=0)
+    assert re.search(r"usage: moe-rl drift .* OLD NEW\n", refused(capsys, "drift", "--help", status=0))
+
+
+def test_help_and_mistakes_answer_without_importing_torch(study):
+    """So that each takes well below a second of CPU."""
+    words = [[], ["--help"], ["study"], ["study", "--help"], ["study", "micro.yaml", "--help"], ["run", "--help"]]
+    words += [[verb, "--help"] for verb in VERBS]
+    words += [["run", "micro.yaml"], ["study", "non.yaml"], ["watch", "--prot", "3"], ["stdy"]]
+    code = f"""
+import contextlib, io, sys
+from moe_rl.cli import main
+for words in {words!r}:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()) as said:
+        main(words)
+slow = {{"torch", "transformers", "pandas", "matplotlib", "scipy"}} & set(sys.modules)
+assert not slow, slow
+"""
+    before = os.times()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ)
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    used = after.children_user + after.children_system - before.children_user - before.children_system
+    assert used < 0.2 * len(words), f"{len(words)} commands took {used} CPU seconds"
+
+
+def test_studies_are_listed_and_found_by_name(study, capsys):
+    main(["study"])
+    page = capsys.readouterr().out
+    names = [path.stem for path in (ROOT / "experiments").glob("*.yaml")]
+    assert "replay_vs_gspo" in names and all(f"  {name} " in page for name in names)
+    assert "does GRPO need Routing" in page
+    assert find_study("replay_vs_gspo") == ROOT / "experiments" / "replay_vs_gspo.yaml"
+    assert "GRPO + Routing Replay" in refused(capsys, "run", "quick", "--help", status=0)
+    assert "did you mean 'quick'" in refused(capsys, "study", "quik")
+    (study / "quick").mkdir()
+    assert find_study("quick").parent == ROOT / "experiments", "a folder of that name is no study"
+    (study / "quick").rmdir()
+    shutil.copy("micro.yaml", "quick")
+    assert find_study("quick") == Path("quick"), "a file of that path wins"
+
+
+def test_run_without_an_arm_says_which_there_are(study, capsys):
+    said = refused(capsys, "run", "micro.yaml", "--seed", "0", status=2)
+    assert "run needs --arm" in said and "grpo  GRPO" in said and "gspo  GSPO" in said and "seeds: 0" in said
+    assert not (study / "runs").exists()
+
+
+TASK = """
+import pathlib
+from moe_rl.rollout.character_tasks import ModChain
+
+pathlib.Path("was_here").touch()
+
+class Mine(ModChain):
+    pass
+"""
+
+
+@pytest.mark.parametrize("part", ["base", "arm"])
+def test_code_that_a_study_file_names_runs_only_if_it_is_trusted(study, capsys, part):
+    base, arm = MICRO["base"], {}
+    if part == "base":
+        base = {**base, "task": {**base["task"], "name": "mine.py:Mine"}}
+    else:
+        arm = {"task": {"name": "mine.py:Mine"}}
+    (study / "mine.py").write_text(TASK)
+    (study / "own.yaml").write_text(yaml.safe_dump({**MICRO, "base": base, "arms": {"grpo": arm}}))
+    for verb in ("study", "run", "doctor"):
+        said = refused(capsys, verb, "own.yaml")
+        assert f"task.name: mine.py:Mine ({study / 'mine.py'})" in said and "--trust" in said
+    assert not (study / "was_here").exists() and not (study / "runs").exists()
+    main(["study", "own.yaml", "--trust", "--no-figures", "--optim.steps", "1"])
+    assert (study / "was_here").exists() and (study / "runs" / "micro" / "grpo" / "seed0" / "DONE").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"rollout": {"engine": {"kind": "my.engine:Remote"}}}, "rollout.engine.kind: my.engine:Remote"),
+        ({"model": {"path": "some/model", "trust_remote_code": True}}, "the Python files that come with some/model"),
+    ],
+)
+def test_engines_and_code_of_models_are_foreign_too(study, capsys, changes, line):
+    (study / "own.yaml").write_text(yaml.safe_dump({"name": "own", "arms": {"one": changes}}))
+    assert line in refused(capsys, "run", "own.yaml", "--arm", "one")
 
 
 @pytest.mark.parametrize(
@@ -66,10 +176,11 @@ def test_every_configuration_field_is_an_option_and_unknown_ones_name_the_neares
         (["study", "micro.yaml", "--output", "micro.yaml"], "micro.yaml: a folder is needed there, and it is a file"),
         (["run", "micro.yaml", "--seed", "one"], "moe-rl run micro.yaml --help"),
         (["run", "micro.yaml", "--arm", "gsop"], "unknown arm 'gsop' in study 'micro'; did you mean 'gspo'"),
-        (["run", "micro.yaml", "--optim.num-minibatches", "3"], "must divide rollout.prompts"),
-        (["run", "micro.yaml", "--task.name", "mod_chian"], "did you mean 'mod_chain'"),
-        (["run", "micro.yaml", "--model.path", "no/such/folder"], "no/such/folder"),
+        (["run", "micro.yaml", "--arm", "grpo", "--optim.num-minibatches", "3"], "must divide rollout.prompts"),
+        (["run", "micro.yaml", "--arm", "grpo", "--task.name", "mod_chian"], "did you mean 'mod_chain'"),
+        (["run", "micro.yaml", "--arm", "grpo", "--model.path", "no/such/folder"], "no/such/folder"),
         (["figures", "nowhere"], "nowhere"),
+        (["figures", "nowhere", "rewrd"], "unknown figure 'rewrd'; did you mean 'reward'?"),
     ],
 )
 def test_bad_input_is_one_message(study, capsys, arguments, message):
@@ -106,7 +217,7 @@ def test_a_run_resumes_and_a_folder_of_another_configuration_is_refused(study, c
     stray = study / "stray"
     stray.mkdir()
     (stray / "thesis.txt").write_text("mine")
-    assert "holds no run" in refused(capsys, "run", "micro.yaml", "--output", stray)
+    assert "holds no run" in refused(capsys, "run", "micro.yaml", "--arm", "grpo", "--output", stray)
     assert (stray / "thesis.txt").read_text() == "mine"
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from moe_rl.cli import main
-from moe_rl.models import ModelConfig
+from moe_rl.policy.models import ModelConfig
 from moe_rl.routing.sites import find_sites
 from moe_rl.study.config import load_study
 from moe_rl.study.memory import architecture, meta_model, plan
@@ -44,7 +44,7 @@ def test_memory_of_qwen3_30b_a3b():
 
 def test_commands_of_the_page_are_the_command_lines_own(capsys):
     with pytest.raises(SystemExit):
-        main(["run", str(ROOT / "experiments" / "quick.yaml"), "--help"])
+        main(["run", str(ROOT / "experiments" / "quick.yaml"), "--help-all"])
     options = capsys.readouterr().out
     for option in set(re.findall(r"--(?:distributed|model)\.[a-z0-9.-]+", PAGE)):
         assert option in options, option

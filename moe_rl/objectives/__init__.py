@@ -1,8 +1,8 @@
 """Log-probabilities and rewards -> advantages, ratios, loss: pure torch functions that know no model.
 
-Reading order: `ratios`, `gates`, `aggregation`, `objective`, `presets`, `loss`; then `advantages`,
-`corrections`, `kl`, `gae` (PPO), `preferences` (DPO), `iterative`, and `gradient`, which shows what a method
-does to each token.
+Reading order: `ratios`, `gates`, `divergence`, `aggregation`, `objective`, `presets`, `terms`, `loss`,
+`diagnostics`; then `advantages`, `corrections`, `kl`, `gae` (PPO), `preferences` (DPO), `iterative`, and `gradient`,
+which shows what a method does to each token.
 """
 
 from moe_rl.objectives.advantages import (
@@ -22,28 +22,38 @@ from moe_rl.objectives.corrections import (
     token_mask,
     token_truncate,
 )
+from moe_rl.objectives.diagnostics import LOSS_METRICS, TokenValues, loss_metrics
 from moe_rl.objectives.gae import generalized_advantages, token_rewards, value_loss, whiten
+from moe_rl.objectives.gates import GATES, Gate, Gated, GateInputs, gate
 from moe_rl.objectives.gradient import TokenWeights, token_weights
 from moe_rl.objectives.iterative import historical_sample, reward_model_loss
 from moe_rl.objectives.kl import kl_estimate
 from moe_rl.objectives.loss import LossOutput, policy_loss
 from moe_rl.objectives.objective import Objective
 from moe_rl.objectives.preferences import dpo_coefficients, dpo_loss, sequence_margin
-from moe_rl.objectives.presets import NOTES, OBJECTIVES, get_objective
+from moe_rl.objectives.presets import OBJECTIVES, PRESETS, Preset, get_objective
 from moe_rl.objectives.ratios import sequence_log_ratio, token_log_ratio
 
 __all__ = [
-    "NOTES",
+    "GATES",
+    "LOSS_METRICS",
     "OBJECTIVES",
+    "PRESETS",
     "Correction",
+    "Gate",
+    "GateInputs",
+    "Gated",
     "LossOutput",
     "Objective",
+    "Preset",
+    "TokenValues",
     "TokenWeights",
     "accepted_advantages",
     "aggregation_weights",
     "decoupled_advantages",
     "dpo_coefficients",
     "dpo_loss",
+    "gate",
     "generalized_advantages",
     "geometric_mask",
     "get_objective",
@@ -51,6 +61,7 @@ __all__ = [
     "historical_sample",
     "kl_estimate",
     "leave_one_out_advantages",
+    "loss_metrics",
     "off_policy_sequence_mask",
     "policy_loss",
     "process_advantages",

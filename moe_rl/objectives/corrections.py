@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from moe_rl.objectives.bounds import NOT_NEGATIVE, unknown
 from moe_rl.objectives.ratios import masked_row_mean, masked_row_sum
 
 CorrectionKind = Literal[
@@ -102,14 +103,41 @@ class Correction:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(CorrectionKind):
-            raise ValueError(f"Correction.kind: expected one of {get_args(CorrectionKind)}, got {self.kind!r}.")
-        if self.policy not in ("old", "current"):
-            raise ValueError(f"Correction.policy: expected 'old' or 'current', got {self.policy!r}.")
+        for field, allowed in (("kind", get_args(CorrectionKind)), ("policy", ("old", "current"))):
+            if getattr(self, field) not in allowed:
+                raise ValueError(unknown(f"Correction.{field}", getattr(self, field), allowed))
+        refusal = NOT_NEGATIVE.refusal(f"Correction({self.kind}).low", self.low)
+        if refusal is not None:
+            raise ValueError(f"{refusal}.")
         if not self.low <= self.high:
             raise ValueError(f"Correction({self.kind}): low {self.low} is above high {self.high}.")
         if self.kind.endswith("truncate") and self.low != 0.0:
             raise ValueError(f"Correction({self.kind}): truncation has a cap only, got low={self.low}.")
+
+    @staticmethod
+    def parse(text: str) -> "Correction":
+        """A correction from `KIND:HIGH` or `KIND:LOW:HIGH`, then `:current` or `:optional`, as on a command line.
+
+        Raises:
+            ValueError: a kind that is none, bounds that are no numbers.
+
+        >>> Correction.parse("token_mask:0.5:5"), Correction.parse("off_policy_mask:0.1:current").policy
+        (Correction(kind='token_mask', low=0.5, high=5.0, policy='old', optional=False), 'current')
+        """
+        kind, *rest = text.split(":")
+        words = {word for word in rest if word in ("old", "current", "optional")}
+        try:
+            *low, high = [float(number) for number in rest if number not in words]
+            (lowest,) = low or [0.0]
+        except ValueError:
+            raise ValueError(f"{text!r}: expected KIND:HIGH or KIND:LOW:HIGH, e.g. token_mask:0.5:5") from None
+        policy: Literal["old", "current"] = "current" if "current" in words else "old"
+        return Correction(kind, lowest, high, policy, "optional" in words)  # type: ignore[arg-type]  # it checks
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        words = [*(["current"] if self.policy == "current" else []), *(["optional"] if self.optional else [])]
+        return ":".join([self.kind, *([f"{self.low:g}"] if self.low else []), f"{self.high:g}", *words])
 
     def weight(
         self,

@@ -1,6 +1,13 @@
-"""Detached scalars that go with a loss. Every fraction comes with its numerator and denominator."""
+"""What every token was to a loss, and what that says of a minibatch: counts, clip shares, correction weights.
 
+How log-ratios are distributed (k1, k3, effective sample size, ...) is not here: `LossOutput.log_ratio` has them, and
+`moe_rl.measure` the functions.
+"""
+
+# ruff: noqa: E501  (a table: one metric, one line)
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -11,86 +18,139 @@ from moe_rl.objectives.ratios import masked_row_sum
 EXTREME_NATS = 20.0
 
 
-def loss_metrics(
-    *,
-    log_ratio: Float[Tensor, "B T"],
-    level_log_ratio: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    clipped: Bool[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-    kl: Float[Tensor, "B T"] | None = None,
-    engine_log_weight: Float[Tensor, "B T"] | None = None,
-    correction_weights: Sequence[Float[Tensor, "B T"]] = (),
-) -> dict[str, Tensor]:
-    """Facts about one (micro-)batch; all inputs detached.
+@dataclass(frozen=True)
+class TokenValues:
+    """All `[B,T]`, detached, 0 (False) in padding; None where the loss has no such thing.
 
-    Keys (unit); `*_sum` and counts add up over micro-batches and processes:
-
-    - `tokens`, `sequences`: unmasked tokens; rows with at least one
-    - `clip_fraction` = `clipped_tokens` / `tokens`: tokens out of the gradient (fraction); also split into
-      `clipped_high_tokens` (A > 0) and `clipped_low_tokens` (A < 0)
-    - `clip_fraction_sequences` = `clipped_sequences` / `sequences`: sequences with a clipped token
-    - `live_tokens`: tokens with a non-zero advantage, the only ones that could be clipped
-    - `log_ratio_mean`, `log_ratio_variance` over tokens (nats, nats^2), from `log_ratio_sum`,
-      `log_ratio_square_sum`; `log_ratio_abs_max` (nats)
-    - `gate_ratio_mean`: of the ratio that the gate saw (token, or sequence on each of its tokens)
-    - `extreme_tokens`: tokens with a log-ratio beyond 20 nats, or not finite
-    - `old_kl_k1`, `old_kl_k3`: KL(old || current) from the anchor's samples (nats), by -log r and by
-      r - 1 - log r
-    - with a reference policy: `ref_kl` = `ref_kl_sum` / `tokens`, KL(current || reference) (nats)
-    - with rollout log-probabilities: `engine_kl_k1`, `engine_kl_k3`, KL(rollout engine || old) (nats),
-      `engine_log_weight_abs_max`
-    - with engine corrections: `correction_dropped_fraction` = `correction_dropped_tokens` / `tokens`,
-      `correction_weight_mean` = `correction_weight_sum` / `tokens`
+    Fields:
+        log_ratio: log pi - log pi_anchor, nats.
+        clipped: tokens that the clip takes out of the gradient.
+        mask: True on completion tokens.
+        advantages: as the loss used them.
+        gate_log_ratio: the log-ratio that the gate saw, nats.
+        ref_kl: the objective's estimate of KL(pi || pi_ref), nats; with a reference only.
+        engine_log_weight: log pi_old - log mu, nats; with rollout log-probabilities only.
+        correction_weight: product of the engine corrections' weights; with corrections in force only.
+        correction_truncated: whether a truncating correction stands at its cap.
+        route_weight: RSPO's router-shift weight before its floor.
+        route_floored: whether the floor acts.
     """
+
+    log_ratio: Float[Tensor, "B T"]
+    clipped: Bool[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    advantages: Float[Tensor, "B T"]
+    gate_log_ratio: Float[Tensor, "B T"]
+    ref_kl: Float[Tensor, "B T"] | None = None
+    engine_log_weight: Float[Tensor, "B T"] | None = None
+    correction_weight: Float[Tensor, "B T"] | None = None
+    correction_truncated: Bool[Tensor, "B T"] | None = None
+    route_weight: Float[Tensor, "B T"] | None = None
+    route_floored: Bool[Tensor, "B T"] | None = None
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """Name and tensor of what is there."""
+        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, value) for name, value in named if value is not None]
+
+    @staticmethod
+    def cat(parts: Sequence["TokenValues"]) -> "TokenValues":
+        """The rows of several micro-batches of one loss, in order; their T must agree."""
+        return TokenValues(**{name: torch.cat([getattr(part, name) for part in parts]) for name, _ in parts[0].items()})
+
+
+class Definition(NamedTuple):
+    """One entry of `loss_metrics`: what it is, its unit, what it is over, where it comes from, when it is there."""
+
+    name: str
+    unit: str
+    definition: str
+    over: str = ""
+    source: str = ""
+    when: str = ""
+
+
+_GSPO = "arXiv 2507.18071"
+_REF, _ENGINE, _CORRECTED, _RSPO = (
+    "a reference policy",
+    "rollout log-probabilities",
+    "engine corrections",
+    "objective rspo",
+)
+
+LOSS_METRICS: tuple[Definition, ...] = tuple(
+    Definition(*row)
+    for row in (
+        ("tokens", "count", "response tokens of the minibatch"),
+        ("sequences", "count", "sequences with a response token"),
+        ("live_tokens", "count", "tokens with a non-zero advantage, the only ones that can be clipped", "over tokens"),
+        ("clipped_tokens", "count", "tokens that the clip takes out of the gradient (sign-aware; a sequence ratio: all of the sequence)", "over tokens: clip fraction", f"{_GSPO} fig. 2"),
+        ("clipped_low_tokens", "count", "of them, with A < 0 and the gate's ratio below 1", "over tokens", "TRL clip_ratio/low_mean"),
+        ("clipped_high_tokens", "count", "of them, with A > 0 and the gate's ratio above 1; what is neither low nor high is beyond the ceiling of dual_clip", "over tokens", "TRL clip_ratio/high_mean"),
+        ("clipped_sequences", "count", "sequences with a clipped token", "over sequences"),
+        ("gate_ratio_mean", "1", "mean over tokens of the ratio that the gate saw: the token's, or the sequence's on each of its tokens", "Σ / tokens"),
+        ("extreme_tokens", "count", "tokens with a log-ratio beyond 20 nats: an unclipped one soon overflows", "over tokens"),
+        ("ref_kl", "nats/token", "KL(current || reference) by the objective's estimator, mean over tokens", "Σ / tokens", "TRL kl", _REF),
+        ("engine_kl_k1", "nats/token", "KL(rollout engine || old policy) by -log w, w = pi_old / mu", "Σ / tokens", "", _ENGINE),
+        ("engine_kl_k3", "nats/token", "the same by w - 1 - log w", "Σ / tokens", "", _ENGINE),
+        ("engine_log_weight_abs_max", "nats", "largest abs(log w)", "", "", _ENGINE),
+        ("correction_weight_mean", "1", "weight that the engine corrections put on a token, mean over tokens", "Σ / tokens", "TRL sampling/importance_sampling_ratio", _CORRECTED),
+        ("correction_weight_min", "1", "its smallest value; 0 where a token is dropped", "", "", _CORRECTED),
+        ("correction_weight_max", "1", "its largest value", "", "", _CORRECTED),
+        ("correction_dropped_tokens", "count", "tokens whose weight is 0", "over tokens", "", _CORRECTED),
+        ("correction_truncated_tokens", "count", "tokens whose weight stands at the cap of a truncating correction", "over tokens", "", _CORRECTED),
+        ("route_weight", "fraction", "router-shift weight gamma of the tokens before its floor, mean", "Σ / tokens", "RSPO, arXiv 2510.23027", _RSPO),
+        ("route_weight_floored", "fraction", "tokens at which the floor acts", "such tokens / tokens", "RSPO", _RSPO),
+    )
+)  # fmt: skip
+"""Every name that `loss_metrics` may return, with its definition."""
+
+
+def loss_metrics(values: TokenValues) -> dict[str, Tensor]:
+    """Scalars about the tokens of one (mini-)batch; the names are defined in `LOSS_METRICS`.
+
+    Pass the tokens of the whole minibatch (`TokenValues.cat`, gathered over processes): means, minima and maxima of
+    micro-batches do not add up. Without any token every mean is 0.
+    """
+    mask, clipped, up = values.mask, values.clipped, values.advantages > 0
     tokens = mask.sum()
-    lengths = mask.sum(-1)
-    sequences = (lengths > 0).sum()
-    clipped_tokens = clipped.sum()
-    clipped_sequences = clipped.any(-1).sum()
-    log_ratio_sum = log_ratio.sum()
-    log_ratio_square_sum = log_ratio.square().sum()
-    mean = _over(log_ratio_sum, tokens)
+    above = values.gate_log_ratio > 0
     metrics = {
         "tokens": tokens,
-        "sequences": sequences,
-        "live_tokens": (mask & (advantages != 0)).sum(),
-        "clipped_tokens": clipped_tokens,
-        "clipped_high_tokens": (clipped & (advantages > 0)).sum(),
-        "clipped_low_tokens": (clipped & (advantages < 0)).sum(),
-        "clip_fraction": _over(clipped_tokens, tokens),
-        "clipped_sequences": clipped_sequences,
-        "clip_fraction_sequences": _over(clipped_sequences, sequences),
-        "log_ratio_sum": log_ratio_sum,
-        "log_ratio_square_sum": log_ratio_square_sum,
-        "log_ratio_mean": mean,
-        "log_ratio_variance": _over((log_ratio - mean).square().masked_fill(~mask, 0.0).sum(), tokens),
-        "log_ratio_abs_max": _abs_max(log_ratio),
-        "gate_ratio_mean": _over(masked_row_sum(level_log_ratio.exp(), mask).sum(), tokens),
-        "extreme_tokens": (mask & ~(log_ratio.abs() <= EXTREME_NATS)).sum(),
-        "old_kl_k1": -mean,
-        "old_kl_k3": _over((torch.expm1(log_ratio) - log_ratio).sum(), tokens),
+        "sequences": mask.any(-1).sum(),
+        "live_tokens": (mask & (values.advantages != 0)).sum(),
+        "clipped_tokens": clipped.sum(),
+        "clipped_low_tokens": (clipped & ~up & ~above).sum(),
+        "clipped_high_tokens": (clipped & up & above).sum(),
+        "clipped_sequences": clipped.any(-1).sum(),
+        "gate_ratio_mean": masked_row_sum(values.gate_log_ratio.exp(), mask).sum() / tokens.clamp(min=1),
+        "extreme_tokens": (mask & ~(values.log_ratio.abs() <= EXTREME_NATS)).sum(),
     }
-    if kl is not None:
-        metrics["ref_kl_sum"] = kl.sum()
-        metrics["ref_kl"] = _over(kl.sum(), tokens)
-    if engine_log_weight is not None:
-        metrics["engine_kl_k1"] = -_over(engine_log_weight.sum(), tokens)
-        metrics["engine_kl_k3"] = _over((torch.expm1(engine_log_weight) - engine_log_weight).sum(), tokens)
-        metrics["engine_log_weight_abs_max"] = _abs_max(engine_log_weight)
-    if correction_weights:
-        weight = torch.stack(list(correction_weights)).prod(0).masked_fill(~mask, 0.0)
-        dropped = (mask & (weight == 0)).sum()
-        metrics["correction_dropped_tokens"] = dropped
-        metrics["correction_dropped_fraction"] = _over(dropped, tokens)
-        metrics["correction_weight_sum"] = weight.sum()
-        metrics["correction_weight_mean"] = _over(weight.sum(), tokens)
+    if values.ref_kl is not None:
+        metrics["ref_kl"] = _mean(values.ref_kl, mask)
+    if values.engine_log_weight is not None:
+        log_weight = values.engine_log_weight
+        metrics["engine_kl_k1"] = -_mean(log_weight, mask)
+        metrics["engine_kl_k3"] = _mean(torch.expm1(log_weight) - log_weight, mask)
+        metrics["engine_log_weight_abs_max"] = _extreme(log_weight.abs(), mask, "max")
+    if values.correction_weight is not None and values.correction_truncated is not None:
+        weight = values.correction_weight
+        metrics["correction_weight_mean"] = _mean(weight, mask)
+        metrics["correction_weight_min"] = _extreme(weight, mask, "min")
+        metrics["correction_weight_max"] = _extreme(weight, mask, "max")
+        metrics["correction_dropped_tokens"] = (mask & (weight == 0)).sum()
+        metrics["correction_truncated_tokens"] = (mask & values.correction_truncated).sum()
+    if values.route_weight is not None and values.route_floored is not None:
+        metrics["route_weight"] = _mean(values.route_weight, mask)
+        metrics["route_weight_floored"] = _mean(values.route_floored.float(), mask)
     return metrics
 
 
-def _over(numerator: Tensor, denominator: Tensor) -> Tensor:
-    return numerator / denominator.clamp(min=1)
+def _mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
+    live = values[mask]
+    return live.mean() if len(live) else values.new_zeros(())
 
 
-def _abs_max(values: Tensor) -> Tensor:
-    return values.abs().max() if values.numel() else values.new_zeros(())
+def _extreme(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], which: str) -> Tensor:
+    live = values[mask]
+    return getattr(live, which)() if len(live) else values.new_zeros(())

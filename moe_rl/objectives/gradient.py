@@ -12,11 +12,10 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from moe_rl.objectives.aggregation import aggregation_weights
-from moe_rl.objectives.gates import choose
+from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.kl import kl_estimate
-from moe_rl.objectives.loss import apply_gate
 from moe_rl.objectives.objective import Objective
-from moe_rl.objectives.ratios import masked_row_mean
+from moe_rl.objectives.ratios import masked_row_mean, masked_row_sum
 from moe_rl.objectives.terms import Terms, prepare_terms
 
 
@@ -58,7 +57,8 @@ def token_weights(
         geometric  1[t not clipped] (1/|y|) sum_u a[u] c[u] m A[u]              m the geometric mean
 
     minus kl_coef times the slope of the KL estimate. "shared" holds for a sequence ratio that carries the
-    gradient itself (gates clip, sigmoid, none); "own" for all other ratios and gates.
+    gradient itself (gates clip, sigmoid, none; without 1/|y| for the product over the sequence); "own" for all other
+    ratios and gates.
 
     Args and Raises: as `policy_loss`, for a batch in one piece.
 
@@ -84,49 +84,31 @@ def token_weights(
         local_normalizer=o.local_normalizer,
         dtype=terms.log_ratio.dtype,
     )
-    clipped = apply_gate(terms).clipped & keep
-    importance = torch.where(keep, _importance(terms, clipped), 0.0)
+    gate = GATES[o.gate]
+    clipped = terms.gated().clipped & keep
+    slope = torch.where(keep, gate.importance(terms.gate_inputs(), **terms.knobs()), 0.0)
+    importance = torch.where(clipped, 0.0, slope)
     after_gate = terms.after_gate()
     scaled = share * terms.advantages if after_gate is None else share * terms.advantages * after_gate
-    if o.gate == "geometric":
-        shared = _over_row(scaled * _geometric_mean(terms), keep)
-        weight = torch.where(clipped, 0.0, shared)
-    elif o.ratio == "sequence" and o.gate in ("clip", "sigmoid", "none"):
-        weight = _over_row(scaled * importance, keep)
+    if gate.flow == "row":
+        weight = torch.where(clipped, 0.0, _over_row(scaled * slope, keep))
+    elif gate.flow == "ratio":
+        weight = _through_ratio(torch.where(scaled == 0, 0.0, scaled * importance), terms)
     else:
-        weight = scaled * importance
+        weight = torch.where(scaled == 0, 0.0, scaled * importance)
     if ref_logps is not None and o.kl_coef:
         weight = weight - o.kl_coef * _kl_slope(terms, ref_logps, share)
     return TokenWeights(torch.where(keep, weight, 0.0), importance, clipped)
 
 
-def _importance(terms: Terms, clipped: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """Slope of the gate in the token's log-ratio (or log-probability), divided by the advantage."""
-    o, ratio = terms.objective, terms.level_log_ratio.exp()
-    match o.gate:
-        case "likelihood":
-            return torch.ones_like(ratio)
-        case "cap":
-            return ratio.clamp(min=1.0 - o.clip_low, max=1.0 + o.clip_high)
-        case "sigmoid":
-            tau = choose(terms.advantages > 0, o.temperature_pos, o.temperature_neg, ratio.dtype)
-            slope = torch.cosh(0.5 * tau * (ratio - 1.0)).pow(-2)
-            return torch.where(slope > 0, ratio * slope, 0.0)
-        case "geometric":
-            return torch.where(clipped, 0.0, _geometric_mean(terms))
-    return torch.where(clipped, 0.0, ratio)
-
-
-def _geometric_mean(terms: Terms) -> Float[Tensor, "B T"]:
-    """The sequence's geometric mean of clipped ratios on each token: the surrogate at advantage +1 or -1."""
-    o, sign = terms.objective, terms.advantages.sign()
-    log_ratio = terms.level_log_ratio
-    bounded = torch.where(sign > 0, log_ratio.clamp(max=o.clip_high), log_ratio)
-    bounded = torch.where(sign < 0, bounded.clamp(min=-o.clip_low), bounded)
-    if terms.log_gamma_after is not None:
-        bounded = bounded + terms.log_gamma_after
-    bounded = bounded.masked_fill(~((sign != 0) & terms.mask).any(-1, keepdim=True), 0.0)
-    return torch.where(terms.mask, masked_row_mean(bounded, terms.mask).exp()[:, None], 0.0)
+def _through_ratio(values: Float[Tensor, "B T"], terms: Terms) -> Float[Tensor, "B T"]:
+    """What the log-probability of each token gets of `values`, the slopes in the log-ratio that each token sees."""
+    match terms.objective.ratio:
+        case "sequence":
+            return _over_row(values, terms.mask)
+        case "sequence_product":
+            return torch.where(terms.mask, masked_row_sum(values, terms.mask)[:, None], 0.0)
+    return values
 
 
 def _over_row(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
@@ -143,7 +125,4 @@ def _kl_slope(terms: Terms, ref_logps: Float[Tensor, "B T"], share: Float[Tensor
         return share * slope
     kl = kl_estimate(terms.logps, ref_logps, keep, o.kl_estimator)
     ratio = terms.level_log_ratio.exp()
-    through_ratio = share * kl * ratio
-    if o.ratio == "sequence":
-        through_ratio = _over_row(through_ratio, keep)
-    return share * slope * ratio + through_ratio
+    return share * slope * ratio + _through_ratio(share * kl * ratio, terms)

@@ -1,18 +1,17 @@
 """`policy_loss`: one exact objective for every policy-gradient method that the presets name."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
-import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from moe_rl.objectives import gates
 from moe_rl.objectives.aggregation import aggregation_weights, weighted_sum
-from moe_rl.objectives.diagnostics import loss_metrics
+from moe_rl.objectives.diagnostics import TokenValues, loss_metrics
 from moe_rl.objectives.kl import kl_estimate
 from moe_rl.objectives.objective import Objective
-from moe_rl.objectives.ratios import masked_row_mean, token_log_ratio
-from moe_rl.objectives.terms import Terms, prepare_terms
+from moe_rl.objectives.ratios import masked_row_mean
+from moe_rl.objectives.terms import prepare_terms
 
 
 @dataclass(frozen=True)
@@ -21,19 +20,33 @@ class LossOutput:
 
     Fields:
         loss: scalar to minimise, with gradient.
-        log_ratio: `[B,T]`, log pi - log pi_anchor, nats; detached; 0 in padding.
-        sequence_log_ratio: `[B]`, its mean over each sequence, nats per token; detached.
-        clipped: `[B,T]`, the tokens that the clip takes out of the gradient; False in padding. Depends on the
-            sign of the advantage. With a sequence ratio, every token of that sequence. Tokens dropped by an
-            engine correction are not counted here, see `metrics`.
-        metrics: detached scalars; see `moe_rl.objectives.diagnostics.loss_metrics`.
+        tokens: what every token was to it, detached; `TokenValues.cat` joins those of micro-batches.
     """
 
     loss: Float[Tensor, ""]
-    log_ratio: Float[Tensor, "B T"]
-    sequence_log_ratio: Float[Tensor, " B"]
-    clipped: Bool[Tensor, "B T"]
-    metrics: dict[str, Tensor]
+    tokens: TokenValues
+
+    @property
+    def log_ratio(self) -> Float[Tensor, "B T"]:
+        """log pi - log pi_anchor, nats; detached; 0 in padding."""
+        return self.tokens.log_ratio
+
+    @cached_property
+    def sequence_log_ratio(self) -> Float[Tensor, " B"]:
+        """The mean of `log_ratio` over each sequence, nats per token; detached."""
+        return masked_row_mean(self.tokens.log_ratio, self.tokens.mask)
+
+    @property
+    def clipped(self) -> Bool[Tensor, "B T"]:
+        """The tokens that the clip takes out of the gradient; False in padding. Depends on the sign of the advantage.
+        With a sequence ratio, every token of that sequence. Tokens dropped by an engine correction are not counted
+        here, see `metrics`."""
+        return self.tokens.clipped
+
+    @cached_property
+    def metrics(self) -> dict[str, Tensor]:
+        """Detached scalars, computed when first asked for; see `moe_rl.objectives.loss_metrics`."""
+        return loss_metrics(self.tokens)
 
 
 def policy_loss(
@@ -59,7 +72,9 @@ def policy_loss(
     Values under a False mask may be anything, NaN included; a fully masked row contributes nothing and is not
     counted. Gradient flows through `logps` only. There is no hidden clamp: an unclipped ratio beyond the
     range of the dtype (88 nats in float32, 709 in float64) gives a non-finite loss, and
-    `metrics["extreme_tokens"]` counts the tokens beyond 20 nats that announce it.
+    `metrics["extreme_tokens"]` counts the tokens beyond 20 nats that announce it. What is not finite on a token that
+    counts is refused: a log-probability of -inf there says that the token could not have been sampled, and its ratio
+    of 0 or infinity would leave no trace behind a clip.
 
     Args:
         objective: an `Objective` or the name of one in `OBJECTIVES`.
@@ -80,6 +95,7 @@ def policy_loss(
     Raises:
         ValueError: an unknown name, shapes that differ, a mask that is no mask, an input that the objective
             needs and did not get, or a `route_weight` that it would ignore.
+        FloatingPointError: NaN or infinity on a token that counts; the message names the argument and the token.
 
     >>> import torch
     >>> logps = torch.tensor([[-1.0, -1.0]], requires_grad=True)
@@ -98,7 +114,7 @@ def policy_loss(
         route_weight=route_weight,
     )
     o, keep = terms.objective, terms.mask
-    surrogate, clipped = apply_gate(terms)
+    surrogate, clipped = terms.gated()
     after_gate = terms.after_gate()
     token_loss = -surrogate if after_gate is None else -surrogate * after_gate
 
@@ -118,44 +134,5 @@ def policy_loss(
         total_tokens=total_tokens,
         dtype=token_loss.dtype,
     )
-    log_ratio, clipped = terms.log_ratio.detach(), clipped & keep
-    return LossOutput(
-        loss=weighted_sum(token_loss, weights, keep),
-        log_ratio=log_ratio,
-        sequence_log_ratio=masked_row_mean(log_ratio, keep),
-        clipped=clipped,
-        metrics=loss_metrics(
-            log_ratio=log_ratio,
-            level_log_ratio=terms.level_log_ratio.detach(),
-            advantages=terms.advantages,
-            clipped=clipped,
-            mask=keep,
-            kl=None if kl is None else kl.detach(),
-            engine_log_weight=None if rollout_logps is None else token_log_ratio(old_logps, rollout_logps, keep),
-            correction_weights=terms.correction_weights,
-        ),
-    )
-
-
-def apply_gate(terms: Terms) -> gates.Gated:
-    """The surrogate of each token under the objective's gate, before any correction weight."""
-    o, advantages = terms.objective, terms.advantages
-    # A token without an advantage has neither value nor gradient, however large its ratio (0 * inf would be NaN).
-    log_ratio = torch.where(advantages == 0, 0.0, terms.level_log_ratio)
-    match o.gate:
-        case "clip":
-            return gates.clip_gate(log_ratio, advantages, o.clip_low, o.clip_high, o.dual_clip)
-        case "mask":
-            return gates.mask_gate(log_ratio, terms.logps, advantages, o.clip_low, o.clip_high)
-        case "cap":
-            return gates.cap_gate(log_ratio, terms.logps, advantages, o.clip_low, o.clip_high)
-        case "sigmoid":
-            return gates.sigmoid_gate(log_ratio, advantages, o.temperature_pos, o.temperature_neg)
-        case "geometric":
-            return gates.geometric_gate(  # the mean over the sequence needs the ratio of every token
-                terms.level_log_ratio, advantages, terms.mask, o.clip_low, o.clip_high, terms.log_gamma_after
-            )
-        case "none":
-            return gates.plain_gate(log_ratio, advantages)
-        case "likelihood":
-            return gates.likelihood_gate(terms.logps, advantages)
+    values = terms.values(clipped & keep, None if kl is None else kl.detach())
+    return LossOutput(loss=weighted_sum(token_loss, weights, keep), tokens=values)

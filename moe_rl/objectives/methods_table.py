@@ -6,8 +6,9 @@ python -m moe_rl.objectives.methods_table > docs/methods.md
 import math
 
 from moe_rl.objectives.corrections import Correction
+from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.objective import Objective
-from moe_rl.objectives.presets import NOTES, OBJECTIVES
+from moe_rl.objectives.presets import LEFT_OUT, PRESETS
 
 _HEADER = """# Methods
 
@@ -20,8 +21,9 @@ Do not edit; a test compares this page with the presets.
 Every method is `loss = -Agg[ c G(r; A) ] + beta Agg[ KL ]` with ratio r, gate G, advantage A, engine
 correction c and aggregation Agg; `Objective` in `moe_rl/objectives/objective.py` defines the values of each
 column. Range: the bounds of the clip (`clip`, `mask`, `geometric`) or of the weight (`cap`); for `sigmoid`
-the temperatures for A > 0 and A <= 0. Needs: arguments of `policy_loss` that the method cannot do without. DPO
-learns from pairs and is in `moe_rl/objectives/preferences.py`.
+the temperatures for A > 0 and A <= 0; for `gamma` the weight; for the gates of a divergence its bounds, p and q
+the token's current and old probability, and the ceiling of the ratio. Needs: arguments of `policy_loss` that the
+method cannot do without. DPO learns from pairs and is in `moe_rl/objectives/preferences.py`.
 """
 
 _COLUMNS = (
@@ -43,13 +45,16 @@ _COLUMNS = (
 def methods_markdown() -> str:
     """The text of `docs/methods.md`, with a trailing newline."""
     rows = [_COLUMNS, tuple("---" for _ in _COLUMNS)]
-    rows += [_row(name, objective) for name, objective in OBJECTIVES.items()]
+    rows += [_row(name, preset.objective, preset.source) for name, preset in PRESETS.items()]
     table = "\n".join("| " + " | ".join(row) + " |" for row in rows)
-    departures = "\n".join(f"- `{name}` Differs: {note.differs}" for name, note in NOTES.items() if note.differs)
-    return f"{_HEADER}\n{table}\n\n## Departures from the sources\n\n{departures}\n"
+    departures = "\n".join(
+        f"- `{name}` Differs: {preset.differs}" for name, preset in PRESETS.items() if preset.differs
+    )
+    left_out = "\n".join(f"- {name}: {reason}" for name, reason in LEFT_OUT.items())
+    return f"{_HEADER}\n{table}\n\n## Departures from the sources\n\n{departures}\n\n## Left out\n\n{left_out}\n"
 
 
-def _row(name: str, o: Objective) -> tuple[str, ...]:
+def _row(name: str, o: Objective, source: str) -> tuple[str, ...]:
     without_ratio = o.gate == "likelihood"
     return (
         f"`{name}`",
@@ -63,20 +68,28 @@ def _row(name: str, o: Objective) -> tuple[str, ...]:
         f"group, {o.advantage_scale}" if o.advantage == "group" else o.advantage,
         "–" if o.kl_coef == 0 else f"{o.kl_coef:g} {o.kl_estimator}",
         ", ".join(f"`{need}`" for need in sorted(o.needs)) or "–",
-        NOTES[name].source,
+        source,
     )
 
 
 def _range(o: Objective) -> str:
     match o.gate:
-        case "none" | "likelihood":
-            return "–"
         case "sigmoid":
             return f"τ {o.temperature_pos:g}, {o.temperature_neg:g}"
         case "geometric":
             return f"[e^-{o.clip_low:g}, e^{o.clip_high:g}]"
-    text = f"[{1 - o.clip_low:g}, {1 + o.clip_high:g}]"
-    return text if o.dual_clip is None else f"{text}, A<0: ≤ {o.dual_clip:g}"
+        case "gamma":
+            return f"r^{o.power_pos:g} e^({o.decay_pos:g}(1-r)), A<0: r^{o.power_neg:g} e^({o.decay_neg:g}(1-r))"
+        case "divergence_tv" | "quadratic":
+            text = f"p - q in [-{o.clip_low:g}, {o.clip_high:g}]"
+            return text if o.ratio_cap is None or o.gate == "quadratic" else f"{text}, r ≤ {o.ratio_cap:g}"
+        case "divergence_kl":
+            text = f"KL ≤ {o.clip_high:g} nats, A<0: {o.clip_low:g}"
+            return text if o.ratio_cap is None else f"{text}, r ≤ {o.ratio_cap:g}"
+        case "clip" | "mask" | "cap":
+            text = f"[{1 - o.clip_low:g}, {1 + o.clip_high:g}]"
+            return text if o.dual_clip is None else f"{text}, A<0: ≤ {o.dual_clip:g}"
+    return ", ".join(f"{knob} {getattr(o, knob)}" for knob in GATES[o.gate].knobs) or "–"
 
 
 def _aggregation(o: Objective) -> str:

@@ -1,19 +1,21 @@
 """`Objective`: everything in which one policy-gradient method differs from another, as plain knobs."""
 
-import difflib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from moe_rl.objectives import divergence  # noqa: F401  (registers its gates)
 from moe_rl.objectives.advantages import Scale
 from moe_rl.objectives.aggregation import Aggregate
+from moe_rl.objectives.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, Range, unknown
 from moe_rl.objectives.corrections import Correction
+from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.kl import KLEstimator
 from moe_rl.objectives.ratios import RatioLevel
 
-Gate = Literal["clip", "mask", "cap", "sigmoid", "geometric", "none", "likelihood"]
 Anchor = Literal["old", "rollout"]
 RouteWeight = Literal["none", "before_clip", "after_clip"]
-Advantage = Literal["group", "leave_one_out", "gae", "one", "accepted"]
+Advantage = Literal["group", "leave_one_out", "gae", "one", "accepted", "process", "decoupled"]
 
 
 @dataclass(frozen=True)
@@ -23,18 +25,27 @@ class Objective:
     r is the ratio, G the gate, A the advantage, c the engine correction, Agg the aggregation.
 
     Fields:
-        ratio: level of r: each token's, the sequence's geometric mean, or that value with token gradients.
-        gate: what G makes of ratio and advantage (see `moe_rl.objectives.gates`):
-            "clip"       min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
-            "mask"       sg[M r] A log pi, M = 0 on the tokens that "clip" would take out of the gradient
-            "cap"        sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi: no token is taken out
-            "sigmoid"    (4/tau) sigma(tau (r - 1)) A, tau by the sign of A
-            "geometric"  geometric mean over a sequence of token ratios clipped to [e^-clip_low, e^clip_high]
-            "none"       r A
-            "likelihood" A log pi, no ratio at all (SFT, RFT)
-        clip_low, clip_high: distances of the clip bounds from ratio 1 (fractions; nats for "geometric").
+        ratio: level of r: each token's, the sequence's geometric mean, that value with token gradients, or the
+            product over the sequence (see `log_ratio_at_level`).
+        gate: what G makes of ratio and advantage, a name in `moe_rl.objectives.gates.GATES`:
+            "clip"          min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+            "mask"          sg[M r] A log pi, M = 0 on the tokens that "clip" would take out of the gradient
+            "cap"           sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi: no token is taken out
+            "sigmoid"       (4/tau) sigma(tau (r - 1)) A, tau by the sign of A
+            "geometric"     geometric mean over a sequence of token ratios clipped to [e^-clip_low, e^clip_high]
+            "gamma"         sg[r^power e^(decay (1 - r))] A log pi, power and decay by the sign of A
+            "divergence_tv" sg[M r] A log pi, M = 0 where the token's probability moved by more than
+                            clip_high (A > 0) or -clip_low (A < 0)
+            "divergence_kl" the same by the binary KL divergence of the token against all others
+            "quadratic"     r A - |A| q (r - 1)^2 / (2 delta), q the anchor's probability, delta clip_low or clip_high
+            "none"          r A
+            "likelihood"    A log pi, no ratio at all (SFT, RFT)
+        clip_low, clip_high: how far the ratio may be from 1 (fractions; nats for "geometric"); for the gates
+            of a divergence how far the probability may be (fractions), or the divergence (nats).
         dual_clip: ceiling of the ratio where A < 0 (arXiv:1912.09729), "clip" gate only; None is no ceiling.
+        ratio_cap: ceiling of the detached ratio of the gates "divergence_*"; None is no ceiling.
         temperature_pos, temperature_neg: tau of the "sigmoid" gate for A > 0 and for A <= 0.
+        power_pos, decay_pos, power_neg, decay_neg: exponents of the "gamma" gate for A >= 0 and for A < 0.
         anchor: denominator of the ratio: the training engine's old policy or the rollout engine's.
         corrections: engine corrections; their weights multiply.
         route_weight: where the router-shift weight of RSPO enters, "before_clip" or "after_clip".
@@ -44,7 +55,8 @@ class Objective:
         local_normalizer: a token mean over the local micro-batch, even if global totals are given (BNPO).
         advantage: how advantages are to be made, for the caller (`policy_loss` takes them as given):
             "group" `group_advantages`, "leave_one_out" `leave_one_out_advantages`, "gae" a value model and
-            `generalized_advantages`, "one" 1 everywhere (SFT), "accepted" 1 for a correct response (RFT).
+            `generalized_advantages`, "one" 1 everywhere (SFT), "accepted" 1 for a correct response (RFT),
+            "process" `process_advantages` of step rewards, "decoupled" `decoupled_advantages` of several rewards.
         advantage_scale: the `scale` of `group_advantages`: "std", "none" or "batch".
         kl_coef: beta; 0 needs no reference policy.
         kl_estimator: "k1", "k2" or "k3" (see `moe_rl.objectives.kl`).
@@ -59,12 +71,17 @@ class Objective:
     """
 
     ratio: RatioLevel = "token"
-    gate: Gate = "clip"
+    gate: str = "clip"
     clip_low: float | int = 0.2
     clip_high: float | int = 0.2
     dual_clip: float | int | None = None
+    ratio_cap: float | int | None = None
     temperature_pos: float | int = 1.0
     temperature_neg: float | int = 1.05
+    power_pos: float | int = 2.0
+    decay_pos: float | int = 3.0
+    power_neg: float | int = 3.0
+    decay_neg: float | int = 2.0
     anchor: Anchor = "old"
     corrections: tuple[Correction, ...] = ()
     route_weight: RouteWeight = "none"
@@ -79,18 +96,19 @@ class Objective:
     kl_importance_weighted: bool = False
 
     def __post_init__(self) -> None:
-        for field, allowed in _CHOICES.items():
-            refuse_unknown(field, getattr(self, field), allowed)
-        for field in ("clip_low", "clip_high", "kl_coef", "route_floor"):
-            if not getattr(self, field) >= 0.0:
-                raise ValueError(f"Objective.{field}: expected a number >= 0, got {getattr(self, field)!r}.")
-        for field in ("temperature_pos", "temperature_neg", "length_constant"):
-            if not getattr(self, field) > 0.0:
-                raise ValueError(f"Objective.{field}: expected a number > 0, got {getattr(self, field)!r}.")
-        if self.gate == "geometric" and self.ratio != "token":
+        for field, allowed in CHOICES.items():
+            if getattr(self, field) not in allowed:
+                raise ValueError(unknown(f"Objective.{field}", getattr(self, field), allowed))
+        for field, interval in RANGES.items():
+            value = getattr(self, field)
+            refusal = None if value is None else interval.refusal(f"Objective.{field}", value)
+            if refusal is not None:
+                raise ValueError(f"{refusal}.")
+        levels = GATES[self.gate].levels
+        if levels and self.ratio not in levels:
             raise ValueError(
-                f"Objective: gate='geometric' takes the geometric mean of token ratios itself; "
-                f"expected ratio='token', got {self.ratio!r}."
+                f"Objective.ratio: gate={self.gate!r} is defined for {' or '.join(map(repr, levels))} ratios, "
+                f"got {self.ratio!r}."
             )
         if self.dual_clip is not None and (self.gate != "clip" or self.dual_clip <= 1.0 + self.clip_high):
             raise ValueError(
@@ -117,9 +135,9 @@ class Objective:
         return frozenset(needed)
 
 
-_CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES: dict[str, Collection[str]] = {
     "ratio": get_args(RatioLevel),
-    "gate": get_args(Gate),
+    "gate": GATES,
     "anchor": get_args(Anchor),
     "route_weight": get_args(RouteWeight),
     "aggregate": get_args(Aggregate),
@@ -127,11 +145,21 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "advantage_scale": get_args(Scale),
     "kl_estimator": get_args(KLEstimator),
 }
+"""What the fields that are names may be."""
 
-
-def refuse_unknown(field: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise a ValueError that names the field and the nearest choice."""
-    if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"Objective.{field}: expected one of {', '.join(allowed)}; got {value!r}.{hint}")
+RANGES: dict[str, Range] = {
+    "clip_low": NOT_NEGATIVE,
+    "clip_high": NOT_NEGATIVE,
+    "dual_clip": POSITIVE,
+    "ratio_cap": POSITIVE,
+    "temperature_pos": POSITIVE,
+    "temperature_neg": POSITIVE,
+    "power_pos": NOT_NEGATIVE,
+    "decay_pos": NOT_NEGATIVE,
+    "power_neg": NOT_NEGATIVE,
+    "decay_neg": NOT_NEGATIVE,
+    "route_floor": FRACTION,
+    "length_constant": POSITIVE,
+    "kl_coef": NOT_NEGATIVE,
+}
+"""What the fields that are numbers may be; None, where a field allows it, is not looked at."""

@@ -4,13 +4,15 @@
 they reach neither a value nor a gradient, because they are replaced before any arithmetic.
 """
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-RatioLevel = Literal["token", "sequence", "sequence_token"]
+from moe_rl.objectives.bounds import unknown
+
+RatioLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
 
 
 def as_bool_mask(mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
@@ -91,17 +93,20 @@ def log_ratio_at_level(
     - "sequence": log s[i] on every token of the sequence (eq. 7)
     - "sequence_token": sg[log s[i]] + log pi - sg[log pi] (eq. 14): the value of s[i], but each token's
       gradient goes to its own log-probability, so that advantages can differ between tokens
+    - "sequence_product": log of the product of w[i,t] over the sequence, on each of its tokens: the ratio of
+      the sequences themselves, without the root (VESPO, arXiv:2602.10693)
 
     `log_ratio` is the output of `token_log_ratio`; the result is 0 in padding and keeps the gradient.
     """
     if level == "token":
         return log_ratio
-    per_sequence = torch.where(mask, masked_row_mean(log_ratio, mask)[:, None], 0.0)
-    if level == "sequence":
+    reduce = masked_row_sum if level == "sequence_product" else masked_row_mean
+    per_sequence = torch.where(mask, reduce(log_ratio, mask)[:, None], 0.0)
+    if level in ("sequence", "sequence_product"):
         return per_sequence
     if level == "sequence_token":
         return per_sequence.detach() + (log_ratio - log_ratio.detach())
-    raise ValueError(f"ratio: expected 'token', 'sequence' or 'sequence_token', got {level!r}.")
+    raise ValueError(unknown("ratio", level, get_args(RatioLevel)))
 
 
 def at_least_float32(values: Tensor) -> Tensor:

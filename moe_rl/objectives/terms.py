@@ -6,6 +6,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from moe_rl.objectives.corrections import Correction
+from moe_rl.objectives.diagnostics import TokenValues
+from moe_rl.objectives.gates import GATES, Gated, GateInputs
 from moe_rl.objectives.objective import Objective
 from moe_rl.objectives.presets import get_objective
 from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, log_ratio_at_level, token_log_ratio
@@ -24,7 +27,9 @@ class Terms:
         level_log_ratio: what the gate sees: `log_ratio` at the objective's level, with RSPO's router-shift
             weight already in it if it enters before the clip.
         log_gamma_after: that weight, log, if it enters after the clip.
-        correction_weights: detached, one tensor for each engine correction in force.
+        corrections: each engine correction in force with its weights, detached.
+        engine_log_weight: log pi_old - log mu, nats, detached; None without rollout log-probabilities.
+        route_weight: the router-shift weight as given; None without one.
     """
 
     objective: Objective
@@ -34,15 +39,58 @@ class Terms:
     log_ratio: Float[Tensor, "B T"]
     level_log_ratio: Float[Tensor, "B T"]
     log_gamma_after: Float[Tensor, "B T"] | None
-    correction_weights: tuple[Float[Tensor, "B T"], ...]
+    corrections: tuple[tuple[Correction, Float[Tensor, "B T"]], ...]
+    engine_log_weight: Float[Tensor, "B T"] | None
+    route_weight: Float[Tensor, "B T"] | None
+
+    def gate_inputs(self) -> GateInputs:
+        return GateInputs(
+            self.level_log_ratio, self.log_ratio, self.logps, self.advantages, self.mask, self.log_gamma_after
+        )
+
+    def knobs(self) -> dict[str, float | int | None]:
+        """The values of the fields that the objective's gate reads."""
+        return {name: getattr(self.objective, name) for name in GATES[self.objective.gate].knobs}
+
+    def gated(self) -> Gated:
+        """The surrogate of each token under the objective's gate, before any correction weight."""
+        return GATES[self.objective.gate].surrogate(self.gate_inputs(), **self.knobs())
+
+    def values(self, clipped: Bool[Tensor, "B T"], ref_kl: Float[Tensor, "B T"] | None) -> TokenValues:
+        """What each token was to the loss, detached."""
+        weight = truncated = floored = None
+        if self.corrections:
+            weight = self._correction_weight()
+            truncated = torch.zeros_like(self.mask)
+            for correction, each in self.corrections:
+                if correction.kind.endswith("truncate"):
+                    truncated = truncated | (each >= correction.high)
+        if self.route_weight is not None:
+            floored = self.route_weight < self.objective.route_floor
+        return TokenValues(
+            log_ratio=self.log_ratio.detach(),
+            clipped=clipped,
+            mask=self.mask,
+            advantages=self.advantages,
+            gate_log_ratio=self.level_log_ratio.detach(),
+            ref_kl=ref_kl,
+            engine_log_weight=self.engine_log_weight,
+            correction_weight=weight,
+            correction_truncated=truncated,
+            route_weight=self.route_weight,
+            route_floored=floored,
+        )
+
+    def _correction_weight(self) -> Float[Tensor, "B T"]:
+        return torch.stack([weight for _, weight in self.corrections]).prod(0)
 
     def after_gate(self) -> Float[Tensor, "B T"] | None:
         """The product of the weights that multiply a token's surrogate; None if there are none.
 
-        The geometric gate takes `log_gamma_after` into its mean, so there it is not among them.
+        A gate that takes a mean over the sequence has `log_gamma_after` in it, so there it is not among them.
         """
-        weights = list(self.correction_weights)
-        if self.log_gamma_after is not None and self.objective.gate != "geometric":
+        weights = [weight for _, weight in self.corrections]
+        if self.log_gamma_after is not None and GATES[self.objective.gate].flow != "row":
             weights.append(self.log_gamma_after.exp())
         return torch.stack(weights).prod(0) if weights else None
 
@@ -71,23 +119,29 @@ def prepare_terms(
             "use dataclasses.replace(objective, route_weight='before_clip') (or 'after_clip')."
         )
     keep = as_bool_mask(mask)
-    per_token = advantages if advantages.dim() == 2 else advantages[:, None]
+    per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand(advantages.shape[0], keep.shape[1])
+    unused = o.anchor == "rollout" and not o.corrections
+    seen = {"logps": logps, "old_logps": None if unused else old_logps, "advantages": per_token, **optional}
+    _refuse_not_finite(seen, keep)
     advantage = torch.where(keep, at_least_float32(per_token.detach()), 0.0)
 
     anchor = rollout_logps if o.anchor == "rollout" and rollout_logps is not None else old_logps
     log_ratio = token_log_ratio(logps, anchor, keep)
-    log_gamma = None
+    gamma = log_gamma = None
     if route_weight is not None:
-        log_gamma = torch.where(keep, route_weight.detach(), 1.0).clamp(min=o.route_floor).log()
+        gamma = torch.where(keep, at_least_float32(route_weight.detach()), 1.0)
+        log_gamma = gamma.clamp(min=o.route_floor).log()
     before = log_gamma is not None and o.route_weight == "before_clip"
     entering = log_ratio + log_gamma if before and log_gamma is not None else log_ratio
 
-    correction_weights = []
+    corrections = []
+    engine_log_weight = None
     if rollout_logps is not None:  # without them only optional corrections are left: one engine, weight 1
+        engine_log_weight = token_log_ratio(old_logps.detach(), rollout_logps, keep)
         for correction in o.corrections:
-            numerator = logps if correction.policy == "current" else old_logps
-            log_weight = token_log_ratio(numerator.detach(), rollout_logps, keep)
-            correction_weights.append(correction.weight(log_weight, advantage, keep))
+            current = correction.policy == "current"
+            log_weight = token_log_ratio(logps.detach(), rollout_logps, keep) if current else engine_log_weight
+            corrections.append((correction, correction.weight(log_weight, advantage, keep)))
     return Terms(
         objective=o,
         mask=keep,
@@ -96,8 +150,25 @@ def prepare_terms(
         log_ratio=log_ratio,
         level_log_ratio=log_ratio_at_level(entering, keep, o.ratio),
         log_gamma_after=None if before else log_gamma,
-        correction_weights=tuple(correction_weights),
+        corrections=tuple(corrections),
+        engine_log_weight=engine_log_weight,
+        route_weight=gamma,
     )
+
+
+def _refuse_not_finite(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T"]) -> None:
+    """Raise for NaN or infinity on a token that counts; one look at the device for all inputs."""
+    wrong = {name: mask & ~torch.isfinite(x.detach()) for name, x in inputs.items() if x is not None}
+    counts = torch.stack([where.sum() for where in wrong.values()]).tolist()
+    for (name, where), count in zip(wrong.items(), counts, strict=True):
+        if count:
+            row, token = where.nonzero()[0].tolist()
+            value = inputs[name]
+            assert value is not None
+            raise FloatingPointError(
+                f"{name}: {count} of the {int(mask.sum())} tokens that count are not finite, the first is "
+                f"{value[row, token].item()} at row {row}, token {token}. {_WHY_NOT_FINITE.get(name, '')}".rstrip()
+            )
 
 
 def _check_shapes(logps: Tensor, advantages: Tensor, others: dict[str, Tensor | None]) -> None:
@@ -120,3 +191,9 @@ _WHY_NEEDED = {
     "sampler's own log-probabilities, or choose anchor='old' and no corrections.",
     "route_weight": "the objective weighs ratios by the router shift (RSPO); pass gamma [B,T].",
 }
+
+_ZERO_PROBABILITY = (
+    "-inf is the log-probability of a token that its policy cannot sample (logits filtered by top-k, top-p or a list "
+    "of banned tokens): score without the filter, or mask the token out. NaN comes from the model."
+)
+_WHY_NOT_FINITE = dict.fromkeys(("logps", "old_logps", "ref_logps", "rollout_logps"), _ZERO_PROBABILITY)

@@ -8,6 +8,8 @@
 - `tasks`            tasks by name, one's own included
 - `chat`             prompts as messages
 - `sampler`          a model answers
+- `engine`, `engines` who samples
+- `randomness`       random numbers by seed and purpose
 - `demonstrations`   the task answers
 - `supervision`      rewards of steps, several rewards
 - `completions`      what comes of it
@@ -15,6 +17,7 @@
 
 from moe_rl.rollout.completions import Rollout, score
 from moe_rl.rollout.demonstrations import demonstrate
+from moe_rl.rollout.engine import Engine, Tolerance
 from moe_rl.rollout.sampler import sample
 from moe_rl.rollout.supervision import named_rewards, step_rewards
 from moe_rl.rollout.task import Problem, Task, TaskError, VerifiableTask, is_held_out
@@ -22,11 +25,13 @@ from moe_rl.rollout.tasks import TASKS, TaskConfig, make_task
 
 __all__ = [
     "TASKS",
+    "Engine",
     "Problem",
     "Rollout",
     "Task",
     "TaskConfig",
     "TaskError",
+    "Tolerance",
     "VerifiableTask",
     "demonstrate",
     "is_held_out",

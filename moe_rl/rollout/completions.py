@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moe_rl.rollout.task import Problem, Task
+from moe_rl.rollout.user_code import checked_reward, user_code
 from moe_rl.routing import RoutedExperts
 
 
@@ -69,8 +70,28 @@ class Rollout:
 _TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished")
 
 
-def score(task: Task, rollout: Rollout) -> Rollout:
-    """The rollout with its rewards: the task's verdict on every completion. The verifier must accept any text."""
-    pairs = zip(rollout.problems, rollout.completions, strict=True)
-    rewards = torch.tensor([float(task.reward(problem, text)) for problem, text in pairs])
-    return replace(rollout, rewards=rewards.to(rollout.input_ids.device))
+def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Tokens of a rollout that have no route by right: padding, and each row's last token, which was sampled and never
+    fed back.
+
+    >>> unrouted_tokens(torch.tensor([[False, True, True, False]])).int().tolist()
+    [[1, 0, 1, 1]]
+    """
+    later = attention_mask.flip(1).cumsum(1).flip(1) > 1
+    return ~(attention_mask & later)
+
+
+def score(task: Task, rollout: Rollout, seconds: float | None = None) -> Rollout:
+    """The rollout with its rewards: the task's verdict on every completion. The verifier must accept any text.
+
+    Args:
+        seconds: how long the verifier may take for one completion; None: no limit.
+
+    Raises:
+        TaskError: the verifier failed, took too long or gave no finite number; names the prompt and the completion.
+    """
+    rewards = []
+    for problem, text in zip(rollout.problems, rollout.completions, strict=True):
+        with user_code(task, "reward", problem, text, seconds):
+            rewards.append(checked_reward(task.reward(problem, text)))
+    return replace(rollout, rewards=torch.tensor(rewards).to(rollout.input_ids.device))

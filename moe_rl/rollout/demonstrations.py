@@ -10,6 +10,7 @@ from torch import Tensor
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.sampler import encode_prompts
 from moe_rl.rollout.task import Problem
+from moe_rl.rollout.user_code import user_code
 
 
 def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: random.Random) -> Rollout:
@@ -20,7 +21,10 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
     Raises:
         AttributeError: the task has no `demonstration`.
     """
-    texts = [task.demonstration(problem, rng, 0.0) for problem in problems]
+    texts = []
+    for problem in problems:
+        with user_code(task, "demonstration", problem):
+            texts.append(task.demonstration(problem, rng, 0.0))
     prompts, prompt_mask = encode_prompts(tokenizer, problems)
     answers = [list(ids) for ids in tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"]]
     lengths = torch.tensor([len(ids) for ids in answers])

@@ -1,33 +1,31 @@
-"""Rollout engines: who samples. The training model itself, or another copy of it with its own arithmetic.
+"""Rollout engines with weights of their own: another copy of the training model with its own arithmetic, or one's own.
 
-The policy that samples (mu) and the training engine's old policy (pi_old) are two things even at equal parameters:
-kernels, precision and batch shapes differ, routers near a tie flip, and log-probabilities move. `HuggingFaceEngine`
-makes that mismatch on any machine; in fp32 it is the control. Whatever samples is an `Engine`, four methods small, so
-that a server (vLLM, SGLang) can be one.
+`HuggingFaceEngine` makes the mismatch between two engines on any machine; in fp32 it is the control. An engine of one's
+own is a class that `rollout.engine.kind` names as `package.module:Class` or `path/to/file.py:Class`; it is built as
+`Class(model, tokenizer, **rollout.engine.options)` and must be an `Engine` (docs/extending.md).
 """
 
 import copy
-import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moe_rl.rollout.completions import Rollout
-from moe_rl.rollout.sampler import hf_model, sample
-from moe_rl.rollout.task import Problem
+from moe_rl.measure.unwrap import hf_model
+from moe_rl.names import load_class
+from moe_rl.rollout.engine import EXACT, Engine, ModelEngine, Tolerance
 from moe_rl.routing import UnsupportedModelError, routing_sites
 from moe_rl.routing.experts import check_experts_name, check_megablocks
 
 ENGINE_KINDS = ("self", "hf")
 ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUTER_FORMATS = ("int4", "e5m2")
-NEVER = -1
-"""Version of an engine whose weights nobody has named yet."""
+ARITHMETIC = {torch.float32: EXACT, torch.float16: Tolerance(5e-3, 0.1), torch.bfloat16: Tolerance(2e-2, 0.5)}
+"""What each dtype explains."""
 
 
 class EngineError(RuntimeError):
@@ -39,7 +37,8 @@ class EngineConfig:
     """Who samples the responses."""
 
     kind: str = "self"
-    """`self`: the training model. `hf`: a second copy of it, with the arithmetic below, synced before each rollout."""
+    """`self`: the training model. `hf`: a second copy of it, with the arithmetic below, synced before each rollout.
+    `package.module:Class` or `path/to/file.py:Class`: an engine of your own."""
     dtype: str = "bfloat16"
     """`hf` only: `float32` (the control), `bfloat16` or `float16`, of weights and activations."""
     experts_implementation: str | None = None
@@ -49,84 +48,8 @@ class EngineConfig:
     router_format: str | None = None
     """`hf` only: round the routers' weights to `int4` (a scale for each expert) or `e5m2` (float8). An emulation: it
     stands for an engine of coarser routers, products stay in `dtype`."""
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """What the training loop asks of whoever samples.
-
-    version: of the weights that it holds, as named at the last `sync`; `NEVER` before.
-    """
-
-    version: int
-
-    def sample(
-        self,
-        problems: Sequence[Problem],
-        *,
-        group_size: int,
-        max_new_tokens: int,
-        temperature: float,
-        generator: torch.Generator | None,
-        record_routes: bool,
-    ) -> Rollout:
-        """Completions with the engine's own `logps` (nats, at the sampling temperature) and, if asked, its `routes`:
-        of prefill for the prompt, of decoding for the rest, -1 on padding and on each row's last token."""
-        ...
-
-    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take over these weights (names and shapes of the training model's state dict, any floating dtype). Whatever
-        was cached under the old ones (prefixes, KV) must be gone when this returns. Of a sharded training model they
-        are DTensors, to be gathered (`gathered`) one after another, on all ranks in the same order."""
-        ...
-
-    def logps(self, rollout: Rollout, temperature: float) -> Float[Tensor, "B T"]:
-        """The engine's log-probabilities of given completions, nats, 0 elsewhere: the probe after each sync."""
-        ...
-
-    def close(self) -> None:
-        """Free what the engine holds; it is not used again."""
-        ...
-
-
-class ModelEngine:
-    """The training model itself: never stale, and no mismatch but that of cached decoding against one forward."""
-
-    def __init__(self, model: nn.Module, tokenizer: Any, max_batch: int | None = None):
-        self.model, self.tokenizer, self.max_batch = model, tokenizer, max_batch
-        self.version = NEVER
-
-    def sample(
-        self,
-        problems: Sequence[Problem],
-        *,
-        group_size: int,
-        max_new_tokens: int,
-        temperature: float = 1.0,
-        generator: torch.Generator | None = None,
-        record_routes: bool = False,
-    ) -> Rollout:
-        return sample(
-            self.model,
-            self.tokenizer,
-            problems,
-            group_size=group_size,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            generator=generator,
-            record=record_routes,
-            max_batch=self.max_batch,
-        )
-
-    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Nothing to copy: `weights` are this model's own."""
-        self.version = version
-
-    def logps(self, rollout: Rollout, temperature: float = 1.0) -> Float[Tensor, "B T"]:
-        return forward_logps(self.model, rollout, temperature)
-
-    def close(self) -> None:
-        pass
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of an engine of your own."""
 
 
 class HuggingFaceEngine(ModelEngine):
@@ -159,6 +82,8 @@ class HuggingFaceEngine(ModelEngine):
                     f"{error}"
                 ) from error
         self._round_routers()
+        least, most = ARITHMETIC[ENGINE_DTYPES[config.dtype]]
+        self.tolerance = Tolerance(least, most + (0.5 if config.router_format else 0.0))
 
     @torch.no_grad()
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
@@ -208,21 +133,41 @@ def make_engine(
     check_engine(config)
     if config.kind == "self":
         return ModelEngine(model, tokenizer, max_batch)
+    if ":" in config.kind:
+        return _own_engine(config, model, tokenizer)
     engine = HuggingFaceEngine(model, tokenizer, config, device)
     engine.max_batch = config.max_batch or max_batch
     return engine
 
 
+def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engine:
+    cls = load_class(config.kind, "rollout.engine.kind", EngineError)
+    try:
+        engine = cls(model, tokenizer, **config.options)
+    except TypeError as error:
+        raise EngineError(
+            f"rollout.engine.options: cannot build {config.kind} with {config.options}: {error}"
+        ) from error
+    missing = [
+        name for name in ("version", "tolerance", "sample", "sync", "logps", "close") if not hasattr(engine, name)
+    ]
+    if missing:
+        raise EngineError(f"rollout.engine.kind: {config.kind} lacks {', '.join(missing)}; see moe_rl.rollout.Engine")
+    return engine
+
+
 def check_engine(config: EngineConfig) -> None:
     """Raises EngineError naming the field for a value that no engine knows."""
-    for field, value, names in (
-        ("kind", config.kind, ENGINE_KINDS),
+    if config.options and ":" not in config.kind:
+        raise EngineError(f"rollout.engine.options: kind {config.kind!r} takes none, got {config.options}")
+    for name, value, names in (
+        ("kind", config.kind if ":" not in config.kind else "self", ENGINE_KINDS),
         ("dtype", config.dtype, tuple(ENGINE_DTYPES)),
         ("router_format", config.router_format, (None, *ROUTER_FORMATS)),
     ):
         if value not in names:
-            listed = ", ".join("null" if name is None else name for name in names)
-            raise EngineError(f"rollout.engine.{field}: expected one of {listed}, got {value!r}")
+            listed = ", ".join("null" if known is None else known for known in names)
+            raise EngineError(f"rollout.engine.{name}: expected one of {listed}, got {value!r}")
     if config.max_batch is not None and config.max_batch < 1:
         raise EngineError(f"rollout.engine.max_batch: at least 1, got {config.max_batch}")
 
@@ -238,21 +183,6 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
             check_megablocks(ENGINE_DTYPES[config.dtype], device)
     except UnsupportedModelError as error:
         raise EngineError(f"rollout.engine.{error}") from error
-
-
-@torch.no_grad()
-def forward_logps(model: nn.Module, rollout: Rollout, temperature: float = 1.0) -> Float[Tensor, "B T"]:
-    """Log-probabilities (nats) of a rollout's completion tokens from one forward, 0 elsewhere; for small batches, since
-    all logits are kept. Softmax in fp32, `logits / temperature`, positions counted over real tokens as in `sample`."""
-    device = next(model.parameters()).device
-    ids, mask = rollout.input_ids.to(device), rollout.attention_mask.to(device).long()
-    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    if "position_ids" in inspect.signature(hf_model(model).forward).parameters:
-        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    logits = model(**inputs).logits[:, :-1].float()
-    logps = torch.log_softmax(logits / temperature, -1).gather(2, ids[:, 1:, None])[:, :, 0]
-    logps = nn.functional.pad(logps, (1, 0))
-    return logps.masked_fill(~rollout.completion_mask.to(device), 0.0).to(rollout.input_ids.device)
 
 
 def gathered(tensor: Tensor) -> Tensor:

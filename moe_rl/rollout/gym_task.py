@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
+from moe_rl.names import nearest
 from moe_rl.rollout.character_tasks import BOS, EOS
 from moe_rl.rollout.chat import as_problem
 from moe_rl.rollout.task import Problem, TaskError, VerifiableTask
@@ -88,8 +89,6 @@ class ReasoningGym(VerifiableTask):
     def _questions(self) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
-
-        from moe_rl.rollout.tasks import nearest
 
         if self.dataset not in DATASETS:
             raise TaskError(f"task.options.dataset: unknown {self.dataset!r}{nearest(self.dataset, DATASETS)}")

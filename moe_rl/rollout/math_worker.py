@@ -4,12 +4,15 @@ import json
 import logging
 import sys
 
+from moe_rl.processes import end_with_parent
+
 MEMORY = 4 * 2**30
 """Bytes; a power can need more than there is."""
 
 
 def main() -> None:
-    """Serve until the input ends."""
+    """Serve until the input ends, or the process whose number is the first argument is gone."""
+    end_with_parent(int(sys.argv[1]))
     from math_verify import parse, verify
 
     logging.disable(logging.CRITICAL)  # it warns that there is no timeout: the one who asks has it

@@ -7,8 +7,8 @@ compaction nor chunking changes what is sampled (up to what the model's own arit
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from moe_rl.measure.unwrap import evaluating, hf_model
 from moe_rl.rollout.chat import prompt_tokens
-from moe_rl.rollout.completions import Rollout
+from moe_rl.rollout.completions import Rollout, unrouted_tokens
 from moe_rl.rollout.task import Problem
 from moe_rl.routing import RoutedExperts, record_routes
 
@@ -73,7 +73,7 @@ def sample(
     tokens = torch.full((B, N), UNWRITTEN, device=device)
     logps = torch.zeros(B, N, device=device)
     traces: list[_Trace] = []
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         for rows in torch.arange(B, device=device).split(max_batch or B):
             with record_routes(model) if record else nullcontext() as recording:
                 chunk = _Chunk(model, prompts, prompt_mask, prompt[rows], rows)
@@ -120,9 +120,7 @@ def _assemble(
     ids = input_ids.new_full((*input_ids.shape, *like.shape[2:]), -1, dtype=torch.int16)
     for fed, routes in traces:
         ids[fed.rows, fed.column : fed.column + routes.shape[1]] = routes.ids.to(torch.int16)[fed.source]
-    # A row's last token is the last True of its mask: no later one is True, nor is there one.
-    later = attention_mask.flip(1).cumsum(1).flip(1) > 1
-    ids.masked_fill_(~(attention_mask & later)[:, :, None, None], -1)
+    ids.masked_fill_(unrouted_tokens(attention_mask)[:, :, None, None], -1)
     return RoutedExperts(ids, like.sites, like.num_experts, tokens=input_ids, meta=like.meta)
 
 
@@ -263,29 +261,12 @@ def _decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
     return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def hf_model(model: nn.Module) -> nn.Module:
-    """The transformers model in a wrapper (PEFT, DDP, ...), which alone says what it accepts."""
-    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
-
-
 def _selectable(cache: Any) -> bool:
     """Whether rows of the cache can be repeated and dropped: its layers are known to keep all of their state in what
     `batch_select_indices` selects. Recurrent and hybrid layers inherit that method but not for their own states, so
     they are prefilled once per row and never compacted; without a cache, the tokens are all there is."""
     known = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer")
     return cache is None or all(type(layer).__name__ in known for layer in getattr(cache, "layers", [None]))
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """`eval()` inside; afterwards every module's own mode, as it was."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _check(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.task import TaskError
+from moe_rl.rollout.user_code import checked_reward, user_code
 
 
 def step_rewards(task: Any, tokenizer: Any, rollout: Rollout) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
@@ -28,14 +29,16 @@ def step_rewards(task: Any, tokenizer: Any, rollout: Rollout) -> tuple[Float[Ten
     first = rollout.completion_mask.int().argmax(1).tolist()
     for row, (problem, text) in enumerate(zip(rollout.problems, rollout.completions, strict=True)):
         tokens = rollout.input_ids[row, first[row] : first[row] + int(rollout.lengths[row])].tolist()
-        for end, reward in task.step_rewards(problem, text):
+        with user_code(task, "step_rewards", problem, text):
+            steps = [(end, checked_reward(reward)) for end, reward in task.step_rewards(problem, text)]
+        for end, reward in steps:
             if not 1 <= end <= len(text):
                 raise TaskError(
                     f"{task.name}.step_rewards: a step ends at character {end} of the {len(text)} of {text!r}; "
                     "expected the number of characters up to and with its last one"
                 )
             column = first[row] + _token_reaching(tokenizer, tokens, end)
-            rewards[row, column] += float(reward)
+            rewards[row, column] += reward
             ends[row, column] = True
     device = rollout.input_ids.device
     return rewards.to(device), ends.to(device)
@@ -57,11 +60,13 @@ def named_rewards(task: Any, rollout: Rollout) -> tuple[list[str], Float[Tensor,
     Raises:
         TaskError: completions whose rewards have other names.
     """
-    pairs = zip(rollout.problems, rollout.completions, strict=True)
-    found = [task.rewards(problem, text) for problem, text in pairs]
+    found = []
+    for problem, text in zip(rollout.problems, rollout.completions, strict=True):
+        with user_code(task, "rewards", problem, text):
+            found.append({name: checked_reward(value) for name, value in task.rewards(problem, text).items()})
     names = list(found[0])
     for text, one in zip(rollout.completions, found, strict=True):
         if list(one) != names:
             raise TaskError(f"{task.name}.rewards: expected {names} for every completion, got {list(one)} for {text!r}")
-    table = torch.tensor([[float(one[name]) for name in names] for one in found])
+    table = torch.tensor([[one[name] for name in names] for one in found])
     return names, table.to(rollout.input_ids.device)

@@ -11,18 +11,12 @@ What its class must have is in `moe_rl.rollout.task`. In Python, any such object
 """
 
 import dataclasses
-import difflib
-import hashlib
-import importlib
-import importlib.util
-import sys
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from moe_rl.names import load_class, nearest
 from moe_rl.rollout.character_tasks import Add, Copy, ModChain, Parity, Reverse, Sort
 from moe_rl.rollout.gym_task import ReasoningGym
 from moe_rl.rollout.jsonl_task import JsonLines
@@ -44,6 +38,8 @@ class TaskConfig:
     """A name in `TASKS`, or one's own class: `package.module:Class` or `path/to/file.py:Class`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task's class."""
+    verifier_seconds: float | None = 60.0
+    """How long the verifier may take for one completion before the run stops; null: no limit."""
 
 
 def make_task(config: TaskConfig) -> Any:
@@ -57,7 +53,7 @@ def make_task(config: TaskConfig) -> Any:
     13
     """
     if ":" in config.name:
-        cls = _own_class(config.name)
+        cls = load_class(config.name, "task.name", TaskError)
     elif config.name in TASKS:
         cls = TASKS[config.name]
     else:
@@ -91,41 +87,3 @@ def _check_options(config: TaskConfig, known: Mapping[str, Any]) -> None:
         fits = isinstance(value, (int, float) if kind is float else kind)
         if not fits or (isinstance(value, bool) and kind is not bool):
             raise TaskError(f"task.options.{key}: expected {kind.__name__}, got {value!r}")
-
-
-def _own_class(path: str) -> type:
-    place, _, name = path.rpartition(":")
-    try:
-        module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
-    except TaskError:
-        raise
-    except Exception as error:  # whatever a user's module may raise while it is imported
-        raise TaskError(f"task.name: cannot import {place!r}: {type(error).__name__}: {error}") from error
-    cls = getattr(module, name, None)
-    if not isinstance(cls, type):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise TaskError(f"task.name: {place} has no class {name!r}{nearest(name, classes)}")
-    return cls
-
-
-def _module_of_file(place: str) -> ModuleType:
-    file = Path(place)
-    if not file.is_file():
-        raise TaskError(f"task.name: there is no file {file.absolute()}")
-    # Under a name of its own: a file called random.py must hide nothing.
-    name = f"moe_rl_task_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """A hint at the nearest known word, or at all of them."""
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1)
-    if close:
-        return f"; did you mean {close[0]!r}?"
-    return f"; known: {', '.join(known)}" if known else ""

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import re
 import selectors
 import subprocess
@@ -68,13 +69,15 @@ def last_boxed(text: str) -> str | None:
     >>> print(last_boxed(r"\boxed{1} or \boxed{\frac{1}{2}}"))
     \frac{1}{2}
     """
-    for start in reversed([match.end() for match in re.finditer(r"\\boxed\s*\{", text)]):
-        depth = 1
-        for end in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            if depth == 0:
-                return text[start:end]
-    return None
+    opened: list[int | None] = []  # where the content of each open brace begins; None: not of a box
+    boxes = {match.end() for match in re.finditer(r"\\boxed\s*\{", text)}
+    last, found = -1, None
+    for place, character in enumerate(text, start=1):
+        if character == "{":
+            opened.append(place if place in boxes else None)
+        elif character == "}" and opened and (start := opened.pop()) is not None and start > last:
+            last, found = start, text[start : place - 1]
+    return found
 
 
 class MathVerify:
@@ -110,7 +113,11 @@ class MathVerify:
         if self.process is None:
             worker = Path(__file__).with_name("math_worker.py")
             self.process = subprocess.Popen(  # -P: the folder of the script is no place to import from
-                [sys.executable, "-P", str(worker)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [sys.executable, "-P", str(worker), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
             weakref.finalize(self, self.process.kill)
             if self.process.stdout.readline() != "ready\n":

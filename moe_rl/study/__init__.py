@@ -3,7 +3,7 @@
     from moe_rl import study
     data = study.load("runs/replay_vs_gspo")      # tidy DataFrames: rollouts, updates, probes, evals, tokens
     study.figures.reward(data)                    # a figure with its table and caption
-    study.statistics.bootstrap_interval([...])    # intervals across seeds
+    study.statistics.seed_interval([...])         # intervals across seeds
 
 Submodules are imported when they are first used: reading tables needs no torch, numbers need no matplotlib.
 """

@@ -4,14 +4,24 @@ import dataclasses
 import re
 import types
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from moe_rl.rollout.tasks import nearest
+from moe_rl.names import nearest
+from moe_rl.objectives.bounds import unknown
+from moe_rl.policy.models import seeded
 from moe_rl.training import RunConfig, validate
+from moe_rl.training.method import resolved_objective
+from moe_rl.training.ranges import SEED
+
+RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json")
+"""What a study's folder holds besides its arms."""
+LARGEST = 100_000
+"""Values in a study file, aliases counted each time: a few lines of them can stand for more than any memory holds."""
 
 
 class ConfigError(ValueError):
@@ -42,6 +52,16 @@ class StudyConfig:
     seeds: tuple[int, ...]
     base: RunConfig = field(default_factory=RunConfig)
     notes: str = ""
+    comparisons: tuple[tuple[str, str], ...] | None = None
+    """Pairs of arms [treatment, control] that the study is to compare: one family, fixed before it is run. None: each
+    arm of a condition with the first, where they differ in one thing; the report says that they were not declared."""
+    interest: float = 0.05
+    """Smallest difference of final reward that is of interest."""
+
+    def with_arms(self, names: Sequence[str]) -> "StudyConfig":
+        """The study of some of its arms, with the comparisons among them."""
+        kept = None if self.comparisons is None else tuple(p for p in self.comparisons if set(p) <= set(names))
+        return dataclasses.replace(self, arms={name: self.arms[name] for name in names}, comparisons=kept)
 
     def runs(self) -> list[tuple[str, int]]:
         """(arm, seed) of every run, seeds outermost, so that early results compare all arms."""
@@ -54,6 +74,7 @@ class StudyConfig:
             raise ConfigError(f"unknown arm {arm!r} in study {self.name!r}{nearest(arm, self.arms)}")
         merged = _merge(dataclasses.asdict(self.base), self.arms[arm].changes)
         config = build(RunConfig, {**merged, "seed": seed}, f"arms.{arm}")
+        config = dataclasses.replace(config, model=seeded(config.model, seed))
         try:
             validate(config)
         except ValueError as error:
@@ -87,23 +108,56 @@ def parse_study(data: Any) -> StudyConfig:
     parsed = {}
     for name, changes in arms.items():
         _check_name(f"arms.{name}: an arm's name", name)
+        if str(name).startswith("rounding_") or name in RESERVED:
+            raise ConfigError(f"arms.{name}: in a study's folder that name is something else's; choose another")
         if not isinstance(changes, dict | None):
             raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})
         own = {key: changes.pop(key) for key in ("label", "seeds", "note") if key in changes}
         parsed[str(name)] = build(Arm, {"label": str(name), **own, "changes": changes}, f"arms.{name}")
-    seeds = data.get("seeds", (0, 1, 2))
-    if not isinstance(seeds, list | tuple) or not seeds:
-        raise ConfigError(f"seeds: expected a list of at least one whole number, got {seeds!r}")
-    study = build(StudyConfig, {**data, "arms": parsed, "seeds": seeds, "question": data.get("question", "")}, "")
+    given = data.get("seeds", (0, 1, 2))
+    if not isinstance(given, list | tuple) or not given:
+        raise ConfigError(f"seeds: expected a list of at least one whole number, got {given!r}")
+    study = build(StudyConfig, {**data, "arms": parsed, "seeds": given, "question": data.get("question", "")}, "")
     _check_name("name: a study's name", study.name)
-    for arm in study.arms:
-        study.resolve(arm, study.seeds[0])
+    own = {f"arms.{name}.seeds": arm.seeds or () for name, arm in study.arms.items()}
+    for where, seeds in {"seeds": study.seeds, **own}.items():
+        for i, seed in enumerate(seeds):
+            refusal = SEED.refusal(f"{where}[{i}]", seed)
+            if refusal is not None:
+                raise ConfigError(refusal)
+    resolved: dict[str, str] = {}
+    for name in study.arms:
+        config = study.resolve(name, study.seeds[0])
+        twin = resolved.setdefault(repr(config), name)
+        if twin != name:
+            raise ConfigError(f"arms.{name}: the same configuration as arm {twin!r}; an arm must change something")
+    _check_comparisons(study)
     return study
+
+
+def _check_comparisons(study: StudyConfig) -> None:
+    if not 0 < study.interest < float("inf"):
+        raise ConfigError(f"interest: expected a difference of reward above 0, got {study.interest!r}")
+    pairs = study.comparisons or ()
+    for i, pair in enumerate(pairs):
+        for arm in pair:
+            if arm not in study.arms:
+                raise ConfigError(f"comparisons[{i}]: no arm is called {arm!r}{nearest(arm, study.arms)}")
+        if pair[0] == pair[1]:
+            raise ConfigError(f"comparisons[{i}]: {pair[0]!r} is compared with itself")
+        if pair in pairs[:i] or pair[::-1] in pairs[:i]:
+            raise ConfigError(f"comparisons[{i}]: {pair[0]!r} and {pair[1]!r} are compared twice")
 
 
 class _OnceOnly(yaml.SafeLoader):
     """The safe loader, which would let the second of two equal keys win: here an arm or a field would vanish."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _expanded(node, {}) > LARGEST:
+            raise ConfigError(f"more than {LARGEST} values, aliases expanded: no study needs so many")
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
@@ -113,15 +167,29 @@ class _OnceOnly(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
+    """Scalars below a node, those behind aliases counted each time."""
+    if id(node) not in known:
+        known[id(node)] = 1  # a node inside itself
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
+    return known[id(node)]
+
+
 def _check_name(what: str, name: Any) -> None:
     """Names become folders."""
-    if not re.fullmatch(r"[^/\\\s.-][^/\\\n]*", str(name)):
-        raise ConfigError(f"{what} becomes a folder's: no slash, no '.', '-' or space at its start; got {str(name)!r}")
+    if not re.fullmatch(r"[^/\\\s.-][^/\\\x00-\x1f\x7f]{0,99}", str(name)):
+        raise ConfigError(
+            f"{what} becomes a folder's: at most 100 characters, no slash or control character, no '.', '-' or space "
+            f"at its start; got {str(name)[:120]!r}"
+        )
 
 
 def dump_run(config: RunConfig) -> str:
-    """A resolved run configuration as YAML."""
-    return yaml.safe_dump(_plain(dataclasses.asdict(config)), sort_keys=False, allow_unicode=True)
+    """A resolved run configuration as YAML; `objective` has every field of what is minimised, presets filled in."""
+    data = {**dataclasses.asdict(config), "objective": resolved_objective(config)}
+    return yaml.safe_dump(_plain(data), sort_keys=False, allow_unicode=True)
 
 
 def dump_study(study: StudyConfig) -> str:
@@ -169,7 +237,10 @@ def build(cls: Any, data: Any, where: str) -> Any:
     ]
     if missing:
         raise ConfigError(f"{where or cls.__name__}: missing field {missing[0]!r}")
-    return cls(**values)
+    try:
+        return cls(**values)
+    except ValueError as error:  # a class that checks its own values
+        raise ConfigError(f"{where}: {error}" if where else str(error)) from error
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
@@ -197,7 +268,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         )
     if origin is typing.Literal:
         if value not in args:
-            raise ConfigError(f"{where}: expected one of {', '.join(map(repr, args))}, got {value!r}")
+            raise ConfigError(unknown(where, value, [str(choice) for choice in args]))
         return value
     if origin is dict or hint is dict:
         if not isinstance(value, dict):

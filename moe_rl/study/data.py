@@ -6,19 +6,29 @@
 It reads folders only, never a model, so a study that was copied from a cluster loads the same.
 """
 
-import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
-import yaml
-from pandas.api.types import is_object_dtype
 
-KINDS = ("rollout", "update", "probe", "eval", "step", "engine", "decomposition", "floor")
+from moe_rl.study.folders import (
+    KINDS,
+    SEED_FOLDER,
+    Run,
+    StudyDataError,
+    folder_order,
+    kind_table,
+    load_run,
+    read_json,
+    read_parquet,
+    read_yaml,
+    stacked,
+    step_of,
+)
+
 FIELDS = dict(
     zip(
         KINDS,
@@ -27,67 +37,8 @@ FIELDS = dict(
     )
 )
 """Kind of row -> field of StudyData that holds it."""
-_MORE_KEYS = {
-    "update": ["update"],
-    "probe": ["update"],
-    "engine": ["pair", "update"],
-    "decomposition": ["update"],
-    "floor": ["variant"],
-}
-_KEYS = {kind: ["arm", "seed", "step", *_MORE_KEYS.get(kind, [])] for kind in KINDS}
-_NEEDED = {
-    "rollout": ("step", "reward"),
-    "update": ("step", "update"),
-    "probe": ("step", "update"),
-    "eval": ("step",),
-    "engine": ("step", "update", "pair"),
-    "decomposition": ("step", "update"),
-    "floor": ("step", "variant"),
-}
-_SEED_FOLDER = re.compile(r"seed(\d+)")
-
-
-class StudyDataError(ValueError):
-    """A run folder that cannot be read: says which file, where in it, and what to do."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One (arm, seed): its folder, resolved configuration and environment, and whether it finished."""
-
-    arm: str
-    seed: int
-    folder: Path
-    finished: bool
-    config: dict[str, Any]
-    environment: dict[str, Any]
-    notes: tuple[str, ...] = ()
-
-    def setting(self, name: str, default: Any = None) -> Any:
-        """A setting by name, from the top of the configuration or from its `method` part."""
-        for place in (self.config, self.config.get("method"), self.config.get("arm")):
-            if isinstance(place, dict) and place.get(name) is not None and not isinstance(place[name], dict):
-                return place[name]
-        return default
-
-    @property
-    def objective(self) -> str:
-        """Name of the objective, e.g. `grpo`."""
-        return str(self.setting("objective") or self.setting("method") or self.arm)
-
-    @property
-    def replay(self) -> str:
-        return str(self.setting("replay", "none"))
-
-    @property
-    def noise(self) -> float:
-        """Scale of the selection noise in router-logit units: a stress test, 0 in a natural run."""
-        return float(self.setting("noise", 0.0))
-
-    @property
-    def method(self) -> str:
-        """Objective and replay in one word, the key of a colour: `grpo`, `grpo_replay`, `gspo`, ..."""
-        return self.objective if self.replay.lower() in ("none", "") else f"{self.objective}_replay"
+ROUNDING = "rounding_"
+"""A study's folder `rounding_<name>` holds arms and seeds that were run again under another rounding."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +50,8 @@ class StudyData:
     `timings`: seconds of each step. `engines`: the gap between rollout and training engine, one row per `pair`; empty
     where one engine did both. `decompositions`: the log-ratio split into weights, routes and their interaction, where
     the study asked for it. `floors`: what changes with equal weights, one row per `variant`. `tokens` is read on first
-    use, `route_files` lists what `RoutedExperts.load` opens. `not_started` names runs that the study declares and that
-    have no folder yet, `notes` what was odd while reading.
+    use, `roundings` are the same study under other CPU kernels, `route_files` lists what `RoutedExperts.load` opens.
+    `not_started` names runs that the study declares and that have no folder yet, `notes` what was odd while reading.
     """
 
     name: str
@@ -145,7 +96,15 @@ class StudyData:
     def environment(self) -> dict[str, Any]:
         """The study's own env.json (the command that started it); empty for a single run."""
         file = self.folder / "env.json"
-        return _read_json(file) if file.exists() and len(self.runs) != 1 else {}
+        return read_json(file) if file.exists() and len(self.runs) != 1 else {}
+
+    @cached_property
+    def roundings(self) -> dict[str, "StudyData"]:
+        """The same study under other roundings, by name: those of its folders `rounding_<name>` that hold runs."""
+        if self.folder == Path() and not (self.folder / "study.yaml").exists():  # several studies, joined
+            return {}
+        folders = [folder for folder in sorted(self.folder.glob(f"{ROUNDING}*")) if any(folder.glob("*/seed*"))]
+        return {folder.name.removeprefix(ROUNDING): load(folder) for folder in folders}
 
     @property
     def seeds(self) -> list[int]:
@@ -168,24 +127,31 @@ class StudyData:
         self, arm: str | None = None, seed: int | None = None, last_steps: int | None = None
     ) -> pd.DataFrame:
         """As `tokens`, for one arm or seed, or the last few stored steps of each run only."""
-        parts = []
-        for run in self.runs:
+        tables, places = [], []
+        for i, run in enumerate(self.runs):
             if (arm is not None and run.arm != arm) or (seed is not None and run.seed != seed):
                 continue
             files = sorted((run.folder / "tokens").glob("*.parquet"))
             for file in files[-last_steps:] if last_steps else files:
-                parts.append(_read_parquet(file).assign(arm=run.arm, seed=run.seed, step=_step_of(file)))
-        if not parts:
+                tables.append(read_parquet(file))
+                places.append((i, step_of(file)))
+        if not tables:
             return pd.DataFrame(columns=["arm", "seed", "step", "update", "old_logp", "logp_natural", "logp_replayed"])
-        frame = pd.concat(parts, ignore_index=True)
-        frame["arm"] = frame["arm"].astype("category")
+        frame = stacked(tables)
+        rows = [table.num_rows for table in tables]
+        numbers = np.repeat([i for i, _ in places], rows)
+        arms = sorted({self.runs[i].arm for i, _ in places})
+        codes = np.array([arms.index(run.arm) if run.arm in arms else -1 for run in self.runs])
+        frame["arm"] = pd.Categorical.from_codes(codes[numbers], pd.Index(arms))
+        frame["seed"] = np.array([run.seed for run in self.runs])[numbers]
+        frame["step"] = np.repeat([step for _, step in places], rows)
         return frame
 
     @cached_property
     def route_files(self) -> pd.DataFrame:
         """Stored routes, on demand: arm, seed, step and path, for `moe_rl.training.route_tables.read_route_table`."""
         rows = [
-            {"arm": run.arm, "seed": run.seed, "step": _step_of(file), "path": file}
+            {"arm": run.arm, "seed": run.seed, "step": step_of(file), "path": file}
             for run in self.runs
             for file in sorted((run.folder / "routes").glob("[!.]*.parquet"))
         ]
@@ -202,21 +168,28 @@ def load(path: str | Path) -> StudyData:
     if not path.is_dir():
         raise StudyDataError(f"{path}: no such folder; expected runs/<study> or runs/<study>/<arm>/seed<k>")
     if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
-        folders, above = [path], path.resolve().parent.parent / "study.yaml"
-        config = _read_yaml(above) if above.exists() else {}
+        folders, above, again = [path], path.resolve().parent.parent / "study.yaml", False
+        config = read_yaml(above) if above.exists() else {}
         config["name"] = f"{path.resolve().parent.name}/{path.resolve().name}"
     else:
-        folders = [f for f in sorted(path.glob("*/seed*")) if f.is_dir() and _SEED_FOLDER.fullmatch(f.name)]
-        config = _read_yaml(path / "study.yaml") if (path / "study.yaml").exists() else {}
+        folders = [f for f in sorted(path.glob("*/seed*")) if f.is_dir() and SEED_FOLDER.fullmatch(f.name)]
+        own, above = path / "study.yaml", path.resolve().parent / "study.yaml"
+        config = read_yaml(own) if own.exists() else {}
         if not folders:
             raise StudyDataError(_nothing_here(path, bool(config)))
-    loaded = [_load_run(folder) for folder in sorted(folders, key=_folder_order)]
-    runs = tuple(run for run, _ in loaded)
-    tables = {kind: _stack([rows[kind] for _, rows in loaded]) for kind in KINDS}
+        again = not config and path.resolve().name.startswith(ROUNDING) and above.exists()
+        if again:
+            config = read_yaml(above)
+            config["name"] = f"{config.get('name', above.parent.name)}, {path.resolve().name.replace('_', ' ', 1)}"
+    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    runs = [load_run(folder, number, rows) for number, folder in enumerate(sorted(folders, key=folder_order))]
+    tables = {}
+    for kind in KINDS:
+        tables[kind] = kind_table(kind, rows.pop(kind), runs)
     notes = tuple(f"{run.arm}/seed{run.seed}: {note}" for run in runs for note in run.notes)
     name = str(config.get("name") or path.resolve().name)
-    waiting = () if folders == [path] else _missing(config, runs)
-    return StudyData(name, path, config, runs, notes=notes, not_started=waiting, **_named(tables))
+    waiting = () if folders == [path] or again else _missing(config, tuple(runs))
+    return StudyData(name, path, config, tuple(runs), notes=notes, not_started=waiting, **_named(tables))
 
 
 def join(studies: dict[str, StudyData]) -> StudyData:
@@ -224,7 +197,7 @@ def join(studies: dict[str, StudyData]) -> StudyData:
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
-    runs, notes, declared = [], [], {}
+    runs, notes, declared, compared = [], [], {}, []
     tables: dict[str, list[pd.DataFrame]] = {kind: [] for kind in KINDS}
     for key, data in studies.items():
         for run in data.runs:
@@ -235,10 +208,11 @@ def join(studies: dict[str, StudyData]) -> StudyData:
             frame = getattr(data, name)
             tables[kind].append(frame.assign(arm=f"{key}/" + frame["arm"].astype(str)) if len(frame) else frame)
         notes += [f"{key}/{note}" for note in data.notes]
-    name, config = " + ".join(studies), {"arms": declared}
+        compared += [[f"{key}/{arm}" for arm in pair] for pair in data.config.get("comparisons") or ()]
+    name, config = " + ".join(studies), {"arms": declared, **({"comparisons": compared} if compared else {})}
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
-    stacked = _named({kind: _stack(frames) for kind, frames in tables.items()})
-    return StudyData(name, Path(), config, tuple(runs), notes=tuple(notes), not_started=waiting, **stacked)
+    named = _named({kind: _stack(frames) for kind, frames in tables.items()})
+    return StudyData(name, Path(), config, tuple(runs), notes=tuple(notes), not_started=waiting, **named)
 
 
 def _named(tables: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
@@ -249,107 +223,6 @@ def _named(tables: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
 def _stack(frames: list[pd.DataFrame]) -> pd.DataFrame:
     # an empty frame has no column types; stacking it would turn the others' integers into objects
     return pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True)
-
-
-def _folder_order(folder: Path) -> tuple[str, int]:
-    match = _SEED_FOLDER.fullmatch(folder.name)
-    return folder.parent.name, int(match.group(1)) if match else 0
-
-
-def _load_run(folder: Path) -> tuple[Run, dict[str, pd.DataFrame]]:
-    config = _read_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
-    environment = _read_json(folder / "env.json") if (folder / "env.json").exists() else {}
-    match = _SEED_FOLDER.fullmatch(folder.resolve().name)
-    arm = config["arm"] if isinstance(config.get("arm"), str) else folder.resolve().parent.name
-    seed = int(match.group(1)) if match else int(config.get("seed", 0))
-    notes: list[str] = []
-    rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-    metrics = folder / "metrics.jsonl"
-    if metrics.exists():
-        for row in _read_lines(metrics, notes):
-            rows[row.pop("kind")].append(row)
-    else:
-        notes.append("no metrics.jsonl yet")
-    finished = (folder / "DONE").exists()
-    tables = {}
-    for kind, keys in _KEYS.items():
-        frame = pd.DataFrame(rows[kind], columns=None if rows[kind] else keys[2:])
-        frame.insert(0, "arm", arm)
-        frame.insert(1, "seed", seed)
-        for column in filter(lambda name: is_object_dtype(frame[name]), frame.columns):
-            # null: a number that was not finite or not asked for
-            if all(value is None or isinstance(value, int | float) for value in frame[column]):
-                frame[column] = frame[column].astype(float)
-        if frame.duplicated(keys).any():  # a resumed run wrote these steps again; the later row counts
-            notes.append(f"repeated {kind} rows after a resume; the last of each was kept")
-            frame = frame.drop_duplicates(keys, keep="last")
-        tables[kind] = frame.sort_values(keys).reset_index(drop=True)
-    return Run(str(arm), seed, folder, finished, config, environment, tuple(notes)), tables
-
-
-def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    unknown = set()
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"expected an object, got {type(row).__name__}")
-            kind = row.get("kind")
-            missing = [name for name in _NEEDED.get(str(kind), ("step",)) if row.get(name) is None and name != "reward"]
-            if kind == "rollout" and "reward" not in row:
-                missing.append("reward")
-            if kind is None or missing:
-                raise ValueError(f"lacks {', '.join(missing) or 'kind'}")
-        except ValueError as error:  # json's and unicode's errors are ValueErrors
-            if number == len(lines):
-                notes.append(f"{path.name} line {number} is cut off (interrupted write) and was left out")
-                return
-            raise StudyDataError(
-                f"{path} line {number}: not a metrics row ({error}). The file was damaged after it was "
-                "written: restore it, or delete this run's folder and run the study again (the rest is kept)."
-            ) from error
-        if kind in KINDS:
-            yield row
-        elif kind not in unknown:
-            unknown.add(kind)
-            notes.append(f"rows of kind {kind!r} were left out (written by another version?)")
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StudyDataError(f"{path}: not valid YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise StudyDataError(f"{path}: expected a mapping of settings, got {type(content).__name__}")
-    return content
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
-        raise StudyDataError(f"{path}: not valid JSON: {error}") from error
-    return content if isinstance(content, dict) else {"value": content}
-
-
-def _read_parquet(path: Path) -> pd.DataFrame:
-    try:
-        return pd.read_parquet(path)
-    except Exception as error:  # pyarrow raises many kinds; the file is what matters
-        raise StudyDataError(
-            f"{path}: not a readable Parquet file ({error}). Delete it to go on without it."
-        ) from error
-
-
-def _step_of(path: Path) -> int:
-    match = re.search(r"step_(\d+)", path.name)
-    if not match:
-        raise StudyDataError(f"{path}: expected a name like step_000012{path.suffix}")
-    return int(match.group(1))
 
 
 def _declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -373,3 +246,6 @@ def _nothing_here(path: Path, is_study: bool) -> str:
     inside = sorted(p.parent.name for p in path.glob("*/study.yaml"))
     hint = f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""
     return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{hint}"
+
+
+__all__ = ["FIELDS", "KINDS", "ROUNDING", "Run", "StudyData", "StudyDataError", "join", "load"]

@@ -87,7 +87,7 @@ def available_memory() -> int:
 
 
 def check_packages() -> list[Check]:
-    """Every declared dependency against its bounds, then the optional extras."""
+    """Every package of the instrument and of the laboratory against its bounds, then the optional extras."""
     try:
         declared = [Requirement(text) for text in importlib.metadata.requires("moe_rl") or ()]
     except importlib.metadata.PackageNotFoundError:
@@ -95,12 +95,14 @@ def check_packages() -> list[Check]:
     checks = [Check("python", sys.version_info >= (3, 11), f"{platform.python_version()} (>=3.11)")]
     extras: dict[str, list[Requirement]] = {}
     for requirement in declared:
-        extra = next((e for e in EXTRAS if requirement.marker and f'extra == "{e}"' in str(requirement.marker)), None)
+        marker = str(requirement.marker or "")
+        extra = next((name for name in EXTRAS if f'extra == "{name}"' in marker), None)
         if extra is not None:
             extras.setdefault(extra, []).append(requirement)
-        elif requirement.marker is None:
+        elif not marker or 'extra == "lab"' in marker:
             found, fits = installed(requirement)
-            remedy = "" if fits else f"pip install '{requirement}'"
+            package = "moe_rl[lab]" if marker else f"{requirement.name}{requirement.specifier}"
+            remedy = "" if fits else f"pip install '{package}'"
             checks.append(Check(requirement.name, fits, f"{found} ({requirement.specifier})", remedy))
     for extra, requirements in sorted(extras.items()):
         found = ", ".join(f"{r.name} {installed(r)[0]}" for r in requirements)

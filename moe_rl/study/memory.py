@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moe_rl.lora import add_lora
-from moe_rl.models import DTYPES, ModelConfig, ModelError, check_path
+from moe_rl.measure.head import default_chunk
+from moe_rl.policy.lora import add_lora
+from moe_rl.policy.models import DTYPES, ModelConfig, ModelError, check_path
+from moe_rl.policy.tiny import build_tiny, char_tokenizer
 from moe_rl.rollout import TaskError, make_task
 from moe_rl.routing.packing import packed_dtype
 from moe_rl.routing.sites import find_sites
-from moe_rl.tiny import build_tiny, char_tokenizer
 from moe_rl.training import RunConfig
-from moe_rl.training.head import default_chunk
 from moe_rl.training.method import resolve_method
 
 PROMPT_TOKENS = 256

@@ -1,6 +1,5 @@
 """One self-contained HTML page of a study: question, reading, table, figures, arms, commands, versions, limits."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,27 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from moe_rl.study.answer import answer
+from moe_rl.study.comparing import comparisons
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures import NothingToDraw, StudyFigure, each_figure, save_figure
-from moe_rl.study.figures.style import write_atomic
-from moe_rl.study.reading import RULES, read
-from moe_rl.study.statistics import small_sample_note
-from moe_rl.study.summary import arm_settings, comparisons, final_rewards, flatten, full_label
+from moe_rl.study.figures.saving import write_atomic
+from moe_rl.study.figures.screen import inline_svg
+from moe_rl.study.reading import name_of, read, rules_of
+from moe_rl.study.roundings import component_table, conclusion_table
+from moe_rl.study.statistics import interval_note
+from moe_rl.study.summary import POSITIONS, arm_settings, condition_label, final_rewards, flatten, full_label
 from moe_rl.study.token_view import token_view_html
+from moe_rl.study.words import probability
+
+FIRST = "final_reward"
+"""The figure that stands beside the verdict."""
+MAIN_FIGURES = 6
 
 LIMITS = (
     "The runs are of one model, one task and one set of hyper-parameters. Nothing here is a statement about other "
     "models, and a tiny model is an instrument for the mechanism, not a stand-in for a large one.",
-    "Few seeds: read the intervals with the note on n, and “no separation” as “not told apart by these runs”.",
+    "“Not resolved” means that these runs do not tell the arms apart, not that the arms are equal.",
     "Hyper-parameters were not tuned separately for each arm; a learning rate or a clip range that suits one method "
     "may not suit another.",
     "The probe replays routes on the training engine's own old policy (R2). Differences between a separate rollout "
@@ -65,17 +73,23 @@ def render_report(
         lstrip_blocks=True,
     )
     environment.filters["minus"] = lambda text: text.replace("-", "−")
+    environment.filters["probability"] = lambda p: probability(p) if np.isfinite(p) else "–"
+    environment.filters["number"] = lambda value: f"{value:.3f}" if np.isfinite(value) else "–"
     differ, shared = arm_settings(data)
     return environment.get_template("report.html.j2").render(
         data=data,
         question=str(data.config.get("question") or ""),
         notes=str(data.config.get("notes") or ""),
         statements=_by_topic(data),
-        rules=RULES,
-        small_sample=small_sample_note(int(data.arms["seeds"].map(len).mode().iloc[0])),
+        answer=answer(data),
+        rules=rules_of(data),
+        intervals=interval_note(int(data.arms["seeds"].map(len).mode().iloc[0])),
+        positions=POSITIONS,
+        conclusions=conclusion_table(data).to_dict("records"),
+        components=component_table(data).to_dict("records"),
         finals=_finals(data),
         pairs=_pairs(data),
-        figures=[(figure, Markup(inline_svg(figure))) for figure in drawn],
+        **_arranged(drawn),
         missing=missing,
         token_view=token_view_html(data),
         arms=_arms(data),
@@ -89,16 +103,15 @@ def render_report(
     )
 
 
-def inline_svg(figure: StudyFigure) -> str:
-    """The figure as an <svg> element: ids made unique, no prologue or metadata, labelled for screen readers."""
-    svg = figure.render("svg").decode()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    prefix = f"{figure.name}-"
-    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
-    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}", svg)
-    svg = re.sub(r'(<svg[^>]*?) width="([\d.]+)pt" height="[\d.]+pt"', r'\1 style="max-width:\2pt"', svg, count=1)
-    return svg.replace("<svg", f'<svg role="img" aria-label="{figure.title}"', 1)
+def _arranged(drawn: Sequence[StudyFigure]) -> dict[str, Any]:
+    """The figures of the page: one beside the verdict, five more, the rest in the appendix; and the sentences that
+    several captions share, once each."""
+    shown = [{"figure": figure, "svg": Markup(inline_svg(figure))} for figure in drawn]
+    first = shown[0] if drawn and drawn[0].name == FIRST else None
+    rest = shown[1:] if first else shown
+    most = MAIN_FIGURES - (1 if first else 0)
+    notes = dict.fromkeys(note for figure in drawn for note in figure.notes)
+    return {"first": first, "main_figures": rest[:most], "appendix": rest[most:], "shared_notes": list(notes)}
 
 
 def _by_topic(data: StudyData) -> list[tuple[str, list[str]]]:
@@ -113,17 +126,26 @@ def _finals(data: StudyData) -> list[dict[str, Any]]:
     for row in rows:
         row["label"] = full_label(data, row["arm"])
         row["seeds"] = ", ".join(f"{value:.3f}" for value in row["by_seed"].values())
-        row["bounds"] = f"[{row['low']:.3f}, {row['high']:.3f}]" if np.isfinite(row["low"]) else "–"
+        row["bounds"] = _bounds(row["low"], row["high"])
+        row["evaluation_bounds"] = _bounds(row["evaluation_low"], row["evaluation_high"])
+        row["note"] = ", held out" if row["measured"] == "held out" else ""
     return [{str(key): value for key, value in row.items()} for row in rows]
+
+
+def _bounds(low: float, high: float) -> str:
+    return f"[{low:.3f}, {high:.3f}]" if np.isfinite(low) else "–"
 
 
 def _pairs(data: StudyData) -> list[dict[str, Any]]:
     return [
         {
-            "condition": "natural" if pair.noise == 0 else f"noise σ = {pair.noise:g}",
-            "arm": str(data.arms["label"][pair.arm]),
-            "other": str(data.arms["label"][pair.other]),
+            "condition": condition_label(data, pair.noise),
+            "arm": name_of(data, pair.arm, pair.noise),
+            "other": name_of(data, pair.other, pair.noise),
             "result": pair.result,
+            "bounds": _bounds(pair.result.difference.low, pair.result.difference.high),
+            "held_out": pair.held_out.difference.estimate if pair.held_out else np.nan,
+            "needed": pair.needed if pair.result.n > 1 else None,
         }
         for pair in comparisons(data)
     ]

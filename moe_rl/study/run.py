@@ -5,21 +5,27 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
+import re
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from moe_rl.models import check_machine
+from moe_rl.files import sole_writer, sweep, write_atomic
+from moe_rl.policy.models import check_machine, seeded
+from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
+from moe_rl.rollout.user_code import checked_reward, user_code
 from moe_rl.study.config import ConfigError, differences, dump_run
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
-from moe_rl.training.runlog import write_atomic
 from moe_rl.training.trackers import check_tracker
 
 PACKAGES = (
@@ -48,43 +54,79 @@ def run_one(
         ValueError: the configuration cannot run.
         ModelError, EngineError: not on this machine.
         ConfigError: the folder holds a run of another configuration.
+        InUseError: another process runs in the folder.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
+    choose_threads(config)
+    config = dataclasses.replace(config, model=seeded(config.model, config.seed))
     validate(config)
     check_here(config)
     ranks = Ranks(config.distributed, config.model.device)
     ranks.agree("the configuration", dataclasses.asdict(config))
 
+    facts = {**environment(command), "processes": ranks.size}
+
     def begin() -> bool:
         if not check_folder(config, folder):
             return False
-        check_tracker(config.tracker)
         check_shares(config, ranks.size)
-        folder.mkdir(parents=True, exist_ok=True)
+        lock.enter_context(sole_writer(folder, command))
+        sweep(folder)
+        if not check_folder(config, folder):  # done meanwhile
+            return False
         if not (folder / "config.yaml").exists():
             write_atomic(folder / "config.yaml", dump_run(config))
-        facts = {**environment(command), "processes": ranks.size}
         write_atomic(folder / "env.json", json.dumps(facts, indent=1) + "\n")
         return True
 
-    if not ranks.first(begin):
-        return
-    started = time.time()
-    train(config, folder, cache_dir, listener)
-    if ranks.main:
-        write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
-    ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
+    def listen(row: dict[str, Any]) -> None:
+        if row["kind"] != "policy":
+            if listener:
+                listener(row)
+        elif ranks.main:
+            start = {key: row[key] for key in ("weights_sha256", "cold_start")}
+            write_atomic(folder / "env.json", json.dumps({**facts, **start}, indent=1) + "\n")
+
+    with ExitStack() as lock:
+        if not ranks.first(begin):
+            return
+        started = time.time()
+        train(config, folder, cache_dir, listen)
+        if ranks.main:
+            write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
+        ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
 
 
 def check_here(config: RunConfig) -> None:
     """Refuse what this machine or installation lacks, before anything is written.
 
     Raises:
-        ModelError: see `moe_rl.models.check_machine`.
+        ModelError: see `moe_rl.policy.models.check_machine`.
         EngineError: the same of the rollout engine.
+        TrackerError: the tracker's package is missing.
+        TaskError: the task gives no problem or no reward.
     """
     check_machine(config.model)
     check_engine_here(config.rollout.engine, config.model.device)
+    check_tracker(config.tracker)
+    _try_task(config)
+
+
+def _try_task(config: RunConfig) -> None:
+    """One problem of each split, judged: what cannot work is found before the first step."""
+    task = make_task(config.task)
+    for held_out in (False, True):
+        with user_code(task, "problem"):
+            problem = task.problem(random.Random(0), held_out=held_out)
+        with user_code(task, "reward", problem, problem.answer, config.task.verifier_seconds):
+            checked_reward(task.reward(problem, problem.answer))
+
+
+def choose_threads(config: RunConfig) -> None:
+    """One thread for the tiny policy, whose matrices are too small to share: on a busy machine two are far slower than
+    one. OMP_NUM_THREADS, where it is set, decides instead."""
+    if config.model.path is None and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:
@@ -103,15 +145,14 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
                 f"{folder} holds a run of another configuration ({listed}{more}). Nothing was overwritten: choose "
                 "another --output, or move the folder away."
             )
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and holds no run (no config.yaml). Choose another --output.")
     return not (folder / "DONE").exists()
 
 
 def environment(command: str) -> dict[str, Any]:
-    """What a reader needs to repeat the run: commit, versions, device, threads, `command`."""
-    import torch
-
+    """What a reader needs to repeat the run, or to see why numbers differ elsewhere: commit, versions, device,
+    processor, instruction set in use, math libraries, threads, `command`."""
     versions = {}
     for name in PACKAGES:
         try:
@@ -126,11 +167,31 @@ def environment(command: str) -> dict[str, Any]:
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
         "cuda": torch.version.cuda if cuda else None,
+        "cpu": _cpu_model(),
         "cpus": os.cpu_count(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "rounding": os.environ.get("ATEN_CPU_CAPABILITY", "native"),
+        "math_libraries": _math_libraries(torch.__config__.show()),
         "threads": torch.get_num_threads(),
         "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _cpu_model() -> str:
+    """The processor by name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _math_libraries(built: str) -> list[str]:
+    """What `torch.__config__.show()` lists, and of its build settings the BLAS alone, not the compiler's flags."""
+    lines = [line.strip()[2:] for line in built.splitlines() if line.strip().startswith("- ")]
+    return [line for line in lines if not line.startswith("Build settings")] + re.findall(r"BLAS_INFO=\w+", built)
 
 
 def _git() -> dict[str, Any]:

@@ -1,40 +1,43 @@
-"""Numbers across seeds: intervals, paired comparisons, curves in one number, and what n seeds can resolve.
+"""Numbers across seeds: intervals, tests of paired differences, and the verdicts that follow from them.
 
-Everything here is a function of small arrays (one value per seed, or one value per step); nothing draws and
-nothing reads files. Rewards are fractions in [0,1] wherever the examples name a unit, but nothing assumes it.
-
-With few seeds an interval promises less than its name. The percentile bootstrap of n = 3 values can only
-return their range, which holds the true centre of a symmetric distribution in 1 - 2^(1-n) = 75 % of studies,
-not 95 %; `small_sample_note` says so and captions print it.
+Everything here is a function of small arrays with one value per seed; nothing draws and nothing reads files. Rewards
+are fractions in [0,1] wherever the examples name a unit. How often the rules below are right, with runs that fail among
+the others, is simulated in `moe_rl.study.simulation`; docs/statistics.md has the table.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import lru_cache
-from math import factorial, prod
 from typing import Any
 
 import numpy as np
 
-Numbers = Sequence[float | int] | np.ndarray
+from moe_rl.study.curves import (
+    BELOW_START_RULE,
+    COLLAPSE_RULE,
+    FAILED_RULE,
+    FINAL_STEPS,
+    GAIN,
+    Collapse,
+    Numbers,
+    area_under_curve,
+    detect_collapse,
+    final_value,
+    time_to_threshold,
+    trailing_mean,
+)
 
-FINAL_STEPS = 5
-"""Final reward is the mean over this many last steps."""
+FEWEST = 6
+"""Fewest seeds with an interval, and fewest pairs with a verdict: with five the exact test cannot reach 5 %."""
 
-_ENUMERATE_UP_TO = 6  # 6^6 = 46656 resamples: the whole bootstrap distribution, no random numbers
+INTEREST = 0.05
+"""Smallest difference of interest, in units of reward, where a study names none."""
 
+ALPHA = 0.05
+"""Error rate of a family of comparisons."""
 
-@lru_cache
-def _all_resamples(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """The n^n resamples of n values as multisets: indices [M, n], and how many of the n^n each one is.
-
-    >>> _all_resamples(2)[0].tolist(), _all_resamples(2)[1].tolist()
-    ([[0, 0], [0, 1], [1, 1]], [1, 2, 1])
-    """
-    draws = np.array(list(itertools.combinations_with_replacement(range(n), n)))
-    repeats = (draws[:, :, None] == np.arange(n)).sum(1)
-    return draws, np.array([factorial(n) // prod(map(factorial, row)) for row in repeats.tolist()])
+_ENUMERATE_UP_TO = 16  # 2^15 sign patterns; above, as many random ones
 
 
 @dataclass(frozen=True)
@@ -64,115 +67,81 @@ def _finite(values: Numbers) -> np.ndarray:
     return array[np.isfinite(array)]
 
 
-def bootstrap_interval(
-    values: Numbers,
-    statistic: Callable[..., Any] = np.mean,
-    confidence: float = 0.95,
-    resamples: int = 10_000,
-    seed: int = 0,
-) -> Interval:
-    """Bootstrap interval of a statistic over seeds (Efron 1979); values that are not finite are left out.
+def seed_interval(values: Numbers, confidence: float = 0.95) -> Interval:
+    """The interval that tables and figures show: Student's from six seeds on, below that the range of the seeds.
 
-    Up to six values all n^n resamples are enumerated and the percentile interval (inverse of the empirical
-    distribution) is exact. From seven on, bias-corrected and accelerated (BCa, Efron 1987) with
-    `scipy.stats.bootstrap` and a fixed generator, so that the same numbers give the same interval.
-    `statistic` must accept `axis`.
+    The range is no confidence interval: that of n = 3 holds the centre of a symmetric distribution in 75 % of studies.
 
-    >>> str(bootstrap_interval([0.1, 0.2, 0.6]))     # n = 3: the range of the seeds, see the module's note
-    '0.300 [0.100, 0.600]'
-    >>> bootstrap_interval([0.4]).known
+    >>> str(seed_interval([0.1, 0.2, 0.6])), seed_interval([0.1, 0.2, 0.6]).method
+    ('0.300 [0.100, 0.600]', 'range')
+    >>> seed_interval([0.4]).known
     False
+    """
+    array = _finite(values)
+    if array.size >= FEWEST:
+        return student_interval(array, confidence)
+    if array.size < 2:
+        return Interval(float(array[0]) if array.size else np.nan, np.nan, np.nan, array.size, confidence, "none")
+    return Interval(float(array.mean()), float(array.min()), float(array.max()), array.size, confidence, "range")
+
+
+def student_interval(values: Numbers, confidence: float = 0.95) -> Interval:
+    """Mean ± t_{n-1} s / √n: exact if seeds scatter normally; values that are not finite are left out.
+
+    >>> str(student_interval([1.0, 2.0, 3.0]))       # 2 ± 4.303 * 1 / √3
+    '2.000 [-0.484, 4.484]'
     """
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence must lie strictly between 0 and 1, got {confidence!r}")
     array = _finite(values)
     n = array.size
-    if n == 0:
-        return Interval(np.nan, np.nan, np.nan, 0, confidence, "none")
-    estimate = float(statistic(array, axis=0))
-    if n < 2:
-        return Interval(estimate, np.nan, np.nan, n, confidence, "none")
-    if np.ptp(array) == 0.0:  # BCa is undefined here, and the answer needs no resampling
-        return Interval(estimate, estimate, estimate, n, confidence, "degenerate")
-    tail = (1.0 - confidence) / 2
-    if n <= _ENUMERATE_UP_TO:
-        draws, often = _all_resamples(n)
-        means = statistic(array[draws], axis=1)
-        low, high = np.quantile(means, [tail, 1.0 - tail], method="inverted_cdf", weights=often)
-        return Interval(estimate, float(low), float(high), n, confidence, "percentile, all resamples")
-    from scipy import stats  # a second of import: only where it is needed
-
-    result = stats.bootstrap(
-        (array,),
-        statistic,
-        confidence_level=confidence,
-        n_resamples=resamples,
-        method="BCa",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
-    return Interval(estimate, float(result.low), float(result.high), n, confidence, "BCa")
-
-
-def bootstrap_band(values: np.ndarray, confidence: float = 0.95, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Pointwise percentile interval of the mean over seeds: values [n, X] -> (low [X], high [X]).
-
-    All n^n resamples up to n = 6, else 2000 with a fixed generator, the same rows at every X. NaN (a seed that
-    has not come that far) is left out pointwise; NaN where fewer than two seeds remain.
-    """
-    width = values.shape[1]
-    low, high = np.full(width, np.nan), np.full(width, np.nan)
-    tail = (1.0 - confidence) / 2
-    present = np.isfinite(values)
-    for pattern in np.unique(present, axis=1).T:
-        rows = np.flatnonzero(pattern)
-        if rows.size < 2:
-            continue
-        columns = np.flatnonzero((present == pattern[:, None]).all(axis=0))
-        if rows.size <= _ENUMERATE_UP_TO:
-            draws, often = _all_resamples(rows.size)
-        else:
-            draws = np.random.default_rng(seed).choice(rows.size, (2000, rows.size))
-            often = np.ones(len(draws))
-        # counts [resamples, n] @ values [n, X]: the means of all resamples at once
-        share = (draws[:, :, None] == np.arange(rows.size)).sum(1) / rows.size
-        means = share @ values[np.ix_(rows, columns)]
-        ends = [tail, 1 - tail]
-        low[columns], high[columns] = np.quantile(means, ends, axis=0, method="inverted_cdf", weights=often)
-    return low, high
-
-
-def student_interval(values: Numbers, confidence: float = 0.95) -> Interval:
-    """Mean ± t_{n-1} s / √n: exact if seeds scatter normally, and far wider than the bootstrap at n = 3.
-
-    >>> str(student_interval([1.0, 2.0, 3.0]))       # 2 ± 4.303 * 1 / √3
-    '2.000 [-0.484, 4.484]'
-    """
-    array = _finite(values)
-    n = array.size
     if n < 2:
         estimate = float(array.mean()) if n else np.nan
         return Interval(estimate, np.nan, np.nan, n, confidence, "none")
-    from scipy import stats
-
-    half = stats.t.ppf((1 + confidence) / 2, n - 1) * array.std(ddof=1) / np.sqrt(n)
-    mean = float(array.mean())
-    return Interval(mean, mean - float(half), mean + float(half), n, confidence, "Student t")
+    mean, half = float(array.mean()), float(student_factor(n, confidence) * array.std(ddof=1))
+    return Interval(mean, mean - half, mean + half, n, confidence, "Student t")
 
 
-def small_sample_note(n: int) -> str:
-    """What a 95 % bootstrap interval over n seeds really is, in words for a caption.
+@lru_cache
+def student_factor(n: int, confidence: float = 0.95) -> float:
+    """t_{(1+confidence)/2, n-1} / √n: half-width of Student's interval in standard deviations."""
+    from scipy import stats  # a second of import: only where it is needed
 
-    >>> small_sample_note(1)
-    'one seed: no interval'
+    return float(stats.t.ppf((1 + confidence) / 2, n - 1) / np.sqrt(n))
+
+
+def seed_band(values: np.ndarray, confidence: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
+    """`seed_interval` at every column: values [n, X] -> (low [X], high [X]).
+
+    NaN (a seed that has not come that far) is left out pointwise; NaN where fewer than two seeds remain.
     """
-    if n < 1:
-        return "no seed"
-    if n == 1:
-        return "one seed: no interval"
-    if n <= 3:  # 1/n^n > 2.5 %: the percentile interval cannot leave the extreme resamples out
-        share = 100 * (1 - 2.0 ** (1 - n))
-        return f"at n = {n} the range of the seeds, which holds the true mean in about {share:.0f} % of studies"
-    return f"n = {n} seeds are few: the interval tends to be too narrow" if n < 10 else ""
+    values = np.asarray(values, dtype=float)
+    present = np.isfinite(values)
+    n = present.sum(0)
+    low, high = np.full(n.shape, np.nan), np.full(n.shape, np.nan)
+    some = n >= 2
+    with np.errstate(invalid="ignore"):
+        low[some] = np.where(present, values, np.inf)[:, some].min(0)
+        high[some] = np.where(present, values, -np.inf)[:, some].max(0)
+    for count in np.unique(n[n >= FEWEST]):
+        here = np.flatnonzero(n == count)
+        mean = np.nanmean(values[:, here], axis=0)
+        half = student_factor(int(count), confidence) * np.nanstd(values[:, here], axis=0, ddof=1)
+        low[here], high[here] = mean - half, mean + half
+    return low, high
+
+
+def interval_note(n: int) -> str:
+    """What the interval over n seeds is, in words for a caption.
+
+    >>> interval_note(1), interval_note(8)
+    ('one seed: no interval', 'intervals: 95 % Student over 8 seeds')
+    """
+    if n < 2:
+        return "one seed: no interval" if n else "no seed"
+    if n < FEWEST:
+        return f"bars and bands: the range of the {n} seeds, which is no confidence interval"
+    return f"intervals: 95 % Student over {n} seeds"
 
 
 def interquartile_mean(values: Numbers, axis: int = -1) -> Any:
@@ -189,188 +158,220 @@ def interquartile_mean(values: Numbers, axis: int = -1) -> Any:
     return np.take(array, np.arange(cut, n - cut), axis=axis).mean(axis=axis)
 
 
-def probability_of_improvement(a: Numbers, b: Numbers) -> float:
-    """P(a > b) + P(a = b)/2 over all pairs, the Mann-Whitney statistic (rliable, 2108.13264 §4.3).
+@lru_cache
+def _sign_patterns(n: int) -> np.ndarray:
+    """Half of the 2^n sign patterns (the others are their negatives) as [M, n]; the first is all plus."""
+    if n > _ENUMERATE_UP_TO:
+        drawn = np.random.default_rng(0).integers(0, 2, (2 ** (_ENUMERATE_UP_TO - 1), n)) * -2 + 1
+        drawn[0] = 1
+        return drawn.astype(float)
+    bits = np.arange(2 ** (n - 1))[:, None] >> np.arange(n)
+    return 1.0 - 2.0 * (bits & 1)
 
-    >>> probability_of_improvement([1, 2, 3], [1, 1, 1])    # 2 wins and 1 tie of 3, each counted 3 times
-    0.8333333333333334
+
+def sign_flip_test(differences: np.ndarray) -> Any:
+    """Two-sided p of the exact sign-flip test (Fisher's randomisation test of paired differences): [..., n] -> [...].
+
+    p = share of the 2^n sign patterns under which |mean| is at least the observed one. Exact where every difference is
+    as likely as its negative, as it is when the two arms are one, failing runs or not; no normality. The least p is
+    2^(1-n). All patterns up to n = 16, above that 2^15 drawn with a fixed seed, the observed one among them.
+
+    >>> float(sign_flip_test(np.array([0.1, 0.2, 0.3])))    # +++ and ---, of eight
+    0.25
     """
-    left, right = _finite(a)[:, None], _finite(b)[None, :]
-    if not left.size or not right.size:
-        return float("nan")
-    return float(np.mean((left > right) + 0.5 * (left == right)))
+    d = np.asarray(differences, dtype=float)
+    n = d.shape[-1]
+    if n == 0:
+        return np.full(d.shape[:-1], np.nan)[()]
+    patterns = _sign_patterns(n)
+    rows, found = d.reshape(-1, n), []
+    for part in np.array_split(rows, max(1, rows.shape[0] * len(patterns) // 2**22 + 1)):
+        sums = np.abs(part @ patterns.T)
+        found.append((sums >= np.abs(part.sum(-1, keepdims=True)) * (1 - 1e-9) - 1e-12).mean(-1))
+    return np.concatenate(found).reshape(d.shape[:-1])[()]
+
+
+def equivalence_test(differences: np.ndarray, interest: float = INTEREST) -> Any:
+    """p of two one-sided t tests (TOST, Schuirmann 1987) that |mean difference| < interest: [..., n] -> [...].
+
+    The larger of the two p: of the hypotheses mean <= -interest and mean >= interest. Below alpha exactly when the
+    1 - 2 alpha Student interval lies within ± interest. NaN for n < 2.
+
+    >>> print(f"{equivalence_test(np.array([0.01, -0.01, 0.02, -0.02, 0.0, 0.0])):.4f}")
+    0.0002
+    """
+    from scipy import stats
+
+    d = np.asarray(differences, dtype=float)
+    n = d.shape[-1]
+    if n < 2:
+        return np.full(d.shape[:-1], np.nan)[()]
+    mean, error = d.mean(-1), d.std(-1, ddof=1) / np.sqrt(n)
+    scattered = error > 1e-12 * interest  # equal numbers have a standard deviation of rounding
+    t = (interest - np.abs(mean)) / np.where(scattered, error, 1.0)
+    p = np.where(scattered, stats.t.sf(t, n - 1), np.abs(mean) >= interest * (1 - 1e-9))
+    return p[()]
+
+
+def holm(probabilities: Numbers) -> np.ndarray:
+    """Holm's (1979) adjusted p of a family: below alpha, each, with a family-wise error rate of at most alpha.
+
+    Sorted upwards, the i-th of m is multiplied by m - i + 1 (i = 1..m), kept non-decreasing and at most 1.
+
+    >>> holm([0.03, 0.01, 0.04]).round(3).tolist()      # .01 * 3; .03 * 2; max(.06, .04 * 1)
+    [0.06, 0.03, 0.06]
+    """
+    p = np.asarray(probabilities, dtype=float)
+    m = p.shape[-1]
+    order = np.argsort(p, axis=-1)
+    stepped = np.take_along_axis(p, order, -1) * (m - np.arange(m))
+    adjusted = np.minimum(np.maximum.accumulate(stepped, axis=-1), 1.0)
+    out = np.empty_like(adjusted)
+    np.put_along_axis(out, order, adjusted, -1)
+    return out
+
+
+class Verdict(StrEnum):
+    """All that can be said of a comparison; `judge` decides."""
+
+    HIGHER = "higher"
+    LOWER = "lower"
+    SMALL = "small difference"
+    EQUIVALENT = "no difference of interest"
+    NOT_RESOLVED = "not resolved"
+    TOO_FEW = "too few pairs"
+
+
+VERDICT_RULES = {
+    Verdict.HIGHER: "the adjusted p of the sign-flip test is at most {alpha}, Student's interval excludes 0, and the "
+    "mean difference is at least {interest}",
+    Verdict.LOWER: "the same, in the other direction",
+    Verdict.EQUIVALENT: "the adjusted p of the equivalence test (two one-sided t tests within ±{interest}) is at most "
+    "{alpha}, whether or not 0 is excluded",
+    Verdict.SMALL: "the difference is told from 0 as above, but its mean is less than {interest} and it was not shown "
+    "to lie within ±{interest}: no news",
+    Verdict.NOT_RESOLVED: "none of these: the runs do not tell; it does not mean that the arms are equal",
+    Verdict.TOO_FEW: "fewer than {fewest} pairs: a range and no verdict, for the exact test cannot reach {alpha}",
+}
+"""Verdict -> the rule by which `judge` gives it; to be formatted with alpha, interest and fewest."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two arms on the same seeds: `difference` is a minus b; see `compare_paired` for the verdict's rule."""
+    """Two arms on the same seeds: differences are a minus b. `p` is the sign-flip test's, `p_equivalent` that of
+    equivalence within ±`interest`; `adjusted` and `adjusted_equivalent` are Holm's over the `family` tests it belongs
+    to. `difference` is Student's interval, below six pairs the range."""
 
     seeds: tuple[int, ...]
     differences: tuple[float, ...]
     difference: Interval
-    student: Interval
-    probability_of_improvement: float
-    sign_probability: float
-    verdict: str
+    p: float
+    p_equivalent: float
+    adjusted: float
+    adjusted_equivalent: float
+    family: int
+    interest: float
+    verdict: Verdict
 
     @property
     def n(self) -> int:
         return len(self.seeds)
 
+    @property
+    def sd(self) -> float:
+        """Standard deviation of the paired differences."""
+        return float(np.std(self.differences, ddof=1)) if self.n > 1 else float("nan")
 
-def compare_paired(a: dict[int, float], b: dict[int, float], confidence: float = 0.95) -> Comparison:
-    """Compare two arms seed by seed; `a` and `b` map a seed to its value, seeds of only one arm are left out.
 
-    The verdict follows one rule, fixed before any run is read:
+def judge(family: Sequence[Comparison], alpha: float = ALPHA) -> list[Comparison]:
+    """The comparisons of one family with adjusted p and verdicts, by `VERDICT_RULES`. Those of fewer than six pairs
+    are not tested and do not count into the family."""
+    judged = [replace(one, verdict=Verdict.TOO_FEW) for one in family]
+    tested = [i for i, one in enumerate(family) if one.n >= FEWEST]
+    if not tested:
+        return judged
+    ends = np.array(
+        [[family[i].difference.estimate, family[i].difference.low, family[i].difference.high] for i in tested]
+    )
+    adjusted = holm([family[i].p for i in tested])
+    equivalent = holm([family[i].p_equivalent for i in tested])
+    interest = np.array([family[i].interest for i in tested])
+    mean, low, high = ends.T
+    codes = verdict_codes(mean, low, high, adjusted, equivalent, interest, alpha)
+    for i, p, equal, code in zip(tested, adjusted.tolist(), equivalent.tolist(), codes, strict=True):
+        judged[i] = replace(
+            family[i], adjusted=p, adjusted_equivalent=equal, family=len(tested), verdict=_CODES[int(code)]
+        )
+    return judged
 
-    - "separated": n >= 3, every seed has the same sign, and both the paired bootstrap interval and the paired
-      Student interval exclude 0;
-    - "same sign in every seed": as above, but the Student interval includes 0. Weak: without any effect all n
-      signs agree with probability `sign_probability` = 2^(1-n), 25 % at n = 3;
-    - "no separation": otherwise; "too few seeds": n < 3.
 
-    >>> compare_paired({0: .83, 1: .82, 2: .85}, {0: .47, 1: .48, 2: .40}).verdict
-    'separated'
+_CODES = (Verdict.NOT_RESOLVED, Verdict.HIGHER, Verdict.LOWER, Verdict.SMALL, Verdict.EQUIVALENT)
+
+
+def verdict_codes(
+    mean: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    adjusted: np.ndarray,
+    equivalent: np.ndarray,
+    interest: float | np.ndarray,
+    alpha: float = ALPHA,
+) -> np.ndarray:
+    """The rule of `judge` for arrays of comparisons: 0 not resolved, 1 higher, 2 lower, 3 small, 4 equivalent."""
+    different = (adjusted <= alpha) & ((low > 0) | (high < 0))
+    side = np.where(mean > 0, 1, 2)
+    return np.select(
+        [equivalent <= alpha, different & (np.abs(mean) >= interest), different], [np.full_like(side, 4), side, 3], 0
+    )
+
+
+def compare_paired(
+    a: Mapping[int, float], b: Mapping[int, float], interest: float = INTEREST, confidence: float = 0.95
+) -> Comparison:
+    """Compare two arms seed by seed, as a family of one (`judge` takes more); `a` and `b` map a seed to its value,
+    seeds of only one arm are left out.
+
+    >>> a = dict(enumerate([.87, .88, .93, .91, .84, .86, .90, .92]))
+    >>> b = dict(enumerate([.75, .71, .83, .70, .74, .78, .77, .81]))
+    >>> found = compare_paired(a, b)
+    >>> str(found.difference), found.p, str(found.verdict)
+    ('0.128 [0.092, 0.163]', 0.0078125, 'higher')
     """
     seeds = tuple(sorted(s for s in a.keys() & b.keys() if np.isfinite(a[s]) and np.isfinite(b[s])))
-    difference = np.array([a[s] - b[s] for s in seeds])
-    n = len(seeds)
-    interval = bootstrap_interval(difference, confidence=confidence)
-    student = student_interval(difference, confidence=confidence)
-    agree = n > 0 and (bool((difference > 0).all()) or bool((difference < 0).all()))
-    excludes = interval.known and (interval.low > 0 or interval.high < 0)
-    if n < 3:
-        verdict = "too few seeds"
-    elif not (agree and excludes):
-        verdict = "no separation"
-    elif student.low > 0 or student.high < 0:
-        verdict = "separated"
-    else:
-        verdict = "same sign in every seed"
-    improvement = probability_of_improvement([a[s] for s in seeds], [b[s] for s in seeds])
-    signs = 2.0 ** (1 - n) if n else float("nan")
-    return Comparison(seeds, tuple(float(d) for d in difference), interval, student, improvement, signs, verdict)
+    d = np.array([a[s] - b[s] for s in seeds])
+    p, equal = float(sign_flip_test(d)), float(equivalence_test(d, interest))
+    interval = seed_interval(d, confidence)
+    found = Comparison(seeds, tuple(map(float, d)), interval, p, equal, np.nan, np.nan, 1, interest, Verdict.TOO_FEW)
+    return judge([found])[0]
 
 
-def final_value(values: Numbers, last: int = FINAL_STEPS) -> float:
-    """Mean of the last five steps (fewer if the run is shorter): less noisy than the last step alone.
-
-    >>> final_value([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
-    1.0
-    """
-    array = _finite(values)
-    return float(array[-last:].mean()) if array.size else float("nan")
-
-
-def area_under_curve(steps: Numbers, values: Numbers) -> float:
-    """Trapezoid area divided by the span of the steps: the mean reward while training, in units of reward.
-
-    >>> area_under_curve([0, 1, 3], [0.0, 1.0, 1.0])     # (0.5 * 1 + 1.0 * 2) / 3
-    0.8333333333333334
-    """
-    x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
-    if x.shape != y.shape:
-        raise ValueError(f"steps and values must have one length, got {x.size} and {y.size}")
-    keep = np.isfinite(y)
-    x, y = x[keep], y[keep]
-    if x.size < 2:
-        return float(y[0]) if y.size else float("nan")
-    return float(np.trapezoid(y, x) / (x[-1] - x[0]))
-
-
-def trailing_mean(values: Numbers, window: int = FINAL_STEPS) -> np.ndarray:
-    """Mean over the last `window` entries at every position (fewer at the start).
-
-    >>> trailing_mean([1.0, 3.0, 5.0], window=2).tolist()
-    [1.0, 2.0, 4.0]
-    """
-    array = np.asarray(values, dtype=float)
-    # no running sum: its rounding would make a mean of equal numbers differ from that number
-    return np.array([array[max(0, i - window + 1) : i + 1].mean() for i in range(array.size)])
-
-
-def time_to_threshold(
-    steps: Numbers,
-    values: Numbers,
-    threshold: float,
-    window: int = FINAL_STEPS,
-) -> float:
-    """First step at which the trailing mean of `window` full steps reaches the threshold; NaN if none.
-
-    >>> time_to_threshold([0, 1, 2, 3], [0.0, 0.9, 0.1, 0.9], 0.5, window=2)
-    2.0
-    """
-    mean = trailing_mean(values, window)
-    reached = np.flatnonzero((mean >= threshold) & (np.arange(mean.size) >= window - 1))
-    return float(np.asarray(steps, dtype=float)[reached[0]]) if reached.size else float("nan")
-
-
-@dataclass(frozen=True)
-class Collapse:
-    """`step` is where the run fell for good (NaN: it did not); `fall` = 1 - last/best trailing mean."""
-
-    step: float
-    best: float
-    fall: float
-
-    @property
-    def collapsed(self) -> bool:
-        return bool(np.isfinite(self.step))
-
-
-COLLAPSE_RULE = (
-    f"a run counts as collapsed when the mean reward of its last {FINAL_STEPS} steps has fallen to half or "
-    f"less of the best {FINAL_STEPS}-step mean it had reached before, and stays there to its end"
-)
-
-
-def detect_collapse(
-    steps: Numbers,
-    rewards: Numbers,
-    window: int = FINAL_STEPS,
-    drop: float = 0.5,
-) -> Collapse:
-    """Apply `COLLAPSE_RULE`: the first step from which trailing mean <= (1 - drop) * best so far, to the end.
-
-    >>> detect_collapse(range(6), [0.8, 0.8, 0.8, 0.2, 0.2, 0.2], window=1)
-    Collapse(step=3.0, best=0.8, fall=0.75)
-    """
-    mean = trailing_mean(rewards, window)
-    full = np.arange(mean.size) >= window - 1
-    if not full.any():
-        return Collapse(float("nan"), float("nan"), float("nan"))
-    x, mean = np.asarray(list(steps), dtype=float)[full], mean[full]
-    best = np.maximum.accumulate(mean)
-    down = (mean <= (1 - drop) * best) & (best > 0)
-    below_to_end = np.logical_and.accumulate(down[::-1])[::-1]
-    first = np.flatnonzero(below_to_end)
-    fall = float(1 - mean[-1] / best[-1]) if best[-1] > 0 else 0.0
-    return Collapse(float(x[first[0]]) if first.size else float("nan"), float(best[-1]), fall)
-
-
-def resolvable_difference(sd: float, n: int, power: float = 0.8, alpha: float = 0.05) -> float:
-    """Smallest true mean difference that a two-sided paired t-test of n seeds finds with this power.
-
-    `sd` is the standard deviation of the paired differences (for unpaired arms of equal seed sd s, √2 s).
-    Solves  P(|T'| > t_{1-α/2, n-1}) = power  for T' noncentral t with noncentrality δ√n/sd. NaN if n < 2.
-
-    >>> round(resolvable_difference(0.03, 3), 3)
-    0.098
-    """
-    if n < 2 or not np.isfinite(sd):
-        return float("nan")
-    if sd == 0.0:
-        return 0.0
-    from scipy import optimize, stats
-
-    critical = stats.t.ppf(1 - alpha / 2, n - 1)
-    # T' = (Z + nc) / √(V/(n-1)): integrate over V at the midpoints of 4000 equal shares of its distribution
-    # (scipy's noncentral t returns NaN in the tails that n = 3 needs)
-    spread = np.sqrt(stats.chi2.ppf((np.arange(4000) + 0.5) / 4000, n - 1) / (n - 1))
-
-    def missing(standardised: float) -> float:
-        nc = standardised * np.sqrt(n)
-        found = stats.norm.sf(critical * spread - nc) + stats.norm.cdf(-critical * spread - nc)
-        return float(found.mean() - power)
-
-    return float(sd * optimize.brentq(missing, 0.0, 1000.0))
+__all__ = [
+    "ALPHA",
+    "BELOW_START_RULE",
+    "COLLAPSE_RULE",
+    "FAILED_RULE",
+    "FEWEST",
+    "FINAL_STEPS",
+    "GAIN",
+    "INTEREST",
+    "VERDICT_RULES",
+    "Collapse",
+    "Comparison",
+    "Interval",
+    "Verdict",
+    "area_under_curve",
+    "compare_paired",
+    "detect_collapse",
+    "equivalence_test",
+    "final_value",
+    "holm",
+    "interquartile_mean",
+    "interval_note",
+    "judge",
+    "seed_band",
+    "seed_interval",
+    "sign_flip_test",
+    "student_interval",
+    "time_to_threshold",
+    "trailing_mean",
+]

@@ -1,108 +1,37 @@
-"""One row per arm: the numbers that figures, report and reading share, so that they cannot disagree."""
+"""Routing and ratios in numbers that figures, tables and sentences share, so that they cannot disagree.
 
-from dataclasses import dataclass, replace
-from typing import Any
+Rates are counted at the response tokens' own positions (`POSITIONS`). Final rewards are in `moe_rl.study.outcomes`,
+comparisons in `moe_rl.study.comparing`; both can be had from here.
+"""
+
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
-from moe_rl.study.data import StudyData
-from moe_rl.study.statistics import (
-    Comparison,
-    area_under_curve,
-    bootstrap_interval,
-    compare_paired,
-    detect_collapse,
-    final_value,
-    interquartile_mean,
+from moe_rl.study.arms import (
+    METHOD_FIELDS,
+    arm_settings,
+    condition_label,
+    dose_label,
+    doses,
+    flatten,
+    full_label,
+    outside_method,
+    per_study,
+    replay_identity,
+    replay_stands_for_noise,
 )
+from moe_rl.study.comparing import Pair, compare_arms, comparison_table, comparisons
+from moe_rl.study.data import StudyData
+from moe_rl.study.outcomes import final_rewards, run_outcomes
+from moe_rl.study.statistics import compare_paired, judge, seed_interval
 
-METHOD_FIELDS = ("method", "seed", "arm", "label", "note")
-"""Parts of a configuration in which arms of one condition may differ and still be the same experiment."""
+POSITIONS = "at the response tokens' own positions, not at those that predict them"
+"""Where slot, site and token changes are counted."""
 
-
-def final_rewards(data: StudyData) -> pd.DataFrame:
-    """Per arm: final reward with intervals, spread, area under the curve, collapses, held-out reward.
-
-    Columns: arm, label, noise, n, finished, final, low, high, interval, sd, iqm, area, best, fall, collapsed,
-    evaluation (held-out reward at the last evaluation), `by_seed` (seed -> final reward), `collapse_steps`.
-    """
-    rows = []
-    for arm, about in data.arms.iterrows():
-        final: dict[int, float] = {}
-        areas, falls, bests, steps = [], [], [], []
-        for seed, run in data.rollouts[data.rollouts["arm"] == arm].groupby("seed"):
-            values = run["reward"].to_numpy()
-            final[int(str(seed))] = final_value(values)
-            areas.append(area_under_curve(run["step"].to_numpy(), values))
-            collapse = detect_collapse(run["step"].to_numpy(), values)
-            bests.append(collapse.best)
-            falls.append(collapse.fall)
-            steps += [collapse.step] if collapse.collapsed else []
-        interval = bootstrap_interval(list(final.values()))
-        values = np.array(list(final.values()))
-        rows.append(
-            {
-                "arm": arm,
-                "label": about["label"],
-                "noise": about["noise"],
-                "n": len(final),
-                "finished": about["finished"],
-                "final": interval.estimate,
-                "low": interval.low,
-                "high": interval.high,
-                "interval": interval.method,
-                "sd": values.std(ddof=1) if len(values) > 1 else np.nan,
-                "iqm": float(interquartile_mean(values)) if len(values) else np.nan,
-                "area": _mean(areas),
-                "best": _mean(bests),
-                "fall": _mean(falls),
-                "collapsed": len(steps),
-                "evaluation": _last_evaluation(data, str(arm)),
-                "by_seed": final,
-                "collapse_steps": steps,
-            }
-        )
-    return pd.DataFrame(rows)
-
-
-def compare_arms(data: StudyData, a: str, b: str) -> Comparison:
-    """Final reward of arm a minus arm b, paired by seed."""
-    seeds = {str(row["arm"]): row["by_seed"] for row in final_rewards(data).to_dict("records")}
-    return compare_paired(seeds[a], seeds[b])
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Two arms of one condition, and the comparison of their final rewards, `arm` minus `other`."""
-
-    noise: float
-    arm: str
-    other: str
-    result: Comparison
-
-
-def comparisons(data: StudyData) -> list[Pair]:
-    """Every pair of arms within a condition that differ in the method alone, or in something else alone: a difference
-    between arms that differ in both says nothing of either.
-
-    Under noise the natural replay run stands for replay where it is the same by construction.
-    """
-    rows = []
-    differ = arm_settings(data)[0]
-    of_method = [name.split(".")[0] in METHOD_FIELDS for name in differ.index]
-    inside, outside = differ[of_method].astype(str), differ[[not m for m in of_method]].astype(str)
-    for noise in sorted(data.arms["noise"].unique()):
-        arms = [str(arm) for arm in data.arms.index[data.arms["noise"] == noise]]
-        natural = replay_stands_for_noise(data, float(noise))
-        if natural is not None:
-            arms = [arm for arm in arms if data.arms["method"][arm] != data.arms["method"][natural]] + [natural]
-        for i, other in enumerate(arms):
-            for arm in arms[i + 1 :]:
-                if not inside[arm].equals(inside[other]) and not outside[arm].equals(outside[other]):
-                    continue
-                rows.append(Pair(float(noise), arm, other, compare_arms(data, arm, other)))
-    return rows
+RATIO_INTEREST = float(np.log(1.25))
+"""Smallest ratio of two variances of interest, as a logarithm: 0.8 to 1.25, the usual bounds of equivalence."""
 
 
 def routing_noise(data: StudyData) -> pd.DataFrame:
@@ -126,93 +55,9 @@ def routing_noise_ratios(data: StudyData) -> list[Pair]:
     rows = last_updates(routing_noise(data))
     rows = rows[rows["level"] == "token"]
     by_arm = {arm: dict(zip(part["seed"], np.log(part["variance"]), strict=True)) for arm, part in rows.groupby("arm")}
-    return [
-        replace(pair, result=compare_paired(by_arm[pair.arm], by_arm[pair.other]))
-        for pair in comparisons(data)
-        if pair.arm in by_arm and pair.other in by_arm
-    ]
-
-
-def arm_settings(data: StudyData) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """(settings in which arms differ: rows dotted setting, columns arm; settings that all arms share)."""
-    by_arm = {str(arm): flatten(data.runs_of(str(arm))[0].config) for arm in data.arms.index}
-    names = list(dict.fromkeys(name for settings in by_arm.values() for name in settings if name != "seed"))
-    table = pd.DataFrame({arm: [settings.get(name) for name in names] for arm, settings in by_arm.items()}, index=names)
-    differ = [len({str(value) for value in row}) > 1 for row in table.to_numpy()]
-    shared = {name: table.loc[name].iloc[0] for name, d in zip(names, differ, strict=True) if not d}
-    return table[differ], shared
-
-
-def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names.
-
-    >>> flatten({"optim": {"steps": 31}, "seed": 0})
-    {'optim.steps': 31, 'seed': 0}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return flat
-
-
-def full_label(data: StudyData, arm: str) -> str:
-    """Label of an arm, with its noise where it has some."""
-    noise = float(data.arms["noise"][arm])
-    label = str(data.arms["label"][arm])
-    return f"{label}, noise σ = {noise:g}" if noise and "noise" not in label.lower() else label
-
-
-def replay_stands_for_noise(data: StudyData, noise: float) -> str | None:
-    """The natural replay arm that is, by construction, also the replay arm under this noise; None if there is none.
-
-    Replay forces the choice of experts, so noise on the choice changes nothing. The two runs are equal only if
-    nothing else differs: every setting outside the method must be that of the noise arms.
-    """
-    arms = data.arms
-    if noise == 0:
-        return None
-    base = [outside_method(data.runs_of(str(arm))[0].config) for arm in arms.index[arms["noise"] == noise]]
-    for arm in arms.index[(arms["noise"] == 0) & (arms["replay"].str.lower() != "none")]:
-        if all(outside_method(data.runs_of(str(arm))[0].config) == other for other in base):
-            return str(arm)
-    return None
-
-
-def replay_identity(data: StudyData) -> pd.DataFrame:
-    """For each replay arm under noise that was run: does it repeat the natural replay run, as it must?
-
-    Columns: arm, natural, seeds compared, steps compared, difference (largest absolute difference of reward).
-    """
-    rows = []
-    for arm, about in data.arms.iterrows():
-        natural = replay_stands_for_noise(data, float(about["noise"])) if about["noise"] else None
-        if natural is None or about["method"] != data.arms["method"][natural]:
-            continue
-        pair = [data.rollouts.loc[data.rollouts["arm"] == a, ["seed", "step", "reward"]] for a in (arm, natural)]
-        both = pair[0].merge(pair[1], on=["seed", "step"])
-        gap = float((both["reward_x"] - both["reward_y"]).abs().max()) if len(both) else np.nan
-        seeds = both["seed"].nunique()
-        rows.append({"arm": arm, "natural": natural, "seeds": seeds, "steps": len(both), "difference": gap})
-    return pd.DataFrame(rows, columns=["arm", "natural", "seeds", "steps", "difference"])
-
-
-def outside_method(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings without its method, seed and names."""
-    return {key: value for key, value in config.items() if key not in METHOD_FIELDS}
-
-
-def _last_evaluation(data: StudyData, arm: str) -> float:
-    rows = data.evals[data.evals["arm"] == arm]
-    if rows.empty or "reward" not in rows:
-        return float("nan")
-    return float(rows.sort_values("step").groupby("seed")["reward"].last().mean())
-
-
-def _mean(values: list[float]) -> float:
-    array = np.array(values, dtype=float)
-    array = array[np.isfinite(array)]
-    return float(array.mean()) if array.size else float("nan")
+    found = [pair for pair in comparisons(data) if pair.arm in by_arm and pair.other in by_arm]
+    judged = judge([compare_paired(by_arm[pair.arm], by_arm[pair.other], RATIO_INTEREST) for pair in found])
+    return [replace(pair, result=result, held_out=None) for pair, result in zip(found, judged, strict=True)]
 
 
 def in_run_variance(data: StudyData) -> pd.DataFrame:
@@ -264,8 +109,98 @@ def probe_factors(data: StudyData) -> pd.DataFrame:
     rows = data.probes[["arm", "seed", "update"]].copy()
     rows["replay"] = _ratio(data.probes["var_token_natural"], data.probes["var_token_replayed"])
     rows["averaging"] = _ratio(data.probes["var_token_natural"], data.probes["var_sequence_natural"])
-    return rows.groupby(["arm", "seed", "update"], as_index=False).median()
+    return rows.groupby(["arm", "seed", "update"], as_index=False, observed=True).median()
+
+
+_FACTORS = {
+    "replay": ("var_token_natural", "var_token_replayed"),
+    "averaging": ("var_token_natural", "var_sequence_natural"),
+}
+
+
+@per_study
+def factor_table(data: StudyData) -> pd.DataFrame:
+    """What replay and averaging divide the variance by, in natural arms, by update.
+
+    Columns: arm, update, probes (with both variances above 0), and for `replay` (token variance with live over that
+    with replayed routes, same weights and tokens) and `averaging` (token over sequence variance, live): `_median` over
+    probes, and `_of_means`, the ratio of the mean variances. Medians are of typical probes; the ratio of means weighs
+    large variances. Empty where nothing was probed.
+    """
+    needed = {name for pair in _FACTORS.values() for name in pair}
+    columns = ["arm", "update", "probes", *(f"{f}_{kind}" for f in _FACTORS for kind in ("median", "of_means"))]
+    if data.probes.empty or not needed <= set(data.probes):
+        return pd.DataFrame(columns=columns)
+    rows = _natural(data, data.probes)
+    rows = rows[(rows[sorted(needed)] > 0).all(axis=1)]
+    ratios = rows.assign(**{name: rows[a] / rows[b] for name, (a, b) in _FACTORS.items()})
+    grouped = ratios.groupby(["arm", "update"], sort=False, observed=True)
+    table = grouped.size().rename("probes").to_frame()
+    for name, (a, b) in _FACTORS.items():
+        table[f"{name}_median"] = grouped[name].median()
+        table[f"{name}_of_means"] = grouped[a].mean() / grouped[b].mean()
+    return table.reset_index()
+
+
+@per_study
+def change_rates(data: StudyData) -> pd.DataFrame:
+    """Expert change after each update, as published: one row per arm and update.
+
+    Columns: arm, noise, update, runs, and for slot, site and token: the rate pooled over steps and runs, the interval
+    of the runs' own rates (`_low`, `_high`; the range below six), numerator and denominator. Probed with live routing
+    in every arm, without noise, `POSITIONS`. Empty where nothing was probed.
+    """
+    names = ("slot", "site", "token")
+    counts = [f"{name}s{part}" for name in names for part in ("_changed", "")]
+    columns = ["arm", "noise", "update", "runs", *(f"{n}{part}" for n in names for part in ("", "_low", "_high"))]
+    if data.probes.empty or not set(counts) <= set(data.probes):
+        return pd.DataFrame(columns=[*columns, *counts])
+    sums = data.probes.groupby(["arm", "update", "seed"], sort=False, observed=True)[counts].sum()
+    rows = []
+    for (arm, update), part in sums.groupby(level=["arm", "update"], sort=False, observed=True):
+        total = part.sum()
+        row = {"arm": arm, "noise": data.arms["noise"][str(arm)], "update": update, "runs": len(part)}
+        for name in names:
+            own = seed_interval((part[f"{name}s_changed"] / part[f"{name}s"]).to_numpy())
+            row |= {name: total[f"{name}s_changed"] / total[f"{name}s"], f"{name}_low": own.low}
+            row |= {f"{name}_high": own.high}
+        rows.append(row | {name: int(total[name]) for name in counts})
+    return pd.DataFrame(rows)[[*columns, *counts]]
+
+
+def _natural(data: StudyData, rows: pd.DataFrame) -> pd.DataFrame:
+    return rows[rows["arm"].isin(data.arms.index[data.arms["noise"] == 0])]
 
 
 def _ratio(a: pd.Series, b: pd.Series) -> pd.Series:
     return (a / b.where(b > 0)).astype(float)
+
+
+__all__ = [
+    "METHOD_FIELDS",
+    "OWN_ARITHMETIC",
+    "POSITIONS",
+    "Pair",
+    "arm_settings",
+    "change_rates",
+    "compare_arms",
+    "comparison_table",
+    "comparisons",
+    "condition_label",
+    "dose_label",
+    "doses",
+    "factor_table",
+    "final_rewards",
+    "flatten",
+    "full_label",
+    "in_run_variance",
+    "last_updates",
+    "noise_floor",
+    "outside_method",
+    "probe_factors",
+    "replay_identity",
+    "replay_stands_for_noise",
+    "routing_noise",
+    "routing_noise_ratios",
+    "run_outcomes",
+]

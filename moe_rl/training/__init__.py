@@ -1,4 +1,4 @@
-"""One loop for all methods; log-probabilities; probes; checkpoints."""
+"""One loop for all methods: state -> collect -> score -> update -> probe."""
 
 from moe_rl.training.checkpoint import CheckpointError
 from moe_rl.training.config import (
@@ -11,8 +11,8 @@ from moe_rl.training.config import (
     RunConfig,
     ValueConfig,
 )
-from moe_rl.training.logprobs import token_logps
-from moe_rl.training.trainer import Trainer, train
+from moe_rl.training.loop import resume, run, train
+from moe_rl.training.state import State, begin
 from moe_rl.training.validation import validate
 
 __all__ = [
@@ -24,9 +24,11 @@ __all__ = [
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",
-    "Trainer",
+    "State",
     "ValueConfig",
-    "token_logps",
+    "begin",
+    "resume",
+    "run",
     "train",
     "validate",
 ]

@@ -67,8 +67,8 @@ class Batch:
         return self.input_ids.shape[0]
 
 
-def minibatches(batch: Batch, count: int, group_size: int, generator: torch.Generator) -> list[Int[Tensor, "n"]]:
+def minibatches(responses: int, count: int, group_size: int, generator: torch.Generator) -> list[Int[Tensor, "n"]]:
     """Row indices of `count` minibatches of whole groups, in random order."""
-    groups = torch.randperm(len(batch) // group_size, generator=generator)
+    groups = torch.randperm(responses // group_size, generator=generator)
     rows = groups[:, None] * group_size + torch.arange(group_size)
     return [chunk.flatten() for chunk in rows.chunk(count)]

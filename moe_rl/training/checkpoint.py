@@ -1,7 +1,13 @@
 """Checkpoints that resume exactly: weights, optimizers, waiting batches, RNG; safetensors and JSON, no pickle.
 
-A checkpoint is a folder that appears whole: it is written beside the old one, flushed, checked in by a manifest of
-SHA-256 sums, then renamed. If writing fails, the old checkpoint stays.
+One protocol, so that an interruption at any moment leaves a complete checkpoint:
+
+1. `checkpoint.new` is written whole, every file flushed; its `state.json` comes last and has a SHA-256 sum of each
+   file, of itself, and of the metrics so far.
+2. `checkpoint` is renamed to `checkpoint.old`, `checkpoint.new` to `checkpoint`, `checkpoint.old` is removed.
+
+`settle` brings any state that an interruption can leave back to one `checkpoint`, or none. The policy is in hub format
+(`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model.
 """
 
 import hashlib
@@ -11,22 +17,21 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from moe_rl.files import naming, sync_folder, write_json, write_tensors
+from moe_rl.measure.unwrap import hf_model
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.batch import Batch
-from moe_rl.training.runlog import writing
+from moe_rl.training.runlog import Mark
 from moe_rl.training.sharding import as_placed, load_whole, whole
+from moe_rl.training.state import State
 
-if TYPE_CHECKING:
-    from moe_rl.training.trainer import Trainer
-
-VERSION = 1
+VERSION = 2
 OPTIMIZERS = {"model": "optimizer", "value": "value_optimizer", "reward": "reward_optimizer"}
 """Files of the optimizers, by the module that each trains."""
 
@@ -35,25 +40,24 @@ class CheckpointError(RuntimeError):
     """A checkpoint that cannot be trusted; the message names the file and what to do."""
 
 
-def save_checkpoint(trainer: "Trainer") -> None:
+def save_checkpoint(state: State) -> None:
     """Write `<folder>/checkpoint`, replacing the previous one only when the new one is complete.
 
     Every rank must call it: sharded tensors are gathered, one file's at a time, and rank 0 writes them. The result
     does not say how many ranks there were. Raises OSError naming the folder, with the previous checkpoint in place.
     """
-    staging = trainer.folder / "checkpoint.new"
+    staging = state.folder / "checkpoint.new"
     try:
-        with writing(trainer.folder / "checkpoint"):
-            _write(trainer, staging)
+        with naming(state.folder / "checkpoint"):
+            _write(state, staging)
     except BaseException:
-        if trainer.accelerator.main:
+        if state.ranks.main:
             shutil.rmtree(staging, ignore_errors=True)  # a full disk gets its space back
         raise
 
 
-def _write(trainer: "Trainer", staging: Path) -> None:
-    target = trainer.folder / "checkpoint"
-    main = trainer.accelerator.main
+def _write(state: State, staging: Path) -> None:
+    main = state.ranks.main
     if main:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -61,65 +65,100 @@ def _write(trainer: "Trainer", staging: Path) -> None:
     def put(name: str, tensors: dict[str, Tensor]) -> None:
         own = _own(tensors, main)
         if main:
-            save_file(own, staging / f"{name}.safetensors")
+            write_tensors(staging / f"{name}.safetensors", own)
 
-    for name, (module, optimizer) in trainer.trained.items():
+    for name, (module, optimizer) in state.trained.items():
         put(name, module.state_dict())
         put(OPTIMIZERS[name], _optimizer_tensors(module, optimizer))
-    for name, module in trainer.frozen.items():
+    for name, module in state.frozen.items():
         put(name, module.state_dict())
     if not main:
         return
-    if trainer.reward_model is not None:
-        save_file(_own(trainer.reward_model.tensors()), staging / "comparisons.safetensors")
+    if state.reward_model is not None:
+        write_tensors(staging / "comparisons.safetensors", _own(state.reward_model.tensors()))
     queue = []
-    for index, batch in enumerate(trainer.queue):
-        save_file(_batch_tensors(batch), staging / f"batch_{index}.safetensors")
+    for index, batch in enumerate(state.waiting):
+        write_tensors(staging / f"batch_{index}.safetensors", _batch_tensors(batch))
         batch.routes.save(staging / f"batch_{index}_routes.safetensors")
         if batch.rollout_routes is not None:
             batch.rollout_routes.save(staging / f"batch_{index}_rollout_routes.safetensors")
         queue.append(batch.step)
-    save_file({"torch": torch.get_rng_state()}, staging / "rng.safetensors")
-    state = {"version": VERSION, "step": trainer.step, "queue_steps": queue}
-    state["files"] = {path.name: _sha256(path) for path in sorted(staging.iterdir())}
-    (staging / "state.json").write_text(json.dumps(state, indent=1))
+    write_tensors(staging / "rng.safetensors", {"torch": torch.get_rng_state()})
+    if hasattr(state.tokenizer, "save_pretrained"):
+        state.tokenizer.save_pretrained(staging)
+    hub = hf_model(state.policy)
+    for part in (getattr(hub, "config", None), getattr(hub, "generation_config", None)):
+        if part is not None:
+            part.save_pretrained(staging)
+    manifest = {"version": VERSION, "step": state.step, "queue_steps": queue, "metrics": state.log.mark()._asdict()}
+    manifest["files"] = {path.name: _sha256(path) for path in sorted(staging.iterdir())}
+    write_json(staging / "state.json", {**manifest, "sha256": _digest(manifest)})
     for path in staging.iterdir():
         _flush(path)
-    old = trainer.folder / "checkpoint.old"
-    shutil.rmtree(old, ignore_errors=True)
+    sync_folder(staging)
+    swap(state.folder)
+
+
+def swap(folder: Path) -> None:
+    """`checkpoint.new`, which is complete, becomes `checkpoint`. One of the two has that name but for a moment in
+    which the other lies beside it, complete."""
+    new, target, old = (folder / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
     if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-    staging.rename(target)
+    new.rename(target)
+    sync_folder(folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
-def load_checkpoint(trainer: "Trainer") -> bool:
-    """Restore `trainer` from its folder; False if there is no checkpoint. Raises CheckpointError on damage."""
-    folder = trainer.folder / "checkpoint"
-    if not folder.exists():  # interrupted between the two renames
-        folder = trainer.folder / "checkpoint.old"
-        if not folder.exists():
-            return False
-    state = _read_state(folder)
-    for name, (module, optimizer) in trainer.trained.items():
+def settle(folder: Path) -> Path | None:
+    """The run's checkpoint after any interruption, with what lies beside it removed; None if there is none yet."""
+    new, target, old = (folder / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
+    if not target.exists():  # interrupted between the renames: the new one is complete then
+        rest = next((path for path in (new, old) if _complete(path)), None)
+        if rest is not None:
+            rest.rename(target)
+            sync_folder(folder)
+    if target.exists():
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+    return target if target.exists() else None
+
+
+def _complete(folder: Path) -> bool:
+    try:
+        _read_state(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def load_checkpoint(state: State) -> Mark | None:
+    """Restore `state` from its folder, which `settle` has settled; how far the metrics were then, None if there is no
+    checkpoint. Raises CheckpointError on damage."""
+    folder = state.folder / "checkpoint"
+    if not folder.exists():
+        return None
+    manifest = _read_state(folder)
+    for name, (module, optimizer) in state.trained.items():
         load_whole(module, _stream(folder / f"{name}.safetensors"))
         _restore_optimizer(module, optimizer, _stream(folder / f"{OPTIMIZERS[name]}.safetensors"))
-    for name, module in trainer.frozen.items():
+    for name, module in state.frozen.items():
         load_whole(module, _stream(folder / f"{name}.safetensors"))
-    if trainer.reward_model is not None:
-        trainer.reward_model.restore(_load(folder / "comparisons.safetensors"))
-    trainer.queue.clear()
-    for index, step in enumerate(state["queue_steps"]):
-        tensors = {k: v.to(trainer.accelerator.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
-        routes = RoutedExperts.load(folder / f"batch_{index}_routes.safetensors").to(trainer.accelerator.device)
+    if state.reward_model is not None:
+        state.reward_model.restore(_load(folder / "comparisons.safetensors"))
+    state.waiting.clear()
+    for index, step in enumerate(manifest["queue_steps"]):
+        tensors = {k: v.to(state.ranks.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
+        routes = RoutedExperts.load(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
         optional: dict[str, Any] = {"ref_logps": None, **tensors}
         path = folder / f"batch_{index}_rollout_routes.safetensors"
         if path.exists():
-            optional["rollout_routes"] = RoutedExperts.load(path).to(trainer.accelerator.device)
-        trainer.queue.append(Batch(**optional, routes=routes, step=step))
+            optional["rollout_routes"] = RoutedExperts.load(path).to(state.ranks.device)
+        state.waiting.append(Batch(**optional, routes=routes, step=step))
     torch.set_rng_state(_load(folder / "rng.safetensors")["torch"])
-    trainer.step = state["step"]
-    return True
+    state.step = manifest["step"]
+    return Mark(**manifest["metrics"])
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -132,6 +171,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder}: checkpoint format {state.get('version')}, this version of moe_rl reads {VERSION}. {remedy}"
         )
+    if state.pop("sha256", None) != _digest(state):
+        raise CheckpointError(f"{folder / 'state.json'} is damaged: its content is not what was written. {remedy}")
     for name, digest in state["files"].items():
         path = folder / name
         if not path.exists():
@@ -190,11 +231,15 @@ def _batch_tensors(batch: Batch) -> dict[str, Tensor]:
     return _own({name: value for name, value in values.items() if isinstance(value, Tensor)})
 
 
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _flush(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

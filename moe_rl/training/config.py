@@ -7,27 +7,34 @@ report then lists).
 from dataclasses import dataclass, field
 from typing import Literal
 
-from moe_rl.models import ModelConfig
+from moe_rl.objectives import Correction
+from moe_rl.objectives.advantages import Scale
+from moe_rl.objectives.aggregation import Aggregate
+from moe_rl.objectives.kl import KLEstimator
+from moe_rl.objectives.objective import Advantage, Anchor, RouteWeight
+from moe_rl.objectives.ratios import RatioLevel
+from moe_rl.policy.models import ModelConfig
 from moe_rl.rollout import TaskConfig
 from moe_rl.rollout.engines import EngineConfig
 
-REPLAY_KINDS = ("none", "R2", "R3")
-SOURCE_KINDS = ("policy", "initial", "demonstrations")
-ADVANTAGE_KINDS = ("group", "leave_one_out", "gae", "one", "accepted", "process", "decoupled")
+Replay = Literal["none", "R2", "R3"]
+Source = Literal["policy", "initial", "demonstrations"]
 IN_GROUPS = ("group", "leave_one_out", "process", "decoupled")
+"""Advantages that compare the responses of a group."""
 DPO = "dpo"
 """The one method that learns from pairs; all others are names in `moe_rl.objectives.OBJECTIVES`."""
-KNOBS = ("clip_low", "clip_high", "kl_coef", "advantage_scale", "anchor")
-"""Fields of MethodConfig that replace those of the preset."""
 
 
 @dataclass(frozen=True)
 class MethodConfig:
-    """What is compared: the objective, what is replayed, and the stress applied."""
+    """What is compared: the objective, what is replayed, and the stress applied.
+
+    Every field of `moe_rl.objectives.Objective` can be given here and then replaces the preset's; null takes the
+    preset's. docs/methods.md lists what the presets have."""
 
     objective: str = "grpo"
     """A name in `moe_rl.objectives.OBJECTIVES` (grpo, gspo, gspo_token, dr_grpo, dapo, ppo, sft, ...), or `dpo`."""
-    replay: str = "none"
+    replay: Replay = "none"
     """`none`: live routing. `R2`: force the routes of the training engine's old policy in forward and backward; the
     first update of a batch is unaltered by it, since these are the routes it would take. `R3`: force the routes that
     the rollout engine chose, in the scoring of the old policy too; that alters the policy which is optimised in every
@@ -35,26 +42,63 @@ class MethodConfig:
     noise: float = 0.0
     """Stress test: standard deviation of Gaussian noise on the router logits, for selection only, in the update
     forward only. Sampling, scoring, probing and evaluation never see it; a replay arm ignores it."""
-    clip_low: float | None = None
-    """Lower clip range; None takes the preset's."""
-    clip_high: float | None = None
-    """Upper clip range; None takes the preset's."""
-    kl_coef: float | None = None
-    """Coefficient of the KL term to the reference policy; None takes the preset's (0 for most)."""
-    advantage_scale: str | None = None
-    """`std`, `none` or `batch` (see `group_advantages`); None takes the preset's."""
-    anchor: str | None = None
-    """Denominator of the ratio: `old`, the training engine's old policy, or `rollout`, what the rollout engine itself
-    said; None takes the preset's (`old` for most)."""
-    advantage: str | None = None
-    """`group`, `leave_one_out`, `gae` (a value model, see `value`), `one`, `accepted`; `process`: step rewards of the
-    task, one advantage per token; `decoupled`: several rewards of the task, each normalised by itself (GDPO). None
-    takes the preset's."""
-    source: str | None = None
+    source: Source | None = None
     """Whose responses are learned from: the current `policy`, the `initial` one, or the task's `demonstrations`. None
     takes the method's own (sft: demonstrations; rft and dpo: initial; all others: policy)."""
     beta: float = 0.1
     """DPO only: strength of the tie to the reference policy."""
+
+    ratio: RatioLevel | None = None
+    """Level of the importance ratio: each token's, the sequence's geometric mean, that with token gradients, or the
+    product over the sequence."""
+    gate: str | None = None
+    """What is made of ratio and advantage: a name in `moe_rl.objectives.GATES` (clip, mask, cap, sigmoid, ...)."""
+    clip_low: float | None = None
+    """Lower clip range."""
+    clip_high: float | None = None
+    """Upper clip range."""
+    dual_clip: float | None = None
+    """Ceiling of the ratio where the advantage is negative; gate `clip` only."""
+    ratio_cap: float | None = None
+    """Ceiling of the ratio; gates `divergence_tv` and `divergence_kl` only."""
+    temperature_pos: float | None = None
+    """Temperature for positive advantages; gate `sigmoid` only."""
+    temperature_neg: float | None = None
+    """Temperature for the others; gate `sigmoid` only."""
+    power_pos: float | None = None
+    """Power of the ratio for advantages that are not negative; gate `gamma` only."""
+    decay_pos: float | None = None
+    """Its exponential decay; gate `gamma` only."""
+    power_neg: float | None = None
+    """Power of the ratio for negative advantages; gate `gamma` only."""
+    decay_neg: float | None = None
+    """Its exponential decay; gate `gamma` only."""
+    anchor: Anchor | None = None
+    """Denominator of the ratio: `old`, the training engine's old policy, or `rollout`, what the rollout engine itself
+    said (`old` for most)."""
+    corrections: tuple[Correction, ...] | None = None
+    """Weights that correct for the engine that sampled, e.g. `[{kind: token_mask, low: 0.5, high: 5.0}]`."""
+    route_weight: RouteWeight | None = None
+    """Where RSPO's router-shift weight enters: before or after the clip, or `none`."""
+    route_floor: float | None = None
+    """The router-shift weight is never below this."""
+    aggregate: Aggregate | None = None
+    """How tokens become one number: `sequence_mean`, `token_mean`, `sum` or `constant`."""
+    length_constant: float | None = None
+    """Divisor of aggregate `constant`, in tokens; None takes the generation budget."""
+    local_normalizer: bool | None = None
+    """A token mean over each micro-batch by itself; aggregate `token_mean` only."""
+    advantage: Advantage | None = None
+    """`group`, `leave_one_out`, `gae` (a value model, see `value`), `one`, `accepted`; `process`: step rewards of the
+    task, one advantage per token; `decoupled`: several rewards of the task, each normalised by itself (GDPO)."""
+    advantage_scale: Scale | None = None
+    """`std`, `none` or `batch` (see `group_advantages`)."""
+    kl_coef: float | None = None
+    """Coefficient of the KL term to the reference policy (0 for most)."""
+    kl_estimator: KLEstimator | None = None
+    """Its estimator, `k1`, `k2` or `k3`."""
+    kl_importance_weighted: bool | None = None
+    """Multiply the KL of a token by its ratio, which makes the estimate unbiased off-policy."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +146,9 @@ class OptimConfig:
     """Keep the routers' own parameters fixed (routes still move with the hidden states)."""
     aux_loss_coef: float = 0.0
     """Coefficient of the load-balancing loss. Off by default: it is a confounder of stability studies."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """An update whose gradient is not finite: stop the run, or leave it out and go on. It is kept under `incidents/`
+    either way, and moves no weight."""
     reference_reset_every: int = 0
     """Iterative GRPO: the current policy becomes the KL reference every this many steps (0: never)."""
 
@@ -110,7 +157,7 @@ class OptimConfig:
 class ValueConfig:
     """PPO's value model; used where advantages are `gae`."""
 
-    model: str = "separate"
+    model: Literal["separate", "head"] = "separate"
     """`separate`: a backbone as large as the policy's, begun as a copy of it. `head`: a linear map of the policy's last
     hidden states, whose gradient stops there."""
     learning_rate: float = 1e-3
@@ -129,7 +176,7 @@ class ValueConfig:
 class RewardConfig:
     """Where the rewards come from that advantages are made of. `reward` in the metrics is always the verifier's."""
 
-    model: str = "verifier"
+    model: Literal["verifier", "learned"] = "verifier"
     """`verifier`: the task's own. `learned`: a model trained on the verifier's verdicts, retrained as the policy moves
     (iterative GRPO; its reference is reset by `optim.reference_reset_every`)."""
     learning_rate: float = 1e-3

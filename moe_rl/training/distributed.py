@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from moe_rl.lora import AdaptersOff
+from moe_rl.policy.lora import AdaptersOff
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch, launched_processes
@@ -122,10 +122,10 @@ class Ranks(Accelerator):
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     @contextmanager
-    def lock_step(self, model: nn.Module) -> Iterator[None]:
+    def lock_step(self, model: nn.Module | None) -> Iterator[None]:
         """Inside, ranks may call a sharded model as often as each needs to (sampling ends at different lengths): each
         call gathers weights on all ranks, so those that are done go on, with one token, until all are."""
-        if self.size == 1 or not is_sharded(model):
+        if self.size == 1 or model is None or not is_sharded(model):
             yield
             return
 

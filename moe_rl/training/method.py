@@ -13,42 +13,58 @@ GC (`Method.advantage` through `Method.objective`; for DPO, `Method.pairs`):
     grpo, ...    policy           A of the group, likewise
 """
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
-from moe_rl.objectives import OBJECTIVES, Objective
-from moe_rl.training.config import DPO, KNOBS, RunConfig
-
-Source = Literal["policy", "initial", "demonstrations"]
+from moe_rl.objectives import Objective, get_objective
+from moe_rl.rollout import make_task
+from moe_rl.training.config import DPO, MethodConfig, RunConfig, Source
 
 _SOURCES: dict[str, Source] = {"sft": "demonstrations", "rft": "initial", DPO: "initial"}
 
 
 @dataclass(frozen=True)
 class Method:
-    """Fields:
-    objective: the preset with the arm's own knobs; `length_constant` is the generation budget, in tokens.
-    source: "policy", the current one; "initial", the policy that the run began with; "demonstrations", the task's.
-    advantage: a kind of `moe_rl.training.advantages.ADVANTAGES`, "gae", or "pair" (DPO).
+    """What an arm asks for, with presets filled in.
+
+    Attributes:
+        objective: the preset with the arm's own knobs; `length_constant` is the generation budget, in tokens.
+        source: "policy", the current one; "initial", the policy that the run began with; "demonstrations", the task's.
+        advantage: a kind of `moe_rl.training.advantages.ADVANTAGES`, "gae", or "pair" (DPO).
+        pairs: learns from the best and the worst response of each group, not from `policy_loss`.
+        needs_reference: is tied to a frozen policy.
+        weighs_routes: weighs tokens by how far the routers moved (RSPO).
+        needs_rollout_logps: its loss sees the sampler's own log-probabilities, optional corrections included.
     """
 
     objective: Objective
     source: Source
     advantage: str
+    pairs: bool = field(init=False)
+    needs_reference: bool = field(init=False)
+    weighs_routes: bool = field(init=False)
+    needs_rollout_logps: bool = field(init=False)
 
-    @property
-    def pairs(self) -> bool:
-        """Learns from the best and the worst response of each group, not from `policy_loss`."""
-        return self.advantage == "pair"
+    def __post_init__(self) -> None:
+        objective, pairs = self.objective, self.advantage == "pair"
+        facts = {
+            "pairs": pairs,
+            "needs_reference": pairs or bool(objective.kl_coef),
+            "weighs_routes": objective.route_weight != "none",
+            "needs_rollout_logps": objective.anchor == "rollout" or bool(objective.corrections),
+        }
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def needs_reference(self) -> bool:
-        return self.pairs or bool(self.objective.kl_coef)
 
-    @property
-    def needs_rollout_logps(self) -> bool:
-        """Whether the loss sees the sampler's own log-probabilities, optional corrections included."""
-        return self.objective.anchor == "rollout" or bool(self.objective.corrections)
+def overrides(own: MethodConfig) -> dict[str, Any]:
+    """The fields of `Objective` that an arm sets itself, in place of the preset's.
+
+    >>> overrides(MethodConfig(objective="gspo", clip_low=0.003, replay="R2"))
+    {'clip_low': 0.003}
+    """
+    values = {field.name: getattr(own, field.name) for field in fields(Objective)}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def resolve_method(config: RunConfig, budget: int) -> Method:
@@ -56,13 +72,34 @@ def resolve_method(config: RunConfig, budget: int) -> Method:
 
     Differs: the preset dr_grpo divides by 1, as its equation does; in training its sums are divided by the generation
     budget, as in its authors' code, so that one learning rate serves all methods.
+
+    Raises:
+        ValueError: no such preset, a value that no method knows, or a combination that means nothing.
     """
     own = config.method
     source = own.source or _SOURCES.get(own.objective, "policy")
     if own.objective == DPO:
-        return Method(Objective(gate="likelihood"), source, "pair")  # type: ignore[arg-type]  # validated
-    objective = OBJECTIVES[own.objective]
-    objective = replace(objective, **{name: getattr(own, name) for name in KNOBS if getattr(own, name) is not None})
-    if objective.aggregate == "constant":
+        return Method(Objective(gate="likelihood"), source, "pair")
+    try:
+        objective = replace(get_objective(own.objective), **overrides(own))
+    except ValueError as error:
+        raise ValueError(f"method: {error}") from error
+    if objective.aggregate == "constant" and own.length_constant is None:
         objective = replace(objective, length_constant=budget)
-    return Method(objective, source, own.advantage or objective.advantage)  # type: ignore[arg-type]  # validated
+    return Method(objective, source, objective.advantage)
+
+
+def resolved_objective(config: RunConfig) -> dict[str, Any]:
+    """What a run minimises as plain data, for its `config.yaml`: every field of its `Objective` with the value that
+    holds, and whose responses it learns from (`source`). Of DPO, which has no such fields, `beta` and `source`.
+
+    >>> resolved_objective(RunConfig(method=MethodConfig(objective="gspo", clip_low=0.003)))["clip_high"]
+    0.0004
+    """
+    method = resolve_method(config, budget=1)
+    if method.pairs:
+        return {"source": method.source, "beta": config.method.beta}
+    if method.objective.aggregate == "constant":
+        method = resolve_method(config, config.rollout.max_new_tokens or make_task(config.task).max_new_tokens)
+    values = asdict(method.objective)
+    return {"source": method.source, **values, "corrections": list(values["corrections"])}

@@ -1,167 +1,156 @@
-"""Measurements on a fixed subset after each update, the same in every arm, whatever the arm does itself.
+"""Measurements on a fixed subset of a batch after each update, the same in every arm, whatever the arm does itself.
 
 Under replay the change rate is zero by construction, so the probe routes live; a second forward replays the old
 policy's routes on the same weights. The difference between the two is what routing adds to the log-ratio.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from jaxtyping import Float
+from torch import Tensor, nn
 
+from moe_rl.measure.decompose import decompose_update
+from moe_rl.measure.logprobs import TokenLogps, token_logps
+from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
+from moe_rl.measure.peer_metrics import engine_metrics, routing_confidence
+from moe_rl.measure.ratio_metrics import ratio_metrics
+from moe_rl.measure.routing_metrics import change_metrics, load_metrics, router_metrics
+from moe_rl.measure.scoring import TokenBatch, score_live
+from moe_rl.measure.weights import copy_weights
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
-from moe_rl.routing import (
-    RoutedExperts,
-    change_counts,
-    flips_per_token,
-    record_routes,
-    replay_routes,
-)
+from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch
-from moe_rl.training.engine_gap import log_rollout_to_new
-from moe_rl.training.facts import change_facts, load_facts, router_facts, spread_facts
-from moe_rl.training.floor import log_floor
-from moe_rl.training.logprobs import TokenLogps
-from moe_rl.training.route_tables import write_route_table
-from moe_rl.training.runlog import write_table
+from moe_rl.training.distributed import Ranks
 
-if TYPE_CHECKING:
-    from moe_rl.training.trainer import Trainer
+Row = tuple[str, dict[str, Any]]
+"""A kind of row in `metrics.jsonl`, and its values."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The probed responses after one update: log-probabilities (nats) under live and under the old routes, and the live
+    routes."""
+
+    update: int
+    natural: Float[Tensor, "B T"]
+    replayed: Float[Tensor, "B T"]
+    routes: RoutedExperts
 
 
 class Probe:
-    """One step's probe: a subset of its batch, measured against the batch's old policy after each update."""
+    """One step's probe: a subset of its batch, measured against the batch's old policy after each update.
 
-    def __init__(self, trainer: "Trainer", batch: Batch):
-        config = trainer.config.probe
-        self.trainer = trainer
-        self.rows = torch.linspace(0, len(batch) - 1, config.sequences).round().long()
-        self.part = batch.rows(self.rows)
-        due = bool(config.tokens_every) and trainer.step % config.tokens_every == 0
-        self.keep = due and trainer.accelerator.main
-        self.columns: list[dict[str, Any]] = []
-        if trainer.step == 0 and config.floor:
-            log_floor(trainer, self.part)
-        self.routers = old_router_logits(trainer, self.part)
+    Args:
+        part: the probed responses.
+        live: measure change rates, variances, router scores; two forwards of the part per update.
+        decompose: split the log-ratio into weights, routes and their interaction, also by site; 3 + 2L forwards per
+            update at L routing sites, and a CPU copy of the weights. Old are the weights that the step begins with;
+            under rollout lag these are newer than the policy that sampled the batch.
 
-    def __call__(self, update: int) -> None:
-        """Measure the policy after `update`."""
-        facts, natural, replayed, routes = measure(self.trainer, self.part, self.routers)
-        self.trainer.log.append("probe", self.trainer.step, update=update, **facts)
-        log_rollout_to_new(self.trainer, self.part, update, natural, routes)
-        if self.keep:
-            self.columns.append(token_columns(self.part, update, self.rows, natural, replayed, routes))
-            self._save_routes(update, routes)
-
-    def finish(self) -> None:
-        """Write the step's per-token facts."""
-        if self.columns:
-            self._save_routes(0, self.part.routes)
-            table: dict[str, Any] = {
-                key: torch.cat([c[key] for c in self.columns]).cpu().numpy() for key in self.columns[0]
-            }
-            pieces = token_pieces(self.trainer.tokenizer, table["token"].tolist())
-            table["text"] = [pieces[token] for token in table["token"].tolist()]
-            about = prompt_texts(self.trainer.tokenizer, self.part, self.rows)
-            write_table(self.trainer.folder / "tokens" / f"step_{self.trainer.step:06d}.parquet", table, about)
-
-    def _save_routes(self, update: int, routes: RoutedExperts) -> None:
-        """Update 0 is the old policy."""
-        step = f"step_{self.trainer.step:06d}"
-        write_route_table(self.trainer.folder / "routes" / f"{step}_update_{update}.parquet", routes)
-
-
-@torch.no_grad()
-def old_router_logits(trainer: "Trainer", part: Batch) -> list[Tensor]:
-    """One `[n,E]` per routing site: what the routers say of the n response tokens before the step's updates. Under
-    rollout lag these are newer than the policy that sampled the batch."""
-    trainer.model.eval()
-    out = trainer.logps(trainer.model, trainer.accelerator.mine(part), router_logits=True)
-    return response_logits(trainer, out, part)
-
-
-def response_logits(trainer: "Trainer", out: TokenLogps, part: Batch) -> list[Tensor]:
-    """Router logits of all ranks on the response tokens; empty for a family that returns none."""
-    B, T = part.completion_mask.shape
-    own = [logits.detach() for logits in out.router_logits or () if logits.numel()]
-    rows = len(out.logps)
-    whole = [trainer.accelerator.gather(logits.reshape(rows, T, -1), B) for logits in own]
-    return [logits[part.completion_mask.to(logits.device)] for logits in whole]
-
-
-@torch.no_grad()
-def measure(
-    trainer: "Trainer", part: Batch, old_logits: list[Tensor]
-) -> tuple[dict[str, Any], Tensor, Tensor, RoutedExperts]:
-    """One forward with live routing and one with the old routes; the facts, and per-token log-probabilities."""
-    model, mask, ranks = trainer.model, part.completion_mask, trainer.accelerator
-    mine = ranks.mine(part)
-    model.eval()
-    with record_routes(model) as recording:
-        live = trainer.logps(model, mine, entropy=True, router_logits=True)
-    with replay_routes(model, mine.routes):
-        replayed = ranks.gather(trainer.logps(model, mine).logps, len(part))
-    entropy, natural = (ranks.gather(values, len(part)) for values in (live.entropy, live.logps))
-    routes = ranks.gather_routes(recording.routes, len(part))
-    facts = change_facts(change_counts(part.routes, routes, mask)) | {"entropy": entropy[mask].mean()}
-    for name, logps in (("natural", natural), ("replayed", replayed)):
-        log_ratio = token_log_ratio(logps, part.live_old_logps, mask)
-        facts[f"var_token_{name}"] = log_ratio[mask].var()
-        facts[f"var_sequence_{name}"] = sequence_log_ratio(logps, part.live_old_logps, mask).var()
-        facts |= {f"{key}_{name}": value for key, value in spread_facts(log_ratio, mask).items()}
-    facts |= load_facts(part.routes, routes, mask)
-    logits = response_logits(trainer, live, part)
-    if logits and len(logits) == len(old_logits):
-        facts |= router_facts(old_logits, logits, part.routes.shape[-1])
-    return facts, natural, replayed, routes
-
-
-def token_pieces(tokenizer: Any, tokens: Iterable[int]) -> dict[int, str]:
-    """The text of every distinct token as it stands inside a text: what decoding it twice adds to decoding it once.
-
-    Decoded alone, tokens of some vocabularies lose their leading space. Special tokens keep their names; a token that
-    is part of a character shows the replacement character.
+    Attributes:
+        observations: one per update so far, if `live`.
     """
-    known = sorted(set(tokens))
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    once = tokenizer.batch_decode([[token] for token in known], **options)
-    twice = tokenizer.batch_decode([[token, token] for token in known], **options)
-    return {t: b[len(a) :] if b.startswith(a) else a for t, a, b in zip(known, once, twice, strict=True)}
+
+    def __init__(
+        self, policy: nn.Module, part: Batch, ranks: Ranks, temperature: float, *, live: bool, decompose: bool
+    ):
+        self.policy, self.part, self.ranks, self.temperature = policy, part, ranks, temperature
+        self.observations: list[Observation] = []
+        self.old_logits = self._old_router_logits() if live else None
+        self.text = TokenBatch(part.input_ids, part.attention_mask, part.completion_mask, temperature)
+        self.old_weights = copy_weights(policy) if decompose else None
+        self.old = score_live(policy, self.text) if decompose else None
+
+    def rows(self, update: int) -> Iterator[Row]:
+        """Measure the policy after `update`: rows of the kinds "probe", "engine" and "decomposition"."""
+        if self.old_logits is not None:
+            metrics, seen = self._measure(update)
+            self.observations.append(seen)
+            yield "probe", {"update": update, **metrics}
+            if self.part.rollout_routes is not None:
+                yield "engine", {"pair": "rollout_to_new", "update": update, **self._from_engine(seen)}
+        if self.old_weights is not None and self.old is not None:
+            found = decompose_update(self.policy, self.old_weights, self.text, self.old, per_site=True)
+            sites = found.site_shares()
+            assert sites is not None
+            by_site = {f"site_{name}": values for name, values in sites.rows().items()}
+            shares = {**found.shares().rows(), "replay_effect_var": sites.whole, "site_names": sites.sites, **by_site}
+            yield "decomposition", {"update": update, **shares}
+
+    @torch.no_grad()
+    def _measure(self, update: int) -> tuple[dict[str, Any], Observation]:
+        policy, part, ranks, mask = self.policy, self.part, self.ranks, self.part.completion_mask
+        mine = ranks.mine(part)
+        policy.eval()
+        with record_routes(policy) as recording:
+            live = self._logps(mine, entropy=True, router_logits=True)
+        with replay_routes(policy, mine.routes):
+            replayed = ranks.gather(self._logps(mine).logps, len(part))
+        assert live.entropy is not None
+        entropy, natural = (ranks.gather(values, len(part)) for values in (live.entropy, live.logps))
+        routes = ranks.gather_routes(recording.routes, len(part))
+        metrics = change_metrics(change_counts(part.routes, routes, mask)) | {"entropy": entropy[mask].mean()}
+        for name, logps in (("natural", natural), ("replayed", replayed)):
+            log_ratio = token_log_ratio(logps, part.live_old_logps, mask)
+            metrics[f"var_token_{name}"] = log_ratio[mask].var()
+            metrics[f"var_sequence_{name}"] = sequence_log_ratio(logps, part.live_old_logps, mask).var()
+            metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
+        metrics |= load_metrics(part.routes, routes, mask)
+        logits = self._response_logits(live)
+        if logits and self.old_logits and len(logits) == len(self.old_logits):
+            metrics |= router_metrics(self.old_logits, logits, part.routes.shape[-1])
+            chosen = routes.ids.to(mask.device)[mask].unbind(1)
+            metrics["site_routing_confidence"] = [
+                float(routing_confidence(scores.softmax(-1), ids.to(scores.device)))
+                for scores, ids in zip(logits, chosen, strict=True)
+            ]
+        return metrics, Observation(update, natural, replayed, routes)
+
+    def _from_engine(self, seen: Observation) -> dict[str, Any]:
+        """mu -> pi, live routing: engine and staleness together."""
+        part, mask = self.part, self.part.completion_mask
+        assert part.rollout_routes is not None
+        changes = change_metrics(change_counts(part.rollout_routes, seen.routes, mask))
+        return {**engine_metrics(seen.natural, part.rollout_logps, mask), **changes}
+
+    @torch.no_grad()
+    def _old_router_logits(self) -> list[Float[Tensor, "n E"]]:
+        """By site, what the routers say of the n response tokens before the step's updates. Under rollout lag these are
+        newer than the policy that sampled the batch."""
+        self.policy.eval()
+        return self._response_logits(self._logps(self.ranks.mine(self.part), router_logits=True))
+
+    def _response_logits(self, out: TokenLogps) -> list[Float[Tensor, "n E"]]:
+        """Router logits of all ranks on the response tokens; empty for a family that returns none."""
+        mask = self.part.completion_mask
+        B, T = mask.shape
+        own = [logits.detach() for logits in out.router_logits or () if logits.numel()]
+        whole = [self.ranks.gather(logits.reshape(len(out.logps), T, -1), B) for logits in own]
+        return [logits[mask.to(logits.device)] for logits in whole]
+
+    def _logps(self, part: Batch, **options: Any) -> TokenLogps:
+        tokens = part.input_ids, part.attention_mask, part.completion_mask
+        return token_logps(self.policy, *tokens, temperature=self.temperature, **options)
 
 
-def prompt_texts(tokenizer: Any, part: Batch, rows: Tensor) -> dict[str, Any]:
-    """What a token view needs besides the tokens: by `seq`, the prompt's text and the column of position 0, where the
-    stored routes of the response begin."""
-    first = part.completion_mask.int().argmax(1).tolist()
-    prompts = [
-        ids[:start][mask[:start]].tolist()
-        for ids, mask, start in zip(part.input_ids.cpu(), part.attention_mask.cpu().bool(), first, strict=True)
+def probed_rows(responses: int, sequences: int) -> Tensor:
+    """Which responses of a batch are probed: `sequences` of them, spread over its groups."""
+    return torch.linspace(0, responses - 1, sequences).round().long()
+
+
+def noise_floor_rows(
+    policy: nn.Module, part: Batch, temperature: float, bf16: bool
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Rows of kind "floor": the policy against itself with equal weights, one row per variant that can be run here; and
+    the variants that cannot, each with the reason."""
+    text = TokenBatch(part.input_ids, part.attention_mask, part.completion_mask, temperature)
+    base, floor = score_live(policy, text), NoiseFloor(bf16)
+    mask = text.completion_mask.cpu()
+    rows = [
+        {"variant": name, "detail": detail, **floor_metrics(mask, base, scored)}
+        for name, detail, scored in floor.variants(policy, text)
     ]
-    texts = tokenizer.batch_decode(prompts, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return {"seq": rows.tolist(), "prompt": texts, "first": first}
-
-
-def token_columns(
-    part: Batch, update: int, rows: Tensor, natural: Tensor, replayed: Tensor, routes: RoutedExperts
-) -> dict[str, Tensor]:
-    """Per-token facts of one probe, one row per response token."""
-    mask = part.completion_mask
-    B, T = mask.shape
-    flips = flips_per_token(part.routes, routes)
-    first = mask.int().argmax(1, keepdim=True)
-
-    def take(x: Tensor) -> Tensor:
-        return x.expand(B, T)[mask]
-
-    return {
-        "seq": take(rows[:, None]).int(),
-        "pos": take(torch.arange(T, device=mask.device)[None] - first).int(),
-        "token": take(part.input_ids).int(),
-        "update": torch.full((int(mask.sum()),), update, dtype=torch.int32),
-        "old_logp": take(part.live_old_logps).float(),
-        "logp_natural": take(natural).float(),
-        "logp_replayed": take(replayed).float(),
-        "flips": take(flips).int(),
-        "reward": take(part.rewards[:, None]).float(),
-    }
+    return rows, floor.left_out

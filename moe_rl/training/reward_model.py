@@ -4,24 +4,18 @@ It learns from the verifier's verdicts on pairs of responses to one prompt and s
 advantages are made; what is logged as `reward` stays the verifier's, so that a policy which fools the model shows.
 """
 
-import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.objectives import historical_sample, reward_model_loss
 from moe_rl.rollout import Rollout
 from moe_rl.training.config import OptimConfig, RewardConfig
-from moe_rl.training.responses import respond
-from moe_rl.training.value import ScalarModel, optimizer_of
-
-if TYPE_CHECKING:
-    from moe_rl.training.trainer import Trainer
+from moe_rl.training.critic import ScalarModel, optimizer_of
+from moe_rl.training.distributed import Ranks
 
 
 @dataclass(frozen=True)
@@ -72,10 +66,10 @@ def ranked_pairs(rewards: Float[Tensor, "B"], group_size: int) -> Int[Tensor, "N
 class RewardModel:
     """A scalar at a response's last token, with optimizer, fresh comparisons and the history of older ones."""
 
-    def __init__(self, policy: nn.Module, config: RewardConfig, optim: OptimConfig, accelerator: Accelerator):
-        self.config, self.optim, self.accelerator = config, optim, accelerator
+    def __init__(self, policy: nn.Module, config: RewardConfig, optim: OptimConfig, ranks: Ranks):
+        self.config, self.optim, self.ranks = config, optim, ranks
         module = ScalarModel(policy)
-        self.model, self.optimizer = accelerator.prepare(module, optimizer_of(module, config.learning_rate, optim))
+        self.model, self.optimizer = ranks.prepare(module, optimizer_of(module, config.learning_rate, optim))
         self.fresh, self.history = Comparisons.none(), Comparisons.none()
 
     def scores(self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B"]:
@@ -119,11 +113,11 @@ class RewardModel:
         return {"loss": sum(losses) / len(losses) if losses else None, "new": new, "old": len(old)}
 
     def _update(self, pairs: Comparisons) -> float:
-        ids, mask = (x.flatten(0, 1).to(self.accelerator.device) for x in (pairs.input_ids, pairs.attention_mask))
+        ids, mask = (x.flatten(0, 1).to(self.ranks.device) for x in (pairs.input_ids, pairs.attention_mask))
         scores = self.scores(ids, mask)
         loss = reward_model_loss(scores[0::2], scores[1::2])
-        self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
+        self.ranks.backward(loss)
+        self.ranks.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(loss.detach())
@@ -143,15 +137,3 @@ class RewardModel:
             Comparisons(tensors[f"{name}/input_ids"], tensors[f"{name}/attention_mask"])
             for name in ("fresh", "history")
         )
-
-
-def retrain_if_due(trainer: "Trainer") -> dict[str, Any]:
-    """At the steps that `reward.retrain_every` names the run's reward model learns from what the policy has sampled
-    since, or, at first, from batches that are sampled for it. Returns what is to be logged."""
-    config, model = trainer.config.reward, trainer.reward_model
-    if model is None or trainer.step % config.retrain_every:
-        return {}
-    for index in range(config.initial_batches if trainer.step == 0 else 0):
-        rng = random.Random(f"{trainer.config.seed}/reward/{index}")
-        model.observe(respond(trainer, rng, trainer.draw("reward", index)))
-    return {f"reward_model_{name}": value for name, value in model.retrain(trainer.draw("retrain")).items()}

@@ -1,51 +1,14 @@
 """The run folder as written by training: append-only metrics, Parquet tables, atomic files."""
 
-import errno
+import hashlib
 import json
 import math
 import os
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Name the file when writing it fails, whoever failed: safetensors has an error of its own for a full disk."""
-    try:
-        yield
-    except SafetensorError as error:
-        code = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
-        raise OSError(code, os.strerror(code), str(path)) from error
-    except OSError as error:
-        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
-
-
-@contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Write `path` whole or not at all: a temporary name beside it, flushed to the disk, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with writing(path), os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """`atomic_file` for text."""
-    with atomic_file(path) as file:
-        file.write(text.encode())
+from moe_rl.files import atomic_file, naming
 
 
 def write_table(path: Path, columns: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
@@ -60,6 +23,17 @@ def write_table(path: Path, columns: dict[str, Any], metadata: dict[str, Any] | 
         pq.write_table(table, file, compression="zstd", compression_level=1)
 
 
+class DamagedMetricsError(RuntimeError):
+    """`metrics.jsonl` is not what its checkpoint saw; the message names the line and what to do."""
+
+
+class Mark(NamedTuple):
+    """How far `metrics.jsonl` was written: its bytes, and their SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
 class RunLog:
     """`metrics.jsonl` of one run: one JSON object per line, each with its `kind` and `step`.
 
@@ -71,29 +45,60 @@ class RunLog:
     def __init__(self, folder: Path, listener: Callable[[dict[str, Any]], None] | None = None):
         self.path = folder / "metrics.jsonl"
         self.listener = listener
+        self._bytes, self._digest = 0, hashlib.sha256()
 
     def append(self, kind: str, step: int, **values: Any) -> None:
         """Write one row. Floats that are not finite are written as null: JSON has no NaN."""
         row = {"kind": kind, "step": step, **{key: _plain(value) for key, value in values.items()}}
-        line = json.dumps(row, separators=(",", ":"), allow_nan=False) + "\n"
-        with writing(self.path), open(self.path, "ab") as file:
-            file.write(line.encode())
+        line = json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        try:
+            with open(self.path, "ab") as file:
+                file.write(line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        self._bytes += len(line)
+        self._digest.update(line)
         if self.listener:
             self.listener(row)
 
-    def keep_until(self, step: int) -> None:
-        """Drop the rows of `step` and later, and a half-written last line: what a resumed run computes again."""
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_bytes().splitlines():
-            try:
-                if json.loads(line)["step"] < step:
-                    kept.append(line + b"\n")
-            except (ValueError, KeyError):
-                break  # an interrupted write; nothing after it belongs to the checkpoint
-        with atomic_file(self.path) as file:
-            file.writelines(kept)
+    def mark(self) -> Mark:
+        """Flush to the disk; what a checkpoint keeps, so that a resumed run knows its rows again."""
+        with naming(self.path), open(self.path, "ab") as file:
+            os.fsync(file.fileno())
+        return Mark(self._bytes, self._digest.hexdigest())
+
+    def resume(self, mark: Mark | None) -> bool:
+        """Drop the rows behind `mark`, which the resumed run writes again; None (no checkpoint): all of them. Whether
+        any were there.
+
+        Raises:
+            DamagedMetricsError: the rows before it are not those that were written. Nothing is changed then.
+        """
+        size, sha256 = mark or Mark(0, hashlib.sha256().hexdigest())
+        written = self.path.read_bytes() if self.path.exists() else b""
+        kept = written[:size]
+        if len(kept) < size or hashlib.sha256(kept).hexdigest() != sha256:
+            raise DamagedMetricsError(
+                f"{self.path}: {_damage(kept, size)}. The run cannot go on without the rows that it wrote; nothing was "
+                "changed. Restore the file from a copy, or move the run folder away to run it again."
+            )
+        if len(written) > size:
+            with atomic_file(self.path) as file:
+                file.write(kept)
+        self._bytes, self._digest = size, hashlib.sha256(kept)
+        return len(written) > size
+
+
+def _damage(kept: bytes, size: int) -> str:
+    """What is wrong with the rows that a checkpoint saw, and where it shows first."""
+    for number, line in enumerate(kept.splitlines(), start=1):
+        try:
+            json.loads(line)
+        except ValueError:
+            return f"line {number} is damaged"
+    if len(kept) < size:
+        return f"it has {len(kept)} of the {size} bytes that were there at the last checkpoint (missing or cut off)"
+    return "a line is not what was written, though all can be read: a changed number, or rows in another order"
 
 
 class NoLog(RunLog):
@@ -105,8 +110,11 @@ class NoLog(RunLog):
     def append(self, kind: str, step: int, **values: Any) -> None:
         pass
 
-    def keep_until(self, step: int) -> None:
-        pass
+    def mark(self) -> Mark:
+        return Mark(0, "")
+
+    def resume(self, mark: Mark | None) -> bool:
+        return False
 
 
 def _plain(value: Any) -> Any:

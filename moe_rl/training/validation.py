@@ -1,33 +1,21 @@
 """Refuse what cannot run before anything is computed: every message names the field and the remedy."""
 
-import difflib
-
-from moe_rl.objectives import OBJECTIVES
+from moe_rl.objectives.bounds import unknown
+from moe_rl.objectives.presets import OBJECTIVES
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import EngineError, check_engine
-from moe_rl.training.config import (
-    ADVANTAGE_KINDS,
-    DPO,
-    IN_GROUPS,
-    KNOBS,
-    REPLAY_KINDS,
-    SOURCE_KINDS,
-    RunConfig,
-)
-from moe_rl.training.method import Method, resolve_method
+from moe_rl.training.config import DPO, IN_GROUPS, RunConfig
+from moe_rl.training.method import Method, overrides, resolve_method
+from moe_rl.training.ranges import check_settings
 
 
 def validate(config: RunConfig) -> None:
-    """Raises ValueError naming the field and the remedy."""
+    """Raises ValueError naming the field and the remedy: first each setting by itself (`moe_rl.training.ranges`), then
+    what they must agree on."""
+    check_settings(config)
     rollout, optim, probe = config.rollout, config.optim, config.probe
-    require(rollout.prompts >= 1, f"rollout.prompts: at least 1, got {rollout.prompts}")
-    require(rollout.group_size >= 1, f"rollout.group_size: at least 1, got {rollout.group_size}")
-    require(rollout.temperature > 0, f"rollout.temperature: must be positive, got {rollout.temperature}")
-    require(rollout.lag >= 0, f"rollout.lag: not negative, got {rollout.lag}")
-    require(optim.steps >= 1, f"optim.steps: at least 1, got {optim.steps}")
-    require(optim.learning_rate > 0, f"optim.learning_rate: must be positive, got {optim.learning_rate}")
     require(
-        optim.num_minibatches >= 1 and rollout.prompts % optim.num_minibatches == 0,
+        rollout.prompts % optim.num_minibatches == 0,
         f"optim.num_minibatches: minibatches are made of whole groups, so it must divide rollout.prompts "
         f"({rollout.prompts}), got {optim.num_minibatches}",
     )
@@ -38,7 +26,6 @@ def validate(config: RunConfig) -> None:
         1 <= probe.sequences <= responses or not (probe.every or probe.decompose_every),
         f"probe.sequences: between 1 and the batch's {responses} responses, got {probe.sequences}",
     )
-    _value(config)
     _reward(config, method)
 
 
@@ -47,24 +34,10 @@ def require(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def known(field: str, value: str, names: tuple[str, ...]) -> None:
-    near = difflib.get_close_matches(value, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    what = "objective" if field.endswith("objective") else "kind"
-    require(value in names, f"{field}: unknown {what} {value!r}; known: {', '.join(names)}{hint}")
-
-
 def _method(config: RunConfig) -> Method:
     own, rollout = config.method, config.rollout
-    known("method.objective", own.objective, (*sorted(OBJECTIVES), DPO))
-    known("method.replay", own.replay, REPLAY_KINDS)
-    require(own.noise >= 0, f"method.noise: a standard deviation is not negative, got {own.noise}")
-    if own.advantage is not None:
-        known("method.advantage", own.advantage, ADVANTAGE_KINDS)
-    if own.anchor is not None:
-        known("method.anchor", own.anchor, ("old", "rollout"))
-    if own.source is not None:
-        known("method.source", own.source, SOURCE_KINDS)
+    names = (*sorted(OBJECTIVES), DPO)
+    require(own.objective in names, unknown("method.objective", own.objective, names))
     if own.objective == DPO:
         _dpo(config)
     method = resolve_method(config, budget=1)
@@ -80,13 +53,10 @@ def _method(config: RunConfig) -> Method:
 
 def _dpo(config: RunConfig) -> None:
     own, size = config.method, config.optim.micro_batch
-    for knob in (*KNOBS, "advantage"):
-        require(
-            getattr(own, knob) is None,
-            f"method.{knob}: dpo learns from pairs and has no {knob}, got {getattr(own, knob)!r}; its own knob is "
-            "method.beta",
+    for knob, value in overrides(own).items():
+        raise ValueError(
+            f"method.{knob}: dpo learns from pairs and has no {knob}, got {value!r}; its own knob is method.beta"
         )
-    require(own.beta > 0, f"method.beta: must be positive, got {own.beta}")
     require(
         own.source != "demonstrations",
         "method.source: dpo compares responses to one prompt, and the task demonstrates one; use policy or initial",
@@ -149,26 +119,8 @@ def _task_offers(config: RunConfig, part: str, field: str) -> None:
     )
 
 
-def _value(config: RunConfig) -> None:
-    value = config.value
-    known("value.model", value.model, ("separate", "head"))
-    require(value.learning_rate > 0, f"value.learning_rate: must be positive, got {value.learning_rate}")
-    for field in ("gamma", "lam"):
-        fraction = getattr(value, field)
-        require(0 <= fraction <= 1, f"value.{field}: between 0 and 1, got {fraction}")
-    require(value.clip is None or value.clip > 0, f"value.clip: positive, or null for none; got {value.clip}")
-
-
 def _reward(config: RunConfig, method: Method) -> None:
     reward = config.reward
-    known("reward.model", reward.model, ("verifier", "learned"))
-    for field in ("initial_batches", "retrain_every", "epochs", "batch_size", "history_size"):
-        require(getattr(reward, field) >= 1, f"reward.{field}: at least 1, got {getattr(reward, field)}")
-    require(reward.learning_rate > 0, f"reward.learning_rate: must be positive, got {reward.learning_rate}")
-    require(
-        0 <= reward.history_fraction < 1,
-        f"reward.history_fraction: at least 0 and below 1, got {reward.history_fraction}",
-    )
     if reward.model == "verifier":
         return
     refused = {

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.rollout import Problem, Rollout
-from moe_rl.rollout.engines import ENGINE_DTYPES, Engine, EngineConfig, EngineError, forward_logps
+from moe_rl.rollout.engine import Engine, forward_logps
+from moe_rl.rollout.engines import EngineError
 from moe_rl.training.sharding import as_placed
 
 PROBE_PROBLEMS = 8
@@ -30,10 +31,6 @@ PROBED_TENSORS = 128  # more are thinned out to one of each kind
 FACTOR = 6.0
 """How much the gap may grow over that of start-up before it counts as a wrong sync: the policy moves, and with it how
 sharp its distributions are and how near to a tie its routers."""
-FLOORS = {torch.float32: 1e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
-"""Least tolerance, nats per token, mean absolute: in fp32, a token or two whose router flips at a tie."""
-CEILINGS = {torch.float32: 1e-2, torch.float16: 0.1, torch.bfloat16: 0.5}
-"""A gap at start-up above this is no rounding: the engine was loaded with other weights, or reads them otherwise."""
 
 
 class SyncGuard:
@@ -50,7 +47,6 @@ class SyncGuard:
         self,
         engine: Engine,
         model: nn.Module,
-        config: EngineConfig,
         probe: Rollout,
         temperature: float,
         build: Callable[[], Engine],
@@ -60,21 +56,20 @@ class SyncGuard:
         Of several ranks each has an engine; `worst` is the largest of what they found, so that all find the same.
 
         Raises:
-            EngineError: the two disagree by more than the engine's dtype explains; a tensor does not arrive.
+            EngineError: the two disagree by more than the engine's `tolerance` allows; a tensor does not arrive.
         """
         self.engine, self.model, self.probe, self.temperature = engine, model, probe, temperature
         self.build, self.worst = build, worst
-        dtype = ENGINE_DTYPES[config.dtype]
         loaded = self._engine_logps()
         self.gap = self.worst(self._distance(loaded, self._model_logps()))
-        ceiling = CEILINGS[dtype] + (0.5 if config.router_format else 0.0)
-        if not self.gap <= ceiling:
+        if not self.gap <= engine.tolerance.most:
             raise EngineError(
                 f"the rollout engine disagrees with the training model by {self.gap:.3g} nats per token on the weights "
-                f"that it was just loaded with; {config.dtype} explains at most {ceiling:g}. Other weights, another "
-                "temperature, processed instead of raw log-probabilities, or another chat template or tokenizer?"
+                f"that it was just loaded with; its arithmetic explains at most {engine.tolerance.most:g}. Other "
+                "weights, another temperature, processed instead of raw log-probabilities, or another chat template "
+                "or tokenizer?"
             )
-        self.tolerance = max(FACTOR * self.gap, FLOORS[dtype])
+        self.tolerance = max(FACTOR * self.gap, engine.tolerance.least)
         self._test(loaded)
 
     def sync(self, version: int) -> None:

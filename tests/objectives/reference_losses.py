@@ -7,6 +7,7 @@ real part. Rows are lists of tokens, so there is no padding and no mask here.
 
 from cmath import exp
 from math import inf
+from math import log as ln
 
 STEP = 1e-30
 
@@ -54,10 +55,11 @@ def clip_row(row, low, high, ceiling=inf):
     return values, out
 
 
-def gspo_row(row, anchor="old"):  # arXiv:2507.18071, eq. 5; with token advantages the mean over the sequence
+def gspo_row(row, anchor="old", low=1 - 3e-4, high=1 + 4e-4):
+    # arXiv:2507.18071, eq. 5; with token advantages the mean over the sequence
     s = sequence_ratio(row, anchor)
-    values = [clipped_surrogate(s, a, 1 - 3e-4, 1 + 4e-4) for a in row["adv"]]
-    return values, [out_of_gradient(s, a, 1 - 3e-4, 1 + 4e-4) for a in row["adv"]]
+    values = [clipped_surrogate(s, a, low, high) for a in row["adv"]]
+    return values, [out_of_gradient(s, a, low, high) for a in row["adv"]]
 
 
 def gspo_token_row(row):  # eqs 13, 14
@@ -102,6 +104,39 @@ def minirl_row(row):
     return values, out
 
 
+def dppo_row(row, moved_too_far):
+    """arXiv:2602.04879; `moved_too_far(p, q)` of the token's probabilities, now and before."""
+    values, out = [], []
+    for r, a, x, old in zip(token_ratios(row), row["adv"], row["logps"], row["old"], strict=True):
+        p, q = exp(sg(x)).real, exp(old).real
+        away = (a > 0 and p > q) or (a < 0 and p < q)
+        blocked = away and moved_too_far(p, q)
+        values.append(0.0 if blocked else min(sg(r), 20.0) * a * x)
+        out.append(blocked)
+    return values, out
+
+
+def binary_kl(p, q):
+    rest = [max(1 - probability, 1e-8) for probability in (p, q)]
+    return q * ln(q / p) + rest[1] * ln(rest[1] / rest[0])
+
+
+def drpo_row(row):  # arXiv:2606.09821, eq. 8, delta 0.15
+    values = []
+    for r, a, old in zip(token_ratios(row), row["adv"], row["old"], strict=True):
+        values.append(r * a - abs(a) / (2 * 0.15) * exp(old).real * (r - 1) ** 2)
+    return values, [False] * len(values)
+
+
+def vespo_row(row):  # arXiv:2602.10693: phi(w) = e^lambda w^k e^(-lambda w), w of the whole sequence
+    w = product([sg(r) for r in token_ratios(row)])
+    values = []
+    for a, x in zip(row["adv"], row["logps"], strict=True):
+        k, lam = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+        values.append(exp(lam).real * w**k * exp(-lam * w).real * a * x)
+    return values, [False] * len(values)
+
+
 def likelihood_row(row):
     return [a * x for a, x in zip(row["adv"], row["logps"], strict=True)], [False] * len(row["adv"])
 
@@ -117,10 +152,10 @@ def product(values):
     return result
 
 
-def corrected(weights_of):
+def corrected(copy_weights):
     def row_value(row):
         values, out = clip_row(row, 0.8, 1.27)
-        return [w * v for w, v in zip(weights_of(row), values, strict=True)], out
+        return [w * v for w, v in zip(copy_weights(row), values, strict=True)], out
 
     return row_value
 
@@ -169,10 +204,15 @@ ROWS = {
     "dapo": lambda row: clip_row(row, 0.8, 1.28),
     "bnpo": lambda row: clip_row(row, 0.8, 1.27),
     "dual_clip": lambda row: clip_row(row, 0.8, 1.27, ceiling=3.0),
+    "luspo": lambda row: gspo_row(row, low=1 - 2e-3, high=1 + 2.5e-3),
     "cispo": cispo_row,
     "sapo": sapo_row,
     "gmpo": gmpo_row,
     "minirl": minirl_row,
+    "vespo": vespo_row,
+    "dppo_tv": lambda row: dppo_row(row, lambda p, q: abs(p - q) > 0.15),
+    "dppo_kl": lambda row: dppo_row(row, lambda p, q: binary_kl(p, q) > 0.05),
+    "drpo": drpo_row,
     "rspo": lambda row: gmpo_row(row, gamma_before=floored(row)),
     "rspo_after_clip": lambda row: gmpo_row(row, gamma_after=floored(row)),
     "gspo_rollout": lambda row: gspo_row(row, "rollout"),
@@ -187,8 +227,8 @@ ROWS = {
     "rft": likelihood_row,
     "online_rft": likelihood_row,
 }
-TOKEN_MEAN = {"dapo", "bnpo", "cispo"}
-SUM = {"minirl", "dr_grpo"}
+TOKEN_MEAN = {"dapo", "bnpo", "cispo", "vespo", "dppo_tv", "dppo_kl"}
+SUM = {"minirl", "dr_grpo", "luspo", "drpo"}
 
 
 def loss(name, rows):

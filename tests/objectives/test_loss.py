@@ -6,7 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_rl.objectives import OBJECTIVES, Objective, kl_estimate, policy_loss
+from moe_rl.objectives import (
+    LOSS_METRICS,
+    OBJECTIVES,
+    Correction,
+    Objective,
+    TokenValues,
+    kl_estimate,
+    loss_metrics,
+    policy_loss,
+)
+from moe_rl.objectives import loss as loss_module
 from moe_rl.objectives.aggregation import aggregation_weights
 
 ONE_PIECE = [name for name, objective in OBJECTIVES.items() if not objective.needs]
@@ -266,19 +276,19 @@ def test_metrics_golden():
     m = {name: value.item() for name, value in out.metrics.items()}
     assert (m["tokens"], m["sequences"], m["live_tokens"]) == (3, 2, 2)
     assert (m["clipped_tokens"], m["clipped_high_tokens"], m["clipped_low_tokens"]) == (1, 1, 0)
-    assert m["clip_fraction"] == pytest.approx(1 / 3) and m["clip_fraction_sequences"] == 0.5
-    logs = [math.log(1.5), math.log(0.5), math.log(0.5)]
-    mean = sum(logs) / 3
-    assert m["log_ratio_mean"] == pytest.approx(mean) and m["old_kl_k1"] == pytest.approx(-mean)
-    assert m["log_ratio_variance"] == pytest.approx(sum((x - mean) ** 2 for x in logs) / 3)
-    assert m["log_ratio_sum"] == pytest.approx(3 * mean)
-    assert m["log_ratio_abs_max"] == pytest.approx(math.log(2))
+    assert m["clipped_sequences"] == 1
     assert m["gate_ratio_mean"] == pytest.approx((1.5 + 0.5 + 0.5) / 3)
-    assert m["old_kl_k3"] == pytest.approx(sum(math.exp(x) - 1 - x for x in logs) / 3)
     assert m["extreme_tokens"] == 0
     torch.testing.assert_close(out.sequence_log_ratio, double([math.log(0.75) / 2, math.log(0.5)]))
     assert not any(value.requires_grad for value in out.metrics.values())
     assert not (out.log_ratio.requires_grad or out.sequence_log_ratio.requires_grad)
+
+
+def test_clip_counts_by_sign():
+    # A > 0: 1.5 above 1.27, 0.5 not; A < 0: 0.5 below 0.8, 1.5 not; 5 above the ceiling 3 is neither low nor high
+    out, _ = run("dual_clip", [[1.5, 0.5, 1.0], [0.5, 1.5, 5.0]], [1.0, -1.0])
+    m = {name: value.item() for name, value in out.metrics.items()}
+    assert (m["clipped_tokens"], m["clipped_low_tokens"], m["clipped_high_tokens"]) == (3, 1, 1)
 
 
 def test_engine_metrics_golden():
@@ -286,14 +296,108 @@ def test_engine_metrics_golden():
     logps, old = at_ratios([[1.0, 1.0]], requires_grad=False)
     rollout = old - double([[math.log(4.0), 0.0]])
     arguments = (logps, old, double([1.0]), torch.tensor([[1, 1]]))
-    m = policy_loss("grpo_tis", *arguments, rollout_logps=rollout).metrics
-    assert m["correction_weight_mean"].item() == pytest.approx(1.5)
-    assert m["correction_dropped_tokens"].item() == 0
-    assert m["engine_kl_k1"].item() == pytest.approx(-math.log(4.0) / 2)
-    assert m["engine_kl_k3"].item() == pytest.approx((4 - 1 - math.log(4.0)) / 2)
-    assert m["engine_log_weight_abs_max"].item() == pytest.approx(math.log(4.0))
-    m = policy_loss("grpo_mis", *arguments, rollout_logps=rollout).metrics
-    assert m["correction_dropped_fraction"].item() == 0.5
+    m = {k: v.item() for k, v in policy_loss("grpo_tis", *arguments, rollout_logps=rollout).metrics.items()}
+    assert m["correction_weight_mean"] == pytest.approx(1.5)
+    assert (m["correction_weight_min"], m["correction_weight_max"]) == (1.0, 2.0)
+    assert (m["correction_dropped_tokens"], m["correction_truncated_tokens"]) == (0, 1)
+    assert m["engine_kl_k1"] == pytest.approx(-math.log(4.0) / 2)
+    assert m["engine_kl_k3"] == pytest.approx((4 - 1 - math.log(4.0)) / 2)
+    assert m["engine_log_weight_abs_max"] == pytest.approx(math.log(4.0))
+    m = {k: v.item() for k, v in policy_loss("grpo_mis", *arguments, rollout_logps=rollout).metrics.items()}
+    assert (m["correction_dropped_tokens"], m["correction_truncated_tokens"]) == (1, 0)
+    assert (m["correction_weight_min"], m["correction_weight_max"]) == (0.0, 1.0)
+
+
+def test_route_weight_metrics_golden():
+    logps, old = at_ratios([[1.0, 1.0, 7.0]], requires_grad=False)
+    gamma = double([[0.5, 0.9, 0.1]])
+    m = policy_loss("rspo", logps, old, double([1.0]), torch.tensor([[1, 1, 0]]), route_weight=gamma).metrics
+    assert m["route_weight"].item() == pytest.approx(0.7) and m["route_weight_floored"].item() == 0.5
+
+
+def whole_of_the_loss(objective, rows, **options):
+    """Random rows under an objective with every part that has metrics."""
+    g = torch.Generator().manual_seed(2)
+    old = -torch.rand(rows, 6, generator=g)
+    tensors = {"logps": old + 0.3 * torch.randn(rows, 6, generator=g), "old_logps": old}
+    tensors |= {"advantages": torch.randn(rows, generator=g), "mask": torch.rand(rows, 6, generator=g) < 0.7}
+    tensors |= {"ref_logps": old - 0.1, "rollout_logps": old + 0.1 * torch.randn(rows, 6, generator=g)}
+    tensors["route_weight"] = torch.rand(rows, 6, generator=g)
+    return {**tensors, **options}
+
+
+EVERYTHING = replace(
+    OBJECTIVES["rspo"], kl_coef=0.1, corrections=(Correction("token_truncate", high=1.1), Correction("token_mask", 0.9))
+)
+
+
+def test_every_metric_of_the_loss_is_defined_and_every_definition_is_of_one():
+    tensors = whole_of_the_loss(EVERYTHING, 5)
+    metrics = policy_loss(EVERYTHING, **tensors).metrics
+    assert list(metrics) == [metric.name for metric in LOSS_METRICS]
+    assert all(metric.unit and metric.definition for metric in LOSS_METRICS)
+    unconditional = [metric.name for metric in LOSS_METRICS if not metric.when]
+    plain = {name: tensors[name] for name in ("logps", "old_logps", "advantages", "mask")}
+    assert list(policy_loss("grpo", **plain).metrics) == unconditional
+
+
+def test_metrics_of_a_minibatch_are_those_of_its_micro_batches_joined():
+    tensors = whole_of_the_loss(EVERYTHING, 7)
+    whole = policy_loss(EVERYTHING, **tensors)
+    parts = [
+        policy_loss(EVERYTHING, **{k: v[rows] for k, v in tensors.items()}).tokens
+        for rows in (slice(0, 3), slice(3, 7))
+    ]
+    joined = loss_metrics(TokenValues.cat(parts))
+    assert all(torch.equal(joined[name], value) for name, value in whole.metrics.items())
+
+
+def test_metrics_are_computed_when_asked_for(monkeypatch):
+    calls = []
+    monkeypatch.setattr(loss_module, "loss_metrics", lambda values: calls.append(values) or {})
+    out, _ = run("grpo", [[1.5, 0.5]], [1.0])
+    assert not calls
+    assert out.metrics is out.metrics and len(calls) == 1
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_nothing_but_the_loss_keeps_the_graph(name):
+    o = replace(OBJECTIVES[name], kl_coef=0.1)
+    tensors = {k: v.requires_grad_() if k.endswith("logps") else v for k, v in whole_of_the_loss(o, 4).items()}
+    if o.route_weight == "none":
+        del tensors["route_weight"]
+    out = policy_loss(o, **tensors)
+    assert out.loss.requires_grad
+    assert not any(value.requires_grad for _, value in out.tokens.items())
+    assert not any(value.requires_grad for value in [*out.metrics.values(), out.sequence_log_ratio])
+
+
+def test_half_precision_route_weights_are_computed_in_float32():
+    # 0.9 in bf16 is 0.8984375; its log must be that of this number, not rounded to bf16 again
+    logps, old = at_ratios([[1.0]], requires_grad=False)
+    gamma = torch.tensor([[0.9]], dtype=torch.bfloat16)
+    out = policy_loss("rspo", logps.float(), old.float(), torch.ones(1), torch.ones(1, 1), route_weight=gamma)
+    assert out.tokens.gate_log_ratio.item() == pytest.approx(math.log(0.8984375), rel=1e-6)
+    assert out.loss.item() == pytest.approx(-0.8984375, rel=1e-6)
+
+
+@pytest.mark.parametrize("argument", ["logps", "old_logps", "ref_logps", "rollout_logps", "advantages"])
+@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
+def test_what_is_not_finite_on_a_token_that_counts_is_refused(argument, value):
+    tensors = whole_of_the_loss(EVERYTHING, 3)
+    del tensors["route_weight"]
+    tensors["mask"][:] = True
+    tensors["mask"][0, 0] = False
+    place = (2,) if argument == "advantages" else (2, 4)
+    tensors[argument][place] = value
+    count, token = (6, 0) if argument == "advantages" else (1, 4)
+    message = f"{argument}: {count} of the 17 tokens that count are not finite, the first is .* at row 2, token {token}"
+    with pytest.raises(FloatingPointError, match=message):
+        policy_loss("grpo", **tensors)
+    if argument != "advantages":  # the same value under the mask is nobody's business
+        tensors[argument][2, 4] = -1.0
+        tensors[argument][0, 0] = value
+        assert policy_loss("grpo", **tensors).loss.isfinite()
 
 
 def arguments_of(shape=(2, 3)):

@@ -26,6 +26,10 @@ def trl_loss(batch, trainer_class=None, **settings):
             use_bias_correction_kl=settings.pop("use_bias_correction_kl", False),
             sapo_temperature_pos=1.0,
             sapo_temperature_neg=1.0625,
+            vespo_k_pos=2.0,
+            vespo_lambda_pos=3.0,
+            vespo_k_neg=3.0,
+            vespo_lambda_neg=2.0,
             steps_per_generation=1,
         ),
         "model": SimpleNamespace(training=False),
@@ -111,6 +115,10 @@ CASES = {
     # TRL 1.16 makes the temperatures a float32 tensor, so that its 1.05 is 1.0499999523: compare at an exact number
     "sapo": (replace(OBJECTIVES["sapo"], temperature_neg=1.0625), {"loss_type": "sapo"}),
     "dual_clip": (OBJECTIVES["dual_clip"], {"delta": 3.0}),
+    "luspo": (
+        OBJECTIVES["luspo"],
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "epsilon_low": 2e-3, "epsilon_high": 2.5e-3},
+    ),
 }
 
 
@@ -129,23 +137,40 @@ def test_loss_and_gradient_are_those_of_trl(name, beta, token_advantages):
             torch.testing.assert_close(slope, theirs[1], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("spread", [1e-3, 0.5, 1.5])
+def test_vespo_is_that_of_trl(spread):
+    # in `CASES` TRL would weigh the KL by token ratios, our objective by the ratio that the gate sees
+    batch = make_batch(7, spread)
+    batch["advantages"] = batch["advantages"][:, None]  # as TRL's own preparation leaves them
+    theirs = trl_loss(batch, loss_type="vespo")
+    batch["advantages"] = batch["advantages"][:, 0]
+    loss, slope, _ = ours("vespo", batch)
+    torch.testing.assert_close(loss, theirs[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(slope, theirs[1], rtol=1e-10, atol=1e-12)
+
+
 def test_clip_fractions_are_those_of_trl():
     # TRL counts tokens under a token ratio and sequences under a sequence ratio
     batch = make_batch(0, 0.5)
     *_, metrics = trl_loss(batch)
     *_, out = ours("grpo", batch)
-    assert metrics["clip_ratio/region_mean"] == [pytest.approx(out.metrics["clip_fraction"].item())]
+    tokens = out.metrics["tokens"].item()
+    assert metrics["clip_ratio/region_mean"] == [pytest.approx(out.metrics["clipped_tokens"].item() / tokens)]
+    assert metrics["clip_ratio/low_mean"] == [pytest.approx(out.metrics["clipped_low_tokens"].item() / tokens)]
+    assert metrics["clip_ratio/high_mean"] == [pytest.approx(out.metrics["clipped_high_tokens"].item() / tokens)]
     batch = make_batch(0, 1e-3)
     *_, metrics = trl_loss(batch, **CASES["gspo"][1])
     *_, out = ours("gspo", batch)
-    assert metrics["clip_ratio/region_mean"] == [pytest.approx(out.metrics["clip_fraction_sequences"].item())]
+    assert metrics["clip_ratio/region_mean"] == [
+        pytest.approx((out.metrics["clipped_sequences"] / out.metrics["sequences"]).item())
+    ]
 
 
 def test_off_policy_sequence_mask_is_that_of_trl():
     batch = make_batch(3, 0.5)
     theirs = trl_loss(batch, off_policy_mask_threshold=0.1)
     loss, slope, out = ours("grpo_opsm", batch, "rollout_logps")
-    assert 0 < out.metrics["correction_dropped_fraction"] < 1
+    assert 0 < out.metrics["correction_dropped_tokens"] < out.metrics["tokens"]
     torch.testing.assert_close(loss, theirs[0])
     torch.testing.assert_close(slope, theirs[1])
 

@@ -73,6 +73,7 @@ def test_padding_never_matters(name, rows, tokens, seed, token_advantages, kind)
 def test_80_nats_stay_finite_and_are_counted(name, dtype):
     batch, rollout, gamma = draw_batch(7, 6, 5, 0.1, False, dtype)
     batch["mask"][:] = True
+    batch["old_logps"], rollout = batch["old_logps"] - 81.0, rollout - 81.0  # so that no probability exceeds 1
     batch["logps"] = batch["old_logps"] + 80.0 * torch.tensor([[1, 1, -1, 0, 1]] * 6, dtype=dtype)
     batch["logps"][1], batch["logps"][2] = batch["old_logps"][1] + 80, batch["old_logps"][2] - 80
     out, slope = evaluate(name, batch, **optional_inputs(name, rollout, gamma))

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from jaxtyping import TypeCheckError
 
-from moe_rl.objectives import NOTES, OBJECTIVES, Correction, Objective, get_objective
+from moe_rl.objectives import OBJECTIVES, PRESETS, Correction, Objective, get_objective
+from moe_rl.objectives.bounds import unknown
 from moe_rl.objectives.methods_table import methods_markdown
-from moe_rl.objectives.objective import refuse_unknown
 
 DOCS = Path(__file__).parents[2] / "docs" / "methods.md"
 
@@ -18,8 +18,7 @@ def test_the_page_is_generated_from_the_presets():
 
 
 def test_every_preset_has_a_row_and_a_source():
-    assert list(NOTES) == list(OBJECTIVES)
-    assert all(note.source for note in NOTES.values())
+    assert all(preset.source for preset in PRESETS.values())
     page = methods_markdown()
     assert all(f"| `{name}` |" in page for name in OBJECTIVES)
 
@@ -49,10 +48,14 @@ def test_an_unknown_preset_names_the_nearest():
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"clip_low": -0.1}, "clip_low: expected a number >= 0"),
+        ({"clip_low": -0.1}, "clip_low: expected a finite number of at least 0, got -0.1"),
+        ({"clip_high": float("inf")}, "clip_high: expected a finite number"),
+        ({"route_floor": 1.5}, "route_floor: expected a finite number of at least 0 and of at most 1, got 1.5"),
+        ({"gate": "divergence_tv", "ratio": "sequence"}, "'divergence_tv' is defined for 'token' ratios"),
+        ({"gate": "clipp"}, r"Objective.gate: .* got 'clipp'. Did you mean 'clip'"),
         ({"kl_coef": float("nan")}, "kl_coef"),
         ({"temperature_neg": 0.0}, "temperature_neg"),
-        ({"gate": "geometric", "ratio": "sequence"}, "geometric mean of token ratios itself"),
+        ({"gate": "geometric", "ratio": "sequence"}, "'geometric' is defined for 'token' ratios, got 'sequence'"),
         ({"gate": "sigmoid", "dual_clip": 3.0}, "dual_clip"),
         ({"dual_clip": 1.1}, "dual_clip"),
         ({"local_normalizer": True}, "token_mean"),
@@ -76,11 +79,10 @@ def test_refused_corrections(knobs):
 
 
 def test_an_unknown_choice_names_the_nearest():
-    # tests run with shapes and literals checked at run time; users see this check
-    with pytest.raises(ValueError, match=r"Objective.gate: .* got 'clipp'. Did you mean 'clip'"):
-        refuse_unknown("gate", "clipp", ("clip", "mask"))
+    # tests run with literals checked at run time; users see the second message
     with pytest.raises((ValueError, TypeCheckError), match="token_truncate"):
         Correction("tis")
+    assert unknown("Objective.gate", "clipp", ("clip", "mask")).endswith("got 'clipp'. Did you mean 'clip'?")
 
 
 def test_presets_cannot_be_changed_in_place():

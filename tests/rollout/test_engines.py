@@ -7,19 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import make_task
-from moe_rl.rollout.engines import (
-    EngineConfig,
-    EngineError,
-    HuggingFaceEngine,
-    ModelEngine,
-    check_engine,
-    forward_logps,
-    make_engine,
-    rounded,
-)
+from moe_rl.rollout.engine import ModelEngine, forward_logps
+from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine, check_engine, make_engine, rounded
 from moe_rl.rollout.tasks import TaskConfig
-from moe_rl.tiny import TinyConfig, build_tiny, char_tokenizer
 
 TASK = make_task(TaskConfig(name="mod_chain", options={"steps": 1}))
 TOKENIZER = char_tokenizer(TASK.alphabet)

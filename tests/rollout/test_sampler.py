@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
+from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import Problem, TaskConfig, make_task, sample, sampler, score
 from moe_rl.rollout.sampler import draw_tokens
 from moe_rl.routing import record_routes
-from moe_rl.tiny import TinyConfig, build_tiny, char_tokenizer
 
 TASK = make_task(TaskConfig("copy", {"length": 3, "symbols": "abcdef"}))
 TOKENIZER = char_tokenizer(TASK.alphabet)

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from moe_rl.policy.tiny import char_tokenizer
 from moe_rl.rollout import Problem, Rollout, TaskError, demonstrate, named_rewards, score, step_rewards
 from moe_rl.rollout.character_tasks import ModChain
-from moe_rl.tiny import char_tokenizer
 
 
 class Pieces:

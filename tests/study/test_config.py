@@ -47,6 +47,9 @@ def test_arms_lie_over_the_base_and_name_their_own_seeds():
     assert set(differences(yaml.safe_load(dump_run(grpo)), yaml.safe_load(dump_run(gspo)))) == {
         "method.objective",
         "method.clip_low",
+        "objective.ratio",  # what is minimised, presets filled in
+        "objective.clip_low",
+        "objective.clip_high",
     }
 
 
@@ -77,15 +80,28 @@ def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
         (changed(base={"optim": {"steps": True}}), "base.optim.steps: expected int, got True"),
         (
             changed(arms={"a": {"method": {"objective": "gsop"}}}),
-            "method.objective: unknown objective 'gsop'",
+            "method.objective: expected one of .*; got 'gsop'. Did you mean 'gspo'",
         ),
-        (changed(arms={"a": {"method": {"replay": "R9"}}}), "method.replay: unknown kind 'R9'"),
+        (changed(arms={"a": {"method": {"replay": "R9"}}}), "a.method.replay: expected one of none, R2, R3; got 'R9'"),
+        (changed(arms={"a": {"value": {"model": "heads"}}}), "arms.a.value.model: .*Did you mean 'head'"),
+        (changed(arms={"a": {"method": {"ratio": "sequense"}}}), "a.method.ratio: .*Did you mean 'sequence'"),
+        (changed(arms={"a": {"method": {"gate": "clipp"}}}), "method: Objective.gate: .*Did you mean 'clip'"),
+        (
+            changed(arms={"a": {"method": {"corrections": [{"kind": "token_mask", "low": 3, "high": 1}]}}}),
+            r"arms.a.method.corrections\[0\]: .*low 3.0 is above high 1.0",
+        ),
+        (
+            changed(arms={"a": {"method": {"ratio": "sequence", "gate": "geometric"}}}),
+            "'geometric' is defined for 'token' ratios",
+        ),
+        (changed(seeds=[0, -1]), r"seeds\[1\]: expected a whole number of at least 0 .*got -1"),
+        (changed(arms={"a": {"seeds": [2**64]}}), r"arms.a.seeds\[0\]: expected a whole number"),
         (changed(arms={"a": {"metod": {}}}), "arms.a.metod: unknown field; did you mean 'method'"),
         (
             changed(arms={"a": {"optim": {"num_minibatches": 5}}}),
             "optim.num_minibatches: .*must divide rollout.prompts",
         ),
-        (changed(arms={"a": {"method": {"noise": -1}}}), "method.noise: .*not negative"),
+        (changed(arms={"a": {"method": {"noise": -1}}}), "method.noise: .*of at least 0, got -1"),
         (changed(arms={"a": {"rollout": {"group_size": 1}}}), "rollout.group_size: a group baseline needs 2"),
     ],
 )
@@ -133,3 +149,44 @@ def test_defaults_are_a_run_that_can_start():
     from moe_rl.training import validate
 
     validate(RunConfig())
+
+
+def test_comparisons_are_declared_with_the_study(tmp_path):
+    study = parse_study(changed(comparisons=[["gspo", "grpo"]], interest=0.1))
+    assert study.comparisons == (("gspo", "grpo"),) and study.interest == 0.1
+    copy = tmp_path / "study.yaml"
+    copy.write_text(dump_study(study))
+    assert load_study(copy) == study
+    assert parse_study(STUDY).comparisons is None and parse_study(STUDY).interest == 0.05
+    assert parse_study(changed(comparisons=[])).comparisons == ()  # nothing is compared, by choice
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        ({"comparisons": [["gspo", "grpoo"]]}, r"comparisons\[0\]: no arm is called 'grpoo'.*grpo"),
+        ({"comparisons": [["gspo", "gspo"]]}, r"comparisons\[0\]: 'gspo' is compared with itself"),
+        (
+            {"comparisons": [["gspo", "grpo"], ["grpo", "gspo"]]},
+            r"comparisons\[1\]: 'grpo' and 'gspo' are compared twice",
+        ),
+        ({"comparisons": [["gspo"]]}, r"comparisons\[0\]: expected 2 values, got 1"),
+        ({"comparisons": "gspo, grpo"}, "comparisons: expected a list, got 'gspo, grpo'"),
+        ({"interest": 0}, "interest: expected a difference of reward above 0, got 0.0"),
+        ({"interest": float("nan")}, "interest: expected a difference of reward above 0, got nan"),
+    ],
+)
+def test_comparisons_that_cannot_be_made_are_refused(field, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_study(changed(**field))
+
+
+def test_some_arms_keep_the_comparisons_among_them():
+    study = parse_study(
+        changed(
+            arms={**STUDY["arms"], "third": {"seeds": [2], "optim": {"steps": 3}}},
+            comparisons=[["gspo", "grpo"], ["third", "grpo"]],
+        )
+    )
+    assert study.with_arms(["grpo", "third"]).comparisons == (("third", "grpo"),)
+    assert parse_study(STUDY).with_arms(["grpo"]).comparisons is None

@@ -180,6 +180,14 @@ def test_folders_without_runs_say_what_was_expected(folder, tmp_path):
         load(tmp_path)
 
 
+def test_joined_studies_keep_their_comparisons(folder):
+    from dataclasses import replace
+
+    data = load(folder)
+    one = replace(data, config={**data.config, "comparisons": [["gspo", "grpo"]]})
+    assert join({"a": one, "b": data}).config["comparisons"] == [["a/gspo", "a/grpo"]]
+
+
 def test_two_studies_are_compared_as_one(folder):
     both = join({"a": load(folder), "b": load(folder)})
     assert len(both.rollouts) == 2 * 16 * 6
@@ -187,3 +195,19 @@ def test_two_studies_are_compared_as_one(folder):
     means = both.rollouts.groupby("arm")["reward"].mean()
     assert means["a/gspo"] == means["b/gspo"]
     assert len(both.tokens) == 2 * len(load(folder).tokens)
+
+
+def test_rows_of_three_hundred_runs_load_in_seconds(folder, tmp_path):
+    """Linear in rows: ten times the runs take about ten times as long, in seconds of this process."""
+    import time
+
+    def seconds(runs):
+        many = tmp_path / f"many{runs}"
+        for seed in range(runs):
+            shutil.copytree(folder / "gspo" / "seed0", many / "gspo" / f"seed{seed}")
+        began = time.process_time()
+        assert len(load(many).probes) == runs * 6 * 4
+        return time.process_time() - began
+
+    few, more = seconds(30), seconds(300)
+    assert more < 25 * few and more < 10

@@ -1,92 +1,38 @@
 """Statistics: goldens derived by hand, and the properties that few seeds must not break."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from moe_rl.study import statistics as S
-
-VALUES = st.lists(st.floats(-1, 1, allow_subnormal=False), min_size=2, max_size=6)
-
-
-def test_bootstrap_of_three_seeds_is_their_range():
-    # 27 resamples; the lowest mean (all three the minimum) has probability 1/27 = 3.7 % > 2.5 %
-    interval = S.bootstrap_interval([0.40, 0.466, 0.475])
-    assert interval.low == pytest.approx(0.40, abs=1e-12)
-    assert interval.high == pytest.approx(0.475, abs=1e-12)
-    assert interval.estimate == pytest.approx(0.447, abs=1e-12)
-    assert interval.n == 3
+from moe_rl.study.power import fewest_pairs, pairs_needed, resolvable_difference
 
 
-def test_bootstrap_of_four_seeds_leaves_the_extreme_resample_out():
-    # values 0,0,0,1: the mean of a resample is k/4 with k ~ Binomial(4, 1/4):
-    # P(0) = .316, P(1) = .422, P(2) = .211, P(3) = .047, P(4) = .0039
-    # up to 2/4: .316 + .422 + .211 = .949 < .975, so the 97.5 % quantile is 3/4
-    interval = S.bootstrap_interval([0.0, 0.0, 0.0, 1.0])
-    assert (interval.low, interval.high) == (0.0, 0.75)
-
-
-def test_bootstrap_without_enough_seeds_or_spread():
-    assert not S.bootstrap_interval([0.3]).known
-    assert S.bootstrap_interval([]).n == 0
-    assert np.isnan(S.bootstrap_interval([]).estimate)
-    same = S.bootstrap_interval([0.5] * 9)
-    assert (same.low, same.high) == (0.5, 0.5)
-    assert S.bootstrap_interval([0.1, np.nan, 0.3]).n == 2
-
-
-def test_bootstrap_of_many_seeds_is_scipys_bca_and_repeats():
-    from scipy import stats
-
-    values = np.random.default_rng(1).exponential(size=12)
-    ours = S.bootstrap_interval(values)
-    theirs = stats.bootstrap(
-        (values,), np.mean, n_resamples=10_000, method="BCa", rng=np.random.default_rng(0)
-    ).confidence_interval
-    assert (ours.low, ours.high) == (theirs.low, theirs.high)
-    assert S.bootstrap_interval(values) == ours
-
-
-def test_bootstrap_refuses_a_confidence_that_is_none():
+def test_few_seeds_have_a_range_and_six_an_interval():
+    five = S.seed_interval([0.1, 0.5, 0.3, 0.2, 0.4])
+    assert (five.estimate, five.low, five.high, five.method) == (pytest.approx(0.3), 0.1, 0.5, "range")
+    values = [0.1, 0.5, 0.3, 0.2, 0.4, np.nan, 0.3]
+    six = S.seed_interval(values)
+    # mean 0.3, sum of squares .04 + .04 + .01 + .01 = .1, s = √(.1/5); t_{.975, 5} = 2.570582
+    half = 2.570582 * np.sqrt(0.02) / np.sqrt(6)
+    assert (six.low, six.high, six.n) == (pytest.approx(0.3 - half, abs=1e-6), pytest.approx(0.3 + half, abs=1e-6), 6)
+    assert not S.seed_interval([0.3]).known
+    assert S.seed_interval([]).n == 0 and np.isnan(S.seed_interval([]).estimate)
     with pytest.raises(ValueError, match=r"confidence must lie strictly between 0 and 1, got 95\.0"):
-        S.bootstrap_interval([1.0, 2.0], confidence=95.0)
+        S.student_interval([1.0, 2.0], confidence=95.0)
 
 
 @settings(max_examples=25)
-@given(VALUES, st.floats(0.1, 10), st.floats(-5, 5))
-def test_bootstrap_moves_and_scales_with_the_values(values, scale, shift):
-    one, other = S.bootstrap_interval(values), S.bootstrap_interval(scale * np.array(values) + shift)
-    assert other.low == pytest.approx(scale * one.low + shift, abs=1e-9)
-    assert other.high == pytest.approx(scale * one.high + shift, abs=1e-9)
-    assert min(values) - 1e-12 <= one.low <= one.estimate + 1e-12 <= one.high + 2e-12 <= max(values) + 3e-12
-
-
-@settings(max_examples=25)
-@given(st.lists(VALUES.filter(lambda v: len(v) == 3), min_size=1, max_size=4))
-def test_band_is_the_pointwise_interval(columns):
+@given(st.lists(st.lists(st.floats(-1, 1), min_size=7, max_size=7), min_size=1, max_size=4), st.integers(0, 7))
+def test_band_is_the_pointwise_interval(columns, missing):
     table = np.array(columns).T
-    low, high = S.bootstrap_band(table)
-    for i, column in enumerate(columns):
-        interval = S.bootstrap_interval(column)
-        assert low[i] == pytest.approx(interval.low, abs=1e-9)
-        assert high[i] == pytest.approx(interval.high, abs=1e-9)
-
-
-def test_band_where_a_seed_stopped_early():
-    low, high = S.bootstrap_band(np.array([[1.0, 1.0, 1.0], [2.0, 2.0, np.nan], [4.0, np.nan, np.nan]]))
-    assert low.tolist()[:2] == [1.0, 1.0]
-    assert high.tolist()[:2] == [4.0, 2.0]
-    assert np.isnan([low[2], high[2]]).all()
-
-
-def test_band_of_many_seeds_narrows():
-    rng = np.random.default_rng(0)
-    low, high = S.bootstrap_band(rng.normal(size=(40, 1)))
-    # mean of 40 standard normals: half-width about 1.96/√40 = 0.31
-    assert 0.4 < (high - low)[0] < 0.8
+    table[: min(missing, 7), 0] = np.nan
+    low, high = S.seed_band(table)
+    for i in range(table.shape[1]):
+        interval = S.seed_interval(table[:, i])
+        assert np.allclose([low[i], high[i]], [interval.low, interval.high], equal_nan=True)
 
 
 def test_student_interval_by_hand():
@@ -96,11 +42,10 @@ def test_student_interval_by_hand():
     assert not S.student_interval([1.0]).known
 
 
-def test_notes_say_what_few_seeds_are_worth():
-    assert "75 %" in S.small_sample_note(3)  # 1 - 2^-2
-    assert "50 %" in S.small_sample_note(2)  # 1 - 2^-1
-    assert "too narrow" in S.small_sample_note(5)
-    assert S.small_sample_note(20) == ""
+def test_notes_say_what_the_interval_is():
+    assert S.interval_note(5) == "bars and bands: the range of the 5 seeds, which is no confidence interval"
+    assert S.interval_note(6) == "intervals: 95 % Student over 6 seeds"
+    assert S.interval_note(0) == "no seed"
 
 
 def test_interquartile_mean():
@@ -111,43 +56,106 @@ def test_interquartile_mean():
 
 
 @settings(max_examples=25)
-@given(VALUES, VALUES)
-def test_probability_of_improvement_is_antisymmetric(a, b):
-    forward, back = S.probability_of_improvement(a, b), S.probability_of_improvement(b, a)
-    assert forward + back == pytest.approx(1.0)
-    assert forward == np.mean([(x > y) + 0.5 * (x == y) for x, y in itertools.product(a, b)])
+@given(st.lists(st.floats(-1, 1, allow_subnormal=False), min_size=2, max_size=9))
+def test_sign_flip_is_scipys_permutation_test(differences):
+    d = np.round(differences, 3)
+    theirs = stats.permutation_test(
+        (d,), lambda x, axis: x.mean(axis=axis), permutation_type="samples", n_resamples=2**9, vectorized=True, axis=-1
+    )
+    expected = np.mean(np.abs(theirs.null_distribution) >= abs(d.mean()) * (1 - 1e-9) - 1e-12)
+    assert S.sign_flip_test(d) == pytest.approx(expected)
 
 
-def test_comparison_verdicts():
-    noise = {0: 0.466, 1: 0.475, 2: 0.398}
-    clear = S.compare_paired({0: 0.829, 1: 0.816, 2: 0.852}, noise)
-    # differences .363 .341 .454: mean .386, s = .0599, Student half-width 4.303 * .0599/√3 = .149 < .386
-    assert clear.verdict == "separated"
-    assert clear.difference.estimate == pytest.approx(0.386)
-    assert clear.difference.low == pytest.approx(0.341)
-    assert clear.sign_probability == 0.25
-    assert clear.probability_of_improvement == 1.0
-    # .165 .101 .112 -> mean .126, s .034, half-width .085: separated; one seed nearer to zero is not enough any more
-    weak = S.compare_paired({0: 0.5, 1: 0.5, 2: 0.5}, {0: 0.2, 1: 0.45, 2: 0.49})
-    assert weak.verdict == "same sign in every seed"  # differences .3 .05 .01: Student 0.12 ± 0.39
-    mixed = S.compare_paired({0: 0.5, 1: 0.5, 2: 0.5}, {0: 0.4, 1: 0.4, 2: 0.6})
-    assert mixed.verdict == "no separation"
+def test_sign_flip_by_hand():
+    # -.1 .2 .4: |sum| = .5; of the eight sums ±.7 ±.5 ±.3 ±.1 four are at least as large
+    assert S.sign_flip_test(np.array([-0.1, 0.2, 0.4])) == 0.5
+    assert S.sign_flip_test(np.full(8, 0.3)) == 2 / 2**8
+    assert S.sign_flip_test(np.zeros(8)) == 1.0
+    assert S.sign_flip_test(np.array([[0.1, 0.2], [0.1, -0.1]])).tolist() == [0.5, 1.0]
+    many = np.random.default_rng(0).normal(0.0, 1.0, 30)  # 2^30 patterns are sampled: close to the t test
+    assert S.sign_flip_test(many) == pytest.approx(stats.ttest_1samp(many, 0).pvalue, abs=0.02)
+    assert S.sign_flip_test(np.full(30, 0.1)) >= 2.0**-15
+
+
+def test_equivalence_is_two_one_sided_tests():
+    d = np.array([0.03, -0.02, 0.01, 0.04, 0.0, 0.02])
+    above = stats.ttest_1samp(d, -0.05, alternative="greater").pvalue
+    below = stats.ttest_1samp(d, 0.05, alternative="less").pvalue
+    assert S.equivalence_test(d, 0.05) == pytest.approx(max(above, below))
+    assert S.equivalence_test(-d, 0.05) == pytest.approx(max(above, below))
+    assert S.equivalence_test(np.zeros(6), 0.05) == 0.0  # no scatter at all, and inside
+    assert S.equivalence_test(np.full(6, 0.05), 0.05) == 1.0
+    assert np.isnan(S.equivalence_test(np.array([0.1])))
+
+
+def test_holm_by_hand():
+    # sorted .01 .02 .03 .04 times 4 3 2 1: .04 .06 .06 .04 -> kept non-decreasing
+    assert S.holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert S.holm([0.5, 0.9]).tolist() == [1.0, 1.0]
+    assert S.holm([]).size == 0
+
+
+EQUAL = dict.fromkeys(range(8), 0.8)
+
+
+def arm(*changes):
+    return {seed: 0.8 + change for seed, change in enumerate(changes)}
+
+
+@pytest.mark.parametrize(
+    ("differences", "verdict"),
+    [
+        ((0.11, 0.12, 0.08, 0.15, 0.10, 0.09, 0.13, 0.14), "higher"),
+        ((-0.11, -0.12, -0.08, -0.15, -0.10, -0.09, -0.13, -0.14), "lower"),
+        ((0.02, 0.021, 0.022, 0.019, 0.018, 0.02, 0.021, 0.02), "no difference of interest"),  # though it is not 0
+        ((0.01, -0.01, 0.02, -0.02, 0.0, 0.01, -0.01, 0.0), "no difference of interest"),
+        ((0.08, 0.03, 0.07, 0.02, 0.06, 0.05, 0.04, 0.02), "small difference"),  # mean .046: told from 0, not from .05
+        ((0.2, -0.1, 0.1, -0.15, 0.05, 0.12, -0.2, 0.1), "not resolved"),
+        ((0.9, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.01), "not resolved"),  # all signs agree: no verdict by itself
+        ((0.4, 0.4, 0.4, 0.4, 0.4), "too few pairs"),
+    ],
+)
+def test_verdicts(differences, verdict):
+    result = S.compare_paired(arm(*differences), EQUAL)
+    assert result.verdict == verdict
+    assert result.verdict in S.Verdict and set(S.VERDICT_RULES) == set(S.Verdict)
+
+
+def test_a_difference_of_interest_is_the_studys_own():
+    small = arm(0.02, 0.021, 0.022, 0.019, 0.018, 0.02, 0.021, 0.02)
+    assert S.compare_paired(small, EQUAL, interest=0.01).verdict == "higher"
+
+
+def test_a_family_pays_for_its_number():
+    clear = S.compare_paired(arm(*[0.1, 0.11, 0.12, 0.09, 0.08, 0.1, 0.11, 0.1]), EQUAL)
+    few = S.compare_paired(arm(0.1, 0.1, 0.1), EQUAL)
+    assert (clear.p, clear.adjusted, clear.verdict) == (2 / 256, 2 / 256, "higher")
+    six, seven = S.judge([clear] * 6 + [few]), S.judge([clear] * 7)
+    assert {one.verdict for one in six[:6]} == {"higher"}  # 6 · .0078 = .047
+    assert (six[6].verdict, six[0].family) == ("too few pairs", 6)  # untested, so it does not count
+    assert {one.verdict for one in seven} == {"not resolved"}  # 7 · .0078 = .055
+    assert seven[0].adjusted == pytest.approx(7 * 2 / 256)
+    assert fewest_pairs(6) == 8 and fewest_pairs(7) == 9
+    assert S.judge([]) == []
 
 
 def test_comparison_pairs_by_seed_and_ignores_the_rest():
     result = S.compare_paired({0: 1.0, 1: 2.0, 7: 9.0, 8: np.nan}, {0: 0.5, 1: 1.0, 8: 1.0, 9: 0.0})
     assert result.seeds == (0, 1)
     assert result.differences == (0.5, 1.0)
-    assert result.verdict == "too few seeds"
+    assert result.sd == pytest.approx(np.sqrt(0.125))
+    assert result.verdict == "too few pairs"
     assert S.compare_paired({}, {0: 1.0}).n == 0
 
 
 @settings(max_examples=25)
-@given(st.lists(st.floats(-1, 1), min_size=3, max_size=5))
+@given(st.lists(st.floats(-1, 1), min_size=3, max_size=9))
 def test_comparison_is_antisymmetric(differences):
     a, b = dict(enumerate(differences)), dict.fromkeys(range(len(differences)), 0.0)
     forward, back = S.compare_paired(a, b), S.compare_paired(b, a)
-    assert forward.verdict == back.verdict
+    mirrored = {S.Verdict.HIGHER: S.Verdict.LOWER, S.Verdict.LOWER: S.Verdict.HIGHER}
+    assert mirrored.get(forward.verdict, forward.verdict) == back.verdict
+    assert (forward.p, forward.p_equivalent) == pytest.approx((back.p, back.p_equivalent), nan_ok=True)
     assert forward.difference.estimate == pytest.approx(-back.difference.estimate, abs=1e-12)
 
 
@@ -201,17 +209,32 @@ def test_collapse_does_not_depend_on_the_unit_of_reward(rewards, unit):
 
 def test_resolvable_difference_against_tables_and_simulation():
     # Cohen's tables / G*Power, paired t, two-sided 5 %, power 80 %: n = 10 -> d_z = 0.996
-    assert S.resolvable_difference(1.0, 10) == pytest.approx(0.996, abs=2e-3)
+    assert resolvable_difference(1.0, 10) == pytest.approx(0.996, abs=2e-3)
     # n = 3 by simulation of 200 000 studies at the returned effect
-    delta = S.resolvable_difference(1.0, 3)
+    delta = resolvable_difference(1.0, 3)
     sample = np.random.default_rng(0).normal(delta, 1, (200_000, 3))
     t = sample.mean(1) / (sample.std(1, ddof=1) / np.sqrt(3))
     assert np.mean(np.abs(t) > 4.30265) == pytest.approx(0.8, abs=0.005)
-    assert S.resolvable_difference(0.02, 3) == pytest.approx(0.02 * delta)
+    assert resolvable_difference(0.02, 3) == pytest.approx(0.02 * delta)
 
 
 def test_resolvable_difference_at_the_edges():
-    assert np.isnan(S.resolvable_difference(0.1, 1))
-    assert S.resolvable_difference(0.0, 3) == 0.0
-    sizes = [S.resolvable_difference(0.05, n) for n in (2, 3, 5, 10, 30)]
+    assert np.isnan(resolvable_difference(0.1, 1))
+    assert resolvable_difference(0.0, 3) == 0.0
+    sizes = [resolvable_difference(0.05, n) for n in (2, 3, 5, 10, 30)]
     assert sizes == sorted(sizes, reverse=True)
+
+
+def test_pairs_needed_is_the_inverse_of_what_n_resolves():
+    n = pairs_needed(0.05, 0.05)
+    assert resolvable_difference(0.05, n) <= 0.05 < resolvable_difference(0.05, n - 1)
+    many = pairs_needed(0.05, 0.05, family=6)
+    assert (
+        resolvable_difference(0.05, many, alpha=0.05 / 6)
+        <= 0.05
+        < resolvable_difference(0.05, many - 1, alpha=0.05 / 6)
+    )
+    assert pairs_needed(0.001, 0.05) == 6  # never fewer than the exact test needs
+    assert pairs_needed(0.001, 0.05, family=12) == 9
+    assert pairs_needed(5.0, 0.01) is None
+    assert pairs_needed(float("nan"), 0.05) is None

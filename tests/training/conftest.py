@@ -1,26 +1,27 @@
-"""Trainers of small studies."""
+"""Runs of small studies."""
 
 import pytest
 from micro import judged
 
+from moe_rl.training import begin, resume, validate
+
 
 @pytest.fixture
 def paid_by_parity(monkeypatch):
-    """Every task that a trainer makes is under the Judge of `micro`."""
-    from moe_rl.training import trainer
+    """Every task that a run makes is under the Judge of `micro`."""
+    from moe_rl.training import state
 
-    monkeypatch.setattr(trainer, "make_task", judged(trainer.make_task))
+    monkeypatch.setattr(state, "make_task", judged(state.make_task))
 
 
 @pytest.fixture
-def trainer_of(paid_by_parity):
-    """(config, folder) -> its trainer, resumed."""
-    from moe_rl.training import Trainer, validate
+def state_of(paid_by_parity):
+    """(config, folder) -> the run's state, resumed."""
 
     def build(config, folder):
         validate(config)
-        made = Trainer(config, folder)
-        made.resume()
-        return made
+        state = begin(config, folder)
+        resume(state)
+        return state
 
     return build

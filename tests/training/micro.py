@@ -2,7 +2,8 @@
 
 import json
 
-from moe_rl.models import ModelConfig, TinyConfig
+from moe_rl.measure import token_logps
+from moe_rl.policy.models import ModelConfig, TinyConfig
 from moe_rl.rollout import TaskConfig
 from moe_rl.training import EvalConfig, OptimConfig, ProbeConfig, RolloutConfig, RunConfig
 
@@ -50,3 +51,9 @@ def rows(folder, kind=None, timed=False, **values):
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [r for r in found if (r["kind"] == kind if kind else timed or r["kind"] != "step")]
     return [r for r in found if all(r[key] == value for key, value in values.items())]
+
+
+def logps(state, model, part):
+    """Log-probabilities of a batch or rollout under one of a run's models."""
+    tokens = part.input_ids, part.attention_mask, part.completion_mask
+    return token_logps(model, *tokens, temperature=state.config.rollout.temperature)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-from micro import Judge
+from micro import judged
 from test_methods import MICRO, config_of
 
+from moe_rl.measure.catalogue import CATALOGUE, HEADS, find, render
 from moe_rl.rollout.engines import EngineConfig
-from moe_rl.training import MethodConfig, ProbeConfig, Trainer, trainer
-from moe_rl.training.catalogue import CATALOGUE, HEADS, find, render
+from moe_rl.training import MethodConfig, ProbeConfig, begin, run, state
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 ONE = replace(MICRO.optim, steps=1)
@@ -22,10 +22,12 @@ RUNS = {
     "ppo": config_of("ppo", optim=ONE),
     "iterative": config_of("iterative_grpo", optim=replace(ONE, reference_reset_every=1)),
     "rspo": config_of("rspo_replay", optim=ONE),
+    "corrected": config_of("minirl", optim=ONE),
     "process": config_of("gspo_token_process", optim=ONE),
     "decoupled": config_of("grpo_decoupled", optim=ONE),
     "accepted": config_of("rft", optim=ONE),
     "dpo": config_of("dpo", optim=ONE),
+    "overflow": replace(MICRO, optim=replace(ONE, on_nonfinite="skip", aux_loss_coef=1e38)),
     "engine": replace(
         MICRO,
         optim=ONE,
@@ -41,11 +43,10 @@ def written(tmp_path_factory):
     """By run and kind: the names that were written."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        make = trainer.make_task
-        patch.setattr(trainer, "make_task", lambda config: Judge(make(config)))
+        patch.setattr(state, "make_task", judged(state.make_task))
         for name, config in RUNS.items():
             folder = tmp_path_factory.mktemp(name)
-            Trainer(config, folder).run()
+            run(begin(config, folder))
             names = found[name] = {}
             for line in (folder / "metrics.jsonl").read_text().splitlines():
                 row = json.loads(line)
@@ -58,8 +59,8 @@ def written(tmp_path_factory):
 def test_every_name_that_runs_write_is_defined(written):
     unknown = {
         (kind, name)
-        for run in written.values()
-        for kind, names in run.items()
+        for kinds in written.values()
+        for kind, names in kinds.items()
         for name in names - {"step"}
         if find(kind, name) is None
     }
@@ -67,7 +68,7 @@ def test_every_name_that_runs_write_is_defined(written):
 
 
 def test_every_definition_is_of_a_name_that_runs_write(written):
-    seen = {(kind, find(kind, name)) for run in written.values() for kind, names in run.items() for name in names}
+    seen = {(kind, find(kind, name)) for kinds in written.values() for kind, names in kinds.items() for name in names}
     missing = {(kind, m.name) for kind, metrics in CATALOGUE.items() for m in metrics if (kind, m) not in seen}
     assert missing == {("step", "peak_bytes")}, "only a GPU reports its peak"
 
@@ -90,4 +91,4 @@ def test_a_name_has_one_entry_and_an_exact_one_comes_first():
 
 
 def test_the_page_is_the_registry():
-    assert PAGE.read_text() == render(), "python -m moe_rl.training.catalogue > docs/metrics.md"
+    assert PAGE.read_text() == render(), "python -m moe_rl.measure.catalogue > docs/metrics.md"

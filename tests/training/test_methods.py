@@ -3,24 +3,33 @@
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from micro import MICRO, rows
+import yaml
+from micro import MICRO, logps, rows
 
-from moe_rl.objectives import OBJECTIVES, accepted_advantages, group_advantages, leave_one_out_advantages
+from moe_rl.objectives import (
+    OBJECTIVES,
+    accepted_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    policy_loss,
+)
 from moe_rl.rollout import TaskConfig
 from moe_rl.training import (
     EvalConfig,
     MethodConfig,
     ProbeConfig,
     RewardConfig,
-    Trainer,
     ValueConfig,
+    begin,
+    run,
     validate,
 )
-from moe_rl.training.responses import respond
-from moe_rl.training.scoring import score_rollout
+from moe_rl.training.loop import advantages_of, collect_batch, responses
+from moe_rl.training.score import score_rollout
 
 MICRO = replace(MICRO, eval=EvalConfig(prompts=4), probe=ProbeConfig(every=0))
 LEARNED = RewardConfig(model="learned", initial_batches=1, retrain_every=1, batch_size=4)
@@ -55,11 +64,11 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("name", ARMS)
-def test_every_method_trains(trainer_of, tmp_path, name):
-    trainer = trainer_of(config_of(name), tmp_path)
-    before = {key: weights(module) for key, (module, _) in trainer.trained.items()}
-    trainer.run()
-    for key, (module, _) in trainer.trained.items():
+def test_every_method_trains(state_of, tmp_path, name):
+    state = state_of(config_of(name), tmp_path)
+    before = {key: weights(module) for key, (module, _) in state.trained.items()}
+    run(state)
+    for key, (module, _) in state.trained.items():
         assert not same(before[key], weights(module)), f"{key} did not learn"
         assert all(bool(v.isfinite().all()) for v in module.state_dict().values())
     absent = {"aux_loss", "groups_equal", "rollout_logp_gap"}  # None is written where a number is not finite
@@ -68,11 +77,11 @@ def test_every_method_trains(trainer_of, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["ppo", "ppo_head", "iterative_grpo", "rft", "dpo", "rspo"])
-def test_interrupted_runs_end_as_uninterrupted_ones(trainer_of, tmp_path, name):
+def test_interrupted_runs_end_as_uninterrupted_ones(state_of, tmp_path, name):
     arm = config_of(name)
     config = replace(arm, optim=replace(arm.optim, steps=3), rollout=replace(MICRO.rollout, lag=int(name == "ppo")))
-    whole = trainer_of(config, tmp_path / "whole")
-    whole.run()
+    whole = state_of(config, tmp_path / "whole")
+    run(whole)
 
     class Stop(Exception):
         pass
@@ -81,13 +90,13 @@ def test_interrupted_runs_end_as_uninterrupted_ones(trainer_of, tmp_path, name):
         if row["kind"] == "update" and row["step"] == 2:
             raise Stop
 
-    broken = trainer_of(config, tmp_path / "broken")
+    broken = state_of(config, tmp_path / "broken")
     broken.log.listener = stop
     with pytest.raises(Stop):
-        broken.run()
-    resumed = trainer_of(config, tmp_path / "broken")
+        run(broken)
+    resumed = state_of(config, tmp_path / "broken")
     assert resumed.step == 2
-    resumed.run()
+    run(resumed)
     for key, (module, _) in whole.trained.items():
         assert same(weights(module), weights(resumed.trained[key][0])), key
     for key, module in whole.frozen.items():
@@ -95,13 +104,18 @@ def test_interrupted_runs_end_as_uninterrupted_ones(trainer_of, tmp_path, name):
     assert rows(tmp_path / "whole") == rows(tmp_path / "broken")
 
 
+def test_the_study_of_all_methods_has_every_preset():
+    study = yaml.safe_load((Path(__file__).parents[2] / "experiments" / "methods.yaml").read_text())
+    assert {arm["method"]["objective"] for arm in study["arms"].values()} == {*OBJECTIVES, "dpo"}
+
+
 # -- advantages ------------------------------------------------------------------------------------------------
 
 
-def test_advantages_are_those_that_the_method_names(trainer_of, tmp_path):
+def test_advantages_are_those_that_the_method_names(state_of, tmp_path):
     def batch(name, **method):
         config = config_of(name)
-        return trainer_of(replace(config, method=replace(config.method, **method)), tmp_path / name).collect()
+        return collect_batch(state_of(replace(config, method=replace(config.method, **method)), tmp_path / name))
 
     for name, expected in {
         "grpo": lambda r: group_advantages(r, 4),
@@ -114,27 +128,28 @@ def test_advantages_are_those_that_the_method_names(trainer_of, tmp_path):
         assert torch.equal(made.advantages, expected(made.rewards)), name
 
 
-def on_tokens(trainer, rollout, row):
+def on_tokens(state, rollout, row):
     """Column -> step reward of one response, by the lengths of its tokens' texts (a sampled `<pad>` has five)."""
     found = {}
     columns = rollout.completion_mask[row].nonzero().flatten().tolist()
-    for end, reward in trainer.task.step_rewards(rollout.problems[row], rollout.completions[row]):
+    for end, reward in state.task.step_rewards(rollout.problems[row], rollout.completions[row]):
         length = 0
         for column in columns:
-            length += len(trainer.tokenizer.decode([rollout.input_ids[row, column]]))
+            length += len(state.tokenizer.decode([rollout.input_ids[row, column]]))
             if length >= end:
                 found[column] = found.get(column, 0.0) + reward
                 break
     return found
 
 
-def test_process_advantages_are_returns_to_go_on_the_tokens_that_end_steps(trainer_of, tmp_path):
+def test_process_advantages_are_returns_to_go_on_the_tokens_that_end_steps(state_of, tmp_path):
     """Against the definition in plain loops."""
-    trainer = trainer_of(config_of("gspo_token_process"), tmp_path)
-    rollout = respond(trainer, random.Random(0), trainer.draw("test"))
-    batch, facts = score_rollout(trainer, rollout)
-    steps = [on_tokens(trainer, rollout, row) for row in range(16)]
-    expected = torch.zeros_like(batch.advantages)
+    state = state_of(config_of("gspo_token_process"), tmp_path)
+    rollout = responses(state, random.Random(0), state.generator("test"))
+    scores = score_rollout(rollout, state.policy, state.ranks, temperature=state.config.rollout.temperature)
+    advantages, _, metrics = advantages_of(state, rollout, scores)
+    steps = [on_tokens(state, rollout, row) for row in range(16)]
+    expected = torch.zeros_like(advantages)
     for group in range(4):
         mine = steps[4 * group : 4 * group + 4]
         all_rewards = torch.tensor([reward for found in mine for reward in found.values()])
@@ -143,48 +158,55 @@ def test_process_advantages_are_returns_to_go_on_the_tokens_that_end_steps(train
                 ahead = [reward for column, reward in found.items() if column >= t]
                 gains = [(r - all_rewards.mean()) / (all_rewards.std() + 1e-4) for r in ahead]
                 expected[row, t] = sum(gains) if all_rewards.std() > 0 else 0.0
-    torch.testing.assert_close(batch.advantages, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(advantages, expected, atol=1e-5, rtol=1e-5)
     assert expected.std() > 0.1
-    assert facts["steps_per_response"] == sum(map(len, steps)) / 16
+    assert metrics["steps_per_response"] == sum(map(len, steps)) / 16
 
 
-def test_dr_grpo_divides_by_the_generation_budget(trainer_of, tmp_path):
-    trainer = trainer_of(config_of("dr_grpo"), tmp_path)
-    assert trainer.method.objective.length_constant == trainer.task.max_new_tokens == 7
+def test_dr_grpo_divides_by_the_generation_budget(state_of, tmp_path):
+    state = state_of(config_of("dr_grpo"), tmp_path)
+    assert state.method.objective.length_constant == state.task.max_new_tokens == 7
     config = config_of("dr_grpo", rollout=replace(MICRO.rollout, max_new_tokens=5))
-    assert trainer_of(config, tmp_path / "short").method.objective.length_constant == 5
+    assert state_of(config, tmp_path / "short").method.objective.length_constant == 5
+
+
+def loss_of(state, batch):
+    """The method's loss of the current policy on a whole batch."""
+    return policy_loss(
+        state.method.objective,
+        logps(state, state.policy, batch).logps,
+        batch.old_logps,
+        batch.advantages,
+        batch.completion_mask,
+        rollout_logps=batch.rollout_logps if state.method.needs_rollout_logps else None,
+    )
 
 
 @pytest.mark.parametrize(("name", "shift"), [("gspo_rollout", 0.5), ("gspo", 0.0)])
-def test_the_ratio_is_against_the_anchor_that_is_named(trainer_of, tmp_path, name, shift):
+def test_the_ratio_is_against_the_anchor_that_is_named(state_of, tmp_path, name, shift):
     """Rollout log-probabilities that are half a nat lower raise the ratio of the one and not of the other."""
-    trainer = trainer_of(config_of(name), tmp_path)
-    batch = trainer.collect()
+    state = state_of(config_of(name), tmp_path)
+    batch = collect_batch(state)
     batch = replace(batch, rollout_logps=batch.old_logps - 0.5)
-    loss = trainer.loss(trainer.logps(trainer.model, batch), batch, batch, None)
+    loss = loss_of(state, batch)
     assert loss.sequence_log_ratio.detach() == pytest.approx(torch.full((16,), shift), abs=1e-5)
 
 
-def test_minirl_corrects_for_the_engine_that_sampled(trainer_of, tmp_path):
+def test_minirl_corrects_for_the_engine_that_sampled(state_of, tmp_path):
     """Its weight is min(pi_old / pi_rollout, 5), here e^0.5 on every token."""
-    trainer = trainer_of(config_of("minirl"), tmp_path)
-    batch = trainer.collect()
-    out = trainer.logps(trainer.model, batch)
+    state = state_of(config_of("minirl"), tmp_path)
+    batch = collect_batch(state)
     plain, shifted = (
-        trainer.loss(out, one, one, None).loss.detach()
-        for one in (
-            replace(batch, rollout_logps=batch.old_logps),
-            replace(batch, rollout_logps=batch.old_logps - 0.5),
-        )
+        loss_of(state, replace(batch, rollout_logps=batch.old_logps - lower)).loss.detach() for lower in (0.0, 0.5)
     )
     assert plain.abs() > 1e-3
     assert float(shifted / plain) == pytest.approx(math.exp(0.5), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["rspo", "rspo_after_clip"])
-def test_router_shift_is_none_on_the_first_update_and_grows(trainer_of, tmp_path, name):
+def test_router_shift_is_none_on_the_first_update_and_grows(state_of, tmp_path, name):
     """The first minibatch meets the policy that sampled it: gamma = 1 up to rounding. Later ones do not."""
-    trainer_of(config_of(name, optim=replace(MICRO.optim, warmup_updates=0)), tmp_path).run()
+    run(state_of(config_of(name, optim=replace(MICRO.optim, warmup_updates=0)), tmp_path))
     first, second = rows(tmp_path, "update")[:2]
     assert first["route_weight"] == pytest.approx(1.0, abs=1e-5) and first["route_weight_floored"] == 0.0
     assert second["route_weight"] < 0.99
@@ -193,17 +215,17 @@ def test_router_shift_is_none_on_the_first_update_and_grows(trainer_of, tmp_path
 # -- sources ---------------------------------------------------------------------------------------------------
 
 
-def test_rft_learns_from_the_initial_policy_whatever_became_of_the_current_one(trainer_of, tmp_path):
+def test_rft_learns_from_the_initial_policy_whatever_became_of_the_current_one(state_of, tmp_path):
     seen = {}
     for rate in (1e-2, 1e-3):
         config = config_of("rft", optim=replace(MICRO.optim, learning_rate=rate, steps=3))
-        trainer = trainer_of(config, tmp_path / str(rate))
-        start = weights(trainer.model)
-        trainer.run()
-        assert same(start, weights(trainer.initial))
+        state = state_of(config, tmp_path / str(rate))
+        start = weights(state.policy)
+        run(state)
+        assert same(start, weights(state.initial))
         seen[rate] = [(r["reward"], r["response_length"]) for r in rows(tmp_path / str(rate), "rollout")]
     assert seen[1e-2] == seen[1e-3]
-    trainer_of(config_of("online_rft", optim=replace(MICRO.optim, steps=3)), tmp_path / "online").run()
+    run(state_of(config_of("online_rft", optim=replace(MICRO.optim, steps=3)), tmp_path / "online"))
     online = [(r["reward"], r["response_length"]) for r in rows(tmp_path / "online", "rollout")]
     assert online[0] == seen[1e-2][0] and online != seen[1e-2]
 
@@ -211,8 +233,8 @@ def test_rft_learns_from_the_initial_policy_whatever_became_of_the_current_one(t
 def test_sft_imitates_demonstrations(tmp_path):
     """Under the task's own verifier they are all right, and their likelihood rises."""
     config = config_of("sft", optim=replace(MICRO.optim, steps=6))
-    trainer = Trainer(config, tmp_path)
-    trainer.run()
+    state = begin(config, tmp_path)
+    run(state)
     assert [r["reward"] for r in rows(tmp_path, "rollout")] == [1.0] * 6
     losses = [r["loss"] for r in rows(tmp_path, "update")]
     assert losses[-1] < losses[0] - 0.5
@@ -224,8 +246,9 @@ def test_refusals_name_the_method_and_the_remedy():
             validate(config_of(name, **changes))
 
     one = replace(MICRO.rollout, group_size=1)
-    refused("unknown objective 'grop'.*did you mean 'grpo'", method=MethodConfig(objective="grop"))
-    refused("method.advantage: unknown kind 'proces'", method=MethodConfig(advantage="proces"))
+    refused(
+        "method.objective: expected one of .*got 'grop'. Did you mean 'grpo'", method=MethodConfig(objective="grop")
+    )
     refused("rollout.group_size: a group baseline needs 2 or more, got 1 .grpo", rollout=one)
     refused("method.clip_low: dpo learns from pairs", method=MethodConfig(objective="dpo", clip_low=0.1))
     refused("task demonstrates one", method=MethodConfig(objective="dpo", source="demonstrations"))
@@ -240,12 +263,8 @@ def test_refusals_name_the_method_and_the_remedy():
         task=TaskConfig(name="copy"),
     )
     refused("learned reward has no threshold", "online_rft", reward=LEARNED)
-    refused("value.lam: between 0 and 1", "ppo", value=ValueConfig(lam=1.5))
-    refused(
-        "batch's 8 responses",
-        "dpo",
-        probe=ProbeConfig(sequences=9),
-    )
+    refused("value.lam: .* of at least 0 and of at most 1, got 1.5", "ppo", value=ValueConfig(lam=1.5))
+    refused("batch's 8 responses", "dpo", probe=ProbeConfig(sequences=9))
     for name in ("ppo", "sft", "rft", "online_rft"):
         validate(config_of(name, rollout=one))
 
@@ -253,31 +272,31 @@ def test_refusals_name_the_method_and_the_remedy():
 # -- DPO -------------------------------------------------------------------------------------------------------
 
 
-def test_dpo_takes_the_best_and_the_worst_of_each_group(trainer_of, tmp_path):
-    trainer = trainer_of(config_of("dpo_online"), tmp_path)
-    batch = trainer.collect()
+def test_dpo_takes_the_best_and_the_worst_of_each_group(state_of, tmp_path):
+    state = state_of(config_of("dpo_online"), tmp_path)
+    batch = collect_batch(state)
     better, worse = batch.rewards[0::2], batch.rewards[1::2]
     assert len(batch) == 8 and bool((better >= worse).all()) and bool((better > worse).any())
     assert torch.equal(batch.advantages[0::2], (better > worse).float())
     assert torch.equal(batch.advantages[0::2], -batch.advantages[1::2])
 
 
-def test_dpo_pairs_stay_together_in_micro_batches(trainer_of, tmp_path):
+def test_dpo_pairs_stay_together_in_micro_batches(state_of, tmp_path):
     ends = []
     for size in (None, 2):
         config = config_of("dpo", optim=replace(MICRO.optim, micro_batch=size, steps=1))
-        trainer = trainer_of(config, tmp_path / str(size))
-        trainer.run()
-        ends.append((weights(trainer.model), rows(tmp_path / str(size), "update")))
+        state = state_of(config, tmp_path / str(size))
+        run(state)
+        ends.append((weights(state.policy), rows(tmp_path / str(size), "update")))
     assert ends[0][1][1]["loss"] == pytest.approx(ends[1][1][1]["loss"], abs=1e-5)
     for name in ends[0][0]:
         torch.testing.assert_close(ends[0][0][name], ends[1][0][name], rtol=2e-4, atol=2e-5)
 
 
-def test_footprint_says_what_each_method_keeps(trainer_of, tmp_path):
+def test_memory_rows_say_what_each_method_keeps(state_of, tmp_path):
     """The value model is the policy without its output head, V x H = 16 x 16 weights, and with one of H + 1."""
     for name in ("grpo", "ppo", "ppo_head", "dpo"):
-        trainer_of(config_of(name, optim=replace(MICRO.optim, steps=1)), tmp_path / name).run()
+        run(state_of(config_of(name, optim=replace(MICRO.optim, steps=1)), tmp_path / name))
     grpo, ppo, head, dpo = (rows(tmp_path / name, "step")[0] for name in ("grpo", "ppo", "ppo_head", "dpo"))
     assert "value_bytes" not in grpo and "reference_bytes" not in grpo
     assert ppo["model_parameters"] == grpo["model_parameters"]

@@ -2,9 +2,9 @@
 
 import torch
 
-from moe_rl.tiny import char_tokenizer
+from moe_rl.policy.tiny import char_tokenizer
 from moe_rl.training.batch import Batch
-from moe_rl.training.probe import prompt_texts, token_pieces
+from moe_rl.training.token_tables import prompt_texts, token_pieces
 
 
 class Spaced:

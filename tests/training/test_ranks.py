@@ -11,12 +11,12 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from micro import MICRO, judged, rows
 
-from moe_rl.lora import LoraConfig
-from moe_rl.models import ModelConfig
+from moe_rl.policy.lora import LoraConfig
+from moe_rl.policy.models import ModelConfig
+from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout.engines import EngineConfig, EngineError, gathered
 from moe_rl.study.run import run_one
-from moe_rl.tiny import TinyConfig, build_tiny, char_tokenizer
-from moe_rl.training import EvalConfig, MethodConfig, Trainer, sharding, trainer
+from moe_rl.training import EvalConfig, MethodConfig, begin, resume, run, sharding, state
 from moe_rl.training.config import DistributedConfig, RewardConfig
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import DistributedError, check_shares
@@ -62,8 +62,8 @@ CASES = {
 
 def pay_at_random():
     """Rewards with variance, in this process: see `Judge`."""
-    made = trainer.make_task
-    trainer.make_task = judged(made)
+    made = state.make_task
+    state.make_task = judged(made)
     return made
 
 
@@ -87,7 +87,7 @@ def spawn(worker, *args):
 def random_rewards():
     made = pay_at_random()
     yield
-    trainer.make_task = made
+    state.make_task = made
 
 
 def others_hold_nothing(rank):
@@ -125,7 +125,7 @@ def worker(rank, port, folder):
 
 def ends_apart(ranks, folder):
     """Ranks call the sharded model as often as each needs to; here for certain not equally often."""
-    model = Trainer(CASES["fsdp2"], folder / "apart").model
+    model = begin(CASES["fsdp2"], folder / "apart").policy
     token = torch.tensor([[1, 2]])
     calls = []
     with torch.no_grad(), ranks.lock_step(model):
@@ -140,34 +140,34 @@ def routers_in_fp32(folder):
     for keep in (False, True):
         distributed = DistributedConfig("fsdp2", compute_dtype="bfloat16", router_fp32=keep)
         config = replace(CASES["fsdp2_replay"], distributed=distributed)
-        made = Trainer(config, folder / f"precision_{keep}")
-        layer, seen = made.model.model.layers[1].mlp, {}
+        made = begin(config, folder / f"precision_{keep}")
+        layer, seen = made.policy.model.layers[1].mlp, {}
         layer.gate.register_forward_hook(
             lambda m, _, out, seen=seen: seen.update(router=(m.weight.dtype, out[0].dtype))
         )
         layer.experts.register_forward_pre_hook(
             lambda m, args, seen=seen: seen.update(experts=(m.down_proj.dtype, args[0].dtype))
         )
-        made.resume(), made.run()
+        resume(made), run(made)
         low = (torch.bfloat16, torch.bfloat16)
         assert seen == {"experts": low, "router": (torch.float32, torch.float32) if keep else low}
-        assert {p.dtype for p in made.model.parameters()} == {torch.float32}
+        assert {p.dtype for p in made.policy.parameters()} == {torch.float32}
 
 
 def wrong_sync(ranks, folder):
     """An engine whose weights stop arriving on one rank stops all; a gap that one built anew has too stops none."""
     for strategy in ("ddp", "fsdp2"):
-        made = Trainer(CASES[f"{strategy}_engine"], folder / f"{strategy}_flips")
-        made.rollouts.guard.tolerance = 0.0
-        made.resume(), made.run()
-        assert made.rollouts.guard.gap > 0
-        deaf = Trainer(CASES[f"{strategy}_engine"], folder / f"{strategy}_deaf")
-        deaf.rollouts.guard.tolerance = 0.0
+        made = begin(CASES[f"{strategy}_engine"], folder / f"{strategy}_flips")
+        made.sync_guard.tolerance = 0.0
+        resume(made), run(made)
+        assert made.sync_guard.gap > 0
+        deaf = begin(CASES[f"{strategy}_engine"], folder / f"{strategy}_deaf")
+        deaf.sync_guard.tolerance = 0.0
         if ranks.rank == 1:
-            deaf.rollouts.engine.sync = lambda weights, version: [gathered(tensor) for tensor in weights.values()]
-        deaf.resume()
+            deaf.engine.sync = lambda weights, version: [gathered(tensor) for tensor in weights.values()]
+        resume(deaf)
         with pytest.raises(EngineError, match=r"weight sync 1: .* does not hold the policy"):
-            deaf.run()
+            run(deaf)
 
 
 def resumes_exactly(rank, folder):
@@ -176,31 +176,31 @@ def resumes_exactly(rank, folder):
         config = case(strategy, replay="R2", lag=1, kl_coef=0.1)
         config = replace(config, optim=replace(config.optim, steps=3))
 
-        whole_run = Trainer(config, folder / f"{strategy}_whole")
-        whole_run.resume(), whole_run.run()
-        broken = Trainer(config, folder / f"{strategy}_broken")
-        broken.resume()
+        whole_run = begin(config, folder / f"{strategy}_whole")
+        resume(whole_run), run(whole_run)
+        broken = begin(config, folder / f"{strategy}_broken")
+        resume(broken)
         steps, broken.config = broken.config.optim.steps, replace(config, optim=replace(config.optim, steps=1))
         assert steps == 3
-        broken.run()
-        resumed = Trainer(config, folder / f"{strategy}_broken")
-        resumed.resume()
+        run(broken)
+        resumed = begin(config, folder / f"{strategy}_broken")
+        resume(resumed)
         assert resumed.step == 1
-        resumed.run()
-        ends = [whole(p).detach() for p in resumed.model.parameters()]
-        assert all(torch.equal(whole(p), q) for p, q in zip(whole_run.model.parameters(), ends, strict=True))
+        run(resumed)
+        ends = [whole(p).detach() for p in resumed.policy.parameters()]
+        assert all(torch.equal(whole(p), q) for p, q in zip(whole_run.policy.parameters(), ends, strict=True))
 
 
 def disagree(ranks, folder):
     """Every rank raises, not only the one that is wrong."""
     with pytest.raises(DistributedError, match="disagree on the configuration: seed is 0 on rank 0, 1 on rank 1"):
-        Trainer(replace(CASES["ddp"], seed=ranks.rank), folder / "refused")
+        begin(replace(CASES["ddp"], seed=ranks.rank), folder / "refused")
     with pytest.raises(DistributedError, match=r"no multiple of optim\.num_minibatches x processes = 2 x 2"):
-        Trainer(replace(CASES["ddp"], rollout=replace(CPU.rollout, prompts=6)), folder / "refused")
+        begin(replace(CASES["ddp"], rollout=replace(CPU.rollout, prompts=6)), folder / "refused")
     with pytest.raises(DistributedError, match=r"2 processes were started, and distributed\.strategy is none"):
-        Trainer(CPU, folder / "refused")
+        begin(CPU, folder / "refused")
     with pytest.raises(DistributedError, match=r"distributed\.processes: 4, and 2 were started"):
-        Trainer(replace(CASES["ddp"], distributed=DistributedConfig("ddp", processes=4)), folder / "refused")
+        begin(replace(CASES["ddp"], distributed=DistributedConfig("ddp", processes=4)), folder / "refused")
     with pytest.raises(DistributedError, match="disagree on the batch"):
         ranks.agree("the batch", ranks.rank)
     with pytest.raises((DistributedError, ValueError), match="only rank 0 can see this"):
@@ -245,10 +245,10 @@ def test_two_processes_are_one(tmp_path, random_rewards):
         assert rows(tmp_path / f"{strategy}_whole") == rows(tmp_path / f"{strategy}_broken")
     # A checkpoint does not say how many ranks wrote it: one process goes on where two stopped.
     alone = replace(CASES["fsdp2_replay"], distributed=DistributedConfig())
-    one = Trainer(replace(alone, optim=replace(alone.optim, steps=3)), tmp_path / "fsdp2_replay")
-    one.resume()
-    assert one.step == 2 and len(one.queue) == 1 and len(one.queue[0]) == 32
-    one.run()
+    one = begin(replace(alone, optim=replace(alone.optim, steps=3)), tmp_path / "fsdp2_replay")
+    resume(one)
+    assert one.step == 2 and len(one.waiting) == 1 and len(one.waiting[0]) == 32
+    run(one)
     assert rows(tmp_path / "fsdp2_replay", "update")[-1]["replayed_rows"] > 0
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from micro import logps
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -14,8 +15,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from moe_rl.lora import LoraConfig
-from moe_rl.models import ModelConfig, ModelError
+from moe_rl.policy.lora import LoraConfig
+from moe_rl.policy.models import ModelConfig, ModelError
 from moe_rl.rollout import TaskConfig
 from moe_rl.training import (
     EvalConfig,
@@ -24,9 +25,12 @@ from moe_rl.training import (
     ProbeConfig,
     RolloutConfig,
     RunConfig,
-    Trainer,
+    begin,
+    resume,
+    run,
     train,
 )
+from moe_rl.training.loop import collect_batch
 from moe_rl.training.optimizer import MasterAdamW
 
 SIZES = {
@@ -110,12 +114,13 @@ def rows(folder, kind):
     return [row for row in found if row["kind"] == kind]
 
 
-def run(config, folder):
-    trainer = Trainer(config, folder)
-    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    trainer.run()
-    moved = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
-    return trainer, moved
+def trained(config, folder):
+    """The state after the run, and the names of the parameters that moved."""
+    state = begin(config, folder)
+    before = {name: p.detach().clone() for name, p in state.policy.named_parameters()}
+    run(state)
+    moved = {name for name, p in state.policy.named_parameters() if not torch.equal(p, before[name])}
+    return state, moved
 
 
 @pytest.mark.parametrize(
@@ -128,23 +133,23 @@ def run(config, folder):
 )
 def test_a_checkpoint_is_trained_end_to_end(checkpoints, questions, any_answer_pays, tmp_path, family, model):
     config = run_config(ModelConfig(path=str(checkpoints / family), **model), questions)
-    trainer, moved = run(config, tmp_path / "run")
-    assert trainer.step == 2 and trainer.model.config.model_type == family
+    state, moved = trained(config, tmp_path / "run")
+    assert state.step == 2 and state.policy.config.model_type == family
     updates = rows(tmp_path / "run", "update")
     assert len(updates) == 4 and all(r["replayed_rows"] == r["routed_rows"] > 0 == r["slots_changed"] for r in updates)
     assert all(0 < r["grad_norm"] < 1e3 for r in updates)
     # In fp32 scoring and training agree to rounding; in bf16 they do so too, for they are one computation.
     assert updates[0]["k3"] < 1e-3 and updates[0]["clipped_tokens"] == 0
-    assert moved == {name for name, _ in trainer.model.named_parameters()}
-    assert trainer.model.dtype == getattr(torch, model.get("dtype", "float32"))
-    assert isinstance(trainer.optimizer.optimizer, MasterAdamW) == ("dtype" in model)
-    again = Trainer(config, tmp_path / "run")
-    again.resume()
+    assert moved == {name for name, _ in state.policy.named_parameters()}
+    assert state.policy.dtype == getattr(torch, model.get("dtype", "float32"))
+    assert isinstance(state.optimizer.optimizer, MasterAdamW) == ("dtype" in model)
+    again = begin(config, tmp_path / "run")
+    resume(again)
     assert again.step == 2
-    for a, b in zip(trainer.model.state_dict().values(), again.model.state_dict().values(), strict=True):
+    for a, b in zip(state.policy.state_dict().values(), again.policy.state_dict().values(), strict=True):
         assert torch.equal(a, b)
     if "dtype" in model:  # what the updates went to is restored too
-        masters = [[t.optimizer.state[p]["master"] for p in t.model.parameters()] for t in (trainer, again)]
+        masters = [[t.optimizer.state[p]["master"] for p in t.policy.parameters()] for t in (state, again)]
         assert all(torch.equal(a, b) for a, b in zip(*masters, strict=True))
 
 
@@ -152,8 +157,8 @@ def test_gradient_checkpointing_changes_no_update(checkpoints, questions, any_an
     weights = []
     for on in (False, True):
         model = ModelConfig(path=str(checkpoints / "qwen3_moe"), gradient_checkpointing=on)
-        trainer, _ = run(run_config(model, questions, checkpoint_every=99), tmp_path / str(on))
-        weights.append(trainer.model.state_dict())
+        state, _ = trained(run_config(model, questions, checkpoint_every=99), tmp_path / str(on))
+        weights.append(state.policy.state_dict())
     for name, weight in weights[0].items():
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-5, atol=1e-6)
 
@@ -162,22 +167,22 @@ def test_lora_trains_the_adapters_against_the_model_without_them(checkpoints, qu
     lora = LoraConfig(rank=2, alpha=4.0, train_router=True)
     model = ModelConfig(path=str(checkpoints / "qwen3_moe"), dtype="bfloat16", lora=lora)
     config = run_config(model, questions, method=MethodConfig(replay="R2", kl_coef=0.1))
-    trainer, moved = run(config, tmp_path / "run")
+    state, moved = trained(config, tmp_path / "run")
     # q, k, v, o of 2 layers, A and B each; the routers' copies
     assert len(moved) == 2 * 4 * 2 + 2 and all("lora" in name or "modules_to_save" in name for name in moved)
-    batch = trainer.queue[0] if trainer.queue else trainer.collect()
-    plain = Trainer(
+    batch = state.waiting[0] if state.waiting else collect_batch(state)
+    plain = begin(
         run_config(replace(model, lora=None), questions, method=MethodConfig(kl_coef=0.1)), tmp_path / "plain"
     )
-    base = plain.logps(plain.model.eval(), batch).logps
-    reference = trainer.logps(trainer.reference, batch).logps
+    base = logps(plain, plain.policy.eval(), batch).logps
+    reference = logps(state, state.reference, batch).logps
     torch.testing.assert_close(reference, base, rtol=0, atol=0)  # the checkpoint itself, whatever was learned
-    assert not torch.equal(trainer.logps(trainer.model.eval(), batch).logps, base)
-    trained = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
-    assert trained == moved, "using the reference leaves what is trained as it was"
-    again = Trainer(config, tmp_path / "run")
-    again.resume()
-    assert torch.equal(again.logps(again.model.eval(), batch).logps, trainer.logps(trainer.model.eval(), batch).logps)
+    assert not torch.equal(logps(state, state.policy.eval(), batch).logps, base)
+    trainable = {name for name, p in state.policy.named_parameters() if p.requires_grad}
+    assert trainable == moved, "using the reference leaves what is trained as it was"
+    again = begin(config, tmp_path / "run")
+    resume(again)
+    assert torch.equal(logps(again, again.policy.eval(), batch).logps, logps(state, state.policy.eval(), batch).logps)
 
 
 def test_what_cannot_run_is_refused_before_anything_is_written(checkpoints, questions, tmp_path, monkeypatch):
@@ -211,12 +216,12 @@ def test_messages_need_a_chat_template(checkpoints, questions, tmp_path):
     tokenizer(template=None).save_pretrained(folder)
     with pytest.raises(ModelError, match="has no chat template, and the task jsonl gives messages"):
         train(run_config(ModelConfig(path=str(folder)), questions), tmp_path / "run")
-    Trainer(run_config(ModelConfig(path=str(folder)), questions, chat=False), tmp_path / "text").collect()
+    collect_batch(begin(run_config(ModelConfig(path=str(folder)), questions, chat=False), tmp_path / "text"))
 
 
 def test_expert_weights_can_carry_adapters(checkpoints, questions, any_answer_pays, tmp_path):
     model = lora(
         str(checkpoints / "qwen3_moe"), rank=2, target_modules=(), target_parameters=("mlp.experts.down_proj",)
     )
-    _, moved = run(run_config(model, questions, checkpoint_every=99), tmp_path / "run")
+    _, moved = trained(run_config(model, questions, checkpoint_every=99), tmp_path / "run")
     assert len(moved) == 4 and all("experts" in name for name in moved)

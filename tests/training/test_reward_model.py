@@ -4,16 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 from moe_rl.objectives import dpo_coefficients
+from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import Problem, Rollout
 from moe_rl.rollout.character_tasks import ModChain
 from moe_rl.routing import RoutedExperts
-from moe_rl.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.training import OptimConfig, RewardConfig
 from moe_rl.training.batch import Batch
-from moe_rl.training.preference import best_and_worst, pair_loss, preferences
+from moe_rl.training.distributed import Ranks
+from moe_rl.training.dpo import best_and_worst, pair_loss, preferences
 from moe_rl.training.reward_model import Comparisons, RewardModel, ranked_pairs
 
 TINY = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, num_experts=4, moe_intermediate_size=8)
@@ -21,7 +21,7 @@ TINY = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, num_experts=4, moe_
 
 def reward_model(**config):
     policy = build_tiny(TINY, char_tokenizer(ModChain().alphabet))
-    return RewardModel(policy, RewardConfig(**config), OptimConfig(), Accelerator(cpu=True))
+    return RewardModel(policy, RewardConfig(**config), OptimConfig(), Ranks(device="cpu"))
 
 
 def rollout(generator, groups=16, group_size=4, length=6):

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from accelerate import Accelerator
 
+from moe_rl.measure import token_logps
+from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout.character_tasks import ModChain
 from moe_rl.routing import record_routes
-from moe_rl.tiny import TinyConfig, build_tiny, char_tokenizer
-from moe_rl.training import OptimConfig, ValueConfig, token_logps
+from moe_rl.training import OptimConfig, ValueConfig
 from moe_rl.training.batch import Batch
-from moe_rl.training.value import Critic
+from moe_rl.training.critic import Critic
+from moe_rl.training.distributed import Ranks
 
 TINY = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
 
@@ -51,7 +52,7 @@ def batch(policy):
 
 
 def critic_of(policy, **config):
-    return Critic(policy, ValueConfig(**config), OptimConfig(), Accelerator(cpu=True))
+    return Critic(policy, ValueConfig(**config), OptimConfig(), Ranks(device="cpu"))
 
 
 def values_of(critic, policy, batch):

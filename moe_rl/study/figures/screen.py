@@ -1,10 +1,51 @@
-"""The figures' colours on a screen, which may be dark."""
+"""Figures on a screen, which may be dark: as part of a page, and the colours of pages."""
 
 import colorsys
+import re
+from html import escape
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.colors import LinearSegmentedColormap, to_hex
+
+from moe_rl.study.figures.saving import StudyFigure
+
+ON_LIGHT_CELL, ON_DARK_CELL = "#101113", "#fdfeff"
+"""Ink on the cells of a heat map, whose colours stay as they are on a dark screen: used for nothing else."""
+
+
+DARK = {"#ffffff": "#15181c", "#1a1a1a": "#e9e7e2", "#6b6b6b": "#a9aaab", "#e6e6e6": "#2f353b"}
+"""Paper, ink, axes and grid of figures -> what they are on a dark page."""
+WIDER = 1.35  # of its size on paper, at most, where a page has the room
+
+
+def inline_svg(figure: StudyFigure) -> str:
+    """The figure as an <svg> element: ids made unique, no prologue or metadata, labelled for screen readers, as wide as
+    the page allows. On a dark page its colours change, by a style of its own."""
+    svg = figure.render("svg").decode()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    prefix = f"{figure.name}-"
+    svg = re.sub(r'\bid="', f'id="{prefix}', svg)
+    svg = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{prefix}", svg)
+    width = WIDER * float(re.search(r'<svg[^>]*? width="([\d.]+)pt"', svg)[1])  # type: ignore[index]  # matplotlib's own
+    style = rf'\1 style="max-width:{width:g}pt"'
+    svg = re.sub(r'(<svg[^>]*?) width="[\d.]+pt" height="[\d.]+pt"', style, svg, count=1)
+    used: dict[str, str] = {}
+
+    def variable(match: re.Match[str]) -> str:
+        colour = match[2].lower()
+        if colour in (ON_LIGHT_CELL, ON_DARK_CELL):
+            return match[0]
+        used[colour] = DARK.get(colour) or on_dark(colour, 4.0)
+        return f"{match[1]}var(--c{colour[1:]}, {colour})"
+
+    svg = re.sub(r"((?:fill|stroke): )(#[0-9a-fA-F]{6})\b", variable, svg)
+    dark = "".join(f"--c{colour[1:]}:{other};" for colour, other in sorted(used.items()))
+    style = f"<style>@media (prefers-color-scheme:dark){{#{prefix}svg{{{dark}}}}}</style>"
+    head = f'<svg id="{prefix}svg" role="img" aria-label="{escape(figure.title)}"'
+    svg = svg.replace("<svg", head, 1)
+    return svg.replace(">", f">{style}", 1)
 
 
 def scales() -> dict[str, dict[str, list[str]]]:

@@ -303,13 +303,14 @@ var moeRL = window.moeRL || (window.moeRL = {});
 
   /** The view inside the report: data from the page itself. */
   moeRL.inlineTokenView = () => {
+    const dark = matchMedia("(prefers-color-scheme: dark)");
     const data = JSON.parse(document.getElementById("token-view-data").textContent);
     const source = {
       steps: async () => [data.index.step],
       index: async () => data.index,
       response: async (_, __, seq, update) => data.responses[`${seq}/${update}`],
     };
-    const view = new moeRL.TokenView(document.getElementById("token-view"), source, () => data.scales.light);
+    const view = new moeRL.TokenView(document.getElementById("token-view"), source, () => data.scales[dark.matches ? "dark" : "light"]);
     const first = data.index.responses[0];
     view.choose({ run: data.run, seq: first ? first.seq : null });
     moeRL.view = view;

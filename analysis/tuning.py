@@ -1,0 +1,53 @@
+"""What the tuning chose, by the rule in the head of experiments/tuning.yaml:  python analysis/tuning.py runs/tuning
+
+Arms of one label are one setting under several doses of noise; the first setting of a method is its default.
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from moe_rl.study import StudyData, load
+
+GAIN = 0.05
+"""What a setting must be above the default by, in the mean over seeds."""
+
+
+def scores(data: StudyData) -> pd.DataFrame:
+    """Held-out reward of the last policy, mean over doses: one row per (method, setting), one column per seed. A seed
+    in which not all doses are finished has none."""
+    arms = data.arms
+    last = data.evals[data.evals["step"] > 0].groupby(["arm", "seed"])["reward"].last().unstack("seed")
+    last = last.reindex(index=arms.index, columns=data.config.get("seeds", data.seeds))
+    last = last.set_axis(pd.MultiIndex.from_frame(arms[["method", "label"]]))
+    return last.groupby(level=["method", "label"], sort=False).agg(lambda doses: doses.mean(skipna=False))
+
+
+def choose(scores: pd.DataFrame) -> pd.DataFrame:
+    """`scores` with `gain`, the mean paired difference from the method's default, and `chosen`.
+
+    A setting can be chosen that is above the default by `GAIN` in the mean and above it in every seed; one that is not
+    above it in some seed is out, whatever its other seeds would say, so that they need not be run.
+    """
+    parts = []
+    for _, own in scores.groupby(level="method", sort=False):
+        above = own - own.iloc[0]
+        gain = above.mean(axis=1, skipna=False)
+        allowed = (above > 0).all(axis=1) & (gain >= GAIN)
+        best = own[allowed].mean(axis=1).idxmax() if allowed.any() else own.index[0]
+        undecided = gain.isna() & ~(above <= 0).any(axis=1) & (own.index != own.index[0])
+        parts.append(own.assign(gain=gain, open=undecided, chosen=own.index == best))
+    return pd.concat(parts)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="the study's folder, e.g. runs/tuning")
+    try:
+        table = choose(scores(load(parser.parse_args().folder)))
+    except ValueError as error:  # no such folder, damaged files
+        parser.exit(1, f"{error}\n")
+    print(table.round(3).to_string())
+    if table["open"].any():
+        print("Settings that are `open` need their other seeds before anything is chosen.")

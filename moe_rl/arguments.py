@@ -1,0 +1,133 @@
+"""Arguments of the command line: the study that is meant, its arm and seed, options that exist; help and mistakes."""
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from moe_rl.names import nearest
+
+WHOLE = ("base", "config")
+"""Fields of options that are a whole configuration, whose own fields are options without a prefix."""
+
+
+def fail(message: str, status: int = 1) -> NoReturn:
+    """Say what is wrong on stderr and leave."""
+    print(f"moe-rl: error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+@dataclass(frozen=True)
+class Given:
+    """What was written after `study` or `run`.
+
+    word, path: the first argument and the study file that it means; empty and None where only options are listed.
+    options: the other arguments.
+    """
+
+    word: str
+    path: Path | None
+    options: list[str]
+
+
+def study_file(command: str, arguments: list[str]) -> Given:
+    """Tell the study file from the options. Prints the first page of the help and leaves where that is asked for;
+    leaves before code runs that is not trusted."""
+    from moe_rl.study.shipped import find_study, outline, refuse_foreign_code
+    from moe_rl.usage import first_page
+
+    given = Given("", None, arguments)
+    if arguments and not arguments[0].startswith("-"):
+        given = Given(arguments[0], find_study(arguments[0]), arguments[1:])
+    if {"-h", "--help"} & set(given.options):
+        print(first_page(command, given.word, given.path))
+        sys.exit(0)
+    if given.path is not None:
+        refuse_foreign_code(given.path, outline(given.path), "--trust" in given.options)
+    elif "--help-all" not in given.options:
+        fail(f"{command} needs a study as its first argument, NAME or FILE; `moe-rl study` lists the names", 2)
+    return given
+
+
+def load(path: Path | None) -> Any:
+    """The study; without a file one of a single arm with the default configuration, whose options can be listed."""
+    from moe_rl.study.config import Arm, StudyConfig, load_study
+
+    return StudyConfig("NAME", "", {"ARM": Arm("")}, (0,)) if path is None else load_study(path)
+
+
+def arm_and_seed(given: Given) -> tuple[str | None, int | None]:
+    """What --arm and --seed say. Leaves, and says which arms there are, where a study has several and none is named."""
+    import tyro
+
+    from moe_rl.study.shipped import outline
+    from moe_rl.usage import study_summary
+
+    @dataclass(frozen=True)
+    class Chosen:
+        arm: str | None = None
+        seed: int | None = None
+
+    options = [option for option in given.options if option != "--help-all"]
+    chosen, _ = tyro.cli(Chosen, args=options, prog=f"moe-rl run {given.word}", return_unknown_args=True)
+    if given.path is not None and chosen.arm is None and "--help-all" not in given.options:
+        found = outline(given.path)
+        if len(found.arms) > 1:
+            fail(f"run needs --arm: which arm of {given.word}?\n\n{study_summary(found)}", 2)
+    return chosen.arm, chosen.seed
+
+
+def parse(options: Any, arguments: list[str], program: str, default: Any = None) -> Any:
+    """An instance of the dataclass `options` from arguments. Leaves at a mistake, with the nearest match of an unknown
+    option, and after --help-all, which prints every option."""
+    import tyro
+
+    known = option_names(options if default is None else default)
+    for argument in arguments:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name.startswith("--") and name not in (*known, "--help", "--help-all", "--"):
+            fail(f"{program}: unknown option {argument.partition('=')[0]}{nearest(name, known, listed=False)}", 2)
+    arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
+    values = {} if default is None else {"default": default}
+    with _one_word_each():
+        return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **values)
+
+
+def option_names(options: Any, prefix: str = "") -> list[str]:
+    """The options that a dataclass, or nested ones with their values, are given as."""
+    names = []
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name, field.default)
+        name = field.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            names += option_names(value, prefix if not prefix and field.name in WHOLE else f"{prefix}{name}.")
+            continue
+        names.append(f"--{prefix}{name}")
+        if isinstance(value, bool):
+            names.append(f"--{prefix}no-{name}")
+        elif isinstance(value, dict):
+            names += [f"--{prefix}{name}.{key.replace('_', '-')}" for key in map(str, value)]
+    return names
+
+
+def _one_word_each() -> Any:
+    """Engine corrections as words: --method.corrections token_mask:0.5:5 token_truncate:2."""
+    import tyro
+
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.primitive_rule
+    def rule(info: Any) -> Any:
+        kind = info.type
+        if getattr(kind, "__name__", "") != "Correction":  # by name: help must not import torch
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="KIND:[LOW:]HIGH",
+            instance_from_str=lambda words: kind.parse(words[0]),
+            is_instance=lambda value: isinstance(value, kind),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry

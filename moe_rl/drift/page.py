@@ -1,0 +1,227 @@
+"""Figures, summary and the one-page report of a comparison."""
+
+from collections.abc import Callable
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from moe_rl.drift import figures as figures_of
+from moe_rl.drift import ratio_figures as ratios_of
+from moe_rl.drift.tally import Tally
+from moe_rl.measure.moments import PARTS
+from moe_rl.study.figures.floor import WORDS
+from moe_rl.study.figures.routing import short_sites
+from moe_rl.study.figures.style import StudyFigure, save_figure
+from moe_rl.study.floors import FLOORS
+from moe_rl.study.report import inline_svg
+
+UNITS = ("slots", "sites", "tokens")
+
+
+def draw(
+    tally: Tally,
+    tables: dict[str, pd.DataFrame],
+    floor: dict[str, pd.DataFrame],
+    facts: dict[str, Any],
+    folder: Path,
+) -> list[StudyFigure]:
+    """All figures, saved as PDF, SVG, PNG, CSV and caption."""
+    counts = tally.counts
+    assert counts is not None
+    note = (
+        f"Pair: two policies, {facts['old_name']} (old) and {facts['new_name']} (new), on the same tokens; n = "
+        f"{facts['measured_tokens']:,} tokens of {facts['measured_sequences']:,} sequences."
+    )
+    sites = tables["sites"]
+    noted = f"Noise floor: {floor_text(facts, reasons=False) or 'not measured.'} {note}"
+    drawn = [
+        figures_of.change_by_site(sites, tables["floor_sites"], noted),
+        figures_of.change_by_position(tables["positions"], tables["floor_positions"], noted),
+        figures_of.flips(counts.flips.numpy(), counts.deviation.numpy(), counts.overdispersion, floor, noted),
+        figures_of.margins(tally.by_margin(), note),
+        figures_of.load_by_expert(tables["experts"], note),
+    ]
+    rows = {name: np.nan if value is None else value for name, value in facts["decomposition"].items()}
+    if rows["token_variance"]:  # else there is nothing to take apart
+        drawn.append(ratios_of.log_ratios(tally.tails(), tally.variance_by_flips(), note))
+        drawn.append(ratios_of.decomposition(rows, note))
+        if "token_var_alone" in sites:
+            drawn.append(ratios_of.decomposition_by_site(sites, note))
+    for figure in drawn:
+        save_figure(figure, folder)
+    return drawn
+
+
+def floor_text(facts: dict[str, Any], reasons: bool = True) -> str:
+    """The noise floor in a sentence, with the `reasons` for what is missing; empty where it was not measured."""
+    floor = facts.get("floor") or {}
+    parts = []
+    for name, variants in FLOORS.items():
+        rows = [row for variant, row in floor.get("variants", {}).items() if variant in variants]
+        if rows:
+            rates = [max(row[level]["rate"] or 0.0 for row in rows) for level in ("slot", "site", "token")]
+            changed = ", ".join(f"{_percent(rate)} of {what}" for rate, what in zip(rates, UNITS, strict=True))
+            gap = _number(max(row["gap_max"] for row in rows))
+            parts.append(f"{WORDS[name]} changes {changed} and moves a log-probability by up to {gap} nats")
+    if not parts:
+        return ""
+    about = f"{facts['old_name']} against itself on {floor['sequences']:,} sequences"
+    left_out = [
+        f"not measured: {variant}" + (f" ({why})" if reasons else "") for variant, why in floor["left_out"].items()
+    ]
+    return f"{about}: {'; '.join([*parts, *left_out])}."
+
+
+def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the numbers say, topic by topic; the same sentences on the terminal and on the page."""
+    change, parts, kl = facts["change"], facts["decomposition"], facts["kl"]
+    found = [
+        (
+            "Text",
+            f"{facts['measured_tokens']:,} tokens of {facts['measured_sequences']:,} sequences"
+            + (
+                f"; {facts['truncated']:,} examples cut to {facts['settings']['max_tokens']}"
+                if facts["truncated"]
+                else ""
+            )
+            + (f"; {facts['empty']:,} without a token to measure" if facts["empty"] else "")
+            + f". {facts['routing_sites']} routing sites, {facts['experts_per_token']} experts per token.",
+        ),
+        (
+            "Expert change",
+            "; ".join(
+                f"{_percent(row['rate'])} of {name}s{_interval(row)}"
+                for name, row in ((name, change[name]) for name in ("slot", "site", "token"))
+            )
+            + f". {_number(facts['flips_per_token'])} sites change per token"
+            + (
+                f", with {_number(facts['overdispersion'])} times the variance of independent sites."
+                if facts["overdispersion"] is not None
+                else "."
+            ),
+        ),
+    ]
+    if floor := floor_text(facts):
+        found.append(("Noise floor", floor))
+    natural, replayed = parts["token_variance"], parts["token_var_weight"]
+    if not natural:
+        text = "Natural and replayed log-ratios do not vary: the two checkpoints say the same of this text."
+        return [*found, ("Log-ratio", text)]
+    sequence, weight_mean = parts["sequence_variance"], parts["sequence_var_weight"]
+    found.append(
+        (
+            "Log-ratio",
+            f"Variance by token {_number(natural)} nats² natural, {_number(replayed)} under replay of the old routes; "
+            f"by sequence mean {_number(sequence)} and {_number(weight_mean)}. k3 {_number(kl['k3_natural'])} and "
+            f"{_number(kl['k3_replayed'])} nats per token.",
+        )
+    )
+    for level, name in (("token", "Token (GRPO's ratio)"), ("sequence", "Sequence mean (GSPO's ratio)")):
+        of = [f"{_percent(parts[f'{level}_share_{part}'])} {part}" for part in PARTS]
+        found.append(("Where it comes from", f"{name}: {', '.join(of)}."))
+    averaging, effect = parts["averaging_routing"], parts["design_effect_routing"]
+    text = "The routing part does not vary: there is nothing to remove."
+    if averaging is not None:
+        text = (
+            f"The mean over a sequence divides the variance of the routing part by {_number(averaging)}; independent "
+            f"tokens would give {_number(parts['harmonic_length'])} (harmonic mean length). What is left is "
+            f"{_number(effect)} times what independent tokens would leave; for the weight part, "
+            f"{_number(parts['design_effect_weight'])} times."
+        )
+    return [*found, ("Does averaging remove it?", text)]
+
+
+def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure]) -> str:
+    """The page: self-contained, without scripts."""
+    environment = Environment(
+        loader=PackageLoader("moe_rl", "."),
+        autoescape=select_autoescape(default=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    short, pattern = short_sites(list(sites["site"]))
+    columns = [(head, column, form) for head, column, form in COLUMNS if column in sites]
+    rows = [
+        [name, *(form(row[column]) for _, column, form in columns)]
+        for name, row in zip(short, sites.to_dict("records"), strict=True)
+    ]
+    parts = facts["decomposition"]
+    levels = ("token", "sequence")
+    table = [
+        (part, [text for level in levels for text in _cells(parts, level, f"var_{part}", f"share_{part}")])
+        for part in PARTS
+    ]
+    table += [
+        (
+            f"2 Cov({a}, {b})",
+            [text for level in levels for text in (_number(_twice(parts[f"{level}_cov_{a}_{b}"])), "")],
+        )
+        for a, b in combinations(PARTS, 2)
+    ]
+    return environment.get_template("drift/drift.html.j2").render(
+        facts=facts,
+        topics=_by_topic(summary(facts)),
+        figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
+        pattern=pattern,
+        heads=[head for head, _, _ in columns],
+        rows=rows,
+        parts=table,
+        totals=[_number(parts[f"{level}_variance"]) for level in levels],
+        settings=[(name, _plain(value)) for name, value in {**facts["settings"], **facts["environment"]}.items()],
+    )
+
+
+def _cells(parts: dict[str, Any], level: str, variance: str, share: str) -> tuple[str, str]:
+    return _number(parts[f"{level}_{variance}"]), _percent(parts[f"{level}_{share}"])
+
+
+def _twice(value: float | None) -> float | None:
+    return None if value is None else 2 * value
+
+
+def _by_topic(pairs: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    topics: dict[str, list[str]] = {}
+    for topic, text in pairs:
+        topics.setdefault(topic, []).append(text)
+    return list(topics.items())
+
+
+def _number(value: float | None) -> str:
+    """Three digits; without an exponent where that stays short."""
+    if value is None or not np.isfinite(value):
+        return "–"
+    return f"{value:.3g}".replace("-", "−")
+
+
+def _percent(value: float | None) -> str:
+    if value is None or not np.isfinite(value):
+        return "–"
+    return f"{100 * value:.3g} %".replace("-", "−")
+
+
+def _interval(row: dict[str, Any]) -> str:
+    if row["low"] is None or not row["changed"]:
+        return ""
+    return f" [{_percent(row['low'])[:-2]}, {_percent(row['high'])[:-2]}]"
+
+
+def _plain(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
+    ("Slots changed", "slot_change", _percent),
+    ("Tokens changed", "site_change", _percent),
+    ("Load moved", "load_moved", _percent),
+    ("Load cv, old", "load_cv_old", _number),
+    ("new", "load_cv_new", _number),
+    ("Median margin", "margin_median", _number),
+    ("Var, alone", "token_var_alone", _number),
+    ("Var, last", "token_var_last", _number),
+]

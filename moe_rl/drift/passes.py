@@ -1,0 +1,100 @@
+"""The forwards of a comparison, batch by batch: with both models at hand, or with one at a time and a cache on disk."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from moe_rl.drift.floor import Floor
+from moe_rl.drift.prompts import TextBatch
+from moe_rl.measure.decompose import Decomposition, combine, score_sites
+from moe_rl.measure.scoring import Scored, score_live, score_replayed
+from moe_rl.routing import RoutedExperts, record_margins
+
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One batch: the 2x2 of weights and routes, and how close the old choices were."""
+
+    batch: TextBatch
+    parts: Decomposition
+    margins: Float[Tensor, "B T L"]
+
+
+def with_both(
+    old: nn.Module, new: nn.Module, batches: Iterator[TextBatch], per_site: bool, floor: Floor, tick: Tick
+) -> Iterator[Measured]:
+    """Both models in memory: four forwards of every batch, and those of the sites; of the first ones, the floor's."""
+    for batch in batches:
+        text = batch.text
+        with record_margins(old) as margins:
+            before = score_live(old, text)
+        floor.add(old, text, before)
+        after = score_live(new, text)
+        replayed = score_replayed(new, text, before.routes, after.routes)
+        rerouted = score_replayed(old, text, after.routes, before.routes)
+        sites = score_sites(new, text, before.routes, after) if per_site else None
+        yield Measured(batch, combine(text, before, after, replayed, rerouted, sites), margins.values)
+        tick()
+
+
+def one_at_a_time(
+    load_old: Callable[[], nn.Module],
+    load_new: Callable[[], nn.Module],
+    batches: Callable[[], Iterator[TextBatch]],
+    per_site: bool,
+    cache: Path,
+    floor: Floor,
+    tick: Tick,
+) -> Iterator[Measured]:
+    """One model in memory: three passes over the text (old, new, old again), bit for bit what `with_both` gives.
+
+    batches: starts the text from the beginning. cache: a folder for routes and log-probabilities, K bytes per token
+    and site (2K above 255 experts) for each model, and a few numbers per token.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    model = load_old()
+    for number, batch in enumerate(batches()):
+        with record_margins(model) as margins:
+            before = score_live(model, batch.text)
+        floor.add(model, batch.text, before)
+        _keep(cache, f"old_{number}", before, margins=margins.values)
+        tick()
+    floor.close()
+    del model  # before the next one comes
+    model = load_new()
+    for number, batch in enumerate(batches()):
+        before, _ = _kept(cache, f"old_{number}")
+        after = score_live(model, batch.text)
+        more = {"replayed": score_replayed(model, batch.text, before.routes, after.routes)}
+        if per_site:
+            more["alone"], more["others"] = score_sites(model, batch.text, before.routes, after)
+        _keep(cache, f"new_{number}", after, **more)
+        tick()
+    del model
+    model = load_old()
+    for number, batch in enumerate(batches()):
+        (before, known), (after, more) = _kept(cache, f"old_{number}"), _kept(cache, f"new_{number}")
+        rerouted = score_replayed(model, batch.text, after.routes, before.routes)
+        sites = (more["alone"], more["others"]) if per_site else None
+        parts = combine(batch.text, before, after, more["replayed"], rerouted, sites)
+        for file in cache.glob(f"*_{number}.*"):
+            file.unlink()
+        yield Measured(batch, parts, known["margins"])
+        tick()
+
+
+def _keep(cache: Path, name: str, scored: Scored, **tensors: Tensor) -> None:
+    scored.routes.save(cache / f"{name}.routes")
+    save_file({"logps": scored.logps, **{k: v.contiguous() for k, v in tensors.items()}}, cache / f"{name}.logps")
+
+
+def _kept(cache: Path, name: str) -> tuple[Scored, dict[str, Tensor]]:
+    tensors = load_file(cache / f"{name}.logps")
+    return Scored(tensors.pop("logps").to(torch.float64), RoutedExperts.load(cache / f"{name}.routes")), tensors

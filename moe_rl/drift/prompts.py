@@ -1,0 +1,175 @@
+"""The text that checkpoints are compared on: a JSONL file, checked whole before a model is loaded, then streamed."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_rl.drift.errors import DriftError
+from moe_rl.measure.scoring import TokenBatch
+
+FORMS = (
+    '{"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or '
+    '{"messages": [{"role": ..., "content": ...}]}'
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One line, tokenised. Its measured tokens are `ids[start:]`."""
+
+    line: int
+    ids: list[int]
+    start: int
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Examples as tensors, padded on the right."""
+
+    lines: list[int]
+    text: TokenBatch
+
+
+@dataclass
+class Skipped:
+    """What did not come through whole, counted as the file is read."""
+
+    truncated: int = 0
+    empty: int = 0
+
+
+def check_file(path: Path, tokenizer: Any) -> int:
+    """Read every line once, keep none: the number of examples. Raises DriftError naming the line that is wrong."""
+    number = 0
+    for line, row in _rows(path):
+        number += 1
+        if _is_chat(row) and not getattr(tokenizer, "chat_template", None):
+            raise DriftError(
+                f"{path} line {line} holds chat messages, and the tokenizer of OLD has no chat template to turn them "
+                "into text. Write them out as prompt and completion, or name a tokenizer that has one (--tokenizer)."
+            )
+    if not number:
+        raise DriftError(f"{path} holds no examples; expected one JSON object per line: {FORMS}")
+    return number
+
+
+def examples(path: Path, tokenizer: Any, max_tokens: int, skipped: Skipped) -> Iterator[Example]:
+    """The lines, one at a time, cut to their first `max_tokens` tokens; lines without a token to measure are counted.
+
+    Prompt and completion are tokenised apart, as a sampler would have made them. Text and a prompt alone are measured
+    from their second token on (the first follows nothing); of a chat that ends with the assistant, its last turn.
+    """
+    for line, row in _rows(path):
+        try:
+            ids, start = tokenised(row, tokenizer)
+        except Exception as error:  # tokenizers and chat templates raise many kinds
+            raise DriftError(f"{path} line {line} cannot be tokenised: {error}") from error
+        skipped.truncated += len(ids) > max_tokens
+        ids = ids[:max_tokens]
+        if start >= len(ids):
+            skipped.empty += 1
+        else:
+            yield Example(line, ids, start)
+
+
+def batches(source: Iterator[Example], batch_size: int, pad: int) -> Iterator[TextBatch]:
+    """`batch_size` examples at a time, in the order of the file."""
+    held: list[Example] = []
+    for example in source:
+        held.append(example)
+        if len(held) == batch_size:
+            yield _batch(held, pad)
+            held = []
+    if held:
+        yield _batch(held, pad)
+
+
+def tokenised(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
+    """Token ids of a line and where its measured tokens start."""
+    if _is_chat(row):
+        before, whole = _chat(row, tokenizer)
+        start = whole[: len(before)] == before and len(before)
+        if not start:
+            return _ids(tokenizer, whole, special=False), 1
+        prompt = _ids(tokenizer, before, special=False)
+        return prompt + _ids(tokenizer, whole[len(before) :], special=False), max(1, len(prompt))
+    if "completion" in row:
+        prompt = _ids(tokenizer, row["prompt"])
+        if len(prompt) > 1 and prompt[-1] == tokenizer.eos_token_id:  # some tokenizers end every text
+            prompt = prompt[:-1]
+        return prompt + _ids(tokenizer, row["completion"], special=False), max(1, len(prompt))
+    return _ids(tokenizer, row["text"] if "text" in row else row["prompt"]), 1
+
+
+def _ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=special)["input_ids"]) if text else []
+
+
+def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
+    """The chat as text up to the last turn of the assistant, and whole; the first is empty if there is no such turn."""
+    messages = row.get("messages")
+    if messages is None:
+        answer = row.get("completion", [])
+        messages = row["prompt"] + ([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
+        return "", whole
+    return tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True), whole
+
+
+def _is_chat(row: dict[str, Any]) -> bool:
+    return "messages" in row or isinstance(row.get("prompt"), list)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    if not path.is_file():
+        raise DriftError(f"--prompts: there is no file {path}")
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except ValueError as error:  # json's and unicode's errors are ValueErrors
+                raise DriftError(f"{path} line {number} is not JSON ({error}); expected {FORMS}") from error
+            problem = _problem(row)
+            if problem:
+                raise DriftError(f"{path} line {number}: {problem}; expected {FORMS}")
+            yield number, row
+
+
+def _problem(row: Any) -> str | None:
+    if not isinstance(row, dict):
+        return f"a JSON {type(row).__name__} instead of an object"
+    if not {"text", "prompt", "messages"} & row.keys():
+        keys = ", ".join(map(repr, list(row)[:5])) or "no keys"
+        return f"none of the keys text, prompt and messages ({keys})"
+    chat = [row[key] for key in ("messages", "prompt", "completion") if isinstance(row.get(key), list)]
+    for messages in chat:
+        if not messages or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
+        ):
+            return "messages must be a list of objects with role and content, not empty"
+    for key in ("text", "prompt", "completion", "messages"):
+        wanted = list if key == "messages" else str
+        if key in row and row[key] not in chat and not isinstance(row[key], wanted):
+            return f"{key} is a {type(row[key]).__name__}"
+    if isinstance(row.get("completion"), list) and not isinstance(row.get("prompt"), list):
+        return "a completion of messages needs a prompt of messages"
+    return None
+
+
+def _batch(held: list[Example], pad: int) -> TextBatch:
+    length = max(len(example.ids) for example in held)
+    ids = torch.full((len(held), length), pad)
+    attention = torch.zeros(len(held), length, dtype=torch.bool)
+    completion = torch.zeros(len(held), length, dtype=torch.bool)
+    for row, example in enumerate(held):
+        ids[row, : len(example.ids)] = torch.tensor(example.ids)
+        attention[row, : len(example.ids)] = True
+        completion[row, example.start : len(example.ids)] = True
+    return TextBatch([example.line for example in held], TokenBatch(ids, attention, completion))

@@ -1,0 +1,137 @@
+"""Files that are written whole or not at all. Every room may use it; it knows none of them."""
+
+import errno
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[BinaryIO]:
+    """Write `path` whole or not at all: a temporary name beside it, flushed to the disk, then renamed.
+
+    Raises:
+        OSError: naming `path`, whatever failed; what was there before is still there.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with naming(path), os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def sweep(folder: Path) -> None:
+    """Remove what an interrupted `atomic_file` or `write_tensors` left in a folder and below; no other process may be
+    writing there."""
+    for path in folder.rglob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name the file when writing it fails."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from error
+
+
+def write_atomic(path: Path, content: str | bytes) -> Path:
+    """`atomic_file` for text or bytes; returns the path."""
+    with atomic_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's entries to the disk, so that a rename in it outlives a power failure; not on Windows."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class InUseError(RuntimeError):
+    """A folder that another process writes to; the message names the process and what to do."""
+
+
+@contextmanager
+def sole_writer(folder: Path, command: str = "") -> Iterator[None]:
+    """Inside, this process alone writes to `folder`. The lock is the system's and ends with its holder, however that
+    ends; where there are no file locks (Windows, some network drives) there is none.
+
+    Raises:
+        InUseError: another process has it; says which, since when and with what command.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / ".lock"
+    with naming(path), open(path, "a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise InUseError(
+                f"{folder} is being written by another process ({file.read().strip() or 'it does not say which'}). "
+                "Wait until it is done, stop it, or choose another --output."
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+                raise
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%F %T')}: {command}")
+        file.flush()
+        yield
+
+
+def write_json(path: Path, value: Any) -> Path:
+    """`write_atomic` of JSON that a person can read."""
+    return write_atomic(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, str] | None = None) -> Path:
+    """A safetensors file, written atomically; tensors must be contiguous and share no memory."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    try:
+        with naming(path):
+            try:
+                save_file(dict(tensors), name, metadata)
+            except SafetensorError as error:  # what safetensors makes of an OSError, a full disk above all
+                code = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
+                raise OSError(code, os.strerror(code)) from error
+            with open(name, "rb+") as file:
+                os.fsync(file.fileno())
+            os.chmod(name, 0o644)
+            os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path

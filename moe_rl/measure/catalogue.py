@@ -1,0 +1,305 @@
+"""Every name that a run folder holds, with its one definition: the registry behind docs/metrics.md.
+
+    python -m moe_rl.measure.catalogue > docs/metrics.md
+
+`CATALOGUE` maps a kind of row in `metrics.jsonl` (or `tokens`, the columns of tokens/*.parquet) to its metrics. A test
+runs micro runs and compares the names that they write with the names here, in both directions.
+"""
+
+# ruff: noqa: E501  (a table: one metric, one line)
+import re
+from dataclasses import dataclass, replace
+
+from moe_rl.measure.moments import PARTS
+from moe_rl.measure.peer_metrics import OF_ENGINES, OF_RATIOS
+from moe_rl.measure.ratio_metrics import TAUS
+from moe_rl.objectives import LOSS_METRICS
+
+GSPO, R3, SCHULMAN = "arXiv 2507.18071", "arXiv 2510.11370", "Schulman, Approximating KL divergence"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One name.
+
+    Attributes:
+        name: as written; `<...>` stands for any name.
+        unit: nats, fraction, count, ...
+        definition: what it is. r = new / old ratio of a token, d = log r, s = exp(mean of d over a sequence).
+        over: numerator / denominator, where the value is, or belongs into, a quotient.
+        source: where the definition comes from; empty: ours or standard.
+        when: written only then; empty: always.
+    """
+
+    name: str
+    unit: str
+    definition: str
+    over: str = ""
+    source: str = ""
+    when: str = ""
+
+
+M = Metric
+
+SPREAD = (
+    M("k1", "nats/token", "mean(-d), an estimate of KL(old || new)", "Σ -d / tokens", SCHULMAN),
+    M("k2", "nats/token", "mean(d²/2), the same", "Σ d²/2 / tokens", SCHULMAN),
+    M("k3", "nats/token", "mean(r - 1 - d), the same, never negative", "Σ (r-1-d) / tokens", SCHULMAN),
+    M("m2", "nats²", "mean(d²), twice k2", "Σ d² / tokens", "M2PO, arXiv 2510.01161"),
+    M("gap_mean", "nats", "mean of abs(d)", "Σ abs(d) / tokens"),
+    M("gap_p99", "nats", "99th percentile of abs(d), nearest rank"),
+    M("gap_max", "nats", "largest abs(d)"),
+    *(M(f"extreme_{t}", "count", f"tokens with max(r, 1/r) > {t}", f"over tokens: F({t})", R3) for t in TAUS),
+    M("var_ratio", "1", "variance of r over tokens (divisor n-1)"),
+    M("chi2_token", "1", "mean(r²) - 1 over tokens; below 0 by chance in a small sample", "Σ r² / tokens, less 1"),
+    M("chi2_sequence", "1", "mean(s²) - 1 over sequences", "Σ s² / sequences, less 1", f"s: {GSPO} eq. 7"),
+    M("ess_token", "fraction", "effective sample size of r over n", "(Σ r)² / (n Σ r²)", "Kish"),
+    M("ess_sequence", "fraction", "the same of s", "(Σ s)² / (n Σ s²)", "Kish"),
+    M("var_within", "nats²", "variance of d within a sequence (divisor n), mean over sequences", source="SAPO, Var_i, arXiv 2511.20347"),
+    M("max_token_kl_mean", "nats", "largest r - 1 - d in a sequence, mean over sequences", source="after TRM, arXiv 2512.23075, which takes whole distributions"),
+    M("max_token_kl_max", "nats", "the same, largest over sequences", source="after TRM, arXiv 2512.23075"),
+)  # fmt: skip
+
+CHANGE = (
+    M("slots_changed", "count", "expert slots of response tokens whose expert is not in the other set", "over slots: slot rate", f"one reading of {GSPO} section 5.3"),
+    M("slots", "count", "slots compared: tokens x sites x K"),
+    M("sites_changed", "count", "(token, site) pairs whose sets of experts differ", "over sites: site rate", R3),
+    M("sites", "count", "(token, site) pairs compared"),
+    M("tokens_changed", "count", "tokens with any site changed", "over tokens: token rate", R3),
+    M("tokens", "count", "response tokens compared"),
+)  # fmt: skip
+
+BY_SITE = (
+    M("site_names", "names", "the routing sites, in the order of every list by site"),
+    M("site_slots_changed", "count", "slots changed, by site", "over site_slots"),
+    M("site_slots", "count", "slots compared, by site"),
+    M("flips_histogram", "count", "tokens that changed at 0, 1, .., L sites", "over tokens", R3),
+    M("deviation_histogram", "count", "(token, site) pairs that changed 0, 1, .., K slots", "over sites", "PR², arXiv 2606.00395"),
+    M("overdispersion", "1", "variance of flips per token over that of independent sites; above 1: they cluster; null if none changed", "Var(flips) / Σ p(1-p)"),
+)  # fmt: skip
+
+GAP = (
+    *(m for m in SPREAD if m.name in ("gap_mean", "gap_p99", "gap_max", "k3")),
+    M("extreme_fraction", "fraction", "F(2): tokens with max(r, 1/r) > 2", "such tokens / tokens", R3),
+    M("var_token", "nats²", "variance of d over tokens"),
+    M("var_sequence", "nats²", "variance over sequences of the mean of d"),
+)  # fmt: skip
+
+UPDATE = M("update", "index", "1, 2, .. within the step")
+LAG = "before the step's updates (under rollout lag newer than the policy that sampled)"
+
+
+def _suffixed(metrics: tuple[Metric, ...], suffix: str, words: str) -> tuple[Metric, ...]:
+    return tuple(replace(m, name=f"{m.name}_{suffix}", definition=f"{m.definition}; {words}") for m in metrics)
+
+
+PROBED = (
+    M("var_token", "nats²", "variance of d over tokens (divisor n-1)"),
+    M("var_sequence", "nats²", "variance over sequences of the mean of d", source=f"log s, {GSPO} eq. 7"),
+    *SPREAD,
+)
+
+
+def _level(level: str) -> tuple[Metric, ...]:
+    pairs = [(a, b) for i, a in enumerate(PARTS) for b in PARTS[i + 1 :]]
+    of = "tokens" if level == "token" else "means over sequences"
+    return (
+        M(f"{level}_variance", "nats²", f"Var(log r) over {of}: Σ var + 2 Σ cov"),
+        *(M(f"{level}_var_{p}", "nats²", f"variance of the {p} part over {of}") for p in PARTS),
+        *(M(f"{level}_cov_{a}_{b}", "nats²", f"covariance of the {a} and {b} parts over {of}") for a, b in pairs),
+        *(M(f"{level}_share_{p}", "fraction", f"share of the {p} part, may be negative",
+            f"Cov({p}, log r) / Var(log r)") for p in PARTS),
+    )  # fmt: skip
+
+
+def _memory() -> tuple[Metric, ...]:
+    kept = "model: the policy; value: PPO; reward: learned reward; reference, initial: where the method keeps them"
+    return (
+        M("model_parameters", "count", "parameters of the policy"),
+        M("model_bytes", "bytes", "of its weights"),
+        M("model_optimizer_bytes", "bytes", "of its optimizer's state"),
+        M("<model>_parameters", "count", f"the same of other models. {kept}", when="such a model"),
+        M("<model>_optimizer_bytes", "bytes", "of their optimizers' states", when="such a model, trained"),
+        M("<model>_bytes", "bytes", "of their weights", when="such a model"),
+        M("peak_bytes", "bytes", "most that torch held at once since the process began", when="a GPU"),
+    )
+
+
+CATALOGUE: dict[str, tuple[Metric, ...]] = {
+    "rollout": (
+        M("reward", "reward", "mean of the verifier's rewards over the sampled responses", "Σ reward / reward_n"),
+        M("reward_std", "reward", "their standard deviation (divisor n-1)"),
+        M("reward_n", "count", "responses sampled"),
+        M("response_length", "tokens", "mean length of a response", "response tokens / responses"),
+        M("groups_equal", "fraction", "groups whose rewards are all equal: no signal", "such groups / groups"),
+        M("rollout_logp_gap", "nats", "mean abs(log mu - log pi_old), sampler against scorer", "Σ / response tokens"),
+        M("lag", "steps", "steps between sampling and training, as configured"),
+        M("value", "reward", "mean value on response tokens", when="advantage gae"),
+        M("explained_variance", "fraction", "1 - Var(return - V) / Var(return), over tokens", when="advantage gae"),
+        M("learned_reward", "score", "mean score of the learned reward model", when="reward.model learned"),
+        M("learned_reward_agreement", "fraction", "pairs in a group that it orders as the verifier does", when="reward.model learned"),
+        M("accepted", "fraction", "responses with full reward, that are learned from", when="advantage accepted"),
+        M("step_reward", "reward", "mean reward of a step of a response", "Σ / steps", when="advantage process"),
+        M("steps_per_response", "count", "rewarded steps of a response, mean", when="advantage process"),
+        M("reward_<name>", "reward", "mean of one of the task's rewards", when="advantage decoupled"),
+        M("pairs", "count", "pairs with a preference", when="DPO"),
+    ),
+    "update": (
+        UPDATE,
+        M("loss", "1", "the objective's loss on the minibatch, to be minimised"),
+        M("lr", "1", "learning rate, warm-up included"),
+        M("grad_norm", "1", "global L2 norm of the gradient before clipping"),
+        M("skipped", "boolean", "its gradient was not finite and no weight was moved", when="such an update, `optim.on_nonfinite: skip`"),
+        *(M(*metric) for metric in LOSS_METRICS),
+        M("var_token_log_ratio", "nats²", "variance of d over tokens (divisor n-1), under the arm's own routing"),
+        M("var_sequence_log_ratio", "nats²", "variance over sequences of the mean of d", source=f"log s, {GSPO} eq. 7"),
+        *SPREAD,
+        M("entropy", "nats/token", "mean entropy of the distributions that response tokens are drawn from"),
+        M("aux_loss", "1", "load-balancing loss; null where its coefficient is 0"),
+        M("aux_loss_coef", "1", "its coefficient"),
+        M("replayed_rows", "count", "(token, site) rows whose experts were forced", "over routed_rows"),
+        M("routed_rows", "count", "(token, site) rows of the forward, padding included"),
+        M("slots_changed", "count", "response slots that the update forward routed otherwise than the old policy: the dose", "over slots"),
+        M("slots", "count", "response slots compared"),
+        M("value_loss", "reward²", "loss of the value model", when="advantage gae"),
+        M("value_grad_norm", "1", "its gradient's norm before clipping", when="advantage gae"),
+    ),
+    "probe": (
+        UPDATE,
+        *CHANGE,
+        *BY_SITE,
+        M("entropy", "nats/token", "mean entropy of the distributions, live routing"),
+        *_suffixed(PROBED, "natural", "live routing"),
+        *_suffixed(PROBED, "replayed", "the old routes on the same weights"),
+        M("load_cv_mean", "1", "std / mean of the experts' loads (divisor E), mean over sites"),
+        M("load_cv_max", "1", "the same, largest over sites"),
+        M("load_entropy_mean", "nats", "entropy of the load over experts, mean over sites; ln E is even"),
+        M("load_entropy_min", "nats", "the same, smallest over sites"),
+        M("site_max_vio", "1", "(largest load of an expert - even load) / even load, by site", source="MaxVio, arXiv 2408.15664; prime-rl, verl"),
+        M("active_set_churn", "fraction", "experts a sequence uses and did not use before, mean over sequences and sites", "abs(A_new - A_old) / abs(A_new)", f"second reading of {GSPO} section 5.3; ours"),
+        M("router_kl", "nats", f"KL(old || new) of the softmax over all experts, mean over tokens and sites; old: {LAG}", when="router logits"),
+        M("router_js", "nats", "Jensen-Shannon divergence of the same, at most ln 2", when="router logits"),
+        M("site_router_kl", "nats", "router_kl by site", when="router logits"),
+        M("site_router_js", "nats", "router_js by site", when="router logits"),
+        M("margin_p10", "logits", "10th percentile of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
+        M("margin_median", "logits", "median of the same", when="router logits"),
+        M("shift_over_margin", "1", "median of (largest change of a logit, mean removed) / (half the old margin); below 1 nothing could flip", when="router logits"),
+        M("site_routing_confidence", "fraction", "mass of the softmax over all experts that the chosen ones have, new weights, mean over tokens, by site", source="prime-rl routing_confidence", when="router logits"),
+    ),
+    "eval": (
+        M("reward", "reward", "mean reward on held-out prompts, sampled at the training temperature", "Σ / reward_n"),
+        M("reward_n", "count", "held-out prompts"),
+        M("greedy", "boolean", "whether tokens were taken greedily (never so far)"),
+    ),
+    "step": (
+        M("seconds", "s", "wall time of the step: sampling, scoring, updates and probes, without checkpoint and evaluation"),
+        *_memory(),
+        M("reward_model_loss", "nats", "mean loss of the retraining", when="reward.model learned"),
+        M("reward_model_new", "count", "new comparisons in it", when="reward.model learned"),
+        M("reward_model_old", "count", "older ones", when="reward.model learned"),
+    ),
+    "floor": (
+        M("variant", "name", "repeat, batch, experts or bf16: in what the second forward differs, with equal weights"),
+        M("detail", "words", "the two sides"),
+        *CHANGE,
+        *BY_SITE,
+        M("position_sites_changed", "count", "(token, site) pairs changed, by position in the response, from 0", "over position_sites"),
+        M("position_sites", "count", "pairs compared, by position"),
+        *GAP,
+    ),
+    "decomposition": (
+        UPDATE,
+        M("tokens", "count", "tokens measured"),
+        M("sequences", "count", "sequences measured"),
+        M("harmonic_length", "tokens", "harmonic mean length of the responses", "sequences / Σ 1/n"),
+        *_level("token"),
+        *_level("sequence"),
+        *(M(f"averaging_{p}", "1", f"what the mean over a sequence divides the variance of the {p} part by", "Var over tokens / Var over sequence means") for p in PARTS),
+        *(M(f"design_effect_{p}", "1", f"1 where tokens' {p} parts are independent; above, they move together", "Var over sequence means x harmonic_length / Var over tokens", "Kish") for p in PARTS),
+        M("replay_effect_var", "nats²", "token variance of f(new, new) - f(new, old routes)"),
+        M("site_names", "names", "the routing sites, in the order of the lists below"),
+        *(M(f"site_{level}_var_{kind}", "nats²", f"variance over {level}s of what a site does {words}")
+          for level in ("token", "sequence") for kind, words in (("alone", "alone (new routes there only)"), ("last", "last (old routes there only)"))),
+        *(M(f"site_token_share_{kind}", "fraction", f"share of the replay effect of a site {kind}, over tokens", "Cov(site, whole) / Var(whole)") for kind in ("alone", "last")),
+    ),
+    "engine": (
+        M("pair", "name", "engines, engines_replayed (R3's routes on pi_old) or rollout_to_new; d = log pi - log mu"),
+        M("update", "index", "0 before the updates"),
+        *GAP,
+        *(m for m in SPREAD if m.name in OF_RATIOS and m not in GAP),
+        *(M(*metric) for metric in OF_ENGINES),
+        *(replace(m, when="routes compared") for m in (*CHANGE, *BY_SITE)),
+        M("sync_gap", "nats", "largest gap seen by the check of the last weight transfer", when="a synced engine"),
+        M("sync_tolerance", "nats", "what that check allows", when="a synced engine"),
+    ),
+    "tokens": (
+        M("seq", "index", "row of the response in the step's batch"),
+        M("pos", "index", "position in the response, from 0"),
+        M("token", "id", "token id"),
+        M("text", "words", "the token as it stands inside a text"),
+        M("update", "index", "after which update"),
+        M("old_logp", "nats", "log-probability under the old policy, natural routing"),
+        M("logp_natural", "nats", "after the update, live routing"),
+        M("logp_replayed", "nats", "after the update, the old routes"),
+        M("flips", "count", "sites changed at this token (they shape the prediction of the next)", "over L"),
+        M("reward", "reward", "of the token's response"),
+    ),
+}  # fmt: skip
+"""Kind of row -> its metrics, in the order in which they are written; `kind` and `step` are in every row."""
+
+HEADS = {
+    "rollout": "one per sampled batch",
+    "update": "one per optimizer step, on its minibatch, under the arm's own routing",
+    "probe": "one per update of a probed step, on a fixed subset of the batch, without noise, old policy against new",
+    "eval": "held-out prompts",
+    "step": "one per step",
+    "floor": "once per run, before its first update: equal weights, equal tokens, other arithmetic",
+    "decomposition": "one per update of a step that is split (`probe.decompose_every`)",
+    "engine": "one per pair, where another engine samples",
+    "tokens": "columns of `tokens/step_NNNNNN.parquet`, one row per response token of the probe and update",
+}
+
+
+def find(kind: str, name: str) -> Metric | None:
+    """The entry of a name: an exact one, else one with a placeholder that it fits; None if it has none.
+
+    >>> find("update", "k3").unit, find("step", "reference_bytes").name, find("update", "kl3")
+    ('nats/token', '<model>_bytes', None)
+    """
+    entries = CATALOGUE.get(kind, ())
+    exact = next((m for m in entries if m.name == name), None)
+    return exact or next(
+        (m for m in entries if "<" in m.name and re.fullmatch(re.sub("<.*>", ".+", m.name), name)), None
+    )
+
+
+def render() -> str:
+    """docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "Generated from `moe_rl/measure/catalogue.py` by",
+        "",
+        "    python -m moe_rl.measure.catalogue > docs/metrics.md",
+        "",
+        "Do not edit; a test compares this page with the registry, and the registry with what runs write.",
+        "",
+        "Every row of `metrics.jsonl` has a `kind` and a `step`; numbers that are not finite are null. r is a token's",
+        "probability ratio new / old, d = log r in nats, s = exp(mean of d over a sequence) (GSPO's ratio), K the experts",
+        "per token, L the routing sites, E the experts of a site. Rates are stored as counts: divide sums by sums.",
+        "Change counts never look at the order of slots. `routes/step_NNNNNN_update_U.parquet` holds the probe's routes",
+        "(`moe_rl.training.route_tables.read_route_table`; update 0: the old policy).",
+    ]
+    for kind, metrics in CATALOGUE.items():
+        lines += ["", f"## {kind}", "", f"{HEADS[kind][0].upper()}{HEADS[kind][1:]}.", ""]
+        lines += ["| Name | Unit | Definition | Numerator / denominator | Source | Only with |"]
+        lines += ["| --- | --- | --- | --- | --- | --- |"]
+        lines += [
+            f"| `{m.name}` | {m.unit} | {m.definition} | {m.over or '–'} | {m.source or '–'} | {m.when or '–'} |"
+            for m in metrics
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(render(), end="")

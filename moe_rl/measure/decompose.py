@@ -1,0 +1,261 @@
+"""Where a log-ratio comes from: the weights, the routes, or both together.
+
+The same tokens are scored under {old, new weights} x {old, new routes}. With f(w, e) the log-probability of a token
+under weights w and routes e,
+
+    log r       = f(new, new) - f(old, old)         what importance sampling sees
+    weight      = f(new, old) - f(old, old)         the weights move, the experts stay: what Routing Replay leaves
+    routing     = f(old, new) - f(old, old)         the experts move, the weights stay
+    interaction = log r - weight - routing          what neither does alone
+
+This is the 2x2 factorial contrast with the old policy as its origin: both effects are measured from one point and
+neither goes first. Going first is what the two *orderings* do, and they disagree by exactly the interaction:
+
+    weights first:  log r = weight + (routing + interaction),  the last term f(new, new) - f(new, old) being what
+                            replay removes under the new weights (`Decomposition.replay_effect`)
+    routes first:   log r = routing + (weight + interaction)
+
+Their mean, the Shapley value, gives half of the interaction to each: `routing_shapley + weight_shapley = log r`.
+
+Nothing of this is published for RL (the question is our literature list's); R2 and R3 (arXiv 2507.18071 section 5.3,
+arXiv 2510.11370) remove the routing part without measuring it.
+
+Exactness. A row of routes whose *set* of experts did not change keeps the slot order of the model that is run, so that
+a token whose context did not flip has a routing part of exactly 0 and an interaction of exactly 0: no rounding noise
+of another summation order. Equal weights give exactly 0 in every part.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moe_rl.measure.moments import Shares, SiteShares
+from moe_rl.measure.scoring import Scored, TokenBatch, _logps, in_order_of, score_live, score_replayed
+from moe_rl.measure.unwrap import evaluating
+from moe_rl.measure.weights import temporary_weights
+from moe_rl.routing import RoutedExperts, replay_routes, site_change
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """The four log-probabilities of every token, and everything that follows from them. float64, CPU, detached.
+
+    Attributes:
+        old: f(old weights, old routes), nats; 0 outside `mask`, as all others.
+        new_weights: f(new weights, old routes).
+        new_routes: f(old weights, new routes).
+        new: f(new weights, new routes).
+        mask: True on the tokens that are measured.
+        old_routes, new_routes_taken: what each model chose live, for all tokens.
+        site_alone: per routing site l, f(new weights; new routes at l, old routes elsewhere) - f(new, old): replaying
+            all sites but one. None unless asked for.
+        site_last: per routing site l, f(new, new) - f(new weights; old routes at l, new routes elsewhere): replaying
+            one site alone. All other sites are held at what was recorded, so that nothing but site l differs. At
+            two sites, `site_alone[0] + site_last[1]` is the whole effect; in general neither sums to it.
+    """
+
+    old: Float[Tensor, "B T"]
+    new_weights: Float[Tensor, "B T"]
+    new_routes: Float[Tensor, "B T"]
+    new: Float[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    old_routes: RoutedExperts
+    new_routes_taken: RoutedExperts
+    site_alone: Float[Tensor, "L B T"] | None = None
+    site_last: Float[Tensor, "L B T"] | None = None
+
+    @property
+    def log_ratio(self) -> Float[Tensor, "B T"]:
+        """f(new, new) - f(old, old), nats; what GRPO's token ratio is the exponential of."""
+        return self.new - self.old
+
+    @property
+    def weight(self) -> Float[Tensor, "B T"]:
+        """f(new weights, old routes) - f(old, old), nats: the log-ratio that Routing Replay would give."""
+        return self.new_weights - self.old
+
+    @property
+    def routing(self) -> Float[Tensor, "B T"]:
+        """f(old weights, new routes) - f(old, old), nats."""
+        return self.new_routes - self.old
+
+    @property
+    def interaction(self) -> Float[Tensor, "B T"]:
+        """The rest, f(new, new) - f(new, old) - f(old, new) + f(old, old), nats."""
+        return (self.new - self.new_weights) - (self.new_routes - self.old)
+
+    @property
+    def replay_effect(self) -> Float[Tensor, "B T"]:
+        """f(new, new) - f(new, old) = routing + interaction, nats: what replay removes under the new weights."""
+        return self.new - self.new_weights
+
+    @property
+    def routing_shapley(self) -> Float[Tensor, "B T"]:
+        """Mean of the routing effect under old and under new weights: routing + interaction / 2."""
+        return self.routing + self.interaction / 2
+
+    @property
+    def weight_shapley(self) -> Float[Tensor, "B T"]:
+        """Mean of the weight effect under old and under new routes: weight + interaction / 2."""
+        return self.weight + self.interaction / 2
+
+    def sequence(self, part: Float[Tensor, "*parts B T"]) -> Float[Tensor, "*parts B"]:
+        """Length-normalised: mean over a sequence's measured tokens, as in GSPO's ratio (arXiv 2507.18071, eq. 7);
+        0 where there are none."""
+        return (part * self.mask).sum(-1) / self.mask.sum(-1).clamp(min=1)
+
+    def shares(self) -> Shares:
+        """Variances and covariances of the three parts, by token and by sequence; shares add with `+`."""
+        return Shares.of(torch.stack([self.weight, self.routing, self.interaction], -1), self.mask)
+
+    def site_shares(self) -> SiteShares | None:
+        """The same for the sites; None unless they were asked for."""
+        if self.site_alone is None or self.site_last is None:
+            return None
+        return SiteShares.of(self.old_routes.sites, self.site_alone, self.site_last, self.replay_effect, self.mask)
+
+
+def decompose(
+    old_model: nn.Module,
+    new_model: nn.Module,
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"],
+    completion_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"],
+    *,
+    temperature: float = 1.0,
+    per_site: bool = False,
+    batch_size: int | None = None,
+) -> Decomposition:
+    """Split the log-ratio of two checkpoints of one architecture on any text; see the module for the parts.
+
+    Four forwards, and with `per_site` up to two more for every routing site at which something changed. Both models
+    are put in eval mode for the time being; no gradient. They may be on different devices.
+
+    Args:
+        attention_mask: true on tokens, false on padding, on either side.
+        completion_mask: true on the tokens to measure.
+        temperature: of the distribution that is scored.
+        per_site: also replay all sites but one, and one site alone (`site_alone`, `site_last`).
+        batch_size: sequences per forward; None takes all at once. The same in all forwards, so that a model whose
+            numbers depend on the batch's shape is still compared with itself.
+
+    Raises:
+        RoutingError: routing sites, expert counts or experts per token differ.
+        UnsupportedModelError: not a Mixture-of-Experts whose routing can be recorded.
+        ValueError: as `token_logps`.
+    """
+    text = TokenBatch(input_ids, attention_mask.bool(), completion_mask.bool(), temperature)
+    parts = []
+    for piece in _pieces(text, batch_size):
+        old, new = score_live(old_model, piece), score_live(new_model, piece)
+        parts.append(
+            combine(
+                piece,
+                old,
+                new,
+                score_replayed(new_model, piece, old.routes, new.routes),
+                score_replayed(old_model, piece, new.routes, old.routes),
+                score_sites(new_model, piece, old.routes, new) if per_site else None,
+            )
+        )
+    return _join(parts)
+
+
+def decompose_update(
+    model: nn.Module, old_weights: dict[str, Tensor], text: TokenBatch, old: Scored, *, per_site: bool = False
+) -> Decomposition:
+    """As `decompose` where one model holds the new weights and the old ones are kept aside.
+
+    Args:
+        model: holds the new weights, before and after.
+        old_weights: from `copy_weights(model)`, taken before the update.
+        old: `score_live` of the old weights on the same text, so that it need not be repeated at each update.
+    """
+    new = score_live(model, text)
+    new_weights = score_replayed(model, text, old.routes, new.routes)
+    sites = score_sites(model, text, old.routes, new) if per_site else None
+    with temporary_weights(model, old_weights):
+        new_routes = score_replayed(model, text, new.routes, old.routes)
+    return combine(text, old, new, new_weights, new_routes, sites)
+
+
+# -- the passes, each by itself, for those who hold one model at a time; also `score_live`, `score_replayed` -----------
+
+
+@torch.no_grad()
+def score_sites(
+    model: nn.Module, text: TokenBatch, old_routes: RoutedExperts, new: Scored
+) -> tuple[Float[Tensor, "L B T"], Float[Tensor, "L B T"]]:
+    """f(new; new routes at site l, old elsewhere) and f(new; old routes at l, new elsewhere), for every site l.
+
+    A site at which no token changed is not run: it changes nothing.
+    """
+    kept = in_order_of(new.routes, old_routes)
+    changed = site_change(kept, new.routes).flatten(0, 1).any(0).tolist()
+    replayed = score_replayed(model, text, old_routes, new.routes)
+    alone: list[Tensor] = []
+    others: list[Tensor] = []
+    with evaluating(model):
+        for site, differs in enumerate(changed):
+            for outer, inner, found, without in (
+                (kept, new.routes, alone, replayed),
+                (new.routes, kept, others, new.logps),
+            ):
+                with ExitStack() as stack:
+                    if differs:
+                        stack.enter_context(replay_routes(model, outer))
+                        stack.enter_context(replay_routes(model, inner, sites=site))
+                    found.append(_logps(model, text) if differs else without)
+    return torch.stack(alone), torch.stack(others)
+
+
+def combine(
+    text: TokenBatch,
+    old: Scored,
+    new: Scored,
+    new_weights: Float[Tensor, "B T"],
+    new_routes: Float[Tensor, "B T"],
+    sites: tuple[Float[Tensor, "L B T"], Float[Tensor, "L B T"]] | None = None,
+) -> Decomposition:
+    """The results of the passes as one Decomposition."""
+    alone, others = (None, None) if sites is None else sites
+    return Decomposition(
+        old=old.logps,
+        new_weights=new_weights,
+        new_routes=new_routes,
+        new=new.logps,
+        mask=text.completion_mask.cpu(),
+        old_routes=old.routes,
+        new_routes_taken=new.routes,
+        site_alone=None if alone is None else alone - new_weights,
+        site_last=None if others is None else new.logps - others,
+    )
+
+
+def _pieces(text: TokenBatch, batch_size: int | None) -> Iterator[TokenBatch]:
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"batch_size counts sequences and must be at least 1, got {batch_size}")
+    total = text.input_ids.shape[0]
+    for start in range(0, total, batch_size or max(total, 1)):
+        yield text.rows(start, min(start + (batch_size or total), total))
+
+
+def _join(parts: list[Decomposition]) -> Decomposition:
+    if len(parts) == 1:
+        return parts[0]
+
+    def cat(name: str, axis: int = 0) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts], axis)
+
+    sited = parts[0].site_alone is not None
+    return Decomposition(
+        **{name: cat(name) for name in ("old", "new_weights", "new_routes", "new", "mask")},
+        old_routes=RoutedExperts.cat([part.old_routes for part in parts]),
+        new_routes_taken=RoutedExperts.cat([part.new_routes_taken for part in parts]),
+        site_alone=cat("site_alone", 1) if sited else None,
+        site_last=cat("site_last", 1) if sited else None,
+    )

@@ -1,0 +1,251 @@
+"""Token log-probabilities and entropies of any transformers causal LM, without its logits.
+
+The logits are the memory peak of training: 8k tokens x 151,936 entries are 5 GB in fp32, and as much again
+for their gradient. Here the model runs its own forward, wrappers and hooks included, but while it runs, a
+stand-in answers for the output head: it takes the hidden states that predict completion tokens, reduces them
+to one number per token chunk by chunk (`moe_rl.measure.head`), and hands the model empty logits.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from moe_rl.measure.head import LogitMap, logit_map_of, threaded_head_logps
+from moe_rl.measure.unwrap import causal_lm
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenLogps:
+    """What a model says of the completion tokens. Entry t speaks of token t given the tokens before it.
+
+    Attributes:
+        logps: nats, 0 outside the completion; fp32, or float64 for a float64 model. Differentiable.
+        entropy: nats, of the distribution that token t is drawn from; 0 outside the completion.
+            Differentiable, so that an entropy bonus works. None unless asked for.
+        aux_loss: the model's own load-balancing loss over all tokens that are not padding, without its
+            coefficient. Differentiable. None unless asked for.
+        router_logits: one tensor per routing site, as the model returned them; None unless they or `aux_loss` are
+            asked for.
+    """
+
+    logps: Float[Tensor, "B T"]
+    entropy: Float[Tensor, "B T"] | None = None
+    aux_loss: Float[Tensor, ""] | None = None
+    router_logits: tuple[Tensor, ...] | None = None
+
+
+def token_logps(
+    model: nn.Module,
+    input_ids: Int[Tensor, "B T"],
+    attention_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"],
+    completion_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"],
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    aux_loss: bool = False,
+    router_logits: bool = False,
+    chunk_size: int | None = None,
+    position_ids: Int[Tensor, "B T"] | None = None,
+) -> TokenLogps:
+    """Log-probability of every completion token, `log softmax(logits[t-1] / temperature)[token t]`.
+
+    `model` is called once, as the caller holds it (bare, or in DistributedDataParallel, FSDP2, PEFT,
+    accelerate), so gradient synchronisation, sharding and routing hooks work as in any other call. Models
+    whose head is not a plain `nn.Linear`, or who treat its output to more than a scale and a soft cap, and
+    models compiled as a whole take `model(...).logits` instead: the same numbers at full memory, with one
+    warning. (Compile the backbone or its layers to have both.)
+
+    Args:
+        attention_mask: true on tokens, false on padding, on either side.
+        completion_mask: true on the tokens that are asked for. A row's first token follows nothing: its entry
+            is 0.
+        temperature: of the distribution that is scored, as in sampling.
+        entropy: also the entropy of each completion token's distribution.
+        aux_loss: also the model's load-balancing loss. It counts the experts that the router logits favour,
+            also where a replay made the model use others.
+        router_logits: also the router logits, of all tokens.
+        chunk_size: completion tokens whose logits are held at once; default as in `head_logps`.
+        position_ids: default: the number of tokens before, padding not counted.
+
+    Raises:
+        ValueError: a completion token lies on padding; temperature or chunk size is not positive; the model
+            has no load-balancing loss.
+        TypeError: `model` holds no transformers model with an output head.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=7))
+    >>> _ = torch.nn.init.zeros_(model.lm_head.weight)  # every token equally likely
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> out = token_logps(model, ids, torch.ones_like(ids), torch.tensor([[0, 0, 1]]))
+    >>> out.logps.detach()  # -log 7
+    tensor([[ 0.0000,  0.0000, -1.9459]])
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}: greedy choice has no log-probability")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size counts tokens and must be at least 1, got {chunk_size}")
+    lm = causal_lm(model)
+    B, T = input_ids.shape
+    attended, completion = attention_mask.bool(), completion_mask.bool()
+    if (completion & ~attended).any():
+        row, column = (completion & ~attended).nonzero()[0].tolist()
+        raise ValueError(
+            f"completion_mask is true on padding (first at row {row}, position {column}); it must lie within "
+            "attention_mask. Was one of them built for the other padding side?"
+        )
+    # Flat positions in [B * T] of the tokens that are predicted; the state one earlier predicts.
+    token = F.pad(completion[:, 1:] & attended[:, :-1], (1, 0)).flatten().nonzero().squeeze(1)
+    targets = input_ids.flatten()[token]
+
+    if position_ids is None and "position_ids" in _arguments(lm):
+        position_ids = (attended.long().cumsum(1) - 1).clamp(min=0)
+    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attended.long()}
+    inputs |= {} if position_ids is None else {"position_ids": position_ids}
+    inputs |= {"output_router_logits": True} if aux_loss or router_logits else {}
+    inputs |= {"use_cache": False, "return_dict": True}
+
+    obstacle, logit_map = _obstacle(model, lm)
+    if obstacle is None:
+        outputs, logps, entropies = _through_head(
+            model,
+            cast(nn.Linear, lm.get_output_embeddings()),
+            inputs,
+            token,
+            targets,
+            logit_map,
+            temperature,
+            entropy,
+            chunk_size,
+        )
+    else:
+        _warn_once(f"{type(lm).__name__}: {obstacle}; its log-probabilities are taken from whole logits")
+        outputs, logps, entropies = _through_logits(model, lm, inputs, token, targets, temperature, entropy)
+
+    if aux_loss and not isinstance(outputs.get("aux_loss"), Tensor):
+        raise ValueError(f"{type(lm).__name__} returned no aux_loss: this family has no load-balancing loss")
+
+    def aligned(values: Tensor) -> Tensor:
+        return values.new_zeros(B * T).scatter(0, token, values).view(B, T)
+
+    return TokenLogps(
+        logps=aligned(logps),
+        entropy=None if entropies is None else aligned(entropies),
+        aux_loss=outputs.aux_loss if aux_loss else None,
+        router_logits=outputs.router_logits if aux_loss or router_logits else None,
+    )
+
+
+def _through_head(
+    model: nn.Module,
+    head: nn.Linear,
+    inputs: dict[str, Any],
+    token: Tensor,
+    targets: Tensor,
+    logit_map: LogitMap,
+    temperature: float,
+    entropy: bool,
+    chunk_size: int | None,
+) -> tuple[Any, Tensor, Tensor | None]:
+    """Call the model with a stand-in for its head. Within the head's call its weight is whole: FSDP2 has just
+    gathered it."""
+    B, T = inputs["input_ids"].shape
+    results: list[tuple[Tensor, Tensor | None]] = []
+
+    def stand_in(hidden: Tensor) -> Tensor:
+        if hidden.shape[:2] != (B, T):
+            raise RuntimeError(
+                f"the output head received states of shape {tuple(hidden.shape)} for {B} x {T} tokens; "
+                "expected one state per token (prompt tuning adds virtual ones, which is not supported)"
+            )
+        states = hidden.flatten(0, 1).index_select(0, token - 1)
+        logps, entropies, thread = threaded_head_logps(
+            states, head.weight, targets, head.bias, logit_map, temperature, entropy, chunk_size
+        )
+        results.append((logps, entropies))
+        return thread.view(B, 0, len(head.weight)).clone()  # FSDP2 warns of outputs that are views
+
+    with _replaced_forward(head, stand_in):
+        outputs = model(**inputs)
+    if len(results) != 1:
+        raise RuntimeError(
+            f"{type(model).__name__} called its output head {len(results)} times in one forward, not once"
+        )
+    logps, entropies = results[0]
+    # The empty logits left the model as its output, through every wrapper. Adding their sum, 0, makes the
+    # results depend on that output: what a wrapper does when backward reaches it (FSDP2 gathers the head
+    # again) comes first.
+    zero = outputs.logits.sum()
+    return outputs, logps + zero, None if entropies is None else entropies + zero
+
+
+def _through_logits(
+    model: nn.Module,
+    lm: PreTrainedModel,
+    inputs: dict[str, Any],
+    token: Tensor,
+    targets: Tensor,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Any, Tensor, Tensor | None]:
+    """The plain way: the model's logits, of those columns that predict something."""
+    T = inputs["input_ids"].shape[1]
+    row, column = (token - 1) // T, (token - 1) % T
+    columns = torch.arange(T, device=token.device)
+    if "logits_to_keep" in _arguments(lm) and len(token):
+        columns = column.unique()
+        inputs = {**inputs, "logits_to_keep": columns}
+    outputs = model(**inputs)
+    z = outputs.logits[row, torch.searchsorted(columns, column)]
+    log_p = (z.to(torch.promote_types(z.dtype, torch.float32)) / temperature).log_softmax(-1)
+    logps = log_p.gather(1, targets[:, None]).squeeze(1)
+    return outputs, logps, torch.special.entr(log_p.exp()).sum(1) if entropy else None
+
+
+def _obstacle(model: nn.Module, lm: PreTrainedModel) -> tuple[str | None, LogitMap]:
+    """Why the head cannot be stood in for, or None; and what the model does to the head's output."""
+    head = lm.get_output_embeddings()
+    if getattr(type(head), "forward", None) is not nn.Linear.forward or "forward" in vars(head):
+        return f"its output head ({type(head).__module__}.{type(head).__name__}) has a forward of its own", LogitMap()
+    if getattr(lm, "tp_size", None):
+        return "its output head is split (tensor parallelism)", LogitMap()
+    for module in model.modules():  # the wrappers, then the model: a compiled one would not see the stand-in
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            return "it was compiled as a whole", LogitMap()
+        if module is lm:
+            break
+    logit_map = logit_map_of(lm)
+    if logit_map is None:
+        return "it treats its head's output to more than a scale and a soft cap", LogitMap()
+    return None, logit_map
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Inside, a call of `module` runs its hooks and `forward`."""
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+
+
+def _arguments(lm: PreTrainedModel) -> set[str]:
+    return set(inspect.signature(type(lm).forward).parameters)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)

@@ -1,0 +1,148 @@
+"""The same-weights noise floor: what changes when nothing changes but arithmetic.
+
+A model is scored again with equal weights on equal tokens under a few variants:
+
+- "repeat"   the same forward once more
+- "batch"    the same sequences in pieces (other batch shapes, equal padding)
+- "experts"  another experts implementation of transformers (eager against grouped_mm); left out where there is none
+- "bf16"     a copy of the weights rounded to bfloat16, computing in it
+
+A change rate or a log-ratio below the floor of a model's own arithmetic ("repeat", "batch", "experts") says nothing of
+its updates. "bf16" is what a rollout engine of that precision would add. In fp32 on a CPU the first three are 0 or next
+to it: log-probabilities agree to some 1e-6 nats and no expert changes, save at ties closer than that.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor, nn
+
+from moe_rl.measure.ratio_metrics import gap_metrics
+from moe_rl.measure.routing_metrics import change_metrics, position_metrics
+from moe_rl.measure.scoring import Scored, TokenBatch, score_live
+from moe_rl.measure.unwrap import hf_model
+from moe_rl.routing import RoutedExperts, UnsupportedModelError, change_counts
+
+PIECES = 4
+OTHER_EXPERTS = {"grouped_mm": "eager", "eager": "grouped_mm", "batched_mm": "eager"}
+"""What an experts implementation is compared with; all others are compared with eager."""
+
+
+class Variant(NamedTuple):
+    """One scoring with equal weights: its kind, in words the two sides that are compared, and what came out."""
+
+    name: str
+    detail: str
+    scored: Scored
+
+
+class NoiseFloor:
+    """Scores texts in every variant that this model and machine can run.
+
+    Args:
+        bf16: also the rounded copy, which is made once and kept until `close`. A sharded model cannot be copied.
+
+    Attributes:
+        left_out: variant -> why it cannot be run here.
+    """
+
+    def __init__(self, bf16: bool = True):
+        self.bf16 = bf16
+        self.left_out: dict[str, str] = {}
+        self._rounded: nn.Module | None = None
+
+    @torch.no_grad()
+    def variants(self, model: nn.Module, text: TokenBatch) -> Iterator[Variant]:
+        """To be compared with `score_live(model, text)`."""
+        yield Variant("repeat", "same forward", score_live(model, text))
+        size = len(text.input_ids)
+        if size > 1:
+            step = -(-size // PIECES)
+            pieces = [score_live(model, text.rows(i, min(i + step, size))) for i in range(0, size, step)]
+            whole = Scored(torch.cat([p.logps for p in pieces]), RoutedExperts.cat([p.routes for p in pieces]))
+            yield Variant("batch", f"{size} sequences at once and in pieces of {step}", whole)
+        with other_experts(model) as names:
+            if names and (scored := self._attempt("experts", lambda: score_live(model, text))):
+                yield Variant("experts", f"{names[0]} and {names[1]}", scored)
+        dtype = next(model.parameters()).dtype
+        if not self.bf16 or dtype == torch.bfloat16:
+            return
+        if scored := self._attempt("bf16", lambda: score_live(self._copy(model), text)):
+            yield Variant("bf16", f"{str(dtype).removeprefix('torch.')} and bfloat16", scored)
+
+    def close(self) -> None:
+        """Let go of the bf16 copy: its memory is wanted elsewhere."""
+        self._rounded = None
+
+    def _attempt(self, variant: str, score: Callable[[], Scored]) -> Scored | None:
+        """None, now and later, where kernels or memory do not allow it: part of a floor is better than none.
+        grouped_mm wants strides of 16 bytes, for one."""
+        if variant in self.left_out:
+            return None
+        try:
+            return score()
+        except (RuntimeError, MemoryError, UnsupportedModelError) as error:
+            self.left_out[variant] = str(error).splitlines()[0]
+            self.close()
+            return None
+
+    def _copy(self, model: nn.Module) -> nn.Module:
+        if self._rounded is None:
+            need, free = 2 * sum(p.numel() for p in model.parameters()), free_bytes(next(model.parameters()).device)
+            if free is not None and need > 0.8 * free:
+                raise MemoryError(f"a bf16 copy takes {need / 2**30:.3g} GiB, {free / 2**30:.3g} are free")
+            self._rounded = rounded_copy(model)
+        return self._rounded
+
+
+def floor_metrics(mask: Bool[Tensor, "B T"], base: Scored, other: Scored) -> dict[str, Any]:
+    """Changes and log-probability gaps of two scorings of one text on the tokens of `mask`, under the names of the
+    change rates that they stand beside: by site, as histograms and by position too."""
+    return {
+        **change_metrics(change_counts(base.routes, other.routes, mask, pair="engines")),
+        **position_metrics(base.routes, other.routes, mask),
+        **gap_metrics(other.logps.float(), base.logps.float(), mask),
+    }
+
+
+@contextmanager
+def other_experts(model: nn.Module) -> Iterator[tuple[str, str] | None]:
+    """Inside, the experts are computed by another implementation; None where the model has but one."""
+    inner: Any = hf_model(model)
+    name = getattr(getattr(inner, "config", None), "_experts_implementation", None)
+    other = OTHER_EXPERTS.get(str(name), "eager")
+    try:
+        inner.set_experts_implementation(other)
+    except (ValueError, AttributeError, ImportError):
+        yield None
+        return
+    try:
+        yield str(name), other
+    finally:
+        inner.set_experts_implementation(name)
+
+
+def rounded_copy(model: nn.Module) -> nn.Module:
+    """A bf16 copy of the weights in the same modules: parameters are rounded as they are copied, never held twice."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().to(torch.bfloat16), requires_grad=False)
+        for p in model.parameters()
+        if p.is_floating_point()
+    }
+    return copy.deepcopy(model, memo).eval()
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that is free on a device now; None where that is unknown."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration, ValueError):  # not Linux
+        return None

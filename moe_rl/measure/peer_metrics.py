@@ -1,0 +1,280 @@
+# ruff: noqa: E501  (a table: one metric, one line)
+"""The metrics of other trainers under the names that their users know, each by the other's formula.
+
+mu is the engine that sampled, pi the training engine's policy before the update; d = log pi - log mu of a token, w = e^d.
+All functions are detached, float64 inside, NaN without tokens. What these trainers have and `ratio_metrics`, `gap_metrics`
+or `moe_rl.objectives.loss_metrics` already say under another name:
+
+    NeMo-RL gen_kl_error, verl rollout_corr/k3_kl, prime-rl mismatch_kl     k3 of the engine rows
+    verl rollout_corr/kl                                                    k1
+    verl rollout_corr/chi2_token                                            chi2_token
+    TRL kl                                                                  ref_kl
+    TRL sampling/importance_sampling_ratio/{min,mean,max}                   correction_weight_{min,mean,max}
+    TRL clip_ratio/{low,high,region}_mean                                   clipped_{low,high}_tokens, clipped_tokens over tokens
+
+Differs: verl adds 1e-8 to the denominators of its means, prime-rl divides an empty sum by 1.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from moe_rl.measure.ratio_metrics import gap_metrics
+from moe_rl.objectives import token_log_ratio
+from moe_rl.objectives.diagnostics import Definition
+
+_VERL_BOUND = 20.0  # nats: verl's SAFETY_BOUND on log-weights
+
+
+OF_RATIOS = ("gap_mean", "gap_p99", "gap_max", "k3", "chi2_token", "chi2_sequence", "ess_token", "ess_sequence")
+
+
+def engine_metrics(
+    logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> dict[str, Tensor]:
+    """All that is said of two engines' scores of the same tokens: `gap_metrics` with chi2 and effective sample size, and
+    the peers' `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics` of w."""
+    d = token_log_ratio(logps, rollout_logps, mask).detach()
+    return {
+        **gap_metrics(logps, rollout_logps, mask, names=OF_RATIOS),
+        **mismatch_metrics(logps, rollout_logps, mask),
+        **importance_weight_metrics(d, mask),
+        **ratio_range_metrics(d, mask),
+    }
+
+
+def mismatch_metrics(
+    logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> dict[str, Tensor]:
+    """How far the training engine's scores (`logps`) are from the sampler's, by NeMo-RL's and verl's names.
+
+    - NeMo-RL: `token_mult_prob_error` = mean e^|d| (suspicious above 1.05); `seq_mult_prob_error_{min,mean,max}`, of its
+      means over each sequence; `policy_kl_error` = mean(1/w - 1 + d); `js_divergence_error`, with m = (pi + mu)/2 the mean
+      of (pi/m - 1 - log(pi/m))/2 + (mu/m - 1 - log(mu/m))/2; `sampling_importance_ratio` = mean w
+    - verl: `rollout_probs_diff_{mean,max,std}` of |pi - mu| (std with divisor n-1), `rollout_actor_probs_pearson_corr`
+      of pi and mu; over sequences of their mean log-probabilities: `log_ppl_diff` = mean(log mu - log pi),
+      `log_ppl_abs_diff`, `ppl_ratio` = mean e^(log mu - log pi), `training_ppl`, `rollout_ppl`; `chi2_seq` = mean
+      e^(2 Σ_t d) - 1, Σ d within 20 nats: of whole sequences, where `chi2_sequence` has the mean in place of the sum
+
+    Args:
+        logps: training engine, nats.
+        rollout_logps: the engine that sampled, nats.
+        mask: True on response tokens.
+    """
+    with torch.no_grad():
+        d = token_log_ratio(logps, rollout_logps, mask).double()
+        new, old = (torch.where(mask, x, 0.0).double() for x in (logps, rollout_logps))
+        tokens, rows, length = d[mask], mask.any(1), mask.sum(1)
+        p, q = new[mask].exp(), old[mask].exp()
+        per_sequence = torch.where(mask, d.abs().exp(), 0.0).sum(1)[rows] / length[rows]
+        log_mixture = ((p + q) / 2).log()
+        to_mixture = [torch.expm1(x) - x for x in (new[mask] - log_mixture, old[mask] - log_mixture)]
+        means = [(torch.where(mask, x, 0.0).sum(1) / length.clamp(min=1))[rows] for x in (new, old)]
+        log_ppl_diff = means[1] - means[0]
+        shift = (p - q).abs()
+        total = d.sum(1)[rows].clamp(-_VERL_BOUND, _VERL_BOUND)
+        return {
+            "token_mult_prob_error": tokens.abs().exp().mean(),
+            "seq_mult_prob_error_min": _extreme(per_sequence, "min"),
+            "seq_mult_prob_error_mean": per_sequence.mean(),
+            "seq_mult_prob_error_max": _extreme(per_sequence, "max"),
+            "policy_kl_error": (torch.expm1(-tokens) + tokens).mean(),
+            "js_divergence_error": (to_mixture[0] / 2 + to_mixture[1] / 2).mean(),
+            "sampling_importance_ratio": tokens.exp().mean(),
+            "rollout_probs_diff_mean": shift.mean(),
+            "rollout_probs_diff_max": _extreme(shift, "max"),
+            "rollout_probs_diff_std": shift.std() if len(shift) > 1 else shift.new_tensor(float("nan")),
+            "rollout_actor_probs_pearson_corr": _pearson(p, q),
+            "log_ppl_diff": log_ppl_diff.mean(),
+            "log_ppl_abs_diff": log_ppl_diff.abs().mean(),
+            "ppl_ratio": log_ppl_diff.exp().mean(),
+            "training_ppl": (-means[0]).exp().mean(),
+            "rollout_ppl": (-means[1]).exp().mean(),
+            "chi2_seq": (2 * total).exp().mean() - 1,
+        }
+
+
+def importance_weight_metrics(
+    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, low: float = 0.5, high: float = 2.0
+) -> dict[str, Tensor]:
+    """verl's account of token-level weights w = e^`log_weight` that are truncated at `high` (its rollout_is "token").
+
+    `rollout_is_{mean,min,max}` of min(w, high); `rollout_is_oob_ratio`: tokens with w outside [low, high];
+    `rollout_is_eff_sample_size` = 1 / mean((v / mean v)²) with v = w within [low, high]: a fraction of the tokens;
+    `rollout_is_seq_max_deviation`: the largest |mean over a sequence of min(w, high) - 1|. verl's default for `low` is
+    1 / high. w is bounded at e^±20 first.
+
+    >>> log_weight = torch.tensor([[3.0, 1.0], [1.0, 0.25]]).log()
+    >>> found = importance_weight_metrics(log_weight, torch.ones(2, 2, dtype=torch.bool))
+    >>> [round(float(found[f"rollout_is_{name}"]), 4) for name in ("mean", "oob_ratio", "seq_max_deviation")]
+    [1.0625, 0.5, 0.5]
+    """
+    with torch.no_grad():
+        raw = torch.where(mask, log_weight, 0.0).double().clamp(-_VERL_BOUND, _VERL_BOUND).exp()
+        weight, rows = raw.clamp(max=high), mask.any(1)
+        tokens, bounded = weight[mask], raw[mask].clamp(low, high)
+        by_sequence = torch.where(mask, weight, 0.0).sum(1)[rows] / mask.sum(1)[rows]
+        return {
+            "rollout_is_mean": tokens.mean(),
+            "rollout_is_min": _extreme(tokens, "min"),
+            "rollout_is_max": _extreme(tokens, "max"),
+            "rollout_is_oob_ratio": ((raw[mask] < low) | (raw[mask] > high)).double().mean(),
+            "rollout_is_eff_sample_size": bounded.mean().square() / bounded.square().mean(),
+            "rollout_is_seq_max_deviation": _extreme((by_sequence - 1).abs(), "max"),
+        }
+
+
+def masked_mismatch_metrics(
+    log_weight: Float[Tensor, "B T"],
+    masked_low: Bool[Tensor, "B T"],
+    masked_high: Bool[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> dict[str, Tensor]:
+    """prime-rl's account of a trust region on w = e^`log_weight`: what share of the tokens it takes out on each side, and
+    the mismatch KL (w - 1 - log w, nats) of those it takes out and of those it keeps.
+
+    Args:
+        masked_low, masked_high: the tokens that are taken out, below and above; in a loss of ours the `clipped` tokens
+            with A < 0 and with A > 0.
+    """
+    with torch.no_grad():
+        d = torch.where(mask, log_weight, 0.0).double()
+        kl, masked = torch.expm1(d) - d, (masked_low | masked_high) & mask
+        return {
+            "is_masked": masked[mask].double().mean(),
+            "is_masked_low": masked_low[mask].double().mean(),
+            "is_masked_high": masked_high[mask].double().mean(),
+            "masked_mismatch_kl": kl[masked].mean(),
+            "unmasked_mismatch_kl": kl[mask & ~masked].mean(),
+        }
+
+
+def ratio_range_metrics(
+    log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, low: float = 0.9, high: float = 1.1
+) -> dict[str, Tensor]:
+    """`probs_ratio_min`, `probs_ratio_max` (NeMo-RL): of the ratios r = e^`log_ratio`; `outside_fraction`: the share of
+    tokens with r outside [low, high] (0.9 and 1.1: verl issue 6280)."""
+    with torch.no_grad():
+        ratio = log_ratio[mask].double().exp()
+        return {
+            "probs_ratio_min": _extreme(ratio, "min"),
+            "probs_ratio_max": _extreme(ratio, "max"),
+            "outside_fraction": ((ratio < low) | (ratio > high)).double().mean(),
+        }
+
+
+def load_violation(
+    load: Int[Tensor, "L E"] | Float[Tensor, "L E"], experts: Sequence[int] | None = None
+) -> dict[str, Float[Tensor, "L"]]:
+    """MaxVio of each routing site and its kin: how far loads are from even, over the even load.
+
+    `max_vio` = (max load - mean load) / mean load (arXiv 2408.15664; prime-rl, verl), `min_vio` = (min - mean) / mean,
+    `avg_vio` = mean |load - mean| / mean (verl). 0 is even; NaN at a site without tokens.
+
+    Args:
+        load: tokens by site and expert, as `moe_rl.routing.change.expert_load` counts them. The last token of a response
+            has no route of a rollout engine's: leave it out of the mask, as verl does.
+        experts: how many experts each site has, where they differ; further columns are padding.
+
+    >>> load_violation(torch.tensor([[0, 0, 8, 0], [2, 2, 2, 2]]))["max_vio"]
+    tensor([3., 0.], dtype=torch.float64)
+    """
+    found: dict[str, list[Tensor]] = {"max_vio": [], "min_vio": [], "avg_vio": []}
+    for site, counts in enumerate(load.double()):
+        counts = counts if experts is None else counts[: experts[site]]
+        mean = counts.mean()
+        found["max_vio"].append((counts.max() - mean) / mean)
+        found["min_vio"].append((counts.min() - mean) / mean)
+        found["avg_vio"].append((counts - mean).abs().mean() / mean)
+    return {name: torch.stack(values) for name, values in found.items()}
+
+
+def routing_confidence(scores: Float[Tensor, "n E"], ids: Int[Tensor, "n K"]) -> Float[Tensor, ""]:
+    """prime-rl's routing confidence of one site: the share of a token's score mass that its chosen experts have, before
+    gates are renormalised or scaled; mean over tokens, a fraction.
+
+        mean_t Σ_k s_t[e_k] / Σ_e s_t[e]
+
+    Args:
+        scores: not negative: softmax or sigmoid of the router's logits over all experts.
+        ids: the chosen experts; a row with -1 (no route) does not count.
+
+    >>> routing_confidence(torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0, 2]]))
+    tensor(0.7000, dtype=torch.float64)
+    """
+    routed = (ids >= 0).all(-1)
+    scores, ids = scores.detach()[routed].double(), ids[routed].long()
+    return (scores.gather(-1, ids).sum(-1) / scores.sum(-1)).mean()
+
+
+def _pearson(a: Float[Tensor, "n"], b: Float[Tensor, "n"]) -> Float[Tensor, ""]:
+    if len(a) < 2:
+        return a.new_tensor(float("nan"))
+    return torch.corrcoef(torch.stack([a, b]))[0, 1]
+
+
+def _extreme(values: Float[Tensor, "n"], which: str) -> Float[Tensor, ""]:
+    return getattr(values, which)() if len(values) else values.new_tensor(float("nan"))
+
+
+_NEMO, _VERL, _PRIME = "NeMo-RL", "verl", "prime-rl"
+
+OF_ENGINES: tuple[Definition, ...] = tuple(
+    Definition(*row)
+    for row in (
+        ("token_mult_prob_error", "1", "mean e^abs(d): by what factor a token's probability is off; suspicious above 1.05", "Σ / tokens", _NEMO),
+        ("seq_mult_prob_error_min", "1", "smallest mean of e^abs(d) over a sequence", "", f"{_NEMO} min_seq_mult_prob_error"),
+        ("seq_mult_prob_error_mean", "1", "mean over sequences of the same", "Σ / sequences", f"{_NEMO} mean_seq_mult_prob_error"),
+        ("seq_mult_prob_error_max", "1", "largest of the same", "", f"{_NEMO} max_seq_mult_prob_error"),
+        ("policy_kl_error", "nats/token", "mean(1/w - 1 + d)", "Σ / tokens", _NEMO),
+        ("js_divergence_error", "nats/token", "with m = (pi + mu)/2: mean of (pi/m - 1 - log(pi/m))/2 + (mu/m - 1 - log(mu/m))/2", "Σ / tokens", _NEMO),
+        ("sampling_importance_ratio", "1", "mean w", "Σ / tokens", _NEMO),
+        ("rollout_probs_diff_mean", "fraction", "mean abs(pi - mu) of the sampled tokens", "Σ / tokens", f"{_VERL} training/"),
+        ("rollout_probs_diff_max", "fraction", "its largest value", "", f"{_VERL} training/"),
+        ("rollout_probs_diff_std", "fraction", "its standard deviation (divisor n-1)", "", f"{_VERL} training/"),
+        ("rollout_actor_probs_pearson_corr", "1", "Pearson correlation of pi and mu of the sampled tokens", "", f"{_VERL} training/"),
+        ("log_ppl_diff", "nats", "mean over sequences of (mean log mu - mean log pi)", "Σ / sequences", f"{_VERL} rollout_corr/"),
+        ("log_ppl_abs_diff", "nats", "mean over sequences of its absolute value", "Σ / sequences", f"{_VERL} rollout_corr/"),
+        ("ppl_ratio", "1", "mean over sequences of its exponential: the training engine's perplexity over the sampler's", "Σ / sequences", f"{_VERL} rollout_corr/"),
+        ("training_ppl", "1", "perplexity of the training engine, mean over sequences", "Σ / sequences", f"{_VERL} rollout_corr/"),
+        ("rollout_ppl", "1", "of the sampler", "Σ / sequences", f"{_VERL} rollout_corr/"),
+        ("chi2_seq", "1", "mean over sequences of (Π w)², less 1; Σ d within 20 nats", "", f"{_VERL} rollout_corr/"),
+        ("rollout_is_mean", "1", "mean weight, truncated at 2", "Σ / tokens", f"{_VERL} rollout_corr/"),
+        ("rollout_is_min", "1", "smallest weight", "", f"{_VERL} rollout_corr/"),
+        ("rollout_is_max", "1", "largest weight, at most 2", "", f"{_VERL} rollout_corr/"),
+        ("rollout_is_oob_ratio", "fraction", "tokens with w outside [0.5, 2]", "such tokens / tokens", f"{_VERL} rollout_corr/"),
+        ("rollout_is_eff_sample_size", "fraction", "effective sample size of w within [0.5, 2], over tokens", "(Σ w)² / (n Σ w²)", f"{_VERL} rollout_corr/"),
+        ("rollout_is_seq_max_deviation", "1", "largest abs(mean weight of a sequence - 1)", "", f"{_VERL} rollout_corr/"),
+        ("probs_ratio_min", "1", "smallest ratio of a token", "", _NEMO),
+        ("probs_ratio_max", "1", "largest ratio of a token", "", _NEMO),
+        ("outside_fraction", "fraction", "tokens with a ratio outside [0.9, 1.1]", "such tokens / tokens", "verl issue 6280"),
+    )
+)  # fmt: skip
+"""What `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics` return, as the catalogue takes it."""
+
+OF_TRUST_REGIONS: tuple[Definition, ...] = tuple(
+    Definition(*row)
+    for row in (
+        ("is_masked", "fraction", "tokens that a trust region takes out", "such tokens / tokens", _PRIME),
+        ("is_masked_low", "fraction", "of them, below", "such tokens / tokens", _PRIME),
+        ("is_masked_high", "fraction", "of them, above", "such tokens / tokens", _PRIME),
+        ("masked_mismatch_kl", "nats/token", "w - 1 - log w, mean over the tokens taken out; null if none is", "Σ / such tokens", _PRIME),
+        ("unmasked_mismatch_kl", "nats/token", "the same over the tokens kept", "Σ / such tokens", _PRIME),
+    )
+)  # fmt: skip
+"""What `masked_mismatch_metrics` returns."""
+
+OF_LOADS: tuple[Definition, ...] = tuple(
+    Definition(*row)
+    for row in (
+        ("max_vio", "1", "(largest load of an expert - even load) / even load, by site", "", "arXiv 2408.15664; prime-rl, verl"),
+        ("min_vio", "1", "(smallest load - even load) / even load, by site", "", "verl rollout/moe/"),
+        ("avg_vio", "1", "mean abs(load - even load) / even load, by site", "", "verl rollout/moe/"),
+        ("routing_confidence", "fraction", "share of the score mass that the chosen experts have, mean over tokens, by site", "Σ / tokens", _PRIME),
+    )
+)  # fmt: skip
+"""What `load_violation` and `routing_confidence` return."""
+
+PEER_METRICS = (*OF_ENGINES, *OF_TRUST_REGIONS, *OF_LOADS)

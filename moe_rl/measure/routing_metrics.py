@@ -1,0 +1,107 @@
+"""What changed between two sets of routes, how far routers moved and how experts are loaded: pure functions, detached.
+
+Every name that they return is defined, with its unit and source, in `moe_rl.measure.catalogue`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from moe_rl.measure.peer_metrics import load_violation
+from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token
+from moe_rl.routing.change import active_set_churn, expert_load, load_cv, load_entropy
+from moe_rl.routing.router_stats import boundary_margin, router_js, router_kl
+
+
+def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
+    """Change counts under the three definitions (slot, site, token), by routing site, and as histograms; each changed
+    count with its denominator. The same names for two policies, for two engines and for the noise floor."""
+    return {
+        "slots_changed": counts.slots_changed,
+        "slots": counts.slots_total,
+        "sites_changed": counts.sites_changed,
+        "sites": counts.sites_total,
+        "tokens_changed": counts.tokens_changed,
+        "tokens": counts.tokens_total,
+        "site_names": counts.sites,
+        "site_slots_changed": counts.per_site_slots_changed,
+        "site_slots": counts.per_site_slots_total,
+        "flips_histogram": counts.flips,
+        "deviation_histogram": counts.deviation,
+        "overdispersion": counts.overdispersion,
+    }
+
+
+def position_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
+    """Sites changed by the position of the token in its response: `position_sites_changed` over `position_sites`, lists
+    from position 0 (the first token of `mask` in its row) to the last that any row has.
+
+    >>> old, new = (RoutedExperts(torch.tensor(ids).view(1, 3, 1, 1), ("gate",), 4) for ids in ([0, 1, 2], [3, 1, 0]))
+    >>> {name: x.tolist() for name, x in position_metrics(old, new, torch.tensor([[False, True, True]])).items()}
+    {'position_sites_changed': [0, 1], 'position_sites': [1, 1]}
+    """
+    position = (mask.cumsum(1) - 1)[mask].cpu()
+    flips = flips_per_token(old, new).cpu()[mask.cpu()]
+    return {
+        "position_sites_changed": torch.bincount(position, flips.double()).long(),
+        "position_sites": torch.bincount(position) * len(old.sites),
+    }
+
+
+def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tensor, "n E"]], k: int) -> dict[str, Any]:
+    """How far routers moved, before any expert flips. `old`, `new`: logits of the same n tokens, one per site.
+
+    - `router_kl`, `router_js`: KL(old || new) and Jensen-Shannon of the softmax over all experts, nats, mean over
+      tokens and sites; `site_router_kl`, `site_router_js`: mean over tokens, by site
+    - `margin_p10`, `margin_median`: of s_(k) - s_(k+1) under the new weights over all (token, site) pairs, in
+      router-logit units (nearest rank). A selection bias is not in it.
+    - `shift_over_margin`: median of (largest change of a logit, their mean removed) over half the old margin; where it
+      is below 1 the choice could not have changed.
+    """
+    found: dict[str, Any] = {}
+    kl = [float(router_kl(a, b).mean()) for a, b in zip(old, new, strict=True)]
+    js = [float(router_js(a, b).mean()) for a, b in zip(old, new, strict=True)]
+    found |= {"router_kl": sum(kl) / len(kl), "router_js": sum(js) / len(js)}
+    found |= {"site_router_kl": kl, "site_router_js": js}
+    if any(not 0 < k < logits.shape[-1] or not len(logits) for logits in new):
+        return found
+    margin = torch.cat([boundary_margin(logits.float(), k) for logits in new])
+    shift = torch.cat([_shift_over_margin(a.float(), b.float(), k) for a, b in zip(old, new, strict=True)])
+    return {
+        **found,
+        "margin_p10": margin.kthvalue(max(1, math.ceil(0.1 * margin.numel()))).values,
+        "margin_median": margin.median(),
+        "shift_over_margin": shift.median(),
+    }
+
+
+def _shift_over_margin(old: Float[Tensor, "n E"], new: Float[Tensor, "n E"], k: int) -> Float[Tensor, "n"]:
+    moved = new - old
+    moved = (moved - moved.mean(-1, keepdim=True)).abs().amax(-1)
+    return 2 * moved / boundary_margin(old, k).clamp(min=1e-12)
+
+
+def load_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
+    """How the new routes spread the tokens of `mask` over experts: means and worst over sites.
+
+    - `load_cv_mean`, `load_cv_max`: std / mean of the experts' loads (`load_cv`)
+    - `load_entropy_mean`, `load_entropy_min`: nats; ln E is even
+    - `site_max_vio`: MaxVio of each site, (largest load - even load) / even load (`load_violation`)
+    - `active_set_churn`: share of the experts that a sequence uses and did not use before, mean over sequences and
+      sites: the second reading of GSPO's 10 %
+    """
+    load = expert_load(new, mask)
+    cv, entropy = load_cv(load), load_entropy(load)
+    experts = None if isinstance(new.num_experts, int) else new.num_experts
+    return {
+        "load_cv_mean": cv.mean(),
+        "load_cv_max": cv.max(),
+        "load_entropy_mean": entropy.mean(),
+        "load_entropy_min": entropy.min(),
+        "site_max_vio": load_violation(load, experts)["max_vio"],
+        "active_set_churn": active_set_churn(old, new, mask)[mask.any(1).to(new.device)].mean(),
+    }

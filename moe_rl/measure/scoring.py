@@ -1,0 +1,70 @@
+"""Score one text with one model: its log-probabilities under live or forced routes, and the experts that it chose."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moe_rl.measure.logprobs import token_logps
+from moe_rl.measure.unwrap import evaluating
+from moe_rl.routing import RoutedExperts, record_routes, replay_routes, site_change
+
+
+@dataclass(frozen=True, eq=False)
+class TokenBatch:
+    """Tokens to score: any padding, `completion_mask` True on the tokens that are measured."""
+
+    input_ids: Int[Tensor, "B T"]
+    attention_mask: Bool[Tensor, "B T"]
+    completion_mask: Bool[Tensor, "B T"]
+    temperature: float = 1.0
+
+    def rows(self, start: int, stop: int) -> "TokenBatch":
+        rows = slice(start, stop)
+        masks = self.attention_mask[rows], self.completion_mask[rows]
+        return TokenBatch(self.input_ids[rows], *masks, self.temperature)
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """What one model says of a text when it routes for itself: `logps` in nats, and the routes. On the CPU."""
+
+    logps: Float[Tensor, "B T"]
+    routes: RoutedExperts
+
+
+@torch.no_grad()
+def score_live(model: nn.Module, text: TokenBatch) -> Scored:
+    """f(w, own routes), and the routes."""
+    with evaluating(model), record_routes(model) as recording:
+        logps = _logps(model, text)
+    return Scored(logps, recording.routes.to("cpu"))
+
+
+@torch.no_grad()
+def score_replayed(
+    model: nn.Module, text: TokenBatch, routes: RoutedExperts, own: RoutedExperts
+) -> Float[Tensor, "B T"]:
+    """f(w, other routes); `own` are those that the model takes by itself, for the order of unchanged slots."""
+    with evaluating(model), replay_routes(model, in_order_of(own, routes)):
+        return _logps(model, text)
+
+
+def in_order_of(own: RoutedExperts, routes: RoutedExperts) -> RoutedExperts:
+    """`routes`, with the slot order of `own` in every row whose set of experts is the same."""
+    if set(routes.sites) != set(own.sites):
+        return routes  # of another model: replay says what does not fit
+    routes = routes.select(own.sites)
+    if routes.shape != own.shape or routes.num_experts != own.num_experts:
+        return routes
+    changed = site_change(own, routes)
+    ids = torch.where(changed[..., None], routes.ids, own.ids)
+    return RoutedExperts(ids, routes.sites, routes.num_experts, tokens=routes.tokens, meta=routes.meta)
+
+
+def _logps(model: nn.Module, text: TokenBatch) -> Float[Tensor, "B T"]:
+    device = next(model.parameters()).device
+    masks = text.attention_mask.to(device), text.completion_mask.to(device)
+    out = token_logps(model, text.input_ids.to(device), *masks, temperature=text.temperature)
+    return out.logps.cpu().double()

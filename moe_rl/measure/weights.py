@@ -1,0 +1,37 @@
+"""Weights kept aside, and a model that holds them for a moment."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of all parameters and buffers on the CPU (of a sharded model: this rank's shard)."""
+    return {name: local.cpu().clone() for name, local in _locals(model)}
+
+
+@contextmanager
+def temporary_weights(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+    """`model` with other weights inside, and bit for bit its own again after. Not inside a forward or a backward."""
+    kept = {name: local.clone() for name, local in _locals(model)}
+    if kept.keys() != weights.keys():
+        raise ValueError(f"weights of another model: {sorted(kept.keys() ^ weights.keys())[:3]} are not in both")
+    try:
+        _put(model, weights)
+        yield
+    finally:
+        _put(model, kept)
+
+
+def _locals(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for named in (model.named_parameters(), model.named_buffers()):
+        for name, tensor in named:
+            yield name, getattr(tensor.detach(), "_local_tensor", tensor.detach())
+
+
+@torch.no_grad()
+def _put(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    for name, local in _locals(model):
+        local.copy_(weights[name])

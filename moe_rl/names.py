@@ -1,0 +1,58 @@
+"""Names that users write: the nearest known one, and classes of their own. Every room may use it; it knows none."""
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+
+def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:
+    """A hint at the nearest known word, or at all of them if `listed`.
+
+    >>> nearest("grop", ["grpo", "gspo"])
+    "; did you mean 'grpo'?"
+    """
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(known)}" if known and listed else ""
+
+
+def load_class(path: str, field: str, error: type[Exception]) -> type:
+    """The class that `package.module:Class` or `path/to/file.py:Class` names. Runs the module's code.
+
+    Args:
+        field: where the path was written, for messages.
+        error: what to raise.
+
+    Raises:
+        error: no such file, module or class; the module's own error while it was imported.
+    """
+    place, _, name = path.rpartition(":")
+    if place.endswith(".py") and not Path(place).is_file():
+        raise error(f"{field}: there is no file {Path(place).absolute()}")
+    try:
+        module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as raised:  # whatever a user's module may raise while it is imported
+        raise error(f"{field}: cannot import {place!r}: {type(raised).__name__}: {raised}") from raised
+    cls = getattr(module, name, None)
+    if not isinstance(cls, type):
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise error(f"{field}: {place} has no class {name!r}{nearest(name, classes)}")
+    return cls
+
+
+def _module_of_file(file: Path) -> ModuleType:
+    # Under a name of its own: a file called random.py must hide nothing.
+    name = f"moe_rl_own_{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,94 @@
+"""Gates that look at how far the probability of a token moved, not at its ratio.
+
+A ratio of 2 moves a token of probability 1e-5 hardly at all and one of 0.4 a lot. With p the current and q the
+anchor's probability of the sampled token, these gates bound p - q, or the KL divergence of (q, 1 - q) from
+(p, 1 - p). Their `clip_low` and `clip_high` are thresholds of that: fractions for p - q, nats for the divergence.
+At p = q both are exactly 0, so no token is taken out.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from moe_rl.objectives.gates import Gated, GateInputs, choose, gate
+
+_LEAST_REST = 1e-8  # of 1 - p in `binary_kl`: a probability that rounds to 1 is not infinitely far away
+
+
+def probability_shift(x: GateInputs) -> Float[Tensor, "B T"]:
+    """p - q of each sampled token, in [-1, 1], detached; by `expm1`, which keeps its accuracy where p is near q."""
+    log_ratio, logps = x.token_log_ratio.detach(), x.logps.detach()
+    up = -logps.exp() * torch.expm1(-log_ratio)
+    down = (logps - log_ratio).exp() * torch.expm1(log_ratio)
+    return torch.where(log_ratio > 0, up, down)
+
+
+def binary_kl(x: GateInputs) -> Float[Tensor, "B T"]:
+    """q log(q/p) + (1 - q) log((1 - q)/(1 - p)) of each sampled token, nats, detached: KL(q || p) of "this token"
+    against "any other", a lower bound of the divergence of the whole distributions.
+
+    1 - p and 1 - q are taken as at least 1e-8 (verl adds as much).
+    """
+    log_ratio, logps = x.token_log_ratio.detach(), x.logps.detach()
+    anchor = logps - log_ratio
+    rest, anchor_rest = ((-torch.expm1(values)).clamp(min=_LEAST_REST) for values in (logps, anchor))
+    return -anchor.exp() * log_ratio + anchor_rest * (anchor_rest / rest).log()
+
+
+def _capped(x: GateInputs, *, ratio_cap: float | int | None = None, **_: object) -> Float[Tensor, "B T"]:
+    log_ratio = x.log_ratio.detach()
+    return (log_ratio if ratio_cap is None else log_ratio.clamp(max=math.log(ratio_cap))).exp()
+
+
+@gate("divergence_tv", flow="logps", levels=("token",), importance=_capped)
+def divergence_tv_gate(
+    x: GateInputs, *, clip_low: float | int, clip_high: float | int, ratio_cap: float | int | None = None
+) -> Gated:
+    """DPPO-Binary-TV (arXiv:2602.04879): sg[M min(r, ratio_cap)] A log pi.
+
+    M = 0 where A > 0 and p - q > clip_high, or A < 0 and p - q < -clip_low. |p - q| is the total variation of "this
+    token" against "any other"; its direction is that of the sampled token, so that a token may always come back.
+    """
+    shift = probability_shift(x)
+    clipped = ((x.advantages > 0) & (shift > clip_high)) | ((x.advantages < 0) & (shift < -clip_low))
+    weight = torch.where(clipped, 0.0, _capped(x, ratio_cap=ratio_cap))
+    return Gated(weight * x.advantages * x.logps, clipped)
+
+
+@gate("divergence_kl", flow="logps", levels=("token",), importance=_capped)
+def divergence_kl_gate(
+    x: GateInputs, *, clip_low: float | int, clip_high: float | int, ratio_cap: float | int | None = None
+) -> Gated:
+    """DPPO-Binary-KL (arXiv:2602.04879): sg[M min(r, ratio_cap)] A log pi.
+
+    M = 0 where A > 0, p > q and D > clip_high, or A < 0, p < q and D > clip_low, D as `binary_kl` (nats).
+    """
+    divergence, log_ratio = binary_kl(x), x.token_log_ratio.detach()
+    above = (x.advantages > 0) & (log_ratio > 0) & (divergence > clip_high)
+    clipped = above | ((x.advantages < 0) & (log_ratio < 0) & (divergence > clip_low))
+    weight = torch.where(clipped, 0.0, _capped(x, ratio_cap=ratio_cap))
+    return Gated(weight * x.advantages * x.logps, clipped)
+
+
+def _quadratic_importance(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Float[Tensor, "B T"]:
+    delta = choose(x.advantages > 0, clip_high, clip_low, x.log_ratio.dtype)
+    return x.log_ratio.exp() * (1.0 - x.advantages.sign() * probability_shift(x) / delta)
+
+
+@gate("quadratic", levels=("token",), importance=_quadratic_importance)
+def quadratic_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
+    """DRPO (arXiv:2606.09821, eq. 8): r A - |A| q (r - 1)^2 / (2 delta).
+
+    Its slope is r A (1 - sgn(A) (p - q)/delta) (table 1): it fades to 0 at the bound of DPPO's Binary-TV mask and
+    turns back beyond. Nothing is clipped.
+
+    Differs: delta is clip_high where A > 0 and clip_low where A < 0; the paper has one.
+    """
+    ratio = x.log_ratio.exp()
+    anchor = (x.logps - x.token_log_ratio).detach().exp()
+    delta = choose(x.advantages > 0, clip_high, clip_low, ratio.dtype)
+    excess = ratio - 1.0
+    penalty = x.advantages.abs() / (2.0 * delta) * (excess * anchor) * excess
+    return Gated(ratio * x.advantages - penalty, x.nowhere())

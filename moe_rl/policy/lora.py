@@ -1,0 +1,131 @@
+"""Low-rank adapters through PEFT (an optional package): train few weights of a large policy.
+
+The routers' selection moves all the same, since the hidden states that they see move.
+"""
+
+import copy
+import importlib.util
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_rl.policy.tiny import ModelError
+from moe_rl.routing.sites import find_sites
+
+INSTALL = "pip install 'moe_rl[peft]'"
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Which weights get adapters: W + (alpha / rank) B A, B = 0 at first (arXiv 2106.09685, section 4.1).
+
+    No dropout: the old and the new policy would differ by it.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Linear modules, by the end of their names."""
+    target_parameters: tuple[str, ...] = ()
+    """Weights that are not a Linear's, by the end of their names: `mlp.experts.gate_up_proj` and
+    `mlp.experts.down_proj` hold all experts of a layer. Each forward then makes the whole adapted weight."""
+    train_router: bool = False
+    """Also train the routers themselves: whole copies (they are small), the originals kept for the reference."""
+    seed: int = 0
+    """Seed of the adapters' initial weights, apart from the run's."""
+
+
+def add_lora(model: Any, config: LoraConfig) -> Any:
+    """The model with trainable adapters in fp32 and all else frozen.
+
+    Raises:
+        ModelError: PEFT is missing; a rank that makes no sense; names that the model does not have.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ModelError(f"model.lora: the peft package is not installed. {INSTALL}, or leave model.lora out.")
+    import peft
+
+    if config.rank < 1 or config.alpha <= 0:
+        raise ModelError(
+            f"model.lora: rank and alpha must be positive, got rank {config.rank} and alpha {config.alpha}"
+        )
+    _check_targets(model, config)
+    routers = [site.name for site in find_sites(model)] if config.train_router else None
+    settings = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,  # type: ignore[arg-type]  # a factor; whole only by PEFT's annotation
+        target_modules=list(config.target_modules),
+        target_parameters=list(config.target_parameters) or None,
+        modules_to_save=routers,
+    )
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by names that it renamed
+            torch.manual_seed(config.seed)
+            return peft.get_peft_model(model, settings)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ModelError(f"model.lora: PEFT cannot adapt {type(model).__name__}: {error}") from error
+
+
+def frozen_reference(model: Any, replaceable: bool = False) -> nn.Module:
+    """The policy as it is now, to hold a trained one against: of a LoRA policy at its start, the same weights with
+    the adapters off; of any other, and where its weights will be replaced, a copy. Never requires grad."""
+    if adapted(model) and not replaceable:
+        return AdaptersOff(model)
+    return copy.deepcopy(model).eval().requires_grad_(False)
+
+
+def adapted(model: nn.Module) -> bool:
+    """Whether the model carries PEFT adapters."""
+    return hasattr(model, "peft_config") and hasattr(model, "disable_adapter")
+
+
+class AdaptersOff(nn.Module):
+    """A LoRA policy's own weights without its adapters: a reference that costs no memory.
+
+    It shares the policy's modules, hence follows it across devices, and has no state of its own to save.
+    """
+
+    def __init__(self, policy: Any):
+        super().__init__()
+        self.policy = policy
+
+    @torch.no_grad()
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        trained = [(p, p.requires_grad) for p in self.policy.parameters()]
+        try:
+            with self.policy.disable_adapter():
+                return self.policy(*args, **kwargs)
+        finally:  # PEFT switches these on and off with the adapters
+            for parameter, flag in trained:
+                parameter.requires_grad_(flag)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {}
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Nothing to load: what the reference is follows from the model's own weights."""
+        return torch.nn.modules.module._IncompatibleKeys([], [])
+
+
+def _check_targets(model: nn.Module, config: LoraConfig) -> None:
+    """PEFT accepts names of which some match nothing; a name that does nothing is a mistake."""
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    weights = {name for name, _ in model.named_parameters()}
+    for what, wanted, known in (
+        ("target_modules", config.target_modules, linear),
+        ("target_parameters", config.target_parameters, weights),
+    ):
+        for name in wanted:
+            if not any(full == name or full.endswith("." + name) for full in known):
+                ends = sorted({full.rpartition(".")[2] for full in known} if what == "target_modules" else known)
+                raise ModelError(
+                    f"model.lora.{what}: {type(model).__name__} has no {name!r}; it has {', '.join(ends[:12])}"
+                    f"{', ...' if len(ends) > 12 else ''}"
+                )
+    if not (config.target_modules or config.target_parameters):
+        raise ModelError("model.lora.target_modules: nothing to adapt; name modules or target_parameters")

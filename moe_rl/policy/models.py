@@ -1,0 +1,388 @@
+"""Policies: load a hub or local Mixture-of-Experts, or make the tiny one (`tiny`) and keep it for next time."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as hf_logging
+
+from moe_rl.policy.lora import LoraConfig, add_lora
+from moe_rl.policy.tiny import (
+    ColdStartConfig,
+    ModelError,
+    Progress,
+    TinyConfig,
+    build_tiny,
+    char_tokenizer,
+    cold_start,
+)
+from moe_rl.rollout import Task
+from moe_rl.routing import UnsupportedModelError
+from moe_rl.routing.experts import check_experts_name, check_megablocks, register_experts
+from moe_rl.routing.sites import find_sites
+
+__all__ = [
+    "ColdStartConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ModelError",
+    "TinyConfig",
+    "build_tiny",
+    "char_tokenizer",
+    "cold_start",
+    "load_policy",
+    "seeded",
+    "weights_sha256",
+]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which policy: a path, or without one the tiny model and its cold start."""
+
+    path: str | None = None
+    """A local folder or a hub id; None makes the tiny model."""
+    tiny: TinyConfig = field(default_factory=TinyConfig)
+    cold_start: ColdStartConfig | None = field(default_factory=ColdStartConfig)
+    """Of the tiny model only, always in fp32; None leaves it at its random weights."""
+    dtype: str = "float32"
+    """`float32`, `bfloat16` or `float16`: of weights, activations and gradients. The optimizer keeps fp32 master copies
+    of weights of 16 bits (`optim.master_weights`)."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """Where the run happens; `auto` takes an accelerator where there is one. CUDA_VISIBLE_DEVICES says which."""
+    attn_implementation: str | None = None
+    """`sdpa`, `eager`, `flash_attention_2`, ...; None takes transformers' choice."""
+    experts_implementation: str | None = None
+    """`grouped_mm`, `eager`, ... or one that `moe_rl.routing.experts` registers; None takes transformers' choice."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in backward instead of keeping them."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters (PEFT, an optional package) instead of all weights."""
+    trust_remote_code: bool = False
+    """Run code that comes with a hub model. Leave it off unless you trust its author."""
+
+
+def seeded(config: ModelConfig, seed: int) -> ModelConfig:
+    """`config` with the run's `seed` where it names none of its own, for the initial weights and for the cold start.
+
+    >>> seeded(ModelConfig(cold_start=ColdStartConfig(seed=7)), 3).tiny.seed
+    3
+    """
+    tiny, start = config.tiny, config.cold_start
+    if tiny.seed is None:
+        tiny = replace(tiny, seed=seed)
+    if start is not None and start.seed is None:
+        start = replace(start, seed=seed)
+    return replace(config, tiny=tiny, cold_start=start)
+
+
+def load_policy(
+    config: ModelConfig,
+    task: Task,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    weights: bool = True,
+    report: Callable[[dict[str, Any]], None] | None = None,
+) -> tuple[Any, Any]:
+    """The policy, in `eval()` mode on the CPU, and its tokenizer. Reaches the network only for a hub id.
+
+    Args:
+        config: which model.
+        task: gives the tiny model its vocabulary and its cold start.
+        cache_dir: where cold-started models are kept and found, one folder in hub format for each recipe; None:
+            not kept. Processes that want the same one at the same time make it once.
+        progress: told of the cold start's steps.
+        weights: False gives the same model on the meta device, where tensors have no memory: for processes that get
+            their share of the weights from another one. A cold start that nobody has made yet is made all the same.
+        report: told once what the policy starts from: `weights_sha256`, the digest of its weights, and of a cold start
+            (else null) its `seed`, the `steps` it took, the held-out `reward` it reached and the `kernels` it was
+            made with. Not called without `weights`.
+
+    Raises:
+        ModelError: a cold start that did not reach its `until_reward`; no such folder or hub model, not a causal
+            language model, a dense model, a damaged checkpoint or cache, no tokenizer, no chat template where the task
+            gives messages, an unknown dtype, a device that is not there, a package that is missing.
+    """
+    check_machine(config)
+    config = seeded(config, 0)
+    reached: dict[str, Any] | None = None
+    chats = getattr(task, "chats", False)  # before the model, which may take minutes to load
+    if config.path is not None:
+        model, tokenizer = _load(config.path, config, weights)
+    elif config.cold_start is None:
+        tokenizer = char_tokenizer(task.alphabet)
+        model = build_tiny(config.tiny, tokenizer, **_implementations(config)).to(DTYPES[config.dtype])
+    elif cache_dir is not None:
+        model, tokenizer, reached = _load_cached(config, task, Path(cache_dir), progress, weights)
+    else:
+        with tempfile.TemporaryDirectory(prefix="moe_rl-") as folder:
+            model, tokenizer, reached = _load_cached(config, task, Path(folder), progress, weights)
+    try:
+        find_sites(model)
+    except UnsupportedModelError as error:
+        raise ModelError(f"model.path: {config.path} is no Mixture-of-Experts to study: {error}") from error
+    if chats and not getattr(tokenizer, "chat_template", None):
+        raise ModelError(
+            f"model.path: the tokenizer of {config.path or 'the tiny model'} has no chat template, and the task "
+            f"{task.name} gives messages. Give prompts as text, or a model that was trained to chat."
+        )
+    if config.gradient_checkpointing:
+        # Never the reentrant kind: replay could not follow its recomputation. The method has a new name since 5.23.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    if report is not None and weights:
+        report({"weights_sha256": weights_sha256(model), "cold_start": reached})
+    if config.lora is not None:
+        model = add_lora(model, config.lora)
+    if not weights:
+        model = model.to("meta")
+    return model.eval(), tokenizer
+
+
+def weights_sha256(model: Any) -> str:
+    """SHA-256 of names, dtypes, shapes and values of a model's parameters and buffers, in the order of names: equal for
+    two models exactly if all of these are."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def check_machine(config: ModelConfig) -> None:
+    """Refuse, before anything is loaded, what this machine or installation lacks. Raises ModelError."""
+    if config.dtype not in DTYPES:
+        raise ModelError(f"model.dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    there: dict[str, Any] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if config.device in there and not there[config.device]():
+        build = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", built without CUDA")
+        raise ModelError(
+            f"model.device: {config.device} is not there ({build}). `auto` takes what is; `moe-rl doctor` lists it."
+        )
+    try:
+        check_experts_name(config.experts_implementation)
+        if config.experts_implementation == "megablocks":
+            check_megablocks(DTYPES[config.dtype], config.device)
+    except UnsupportedModelError as error:
+        raise ModelError(f"model.{error}") from error
+
+
+# -- any model ------------------------------------------------------------------------------------------------
+
+
+def _load(path: str, config: ModelConfig, weights: bool = True) -> tuple[Any, Any]:
+    return load_model(path, config, weights), load_tokenizer(path, config.trust_remote_code)
+
+
+def check_path(path: str) -> str:
+    """A folder in hub format, or a hub id, as transformers takes it. Raises ModelError for anything else."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model.path: {folder.absolute()} holds no model (no config.json)")
+        return str(folder)
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise ModelError(f"model.path: there is no folder {folder.absolute()} (a hub id would look like owner/name)")
+    return path
+
+
+def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
+    """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device. Raises
+    ModelError, also for missing weights."""
+    path = check_path(path)
+    try:
+        with _quiet():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=DTYPES[config.dtype],
+                trust_remote_code=config.trust_remote_code,
+                output_loading_info=True,
+                device_map=None if weights else "meta",
+                **_implementations(config),
+            )
+    except Exception as error:  # safetensors, hub and config errors share no base class
+        raise ModelError(f"model.path: cannot load {path}: {_brief(error)}") from error
+    model, report = loaded
+    for problem in ("missing_keys", "mismatched_keys"):
+        if report.get(problem):
+            raise ModelError(
+                f"model.path: {path} does not fit its config: {problem.replace('_', ' ')} "
+                f"{sorted(map(str, report[problem]))[:3]}. A damaged or partial checkpoint?"
+            )
+    bad = [name for name, p in model.named_parameters() if weights and not bool(torch.isfinite(p).all())]
+    if bad:
+        raise ModelError(
+            f"model.path: {path}: {len(bad)} tensors hold values that are not finite, first {bad[0]}. A run that "
+            "diverged before it was saved, or a damaged file?"
+        )
+    return model
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
+    """Its tokenizer, padding on the left, with a padding token. Raises ModelError where there is no usable one."""
+    path = check_path(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, padding_side="left")
+        if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # some classes come up empty without their files
+            raise ValueError("its vocabulary is empty")
+    except Exception as error:
+        raise ModelError(
+            f"model.path: {path} has no usable tokenizer: {_brief(error)}. Save one next to the model "
+            "(tokenizer.save_pretrained)."
+        ) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ModelError(f"model.path: the tokenizer of {path} has neither a padding nor an end token")
+        tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere, so any token serves
+    return tokenizer
+
+
+def _implementations(config: ModelConfig) -> dict[str, str]:
+    register_experts()  # so that `experts_implementation: megablocks` is a known name
+    chosen = {
+        "attn_implementation": config.attn_implementation,
+        "experts_implementation": config.experts_implementation,
+    }
+    return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _brief(error: Exception, limit: int = 300) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars of transformers: a study has its own."""
+    enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            hf_logging.enable_progress_bar()
+
+
+# -- cold-started models, kept --------------------------------------------------------------------------------
+
+
+def _load_cached(
+    config: ModelConfig, task: Task, root: Path, progress: Progress | None, weights: bool
+) -> tuple[Any, Any, dict[str, Any]]:
+    recipe = _recipe(config, task)
+    key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    folder = root / key
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"cannot keep cold-started models in {root}: {error}. Choose another folder.") from error
+    with _lock(root / f"{key}.lock"):
+        if not folder.exists():
+            _make(config, task, recipe, folder, progress)
+    remedy = "Delete the folder: it will be made anew."
+    try:
+        stored = json.loads((folder / "cold_start.json").read_text())
+        if stored["recipe"] != recipe:
+            raise ModelError(f"{folder} holds a cold-started model of another recipe. {remedy}")
+        reached = {"seed": recipe["cold_start"]["seed"], "steps": stored["steps"], "reward": stored["pass@1"]}
+        reached |= {"until_reward": recipe["cold_start"]["until_reward"], "kernels": recipe["kernels"]}
+        learned = bool(stored["reached"])
+        model, tokenizer = _load(str(folder), config, weights)
+    except ModelError as error:
+        raise error if remedy in str(error) else ModelError(f"{error} Is it damaged? {remedy}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder}: this cold-started model is damaged ({error}). {remedy}") from error
+    if not learned:
+        raise ModelError(
+            f"the cold start of seed {reached['seed']} ended at a held-out reward of {reached['reward']:.3f} after "
+            f"{reached['steps']} steps, and model.cold_start.until_reward asks for {reached['until_reward']}. Give all "
+            "runs of the study more model.cold_start.steps, or a reward that can be reached; to leave this seed out "
+            "would be to choose seeds by how they begin."
+        )
+    return model, tokenizer, reached
+
+
+def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: Progress | None) -> None:
+    """Cold-start in fp32 on one thread with transformers' default implementations, whatever the run will load it with.
+
+    One that did not reach its reward is kept, too: whoever else wants it need not try again.
+    """
+    assert config.cold_start is not None
+    tokenizer = char_tokenizer(task.alphabet)
+    model = build_tiny(config.tiny, tokenizer)
+    with _one_thread():
+        result = cold_start(model, tokenizer, task, config.cold_start, progress)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        with _quiet():
+            model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        (unfinished / "cold_start.json").write_text(json.dumps({"recipe": recipe, **result}) + "\n")
+        for file in unfinished.iterdir():
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+        unfinished.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot write the cold-started model to {folder}: {error}. Nothing was kept; is the disk full?"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _recipe(config: ModelConfig, task: Task) -> dict[str, Any]:
+    """All that decides a cold-started model on one machine: the task by what it shows rather than by what it is called,
+    and the instruction set whose rounding it has (over some hundred steps another rounding is another model)."""
+    assert config.cold_start is not None
+    rng = random.Random(0)
+    shown = []
+    demonstrate = getattr(task, "demonstration", lambda *_: None)
+    for _ in range(16):
+        problem = task.problem(rng)
+        shown.append((problem.prompt, problem.answer, demonstrate(problem, rng, 0.5)))
+    recipe = {
+        "tiny": asdict(config.tiny),
+        "cold_start": asdict(config.cold_start),
+        "task": task.name,
+        "alphabet": "".join(sorted(set(task.alphabet))),
+        "demonstrations": hashlib.sha256(repr(shown).encode()).hexdigest(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+    }
+    return json.loads(json.dumps(recipe))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in one order, however many threads the run may use."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a file lock, which the system frees if this process dies; where there are none (Windows), go without."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,281 @@
+"""The embedded policy: a tiny Mixture-of-Experts of real transformers code, and its cold start.
+
+The cold start imitates *noisy* demonstrations. A model that has imitated clean ones errs rarely and confidently,
+which leaves reinforcement learning little to work on; after noisy ones it knows the form of an answer and errs at
+random.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Int
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
+
+from moe_rl.rollout import Task, sample, score
+from moe_rl.rollout.character_tasks import BOS, EOS
+from moe_rl.routing.sites import find_sites
+
+Progress = Callable[[int, int, float], None]
+"""Called with (steps done, steps in all, loss in nats per token)."""
+
+PAD = "<pad>"
+
+
+class ModelError(ValueError):
+    """A model that cannot be made, loaded or used; the message says what, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class TinyConfig:
+    """The architecture. As it stands: 0.34 M parameters, one minute of cold start on one CPU core."""
+
+    family: Literal["qwen3_moe", "mixtral", "olmoe"] = "qwen3_moe"
+    hidden_size: int = 48
+    num_layers: int = 4
+    num_heads: int = 4
+    num_experts: int = 16
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 32
+    norm_topk_prob: bool = True
+    """Renormalise the weights of the chosen experts (Mixtral always does)."""
+    initializer_range: float = 0.06
+    router_init_scale: float = 1.0
+    """Factor on the routers' initial weights; 0.1 gives near-tied router logits, which flip easily."""
+    max_position_embeddings: int = 512
+    seed: int | None = None
+    """Seed of the initial weights; None takes the run's, so that a study's seeds begin from different models."""
+
+
+@dataclass(frozen=True)
+class ColdStartConfig:
+    """Supervised imitation of noisy demonstrations."""
+
+    steps: int = 500
+    """Steps of imitation; with `until_reward` the most that it may take."""
+    until_reward: float | None = None
+    """End at the first check whose mean reward on held-out problems is at least this; a cold start that does not get
+    there within `steps` is an error. How fast a model learns differs by seed and by processor, and a policy that has
+    not learned leaves reinforcement learning nothing to work on. None: exactly `steps`."""
+    check_every: int = 50
+    """Steps between checks."""
+    check_problems: int = 512
+    """Held-out problems of a check, one response each at temperature 1; the same problems every time."""
+    batch_size: int = 64
+    learning_rate: float = 4e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_steps: int = 20
+    demonstration_noise: float = 0.2
+    """Probability that a decision in a demonstration is wrong."""
+    aux_loss_coef: float = 0.01
+    """Coefficient of the load-balancing loss."""
+    freeze_router: bool = False
+    """Keep the routers' own weights at their initial values."""
+    seed: int | None = None
+    """Seed of the demonstrations; None takes the run's."""
+
+
+def char_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token per character of `alphabet`, and padding. `^` is the beginning and `$` the end token.
+
+    Adds no special tokens: a prompt holds its own `^`. Raises, at encoding, for a character that it lacks.
+
+    >>> char_tokenizer("01=^$")("^01=")["input_ids"]
+    [5, 2, 3, 4]
+    """
+    symbols = sorted(set(alphabet) | {BOS, EOS})
+    vocabulary = {symbol: i for i, symbol in enumerate([PAD, *symbols])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> Any:
+    """The tiny model at its initial weights, in fp32 and `eval()` mode.
+
+    The weights are drawn from `config.seed` alone (None: 0), and torch's global generator is left where it was.
+
+    Raises:
+        ModelError: an architecture that cannot be built.
+    """
+    try:
+        hf = _hf_config(config, tokenizer)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed or 0)
+            model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, **implementations)
+    except ModelError:
+        raise
+    except (ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise ModelError(f"model.tiny: cannot build {config}: {error}") from error
+    with torch.no_grad():
+        for weight in router_parameters(model):
+            weight.mul_(config.router_init_scale)
+    return model.eval()
+
+
+def _hf_config(config: TinyConfig, tokenizer: Any) -> Any:
+    if not 1 <= config.num_experts_per_tok <= config.num_experts:
+        raise ModelError(
+            f"model.tiny.num_experts_per_tok: between 1 and num_experts ({config.num_experts}), "
+            f"got {config.num_experts_per_tok}"
+        )
+    if config.hidden_size % (2 * config.num_heads):
+        raise ModelError(
+            f"model.tiny.hidden_size: heads of even size, so a multiple of 2 x num_heads ({config.num_heads}), "
+            f"got {config.hidden_size}"
+        )
+    common: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_heads,
+        "num_experts_per_tok": config.num_experts_per_tok,
+        "intermediate_size": config.moe_intermediate_size,
+        "max_position_embeddings": config.max_position_embeddings,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": False,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    if config.family == "mixtral":
+        return MixtralConfig(**common, num_local_experts=config.num_experts, sliding_window=None)
+    common |= {"num_experts": config.num_experts, "norm_topk_prob": config.norm_topk_prob}
+    if config.family == "olmoe":
+        return OlmoeConfig(**common)
+    if config.family == "qwen3_moe":
+        common["head_dim"] = config.hidden_size // config.num_heads
+        return Qwen3MoeConfig(**common, moe_intermediate_size=config.moe_intermediate_size)
+    raise ModelError(f"model.tiny.family: unknown {config.family!r}; known: qwen3_moe, mixtral, olmoe")
+
+
+def router_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The routers' own parameters, in the order of their sites."""
+    return [parameter for site in find_sites(model) for parameter in site.module.parameters()]
+
+
+def cold_start(
+    model: Any, tokenizer: Any, task: Task, config: ColdStartConfig, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Imitate noisy demonstrations: cross-entropy on completion tokens plus the load-balancing loss.
+
+    AdamW without decay, linear warm-up, then a constant rate; gradients clipped to norm 1. Demonstrations are
+    of training problems and drawn from `config.seed` alone (None: 0), and checks draw from generators of their own:
+    one machine at one thread gives the same weights bit for bit, whether they are checked on the way or not.
+
+    Args:
+        model: trained in place, left in `eval()` mode.
+        tokenizer: its tokenizer.
+        task: must have `demonstration(problem, rng, noise)`.
+        config: the hyper-parameters.
+        progress: told of every step.
+
+    Returns:
+        `loss` (nats per completion token) and `aux_loss` of every step; `checks`: the steps and held-out mean rewards
+        of the checks on the way; `steps` that were taken; `pass@1`: the held-out mean reward after the last; `reached`:
+        whether that is at least `until_reward` (True where there is none).
+
+    Raises:
+        ModelError: the task has no demonstrations; a hyper-parameter out of range; a loss that is not finite.
+    """
+    if not hasattr(task, "demonstration"):
+        raise ModelError(
+            f"task {task.name} has no demonstration(problem, rng, noise), which the cold start imitates. Add one, "
+            "or set model.cold_start to null, or train a model that can already do something (model.path)."
+        )
+    for name, ok, expected in (
+        ("steps", config.steps >= 1, "at least 1"),
+        ("until_reward", config.until_reward is None or 0 < config.until_reward <= 1, "above 0 and at most 1, or null"),
+        ("check_every", config.check_every >= 1, "at least 1"),
+        ("check_problems", config.check_problems >= 1, "at least 1"),
+        ("batch_size", config.batch_size >= 1, "at least 1"),
+        ("learning_rate", config.learning_rate > 0, "a positive number"),
+        ("demonstration_noise", 0 <= config.demonstration_noise <= 1, "between 0 and 1"),
+    ):
+        if not ok:
+            raise ModelError(f"model.cold_start.{name}: expected {expected}, got {getattr(config, name)}")
+    device = next(model.parameters()).device
+    frozen = {id(p) for p in router_parameters(model)} if config.freeze_router else set()
+    trained = [p for p in model.parameters() if id(p) not in frozen]
+    optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, betas=config.betas, weight_decay=0.0, fused=True)
+    rng = random.Random(f"cold-start/{config.seed or 0}")
+    history: dict[str, Any] = {"loss": [], "aux_loss": [], "checks": []}
+    reward = None
+    model.train()
+    for step in range(1, config.steps + 1):
+        optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
+        problems = [task.problem(rng) for _ in range(config.batch_size)]
+        texts = [task.demonstration(problem, rng, config.demonstration_noise) for problem in problems]
+        batch = demonstration_batch(tokenizer, [p.prompt for p in problems], texts)
+        ids, attention, labels = (part.to(device) for part in batch)
+        balanced = bool(config.aux_loss_coef)
+        out = model(input_ids=ids, attention_mask=attention, use_cache=False, output_router_logits=balanced)
+        loss = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+        aux = out.aux_loss if balanced else loss.new_zeros(())
+        torch.autograd.backward(loss + config.aux_loss_coef * aux, inputs=trained)
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        history["loss"].append(loss.item())
+        history["aux_loss"].append(aux.item())
+        if not math.isfinite(history["loss"][-1]):
+            raise ModelError(
+                f"cold start: the loss is {history['loss'][-1]} at step {step}; a lower "
+                "model.cold_start.learning_rate usually helps"
+            )
+        if progress:
+            progress(step, config.steps, history["loss"][-1])
+        if config.until_reward is not None and (step % config.check_every == 0 or step == config.steps):
+            reward = pass_at_1(model, tokenizer, task, config.check_problems)
+            history["checks"].append([step, reward])
+            if reward >= config.until_reward:
+                break
+    model.eval()
+    if reward is None:
+        reward = pass_at_1(model, tokenizer, task, config.check_problems)
+    reached = config.until_reward is None or reward >= config.until_reward
+    return {**history, "steps": step, "pass@1": reward, "reached": reached}
+
+
+def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int) -> float:
+    """Mean reward on held-out problems, one completion each, at temperature 1; the same problems every time."""
+    rng = random.Random("cold-start/held-out")
+    asked = [task.problem(rng, held_out=True) for _ in range(problems)]
+    generator = torch.Generator().manual_seed(0)
+    rollout = sample(model, tokenizer, asked, group_size=1, max_new_tokens=task.max_new_tokens, generator=generator)
+    return float(score(task, rollout).rewards.mean())
+
+
+def demonstration_batch(
+    tokenizer: Any, prompts: list[str], completions: list[str]
+) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Int[Tensor, "B T"]]:
+    """Right-padded token ids, attention mask and labels; labels are -100 outside completion and end token."""
+    asked = tokenizer(prompts)["input_ids"]
+    answered = tokenizer([text + tokenizer.eos_token for text in completions])["input_ids"]
+    lengths = torch.tensor([[len(a), len(a) + len(b)] for a, b in zip(asked, answered, strict=True)])
+    position = torch.arange(int(lengths.max()))
+    mask = position < lengths[:, 1:]
+    ids = torch.full(mask.shape, int(tokenizer.pad_token_id))
+    ids[mask] = torch.tensor([token for a, b in zip(asked, answered, strict=True) for token in (*a, *b)])
+    labels = ids.masked_fill(~mask | (position < lengths[:, :1]), -100)
+    return ids, mask.long(), labels

@@ -1,0 +1,184 @@
+"""The first answer of a study in three lines: did GRPO need replay, did GSPO do without, what can n say?
+
+Written by rule from the comparisons' verdicts; a study of other arms gets its resolved differences instead.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moe_rl.study.comparing import Pair, comparisons, declared
+from moe_rl.study.data import StudyData
+from moe_rl.study.outcomes import final_rewards, run_outcomes
+from moe_rl.study.reading import name_of, power_sentence
+from moe_rl.study.statistics import Verdict
+from moe_rl.study.summary import condition_label, dose_label, full_label
+from moe_rl.study.words import count, listed, minus
+
+REPLAY, NO_REPLAY = "grpo_replay", "grpo"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A question, its answer in a word or two, and what must be known with it."""
+
+    question: str
+    answer: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A comparison as the first screen shows it."""
+
+    condition: str
+    comparison: str
+    n: int
+    difference: str
+    interval: str
+    verdict: str
+    resolved: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a reader sees first: title, three lines, one row per comparison."""
+
+    title: str
+    lines: tuple[Line, Line, Line]
+    rows: tuple[Row, ...]
+    note: str
+
+
+def answer(data: StudyData) -> Answer:
+    """The first screen's words and numbers. Raises nothing: a study without a finished run says so."""
+    pairs = comparisons(data)
+    replay = [p for p in pairs if _methods(data, p) == (REPLAY, NO_REPLAY)]
+    gspo = [p for p in pairs if _methods(data, p) in (("gspo", NO_REPLAY), ("gspo", REPLAY))]
+    first = _need(data, replay) if replay else _resolved(data, pairs)
+    second = _without(data, gspo) if gspo else _failures(data)
+    third = Line("What can n say?", _seeds(pairs), minus(power_sentence(data)))
+    lines = (first, second, third)
+    undeclared = "" if declared(data) is not None else "These comparisons were not declared in the study file. "
+    note = f"{undeclared}Difference of final reward, paired by seed. p adjusted for the number of comparisons."
+    return Answer(_title(first, second), lines, tuple(_row(data, pair) for pair in pairs), note)
+
+
+def _methods(data: StudyData, pair: Pair) -> tuple[str, str]:
+    return str(data.arms["method"][pair.arm]), str(data.arms["method"][pair.other])
+
+
+def _need(data: StudyData, pairs: Sequence[Pair]) -> Line:
+    words = {
+        Verdict.HIGHER: "yes",
+        Verdict.LOWER: "no, replay ended lower",
+        Verdict.EQUIVALENT: "no",
+        Verdict.SMALL: "a small difference",
+        Verdict.NOT_RESOLVED: "not resolved",
+        Verdict.TOO_FEW: "too few seeds",
+    }
+    return Line("Did GRPO need replay?", _answers(data, pairs, words), _failures_of(data, pairs))
+
+
+def _without(data: StudyData, pairs: Sequence[Pair]) -> Line:
+    """GSPO against replay where that was compared, else against GRPO."""
+    told = [p for p in pairs if _methods(data, p)[1] == REPLAY or p.noise not in _noises(data, pairs, REPLAY)]
+    words = {
+        Verdict.HIGHER: "yes, ended higher",
+        Verdict.LOWER: "no, ended lower",
+        Verdict.EQUIVALENT: "yes, ended as high",
+        Verdict.SMALL: "a little higher or lower",
+        Verdict.NOT_RESOLVED: "not resolved",
+        Verdict.TOO_FEW: "too few seeds",
+    }
+    return Line("Did GSPO do without?", _answers(data, told, words, against=True), _failures_of(data, pairs))
+
+
+def _noises(data: StudyData, pairs: Sequence[Pair], control: str) -> set[float]:
+    return {pair.noise for pair in pairs if _methods(data, pair)[1] == control}
+
+
+def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], against: bool = False) -> str:
+    """One word for each condition; conditions that agree are named together."""
+    grouped: dict[str, list[str]] = {}
+    for pair in pairs:
+        word = words[pair.result.verdict]
+        if against and pair.result.verdict not in (Verdict.NOT_RESOLVED, Verdict.TOO_FEW):
+            other = "GRPO + Routing Replay" if _methods(data, pair)[1] == REPLAY else "GRPO"
+            word += f" {'as' if pair.result.verdict == Verdict.EQUIVALENT else 'than'} {other}"
+        both = all(_failed(data, arm) * 2 > pair.result.n for arm in (pair.arm, pair.other))
+        if both and pair.result.verdict != Verdict.TOO_FEW:
+            word = f"most runs of both failed ({pair.result.verdict})"
+        grouped.setdefault(word, []).append(_place(data, pair.noise))
+    if len(grouped) == 1:
+        return _capital(next(iter(grouped)))
+    return _capital("; ".join(f"{listed(places)}: {word}" for word, places in grouped.items()))
+
+
+def _place(data: StudyData, noise: float) -> str:
+    return f"with {dose_label(data, noise) or condition_label(data, noise)}" if noise else "naturally"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _failed(data: StudyData, arm: str) -> int:
+    return int(final_rewards(data).set_index("arm")["failed"][arm])
+
+
+def _failures_of(data: StudyData, pairs: Sequence[Pair]) -> str:
+    """Which of the compared arms' runs failed."""
+    if not run_outcomes(data)["start"].notna().any():
+        return "No run recorded its reward at step 0, so it cannot be told which failed."
+    arms = dict.fromkeys(arm for pair in pairs for arm in (pair.other, pair.arm))
+    failed = [
+        f"{full_label(data, arm)}: {_failed(data, arm)} of {data.arms['finished'][arm]}" for arm in arms
+        if _failed(data, arm)
+    ]  # fmt: skip
+    return f"Runs that failed: {listed(failed)}." if failed else "None of these arms' finished runs failed."
+
+
+def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
+    """What the comparisons of any study came to."""
+    told = [pair for pair in pairs if pair.result.verdict in (Verdict.HIGHER, Verdict.LOWER)]
+    verdicts = [pair.result.verdict for pair in pairs]
+    if not pairs:
+        return Line("Do the arms differ?", "Not compared", "No two arms that differ in one thing have finished runs.")
+    words = f"{len(told)} of {count(len(pairs), 'comparison')} resolved"
+    rest = listed(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
+    return Line("Do the arms differ?", words, f"{rest[:1].upper()}{rest[1:]}.")
+
+
+def _failures(data: StudyData) -> Line:
+    table = final_rewards(data)
+    failed = [f"{row['label']} {row['failed']} of {row['n']}" for row in table.to_dict("records") if row["failed"]]
+    total, runs = int(table["failed"].sum()), int(table["finished"].sum())
+    if not run_outcomes(data)["start"].notna().any():
+        return Line("Did runs fail?", "Cannot be told", "No run recorded its reward at step 0.")
+    text = f"Failed: {listed(failed)}." if failed else "Every finished run gained 0.1 over its reward at step 0."
+    return Line("Did runs fail?", f"{total} of {count(runs, 'finished run')}", text)
+
+
+def _seeds(pairs: Sequence[Pair]) -> str:
+    counts = sorted({pair.result.n for pair in pairs})
+    return f"n = {' or '.join(map(str, counts))}" if counts else "Nothing yet"
+
+
+def _title(first: Line, second: Line) -> str:
+    return f"{first.question} {first.answer}. {second.question} {second.answer}."
+
+
+def _row(data: StudyData, pair: Pair) -> Row:
+    gap, one = pair.result.difference, pair.result
+    return Row(
+        condition_label(data, pair.noise),
+        f"{name_of(data, pair.arm, pair.noise)} − {name_of(data, pair.other, pair.noise)}",
+        one.n,
+        minus(f"{gap.estimate:+.3f}") if one.n else "–",
+        minus(f"[{gap.low:.3f}, {gap.high:.3f}]") + (" range" if gap.method == "range" else "") if gap.known else "–",
+        str(one.verdict),
+        one.verdict in (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT),
+    )
+
+
+__all__ = ["Answer", "Line", "Row", "answer"]

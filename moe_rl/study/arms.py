@@ -1,0 +1,129 @@
+"""What the arms of a study are: how they differ, what they are called, what a dose of noise came to."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.data import StudyData
+
+Result = TypeVar("Result")
+
+METHOD_FIELDS = ("method", "objective", "seed", "arm", "label", "note")
+"""Parts of a configuration in which arms of one condition may differ and still be the same experiment."""
+
+
+def per_study(compute: Callable[[StudyData], Result]) -> Callable[[StudyData], Result]:
+    """Compute once for each StudyData; tables are handed out as copies."""
+
+    @wraps(compute)
+    def once(data: StudyData) -> Result:
+        kept: dict[str, Result] = vars(data).setdefault("_computed", {})
+        if compute.__qualname__ not in kept:
+            kept[compute.__qualname__] = compute(data)
+        result = kept[compute.__qualname__]
+        return cast(Result, result.copy()) if isinstance(result, pd.DataFrame) else result
+
+    return once
+
+
+def arm_settings(data: StudyData) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """(settings in which arms differ: rows dotted setting, columns arm; settings that all arms share)."""
+    by_arm = {str(arm): flatten(data.runs_of(str(arm))[0].config) for arm in data.arms.index}
+    names = list(dict.fromkeys(name for settings in by_arm.values() for name in settings if name != "seed"))
+    table = pd.DataFrame({arm: [settings.get(name) for name in names] for arm, settings in by_arm.items()}, index=names)
+    differ = [len({str(value) for value in row}) > 1 for row in table.to_numpy()]
+    shared = {name: table.loc[name].iloc[0] for name, d in zip(names, differ, strict=True) if not d}
+    return table[differ], shared
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted names.
+
+    >>> flatten({"optim": {"steps": 31}, "seed": 0})
+    {'optim.steps': 31, 'seed': 0}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return flat
+
+
+def full_label(data: StudyData, arm: str) -> str:
+    """Label of an arm, with its noise where it has some."""
+    noise = float(data.arms["noise"][arm])
+    label = str(data.arms["label"][arm])
+    return f"{label}, noise σ = {noise:g}" if noise and "noise" not in label.lower() else label
+
+
+def replay_stands_for_noise(data: StudyData, noise: float) -> str | None:
+    """The natural replay arm that is, by construction, also the replay arm under this noise; None if there is none.
+
+    Replay forces the choice of experts, so noise on the choice changes nothing. The two runs are equal only if
+    nothing else differs: every setting outside the method must be that of the noise arms.
+    """
+    arms = data.arms
+    if noise == 0:
+        return None
+    base = [outside_method(data.runs_of(str(arm))[0].config) for arm in arms.index[arms["noise"] == noise]]
+    for arm in arms.index[(arms["noise"] == 0) & (arms["replay"].str.lower() != "none")]:
+        if all(outside_method(data.runs_of(str(arm))[0].config) == other for other in base):
+            return str(arm)
+    return None
+
+
+def replay_identity(data: StudyData) -> pd.DataFrame:
+    """For each replay arm under noise that was run: does it repeat the natural replay run, as it must?
+
+    Columns: arm, natural, seeds compared, steps compared, difference (largest absolute difference of reward).
+    """
+    rows = []
+    for arm, about in data.arms.iterrows():
+        natural = replay_stands_for_noise(data, float(about["noise"])) if about["noise"] else None
+        if natural is None or about["method"] != data.arms["method"][natural]:
+            continue
+        pair = [data.rollouts.loc[data.rollouts["arm"] == a, ["seed", "step", "reward"]] for a in (arm, natural)]
+        both = pair[0].merge(pair[1], on=["seed", "step"])
+        gap = float((both["reward_x"] - both["reward_y"]).abs().max()) if len(both) else np.nan
+        seeds = both["seed"].nunique()
+        rows.append({"arm": arm, "natural": natural, "seeds": seeds, "steps": len(both), "difference": gap})
+    return pd.DataFrame(rows, columns=["arm", "natural", "seeds", "steps", "difference"])
+
+
+def outside_method(config: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings without its method, seed and names."""
+    return {key: value for key, value in config.items() if key not in METHOD_FIELDS}
+
+
+@per_study
+def doses(data: StudyData) -> dict[float, tuple[float, float]]:
+    """Selection noise -> lowest and highest share, over the arms that route live, of response slots that the update
+    forward routed otherwise than the old policy (weights and noise together), pooled over a whole run. Empty where it
+    was not recorded; slots of the response tokens' own positions."""
+    if data.updates.empty or not {"slots_changed", "slots"} <= set(data.updates):
+        return {}
+    live = data.arms[(data.arms["replay"].str.lower() == "none") & (data.arms["noise"] > 0)]
+    sums = data.updates.groupby("arm", observed=True)[["slots_changed", "slots"]].sum()
+    rates = (sums["slots_changed"] / sums["slots"].where(sums["slots"] > 0)).reindex(live.index).dropna()
+    grouped = rates.groupby(live["noise"].reindex(rates.index))
+    return {float(str(noise)): (float(part.min()), float(part.max())) for noise, part in grouped}
+
+
+def condition_label(data: StudyData, noise: float) -> str:
+    """A condition in words: natural, or the measured dose: the share of slots that the noise re-routed.
+
+    `natural`, `39 % of slots re-routed (noise σ = 0.02)`; without a measurement `noise σ = 0.02`.
+    """
+    if noise == 0:
+        return "natural"
+    label, dose = f"noise σ = {noise:g}", dose_label(data, noise)
+    return f"{dose} ({label})" if dose else label
+
+
+def dose_label(data: StudyData, noise: float) -> str:
+    """The measured dose of a noise in words, `39 % of slots re-routed`; empty where it was not measured."""
+    ends = dict.fromkeys(f"{100 * share:.0f}" for share in doses(data).get(noise, ()))
+    return f"{'–'.join(ends)} % of slots re-routed" if ends else ""

@@ -1,0 +1,167 @@
+"""Which arms are compared, and what came of it: declared comparisons, or those that a study's arms allow."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.arms import METHOD_FIELDS, arm_settings, per_study, replay_stands_for_noise
+from moe_rl.study.data import StudyData
+from moe_rl.study.outcomes import run_outcomes
+from moe_rl.study.power import fewest_pairs, pairs_needed, resolvable_difference
+from moe_rl.study.statistics import ALPHA, INTEREST, Comparison, Verdict, compare_paired, judge
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two arms and the comparison of their final rewards, `arm` minus `other`. `noise` is the condition: that of the
+    noisier of the two. `held_out` compares the last evaluations, where both arms were evaluated."""
+
+    noise: float
+    arm: str
+    other: str
+    result: Comparison
+    held_out: Comparison | None = None
+
+    @property
+    def resolves(self) -> float:
+        """True difference that this n finds with 80 % power as the first of its family, from the measured spread."""
+        one = self.result
+        return resolvable_difference(one.sd, one.n, alpha=ALPHA / max(1, one.family))
+
+    @property
+    def needed(self) -> int | None:
+        """Pairs that would find the smallest difference of interest, from the measured spread."""
+        return pairs_needed(self.result.sd, self.result.interest, max(1, self.result.family))
+
+
+def declared(data: StudyData) -> list[tuple[str, str]] | None:
+    """(treatment, control) of the study file's `comparisons`; None where it declares none. Arms that have no run yet
+    are in it."""
+    given = data.config.get("comparisons")
+    if not isinstance(given, list | tuple):
+        return None
+    return [(str(pair[0]), str(pair[1])) for pair in given if isinstance(pair, list | tuple) and len(pair) == 2]
+
+
+def interest(data: StudyData) -> float:
+    """The study's smallest difference of interest, in units of reward."""
+    given = data.config.get("interest")
+    return float(given) if isinstance(given, int | float) and given > 0 else INTEREST
+
+
+def pairs_to_compare(data: StudyData) -> list[tuple[str, str]]:
+    """The declared comparisons whose arms have runs; undeclared, each arm of a condition with the first, where they
+    differ in the method alone or in something else alone: a difference between arms that differ in both says nothing
+    of either. Under noise the natural replay run stands for replay where it is the same by construction.
+    """
+    given = declared(data)
+    if given is not None:
+        return [(arm, other) for arm, other in given if arm in data.arms.index and other in data.arms.index]
+    differ = arm_settings(data)[0]
+    of_method = np.array([name.split(".")[0] in METHOD_FIELDS for name in differ.index], dtype=bool)
+    inside, outside = differ[of_method].astype(str), differ[~of_method].astype(str)
+    found = []
+    for noise in sorted(data.arms["noise"].unique()):
+        arms = [str(arm) for arm in data.arms.index[data.arms["noise"] == noise]]
+        natural = replay_stands_for_noise(data, float(noise))
+        if natural is not None:
+            arms = [arm for arm in arms if data.arms["method"][arm] != data.arms["method"][natural]] + [natural]
+        found += [
+            (arm, arms[0])
+            for arm in arms[1:]
+            if inside[arm].equals(inside[arms[0]]) or outside[arm].equals(outside[arms[0]])
+        ]
+    return found
+
+
+@per_study
+def comparisons(data: StudyData) -> list[Pair]:
+    """The study's family of comparisons, over finished runs, with the p adjusted for their number.
+
+    Compared are final rewards, or held-out rewards where the responses of one of the arms are not its policy's.
+    """
+    runs = run_outcomes(data)
+    return _compare(data, runs[runs["finished"].astype(bool)])
+
+
+def compare_arms(data: StudyData, a: str, b: str) -> Comparison:
+    """Final reward of arm a minus arm b, paired by seed, finished runs, as a comparison by itself (a family of one)."""
+    runs = run_outcomes(data)
+    values = _values(runs[runs["finished"].astype(bool)], _measure(runs, a, b))
+    return compare_paired(values.get(a, {}), values.get(b, {}), interest(data))
+
+
+def _compare(data: StudyData, runs: pd.DataFrame) -> list[Pair]:
+    values = {name: _values(runs, name) for name in ("final", "held_out")}
+    found = []
+    for arm, other in pairs_to_compare(data):
+        least = interest(data)
+        chosen, held = values[_measure(runs, arm, other)], values["held_out"]
+        beside = compare_paired(held.get(arm, {}), held.get(other, {}), least)
+        noise = float(max(data.arms["noise"][arm], data.arms["noise"][other]))
+        result = compare_paired(chosen.get(arm, {}), chosen.get(other, {}), least)
+        found.append(Pair(noise, arm, other, result, beside if beside.n else None))
+    judged = judge([pair.result for pair in found])
+    return [replace(pair, result=result) for pair, result in zip(found, judged, strict=True)]
+
+
+def _measure(runs: pd.DataFrame, a: str, b: str) -> str:
+    of = runs[runs["arm"].isin([a, b])]
+    return "held_out" if (of["measured"] == "held out").any() else "final"
+
+
+def _values(runs: pd.DataFrame, name: str) -> dict[str, dict[int, float]]:
+    """arm -> seed -> value."""
+    return {
+        str(arm): dict(zip(part["seed"].astype(int), part[name].astype(float), strict=True))
+        for arm, part in runs.groupby("arm", sort=False)
+    }
+
+
+def comparison_table(data: StudyData) -> pd.DataFrame:
+    """One row per comparison, as it is published: arms, n, difference with interval, p as they are and adjusted,
+    verdict, the held-out difference beside it, the measured spread and what it resolves."""
+    rows: list[dict[str, Any]] = []
+    for pair in comparisons(data):
+        one, held = pair.result, pair.held_out
+        known = held.difference if held else None
+        rows.append(
+            {
+                "arm": pair.arm,
+                "other": pair.other,
+                "noise": pair.noise,
+                "declared": declared(data) is not None,
+                "n": one.n,
+                "difference": one.difference.estimate,
+                "low": one.difference.low,
+                "high": one.difference.high,
+                "interval": one.difference.method,
+                "p": one.p,
+                "p_adjusted": one.adjusted,
+                "p_equivalent": one.p_equivalent,
+                "p_equivalent_adjusted": one.adjusted_equivalent,
+                "family": one.family,
+                "interest": one.interest,
+                "verdict": str(one.verdict),
+                "held_out_difference": known.estimate if known else np.nan,
+                "held_out_low": known.low if known else np.nan,
+                "held_out_high": known.high if known else np.nan,
+                "sd": one.sd,
+                "resolves": pair.resolves if one.verdict != Verdict.TOO_FEW else np.nan,
+                "pairs_needed": pair.needed if one.n > 1 else None,
+                "differences": " ".join(f"{d:.4f}" for d in one.differences),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def enough_pairs(data: StudyData) -> bool:
+    """Whether the pairs suffice for any verdict of a difference: Holm over m comparisons needs m · 2^(1-n) <= 5 %."""
+    tested = [pair.result for pair in comparisons(data) if pair.result.verdict != Verdict.TOO_FEW]
+    return any(one.n >= fewest_pairs(one.family) for one in tested)
+
+
+__all__ = ["Pair", "compare_arms", "comparison_table", "comparisons", "declared", "enough_pairs", "interest",
+           "pairs_to_compare"]  # fmt: skip

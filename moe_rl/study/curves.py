@@ -1,0 +1,117 @@
+"""A run's rewards in one number: where it ended, whether it learned, whether it fell. One value per step goes in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Numbers = Sequence[float | int] | np.ndarray
+
+FINAL_STEPS = 5
+"""Final reward is the mean over this many last steps."""
+
+GAIN = 0.1
+"""A run that ends less than this above its reward before training has failed."""
+
+FAILED_RULE = f"a run failed when it ended less than {GAIN} above its held-out reward at step 0"
+BELOW_START_RULE = "it ended below its start when it ended below that reward"
+
+
+def final_value(values: Numbers, last: int = FINAL_STEPS) -> float:
+    """Mean of the last five steps (fewer if the run is shorter): less noisy than the last step alone.
+
+    >>> final_value([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
+    1.0
+    """
+    array = np.asarray(values, dtype=float)
+    array = array[np.isfinite(array)]
+    return float(array[-last:].mean()) if array.size else float("nan")
+
+
+def area_under_curve(steps: Numbers, values: Numbers) -> float:
+    """Trapezoid area divided by the span of the steps: the mean reward while training, in units of reward.
+
+    >>> area_under_curve([0, 1, 3], [0.0, 1.0, 1.0])     # (0.5 * 1 + 1.0 * 2) / 3
+    0.8333333333333334
+    """
+    x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
+    if x.shape != y.shape:
+        raise ValueError(f"steps and values must have one length, got {x.size} and {y.size}")
+    keep = np.isfinite(y)
+    x, y = x[keep], y[keep]
+    if x.size < 2:
+        return float(y[0]) if y.size else float("nan")
+    return float(np.trapezoid(y, x) / (x[-1] - x[0]))
+
+
+def trailing_mean(values: Numbers, window: int = FINAL_STEPS) -> np.ndarray:
+    """Mean over the last `window` entries at every position (fewer at the start).
+
+    >>> trailing_mean([1.0, 3.0, 5.0], window=2).tolist()
+    [1.0, 2.0, 4.0]
+    """
+    array = np.asarray(values, dtype=float)
+    # no running sum: its rounding would make a mean of equal numbers differ from that number
+    start = [array[: i + 1].mean() for i in range(min(window - 1, array.size))]
+    if array.size < window:
+        return np.array(start)
+    return np.concatenate([start, np.lib.stride_tricks.sliding_window_view(array, window).mean(axis=1)])
+
+
+def time_to_threshold(
+    steps: Numbers,
+    values: Numbers,
+    threshold: float,
+    window: int = FINAL_STEPS,
+) -> float:
+    """First step at which the trailing mean of `window` full steps reaches the threshold; NaN if none.
+
+    >>> time_to_threshold([0, 1, 2, 3], [0.0, 0.9, 0.1, 0.9], 0.5, window=2)
+    2.0
+    """
+    mean = trailing_mean(values, window)
+    reached = np.flatnonzero((mean >= threshold) & (np.arange(mean.size) >= window - 1))
+    return float(np.asarray(steps, dtype=float)[reached[0]]) if reached.size else float("nan")
+
+
+@dataclass(frozen=True)
+class Collapse:
+    """`step` is where the run fell for good (NaN: it did not); `fall` = 1 - last/best trailing mean."""
+
+    step: float
+    best: float
+    fall: float
+
+    @property
+    def collapsed(self) -> bool:
+        return bool(np.isfinite(self.step))
+
+
+COLLAPSE_RULE = (
+    f"a run counts as collapsed when the mean reward of its last {FINAL_STEPS} steps has fallen to half or "
+    f"less of the best {FINAL_STEPS}-step mean it had reached before, and stays there to its end"
+)
+
+
+def detect_collapse(
+    steps: Numbers,
+    rewards: Numbers,
+    window: int = FINAL_STEPS,
+    drop: float = 0.5,
+) -> Collapse:
+    """Apply `COLLAPSE_RULE`: the first step from which trailing mean <= (1 - drop) * best so far, to the end.
+
+    >>> detect_collapse(range(6), [0.8, 0.8, 0.8, 0.2, 0.2, 0.2], window=1)
+    Collapse(step=3.0, best=0.8, fall=0.75)
+    """
+    mean = trailing_mean(rewards, window)
+    full = np.arange(mean.size) >= window - 1
+    if not full.any():
+        return Collapse(float("nan"), float("nan"), float("nan"))
+    x, mean = np.asarray(list(steps), dtype=float)[full], mean[full]
+    best = np.maximum.accumulate(mean)
+    down = (mean <= (1 - drop) * best) & (best > 0)
+    below_to_end = np.logical_and.accumulate(down[::-1])[::-1]
+    first = np.flatnonzero(below_to_end)
+    fall = float(1 - mean[-1] / best[-1]) if best[-1] > 0 else 0.0
+    return Collapse(float(x[first[0]]) if first.size else float("nan"), float(best[-1]), fall)

@@ -1,0 +1,198 @@
+"""Figures of lines: one table per arm (rows x, columns seeds), drawn as mean and interval over seeds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.layout import (
+    Limits,
+    Shown,
+    arm_grid,
+    condition_panels,
+    drawn_arms,
+    grey_background,
+    label_grid,
+    many,
+    same_axes,
+    shown,
+)
+from moe_rl.study.figures.style import THIN_LINES, Look, arm_looks, legend_above, log_y, step_axis
+from moe_rl.study.statistics import seed_band
+
+
+def seed_tables(rows: pd.DataFrame, x: str, y: str) -> dict[str, pd.DataFrame]:
+    """arm -> table with rows x and one column per seed, mean over repeated rows."""
+    wide = rows.groupby(["arm", x, "seed"], observed=True)[y].mean().unstack("seed")
+    parts = wide.groupby(level="arm", observed=True, sort=False)
+    return {str(arm): part.droplevel("arm").dropna(axis=1, how="all") for arm, part in parts}
+
+
+def pooled_tables(rows: pd.DataFrame, changed: str, total: str, x: str) -> dict[str, pd.DataFrame]:
+    """As `seed_tables`, of the rate Σ changed / Σ total."""
+    sums = rows.groupby(["arm", x, "seed"], observed=True)[[changed, total]].sum()
+    rates = (sums[changed] / sums[total].where(sums[total] > 0)).rename("rate").reset_index()
+    return seed_tables(rates, x, "rate")
+
+
+def summarise(table: pd.DataFrame, **labels: Any) -> pd.DataFrame:
+    """Seeds as columns -> tidy rows: labels, x, n, mean, low, high and each seed's value."""
+    values = table.to_numpy(dtype=float)
+    low, high = seed_band(values.T)
+    columns = {**labels, str(table.index.name): table.index, "n": np.isfinite(values).sum(1)}
+    columns |= {"mean": table.mean(axis=1).to_numpy(), "low": low, "high": high}
+    columns |= {f"seed{seed}": table[seed].to_numpy() for seed in table.columns}
+    return pd.DataFrame(columns)
+
+
+def draw_seeds(
+    ax: Axes,
+    table: pd.DataFrame,
+    look: Look,
+    label: str,
+    *,
+    thin: bool = True,
+    scale: float | int = 1,
+    geometric: bool = False,
+    **line: Any,
+) -> Line2D:
+    """Mean over seeds and the band of their interval (where at least two are there); thin lines for few seeds.
+
+    `geometric`: mean and interval of the logarithms."""
+    table = scale * table
+    values = table.to_numpy(dtype=float)
+    low, high = seed_band((np.log(values) if geometric else values).T)
+    mean = table.mean(axis=1)
+    if geometric:
+        low, high, mean = np.exp(low), np.exp(high), np.exp(np.log(table).mean(axis=1))
+    x = table.index.to_numpy()
+    every = max(1, len(x) // 8)
+    start = (sum(map(ord, look.marker)) % every) if len(x) > 8 else 0  # stagger, so that markers do not hide each other
+    if table.shape[1] > 1:
+        if thin and table.shape[1] <= THIN_LINES:
+            ax.plot(x, table, color=look.colour, lw=0.6, alpha=0.45)
+        ax.fill_between(x, low, high, color=look.colour, alpha=0.16, lw=0)
+    style = {"color": look.colour, "ls": look.dash, "marker": look.marker, "markevery": (start, every), **line}
+    return ax.plot(x, mean, label=label, **style)[0]
+
+
+Panels = list[tuple[Axes, tuple[str, ...]]]
+"""Axes with the arms that are drawn in them."""
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines as they were drawn: `panels` are axes with the arms in them; `frame` is the table of what is shown."""
+
+    figure: Figure
+    panels: Panels
+    frame: pd.DataFrame
+
+    @property
+    def axes(self) -> list[Axes]:
+        return [ax for ax, _ in self.panels]
+
+    def legend(self) -> None:
+        """One legend above the panels; small panels have titles instead."""
+        if self.figure.get_layout_engine() is not None:
+            legend_above(self.figure, self.axes)
+
+
+def curves(
+    data: StudyData,
+    tables: Mapping[str, pd.DataFrame],
+    ylabel: str,
+    xlabel: str = "RL step",
+    *,
+    quantity: str = "",
+    scale: float | int = 1,
+    log: bool = False,
+    thin: bool = True,
+    ylim: Limits = (None, None),
+    height: float = 1.9,
+) -> Curves:
+    """A line per arm: panels by condition, or one small panel per arm where a condition has many of them.
+
+    `scale` multiplies what is drawn (100 for per cent), not the table.
+    """
+    how = _How(ylabel, xlabel, scale, log, thin, ylim, height)
+    figure, panels = (_small_panels if many(data) else _panels)(data, tables, how)
+    return Curves(figure, panels, curve_frame(data, tables, quantity))
+
+
+def curve_frame(data: StudyData, tables: Mapping[str, pd.DataFrame], quantity: str = "") -> pd.DataFrame:
+    """The numbers of curves: `summarise` of every arm's table, with quantity, condition and arm."""
+    labels = {"quantity": quantity} if quantity else {}
+    parts = [
+        summarise(tables[arm], **labels, condition=each.condition.name, arm=arm)
+        for each in shown(data)
+        for arm in each.arms
+        if arm in tables
+    ]
+    return pd.concat(parts, ignore_index=True)
+
+
+@dataclass(frozen=True)
+class _How:
+    """The options of `curves`."""
+
+    ylabel: str
+    xlabel: str
+    scale: float | int
+    log: bool
+    thin: bool
+    ylim: Limits
+    height: float
+
+
+def _panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How) -> tuple[Figure, Panels]:
+    figure, axes, each = condition_panels(data, how.height)
+    panels = []
+    for i, (ax, one) in enumerate(zip(axes[0], each, strict=True)):
+        for arm, (look, label) in arm_looks(data, one.arms).items():
+            if arm in tables:
+                draw_seeds(ax, tables[arm], look, label, thin=how.thin, scale=how.scale)
+        _stand_in(ax, data, one, tables, how.scale)
+        step_axis(ax, how.xlabel if ax.xaxis.get_tick_params().get("labelbottom", True) else "")
+        if not i % 3:
+            ax.set_ylabel(how.ylabel)
+        panels.append((ax, one.arms))
+    first: Axes = axes[0, 0]
+    if how.log:
+        log_y(first)
+    if how.ylim != (None, None):
+        first.set_ylim(*how.ylim)
+    return figure, panels
+
+
+def _stand_in(ax: Axes, data: StudyData, one: Shown, tables: Mapping[str, pd.DataFrame], scale: float | int) -> None:
+    """The natural replay run, which is by construction the replay run under noise: its mean, pale."""
+    if one.stand_in in tables:
+        look, label = arm_looks(data, [str(one.stand_in)])[str(one.stand_in)]
+        mean = scale * tables[str(one.stand_in)].mean(axis=1)
+        ax.plot(mean.index, mean, color=look.colour, ls=look.dash, lw=0.9, alpha=0.6, label=f"{label}, its natural run")
+
+
+def _small_panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How) -> tuple[Figure, Panels]:
+    arms = drawn_arms(data, list(tables))
+    figure, axes = arm_grid(data, arms)
+    looks = arm_looks(data, arms)
+    means = {arm: how.scale * tables[arm].mean(axis=1) for arm in arms}
+    for ax, arm in zip(axes, arms, strict=True):
+        draw_seeds(ax, tables[arm], looks[arm][0], "", thin=False, scale=how.scale, marker="", ls="-", lw=1.3)
+    for ax in axes:
+        ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    same_axes(axes, how.ylim, how.log)
+    grey_background(figure, axes, means)
+    label_grid(figure, axes, how.xlabel, how.ylabel, "grey: all other arms")
+    return figure, [(ax, (arm,)) for ax, arm in zip(axes, arms, strict=True)]
+
+
+__all__ = ["Curves", "curve_frame", "curves", "draw_seeds", "pooled_tables", "seed_tables", "summarise"]

@@ -1,0 +1,113 @@
+"""What volatility costs: score and ratio variance against the measured dose of routing change."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.floor import draw_across, floor_note
+from moe_rl.study.figures.layout import drawn_arms
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, look_of
+from moe_rl.study.statistics import FINAL_STEPS, seed_interval
+from moe_rl.study.summary import in_run_variance, noise_floor, run_outcomes
+
+FEWEST_DOSES = 4
+"""Fewer doses are no curve: they are told in the figure of final rewards."""
+
+
+@figure(
+    title="Dose-response to routing change.",
+    caption=(
+        "Dose: measured share of expert slots of the response tokens' own positions that the update forward routed "
+        "otherwise than the old policy, pooled over all updates of a run (weights and selection noise together; 0 "
+        "under replay, which ignores noise, so that a replay run without noise stands for every dose: dotted). Upper: "
+        f"mean of the last {FINAL_STEPS} steps. Lower: variance of the token log-ratio over training minibatches, "
+        "mean of the updates from the second on of each step, log axis. Large: mean over seeds with its interval; "
+        "small: seeds."
+    ),
+    needs={"updates": ["slots_changed", "slots", "var_token_log_ratio"]},
+    rank=20,
+    special=True,
+)
+def dose_response(data: StudyData) -> Drawing:
+    """Final reward and in-run ratio variance against the share of slots that the update forward routed otherwise than
+    the old policy; drawn where a method has arms of at least four doses."""
+    seeds = dose_table(data)
+    seeds = seeds[seeds["arm"].isin(drawn_arms(data))]  # a replay run under noise repeats its natural one
+    most = int(seeds.groupby("method")["noise"].nunique().max()) if len(seeds) else 0
+    if most < FEWEST_DOSES:
+        raise NothingToDraw(
+            f"dose_response: no method of this study has arms with {FEWEST_DOSES} doses of selection noise (most: "
+            f"{most})"
+        )
+    drawn = Figure(figsize=(PAGE, 4.6))
+    axes = drawn.subplots(2, 1, sharex=True)
+    floor = noise_floor(data)
+    parts = [
+        pd.DataFrame([{"quantity": "floor", "method": name, "dose": 100 * rate}])
+        for name, rate in floor["slot"].items()
+    ]
+    for method, rows in seeds.groupby("method", sort=False):
+        label = method_label(data, str(method))
+        for ax, y in zip(axes, ("final", "variance"), strict=True):
+            shown = rows[rows["variance"] > 0] if y == "variance" else rows  # 0 has no place on a log axis
+            if shown.empty:
+                continue
+            table = interval_table(shown, "arm", "dose", y).sort_values("dose")
+            draw_marks(ax, table, shown, "dose", y, look_of(str(method)), label)
+            if len(table) == 1:
+                ax.axhline(table["mean"].iloc[0], color=look_of(str(method)).colour, lw=0.9, ls=(0, (1, 2)))
+            parts.append(table.assign(quantity=y, method=method))
+    axes[1].set_xlabel("slots routed otherwise in the update forward, %")
+    axes[0].set_xlim(left=-0.02 * axes[0].get_xlim()[1])
+    axes[0].set_ylabel("final reward")
+    axes[0].set_ylim(0, 1.08 * float(seeds["final"].max()) or None)
+    log_y(axes[1])
+    axes[1].set_ylabel("variance of token log r, nats²")
+    for ax in axes:
+        draw_across(ax, 100 * floor["slot"], vertical=True)
+    legend_above(drawn, axes)
+    return Drawing(drawn, pd.concat(parts, ignore_index=True), floor_note(floor).strip(), interval="bar")
+
+
+def dose_table(data: StudyData) -> pd.DataFrame:
+    """One row per arm and seed: method, noise, `dose` (slots changed in the update forward, %), `final` reward,
+    `variance` of the token log-ratio in training (mean over steps, nats²)."""
+    keys = ["arm", "seed"]
+    sums = data.updates.groupby(keys)[["slots_changed", "slots"]].sum()
+    found = (100 * sums["slots_changed"] / sums["slots"]).rename("dose").to_frame()
+    found["final"] = run_outcomes(data).set_index(keys)["final"]
+    found["variance"] = in_run_variance(data).groupby(keys)["token"].mean()
+    found = found.reset_index()
+    about = data.arms[["method", "noise"]]
+    return found.join(about, on="arm").sort_values(["noise", "arm", "seed"]).reset_index(drop=True)
+
+
+def interval_table(rows: pd.DataFrame, by: str, x: str, y: str) -> pd.DataFrame:
+    """Per `by`: mean of x over seeds; n, mean, low and high of y."""
+    found = []
+    for key, part in rows.groupby(by, sort=False):
+        one = seed_interval(part[y].to_numpy(dtype=float))
+        found.append({by: key, x: part[x].mean(), "n": one.n, "mean": one.estimate, "low": one.low, "high": one.high})
+    return pd.DataFrame(found)
+
+
+def draw_marks(ax: Axes, table: pd.DataFrame, seeds: pd.DataFrame, x: str, y: str, look: Look, label: str) -> None:
+    """Means with their intervals, and the seeds beside them: marks alone, nothing drawn through them."""
+    ax.plot(seeds[x], seeds[y], look.marker, ls="", color=look.colour, ms=2.4, alpha=0.45, mew=0)
+    known = table[np.isfinite(table["low"])]
+    bars = [[(row[x], row["low"]), (row[x], row["high"])] for row in known.to_dict("records")]
+    ax.add_collection(LineCollection(bars, colors=look.colour, linewidths=2.4, alpha=0.35))
+    ax.plot(table[x], table["mean"], look.marker, ls="", color=look.colour, mec="white", ms=6, label=label, zorder=3)
+
+
+def method_label(data: StudyData, method: str) -> str:
+    """The label that a method's first arm has, without what tells its arms apart."""
+    label = str(data.arms.loc[data.arms["method"] == method, "label"].iloc[0])
+    return label.split(",")[0]
+
+
+__all__ = ["dose_response", "dose_table", "draw_marks", "interval_table", "method_label"]

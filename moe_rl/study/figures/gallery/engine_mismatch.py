@@ -1,0 +1,108 @@
+"""The gap between the engine that samples and the one that trains: token and sequence ratios, live and under R3."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.floor import draw_across, gap_note
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.style import GREY, PAGE, look_of
+from moe_rl.study.floors import floor_variance
+
+LEVELS = {"var_token": "o", "var_sequence": "^"}
+PAIRS = {"engines": "live", "engines_replayed": "R3"}
+
+
+@figure(
+    title="Engine mismatch by level of the ratio.",
+    caption=(
+        "μ: the engine that sampled; π_old: the training engine at the same weights; tokens of the whole batch, live "
+        "routing in both (filled) and with the rollout's routes forced on π_old (R3, open). Circles: tokens; "
+        "triangles: means over sequences (log s of GSPO). Bar: square of the arm's lower clip range; where the ratio "
+        "is anchored on μ, a spread to its right is clipped for the engine's sake alone. Right: tokens that the clip "
+        "takes out of the first update of a step, when the policy has not moved; 0 by construction for the anchor "
+        "π_old. Large: mean over seeds of the mean over steps; small: seeds. Engines of rounded routers are an "
+        "emulation."
+    ),
+    needs={"engines": ["var_token", "var_sequence", "pair"]},
+    rank=22,
+    special=True,
+)
+def engine_mismatch(data: StudyData) -> Drawing:
+    """Variance of log(pi_old / mu) by arm: tokens and sequences, live and with the rollout's routes; what it clips."""
+    table = engine_table(data)
+    arms = [str(arm) for arm in data.arms.index if arm in set(table["arm"])]
+    drawn = Figure(figsize=(PAGE, 1.15 + 0.3 * len(arms)))
+    left, right = drawn.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
+    for y, arm in enumerate(arms):
+        colour = look_of(str(data.arms["method"][arm])).colour
+        rows = table[table["arm"] == arm]
+        for level, marker in LEVELS.items():
+            for routing, face in (("live", colour), ("R3", "white")):
+                values = rows.loc[rows["routing"] == routing, level].replace(0.0, np.nan).to_numpy(dtype=float)
+                if np.isfinite(values).any():
+                    style = {"marker": marker, "color": colour, "mfc": face, "ls": ""}
+                    left.plot(values, [y + 0.18] * len(values), ms=2.2, alpha=0.6, **style)
+                    left.plot([np.nanmean(values)], [y], ms=5, **style)
+        _clip_mark(left, y, rows["clip_low"].iloc[0])
+        clipped = rows.loc[rows["routing"] == "live", "clipped_first"].to_numpy(dtype=float)
+        if np.isfinite(clipped).any():
+            right.plot(100 * clipped, [y + 0.18] * len(clipped), "o", color=colour, ms=2.2, alpha=0.6)
+            right.plot([100 * np.nanmean(clipped)], [y], "o", color=colour, ms=5)
+    left.set_xscale("log")
+    floor = floor_variance(data)
+    draw_across(left, floor["var_token"] if len(floor) else pd.Series(dtype=float), vertical=True)
+    left.set_yticks(range(len(arms)), [str(data.arms["label"][arm]) for arm in arms])
+    left.set_ylim(len(arms) - 0.4, -0.6)
+    left.set_xlabel("variance of log(π_old / μ), nats²")
+    right.set_xlabel("clipped in the\nfirst update, % of tokens")
+    right.set_xlim(left=min(-0.3, -0.03 * right.get_xlim()[1]))
+    floors = [line for line in left.lines if str(line.get_label()).startswith("equal weights")]
+    drawn.legend(handles=[*_entries(), *floors], loc="outside upper left", ncols=3, borderaxespad=0.3)
+    said = gap_note(floor, {"var_token": "by token", "var_sequence": "by sequence"}) + (
+        "Dashed: by token." if floors else ""
+    )
+    return Drawing(drawn, table, said.strip())
+
+
+def engine_table(data: StudyData) -> pd.DataFrame:
+    """By arm, seed and routing (live, R3): means over steps of `var_token`, `var_sequence` (nats²), `k3` (nats per
+    token), `extreme_fraction` and, of live routing, shares of slots, sites and tokens changed; `clipped_first`, share
+    of tokens clipped in the first update; `clip_low` of the arm."""
+    rows = data.engines[data.engines["pair"].isin(list(PAIRS))].copy()
+    rows["routing"] = rows["pair"].map(PAIRS)
+    for what in ("slots", "sites", "tokens"):
+        rows[f"{what}_changed_share"] = rows[f"{what}_changed"] / rows[what]
+    measured = ["var_token", "var_sequence", "k3", "extreme_fraction"]
+    measured += [f"{what}_changed_share" for what in ("slots", "sites", "tokens")]
+    table = rows.groupby(["arm", "seed", "routing"], sort=False)[measured].mean().reset_index()
+    first = data.updates[data.updates["update"] == 1]
+    sums = first.groupby(["arm", "seed"])[["clipped_tokens", "tokens"]].sum()
+    shares = (sums["clipped_tokens"] / sums["tokens"]).rename("clipped_first").reset_index()
+    clips = {run.arm: run.setting("clip_low", np.nan) for run in data.runs}
+    table = table.merge(shares, on=["arm", "seed"], how="left")
+    return table.assign(clip_low=table["arm"].map(clips).astype(float))
+
+
+def _clip_mark(ax: Axes, y: int, clip: float) -> None:
+    if np.isfinite(clip) and clip > 0:
+        ax.plot([clip**2] * 2, [y - 0.32, y + 0.32], color=GREY, lw=1.4)
+
+
+def _entries() -> list[Line2D]:
+    def entry(label: str, **style: object) -> Line2D:
+        return Line2D([], [], color=GREY, label=label, **{"ls": "", **style})  # type: ignore[arg-type]  # mixed kinds
+
+    return [
+        entry("token, live", marker="o"),
+        entry("token, R3", marker="o", mfc="white"),
+        entry("sequence, live", marker="^"),
+        entry("sequence, R3", marker="^", mfc="white"),
+        entry("clip range²", marker="|", ms=9, mew=1.4),
+    ]
+
+
+__all__ = ["engine_mismatch", "engine_table"]

@@ -1,0 +1,103 @@
+"""Change rate by update index, under the three definitions."""
+
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.curves import curve_frame, draw_seeds, pooled_tables
+from moe_rl.study.figures.floor import FLOOR_LINES, draw_across, floor_note
+from moe_rl.study.figures.layout import condition_panels, crowded
+from moe_rl.study.figures.notes import PROBE, lines_note
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.routing import DEFINITIONS, GSPO_CHANGE
+from moe_rl.study.figures.rows import Column, Dots, arm_rows
+from moe_rl.study.figures.style import GREY, arm_looks, legend_above
+from moe_rl.study.summary import last_updates, noise_floor
+
+
+@figure(
+    title="Expert change by update index.",
+    caption=(
+        "Changes and totals pooled over all steps of a seed. Slot: expert slots replaced, of K·L·tokens; site: "
+        "(token, router) pairs whose set of experts differs; token: tokens with any site changed. The three differ by "
+        "up to a factor of K·L and must not be compared with one another. Reference: the GSPO paper (§5.3), given "
+        "with the slot definition only, per update, as the most plausible reading of “experts activated”."
+    ),
+    needs={"probes": ["slots_changed", "sites_changed", "tokens_changed"]},
+    rank=30,
+    notes=(PROBE,),
+)
+def expert_change(data: StudyData) -> Drawing:
+    """Change rate by update index within a step, under the three definitions."""
+    rows = data.probes.dropna(subset=["slots_changed", "sites_changed", "tokens_changed"])
+    tables = {name: pooled_tables(rows, *counts[:2], "update") for name, counts in DEFINITIONS.items()}
+    floor = noise_floor(data)
+    floors = [
+        {"definition": name, "condition": f"floor, {variant}", "mean": rate, "n": len(data.runs)}
+        for name in DEFINITIONS
+        for variant, rate in floor[name].items()
+    ]
+    parts = [curve_frame(data, table).assign(definition=name) for name, table in tables.items()]
+    frame = pd.concat([*parts, pd.DataFrame(floors)], ignore_index=True)
+    if crowded(data):
+        return _rows(data, rows, floor, frame)
+    figure, axes, each = condition_panels(data, 1.5, rows=3)
+    for line, (name, (_, _, words)) in zip(axes, DEFINITIONS.items(), strict=True):
+        for ax, one in zip(line, each, strict=True):
+            for arm, (look, label) in arm_looks(data, one.arms).items():
+                if arm in tables[name]:
+                    draw_seeds(ax, tables[name][arm], look, label, scale=100)
+            for variant, rate in floor[name].items():
+                ax.axhline(100 * rate, **FLOOR_LINES[str(variant)])
+        line[0].set_ylim(0, None)
+        line[0].set_ylabel(words)
+    _draw_reference(list(axes[0]))
+    for ax in axes[-1]:
+        ax.set_xlabel("update within the step")
+        ax.set_xticks(sorted(rows["update"].unique())[:: max(1, rows["update"].nunique() // 8)])
+    legend_above(figure, axes)
+    return Drawing(figure, frame, f"{floor_note(floor)}{lines_note(data)}", interval="band")
+
+
+def _rows(data: StudyData, rows: pd.DataFrame, floor: pd.DataFrame, frame: pd.DataFrame) -> Drawing:
+    """Many arms: a row each, after the first and after the last update."""
+    ends = {"after the first update": rows[rows["update"] == 1], "after the last": last_updates(rows)}
+    columns = []
+    for i, (changed, total, words) in enumerate(DEFINITIONS.values()):
+        dots = [
+            Dots(100 * _rate(part, changed, total), label, open=k == 0) for k, (label, part) in enumerate(ends.items())
+        ]
+        columns.append(Column(words, dots, lines=() if i else (100 * GSPO_CHANGE,)))
+    drawn = arm_rows(data, columns)
+    for ax, name in zip(drawn.axes, DEFINITIONS, strict=True):
+        ax.set_xlim(left=0)
+        draw_across(ax, 100 * floor[name], vertical=True)
+    said = f"Dotted: the paper's “roughly 10 %”, denominator not defined. {floor_note(floor)}".strip()
+    return Drawing(drawn.figure, frame, said, interval="bar")
+
+
+def _rate(rows: pd.DataFrame, changed: str, total: str) -> pd.DataFrame:
+    sums = rows.groupby(["arm", "seed"], observed=True)[[changed, total]].sum()
+    return (sums[changed] / sums[total]).unstack("seed")
+
+
+def _draw_reference(line: list[Axes]) -> None:
+    """The GSPO paper's value, where the axis can show it without flattening the data."""
+    ax, text = line[0], "GSPO paper: “roughly 10 %”,\ndenominator not defined"
+    look: dict[str, Any] = {"fontsize": 6, "color": GREY}
+    top = ax.get_ylim()[1]
+    head = {"transform": ax.transAxes, "ha": "left", "va": "top", **look}
+    if top < 30 * GSPO_CHANGE:
+        ax.set_ylim(0, 1.35 * top)  # headroom: the corners below belong to the data and to the noise floor
+        ax.text(0.03, 0.98, f"{text} (above this axis)", **head)
+        return
+    ax.set_ylim(0, max(top, 115 * GSPO_CHANGE))
+    for each in line:
+        each.axhline(100 * GSPO_CHANGE, color=GREY, lw=1, ls=(0, (1, 2)))
+    if top < 75 * GSPO_CHANGE:  # room under the dotted line; else the data rise through it: headroom
+        ax.text(0.03, 98 * GSPO_CHANGE, text, transform=ax.get_yaxis_transform(), ha="left", va="top", **look)
+    else:
+        ax.set_ylim(0, 1.35 * ax.get_ylim()[1])
+        ax.text(0.03, 0.98, f"dotted: {text}", **head)

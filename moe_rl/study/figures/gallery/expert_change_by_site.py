@@ -1,0 +1,139 @@
+"""Where in the model experts change: heat maps of routing site and update."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.floor import draw_columns
+from moe_rl.study.figures.layout import MANY, drawn_arms, fixed_figure, many, short_label, shown
+from moe_rl.study.figures.notes import PROBE
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.routing import short_sites
+from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
+from moe_rl.study.figures.style import GREY, PAGE
+from moe_rl.study.floors import MISSING, floor_by_site
+from moe_rl.study.summary import last_updates
+
+DASHED = (
+    "Framed: noise floor, what the same routers change with equal weights before the first update, in their own "
+    "arithmetic (the largest of repeated, other batch shapes, other experts implementation) and in a bf16 copy. "
+)
+
+
+@figure(
+    title="Expert change by routing site and update.",
+    caption="Expert slots replaced, in %, by routing site and by update index, pooled over all steps and seeds.",
+    needs={"probes": ["site_slots_changed", "site_slots", "site_names"]},
+    rank=70,
+    notes=(PROBE,),
+)
+def expert_change_by_site(data: StudyData) -> Drawing:
+    """Heat map routing site x update index, slot definition, one panel per arm; of many arms, arm x site."""
+    rows = data.probes.dropna(subset=["site_slots_changed", "site_slots", "site_names"])
+    names = list(rows["site_names"].iloc[0])
+    pooled = _pooled(rows, len(names))
+    floor = floor_by_site(data, names)
+    arms = drawn_arms(data, list(pooled["arm"].unique()))
+    by_arm = many(data) or len(arms) > 2 * MANY
+    short, common = short_sites(names)
+    drawn = (_by_arm if by_arm else _by_update)(data, pooled, floor, arms, short)
+    pooled["site_name"] = [names[i] for i in pooled["site"]]
+    parts = [
+        pd.DataFrame({"arm": f"floor, {name}", "site": floor.index, "rate": floor[name]}).assign(
+            site_name=[names[int(i)] for i in floor.index]
+        )
+        for name in floor
+    ]
+    missing = DASHED if len(floor) else MISSING.format("by site")
+    last = "After the last update of a step; every update is in the table. " if by_arm else ""
+    said = f"Sites: {common}, from shallow to deep. {last}{missing}".strip()
+    return Drawing(drawn, pd.concat([pooled, *parts]), said)
+
+
+def _pooled(rows: pd.DataFrame, sites: int) -> pd.DataFrame:
+    """Sums of changes and slots by arm, site and update, and their rate."""
+    found = []
+    for (arm, update), part in rows.groupby(["arm", "update"], observed=True, sort=False):
+        changed, total = (np.sum(part[name].tolist(), axis=0) for name in ("site_slots_changed", "site_slots"))
+        found.append(
+            pd.DataFrame({"arm": arm, "site": range(sites), "update": update, "site_slots_changed": changed,
+                          "site_slots": total, "rate": changed / total})
+        )  # fmt: skip
+    return pd.concat(found, ignore_index=True)
+
+
+def _by_update(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: list[str], short: list[str]) -> Figure:
+    """A panel per arm: sites down, updates across."""
+    top = 100 * max(pooled["rate"].max(), floor.max(axis=None) if len(floor) else 0.0) or 1.0
+    image = {"cmap": "Blues", "vmin": 0, "vmax": top}
+    columns = min(4, len(arms) + bool(len(floor)))
+    count = len(arms) + bool(len(floor))
+    lines = -(-count // columns)
+    drawn = Figure(figsize=(PAGE, 0.6 + lines * float(np.clip(0.2 * len(short) + 0.5, 1.2, 3.5))))
+    axes = drawn.subplots(lines, columns, squeeze=False, sharey=True).flatten()
+    for ax in axes[count:]:
+        ax.remove()
+    for ax, arm in zip(axes, arms, strict=False):
+        grid = 100 * pooled[pooled["arm"] == arm].pivot(index="site", columns="update", values="rate")
+        mesh = ax.imshow(grid.to_numpy(dtype=float), aspect="auto", interpolation="nearest", **image)
+        _write_cells(ax, grid.to_numpy(dtype=float), top)
+        ax.set_title(short_label(data, arm, 16), fontsize=7)
+        ax.set_xticks(range(len(grid.columns)), [str(u) for u in grid.columns])
+        ax.set_xlabel("update")
+        _bare(ax)
+    if len(floor):
+        _write_cells(axes[count - 1], draw_columns(axes[count - 1], 100 * floor, **image), top)
+        axes[count - 1].set_title("Noise floor:\nequal weights", fontsize=7)
+    step = max(1, len(short) // 12)
+    for ax in axes[:count:columns]:
+        ax.set_yticks(range(0, len(short), step), short[::step])
+        ax.set_ylabel("routing site")
+    bar = drawn.colorbar(mesh, ax=axes[:count].tolist(), shrink=0.9, aspect=22, label="slots changed, %")
+    bar.outline.set_visible(False)
+    return drawn
+
+
+def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: list[str], short: list[str]) -> Figure:
+    """One map: arms down, sites across, after the last update."""
+    last = last_updates(pooled)
+    grid = 100 * last.pivot(index="arm", columns="site", values="rate").loc[arms]
+    labels = [short_label(data, arm, 99) for arm in arms]
+    high = 0.17 * (len(arms) + len(floor.columns))
+    left, foot, head = min(2.2, 0.2 + 0.053 * max(map(len, labels))), 0.55, 0.12
+    total = high + foot + head
+    drawn = fixed_figure(PAGE, total)
+    ax = drawn.add_axes((left / PAGE, foot / total, (PAGE - left - 0.75) / PAGE, high / total))
+    values = grid.to_numpy(dtype=float)
+    values = np.vstack([values, *(100 * floor[name].reindex(grid.columns).to_numpy()[None] for name in floor)])
+    top = float(np.nanmax(values)) or 1.0
+    mesh = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=top)
+    _write_cells(ax, values, top, most=12 * len(values))
+    ax.set_yticks(range(len(values)), [*labels, *(f"noise floor, {name}" for name in floor)], fontsize=7)
+    step = max(1, len(short) // 12)
+    ax.set_xticks(range(0, len(short), step), short[::step])
+    ax.set_xlabel("routing site, after the last update", labelpad=1)
+    _bare(ax)
+    ends = np.cumsum([len([a for a in one.arms if a in set(arms)]) for one in shown(data)])[:-1]
+    for end in ends:
+        ax.axhline(end - 0.5, color=GREY, lw=1)
+    bar = drawn.add_axes(((PAGE - 0.62) / PAGE, foot / total, 0.09 / PAGE, min(2.5, high) / total))
+    drawn.colorbar(mesh, cax=bar, label="slots changed, %").outline.set_visible(False)
+    bar.tick_params(labelsize=6.5)
+    return drawn
+
+
+def _bare(ax: Axes) -> None:
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+
+
+def _write_cells(ax: Axes, values: np.ndarray, top: float, most: int = 48) -> None:
+    """The numbers, where cells are large enough to hold them."""
+    if values.size <= most:
+        for (i, j), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                ink = ON_DARK_CELL if value > 0.6 * top else ON_LIGHT_CELL
+                ax.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=6.5, color=ink)

@@ -1,0 +1,123 @@
+"""Final reward of every arm, with the paired differences that the study compares."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.ticker import MaxNLocator
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
+from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, look_of
+from moe_rl.study.statistics import FINAL_STEPS
+from moe_rl.study.summary import Pair, comparison_table, comparisons, final_rewards
+
+MOST_PAIRS = 16
+"""More comparisons than this are left to the table."""
+LONGEST = 44  # letters of a comparison's name
+BESIDE, NO_INTERVAL = 1.8, 1.05  # inches for numbers right of the dots
+
+
+@figure(
+    title="Final reward.",
+    caption=(
+        f"Final reward: mean of the last {FINAL_STEPS} steps of a run, or the held-out reward where the responses are "
+        "not the policy's. Large: mean over seeds; bar: its interval; small: seeds. f, b, c: runs that failed, ended "
+        "below their start, collapsed."
+    ),
+    needs={},
+    rank=0,
+)
+def final_reward(data: StudyData) -> Drawing:
+    """Final reward of every arm with its seeds and interval; under it, the paired differences."""
+    table = final_rewards(data)
+    if table["final"].isna().all():
+        raise NothingToDraw("final_reward: no rollout has been recorded yet")
+    table = table[table["final"].notna()]
+    finals = pd.DataFrame({row["arm"]: row["by_seed"] for row in table.to_dict("records")}).T
+    pairs = [pair for pair in comparisons(data) if pair.result.n]
+    pairs = pairs if len(pairs) <= MOST_PAIRS else []
+    means = table.set_index("arm")["final"]
+    many = len(table) > 12
+
+    def order(arms: Sequence[str]) -> Sequence[str]:
+        return sorted(arms, key=lambda arm: -means[arm]) if many else arms
+
+    below = 0.6 + EACH * (len(pairs) + len({pair.noise for pair in pairs})) if pairs else 0.0
+    beside = BESIDE if np.isfinite(table["low"]).any() else NO_INTERVAL
+    drawn = arm_rows(data, [Column("", [Dots(finals)])], order, beside=beside, below=below)
+    _numbers(drawn, table, beside)
+    said = ["Arms are sorted by their mean; with few seeds that is no ranking."] if many else []
+    if pairs:
+        _differences(drawn, data, pairs)
+        said += [
+            "Below: differences between arms, paired by seed, with mean and "
+            "interval; between the dotted lines they are too small to be of interest. ▸: told from 0 by the rules of "
+            "the comparison."
+        ]
+    frame = table.drop(columns=[name for name in table if str(name).endswith(("by_seed", "collapse_steps"))])
+    tables = {"differences": comparison_table(data)} if pairs else {}
+    return Drawing(drawn.figure, frame, " ".join(said), interval="bar", tables=tables)
+
+
+def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
+    """Mean with interval, and what went wrong, right of the dots."""
+    ax = drawn.axes[0]
+    ax.set_xlabel("final reward", fontsize=7.5, labelpad=1)
+    wide = ax.get_position().width * PAGE
+    place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right"}
+    first, second = 1 + (beside - 0.52) / wide, 1 + (beside - 0.02) / wide
+    ax.text(first, -0.8, "mean, interval" if beside == BESIDE else "mean", fontsize=6.5, color=GREY, **place)
+    ax.text(second, -0.8, "f · b · c", fontsize=6.5, color=GREY, **place)
+    for row in table[table["arm"].isin(list(drawn.places))].to_dict("records"):
+        words = f"{row['final']:.3f}"
+        words += f" [{row['low']:.3f}, {row['high']:.3f}]" if np.isfinite(row["low"]) else ""
+        ax.text(first, drawn.places[row["arm"]], words, fontsize=7, **place)
+        wrong = [row[name] for name in ("failed", "below_start", "collapsed")]
+        colour = INK if any(wrong) else GREY
+        ax.text(second, drawn.places[row["arm"]], " · ".join(map(str, wrong)), fontsize=7, color=colour, **place)
+
+
+def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
+    """One row per comparison, in the colour of the arm that is compared."""
+    total = drawn.figure.get_figheight()
+    several = len({pair.noise for pair in pairs}) > 1
+    rows = len(pairs) + (len({pair.noise for pair in pairs}) if several else 0)
+    names = [_short(data, pair) for pair in pairs]
+    left, foot = min(2.7, 0.15 + 0.057 * max(map(len, names))), 0.46
+    ax = drawn.figure.add_axes(
+        (left / PAGE, foot / total, (PAGE - left - 0.08 - 1.42) / PAGE, EACH * rows / total), facecolor="none"
+    )
+    y, ticks, shown = 0.0, [], None
+    wide = ax.get_position().width * PAGE
+    place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 7}
+    for pair, name in zip(pairs, names, strict=True):
+        if several and pair.noise != shown:
+            words = "natural" if pair.noise == 0 else f"noise σ = {pair.noise:g}"
+            ax.text(-(left - 0.06) / wide, y, words, fontweight="bold", **place)
+            shown, y = pair.noise, y + 1
+        one = pair.result
+        colour = look_of(str(data.arms["method"][pair.arm])).colour
+        draw_dots(ax, np.array([y]), np.array([one.differences]), [colour])
+        mark = "▸ " if str(one.verdict) in ("higher", "lower") else ""
+        words = f"{one.difference.estimate:+.3f}"
+        words += f" [{one.difference.low:+.3f}, {one.difference.high:+.3f}]" if one.difference.known else ""
+        ax.text(1 + 1.4 / wide, y, (mark + words).replace("-", "−"), ha="right", **place)
+        ticks.append((y, name))
+        y += 1
+    ax.set_yticks([t[0] for t in ticks], [t[1] for t in ticks], fontsize=7)
+    ax.set_ylim(y - 0.5, -0.5)
+    ax.axvline(0, color=INK, lw=0.8, zorder=1)
+    for end in (-pairs[0].result.interest, pairs[0].result.interest):
+        ax.axvline(end, color=GREY, lw=0.8, ls=(0, (1, 2)), zorder=1)
+    ax.xaxis.set_major_locator(MaxNLocator(4))
+    quiet_rows(ax)
+    ax.set_xlabel("paired difference of final reward", fontsize=7.5, labelpad=1)
+
+
+def _short(data: StudyData, pair: Pair) -> str:
+    words = " − ".join(str(data.arms["label"][arm]) for arm in (pair.arm, pair.other))
+    words = words.replace("GRPO + Routing Replay", "Replay").replace("Routing Replay", "Replay")
+    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"

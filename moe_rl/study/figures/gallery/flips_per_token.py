@@ -1,0 +1,97 @@
+"""How routing changes cluster: sites changed on one token, slots changed at one site."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.floor import draw_levels, floor_note
+from moe_rl.study.figures.layout import MANY, drawn_arms, many, short_label
+from moe_rl.study.figures.notes import PROBE
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.routing import binomial_of
+from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
+from moe_rl.study.figures.style import GREY, INK, PAGE, legend_above, log_y, look_of
+from moe_rl.study.floors import MISSING, floor_histogram
+from moe_rl.study.summary import last_updates, noise_floor
+
+HISTOGRAMS = {
+    "flips_histogram": ("sites changed\non a token", "share of tokens"),
+    "deviation_histogram": ("slots changed\nat a site", "share of sites"),
+}
+
+
+@figure(
+    title="Flips per token and slots per site.",
+    caption=(
+        "After the last update of each step, pooled over steps and seeds; log axis. Circles: the binomial with the "
+        "same mean, which independent flips would follow. “Variance ×”: variance of flips per token over that of the "
+        "binomial, mean over probes; above 1, flips cluster on tokens."
+    ),
+    needs={"probes": ["flips_histogram", "deviation_histogram"]},
+    rank=90,
+    notes=(PROBE,),
+)
+def flips_per_token(data: StudyData) -> Drawing:
+    """How many sites change on one token, and how many slots at one site, against independence."""
+    rows = last_updates(data.probes.dropna(subset=list(HISTOGRAMS)))
+    arms = drawn_arms(data, list(rows["arm"].unique()))
+    floors = {name: floor_histogram(data, name) for name in HISTOGRAMS}
+    parts = [
+        pd.DataFrame({"histogram": name, "arm": f"floor, {variant}", "value": table.index, "share": table[variant]})
+        for name, table in floors.items()
+        for variant in table
+    ]
+    counted = {(name, arm): _counts(rows.loc[rows["arm"] == arm, name]) for name in HISTOGRAMS for arm in arms}
+    parts += [table.assign(histogram=name, arm=arm) for (name, arm), table in counted.items()]
+    frame = pd.concat(parts)
+    floor = floor_note(noise_floor(data), "Dashes: noise floor" if len(floors["flips_histogram"]) else "Noise floor")
+    said = (floor or MISSING.format("of flips")).strip()
+    if (many(data) or len(arms) > 2 * MANY) and "overdispersion" in rows:
+        dots = Dots(by_seed(rows, "overdispersion"))
+        spreads = Column("variance of flips per token\n/ that of independent flips", [dots], lines=(1,))
+        few = "Of many arms only “variance ×” is drawn; the histograms are in the table."
+        return Drawing(arm_rows(data, [spreads]).figure, frame, f"{few} {said}", interval="bar")
+    columns = min(4, len(arms))
+    lines = 2 * -(-len(arms) // columns)
+    drawn = Figure(figsize=(PAGE, 0.6 + 1.35 * lines))
+    axes = drawn.subplots(lines, columns, squeeze=False)
+    for i, arm in enumerate(arms):
+        line, place = 2 * (i // columns), i % columns
+        colour = look_of(str(data.arms["method"][arm])).colour
+        for k, name in enumerate(HISTOGRAMS):
+            _histogram(axes[line + k, place], counted[name, arm], floors[name], colour)
+            axes[line + k, place].tick_params(labelleft=place == 0)
+        ax = axes[line, place]
+        ax.set_title(short_label(data, arm), fontsize=7)
+        spread = rows.loc[rows["arm"] == arm, "overdispersion"].mean() if "overdispersion" in rows else np.nan
+        if np.isfinite(spread):
+            ax.text(0.97, 0.97, f"variance ×{spread:.2g}", transform=ax.transAxes, ha="right", va="top", fontsize=6.5)
+    for k, (name, (below, beside)) in enumerate(HISTOGRAMS.items()):
+        seen = frame[(frame["histogram"] == name) & (frame["count"] > 0)]["share"]
+        for line in axes[k::2]:
+            line[0].set_ylabel(beside)
+            for ax in line:
+                if ax.has_data():
+                    ax.set_ylim(float(seen.min()) / 3, 1.5)
+                    log_y(ax)
+                    ax.set_xlabel(below, fontsize=7)
+                else:
+                    ax.remove()
+    legend_above(drawn, [ax for ax in axes.flat if ax.figure], [Patch(color=GREY, label="observed")])
+    return Drawing(drawn, frame, said)
+
+
+def _counts(histograms: pd.Series) -> pd.DataFrame:
+    counts = np.sum(histograms.tolist(), axis=0).astype(float)
+    shares = {"value": np.arange(len(counts)), "count": counts, "share": counts / counts.sum()}
+    return pd.DataFrame({**shares, "binomial": binomial_of(counts)})
+
+
+def _histogram(ax: Axes, table: pd.DataFrame, floor: pd.DataFrame, colour: str) -> None:
+    ax.bar(table["value"], table["share"], color=colour, width=0.72)
+    ax.plot(table["value"], table["binomial"], "o--", color=INK, mfc="white", lw=0.9, ms=3, label="if independent")
+    draw_levels(ax, floor[floor.index > 0])
+    ax.set_xticks(table["value"].to_numpy()[:: max(1, len(table) // 5)])

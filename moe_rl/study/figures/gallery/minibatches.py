@@ -1,0 +1,70 @@
+"""Score against the number of updates that a batch is split into."""
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.gallery.dose_response import draw_marks, interval_table, method_label
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of
+from moe_rl.study.statistics import FINAL_STEPS, final_value
+
+
+@figure(
+    title="Score by minibatches per batch.",
+    caption=(
+        "Score against the number of minibatches that a sampled batch is split into, which is the number of updates "
+        "between two samplings: the more, the further off-policy the last. Every run samples equally often, so more "
+        f"minibatches are also more updates. Left: mean of the last {FINAL_STEPS} steps; right: highest mean of "
+        f"{FINAL_STEPS} successive steps, which is biased upwards by noise in every arm. Large: mean over seeds with "
+        "its interval; small: seeds; arms of one N stand side by side."
+    ),
+    needs={"rollouts": ["reward"]},
+    rank=21,
+    special=True,
+)
+def minibatches(data: StudyData) -> Drawing:
+    """Final and peak score against the number of updates per batch, by replay kind; drawn where a study varies it."""
+    seeds = minibatch_table(data)
+    if seeds["updates"].nunique() < 2:
+        raise NothingToDraw("minibatches: all arms of this study make the same number of updates per batch")
+    drawn = Figure(figsize=(PAGE, 2.9))
+    axes = drawn.subplots(1, 2, sharex=True, sharey=True)
+    parts = []
+    methods = seeds["method"].nunique()
+    for i, (method, rows) in enumerate(seeds.groupby("method", sort=False)):
+        beside = 1.09 ** (i - (methods - 1) / 2)  # arms of one N stand side by side, not on one another
+        for ax, y in zip(axes, ("final", "peak"), strict=True):
+            table = interval_table(rows, "arm", "updates", y).sort_values("updates")
+            means, values = (part.assign(updates=beside * part["updates"]) for part in (table, rows))
+            draw_marks(ax, means, values, "updates", y, look_of(str(method)), method_label(data, str(method)))
+            parts.append(table.assign(quantity=y, method=method))
+    counts = sorted(seeds["updates"].unique())
+    for ax, title in zip(axes, (f"final (last {FINAL_STEPS} steps)", f"peak (best {FINAL_STEPS} steps)"), strict=True):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(counts, [str(n) for n in counts])
+        ax.minorticks_off()
+        ax.set_title(title)
+        ax.set_xlabel("minibatches (updates) per batch, N")
+    axes[0].set_ylabel("reward")
+    axes[0].set_ylim(0, 1.08 * float(seeds["peak"].max()) or None)
+    legend_above(drawn, axes)
+    return Drawing(drawn, pd.concat(parts, ignore_index=True), interval="bar")
+
+
+def minibatch_table(data: StudyData) -> pd.DataFrame:
+    """One row per arm and seed without noise: method, `updates` per batch, `final` and `peak` reward."""
+    rewards = {key: part["reward"] for key, part in data.rollouts.groupby(["arm", "seed"], observed=True)}
+    rows = []
+    for run in data.runs:
+        of = rewards.get((run.arm, run.seed))
+        count = (run.config.get("optim") or {}).get("num_minibatches")
+        if count is None or of is None or run.noise:
+            continue
+        row = {"arm": run.arm, "seed": run.seed, "method": run.method, "updates": int(count)}
+        peak = float(of.rolling(min(FINAL_STEPS, len(of))).mean().max())
+        rows.append(row | {"final": final_value(of.to_numpy()), "peak": peak})
+    return pd.DataFrame(rows, columns=["arm", "seed", "method", "updates", "final", "peak"])
+
+
+__all__ = ["minibatch_table", "minibatches"]

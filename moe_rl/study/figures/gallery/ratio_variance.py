@@ -1,0 +1,58 @@
+"""Variance of log-ratios in training, by step."""
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.curves import curve_frame, curves, draw_seeds, seed_tables
+from moe_rl.study.figures.layout import crowded
+from moe_rl.study.figures.notes import LINES
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.rows import Column, Dots, arm_rows
+from moe_rl.study.figures.style import NothingToDraw, arm_looks
+from moe_rl.study.summary import in_run_variance
+
+
+@figure(
+    title="Variance of log-ratios in training.",
+    caption=(
+        "Variance over the training minibatches of a step, mean of the updates from the second on, under the arm's own "
+        "routing (noise and replay included). Filled: tokens; open: length-normalised sequences. The arms follow "
+        "different trajectories: what replay removes on the same weights is in the figure of factors."
+    ),
+    needs={"updates": ["var_token_log_ratio", "var_sequence_log_ratio"]},
+    rank=110,
+    notes=(LINES,),
+)
+def ratio_variance(data: StudyData) -> Drawing:
+    """Variance of token and sequence log-ratios in training against the step."""
+    rows = in_run_variance(data)
+    found = {
+        level: {
+            arm: table.dropna(how="all")
+            for arm, table in seed_tables(
+                rows.assign(**{level: rows[level].replace(0.0, np.nan)}), "step", level
+            ).items()
+            if table.notna().any(axis=None)
+        }
+        for level in ("token", "sequence")
+    }
+    if not found["token"]:
+        raise NothingToDraw("ratio_variance: every log-ratio is 0, the policies did not move")
+    frame = pd.concat([curve_frame(data, tables, f"in-run {level}") for level, tables in found.items()])
+    if crowded(data):
+        medians = {k: pd.DataFrame({arm: t.median() for arm, t in tables.items()}).T for k, tables in found.items()}
+        dots = [Dots(medians["token"], "tokens"), Dots(medians["sequence"], "sequence means", open=True)]
+        drawn_rows = arm_rows(data, [Column("variance of log r in training, nats²", dots, log=True)])
+        return Drawing(
+            drawn_rows.figure, frame, "Median over the steps of a run; by step in the table.", interval="bar"
+        )
+    drawn = curves(data, found["token"], "variance of log r, nats²", log=True, thin=False)
+    for ax, arms in drawn.panels:
+        for arm, (look, _) in arm_looks(data, arms).items():
+            if arm in found["sequence"]:
+                draw_seeds(ax, found["sequence"][arm], look, "_", thin=False, lw=0.9, ms=2.5, mfc="white")
+    drawn.axes[0].relim()
+    drawn.axes[0].autoscale_view()
+    drawn.legend()
+    return Drawing(drawn.figure, frame, interval="band")

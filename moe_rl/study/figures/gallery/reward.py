@@ -1,0 +1,37 @@
+"""Reward of the sampled responses against the RL step."""
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.collapse import collapse_note, mark_collapses
+from moe_rl.study.figures.curves import curves, seed_tables
+from moe_rl.study.figures.layout import shown
+from moe_rl.study.figures.notes import lines_note
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.summary import full_label
+
+
+@figure(
+    title="Reward against RL step.",
+    caption="Mean reward of the responses sampled at each RL step, before the updates of that step.",
+    needs={"rollouts": ["reward"]},
+    rank=10,
+)
+def reward(data: StudyData) -> Drawing:
+    """Mean reward of the sampled batch against the RL step, one panel per condition."""
+    rows = data.rollouts.dropna(subset=["reward"])
+    best = float(rows["reward"].max())
+    ylim = (0, None if best > 1 else min(1.0, best * 1.08) or 1.0)  # a task may never be solved
+    tables = seed_tables(rows, "step", "reward")
+    drawn = curves(data, tables, "reward, mean\nover responses", quantity="reward", ylim=ylim)
+    for ax, arms in drawn.panels:
+        mark_collapses(ax, data, arms)
+    drawn.legend()
+    many = f"{int(rows['reward_n'].median())} responses a step. " if "reward_n" in rows else ""
+    natural = next((each.stand_in for each in shown(data) if each.stand_in), None)
+    stands = (
+        f" {full_label(data, natural)} never sees the noise: its run there is by construction its natural run, which "
+        "is drawn thin."
+        if natural
+        else ""
+    )
+    said = f"{many}{lines_note(data)}{collapse_note(data)}{stands}"
+    return Drawing(drawn.figure, drawn.frame, said, interval="band")

@@ -1,0 +1,195 @@
+"""Where arms stand: panels by condition while they are few, one small panel each when they are many."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.notes import repeats
+from moe_rl.study.figures.style import PAGE, PALE, Condition, conditions, log_y
+from moe_rl.study.summary import condition_label, dose_label, full_label, replay_stands_for_noise
+
+Limits = tuple[float | int | None, float | int | None]
+MANY = 6
+"""Arms of one condition that can still be told apart in one panel."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A condition and its arms as figures show them. A replay run under noise that repeats its natural run, as it must,
+    is left out; `stand_in` is that natural run, with all its seeds. `dose`: the measured share of slots re-routed."""
+
+    condition: Condition
+    arms: tuple[str, ...]
+    stand_in: str | None
+    name: str
+    dose: str
+
+    def title(self) -> str:
+        """Heading of a panel: the condition in two short lines."""
+        if self.condition.noise == 0:
+            return "natural routing"
+        return f"σ = {self.condition.noise:g} (stress test)\n{self.dose}".rstrip()
+
+
+def shown(data: StudyData) -> list[Shown]:
+    """Natural first, then growing noise."""
+    repeated = repeats(data)
+    found = []
+    for condition in conditions(data):
+        arms = tuple(arm for arm in condition.arms if arm not in repeated)
+        natural = replay_stands_for_noise(data, condition.noise)
+        if any(data.arms["replay"][arm].lower() != "none" for arm in arms):
+            natural = None  # its own replay arm is drawn
+        names = condition_label(data, condition.noise), dose_label(data, condition.noise)
+        found.append(Shown(condition, arms, natural, *names))
+    return [each for each in found if each.arms]
+
+
+def drawn_arms(data: StudyData, present: Sequence[str] | None = None) -> list[str]:
+    """The arms of all conditions that get a panel of their own, of those in `present`."""
+    there = None if present is None else set(present)
+    return [arm for each in shown(data) for arm in each.arms if there is None or arm in there]
+
+
+def many(data: StudyData) -> bool:
+    """Whether a condition has more arms than one panel can hold."""
+    return any(len(each.arms) > MANY for each in shown(data))
+
+
+def crowded(data: StudyData) -> bool:
+    """Whether a grid of quantities x conditions would be too narrow, so that arms get a row each."""
+    return many(data) or len(shown(data)) > 3
+
+
+def short_label(data: StudyData, arm: str, width: int = 17) -> str:
+    """The label of an arm in short lines."""
+    label = full_label(data, arm).replace("Routing Replay", "Replay")
+    return "\n".join(textwrap.wrap(label.replace("noise σ = ", "noise\u00a0σ\u00a0=\u00a0"), width))
+
+
+def fixed_figure(width: float, height: float) -> Figure:
+    """A figure whose axes are placed by hand: of forty panels, a layout engine would take seconds."""
+    figure = Figure(figsize=(width, height))
+    figure.set_layout_engine("none")
+    return figure
+
+
+def condition_panels(data: StudyData, height: float, rows: int = 1) -> tuple[Figure, np.ndarray, list[Shown]]:
+    """Axes [rows, conditions] with shared axes, wrapped after three conditions where there is one row."""
+    each = shown(data)
+    columns = len(each) if rows > 1 else min(3, len(each))
+    lines = -(-len(each) // columns) if rows == 1 else rows
+    width = PAGE if columns > 1 else 0.8 * PAGE
+    figure = Figure(figsize=(width, 0.75 + lines * height))
+    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True if rows == 1 else "row")
+    for ax in axes.flat[len(each) :] if rows == 1 else ():
+        ax.remove()
+    grid = axes.reshape(1, -1)[:, : len(each)] if rows == 1 else axes
+    for i, (ax, one) in enumerate(zip(grid[0], each, strict=True)):
+        ax.set_title(one.title(), fontsize=7)
+        if rows == 1 and i + columns >= len(each):  # the lowest of its column carries the numbers
+            ax.tick_params(labelbottom=True)
+    return figure, grid, each
+
+
+def arm_grid(
+    data: StudyData, arms: Sequence[str], height: float = 0.72, columns: int | None = None, foot: float = 0.62
+) -> tuple[Figure, list[Axes]]:
+    """One small panel per arm, titled with its label; numbers on the outer axes only."""
+    columns = columns or min(5 if len(arms) > 8 else 4, max(2, len(arms)))
+    lines = -(-len(arms) // columns)
+    titles = [short_label(data, arm) for arm in arms]
+    left, right, gap, head = 0.52, 0.06, 0.1, 0.1 + 0.09 * max(title.count("\n") + 1 for title in titles)
+    wide = (PAGE - left - right - gap * (columns - 1)) / columns
+    total = lines * (height + head) + 0.06 + foot
+    figure = fixed_figure(PAGE, total)
+    axes: list[Axes] = []
+    for i, title in enumerate(titles):
+        line, column = divmod(i, columns)
+        x, top = left + column * (wide + gap), total - 0.06 - line * (height + head) - head
+        # not shared, and nothing placed by itself: with forty axes both are most of the time
+        ax = figure.add_axes((x / PAGE, (top - height) / total, wide / PAGE, height / total))
+        ax.set_title(title, fontsize=6, y=1.04, pad=0, linespacing=1.0)
+        ax.xaxis.set_label_coords(0.5, 0)
+        ax.yaxis.set_label_coords(0, 0.5)
+        ax.tick_params(labelsize=6.5, labelleft=column == 0, labelbottom=i + columns >= len(arms))
+        axes.append(ax)
+    return figure, axes
+
+
+def same_axes(axes: Sequence[Axes], ylim: Limits = (None, None), log: bool = False) -> None:
+    """One range and one set of ticks for all panels of `arm_grid`; call it when all is drawn."""
+    x, y = np.array([ax.get_xlim() for ax in axes]), np.array([ax.get_ylim() for ax in axes])
+    if log:
+        least = min(ax.dataLim.minposy for ax in axes)
+        log = bool(np.isfinite(least))
+        y = np.array([[least / 1.3, ax.dataLim.y1 * 1.3] for ax in axes]) if log else y
+    low, high = (given if given is not None else found for given, found in zip(ylim, (y.min(), y.max()), strict=True))
+    for ax in axes:
+        ax.set_xlim(x.min(), x.max())
+        ax.set_ylim(low, high)
+        if log:
+            log_y(ax)
+            ax.set_ylim(low, high)
+
+
+def label_grid(figure: Figure, axes: Sequence[Axes], xlabel: str, ylabel: str, extra: str = "") -> None:
+    """One label for all panels of `arm_grid` on either side; `extra` is a line about what is drawn in grey."""
+    height = figure.get_figheight()
+    right = max(ax.get_position().x1 for ax in axes)
+    figure.text((0.52 / PAGE + right) / 2, 0.27 / height, xlabel, ha="center", va="center", fontsize=7.5)
+    side = ylabel.replace("\n", " ")
+    figure.text(0.1 / PAGE, 0.5 + 0.3 / height, side, ha="center", va="center", rotation=90, fontsize=7.5)
+    if extra:
+        figure.text(0.992, 0.27 / height, extra, ha="right", va="center", fontsize=6.5, color="#6b6b6b")
+
+
+def grey_background(figure: Figure, axes: Sequence[Axes], lines: dict[str, pd.Series]) -> None:
+    """All arms' lines in grey behind every panel: drawn once, shown as one picture in each (a vector of every line in
+    every panel would be most of the file). Axis limits and scales must be final."""
+    first = axes[0]
+    box = first.get_position()
+    size = box.width * figure.get_figwidth(), box.height * figure.get_figheight()
+    small = Figure(figsize=size, dpi=220, facecolor="none")
+    small.set_layout_engine("none")
+    canvas = FigureCanvasAgg(small)
+    ax = small.add_axes((0, 0, 1, 1), facecolor="none")
+    ax.set(xscale=first.get_xscale(), yscale=first.get_yscale())
+    ax.set(xlim=first.get_xlim(), ylim=first.get_ylim())
+    ax.axis("off")
+    paths = [np.column_stack([s.index.to_numpy(float), s.to_numpy(float)]) for s in lines.values()]
+    ax.add_collection(LineCollection(paths, colors=PALE, linewidths=0.5, antialiaseds=False), autolim=False)
+    canvas.draw()
+    picture = np.asarray(canvas.buffer_rgba()).copy()
+    picture[..., 3] = np.where(picture[..., 3] > 0, 120, 0)  # pale on a white and on a dark page
+    for panel in axes:
+        shown = AxesImage(panel, extent=(0, 1, 0, 1), interpolation="nearest", zorder=0.5)
+        shown.set_data(picture)
+        shown.set_transform(panel.transAxes)
+        panel.add_artist(shown)  # imshow would take the limits of the picture
+
+
+__all__ = [
+    "MANY",
+    "Shown",
+    "arm_grid",
+    "condition_panels",
+    "crowded",
+    "drawn_arms",
+    "fixed_figure",
+    "grey_background",
+    "label_grid",
+    "many",
+    "same_axes",
+    "short_label",
+    "shown",
+]

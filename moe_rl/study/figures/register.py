@@ -1,0 +1,111 @@
+"""How a figure is registered: `@figure(...)` over its function, in a file of its own under `gallery/`.
+
+    @figure(
+        title="Gradient norm.",
+        caption="Global L2 norm of the gradient before it is clipped, mean over the updates of a step.",
+        needs={"updates": ["grad_norm"]},
+        rank=190,
+    )
+    def gradient_norm(data: StudyData) -> Drawing:
+        ...
+
+The function draws, in the house style, and returns what it drew. The name of figure, function and file is one.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.notes import noise_note, seeds_note, seeds_words
+from moe_rl.study.figures.saving import StudyFigure, house_style
+from moe_rl.study.figures.style import GREY, NothingToDraw
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a figure's function returns: the picture, the table of what is in it, sentences that only the data could
+    tell (`said`, after the caption), how the interval over seeds is drawn ("band", "bar", or nothing), notes besides
+    the registered ones, and further tables by name."""
+
+    figure: Figure
+    frame: pd.DataFrame
+    said: str = ""
+    interval: str = ""
+    notes: tuple[str, ...] = ()
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A figure of a study; called with a StudyData it draws one, or raises NothingToDraw saying what is missing."""
+
+    name: str
+    title: str
+    caption: str
+    needs: Mapping[str, Sequence[str]]
+    rank: int
+    notes: tuple[str, ...]
+    special: bool
+    draw: Callable[[StudyData], Drawing]
+
+    def __call__(self, data: StudyData) -> StudyFigure:
+        for table, columns in self.needs.items():
+            need(getattr(data, table), columns, self.name)
+        with house_style():
+            drawn = self.draw(data)
+            words = seeds_words(data, drawn.interval)
+            drawn.figure.supxlabel(words, x=0.008, ha="left", fontsize=6.5, color=GREY)
+        own = " ".join(part for part in (self.caption, drawn.said) if part)
+        notes = [*self.notes, *drawn.notes, noise_note(data), seeds_note(data, bool(drawn.interval))]
+        shared = tuple(dict.fromkeys(note for note in notes if note))
+        caption = " ".join((own, *shared))
+        return StudyFigure(self.name, self.title, caption, drawn.figure, drawn.frame, own, shared, drawn.tables)
+
+
+REGISTRY: dict[str, Registered] = {}
+"""Name -> figure, as the files of the gallery are imported."""
+
+
+def figure(
+    *,
+    title: str,
+    caption: str,
+    needs: Mapping[str, Sequence[str]],
+    rank: int = 500,
+    notes: Sequence[str] = (),
+    special: bool = False,
+) -> Callable[[Callable[[StudyData], Drawing]], Registered]:
+    """Register the function below as the figure of its name.
+
+    `title` and `caption` end with a full stop. `needs`: table of StudyData -> columns that must hold something there.
+    `rank`: place in the report, whose first six are its main figures. `notes`: sentences that other figures say too
+    (see `notes.py`); what selection noise is, and what n and the intervals are, is added by itself. `special`: only
+    some studies ask its question, so that in the others nothing is missing.
+    """
+
+    def register(draw: Callable[[StudyData], Drawing]) -> Registered:
+        name = draw.__name__
+        if name in REGISTRY and REGISTRY[name].draw.__module__ != draw.__module__:
+            raise ValueError(
+                f"figure {name!r} is registered twice: {REGISTRY[name].draw.__module__}, {draw.__module__}"
+            )
+        REGISTRY[name] = Registered(name, title, caption, needs, rank, tuple(notes), special, draw)
+        return REGISTRY[name]
+
+    return register
+
+
+def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFrame:
+    """The rows in which all these columns are present; NothingToDraw naming them if there is none."""
+    missing = [name for name in columns if name not in frame.columns]
+    rows = frame.dropna(subset=list(columns)) if not missing and len(frame) else frame.iloc[:0]
+    if missing or rows.empty:
+        what = ", ".join(missing or columns)
+        raise NothingToDraw(f"{figure}: the runs recorded no {what} (too early, or switched off in the study)")
+    return rows
+
+
+__all__ = ["REGISTRY", "Drawing", "Registered", "figure", "need"]

@@ -1,0 +1,186 @@
+"""Figures with one row per arm: dots for numbers, side by side in columns; as many arms as there are."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.transforms import blended_transform_factory
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.layout import fixed_figure, shown
+from moe_rl.study.figures.style import GREY, PAGE, look_of, plain
+from moe_rl.study.statistics import seed_interval
+
+EACH = 0.185  # inches per row
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Values by arm and seed (index arm, columns seeds), drawn as mean, interval and seeds; `open`: a hollow mark."""
+
+    table: pd.DataFrame
+    label: str = ""
+    open: bool = False
+
+
+@dataclass(frozen=True)
+class Column:
+    """One axes of a row figure; `lines` are drawn across it."""
+
+    title: str
+    dots: Sequence[Dots]
+    log: bool = False
+    lines: Sequence[float | int] = ()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A row figure as it was drawn: `places` are the arms' y, `frame` the table of what is shown."""
+
+    figure: Figure
+    axes: list[Axes]
+    places: dict[str, float]
+    frame: pd.DataFrame
+
+
+def arm_rows(
+    data: StudyData,
+    columns: Sequence[Column],
+    order: Callable[[Sequence[str]], Sequence[str]] | None = None,
+    beside: float = 0.0,
+    below: float = 0.0,
+) -> Rows:
+    """A row per arm under the heading of its condition, an axes per column.
+
+    `order` may sort the arms within a condition; `beside` and `below` are inches left free for the caller.
+    """
+    present = {arm for column in columns for dots in column.dots for arm in dots.table.index}
+    places, headings = _places(data, present, order)
+    labels = {arm: str(data.arms["label"][arm]) for arm in places}
+    left = min(2.0, 0.15 + 0.056 * max(map(len, labels.values())))
+    gap, head, foot = 0.14, 0.36, 0.5 + below
+    high = EACH * (max([*places.values(), *headings.values()]) + 1)
+    total = head + foot + high
+    figure = fixed_figure(PAGE, total)
+    wide = (PAGE - left - 0.08 - beside - gap * (len(columns) - 1)) / len(columns)
+    axes: list[Axes] = []
+    for i, column in enumerate(columns):
+        box = ((left + i * (wide + gap)) / PAGE, foot / total, wide / PAGE, high / total)
+        ax = figure.add_axes(box, sharey=axes[0] if axes else None)
+        axes.append(ax)
+        _draw_column(ax, data, column, places)
+        quiet_rows(ax)
+        ax.set_title(column.title, fontsize=7, pad=4)
+        ax.tick_params(axis="y", labelleft=not i)
+    axes[0].set_yticks(list(places.values()), list(labels.values()), fontsize=7)
+    across = blended_transform_factory(figure.transFigure, axes[0].transData)
+    for name, y in headings.items():
+        axes[0].text(0.06 / PAGE, y, name, transform=across, fontsize=7, fontweight="bold", va="center")
+    axes[0].set_ylim(high / EACH - 0.5, -0.5)
+    _key(figure, columns, total)
+    return Rows(figure, axes, places, _frame(columns))
+
+
+def quiet_rows(ax: Axes) -> None:
+    """A faint line per row, no ticks and no spine."""
+    ax.tick_params(axis="y", length=0)
+    ax.tick_params(axis="x", labelsize=6.5)
+    ax.grid(axis="y", lw=0.4)
+    ax.spines["left"].set_visible(False)
+
+
+def _places(
+    data: StudyData, present: set[str], order: Callable[[Sequence[str]], Sequence[str]] | None
+) -> tuple[dict[str, float], dict[str, float]]:
+    places: dict[str, float] = {}
+    headings: dict[str, float] = {}
+    groups = [(each.name, [arm for arm in each.arms if arm in present]) for each in shown(data)]
+    groups = [(name, arms) for name, arms in groups if arms]
+    y = 0.0
+    for name, arms in groups:
+        if len(groups) > 1:
+            headings[name] = y
+            y += 1
+        for arm in order(arms) if order else arms:
+            places[arm] = y
+            y += 1
+    return places, headings
+
+
+def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, float]) -> None:
+    if column.log:
+        ax.set_xscale("log")
+    for dots in column.dots:
+        table = dots.table.loc[[arm for arm in places if arm in dots.table.index]]
+        colours = [look_of(str(data.arms["method"][arm])).colour for arm in table.index]
+        y = np.array([places[arm] for arm in table.index])
+        values = table.to_numpy(dtype=float)
+        draw_dots(ax, y, np.where(values > 0, values, np.nan) if column.log else values, colours, dots.open)
+    for value in column.lines:
+        ax.axvline(value, color=GREY, lw=0.9, ls=(0, (1, 2)), zorder=1)
+    ax.autoscale_view(scaley=False)
+    if column.log:
+        ax.xaxis.set_minor_formatter(NullFormatter())
+        ax.xaxis.set_major_formatter(FuncFormatter(plain))
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator(4))
+
+
+def draw_dots(
+    ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str], hollow: bool = False, lower: float = 0.27
+) -> None:
+    """Rows of values [rows, seeds] at `y`: mean, interval, and every seed, `lower` than these."""
+    intervals = [seed_interval(row) for row in values]
+    known = [(one, h, c) for one, h, c in zip(intervals, y, colours, strict=True) if one.known]
+    bars = [[(one.low, h), (one.high, h)] for one, h, _ in known]
+    ax.add_collection(LineCollection(bars, colors=[c for *_, c in known], linewidths=3, alpha=0.4, zorder=2))
+    if values.shape[1] > 1:
+        each = values.shape[1]
+        ax.scatter(
+            values.ravel(), np.repeat(y + lower, each), s=5, c=list(np.repeat(np.array(colours), each)), linewidths=0,
+            alpha=0.6, zorder=2.5,
+        )  # fmt: skip
+    means = [one.estimate for one in intervals]
+    face = "white" if hollow else list(colours)
+    edge = list(colours) if hollow else "white"
+    ax.scatter(means, y, s=22, c=face, edgecolors=edge, linewidths=0.8, zorder=3)
+
+
+def _key(figure: Figure, columns: Sequence[Column], total: float) -> None:
+    """What filled and hollow marks are, where there are both."""
+    named = {dots.label: dots.open for column in columns for dots in column.dots if dots.label}
+    handles = [
+        Line2D([], [], ls="", marker="o", ms=4, color=GREY, mfc="white" if hollow else GREY, label=label)
+        for label, hollow in named.items()
+    ]
+    if handles:
+        figure.legend(
+            handles=handles, loc="lower left", bbox_to_anchor=(0.0, 0.17 / total), ncols=len(handles), fontsize=7,
+            handletextpad=0.2, borderaxespad=0.1,
+        )  # fmt: skip
+
+
+def _frame(columns: Sequence[Column]) -> pd.DataFrame:
+    rows = []
+    for column in columns:
+        for dots in column.dots:
+            for arm, values in zip(dots.table.index, dots.table.to_numpy(dtype=float), strict=True):
+                one = seed_interval(values)
+                row = {"quantity": column.title.replace("\n", " "), "of": dots.label, "arm": arm, "n": one.n}
+                row |= {"mean": one.estimate, "low": one.low, "high": one.high}
+                rows.append(row | {f"seed{seed}": v for seed, v in zip(dots.table.columns, values, strict=True)})
+    return pd.DataFrame(rows)
+
+
+def by_seed(rows: pd.DataFrame, y: str) -> pd.DataFrame:
+    """index arm, columns seeds, mean of y over a run's rows."""
+    return rows.groupby(["arm", "seed"], observed=True)[y].mean().unstack("seed")
+
+
+__all__ = ["EACH", "Column", "Dots", "Rows", "arm_rows", "by_seed", "draw_dots", "quiet_rows"]

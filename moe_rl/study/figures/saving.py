@@ -1,0 +1,134 @@
+"""A drawn figure and its files: the house style, the picture in three formats, the table and the caption."""
+
+import base64
+import io
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, wraps
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import matplotlib.style
+import pandas as pd
+from matplotlib.figure import Figure
+
+STYLE = Path(__file__).parent.parent / "moe_rl.mplstyle"
+
+
+@dataclass(frozen=True)
+class StudyFigure:
+    """A drawn figure with what was drawn (`frame`) and what it says (`title`, `caption`).
+
+    `own` is the caption without the sentences in `notes`, which figures share: a page of many figures prints those
+    once. `tables` are further tables of the same figure, by name.
+    """
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+    frame: pd.DataFrame
+    own: str = ""
+    notes: tuple[str, ...] = ()
+    tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)
+
+    def render(self, kind: str) -> bytes:
+        """The picture as `pdf`, `svg` or `png`; the same data give the same bytes. Drawn once for each kind."""
+        kept: dict[str, bytes] = vars(self).setdefault("_rendered", {})
+        if kind not in kept:
+            kept[kind] = self._render(kind)
+        return kept[kind]
+
+    def _render(self, kind: str) -> bytes:
+        buffer = io.BytesIO()
+        no_dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {"Software": None}}[kind]
+        # places are found once, not for each format; and a figure with a layout engine, even one that does nothing, is
+        # drawn twice when it is saved
+        with house_style({"figure.constrained_layout.use": False}):
+            if self.figure.get_layout_engine() is not None:
+                self.figure.draw_without_rendering()
+                self.figure.set_layout_engine(None)
+            self.figure.savefig(buffer, format=kind, metadata=no_dates)
+        return _number_clips(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the picture with its caption."""
+        picture = base64.b64encode(self.render("png")).decode()
+        title, caption = escape(self.title), escape(self.caption)
+        image = f'<img src="data:image/png;base64,{picture}" alt="{title}" style="width:100%">'
+        return f'<figure style="max-width:40rem">{image}<figcaption><b>{title}</b> {caption}</figcaption></figure>'
+
+
+def _number_clips(svg: bytes) -> bytes:
+    """Clip paths named by their order: matplotlib's hash also covers the last bit of a rounding error."""
+    names = dict.fromkeys(re.findall(rb'<clipPath id="(p[0-9a-f]{10})"', svg))
+    number = {name: b"clip%d" % i for i, name in enumerate(names)}
+    return re.sub(rb"(?<=[\"#])p[0-9a-f]{10}(?=[\")])", lambda match: number.get(match[0], match[0]), svg)
+
+
+@contextmanager
+def house_style(more: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """The house style, and `more` settings, for the block only."""
+    with mpl.rc_context():
+        settings: Any = {**_settings(), **(more or {})}
+        mpl.rcParams.update(settings)
+        yield
+
+
+@cache
+def _settings() -> dict[str, Any]:
+    """matplotlib's defaults with the house style over them; its backend is left alone."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        matplotlib.style.use(STYLE)
+        return {name: mpl.rcParams[name] for name in mpl.rcParams if "backend" not in name}
+
+
+def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """Draw inside the house style."""
+
+    @wraps(draw)
+    def inside(*args: Any, **options: Any) -> Any:
+        with house_style():
+            return draw(*args, **options)
+
+    return inside
+
+
+def save_figure(figure: StudyFigure, folder: str | Path, name: str | None = None) -> list[Path]:
+    """Write NAME.pdf, .svg, .png, .csv (what was plotted) and .md (the caption), each whole or not at all; further
+    tables as NAME.TABLE.csv."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    name = name or figure.name
+    contents = {kind: figure.render(kind) for kind in ("pdf", "svg", "png")}
+    contents["csv"] = _csv(figure.frame)
+    contents["md"] = f"**{figure.title}** {figure.caption}\n".encode()
+    contents |= {f"{key}.csv": _csv(table) for key, table in figure.tables.items()}
+    return [write_atomic(folder / f"{name}.{kind}", content) for kind, content in contents.items()]
+
+
+def _csv(table: pd.DataFrame) -> bytes:
+    return table.to_csv(index=False, float_format="%.8g", lineterminator="\n").encode()
+
+
+def write_atomic(path: Path, content: bytes) -> Path:
+    """A temporary name beside it, flushed, renamed: readers never see half a file."""
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path

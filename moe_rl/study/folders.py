@@ -1,0 +1,225 @@
+"""One run folder: its configuration, environment and metrics, read and checked line by line."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import yaml
+from pandas.api.types import is_object_dtype
+
+if TYPE_CHECKING:
+    import pyarrow
+
+KINDS = ("rollout", "update", "probe", "eval", "step", "engine", "decomposition", "floor")
+_MORE_KEYS = {
+    "update": ["update"],
+    "probe": ["update"],
+    "engine": ["pair", "update"],
+    "decomposition": ["update"],
+    "floor": ["variant"],
+}
+_KEYS = {kind: ["arm", "seed", "step", *_MORE_KEYS.get(kind, [])] for kind in KINDS}
+_NEEDED = {
+    "rollout": ("step", "reward"),
+    "update": ("step", "update"),
+    "probe": ("step", "update"),
+    "eval": ("step",),
+    "engine": ("step", "update", "pair"),
+    "decomposition": ("step", "update"),
+    "floor": ("step", "variant"),
+}
+SEED_FOLDER = re.compile(r"seed(\d+)")
+SOURCES = {"sft": "demonstrations", "rft": "initial", "dpo": "initial"}
+"""Objectives that learn from others' responses than their own policy's, unless `method.source` says otherwise."""
+_Yaml = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
+
+
+class StudyDataError(ValueError):
+    """A run folder that cannot be read: says which file, where in it, and what to do."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One (arm, seed): its folder, resolved configuration and environment, and whether it finished."""
+
+    arm: str
+    seed: int
+    folder: Path
+    finished: bool
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A setting by name, from the top of the configuration, its `method` or its resolved `objective`."""
+        for place in (self.config, self.config.get("method"), self.config.get("objective"), self.config.get("arm")):
+            if isinstance(place, dict) and place.get(name) is not None and not isinstance(place[name], dict):
+                return place[name]
+        return default
+
+    @property
+    def objective(self) -> str:
+        """Name of the objective, e.g. `grpo`."""
+        return str(self.setting("objective") or self.setting("method") or self.arm)
+
+    @property
+    def replay(self) -> str:
+        return str(self.setting("replay", "none"))
+
+    @property
+    def noise(self) -> float:
+        """Scale of the selection noise in router-logit units: a stress test, 0 in a natural run."""
+        return float(self.setting("noise", 0.0))
+
+    @property
+    def responses(self) -> str:
+        """Whose responses the run learns from, and its training rewards are of: `policy`, `initial`,
+        `demonstrations`."""
+        return str(self.setting("source") or SOURCES.get(self.objective.lower(), "policy"))
+
+    @property
+    def rounding(self) -> str:
+        """The CPU kernels that it ran under, where it was asked for; else `native`."""
+        return str(self.environment.get("rounding") or "native")
+
+    @property
+    def method(self) -> str:
+        """Objective and replay in one word, the key of a colour: `grpo`, `grpo_replay`, `gspo`, ..."""
+        return self.objective if self.replay.lower() in ("none", "") else f"{self.objective}_replay"
+
+
+def folder_order(folder: Path) -> tuple[str, int]:
+    """Arms by name, seeds by number."""
+    match = SEED_FOLDER.fullmatch(folder.name)
+    return folder.parent.name, int(match.group(1)) if match else 0
+
+
+def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -> Run:
+    """The run of a folder; its metrics are added to `rows` by kind, marked with the run's number."""
+    config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
+    environment = read_json(folder / "env.json") if (folder / "env.json").exists() else {}
+    match = SEED_FOLDER.fullmatch(folder.resolve().name)
+    arm = config["arm"] if isinstance(config.get("arm"), str) else folder.resolve().parent.name
+    seed = int(match.group(1)) if match else int(config.get("seed", 0))
+    notes: list[str] = []
+    metrics = folder / "metrics.jsonl"
+    if metrics.exists():
+        for row in _read_lines(metrics, notes):
+            row[_RUN] = number
+            rows[row.pop("kind")].append(row)
+    else:
+        notes.append("no metrics.jsonl yet")
+    return Run(str(arm), seed, folder, (folder / "DONE").exists(), config, environment, tuple(notes))
+
+
+_RUN = "\0run"  # not a name that a row can have
+
+
+def kind_table(kind: str, rows: list[dict[str, Any]], runs: list[Run]) -> pd.DataFrame:
+    """All runs' rows of a kind as one table, in the order of runs and keys. Repeated rows are noted with their run."""
+    keys = _KEYS[kind]
+    if not rows:
+        return pd.DataFrame(columns=keys)
+    frame = pd.DataFrame(rows)
+    number = frame[_RUN].to_numpy()
+    frame = frame.drop(columns=[name for name in ("arm", "seed") if name in frame])
+    frame.insert(0, "arm", pd.Series([run.arm for run in runs]).iloc[number].set_axis(frame.index))
+    frame.insert(1, "seed", np.array([run.seed for run in runs])[number])
+    for column in filter(lambda name: name != "arm" and is_object_dtype(frame[name]), frame.columns):
+        # null: a number that was not finite or not asked for
+        if all(value is None or isinstance(value, int | float) for value in frame[column]):
+            frame[column] = frame[column].astype(float)
+    keys = [_RUN, *keys[2:]]
+    again = frame.duplicated(keys)
+    if again.any():  # a resumed run wrote these steps again; the later row counts
+        for i in frame.loc[again, _RUN].unique():
+            note = f"repeated {kind} rows after a resume; the last of each was kept"
+            runs[i] = replace(runs[i], notes=(*runs[i].notes, note))
+        frame = frame.drop_duplicates(keys, keep="last")
+    return frame.sort_values(keys).drop(columns=_RUN).reset_index(drop=True)
+
+
+def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+    lines = path.read_bytes().split(b"\n")
+    if not lines[-1]:
+        lines.pop()
+    unknown = set()
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"expected an object, got {type(row).__name__}")
+            kind = row.get("kind")
+            missing = [name for name in _NEEDED.get(str(kind), ("step",)) if row.get(name) is None and name != "reward"]
+            if kind == "rollout" and "reward" not in row:
+                missing.append("reward")
+            if kind is None or missing:
+                raise ValueError(f"lacks {', '.join(missing) or 'kind'}")
+        except ValueError as error:  # json's and unicode's errors are ValueErrors
+            if number == len(lines):
+                notes.append(f"{path.name} line {number} is cut off (interrupted write) and was left out")
+                return
+            raise StudyDataError(
+                f"{path} line {number}: not a metrics row ({error}). The file was damaged after it was "
+                "written: restore it, or delete this run's folder and run the study again (the rest is kept)."
+            ) from error
+        if kind in KINDS:
+            yield row
+        elif kind not in unknown:
+            unknown.add(kind)
+            notes.append(f"rows of kind {kind!r} were left out (written by another version?)")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A mapping from a YAML file; StudyDataError naming the file otherwise."""
+    try:
+        content = yaml.load(path.read_text(), _Yaml)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StudyDataError(f"{path}: not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise StudyDataError(f"{path}: expected a mapping of settings, got {type(content).__name__}")
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A mapping from a JSON file; StudyDataError naming the file otherwise."""
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise StudyDataError(f"{path}: not valid JSON: {error}") from error
+    return content if isinstance(content, dict) else {"value": content}
+
+
+def read_parquet(path: Path) -> "pyarrow.Table":
+    """A Parquet file; StudyDataError naming it otherwise."""
+    from pyarrow import parquet
+
+    try:
+        return parquet.ParquetFile(path).read()
+    except Exception as error:  # pyarrow raises many kinds; the file is what matters
+        raise StudyDataError(
+            f"{path}: not a readable Parquet file ({error}). Delete it to go on without it."
+        ) from error
+
+
+def stacked(tables: "list[pyarrow.Table]") -> pd.DataFrame:
+    """Many small tables as one frame; converting them one by one costs far more."""
+    import pyarrow
+
+    whole = pyarrow.concat_tables(tables, promote_options="permissive")
+    return whole.drop_columns([n for n in whole.column_names if n.startswith("__index")]).to_pandas(
+        ignore_metadata=True
+    )
+
+
+def step_of(path: Path) -> int:
+    """The step in a file name."""
+    match = re.search(r"step_(\d+)", path.name)
+    if not match:
+        raise StudyDataError(f"{path}: expected a name like step_000012{path.suffix}")
+    return int(match.group(1))

@@ -1,0 +1,121 @@
+"""How runs ended, and arms: final and held-out reward, and which runs failed, ended below their start or collapsed."""
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.arms import per_study
+from moe_rl.study.curves import GAIN, area_under_curve, detect_collapse, final_value
+from moe_rl.study.data import StudyData
+from moe_rl.study.statistics import interquartile_mean, seed_interval
+
+_RUN = ["arm", "seed"]
+OUTCOMES = ("failed", "below_start", "collapsed")
+"""Columns of `run_outcomes` that count what went wrong."""
+
+
+@per_study
+def run_outcomes(data: StudyData) -> pd.DataFrame:
+    """One row per run that recorded a reward.
+
+    Columns: arm, seed, finished; `measured` ("last 5 steps", or "held out" where the responses are not the policy's),
+    `final` (by that measure), `held_out` (reward of the last evaluation), `start` (held-out reward at step 0; where no
+    evaluation was made, the mean reward of the first batch, which the policy answered before its first update); `gain`
+    = final - start; `failed`, `below_start`, `collapsed` (booleans; the first two of finished runs only); `best`,
+    `fall` and `collapse_step` of `detect_collapse`; `area`.
+    """
+    starts, ends = _evaluations(data)
+    curves = {key: (run["step"].to_numpy(), run["reward"].to_numpy(float)) for key, run in _by_run(data.rollouts)}
+    rows = []
+    for run in data.runs:
+        key = (run.arm, run.seed)
+        own = run.responses == "policy"
+        steps, rewards = curves.get(key, (np.array([]), np.array([])))
+        if not steps.size and key not in ends:
+            continue
+        held_out = ends.get(key, np.nan)
+        first = rewards[0] if own and steps.size and steps[0] == 0 else np.nan
+        start, final = starts.get(key, first), final_value(rewards) if own else held_out
+        collapse = detect_collapse(steps, rewards if own else np.full(steps.size, np.nan))
+        rows.append(
+            {
+                "arm": run.arm,
+                "seed": run.seed,
+                "finished": run.finished,
+                "measured": "last 5 steps" if own else "held out",
+                "final": final,
+                "held_out": held_out,
+                "start": start,
+                "gain": final - start,
+                "failed": bool(run.finished and final - start < GAIN),
+                "below_start": bool(run.finished and final < start),
+                "collapsed": collapse.collapsed,
+                "best": collapse.best,
+                "fall": collapse.fall,
+                "collapse_step": collapse.step,
+                "area": area_under_curve(steps, rewards) if own else np.nan,
+            }
+        )
+    columns = ["arm", "seed", "finished", "measured", "final", "held_out", "start", "gain", *OUTCOMES]
+    columns += ["best", "fall", "collapse_step", "area"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+@per_study
+def final_rewards(data: StudyData) -> pd.DataFrame:
+    """Per arm: final reward with its interval over seeds (the range below six), the held-out reward, and what failed.
+
+    Columns: arm, label, noise, n, finished, measured, final, low, high, interval, sd, iqm, area, evaluation (held-out
+    reward at the last evaluation) with evaluation_low and evaluation_high, start, best, fall, failed, below_start,
+    collapsed (counts of runs), `by_seed` and `evaluation_by_seed` (seed -> reward), `collapse_steps`.
+    """
+    runs = run_outcomes(data)
+    parts = {str(arm): part for arm, part in runs.groupby("arm", sort=False)}
+    rows = []
+    for arm, about in data.arms.iterrows():
+        of = parts.get(str(arm), runs.iloc[:0])
+        final, held_out = seed_interval(of["final"].to_numpy(float)), seed_interval(of["held_out"].to_numpy(float))
+        values = of["final"].dropna().to_numpy(float)
+        rows.append(
+            {
+                "arm": arm,
+                "label": about["label"],
+                "noise": about["noise"],
+                "n": len(values),
+                "finished": about["finished"],
+                "measured": ", ".join(dict.fromkeys(of["measured"])),
+                "final": final.estimate,
+                "low": final.low,
+                "high": final.high,
+                "interval": final.method,
+                "sd": values.std(ddof=1) if len(values) > 1 else np.nan,
+                "iqm": float(interquartile_mean(values)) if len(values) else np.nan,
+                "area": of["area"].mean(),
+                "evaluation": held_out.estimate,
+                "evaluation_low": held_out.low,
+                "evaluation_high": held_out.high,
+                "start": of["start"].mean(),
+                "best": of["best"].mean(),
+                "fall": of["fall"].mean(),
+                **{name: int(of[name].sum()) for name in OUTCOMES},
+                "by_seed": dict(zip(of["seed"], of["final"], strict=True)),
+                "evaluation_by_seed": dict(zip(of["seed"], of["held_out"], strict=True)),
+                "collapse_steps": of["collapse_step"].dropna().tolist(),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _by_run(frame: pd.DataFrame) -> list[tuple[tuple[str, int], pd.DataFrame]]:
+    return [((str(key[0]), int(str(key[1]))), part) for key, part in frame.groupby(_RUN, sort=False, observed=True)]
+
+
+def _evaluations(data: StudyData) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
+    """Held-out reward of each run at step 0 (where it was evaluated there), and at its last evaluation."""
+    if data.evals.empty or "reward" not in data.evals:
+        return {}, {}
+    rows = data.evals.dropna(subset=["reward"]).sort_values("step", kind="stable")
+    starts = {key: float(run["reward"].iloc[0]) for key, run in _by_run(rows[rows["step"] == 0])}
+    return starts, {key: float(run["reward"].iloc[-1]) for key, run in _by_run(rows)}
+
+
+__all__ = ["OUTCOMES", "final_rewards", "run_outcomes"]

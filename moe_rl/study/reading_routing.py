@@ -1,0 +1,198 @@
+"""What the numbers say of routing: change, noise floor, where the log-ratio comes from, averaging, replay, clipping."""
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.summary import (
+    POSITIONS,
+    condition_label,
+    factor_table,
+    full_label,
+    in_run_variance,
+    last_updates,
+    noise_floor,
+    routing_noise_ratios,
+)
+from moe_rl.study.words import Statement, count, listed, span, two
+
+
+def routing_statements(data: StudyData) -> list[Statement]:
+    """All statements on routing and ratios that the data allow, in the order of the report."""
+    parts = (_change, _floor, _averaging, _replay_variance, _decomposition, _clipping)
+    return [statement for part in parts for statement in part(data)]
+
+
+def _change(data: StudyData) -> list[Statement]:
+    rows = data.probes
+    if rows.empty or "slots_changed" not in rows:
+        return []
+    rows = rows[rows["arm"].isin(data.arms.index[data.arms["noise"] == 0])]
+    if rows.empty:
+        return []
+
+    def rate(part: pd.DataFrame, name: str) -> str:
+        by_arm = part.groupby("arm")[[f"{name}s_changed", f"{name}s"]].sum()
+        values = 100 * by_arm[f"{name}s_changed"] / by_arm[f"{name}s"]
+        return f"{span(values)} %"
+
+    ends = [rows[rows["update"] == rows["update"].agg(which)] for which in ("min", "max")]
+    when = [int(part["update"].iloc[0]) for part in ends]
+    text = f"Between old and new policy, {POSITIONS}, {rate(ends[0], 'slot')} of slots change after update "
+    text += str(when[0])
+    if when[0] != when[1]:
+        text += f" of a step and {rate(ends[1], 'slot')} after update {when[1]}"
+    text += (
+        f"; after update {when[1]} that is {rate(ends[1], 'site')} of sites and {rate(ends[1], 'token')} of tokens "
+        "(range over the natural arms). The GSPO paper's “roughly 10 %” per update does not define its denominator; "
+        "only the slot rate is set beside it."
+    )
+    return [Statement("Expert change", text)]
+
+
+def _floor(data: StudyData) -> list[Statement]:
+    table = noise_floor(data)
+    if table.empty:
+        return []
+    words = {
+        "own": "in the run's own arithmetic (repeated, other batch shapes, other experts implementation)",
+        "bf16": "in a bf16 copy",
+    }
+    parts = [
+        f"{words[str(variant)]} {two(100 * row['slot'])} % of slots, {two(100 * row['site'])} % of sites and "
+        f"{two(100 * row['token'])} % of tokens change, and a log-probability moves by up to {two(row['gap_max'])} "
+        "nats"
+        for variant, row in table.iterrows()
+    ]
+    text = f"Noise floor: with equal weights and tokens, {'; '.join(parts)}."
+    if "own" in table.index and table["slot"]["own"] == 0:
+        text += " Change rates above are therefore of the updates, not of arithmetic."
+    return [Statement("Expert change", text)]
+
+
+def _decomposition(data: StudyData) -> list[Statement]:
+    rows = data.decompositions
+    if rows.empty or "token_var_routing" not in rows:
+        return []
+    rows = last_updates(rows)
+    sums = rows.groupby("arm")[[f"{lv}_{name}" for lv in ("token", "sequence") for name in _SPLIT]].mean()
+    found = []
+    for arm in (a for a in data.arms.index if a in sums.index):
+        row = sums.loc[arm]
+        shares = [
+            100 * (row[f"{lv}_var_routing"] + row[f"{lv}_cov_weight_routing"] + row[f"{lv}_cov_routing_interaction"])
+            / row[f"{lv}_variance"]
+            for lv in ("token", "sequence")
+        ]  # fmt: skip
+        effect = rows.loc[rows["arm"] == arm, "design_effect_routing"].median()
+        found.append(
+            f"{full_label(data, str(arm))}: routing has {shares[0]:.0f} % of the variance of the token log-ratio and "
+            f"{shares[1]:.0f} % of that of the sequence; its token variance is {two(row['token_var_routing'])} nats², "
+            f"which the mean over a sequence divides by {two(row['token_var_routing'] / row['sequence_var_routing'])} "
+            f"(design effect {two(effect)}; 1 if tokens were independent)"
+        )
+    topic = "Where the log-ratio comes from"
+    return [Statement(topic, f"After the last update of a step. {'; '.join(found)}."), *_lowering(data, topic)]
+
+
+def _lowering(data: StudyData, topic: str) -> list[Statement]:
+    """Does a method's training leave less routing noise than another's, or does its ratio only average it?"""
+    found = []
+    for pair in routing_noise_ratios(data):
+        gap = pair.result.difference
+        ratio, low, high = np.exp([gap.estimate, gap.low, gap.high])
+        found.append(
+            f"{full_label(data, pair.arm)} over {full_label(data, pair.other)} ×{two(ratio)} ({gap.method} "
+            f"[{two(low)}, {two(high)}], {count(pair.result.n, 'seed')}): {pair.result.verdict}"
+        )
+    if not found:
+        return []
+    text = "Does training with one method leave less routing noise than with another? Token variance of the routing "
+    text += "part, geometric mean over steps, paired by seed: "
+    return [Statement(topic, f"{text}{'; '.join(found)}.")]
+
+
+_SPLIT = ("variance", "var_routing", "cov_weight_routing", "cov_routing_interaction")
+
+
+def _averaging(data: StudyData) -> list[Statement]:
+    factors = factor_table(data)
+    if factors.empty:
+        return []
+    length = data.rollouts["response_length"].mean() if "response_length" in data.rollouts else np.nan
+    text = (
+        f"In natural arms the variance of the token log-ratio is {_by_update(factors, 'averaging')} that of the "
+        f"sequence log-ratio; independent tokens would give the mean response length, {length:.0f}. {_FACTOR_NOTE}"
+    )
+    return [Statement("Token against sequence", text)]
+
+
+def _by_update(factors: pd.DataFrame, name: str) -> str:
+    """A factor after the first and the last update: range over arms of its medians, and of its ratios of means."""
+    parts = []
+    ends = dict.fromkeys(int(factors["update"].agg(which)) for which in ("min", "max"))
+    for update in ends:
+        rows = factors[factors["update"] == update]
+        factor = f"{span(rows[f'{name}_median'])} times ({span(rows[f'{name}_of_means'])})"
+        parts.append(f"after update {update} {factor}")
+    return " and ".join(parts)
+
+
+_FACTOR_NOTE = "Medians over probes, in brackets the ratio of the mean variances; range over arms."
+
+
+def _replay_variance(data: StudyData) -> list[Statement]:
+    found = []
+    factors = factor_table(data)
+    if len(factors):
+        found.append(
+            Statement(
+                "What replay removes",
+                "In natural arms, on the same weights and tokens, the token variance with live routing is "
+                f"{_by_update(factors, 'replay')} that with replayed routing; 1 would mean that routing adds nothing. "
+                f"{_FACTOR_NOTE}",
+            )
+        )
+    natural = data.arms[data.arms["noise"] == 0]
+    for arm in natural.index[natural["replay"].str.lower() != "none"]:
+        same = natural["objective"] == natural["objective"][arm]
+        plain = natural.index[same & (natural["replay"].str.lower() == "none")]
+        if not len(plain) or "var_token_log_ratio" not in data.updates:
+            continue
+        by_seed = in_run_variance(data).groupby(["arm", "seed"])["token"].mean().unstack("seed")
+        if not {arm, plain[0]} <= set(by_seed.index):
+            continue
+        factor = (by_seed.loc[plain[0]] / by_seed.loc[arm]).replace([np.inf, -np.inf], np.nan).dropna()
+        if len(factor):
+            label = str(data.arms["label"][plain[0]])
+            found.append(
+                Statement(
+                    "What replay removes",
+                    f"In training, {label} without replay has {listed(map(two, factor))} times the token variance of "
+                    f"{data.arms['label'][arm]} (one number per seed; different trajectories, so not all of it is "
+                    "routing).",
+                )
+            )
+    return found
+
+
+def _clipping(data: StudyData) -> list[Statement]:
+    if data.updates.empty or "clipped_tokens" not in data.updates:
+        return []
+    sums = data.updates.groupby("arm")[["clipped_tokens", "tokens"]].sum()
+    share = sums["clipped_tokens"] / sums["tokens"]
+    found = []
+    for noise in sorted(data.arms["noise"].unique()):
+        arms = [str(a) for a in data.arms.index[data.arms["noise"] == noise] if a in share.index]
+        text = listed(f"{data.arms['label'][arm]} {two(100 * share[arm])} %" for arm in arms)
+        where = "natural routing" if noise == 0 else condition_label(data, float(noise))
+        pair = {m: next((a for a in arms if data.arms["method"][a] == m), None) for m in ("grpo", "gspo")}
+        if pair["grpo"] and pair["gspo"]:
+            if share[pair["grpo"]] > 0:
+                ratio = share[pair["gspo"]] / share[pair["grpo"]]
+                orders = f", {np.log10(ratio):.1f} orders of magnitude" if ratio > 0 else ""
+                text += f"; GSPO over GRPO: ×{two(ratio)}{orders}"
+            else:
+                text += "; GRPO clipped no token, so there is no ratio"
+        found.append(Statement("Clipping", f"Clipped tokens, {where}: {text}. Clip ranges differ by arm (see Arms)."))
+    return found

@@ -1,0 +1,239 @@
+"""Committed results: a study's summary tables as CSV, and the tables of Markdown pages made from them.
+
+    python -m moe_rl.study.results write runs/replay_vs_gspo      # docs/results/replay_vs_gspo/*.csv and env.json
+    python -m moe_rl.study.results fill README.md docs/*.md       # the tables between the markers of these pages
+    python -m moe_rl.study.results check README.md docs/*.md      # exit status 1 where a page is not what fill makes
+
+A page asks for a table with a pair of markers, between which nothing is written by hand:
+
+    <!-- table: replay_vs_gspo/final_reward -->
+    <!-- end -->
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from moe_rl.files import write_atomic
+from moe_rl.study.arms import condition_label, flatten
+from moe_rl.study.comparing import comparison_table
+from moe_rl.study.data import StudyData, load
+from moe_rl.study.outcomes import final_rewards, run_outcomes
+from moe_rl.study.roundings import component_table, conclusion_table
+from moe_rl.study.summary import change_rates, factor_table
+from moe_rl.study.words import minus, probability
+
+RESULTS = Path("docs") / "results"
+
+
+class ResultsError(ValueError):
+    """A table that a page names and that is not there, or a marker that cannot be read; says where and what to do."""
+
+
+def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
+    """The summary tables of a study, by name; those that its runs have no data for are left out.
+
+    final_reward, comparisons, runs (how every run ended), change_rates, factors; with other roundings also roundings
+    and variance_components. Columns as in the functions that make them, with labels and conditions beside the names.
+    """
+    finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
+    finals.insert(2, "condition", [condition_label(data, noise) for noise in finals["noise"]])
+    pairs = comparison_table(data)
+    if len(pairs):
+        pairs.insert(2, "label", [str(data.arms["label"][arm]) for arm in pairs["arm"]])
+        pairs.insert(3, "other_label", [str(data.arms["label"][arm]) for arm in pairs["other"]])
+        pairs.insert(4, "condition", [condition_label(data, noise) for noise in pairs["noise"]])
+    found = {
+        "final_reward": finals,
+        "comparisons": pairs,
+        "runs": run_outcomes(data),
+        "change_rates": change_rates(data),
+        "factors": factor_table(data),
+        "roundings": conclusion_table(data),
+        "variance_components": component_table(data),
+    }
+    return {name: table for name, table in found.items() if len(table)}
+
+
+def environment_of(data: StudyData) -> dict[str, Any]:
+    """What the runs were made with: facts that all share, and under `by_run` those in which they differ."""
+    facts = {f"{run.arm}/seed{run.seed}": flatten(run.environment) for run in data.runs}
+    names = dict.fromkeys(name for values in facts.values() for name in values if name not in ("started", "command"))
+    shared: dict[str, Any] = {"study": data.name, "runs": len(facts)}
+    if data.environment.get("command"):
+        shared["command"] = data.environment["command"]
+    by_run: dict[str, dict[str, Any]] = {}
+    for name in names:
+        values = {run: own.get(name) for run, own in facts.items()}
+        if len({json.dumps(value, default=str) for value in values.values()}) == 1:
+            shared[name] = next(iter(values.values()))
+        else:
+            by_run[name] = values
+    return {**shared, **({"by_run": by_run} if by_run else {})}
+
+
+def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
+    """Write the tables of the study folder `path` and its `env.json` into `to`/STUDY; returns the files written.
+
+    Tables of an earlier version that the runs have no data for any more are removed. Raises ResultsError for a study
+    with unfinished runs: published numbers are of whole studies.
+    """
+    data = load(path)
+    if data.unfinished or data.not_started:
+        left = [f"{run.arm}/seed{run.seed}" for run in data.unfinished] + list(data.not_started)
+        raise ResultsError(
+            f"{path}: {len(left)} runs are not finished ({', '.join(left[:5])}). Finish the study first."
+        )
+    folder = Path(to) / Path(path).resolve().name
+    folder.mkdir(parents=True, exist_ok=True)
+    tables = result_tables(data)
+    for old in folder.glob("*.csv"):
+        if old.stem not in tables:
+            old.unlink()
+    written = []
+    for name, table in tables.items():
+        written.append(folder / f"{name}.csv")
+        write_atomic(written[-1], table.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode())
+    written.append(folder / "env.json")
+    write_atomic(
+        written[-1], json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False).encode() + b"\n"
+    )
+    return written
+
+
+def _interval(row: dict[str, Any], name: str, low: str, high: str, form: str) -> str:
+    if pd.isna(row[name]):
+        return "–"
+    ends = "" if pd.isna(row[low]) else f" [{row[low]:{form}}, {row[high]:{form}}]"
+    return minus(f"{row[name]:{form}}{ends}".replace("[+", "[").replace(", +", ", "))
+
+
+def _percent(row: dict[str, Any], name: str) -> str:
+    ends = "" if pd.isna(row[f"{name}_low"]) else f" [{100 * row[f'{name}_low']:.1f}, {100 * row[f'{name}_high']:.1f}]"
+    return f"{100 * row[name]:.1f}{ends}"
+
+
+Column = Callable[[dict[str, Any]], str]
+PAGES: dict[str, dict[str, Column]] = {
+    "final_reward": {
+        "arm": lambda row: row["label"] + (", held out" if row["measured"] == "held out" else ""),
+        "condition": lambda row: row["condition"],
+        "n": lambda row: str(row["n"]),
+        "final reward": lambda row: _interval(row, "final", "low", "high", ".2f"),
+        "held out": lambda row: _interval(row, "evaluation", "evaluation_low", "evaluation_high", ".2f"),
+        "failed": lambda row: f"{row['failed']} of {row['finished']}",
+        "below start": lambda row: str(row["below_start"]),
+        "collapsed": lambda row: str(row["collapsed"]),
+    },
+    "comparisons": {
+        "condition": lambda row: row["condition"],
+        "difference": lambda row: f"{row['label']} − {row['other_label']}",
+        "n": lambda row: str(row["n"]),
+        "final reward": lambda row: _interval(row, "difference", "low", "high", "+.3f"),
+        "p": lambda row: "–" if pd.isna(row["p_adjusted"]) else probability(row["p_adjusted"]),
+        "held out": lambda row: _interval(row, "held_out_difference", "held_out_low", "held_out_high", "+.3f"),
+        "verdict": lambda row: row["verdict"],
+    },
+    "change_rates": {
+        "arm": lambda row: row["arm"],
+        "update": lambda row: str(row["update"]),
+        "slots, %": lambda row: _percent(row, "slot"),
+        "sites, %": lambda row: _percent(row, "site"),
+        "tokens, %": lambda row: _percent(row, "token"),
+    },
+    "roundings": {
+        "difference": lambda row: f"{row['arm']} − {row['other']}",
+        "rounding": lambda row: row["rounding"],
+        "n": lambda row: str(row["n"]),
+        "final reward": lambda row: _interval(row, "difference", "low", "high", "+.3f"),
+        "verdict": lambda row: "" if pd.isna(row["verdict"]) else row["verdict"],
+        "conclusion": lambda row: row["survival"],
+    },
+}
+"""Columns of a page's table: heading -> text of a row of the CSV. A table that is not here shows all its columns."""
+
+_MARKER = re.compile(r"<!-- table: (?P<study>[^/\s]+)/(?P<name>\w+) -->\n(?P<body>.*?)<!-- end -->", re.DOTALL)
+
+
+def _plain(column: str) -> Column:
+    return lambda row: "–" if pd.isna(row[column]) else str(row[column])
+
+
+def markdown(name: str, table: pd.DataFrame) -> str:
+    """A summary table as a Markdown table, with the columns that pages show."""
+    columns = PAGES.get(name) or {str(column): _plain(str(column)) for column in table}
+    lines = [list(columns), ["---"] * len(columns)]
+    for record in table.to_dict("records"):
+        row = {str(key): value for key, value in record.items()}
+        lines.append([cell(row) for cell in columns.values()])
+    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def fill(text: str, results: str | Path = RESULTS) -> str:
+    """A page with the tables between its markers made anew from the CSV files in `results`.
+
+    Raises ResultsError for a marker without an end or of another form, and for one that names a missing table.
+    """
+    results = Path(results)
+
+    def made(match: re.Match[str]) -> str:
+        file = results / match["study"] / f"{match['name']}.csv"
+        if not file.is_file():
+            raise ResultsError(
+                f"table {match['study']}/{match['name']}: no {file}. Run the study, then "
+                f"python -m moe_rl.study.results write runs/{match['study']}"
+            )
+        if "<!-- table:" in match["body"]:
+            raise ResultsError(f"table {match['study']}/{match['name']}: its marker has no <!-- end --> of its own")
+        table = markdown(match["name"], pd.read_csv(file))
+        return f"<!-- table: {match['study']}/{match['name']} -->\n{table}<!-- end -->"
+
+    filled, count = _MARKER.subn(made, text)
+    asked = text.count("<!-- table:")
+    if asked != count:
+        raise ResultsError(
+            f"{asked - count} of {asked} table markers cannot be read; expected <!-- table: STUDY/TABLE --> on a line, "
+            "later <!-- end -->"
+        )
+    return filled
+
+
+def fill_page(page: Path, results: str | Path = RESULTS) -> bool:
+    """Fill a page on disk; whether that changed it."""
+    text = page.read_text(encoding="utf-8")
+    try:
+        filled = fill(text, results)
+    except ResultsError as error:
+        raise ResultsError(f"{page}: {error}") from error
+    if filled != text:
+        write_atomic(page, filled.encode())
+    return filled != text
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`write DIR...`, `fill PAGE...` or `check PAGE...`; returns the exit status."""
+    verb, names = (arguments[0], list(arguments[1:])) if arguments else ("", [])
+    if verb not in ("write", "fill", "check") or not names:
+        print(__doc__, file=sys.stderr)
+        return 2
+    for name in names:
+        if verb == "write":
+            print("\n".join(map(str, write_results(name))))
+        elif verb == "fill":
+            print(f"{name}: {'filled' if fill_page(Path(name)) else 'as it was'}")
+        elif fill(Path(name).read_text(encoding="utf-8")) != Path(name).read_text(encoding="utf-8"):
+            print(f"{name}: its tables are not those of {RESULTS}; run: python -m moe_rl.study.results fill {name}")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")

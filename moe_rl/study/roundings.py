@@ -1,0 +1,157 @@
+"""The same study under other CPU kernels: how much of the scatter is seed, rounding and the rest; what still holds.
+
+Other kernels round otherwise, and a cold start of some hundred updates carries that into other weights. The runs lie in
+`rounding_<name>` beside the study's own arms (`StudyData.roundings`); the study's own runs are called `native`.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.arms import per_study
+from moe_rl.study.comparing import Pair, comparisons
+from moe_rl.study.data import StudyData
+from moe_rl.study.outcomes import run_outcomes
+from moe_rl.study.statistics import Verdict, seed_interval
+
+NATIVE = "native"
+
+
+class Survival(StrEnum):
+    """What became of a comparison's verdict under the other roundings."""
+
+    SURVIVES = "survives"
+    DIRECTION = "same direction"
+    FALLS = "does not survive"
+    NO_CLAIM = "no claim"
+    UNTESTED = "not run again"
+
+
+SURVIVAL_RULES = {
+    Survival.SURVIVES: "the verdict “higher”, “lower” or “no difference of interest” is the same in every rounding",
+    Survival.DIRECTION: "the verdict is not the same in every rounding, but each mean difference is on its side of the "
+    "difference of interest",
+    Survival.FALLS: "the verdict is not the same in every rounding, nor is every mean difference on its side",
+    Survival.NO_CLAIM: "there was no such verdict to begin with",
+    Survival.UNTESTED: "no other rounding has pairs of these arms",
+}
+"""Survival -> when it is said; to be read after its name and a colon."""
+
+
+@dataclass(frozen=True)
+class Components:
+    """Variances of a value[seed, rounding] = mean + seed + rounding + residual, all independent."""
+
+    mean: float
+    seeds: int
+    roundings: int
+    seed: float
+    rounding: float
+    residual: float
+
+
+def components(values: np.ndarray) -> Components:
+    """Components of variance of values [seeds, roundings] without gaps, by the analysis of variance of two crossed
+    random factors without repetition (Searle, Casella, McCulloch 1992, ch. 4): with the mean squares MS,
+    residual = MS_res, seed = (MS_seed - MS_res) / roundings, rounding = (MS_rounding - MS_res) / seeds, each at
+    least 0. NaN with fewer than two of either.
+
+    >>> components(np.array([[1.0, 1.0], [3.0, 3.0]]))
+    Components(mean=2.0, seeds=2, roundings=2, seed=2.0, rounding=0.0, residual=0.0)
+    """
+    S, R = values.shape
+    if S < 2 or R < 2:
+        return Components(float(values.mean()) if values.size else np.nan, S, R, np.nan, np.nan, np.nan)
+    mean, by_seed, by_rounding = values.mean(), values.mean(1), values.mean(0)
+    residual = values - by_seed[:, None] - by_rounding[None, :] + mean
+    ms_residual = float((residual**2).sum() / ((S - 1) * (R - 1)))
+    ms_seed = float(R * ((by_seed - mean) ** 2).sum() / (S - 1))
+    ms_rounding = float(S * ((by_rounding - mean) ** 2).sum() / (R - 1))
+    seed, rounding = max(0.0, (ms_seed - ms_residual) / R), max(0.0, (ms_rounding - ms_residual) / S)
+    return Components(float(mean), S, R, seed, rounding, ms_residual)
+
+
+def _studies(data: StudyData) -> dict[str, StudyData]:
+    return {NATIVE: data, **data.roundings}
+
+
+@per_study
+def component_table(data: StudyData) -> pd.DataFrame:
+    """Components of variance of every arm's final reward and of every comparison's paired difference, over the seeds
+    that finished in every rounding that has the arm.
+
+    Columns: what ("arm", "difference"), name, mean, seeds, roundings, and the standard deviations sd_seed (what a seed
+    has in common in all roundings: its prompts, its sampling, what is left of its cold start), sd_rounding (what a
+    rounding does to all seeds) and sd_residual (the rest: the cold start that a rounding makes of a seed, and chance).
+    Empty without other roundings.
+    """
+    studies = _studies(data)
+    values: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    for name, study in studies.items():
+        runs = run_outcomes(study)
+        for arm, part in runs[runs["finished"].astype(bool)].groupby("arm", sort=False):
+            values.setdefault(("arm", str(arm)), {})[name] = dict(zip(part["seed"], part["final"], strict=True))
+        for pair in comparisons(study):
+            seeds = dict(zip(pair.result.seeds, pair.result.differences, strict=True))
+            values.setdefault(("difference", f"{pair.arm} - {pair.other}"), {})[name] = seeds
+    columns = ["what", "name", "mean", "seeds", "roundings", "sd_seed", "sd_rounding", "sd_residual"]
+    rows = []
+    for (what, name), by_rounding in values.items() if len(studies) > 1 else ():
+        table = pd.DataFrame(by_rounding).dropna()
+        if min(table.shape) >= 2:
+            found = components(table.to_numpy(float))
+            sds = np.sqrt([found.seed, found.rounding, found.residual])
+            rows.append([what, name, found.mean, found.seeds, found.roundings, *sds])
+    return pd.DataFrame(rows, columns=columns)
+
+
+@per_study
+def conclusion_table(data: StudyData) -> pd.DataFrame:
+    """Every comparison under every rounding: arm, other, rounding, n, difference, low, high, interval, verdict, and
+    `survival` of the native verdict. Rounding "pooled": a seed's mean difference over the roundings, over the seeds
+    that all of them have. Each rounding is a family of its own. Empty without other roundings."""
+    studies = _studies(data)
+    columns = ["arm", "other", "rounding", "n", "difference", "low", "high", "interval", "verdict", "survival"]
+    rows = []
+    for pair in comparisons(data) if len(studies) > 1 else ():
+        found = {name: _same(pair, study) for name, study in studies.items()}
+        there = {name: other for name, other in found.items() if other is not None and other.result.n}
+        fate = survival(pair, [other for name, other in there.items() if name != NATIVE])
+        for name, other in there.items():
+            interval = other.result.difference
+            ends = [interval.estimate, interval.low, interval.high, interval.method]
+            rows.append([pair.arm, pair.other, name, other.result.n, *ends, str(other.result.verdict), str(fate)])
+        by_seed = [dict(zip(o.result.seeds, o.result.differences, strict=True)) for o in there.values()]
+        pooled = seed_interval(pd.DataFrame(by_seed).T.dropna().mean(axis=1).to_numpy(float))
+        if pooled.n and len(there) > 1:
+            ends = [pooled.estimate, pooled.low, pooled.high, pooled.method]
+            rows.append([pair.arm, pair.other, "pooled", pooled.n, *ends, "", str(fate)])
+    return pd.DataFrame(rows, columns=columns)
+
+
+def survival(native: Pair, others: list[Pair]) -> Survival:
+    """What `SURVIVAL_RULES` say of a comparison and its repetitions under other roundings."""
+    claim, interest = native.result.verdict, native.result.interest
+    if claim not in (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT):
+        return Survival.NO_CLAIM
+    if not others:
+        return Survival.UNTESTED
+    if all(other.result.verdict == claim for other in others):
+        return Survival.SURVIVES
+    means = np.array([other.result.difference.estimate for other in others])
+    sides = {
+        Verdict.HIGHER: means >= interest,
+        Verdict.LOWER: means <= -interest,
+        Verdict.EQUIVALENT: np.abs(means) < interest,
+    }
+    return Survival.DIRECTION if sides[claim].all() else Survival.FALLS
+
+
+def _same(pair: Pair, study: StudyData) -> Pair | None:
+    return next((other for other in comparisons(study) if (other.arm, other.other) == (pair.arm, pair.other)), None)
+
+
+__all__ = ["NATIVE", "SURVIVAL_RULES", "Components", "Survival", "component_table", "components", "conclusion_table",
+           "survival"]  # fmt: skip

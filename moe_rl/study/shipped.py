@@ -1,0 +1,137 @@
+"""Study files by path or by name, and what a file says of itself, read without torch.
+
+The studies of `experiments/` travel inside the wheel, so that `moe-rl study replay_vs_gspo` works anywhere.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from moe_rl.names import nearest
+
+
+class StudyFileError(ValueError):
+    """A study file that is not there or cannot be read, or that names code which was not trusted."""
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a study file says before it is checked.
+
+    name, question: as written; empty where they are missing.
+    arms: label by name, with the dose of selection noise.
+    seeds: as written.
+    foreign: each part of it that makes other people's code run, in words.
+    """
+
+    name: str
+    question: str
+    arms: dict[str, str]
+    seeds: list[Any]
+    foreign: tuple[str, ...]
+
+
+def shipped_studies() -> dict[str, Path]:
+    """The studies that come with the package, by name."""
+    package = Path(__file__).parents[1]
+    places = (package / "experiments", package.parent / "experiments")  # of an installed wheel, of a checkout
+    folder = next((place for place in places if place.is_dir()), None)
+    return {} if folder is None else {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_study(word: str) -> Path:
+    """The study file that `word` means: a path if there is such a file, else the name of a shipped study.
+
+    Raises:
+        StudyFileError: neither; with the nearest match.
+    """
+    path, known = Path(word), shipped_studies()
+    if path.is_dir() and word in known:
+        return known[word]
+    if path.exists():
+        return path
+    if word in known:
+        return known[word]
+    if len(path.parts) > 1:
+        beside = [str(path.parent / p.name) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+        raise StudyFileError(f"{word}: no such study file{nearest(word, beside)}")
+    near = nearest(word, [*known, *(p.name for p in Path().glob("*.y*ml"))])
+    raise StudyFileError(f"{word}: no such study file, and no study of that name comes with moe_rl{near}")
+
+
+def outline(path: Path) -> Outline:
+    """What the file says of itself. What is wrong inside it is left to `moe_rl.study.config.load_study`.
+
+    Raises:
+        StudyFileError: no file, or not YAML.
+    """
+    if path.is_dir():
+        raise StudyFileError(f"{path} is a folder; a study file is YAML")
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StudyFileError(f"{path}: not valid YAML: {error}") from error
+    data = data if isinstance(data, dict) else {}
+    arms = data.get("arms")
+    arms = arms if isinstance(arms, dict) else {}
+    seeds = data.get("seeds", [0, 1, 2])
+    return Outline(
+        str(data.get("name", "")),
+        " ".join(str(data.get("question", "")).split()),
+        {str(name): _label(arm) for name, arm in arms.items()},
+        seeds if isinstance(seeds, list) else [],
+        tuple(dict.fromkeys(line for part in (data.get("base"), *arms.values()) for line in _foreign(part))),
+    )
+
+
+def short_question(question: str) -> str:
+    """The text up to its first question mark.
+
+    >>> short_question("Routes change. Does GRPO need replay? And then?")
+    'Routes change. Does GRPO need replay?'
+    """
+    asked, mark, _ = question.partition("?")
+    return asked + mark
+
+
+def refuse_foreign_code(path: Path, found: Outline, trust: bool) -> None:
+    """Stop before code that a study file names, and that is not this package's, is imported.
+
+    Raises:
+        StudyFileError: there is such code and `trust` is not given.
+    """
+    if found.foreign and not trust:
+        listed = "".join(f"\n  {line}" for line in found.foreign)
+        raise StudyFileError(
+            f"{path} runs code that is no part of moe_rl, with all your rights:{listed}\n"
+            "Nothing has been run. Read that code; if you trust it, repeat the command with --trust."
+        )
+
+
+def _label(arm: Any) -> str:
+    label, noise = str(_at(arm, "label") or ""), _at(arm, "method", "noise")
+    return f"{label}, selection noise {noise}" if noise and "noise" not in label else label
+
+
+def _foreign(part: Any) -> list[str]:
+    """Of `base` or of one arm."""
+    found = []
+    for where in (("task", "name"), ("rollout", "engine", "kind")):
+        value = _at(part, *where)
+        if ":" in str(value):
+            place = str(value).rpartition(":")[0]
+            file = f" ({Path(place).absolute()})" if place.endswith(".py") else ""
+            found.append(f"{'.'.join(where)}: {value}{file}")
+    if _at(part, "model", "trust_remote_code"):
+        model = _at(part, "model", "path") or "the model"
+        found.append(f"model.trust_remote_code: the Python files that come with {model}")
+    return found
+
+
+def _at(part: Any, *keys: str) -> Any:
+    for key in keys:
+        part = part.get(key) if isinstance(part, Mapping) else None
+    return part

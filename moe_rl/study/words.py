@@ -1,0 +1,50 @@
+"""Numbers in sentences."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One finding: what it is about, and the sentence."""
+
+    topic: str
+    text: str
+
+
+def minus(text: str) -> str:
+    """Hyphens before numbers as minus signs.
+
+    >>> minus("differs by -0.2 (pre-2019)")
+    'differs by −0.2 (pre-2019)'
+    """
+    return re.sub(r"(?<![\w^])-(?=\d)", "−", text)
+
+
+def listed(items: Iterable[str]) -> str:
+    return ", ".join(items)
+
+
+def probability(p: float) -> str:
+    """`0.031`, `< 0.001`."""
+    return f"{p:.3f}" if p >= 0.001 else "< 0.001"
+
+
+def count(n: int, what: str) -> str:
+    """`1 seed`, `3 seeds`."""
+    return f"{n} {what}" + ("" if n == 1 else "s")
+
+
+def two(value: float) -> str:
+    """Two significant digits, without an exponent: 357.1 -> 360."""
+    return f"{float(f'{value:.2g}'):g}"
+
+
+def span(values: "pd.Series[float] | np.ndarray") -> str:
+    """`low to high` in two digits, or the one number."""
+    low, high = two(values.min()), two(values.max())
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,175 @@
+"""A process that imports once and makes many runs, one after the other, each in a process of its own.
+
+Imports take some five CPU seconds, as long as six RL steps of the tiny policy. The worker forks after them, so that a
+run has them for nothing and leaves nothing behind for the next.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from moe_rl.processes import end_with_parent
+
+NEEDED = (
+    "moe_rl.cli",
+    "moe_rl.study.run",
+    "pyarrow.parquet",
+    "tyro",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)
+"""What a run of the tiny policy imports; anything else it imports itself."""
+
+SPAWNED = """
+import sys
+from moe_rl.processes import end_with_parent
+end_with_parent(int(sys.argv[1]))
+from moe_rl.cli import main
+main(sys.argv[2:])
+"""
+
+
+class Worker:
+    """The parent's side: starts the process, gives it runs, hears how they ended.
+
+    Args:
+        rounding: `native`, or the instruction set that torch's kernels must use.
+        log: where it complains if it cannot start.
+    """
+
+    def __init__(self, rounding: str, log: Path):
+        self.rounding = rounding
+        settings = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+        if rounding != "native":
+            settings["ATEN_CPU_CAPABILITY"] = rounding
+        with open(log, "ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                bufsize=0,
+                env={**os.environ, **settings, "PYTHONUNBUFFERED": "1"},
+            )
+
+    def begin(self, arguments: Sequence[object], log: Path) -> None:
+        """Start `moe-rl ARGUMENTS`, with what it prints in `log`. One at a time."""
+        request = {"arguments": [str(argument) for argument in arguments], "log": str(log)}
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died; `ended` says so
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+
+    def ended(self) -> int | None:
+        """Exit status of the run, negative for a signal; None while it goes on."""
+        answers = self.process.stdout
+        assert answers is not None
+        if not select.select([answers], [], [], 0)[0]:
+            return None
+        answer = answers.readline()
+        return int(answer) if answer else self.process.wait() or 1
+
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """End it, and the run that it is at."""
+        self.process.terminate()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+# -- the worker's side ------------------------------------------------------------------------------------------------
+
+_child = 0
+
+
+def serve() -> None:
+    """Take runs from standard input until it ends; answer each with its exit status."""
+    end_with_parent(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print is no answer
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the run and the parent, who end this process
+    forks = _may_fork()
+    for name in NEEDED if forks else ():
+        importlib.import_module(name)
+    for line in sys.stdin:
+        request = json.loads(line)
+        status = (_fork if forks else _spawn)(request["arguments"], request["log"])
+        print(status, file=answers, flush=True)
+
+
+def _may_fork() -> bool:
+    """Not where a library that was imported may hold a device or threads that a forked process cannot use."""
+    import torch
+
+    return sys.platform == "linux" and torch.version.cuda is None and torch.version.hip is None
+
+
+def _fork(arguments: list[str], log: str) -> int:
+    global _child
+    worker = os.getpid()
+    _child = os.fork()
+    if _child == 0:
+        end_with_parent(worker)
+        _become_run(arguments, log)
+    _, status = os.waitpid(_child, 0)
+    _child = 0
+    return os.waitstatus_to_exitcode(status)
+
+
+def _become_run(arguments: list[str], log: str) -> None:
+    """`moe-rl ARGUMENTS` in this process, which ends with it."""
+    status = 1
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        sys.argv = ["moe-rl", *arguments]
+        runpy.run_module("moe_rl", run_name="__main__")  # as `python -m moe_rl` does
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _spawn(arguments: list[str], log: str) -> int:
+    global _child
+    with open(log, "ab") as file:
+        command = [sys.executable, "-c", SPAWNED, str(os.getpid()), *arguments]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+    _child = process.pid
+    status = process.wait()
+    _child = 0
+    return status
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    if _child:
+        os.kill(_child, signal.SIGTERM)
+        os.waitpid(_child, 0)
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    serve()

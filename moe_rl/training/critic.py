@@ -1,0 +1,147 @@
+"""PPO's value model: what reward each state leads to, a number per token (arXiv:1707.06347).
+
+Two of them. `separate` is the usual one: a backbone as large as the policy's, which is what GRPO saves. `head` is the
+least there can be: a linear map of the policy's own last hidden states, detached, so that the policy is trained by the
+same gradient as in any other arm.
+"""
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moe_rl.measure.unwrap import causal_lm
+from moe_rl.objectives import generalized_advantages, token_rewards, value_loss, whiten
+from moe_rl.training.batch import Batch
+from moe_rl.training.config import OptimConfig, ValueConfig
+from moe_rl.training.distributed import Ranks
+from moe_rl.training.optimizer import make_optimizer
+
+
+class ScalarModel(nn.Module):
+    """One number per token: a copy of a language model's backbone and a linear head that begins at 0."""
+
+    def __init__(self, policy: nn.Module):
+        super().__init__()
+        lm = causal_lm(policy)
+        self.trunk = copy.deepcopy(lm.base_model).requires_grad_(True)
+        self.head = scalar_head(lm)
+        self._positions = "position_ids" in inspect.signature(type(self.trunk).forward).parameters
+
+    def forward(
+        self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"]
+    ) -> Float[Tensor, "B T"]:
+        """The head's value of the state after each token; padding holds anything."""
+        inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask.long()}
+        if self._positions:
+            inputs["position_ids"] = (attention_mask.long().cumsum(1) - 1).clamp(min=0)
+        hidden = self.trunk(**inputs, use_cache=False).last_hidden_state
+        return apply_head(self.head, hidden).clone()  # FSDP2 warns of outputs that are views
+
+
+def scalar_head(lm: Any) -> nn.Linear:
+    """`[H] -> [1]` in fp32 (float64 for a float64 model), zero everywhere: it says 0 until it is trained."""
+    weight = lm.get_output_embeddings().weight
+    head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=torch.promote_types(weight.dtype, torch.float32))
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def apply_head(head: nn.Module, hidden: Float[Tensor, "B T H"]) -> Float[Tensor, "B T"]:
+    return head(hidden.to(next(head.parameters()).dtype)).squeeze(-1)
+
+
+def optimizer_of(module: nn.Module, learning_rate: float, optim: OptimConfig) -> torch.optim.Optimizer:
+    """The policy's kind of optimizer over all of a module, at a learning rate of its own."""
+    group = {"params": list(module.parameters()), "lr": learning_rate}
+    return make_optimizer([group], optim.betas, optim.weight_decay, optim.master_weights)
+
+
+class Critic:
+    """The value model with its own optimizer and learning rate."""
+
+    def __init__(self, policy: nn.Module, config: ValueConfig, optim: OptimConfig, ranks: Ranks):
+        self.config, self.optim, self.ranks = config, optim, ranks
+        module = scalar_head(causal_lm(policy)) if config.model == "head" else ScalarModel(policy)
+        self.model, self.optimizer = ranks.prepare(module, optimizer_of(module, config.learning_rate, optim))
+
+    @contextmanager
+    def watch(self, policy: nn.Module) -> Iterator[list[Tensor]]:
+        """Inside, the last hidden states of each call of the policy are kept, if the value is read off them."""
+        states: list[Tensor] = []
+        if self.config.model != "head":
+            yield states
+            return
+        output = causal_lm(policy).get_output_embeddings()
+        handle = output.register_forward_pre_hook(lambda _, args: states.append(args[0].detach()))
+        try:
+            yield states
+        finally:
+            handle.remove()
+
+    def values(self, part: Any, states: list[Tensor]) -> Float[Tensor, "B T"]:
+        """V of the state in which token t is chosen, on each completion token; 0 elsewhere. With gradient.
+
+        Args:
+            part: a Batch or Rollout.
+            states: what `watch` kept of the policy's call on this part.
+        """
+        if self.config.model == "head":
+            if not states or states[-1].shape[:2] != part.input_ids.shape:
+                raise RuntimeError(
+                    "value.model: the policy's output head did not see one hidden state per token, so no value can be "
+                    "read off it; value.model='separate' does not need them"
+                )
+            after = apply_head(self.model, states[-1])
+        else:
+            after = self.model(part.input_ids, part.attention_mask)
+        return torch.where(part.completion_mask, F.pad(after[:, :-1], (1, 0)), 0.0)
+
+    def advantages(
+        self, rewards: Float[Tensor, "B"], values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], dict[str, Any]]:
+        """Generalised advantages, returns, and what is to be logged: the reward comes with the last token.
+
+        explained_variance = 1 - Var(return - V) / Var(return), over tokens; 0 for a value that knows nothing.
+        """
+        config = self.config
+        advantages, returns = generalized_advantages(
+            token_rewards(rewards, mask), values, mask, gamma=config.gamma, lam=config.lam
+        )
+        seen, errors = returns[mask], (returns - values)[mask]
+        facts = {"value": values[mask].mean(), "explained_variance": 1 - errors.var() / seen.var()}
+        return whiten(advantages, mask) if config.whiten else advantages, returns, facts
+
+    def backward(self, part: Batch, states: list[Tensor], tokens: int) -> float:
+        """Add the gradient of the value loss on a micro-batch; returns its share of the loss."""
+        assert part.values is not None and part.returns is not None
+        self.model.train()
+        loss = value_loss(
+            self.values(part, states),
+            part.values,
+            part.returns,
+            part.completion_mask,
+            self.config.clip,
+            total_tokens=tokens,
+        )
+        self.ranks.backward(loss * self.ranks.size)  # shares of a sum, averaged over ranks
+        return float(loss.detach())
+
+    def step(self, warmup: float, hold: bool = False) -> Tensor:
+        """One optimizer step at `warmup` times the learning rate; returns the gradient's norm. None is made with
+        `hold`, or where that norm is not finite."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = warmup * self.config.learning_rate
+        norm = self.ranks.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
+        assert norm is not None
+        if not hold and bool(torch.isfinite(norm)):
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm

@@ -1,0 +1,294 @@
+"""The loop. One for all methods: only `MethodConfig` tells arms apart.
+
+    sample responses -> score them (old log-probabilities and routes in one pass) -> advantages
+    -> for each minibatch: forward and backward, inside replay for a replay arm, and one optimizer step -> probe
+
+Each step takes the few things that it needs and returns what it made; only the functions here hold the whole state.
+"""
+
+import random
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.rollout import Rollout, TaskError, demonstrate
+from moe_rl.rollout.randomness import seeded_random
+from moe_rl.training.advantages import make_advantages
+from moe_rl.training.batch import Batch, minibatches
+from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
+from moe_rl.training.collect import problems_of, respond, verify
+from moe_rl.training.config import RunConfig
+from moe_rl.training.distributed import digest
+from moe_rl.training.dpo import best_and_worst, preferences
+from moe_rl.training.incidents import keep_incident
+from moe_rl.training.memory import memory_metrics
+from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
+from moe_rl.training.score import Scores, engine_rows, make_batch, score_rollout
+from moe_rl.training.state import Listener, State, begin
+from moe_rl.training.token_tables import write_probe_tables
+from moe_rl.training.update import update_policy
+from moe_rl.training.validation import validate
+
+
+def train(config: RunConfig, folder: Path, cache_dir: Path | None = None, listener: Listener | None = None) -> None:
+    """Train one arm with one seed; everything that is measured goes to `folder`. Resumes from its checkpoint.
+
+    Args:
+        config: what to run.
+        folder: the run folder; `metrics.jsonl`, `tokens/`, `routes/` and `checkpoint/` are written there.
+        cache_dir: where cold-started models are kept and found; None: not kept.
+        listener: called with every row of `metrics.jsonl`.
+
+    Raises:
+        ValueError: the configuration cannot run.
+        CheckpointError: the folder's checkpoint is damaged.
+        DistributedError: other processes than the configuration asks for, or ranks that disagree.
+        TaskError: the task's own code failed; names step, prompt and completion.
+        FloatingPointError: a number that is none, and `optim.on_nonfinite` says stop.
+    """
+    validate(config)
+    state = begin(config, folder, cache_dir, listener)
+    try:
+        resume(state)
+        run(state)
+    except TaskError as error:
+        raise TaskError(f"step {state.step}: {error}. The same command goes on from the last checkpoint.") from error
+    finally:
+        state.close()
+
+
+def resume(state: State) -> None:
+    """Continue from the folder's checkpoint, if it has one; rows that will be written again go."""
+    ranks, log = state.ranks, state.log
+    ranks.first(lambda: settle(state.folder) is not None)
+    mark = load_checkpoint(state)
+    ranks.first(lambda: log.resume(mark))
+    ranks.agree("the checkpoint's step", state.step)
+
+
+def run(state: State) -> None:
+    """From the current step to the last."""
+    config = state.config
+    while state.step < config.optim.steps:
+        if state.step == 0 or due(config.eval.every, state.step):
+            evaluate(state)
+        started = time.perf_counter()
+        reset_reference(state)
+        retrained = retrain_reward_model(state)
+        while len(state.waiting) <= config.rollout.lag:
+            state.waiting.append(collect_batch(state))
+        batch = state.waiting.popleft()
+        probe = start_probe(state, batch)
+        together = 2 if state.method.pairs else config.rollout.group_size
+        order = minibatches(len(batch), config.optim.num_minibatches, together, state.generator("order"))
+        for update, rows in enumerate(order, start=1):
+            update_on(state, batch.rows(rows), update)
+            for kind, row in probe.rows(update) if probe else ():
+                state.log.append(kind, state.step, **row)
+        if probe:
+            keep_tables(state, probe, len(batch))
+        state.step += 1
+        seconds = time.perf_counter() - started
+        memory = memory_metrics(state.trained, state.frozen, state.ranks.device)
+        state.log.append("step", state.step - 1, seconds=seconds, **memory, **retrained)
+        if state.step == config.optim.steps or state.step % config.checkpoint_every == 0:
+            save_checkpoint(state)
+    evaluate(state)
+
+
+def due(every: int, step: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens at this one."""
+    return bool(every) and step % every == 0
+
+
+# -- sample, score -----------------------------------------------------------------------------------------------------
+
+
+def collect_batch(state: State) -> Batch:
+    """Sample responses and score them: old log-probabilities and routes of the current policy in one pass."""
+    config, method, ranks = state.config, state.method, state.ranks
+    index = len(state.waiting)
+    rng = seeded_random(config.seed, "prompts", state.step, index)
+    rollout = responses(state, rng, state.generator("sample", index))
+    scores = score_rollout(
+        rollout,
+        state.policy,
+        ranks,
+        temperature=config.rollout.temperature,
+        batch_size=config.optim.micro_batch,
+        router_scores=method.weighs_routes,
+        reference=state.reference,
+        critic=state.critic,
+        reward_model=state.reward_model,
+    )
+    advantages, returns, metrics = advantages_of(state, rollout, scores)
+    batch = make_batch(rollout, scores, advantages, replay=config.method.replay, step=state.step, returns=returns)
+    for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
+        state.log.append("engine", state.step, **row)
+    if method.pairs:
+        rewards = rollout.rewards if scores.learned_rewards is None else scores.learned_rewards
+        pairs = best_and_worst(rewards, rollout.group_size)
+        batch = replace(batch.rows(pairs), advantages=preferences(rewards[pairs]))
+        metrics["pairs"] = (batch.advantages > 0).sum()
+    ranks.agree("the batch", digest(batch.input_ids, batch.rewards, batch.advantages, batch.old_logps))
+    state.log.append(
+        "rollout", state.step, **rollout_metrics(rollout, batch, method.source, config.rollout.lag), **metrics
+    )
+    return batch
+
+
+def responses(state: State, rng: Any, generator: torch.Generator) -> Rollout:
+    """Responses to new prompts, from whomever the method learns from, with the verifier's rewards."""
+    config, source, task, guard = state.config.rollout, state.method.source, state.task, state.sync_guard
+    if source == "demonstrations":
+        problems = problems_of(task, rng, config.prompts * config.group_size)
+        rollout = demonstrate(task, state.tokenizer, problems, rng)
+    else:
+        if source == "policy" and guard and state.engine.version != state.step:
+            guard.sync(state.step)
+        rollout = respond(
+            state.engine if source == "policy" else state.self_engine(state.initial),
+            problems_of(task, rng, config.prompts),
+            state.ranks,
+            generator,
+            group_size=config.group_size,
+            max_new_tokens=state.max_new_tokens,
+            temperature=config.temperature,
+            record_routes=source == "policy" and (guard is not None or state.config.method.replay == "R3"),
+        )
+    return verify(task, rollout, state.ranks, state.config.task.verifier_seconds).to(state.ranks.device)
+
+
+def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Advantages by the method's kind, the value model's returns if there is one, and what is logged of both."""
+    method, learned, metrics = state.method, scores.learned_rewards, {}
+    rewards = rollout.rewards if learned is None else learned
+    if state.reward_model and learned is not None:
+        agreement = state.reward_model.agreement(rollout.rewards, learned, rollout.group_size)
+        metrics = {"learned_reward": learned.mean(), "learned_reward_agreement": agreement}
+        state.reward_model.observe(rollout)
+    returns = None
+    if state.critic:
+        assert scores.values is not None
+        advantages, returns, more = state.critic.advantages(rewards, scores.values, rollout.completion_mask)
+    elif method.pairs:
+        advantages, more = torch.zeros_like(rewards), {}
+    else:
+        scale = method.objective.advantage_scale
+        advantages, more = make_advantages(method.advantage, scale, rewards, rollout, state.task, state.tokenizer)
+    return advantages, returns, {**metrics, **more}
+
+
+# -- update, probe, evaluate -------------------------------------------------------------------------------------------
+
+
+def update_on(state: State, batch: Batch, update: int) -> None:
+    """One optimizer step on one minibatch, and its row."""
+    config, ranks = state.config, state.ranks
+    done = state.step * config.optim.num_minibatches + update
+    row = update_policy(
+        batch,
+        state.policy,
+        state.optimizer,
+        ranks,
+        state.method,
+        config.method,
+        config.optim,
+        temperature=config.rollout.temperature,
+        warmup=min(1.0, done / max(1, config.optim.warmup_updates)),
+        noise=state.generator(f"noise/{ranks.rank}" if ranks.rank else "noise", update),
+        critic=state.critic,
+    )
+    if not torch.isfinite(row["grad_norm"]):
+        kept = keep_incident(state.folder, state.step, update, batch, row) if ranks.main else ""
+        if config.optim.on_nonfinite == "stop":
+            raise FloatingPointError(
+                f"step {state.step}, update {update}: the gradient norm is {float(row['grad_norm'])}, so the weights "
+                f"were left as they are. The minibatch, its routes and the update's numbers are in {kept}. A lower "
+                "optim.learning_rate, a longer optim.warmup_updates or a tighter clip range usually helps; "
+                "optim.on_nonfinite: skip goes on without such updates."
+            )
+        row["skipped"] = True
+    state.log.append("update", state.step, update=update, **row)
+
+
+def start_probe(state: State, batch: Batch) -> Probe | None:
+    """The step's probe, if it is due; before the first step's, the noise floor."""
+    config, step = state.config.probe, state.step
+    live, decompose = due(config.every, step), due(config.decompose_every, step)
+    if not live and not decompose:
+        return None
+    part, temperature = batch.rows(probed_rows(len(batch), config.sequences)), state.config.rollout.temperature
+    if live and step == 0 and config.floor:
+        rows, left_out = noise_floor_rows(state.policy, part, temperature, bf16=state.ranks.size == 1)
+        for row in rows:
+            state.log.append("floor", step, **row)
+        for variant, reason in left_out.items():
+            warnings.warn(f"noise floor: {variant} is left out, it cannot be run here: {reason}", stacklevel=2)
+    return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose)
+
+
+def keep_tables(state: State, probe: Probe, responses: int) -> None:
+    """The probe's tokens and routes as Parquet, at the steps that `probe.tokens_every` names."""
+    config = state.config.probe
+    if probe.observations and state.ranks.main and due(config.tokens_every, state.step):
+        rows = probed_rows(responses, config.sequences)
+        write_probe_tables(state.folder, state.step, state.tokenizer, probe.part, rows, probe.observations)
+
+
+def evaluate(state: State) -> None:
+    """Mean reward on held-out prompts, sampled at the training temperature; the same prompts every time."""
+    count, rng = state.config.eval.prompts, random.Random("held-out")
+    rollout = respond(
+        state.self_engine(),
+        problems_of(state.task, rng, count, held_out=True),
+        state.ranks,
+        state.generator("evaluate"),
+        group_size=1,
+        max_new_tokens=state.max_new_tokens,
+        temperature=state.config.rollout.temperature,
+    )
+    rewards = verify(state.task, rollout, state.ranks, state.config.task.verifier_seconds).rewards
+    state.log.append("eval", state.step, reward=rewards.mean(), reward_n=count, greedy=False)
+
+
+def rollout_metrics(rollout: Rollout, batch: Batch, source: str, lag: int) -> dict[str, Any]:
+    """Rewards, lengths and the gap between sampler and scorer of a sampled batch."""
+    rewards, size = rollout.rewards, rollout.group_size
+    gap = (batch.rollout_logps - batch.live_old_logps)[batch.completion_mask].abs().mean()
+    return {
+        "reward": rewards.mean(),
+        "reward_std": rewards.std(),
+        "reward_n": len(rollout),
+        "response_length": rollout.lengths.float().mean(),
+        "groups_equal": (rewards.view(-1, size).std(1) == 0).float().mean() if size > 1 else None,
+        "rollout_logp_gap": gap if source == "policy" else None,
+        "lag": lag,
+    }
+
+
+# -- what single methods add -------------------------------------------------------------------------------------------
+
+
+def reset_reference(state: State) -> None:
+    """Iterative GRPO: the current policy becomes the reference."""
+    if state.reference is not None and state.step and due(state.config.optim.reference_reset_every, state.step):
+        state.reference.load_state_dict(state.ranks.unwrap_model(state.policy).state_dict())
+
+
+def retrain_reward_model(state: State) -> dict[str, Any]:
+    """At the steps that `reward.retrain_every` names the reward model learns from what the policy has sampled since,
+    or, at first, from batches that are sampled for it. Returns what is to be logged."""
+    config, model = state.config.reward, state.reward_model
+    if model is None or state.step % config.retrain_every:
+        return {}
+    for index in range(config.initial_batches if state.step == 0 else 0):
+        model.observe(
+            responses(state, seeded_random(state.config.seed, "reward", index), state.generator("reward", index))
+        )
+    return {f"reward_model_{name}": value for name, value in model.retrain(state.generator("retrain")).items()}

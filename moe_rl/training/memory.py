@@ -1,0 +1,26 @@
+"""What a run's models and optimizers weigh, for comparisons of methods by memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def memory_metrics(
+    trained: dict[str, tuple[nn.Module, Any]], frozen: dict[str, nn.Module], device: torch.device
+) -> dict[str, int]:
+    """Parameters, and bytes of weights and optimizer states, of everything that a method trains or keeps.
+
+    `<name>_parameters`, `<name>_bytes` for each model; `<name>_optimizer_bytes` for those that are trained, 0 before
+    the first update; on a GPU also `peak_bytes`, the most that torch held at once since the process began.
+    """
+    found: dict[str, int] = {}
+    for name, module in ({name: module for name, (module, _) in trained.items()} | frozen).items():
+        found[f"{name}_parameters"] = sum(p.numel() for p in module.parameters())
+        found[f"{name}_bytes"] = sum(p.numel() * p.element_size() for p in module.parameters())
+    for name, (_, optimizer) in trained.items():
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        found[f"{name}_optimizer_bytes"] = sum(s.numel() * s.element_size() for s in states if isinstance(s, Tensor))
+    if device.type == "cuda":
+        found["peak_bytes"] = torch.cuda.max_memory_allocated(device)
+    return found

@@ -1,0 +1,159 @@
+"""Responses -> a batch: what the old policy says of them in one pass without gradient; how engines compare.
+
+Three policies meet here: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current one.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from moe_rl.measure.logprobs import token_logps
+from moe_rl.measure.peer_metrics import engine_metrics
+from moe_rl.measure.router_shift import chosen_scores
+from moe_rl.measure.routing_metrics import change_metrics
+from moe_rl.rollout import Rollout
+from moe_rl.routing import RoutedExperts, change_counts, record_routes
+from moe_rl.training.arm_routing import forced_routes
+from moe_rl.training.batch import Batch
+from moe_rl.training.critic import Critic
+from moe_rl.training.distributed import Ranks
+from moe_rl.training.reward_model import RewardModel
+from moe_rl.training.weight_sync import SyncGuard
+
+SCORING_BATCH = 256
+"""Responses per pass, unless `optim.micro_batch` says what fits."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the models of a run say of a rollout, on every rank; log-probabilities in nats, 0 outside the response.
+
+    Attributes:
+        logps: the old policy's, natural routing.
+        routes: the experts that it chose for every token, prompt included.
+        replayed_logps: the old policy's under the rollout engine's routes; None unless those were recorded.
+        route_scores: log router probability of the experts in `routes`; None unless asked for.
+        ref_logps: the reference policy's, natural routing; None without one.
+        values: of the value model, units of reward; None without one.
+        learned_rewards: of the reward model; None without one.
+    """
+
+    logps: Float[Tensor, "B T"]
+    routes: RoutedExperts
+    replayed_logps: Float[Tensor, "B T"] | None = None
+    route_scores: Float[Tensor, "B T L K"] | None = None
+    ref_logps: Float[Tensor, "B T"] | None = None
+    values: Float[Tensor, "B T"] | None = None
+    learned_rewards: Float[Tensor, "B"] | None = None
+
+
+@torch.no_grad()
+def score_rollout(
+    rollout: Rollout,
+    policy: nn.Module,
+    ranks: Ranks,
+    *,
+    temperature: float,
+    batch_size: int | None = None,
+    router_scores: bool = False,
+    reference: nn.Module | None = None,
+    critic: Critic | None = None,
+    reward_model: RewardModel | None = None,
+) -> Scores:
+    """One pass of the current policy gives old log-probabilities and routes; the run's other models speak beside it.
+
+    Args:
+        batch_size: responses per pass; None: 256.
+        router_scores: keep the router's scores of the chosen experts (RSPO).
+    """
+    policy.eval()
+    routes, found = [], []
+    for rows in torch.tensor(ranks.share(len(rollout))).split(batch_size or SCORING_BATCH):
+        part = rollout.rows(rows)
+        tokens = part.input_ids, part.attention_mask, part.completion_mask
+        watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
+        with record_routes(policy) as recording, watched as states:
+            old = token_logps(policy, *tokens, temperature=temperature, router_logits=router_scores)
+        routes.append(recording.routes)
+        seen: dict[str, Tensor] = {"logps": old.logps}
+        if part.routes is not None:  # of the rollout engine
+            with forced_routes(policy, part.routes):
+                seen["replayed_logps"] = token_logps(policy, *tokens, temperature=temperature).logps
+        if old.router_logits is not None:
+            seen["route_scores"] = chosen_scores(old.router_logits, recording.routes)
+        if reference is not None:
+            seen["ref_logps"] = token_logps(reference, *tokens, temperature=temperature).logps
+        if critic:
+            seen["values"] = critic.values(part, states)
+        if reward_model:
+            seen["learned_rewards"] = reward_model.scores(part.input_ids, part.attention_mask)
+        found.append(seen)
+    for name in ("logps", "replayed_logps", "ref_logps", "values", "learned_rewards"):
+        if any(not bool(torch.isfinite(seen[name]).all()) for seen in found if name in seen):
+            raise FloatingPointError(
+                f"scoring {len(rollout)} responses: {name} are not all finite. The weights of that model are no longer "
+                "usable, or a response has a token that it gives no probability."
+            )
+    tensors = {name: ranks.gather(torch.cat([seen[name] for seen in found]), len(rollout)) for name in found[0]}
+    return Scores(routes=ranks.gather_routes(RoutedExperts.cat(routes), len(rollout)), **tensors)
+
+
+def make_batch(
+    rollout: Rollout,
+    scores: Scores,
+    advantages: Float[Tensor, "B"] | Float[Tensor, "B T"],
+    *,
+    replay: str,
+    step: int,
+    returns: Float[Tensor, "B T"] | None = None,
+) -> Batch:
+    """What one RL step trains on. Under R3 the old log-probabilities are those under the rollout engine's routes
+    (arXiv 2510.11370), otherwise those of natural routing."""
+    old_logps, natural = scores.logps, None
+    if replay == "R3":
+        assert scores.replayed_logps is not None
+        old_logps, natural = scores.replayed_logps, scores.logps
+    return Batch(
+        input_ids=rollout.input_ids,
+        attention_mask=rollout.attention_mask,
+        completion_mask=rollout.completion_mask,
+        rewards=rollout.rewards,
+        advantages=advantages,
+        old_logps=old_logps,
+        routes=scores.routes,
+        rollout_logps=rollout.logps,
+        ref_logps=scores.ref_logps,
+        step=step,
+        values=scores.values,
+        returns=returns,
+        route_scores=scores.route_scores,
+        natural_logps=natural,
+        rollout_routes=rollout.routes,
+    )
+
+
+def engine_rows(
+    batch: Batch, replayed_logps: Float[Tensor, "B T"] | None, guard: SyncGuard | None
+) -> list[dict[str, Any]]:
+    """Rows of kind "engine" of a batch whose rollout engine's routes were recorded, one for each `pair`:
+
+    - "engines"           mu -> pi_old, equal weights, live routing in both: what the engine alone does
+    - "engines_replayed"  the same with the rollout's routes forced on pi_old: what is left of it under R3
+
+    The last token of a response has no route of the engine's and counts in no change rate.
+    """
+    if batch.rollout_routes is None:
+        return []
+    mask = batch.completion_mask
+    sync = {"sync_gap": guard.gap, "sync_tolerance": guard.tolerance} if guard else {}
+    changes = change_metrics(change_counts(batch.rollout_routes, batch.routes, mask, pair="engines"))
+    gap = engine_metrics(batch.live_old_logps, batch.rollout_logps, mask)
+    rows = [{"pair": "engines", "update": 0, **gap, **changes, **sync}]
+    if replayed_logps is not None:
+        gap = engine_metrics(replayed_logps, batch.rollout_logps, mask)
+        rows.append({"pair": "engines_replayed", "update": 0, **gap})
+    return rows

@@ -1,0 +1,82 @@
+"""Tables of a probed step: every response token after every update, and the routes that it took."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.routing import flips_per_token
+from moe_rl.training.batch import Batch
+from moe_rl.training.probe import Observation
+from moe_rl.training.route_tables import write_route_table
+from moe_rl.training.runlog import write_table
+
+
+def write_probe_tables(
+    folder: Path, step: int, tokenizer: Any, part: Batch, rows: Tensor, observations: list[Observation]
+) -> None:
+    """`tokens/step_NNNNNN.parquet` and `routes/step_NNNNNN_update_U.parquet` (update 0: the old policy).
+
+    Args:
+        part: the probed responses, which are the rows `rows` of the step's batch.
+    """
+    name = f"step_{step:06d}"
+    write_route_table(folder / "routes" / f"{name}_update_0.parquet", part.routes)
+    for seen in observations:
+        write_route_table(folder / "routes" / f"{name}_update_{seen.update}.parquet", seen.routes)
+    columns = [token_columns(part, seen, rows) for seen in observations]
+    table: dict[str, Any] = {key: torch.cat([c[key] for c in columns]).cpu().numpy() for key in columns[0]}
+    tokens = table["token"].tolist()
+    pieces = token_pieces(tokenizer, tokens)
+    table["text"] = [pieces[token] for token in tokens]
+    write_table(folder / "tokens" / f"{name}.parquet", table, prompt_texts(tokenizer, part, rows))
+
+
+def token_pieces(tokenizer: Any, tokens: Iterable[int]) -> dict[int, str]:
+    """The text of every distinct token as it stands inside a text: what decoding it twice adds to decoding it once.
+
+    Decoded alone, tokens of some vocabularies lose their leading space. Special tokens keep their names; a token that
+    is part of a character shows the replacement character.
+    """
+    known = sorted(set(tokens))
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    once = tokenizer.batch_decode([[token] for token in known], **options)
+    twice = tokenizer.batch_decode([[token, token] for token in known], **options)
+    return {t: b[len(a) :] if b.startswith(a) else a for t, a, b in zip(known, once, twice, strict=True)}
+
+
+def prompt_texts(tokenizer: Any, part: Batch, rows: Tensor) -> dict[str, Any]:
+    """What a token view needs besides the tokens: by `seq`, the prompt's text and the column of position 0, where the
+    stored routes of the response begin."""
+    first = part.completion_mask.int().argmax(1).tolist()
+    prompts = [
+        ids[:start][mask[:start]].tolist()
+        for ids, mask, start in zip(part.input_ids.cpu(), part.attention_mask.cpu().bool(), first, strict=True)
+    ]
+    texts = tokenizer.batch_decode(prompts, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return {"seq": rows.tolist(), "prompt": texts, "first": first}
+
+
+def token_columns(part: Batch, seen: Observation, rows: Tensor) -> dict[str, Tensor]:
+    """Columns of one update, one row per response token."""
+    mask = part.completion_mask
+    B, T = mask.shape
+    flips = flips_per_token(part.routes, seen.routes)
+    first = mask.int().argmax(1, keepdim=True)
+
+    def take(x: Tensor) -> Tensor:
+        return x.expand(B, T)[mask]
+
+    return {
+        "seq": take(rows[:, None]).int(),
+        "pos": take(torch.arange(T, device=mask.device)[None] - first).int(),
+        "token": take(part.input_ids).int(),
+        "update": torch.full((int(mask.sum()),), seen.update, dtype=torch.int32),
+        "old_logp": take(part.live_old_logps).float(),
+        "logp_natural": take(seen.natural).float(),
+        "logp_replayed": take(seen.replayed).float(),
+        "flips": take(flips).int(),
+        "reward": take(part.rewards[:, None]).float(),
+    }

@@ -1,0 +1,153 @@
+"""One optimizer step on one minibatch: forward and backward under the arm's routing, and what it did as one row."""
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.measure.logprobs import TokenLogps, token_logps
+from moe_rl.measure.ratio_metrics import update_ratio_metrics
+from moe_rl.measure.router_shift import chosen_scores, shift_weight
+from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
+from moe_rl.training.arm_routing import RoutingCount, update_routing
+from moe_rl.training.batch import Batch
+from moe_rl.training.config import MethodConfig, OptimConfig
+from moe_rl.training.critic import Critic
+from moe_rl.training.distributed import Ranks
+from moe_rl.training.dpo import pair_loss
+from moe_rl.training.method import Method
+
+COUNTS = ("replayed_rows", "routed_rows", "slots_changed", "slots")
+
+
+def update_policy(
+    batch: Batch,
+    policy: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    method: Method,
+    arm: MethodConfig,
+    optim: OptimConfig,
+    *,
+    temperature: float,
+    warmup: float,
+    noise: torch.Generator,
+    critic: Critic | None = None,
+) -> dict[str, Any]:
+    """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did.
+
+    A gradient that is not finite moves nothing: neither the policy nor the critic. Each rank goes forward and backward
+    on its own rows, in micro-batches of `optim.micro_batch`.
+
+    Args:
+        warmup: share of the learning rate.
+        noise: of the selection noise, if the arm has any.
+        critic: trained in the same step.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = optim.learning_rate * warmup * group["multiplier"]
+    policy.train()
+    mine = ranks.mine(batch)
+    tokens, sequences = int(batch.completion_mask.sum()), int(batch.completion_mask.any(1).sum())
+    pairs = int((batch.advantages > 0).sum())
+    found = []
+    for rows in torch.arange(len(mine)).split(optim.micro_batch or len(mine)):
+        micro = mine.rows(rows)
+        share = len(micro) / len(batch)
+        watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
+        with update_routing(policy, arm, micro, noise) as routing, watched as states:
+            out = token_logps(
+                policy,
+                micro.input_ids,
+                micro.attention_mask,
+                micro.completion_mask,
+                temperature=temperature,
+                entropy=True,
+                aux_loss=bool(optim.aux_loss_coef),
+                router_logits=method.weighs_routes,
+            )
+            weight = route_weight(out, micro) if method.weighs_routes else None
+            if method.pairs:
+                loss = pair_loss(arm.beta, out.logps, micro, pairs)
+            else:
+                loss = policy_loss(
+                    method.objective,
+                    out.logps,
+                    micro.old_logps,
+                    micro.advantages,
+                    micro.completion_mask,
+                    ref_logps=micro.ref_logps,
+                    rollout_logps=micro.rollout_logps if method.needs_rollout_logps else None,
+                    route_weight=weight,
+                    total_tokens=tokens,
+                    total_sequences=sequences,
+                )
+            total = loss.loss
+            if out.aux_loss is not None:
+                total = total + optim.aux_loss_coef * share * out.aux_loss
+            ranks.backward(total * ranks.size)  # which averages over ranks; these are shares of a sum
+        value_loss = critic.backward(micro, states, tokens) if critic else 0.0
+        found.append(MicroBatch(loss, out, routing, share, value_loss))
+    grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
+    finite = bool(torch.isfinite(grad_norm))  # else the weights stay as they are
+    if finite:
+        optimizer.step()
+    optimizer.zero_grad()
+    row = update_metrics(found, batch, ranks, method, optim)
+    if critic:
+        row["value_grad_norm"] = critic.step(warmup, hold=not finite)
+    return {"lr": optim.learning_rate * warmup, "grad_norm": grad_norm, **row}
+
+
+def route_weight(out: TokenLogps, micro: Batch) -> Tensor:
+    """RSPO's router-shift weight of each token, before its floor."""
+    assert out.router_logits is not None and micro.route_scores is not None
+    return shift_weight(chosen_scores(out.router_logits, micro.routes), micro.route_scores)
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What came of one forward and backward; `share` of the minibatch's sequences."""
+
+    loss: LossOutput
+    out: TokenLogps
+    routing: RoutingCount
+    share: float
+    value_loss: float
+
+
+def update_metrics(
+    parts: list[MicroBatch], batch: Batch, ranks: Ranks, method: Method, optim: OptimConfig
+) -> dict[str, Any]:
+    """Loss, ratios, clipped tokens, entropy, routing of the whole minibatch, all ranks; names as in the catalogue."""
+
+    def whole(tensors: list[Tensor]) -> Tensor:
+        return ranks.gather(torch.cat(tensors).detach(), len(batch))
+
+    loss, aux_loss, value_loss, *counts = ranks.sums(
+        sum(float(part.loss.loss.detach()) for part in parts),
+        sum(part.share * float(part.out.aux_loss.detach()) for part in parts if part.out.aux_loss is not None),
+        sum(part.value_loss for part in parts),
+        *(sum(getattr(part.routing, name) for part in parts) for name in COUNTS),
+    )
+    mask = batch.completion_mask
+    joined = TokenValues.cat([part.loss.tokens for part in parts])
+    values = TokenValues(**{name: ranks.gather(tensor, len(batch)) for name, tensor in joined.items()})
+    row: dict[str, Any] = {
+        "loss": loss,
+        **loss_metrics(values),
+        **update_ratio_metrics(
+            log_ratio=values.log_ratio,
+            sequence_log_ratio=whole([part.loss.sequence_log_ratio for part in parts]),
+            mask=mask,
+        ),
+        "entropy": whole([part.out.entropy for part in parts if part.out.entropy is not None])[mask].mean(),
+        "aux_loss": aux_loss if optim.aux_loss_coef else None,
+        "aux_loss_coef": optim.aux_loss_coef,
+        **dict(zip(COUNTS, map(int, counts), strict=True)),
+    }
+    if method.advantage == "gae":
+        row["value_loss"] = value_loss
+    return row

@@ -1,0 +1,134 @@
+"""What the command line says of itself: pages that answer at once, without torch and without a configuration.
+
+`first_page` is the help of the two commands that take a whole configuration; the complete list (`--help-all`) is made
+from the configuration's own fields.
+"""
+
+import shutil
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+from moe_rl.study.shipped import Outline, outline, shipped_studies, short_question
+
+SUMMARY = {
+    "study": "run all arms and seeds of a study; then draw its figures and report",
+    "run": "run one arm with one seed",
+    "figures": "draw figures and report of a study again, from its run folders",
+    "watch": "follow a study in the browser",
+    "drift": "how the routing of two checkpoints differs, whatever trained them",
+    "doctor": "what this machine can run, and what a study would need",
+}
+"""The commands, in the order of the help."""
+
+ROOT_OPTIONS = {"--version": "print the version"}
+
+CONFIGURATION = {
+    "--optim.steps N": "RL steps; each samples one batch of responses",
+    "--optim.num-minibatches N": "updates made on each batch",
+    "--optim.learning-rate X": "learning rate",
+    "--rollout.prompts N": "prompts per step",
+    "--rollout.group-size N": "responses per prompt",
+    "--model.path MODEL": "a Mixture-of-Experts model, hub id or folder (default: a tiny one, made here)",
+    "--task.name TASK": "what is to be solved: mod_chain, jsonl, reasoning_gym, ... or FILE.py:CLASS",
+}
+"""The fields of the configuration that most people set."""
+
+STUDY_OPTIONS = {
+    "--arms A B ...": "only these arms",
+    "--seeds 0 1 ...": "these seeds, for every arm that names none of its own",
+    "--workers N": "runs at a time (default: one per core, or one on a GPU)",
+    "--output DIR": "where to write (default: runs/NAME)",
+    "--rounding native avx2 ...": "repeat all of it with other CPU kernels, whose sums round differently",
+    "--no-figures": "run only, draw nothing",
+    "--trust": "let the study file run code that is no part of moe_rl",
+}
+RUN_OPTIONS = {
+    "--arm ARM": "which arm of the study",
+    "--seed N": "seed (default: the study's first)",
+    "--output DIR": "where to write (default: runs/NAME/ARM/seedN)",
+    "--trust": "let the study file run code that is no part of moe_rl",
+    "--method.objective NAME": "grpo, gspo, dapo, ...: docs/methods.md lists them",
+    "--method.replay KIND": "none, R2 (routes of the old policy) or R3 (routes of the rollout engine)",
+    "--method.noise X": "selection noise on the router logits in the update forward, a stress test",
+}
+
+
+def root_page() -> str:
+    """`moe-rl --help`."""
+    return "\n\n".join(
+        (
+            "usage: moe-rl COMMAND ...",
+            "Why is reinforcement learning of Mixture-of-Experts language models unstable? Record which experts are\n"
+            "chosen, replay them, train GRPO, GRPO + Routing Replay and GSPO under one loop, and measure what differs.",
+            _rows("commands", SUMMARY),
+            _rows("options", ROOT_OPTIONS),
+            "To begin: `moe-rl study` lists the studies that come with it, `moe-rl study quick` runs the smallest.\n"
+            "`moe-rl COMMAND --help` explains a command.",
+        )
+    )
+
+
+def studies_page() -> str:
+    """`moe-rl study` alone: the shipped studies and their questions."""
+    rows = {name: short_question(outline(path).question) for name, path in shipped_studies().items()}
+    return "\n\n".join(
+        (
+            "usage: moe-rl study NAME|FILE [options]",
+            _rows("studies that come with moe_rl", rows),
+            "`moe-rl study NAME --help` shows a study's arms and the options.",
+        )
+    )
+
+
+def first_page(command: str, word: str, file: Path | None) -> str:
+    """The help of `study` or `run`: the options that people use and, given a study file, its arms and seeds.
+
+    Args:
+        word: what was written for the file; empty if nothing was.
+
+    Raises:
+        StudyFileError: the file is not there or not YAML.
+    """
+    word = word or "NAME|FILE"
+    needed = " --arm ARM" if command == "run" else ""
+    arms = "the arms' own values win over it" if command == "study" else "for this arm, whatever the file says"
+    parts = [
+        f"usage: moe-rl {command} {word}{needed} [options]",
+        f"{SUMMARY[command].capitalize()}. Resumes what is unfinished.",
+    ]
+    if file is None:
+        parts.append("NAME is a study that comes with moe_rl (`moe-rl study` lists them), FILE one of your own.")
+    else:
+        parts.append(study_summary(outline(file)))
+    parts += [
+        _rows("options", STUDY_OPTIONS if command == "study" else RUN_OPTIONS),
+        _rows(f"configuration ({arms})", CONFIGURATION),
+        f"Every field of the configuration is an option: `moe-rl {command} {word} --help-all` lists them.",
+    ]
+    return "\n\n".join(parts)
+
+
+def study_summary(found: Outline) -> str:
+    """A study's question, arms and seeds."""
+    question = textwrap.fill(found.question, _width())
+    seeds = f"seeds: {' '.join(map(str, found.seeds))}"
+    return f"{question}\n\n{_rows('arms', found.arms)}\n\n{seeds}"
+
+
+def _rows(title: str, rows: Mapping[str, str]) -> str:
+    """A titled list of two columns."""
+    column = min(28, max((len(name) for name in rows), default=0) + 2)
+    lines = [f"{title}:"]
+    for name, words in rows.items():
+        wrapped = textwrap.wrap(words, _width() - column - 2) or [""]
+        if len(name) + 2 > column:
+            lines.append(f"  {name}")
+        else:
+            lines.append(f"  {name:{column}}{wrapped.pop(0)}".rstrip())
+        lines += [f"  {'':{column}}{line}" for line in wrapped]
+    return "\n".join(lines)
+
+
+def _width() -> int:
+    return min(110, shutil.get_terminal_size((100, 24)).columns)

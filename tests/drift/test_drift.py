@@ -1,0 +1,434 @@
+"""moe-rl drift, as a person calls it: any family, bad input named, one model at a time gives the same numbers."""
+
+import copy
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import (
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from moe_rl.cli import main
+from moe_rl.drift import figures, run
+from moe_rl.drift.checkpoints import check_device, fits_twice
+from moe_rl.drift.errors import DriftError
+from moe_rl.drift.floor import Floor
+from moe_rl.drift.page import floor_text
+from moe_rl.drift.run import DriftOptions, run_drift
+from moe_rl.measure import noise_floor
+from moe_rl.measure.decompose import decompose
+from moe_rl.measure.noise_floor import rounded_copy
+from moe_rl.measure.scoring import TokenBatch, score_live
+from moe_rl.policy.tiny import char_tokenizer
+from moe_rl.routing import change_counts, record_routes
+
+ALPHABET = "abcdefghij =+"
+TEXTS = ["abc=def", "ghij+a", "aa bb cc dd", "j=i+h", "fedcba", "a+b=c d+e=f"]
+COMMON = {
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+def build(family, tokenizer, **changes):
+    torch.manual_seed(0)
+    common = COMMON | {"vocab_size": len(tokenizer), "pad_token_id": 0} | changes
+    experts, moe_size = common.pop("experts", 6), common.pop("moe_size", 12)
+    if family == "qwen3_moe":
+        config = Qwen3MoeConfig(**common, num_experts=experts, moe_intermediate_size=moe_size, head_dim=8)
+        return Qwen3MoeForCausalLM(config)
+    if family == "olmoe":
+        return OlmoeForCausalLM(OlmoeConfig(**common, num_experts=experts))
+    if family == "granitemoe":
+        return GraniteMoeForCausalLM(GraniteMoeConfig(**common, num_local_experts=experts))
+    del common["num_experts_per_tok"]
+    return LlamaForCausalLM(LlamaConfig(**common))
+
+
+def save(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def moved(model, scale=0.05):
+    new = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter += scale * torch.randn(parameter.shape, generator=generator)
+    return new
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return char_tokenizer(ALPHABET)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, tokenizer):
+    """family -> (old folder, new folder), made when first asked for."""
+    made = {}
+
+    def pair(family):
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            old = build(family, tokenizer)
+            made[family] = save(old, tokenizer, folder / "old"), save(moved(old), tokenizer, folder / "new")
+        return made[family]
+
+    return pair
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(run, "draw", lambda *_: [])
+
+
+def refused(capsys, *arguments, status=1):
+    with pytest.raises(SystemExit) as stop:
+        main(["drift", *map(str, arguments)])
+    assert stop.value.code == status
+    return capsys.readouterr().err
+
+
+def facts_of(folder):
+    return json.loads((folder / "drift.json").read_text())
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "granitemoe"])
+def test_numbers_are_those_of_the_models_on_the_same_text(family, saved, prompts, tmp_path, tokenizer, undrawn, capsys):
+    old, new = saved(family)
+    output = tmp_path / "out"
+    main(["drift", str(old), str(new), "--prompts", str(prompts), "--output", str(output), "--batch-size", "4"])
+    facts = facts_of(output)
+    models = [build(family, tokenizer).eval(), moved(build(family, tokenizer)).eval()]
+    length = max(map(len, TEXTS))
+    ids = torch.zeros(len(TEXTS), length, dtype=torch.long)
+    attention = torch.zeros(len(TEXTS), length, dtype=torch.bool)
+    for row, text in enumerate(TEXTS):
+        ids[row, : len(text)] = torch.tensor(tokenizer(text)["input_ids"])
+        attention[row, : len(text)] = True
+    completion = attention.clone()
+    completion[:, 0] = False
+    direct = decompose(*models, ids, attention, completion, per_site=True)
+    shares, counts = direct.shares(), change_counts(direct.old_routes, direct.new_routes_taken, completion)
+    assert facts["architecture"] == family and facts["measured_tokens"] == sum(map(len, TEXTS)) - len(TEXTS)
+    assert facts["change"]["slot"]["changed"] == counts.slots_changed > 0
+    assert facts["change"]["token"]["of"] == counts.tokens_total
+    for name, value in shares.rows().items():
+        assert facts["decomposition"][name] == pytest.approx(value, rel=2e-3, abs=1e-9), name
+    sites = pd.read_parquet(output / "sites.parquet")
+    assert sites["slots_changed"].tolist() == counts.per_site_slots_changed.tolist()
+    assert sites["token_var_alone"].tolist() == pytest.approx(direct.site_shares().rows()["token_var_alone"], rel=2e-3)
+    tokens = pd.read_parquet(output / "tokens.parquet")
+    assert tokens["flips"].sum() == counts.sites_changed and (tokens["smallest_margin"] > 0).all()
+    assert tokens["token"].tolist() == [token for text in TEXTS for token in tokenizer(text)["input_ids"][1:]]
+    assert tokens["line"].tolist() == [n for n, text in enumerate(TEXTS, start=1) for _ in text[1:]]
+    assert tokens["log_ratio"].var() == pytest.approx(shares.token.total, rel=1e-3)
+    parts = tokens["weight"] + tokens["routing"] + tokens["interaction"]
+    np.testing.assert_allclose(parts, tokens["log_ratio"], atol=1e-5)
+    experts = pd.read_parquet(output / "experts.parquet")
+    assert experts["old"].sum() == experts["new"].sum() == facts["measured_tokens"] * 2 * 2
+    said = capsys.readouterr().out
+    assert "Expert change" in said and "GSPO" in said and str(output) in said
+
+
+def test_the_floor_is_what_the_old_checkpoint_changes_against_itself(tokenizer, tmp_path, capsys, monkeypatch):
+    """Recounted from the routes of the first six of nine texts: whole batches of three, until five were seen."""
+    old = build("qwen3_moe", tokenizer, intermediate_size=16, moe_size=16).eval()
+    folders = [save(model, tokenizer, tmp_path / name) for name, model in (("a", old), ("b", moved(old)))]
+    texts = [*TEXTS, *TEXTS[:3]]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    common = ["--prompts", str(tmp_path / "text.jsonl"), "--batch-size", "3", "--floor-sequences", "5"]
+    for name, more in (("both", []), ("alone", ["--one-at-a-time"])):
+        main(["drift", *map(str, folders), *common, "--output", str(tmp_path / name), *more])
+        monkeypatch.setattr(run, "draw", lambda *_: [])
+    said = capsys.readouterr().out
+    facts = facts_of(tmp_path / "both")["floor"]
+    assert facts == facts_of(tmp_path / "alone")["floor"] and facts["sequences"] == 6 and facts["left_out"] == {}
+    assert list(facts["variants"]) == ["repeat", "batch", "experts", "bf16"]
+    repeat, batch, experts, bf16 = facts["variants"].values()
+    assert [repeat[level]["changed"] for level in ("slot", "site", "token")] == [0, 0, 0] and repeat["gap_max"] == 0
+    assert max(batch["gap_max"], experts["gap_max"]) < 1e-5 < bf16["gap_max"], "fp32 on a CPU"
+
+    rounded = rounded_copy(old)
+    by_site, by_position, tokens, touched = [0, 0], {}, 0, 0
+    for start in (0, 3):
+        rows = texts[start : start + 3]
+        ids = torch.zeros(3, max(map(len, rows)), dtype=torch.long)
+        for row, text in enumerate(rows):
+            ids[row, : len(text)] = torch.tensor(tokenizer(text)["input_ids"])
+        mask = torch.tensor([[t < len(text) for t in range(ids.shape[1])] for text in rows])
+        taken = []
+        for model in (old, rounded):
+            with torch.no_grad(), record_routes(model) as recording:
+                model(input_ids=ids, attention_mask=mask)
+            taken.append(recording.routes.ids.tolist())
+        for row, text in enumerate(rows):
+            for t in range(1, len(text)):  # the first token follows nothing
+                lost = [len(set(taken[0][row][t][s]) - set(taken[1][row][t][s])) for s in (0, 1)]
+                by_site = [total + n for total, n in zip(by_site, lost, strict=True)]
+                by_position[t - 1] = by_position.get(t - 1, 0) + sum(n > 0 for n in lost)
+                tokens, touched = tokens + 1, touched + any(lost)
+    assert (bf16["slot"]["changed"], bf16["slot"]["of"]) == (sum(by_site), 4 * tokens) and sum(by_site) > 0
+    assert (bf16["token"]["changed"], bf16["site"]["changed"]) == (touched, sum(by_position.values()))
+    sites = pd.read_parquet(tmp_path / "both" / "floor_sites.parquet")
+    assert sites[sites["variant"] == "bf16"]["slots_changed"].tolist() == by_site
+    positions = pd.read_parquet(tmp_path / "both" / "floor_positions.parquet")
+    positions = positions[positions["variant"] == "bf16"].set_index("position")
+    assert positions["sites_changed"].to_dict() == by_position and positions["tokens"].sum() == tokens
+
+    percent = f"{100 * touched / tokens:.3g} % of tokens"
+    page = (tmp_path / "both" / "report.html").read_text()
+    assert f"Noise floor: {folders[0].name} against itself on 6 sequences" in said and percent in said
+    assert page.count(percent) >= 4, "summary, and the captions of three figures"
+    for figure in ("change_by_site", "change_by_position", "flips"):
+        assert "Noise floor: a against itself" in (tmp_path / "both" / "figures" / f"{figure}.md").read_text()
+    drawn = pd.read_csv(tmp_path / "both" / "figures" / "change_by_site.csv")
+    assert drawn[drawn["variant"] == "bf16"]["slots_changed"].tolist() == by_site
+
+
+def test_a_floor_is_left_out_when_asked_and_where_a_kernel_cannot_run(saved, prompts, tmp_path, undrawn):
+    """Experts of 12 inner units have rows of 24 bytes in bf16, and grouped_mm wants multiples of 16."""
+    options = DriftOptions(*map(str, saved("qwen3_moe")), prompts, tmp_path / "out", per_site=False)
+    floor = facts_of(run_drift(options))["floor"]
+    assert (
+        list(floor["variants"]) == ["repeat", "batch", "experts"]
+        and "multiple of 16 bytes" in floor["left_out"]["bf16"]
+    )
+    assert "not measured: bf16 (the self-check could" in (tmp_path / "out" / "report.html").read_text()
+    assert floor_text(json.loads((tmp_path / "out" / "drift.json").read_text()), reasons=False).endswith("bf16.")
+    facts = facts_of(run_drift(replace(options, floor_sequences=0)))
+    assert facts["floor"] == {"sequences": 0, "left_out": {}, "variants": {}}
+    assert "<dt>Noise floor" not in (tmp_path / "out" / "report.html").read_text()
+    names = ("sites", "floor_sites", "positions", "floor_positions")
+    tables = {name: pd.read_parquet(tmp_path / "out" / f"{name}.parquet") for name in names}
+    for figure in (
+        figures.change_by_site(tables["sites"], tables["floor_sites"], "note"),
+        figures.change_by_position(tables["positions"], tables["floor_positions"], "note"),
+    ):
+        assert "Dashed" not in figure.caption and not figure.figure.axes[0].lines[-1].get_label().startswith("equal")
+
+
+def test_a_bf16_copy_that_does_not_fit_is_left_out(tokenizer, monkeypatch):
+    monkeypatch.setattr(noise_floor, "free_bytes", lambda device: 1000)
+    model = build("qwen3_moe", tokenizer, moe_size=16).eval()
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    text = TokenBatch(torch.tensor([[3, 4, 5, 6]]), mask, mask & (torch.arange(4) > 0))
+    floor = Floor(8)
+    floor.add(model, text, score_live(model, text))
+    assert list(floor.variants) == ["repeat", "experts"], "one sequence has no other batch shape"
+    assert re.search("a bf16 copy takes .* GiB, .* are free", floor.left_out["bf16"])
+
+
+def test_flips_are_set_beside_the_log_ratio_that_they_can_move(saved, prompts, tmp_path, undrawn):
+    """Where no route changed at or before the predicting position, the routing part is exactly 0."""
+    output = run_drift(DriftOptions(*map(str, saved("qwen3_moe")), prompts, tmp_path / "out", per_site=False))
+    tokens = pd.read_parquet(output / "tokens.parquet")
+    second = tokens[tokens["position"] > 0]  # flips of the position before are in the row before
+    before = tokens["flips"].shift(1).loc[second.index]
+    assert (second["flips_before"] == before).all() and before.sum() > 0
+    first = tokens[tokens["position"] == 0]
+    assert (first["routing"][first["flips_before"] == 0] == 0).all()
+    assert (first["routing"][first["flips_before"] > 0] != 0).all() and (first["flips_before"] > 0).any()
+    assert "token_var_alone" not in pd.read_parquet(output / "sites.parquet")
+
+
+def test_the_page_stands_alone_and_figures_come_in_every_format(saved, prompts, tmp_path):
+    output = run_drift(DriftOptions(*map(str, saved("qwen3_moe")), prompts, tmp_path / "out", batch_size=3))
+    page = (output / "report.html").read_text()
+    assert page.count("<svg") == 8 and "<script" not in page and not re.search(r'(src|href)="(?!#|data:)', page)
+    assert not re.search(r"\bnan\b|\bNone\b", re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL))
+    names = {file.stem for file in (output / "figures").iterdir()}
+    for name in names:
+        assert {f.suffix for f in (output / "figures").glob(f"{name}.*")} == {".pdf", ".svg", ".png", ".csv", ".md"}
+    assert {"decomposition", "change_by_site", "log_ratios"} <= names
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.jsonl"]
+
+
+def test_a_checkpoint_against_itself_is_zero_everywhere_and_still_drawn(saved, prompts, tmp_path):
+    old, _ = saved("qwen3_moe")
+    output = run_drift(DriftOptions(str(old), str(old), prompts, tmp_path / "out"))
+    facts, tokens = facts_of(output), pd.read_parquet(output / "tokens.parquet")
+    assert [row["changed"] for row in facts["change"].values()] == [0, 0, 0]
+    assert (tokens[["log_ratio", "weight", "routing", "interaction"]] == 0).all(axis=None)
+    page = (output / "report.html").read_text()
+    assert "say the same of this text" in page and page.count("<svg") == 5, "of nothing there is no decomposition"
+    assert facts["decomposition"]["token_share_routing"] is None, "a share of nothing is null, not NaN"
+
+
+def test_one_at_a_time_gives_the_same_numbers(saved, prompts, tmp_path, undrawn):
+    pair = [str(folder) for folder in saved("olmoe")]
+    both = run_drift(DriftOptions(*pair, prompts, tmp_path / "both", batch_size=4))
+    alone = run_drift(DriftOptions(*pair, prompts, tmp_path / "alone", batch_size=4, one_at_a_time=True))
+    a, b = facts_of(both), facts_of(alone)
+    assert a.pop("settings")["one_at_a_time"] is False and b.pop("settings")["one_at_a_time"] is True
+    assert a == b
+    for name in ("tokens", "sites", "experts", "positions"):
+        pd.testing.assert_frame_equal(
+            *(pd.read_parquet(f / f"{name}.parquet") for f in (both, alone)), check_exact=True
+        )
+    assert not (alone / "cache").exists()
+
+
+def test_where_two_do_not_fit_one_at_a_time_is_taken(saved, prompts, tmp_path, undrawn, monkeypatch):
+    cpu = torch.device("cpu")
+    assert fits_twice(1, "float32", cpu) and not fits_twice(10**15, "float32", cpu)
+    monkeypatch.setattr(run.pair, "fits_twice", lambda *_: False)
+    output = run_drift(DriftOptions(*map(str, saved("olmoe")), prompts, tmp_path / "out"))
+    assert facts_of(output)["settings"]["one_at_a_time"] is True
+
+
+def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
+    saved, prompts, tmp_path, undrawn, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    pair = [str(folder) for folder in saved("olmoe")]
+    output = run_drift(DriftOptions(*pair, prompts))
+    assert output.as_posix() == "runs/drift/old_vs_new"
+    (output / "stale").write_text("")
+    assert run_drift(DriftOptions(*pair, prompts)) == output and not (output / "stale").exists()
+    same = run._names(DriftOptions("a/step_1/hf", "a/step_2/hf", prompts))
+    assert same == ["step_1-hf", "step_2-hf"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("...")
+    assert "no earlier comparison" in refused(capsys, *pair, "--prompts", prompts, "--output", tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "..."
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory, tokenizer, saved):
+    """Checkpoints that do not go with the pair of qwen3_moe, by what is wrong with them."""
+    folder = tmp_path_factory.mktemp("odd")
+    model = build("qwen3_moe", tokenizer)
+    (folder / "empty").mkdir()
+    return {
+        "no tokenizer": save(model, None, folder / "no_tokenizer"),
+        "other tokenizer": save(model, char_tokenizer(ALPHABET.replace("a", "z")), folder / "other_tokenizer"),
+        "other experts": save(build("qwen3_moe", tokenizer, experts=8), tokenizer, folder / "experts"),
+        "other k": save(build("qwen3_moe", tokenizer, num_experts_per_tok=3), tokenizer, folder / "k"),
+        "other heads": save(build("qwen3_moe", tokenizer, num_key_value_heads=1), tokenizer, folder / "heads"),
+        "other family": saved("olmoe")[0],
+        "dense": save(build("llama", tokenizer), tokenizer, folder / "dense"),
+        "missing": folder / "missing",
+        "empty": folder / "empty",
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("no tokenizer", "NEW: .*no_tokenizer has no usable tokenizer.*--tokenizer PATH"),
+        ("other tokenizer", r"two tokenizers: \d+ tokens differ, the first is"),
+        ("other experts", "num_experts is 6 in OLD and 8 in NEW"),
+        ("other k", "num_experts_per_tok is 2 in OLD and 3 in NEW"),
+        ("other heads", r"k_proj.weight is \(16, 16\) in OLD and \(8, 16\) in NEW"),
+        ("other family", "OLD is Qwen3MoeForCausalLM, NEW is OlmoeForCausalLM"),
+        ("dense", "NEW: .*dense is no Mixture-of-Experts"),
+        ("missing", "NEW: there is no folder .*missing"),
+        ("empty", r"NEW: .*empty holds no model \(no config.json\)"),
+    ],
+)
+def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
+    wrong, message, odd, saved, prompts, tmp_path, capsys
+):
+    old, _ = saved("qwen3_moe")
+    error = refused(capsys, old, odd[wrong], "--prompts", prompts, "--output", tmp_path / "out")
+    assert re.search(message, error), error
+    assert error.count("moe-rl: error") == 1 and "Traceback" not in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+def test_a_named_tokenizer_stands_in(odd, saved, prompts, tmp_path, undrawn):
+    old, _ = saved("qwen3_moe")
+    options = DriftOptions(str(old), str(odd["no tokenizer"]), prompts, tmp_path / "out", tokenizer=str(old))
+    assert facts_of(run_drift(options))["measured_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no examples"),
+        ("\n\n", "holds no examples"),
+        ('{"text": "ab"}\nplain text\n', "line 2 is not JSON"),
+        ('{"text": "ab"}\n\n["ab"]\n', "line 3: a JSON list instead of an object"),
+        ('{"question": "ab"}\n', r"line 1: none of the keys text, prompt and messages \('question'\)"),
+        ('{"prompt": "ab", "completion": 3}\n', "line 1: completion is a int"),
+        ('{"messages": []}\n', "line 1: messages must be a list"),
+        ('{"messages": [{"role": "user", "content": "ab"}]}\n', "line 1 holds chat messages.*no chat template"),
+        ('{"text": "ab"}\n{"text": "ab?"}\n', "line 2 cannot be tokenised"),
+        ('{"text": "a"}\n{"text": ""}\n', "no token to measure: 2 of 2 examples"),
+        ("\ufffe".encode("utf-16").decode("latin1"), "line 1 is not JSON"),
+    ],
+)
+def test_a_prompt_file_that_cannot_be_read_names_the_line(content, message, saved, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content.encode("latin1"))
+    error = refused(capsys, *saved("qwen3_moe"), "--prompts", path, "--output", tmp_path / "out")
+    assert re.search(message, error), error
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "status"),
+    [
+        (["--device", "cuda:9"], "cuda:9 is not there; this machine has", 1),
+        (["--device", "abacus"], "unknown device 'abacus'", 1),
+        (["--dtype", "float8"], "unknown 'float8'; expected one of float32", 1),
+        (["--batch-size", "0"], "--batch-size must be at least 1", 1),
+        (["--floor-sequences", "-1"], "--floor-sequences at least 0; got 8, 2048 and -1", 1),
+        (["--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl", 1),
+        (["--batch-sise", "2"], "--batch-size", 2),
+    ],
+)
+def test_options_that_cannot_be_are_named(options, message, status, saved, prompts, tmp_path, capsys):
+    error = refused(
+        capsys, *saved("qwen3_moe"), "--prompts", prompts, "--output", tmp_path / "out", *options, status=status
+    )
+    assert message in error and not (tmp_path / "out").exists()
+
+
+def test_an_error_halfway_leaves_nothing_behind(saved, prompts, tmp_path, monkeypatch, capsys):
+    old, new = saved("qwen3_moe")
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device", "figures")
+
+    monkeypatch.setattr(run, "draw", full_disk)
+    error = refused(capsys, old, new, "--prompts", prompts, "--output", tmp_path / "out")
+    assert "No space left" in error and "nothing was written" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+def test_the_default_device_is_there():
+    assert check_device(None).type in ("cpu", "cuda")
+    with pytest.raises(DriftError, match="mps:1 is not there"):
+        check_device("mps:1")

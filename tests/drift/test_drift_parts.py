@@ -1,0 +1,178 @@
+"""The text of a comparison, and what is counted of it, by hand."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.drift.errors import DriftError
+from moe_rl.drift.passes import Measured
+from moe_rl.drift.prompts import Skipped, TextBatch, batches, check_file, examples, tokenised
+from moe_rl.drift.tally import Tally, _median
+from moe_rl.measure.decompose import Decomposition
+from moe_rl.measure.scoring import TokenBatch
+from moe_rl.policy.tiny import char_tokenizer
+from moe_rl.routing import RoutedExperts
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<' if m.role == 'user' else '>' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    made = char_tokenizer("abcdefgh<>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def spelled(tokenizer, ids):
+    return "".join(tokenizer.convert_ids_to_tokens(ids))
+
+
+@pytest.mark.parametrize(
+    ("row", "before", "measured"),
+    [
+        ({"text": "abcd"}, "a", "bcd"),
+        ({"prompt": "abcd"}, "a", "bcd"),
+        ({"prompt": "ab", "completion": "cd"}, "ab", "cd"),
+        ({"prompt": "", "completion": "cd"}, "c", "d"),
+        ({"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}, "<ab>", "cd"),
+        ({"messages": [{"role": "user", "content": "ab"}]}, "<", "ab"),
+        ({"prompt": [{"role": "user", "content": "ab"}], "completion": "cd"}, "<ab>", "cd"),
+        (
+            {
+                "prompt": [{"role": "user", "content": "ab"}],
+                "completion": [{"role": "assistant", "content": "cd"}],
+            },
+            "<ab>",
+            "cd",
+        ),
+    ],
+)
+def test_every_form_of_a_line_and_what_is_measured_of_it(row, before, measured, tokenizer, tmp_path):
+    ids, start = tokenised(row, tokenizer)
+    assert (spelled(tokenizer, ids[:start]), spelled(tokenizer, ids[start:])) == (before, measured)
+    path = tmp_path / "one.jsonl"
+    path.write_text(json.dumps(row))
+    assert check_file(path, tokenizer) == 1
+
+
+def test_lines_are_cut_counted_and_padded_on_the_right(tokenizer, tmp_path):
+    path = tmp_path / "text.jsonl"
+    rows = [
+        {"text": "abcdef"},
+        {"text": "a"},
+        {"prompt": "abcde", "completion": "f"},
+        {"prompt": "ab", "completion": "c"},
+    ]
+    path.write_bytes(b"\xef\xbb\xbf" + "\n\n".join(map(json.dumps, rows)).encode())  # a byte-order mark, empty lines
+    skipped = Skipped()
+    found = list(batches(examples(path, tokenizer, 4, skipped), 2, tokenizer.pad_token_id))
+    assert (skipped.truncated, skipped.empty) == (2, 2), "both long lines are cut, and one keeps no completion"
+    assert [batch.lines for batch in found] == [[1, 7]] and check_file(path, tokenizer) == 4
+    text = found[0].text
+    assert text.attention_mask.tolist() == [[True] * 4, [True] * 3 + [False]]
+    assert text.completion_mask.tolist() == [[False, True, True, True], [False, False, True, False]]
+    assert spelled(tokenizer, text.input_ids[0].tolist()) == "abcd"
+    with pytest.raises(DriftError, match="no file"):
+        check_file(tmp_path / "nowhere", tokenizer)
+
+
+def measured_by_hand():
+    """Two sequences, two sites, K = 2 of 4 experts. `.` is a prompt token or padding.
+
+    sequence 0 (tokens 1, 2 measured): token 0 changes one slot at site 0; token 1 changes one at each site;
+                                       token 2 changes both slots at site 1
+    sequence 1 (token 1 measured):     nothing changes
+    """
+    same = [[0, 1], [0, 1]]
+    old = torch.tensor([[same, same, same], [same, same, same]])
+    new = old.clone()
+    new[0, 0, 0] = torch.tensor([0, 2])
+    new[0, 1, 0], new[0, 1, 1] = torch.tensor([1, 3]), torch.tensor([2, 1])
+    new[0, 2, 1] = torch.tensor([2, 3])
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    names = ["layers.0.gate", "layers.1.gate"]
+    routes = [RoutedExperts(ids, names, 4) for ids in (old, new)]
+    corners = torch.zeros(4, 2, 3, dtype=torch.float64)  # old, new weights, new routes, new
+    corners[1, 0, 1], corners[2, 0, 1], corners[3, 0, 1] = 1.0, 2.0, 4.0  # weight 1, routing 2, interaction 1
+    corners[1, 0, 2], corners[3, 0, 2] = -1.0, -1.0
+    parts = Decomposition(*corners, mask=mask, old_routes=routes[0], new_routes_taken=routes[1])
+    margins = torch.full((2, 3, 2), 0.5)
+    margins[0, 1] = 0.001
+    ids = torch.arange(6).view(2, 3)
+    return Measured(TextBatch([3, 8], TokenBatch(ids, torch.ones(2, 3, dtype=torch.bool), mask)), parts, margins)
+
+
+def test_counts_and_rates_by_hand():
+    tally = Tally()
+    rows = tally.add(measured_by_hand())
+    # measured tokens 3, slots 12, sites 6; slots changed 1 + 1 + 2 = 4, sites 2 + 1 = 3, tokens 2
+    rates = tally.rates()
+    assert [(rates[n]["changed"], rates[n]["of"]) for n in ("slot", "site", "token")] == [(4, 12), (3, 6), (2, 3)]
+    # Two clusters, (slots, tokens) = (4, 2), (0, 1): mean tokens 1.5, slope 4/3; residuals 4 - 8/3 and 0 - 4/3, so
+    # ±4/3; their variance 32/9; half width 1.96 * sqrt(32/9 / 2) / 1.5 per token, / 4 slots = 0.4356.
+    assert rates["slot"]["high"] == pytest.approx(4 / 12 + 1.96 * (16 / 9) ** 0.5 / 1.5 / 4)
+    assert rates["slot"]["low"] == 0
+    assert rows["line"].tolist() == [3, 3, 8] and rows["position"].tolist() == [0, 1, 0]
+    assert rows["token"].tolist() == [1, 2, 4] and rows["slots_changed"].tolist() == [2, 2, 0]
+    assert rows["flips"].tolist() == [2, 1, 0] and rows["flips_before"].tolist() == [1, 2, 0]
+    assert rows["smallest_margin"].tolist() == pytest.approx([0.001, 0.5, 0.5])
+    assert rows["interaction"].tolist() == [1, 0, 0]
+    sites = tally.sites()
+    assert sites["slots_changed"].tolist() == [1, 3] and sites["tokens_changed"].tolist() == [1, 2]
+    # Load of site 0: old (3, 3, 0, 0); new: 1,3 for one token: (2, 3, 0, 1): shares move by 1/6.
+    assert tally.experts()["new"].tolist()[:4] == [2, 3, 0, 1]
+    assert sites["load_moved"].tolist()[0] == pytest.approx(1 / 6)
+    positions = tally.by_position()
+    assert positions["tokens"].tolist() == [2, 1] and positions["slots_changed"].tolist() == [2, 2]
+    assert positions["tokens_changed"].tolist() == [1, 1] and positions["sites"].tolist() == [4, 2]
+    margins = tally.by_margin()
+    assert margins["choices"].tolist() == [2, 4] and margins["changed"].tolist() == [2, 1]
+    assert (margins["low"][0] <= 0.001 < margins["high"][0]) or np.isclose(margins["low"][0], 0.001)
+
+
+def test_log_ratios_by_hand():
+    tally = Tally()
+    tally.add(measured_by_hand())
+    # log r = 4, -1, 0; k1 = -1; k3 = mean(e^4 - 5, e^-1, 0)
+    kl = tally.kl()
+    assert kl["k1_natural"] == pytest.approx(-1)
+    assert kl["k3_natural"] == pytest.approx((np.exp(4) - 5 + np.exp(-1)) / 3)
+    assert kl["k3_replayed"] == pytest.approx((np.exp(1) - 2 + np.exp(-1)) / 3)
+    tails = tally.tails().set_index(["log_ratio", "size"])["tokens"]
+    near = {kind: [int(tails[kind].iloc[(tails[kind].index > x).argmax()]) for x in (0.5, 1.5, 5)] for kind in
+            ("natural", "replayed", "routing")}  # fmt: skip
+    assert near == {"natural": [2, 1, 0], "replayed": [2, 0, 0], "routing": [1, 1, 0]}
+    tally.add(measured_by_hand())
+    by_flips = tally.variance_by_flips().set_index("flips")
+    assert by_flips["tokens"].to_dict() == {0: 2, 1: 2, 2: 2} and (by_flips["natural"] == 0).all()
+
+
+def test_batches_add_up_whatever_their_length():
+    once, twice = Tally(), Tally()
+    once.add(measured_by_hand())
+    twice.add(measured_by_hand())
+    short = measured_by_hand()
+    parts = short.parts
+    cut = Decomposition(
+        *(getattr(parts, name)[:, :2] for name in ("old", "new_weights", "new_routes", "new", "mask")),
+        old_routes=RoutedExperts(parts.old_routes.ids[:, :2], parts.old_routes.sites, 4),
+        new_routes_taken=RoutedExperts(parts.new_routes_taken.ids[:, :2], parts.old_routes.sites, 4),
+    )
+    whole = short.batch.text
+    text = TokenBatch(whole.input_ids[:, :2], whole.attention_mask[:, :2], whole.completion_mask[:, :2])
+    twice.add(Measured(TextBatch([1, 2], text), cut, short.margins[:, :2]))
+    assert twice.by_position()["tokens"].tolist() == [4, 1]
+    assert twice.rates()["slot"]["changed"] == 6 and twice.shares.tokens.count == 5
+    assert twice.experts()["old"].sum() == once.experts()["old"].sum() + 2 * 2 * 2
+
+
+def test_median_is_log_linear_within_its_bin():
+    edges = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+    assert _median(torch.tensor([0, 2, 0, 0]), edges) == pytest.approx(10**0.5)
+    assert _median(torch.tensor([0, 1, 3, 0]), edges) == pytest.approx(10 ** (1 + 1 / 3))
+    assert np.isnan(_median(torch.zeros(4, dtype=torch.long), edges))

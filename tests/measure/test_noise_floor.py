@@ -1,0 +1,24 @@
+"""The noise floor's variants leave the model as it was; its rows are tested in tests/training/test_probe.py."""
+
+import pytest
+import torch
+
+from moe_rl.measure.noise_floor import other_experts, rounded_copy
+from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
+
+
+def test_a_rounded_copy_leaves_the_model_and_another_implementation_is_given_back():
+    tiny = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
+    model = build_tiny(tiny, char_tokenizer("ab"))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    copied = rounded_copy(model)
+    assert {p.dtype for p in copied.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        next(copied.parameters()).zero_()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    name = model.config._experts_implementation
+    with pytest.raises(ZeroDivisionError), other_experts(model) as names:
+        assert names is not None and model.config._experts_implementation == names[1] != name
+        raise ZeroDivisionError
+    assert model.config._experts_implementation == name

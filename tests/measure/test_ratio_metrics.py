@@ -1,0 +1,83 @@
+"""Metrics of ratios against arithmetic done by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_rl.measure.ratio_metrics import effective_share, gap_metrics, ratio_metrics, update_ratio_metrics
+
+LN2 = math.log(2)
+# Ratios 1, 4 | 1/4, padding. d = 0, 2 ln 2 | -2 ln 2.
+D = torch.tensor([[0.0, 2 * LN2], [-2 * LN2, 99.0]], dtype=torch.float64)
+MASK = torch.tensor([[True, True], [True, False]])
+
+
+def test_spread_of_three_tokens():
+    metrics = {name: float(value) for name, value in ratio_metrics(D, MASK).items()}
+    assert metrics["k1"] == pytest.approx(0.0, abs=1e-12)
+    assert metrics["m2"] == pytest.approx(8 * LN2**2 / 3)  # (0 + 4 + 4) ln²2 / 3
+    assert metrics["k2"] == pytest.approx(metrics["m2"] / 2)
+    assert metrics["k3"] == pytest.approx((0 + (3 - 2 * LN2) + (-0.75 + 2 * LN2)) / 3)
+    assert metrics["gap_mean"] == pytest.approx(4 * LN2 / 3)
+    assert metrics["gap_p99"] == metrics["gap_max"] == pytest.approx(2 * LN2)
+    assert [metrics[f"extreme_{tau}"] for tau in (2, 3, 5, 10)] == [2, 2, 0, 0]
+    assert metrics["var_ratio"] == pytest.approx(((1 - 1.75) ** 2 + (4 - 1.75) ** 2 + (0.25 - 1.75) ** 2) / 2)
+    assert metrics["chi2_token"] == pytest.approx((1 + 16 + 1 / 16) / 3 - 1)
+    assert metrics["ess_token"] == pytest.approx(5.25**2 / (3 * (17 + 1 / 16)))
+    assert metrics["chi2_sequence"] == pytest.approx((4 + 1 / 16) / 2 - 1)  # s = 2 and 1/4
+    assert metrics["ess_sequence"] == pytest.approx(2.25**2 / (2 * (4 + 1 / 16)))
+    assert metrics["var_within"] == pytest.approx(LN2**2 / 2)  # ln²2 in the first, 0 in the second
+    assert metrics["max_token_kl_max"] == pytest.approx(3 - 2 * LN2)
+    assert metrics["max_token_kl_mean"] == pytest.approx((3 - 2 * LN2 - 0.75 + 2 * LN2) / 2)
+
+
+def test_equal_policies_give_zeros_and_full_samples():
+    metrics = ratio_metrics(torch.zeros(2, 2), MASK)
+    assert {n for n, v in metrics.items() if float(v) != 0} == {"ess_token", "ess_sequence"}
+    assert float(metrics["ess_token"]) == float(metrics["ess_sequence"]) == 1
+
+
+def test_no_tokens_give_nan_and_nothing_raises():
+    metrics = ratio_metrics(D, torch.zeros_like(MASK))
+    assert all(math.isnan(float(v)) for n, v in metrics.items() if not n.startswith("extreme"))
+    assert float(metrics["extreme_2"]) == 0
+
+
+@given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20))
+@settings(deadline=None, max_examples=30)
+def test_effective_share_is_one_over_one_plus_the_squared_variation(weights):
+    w = torch.tensor(weights, dtype=torch.float64)
+    variation = w.var(correction=0) / w.mean() ** 2
+    assert float(effective_share(w)) == pytest.approx(float(1 / (1 + variation)))
+
+
+def test_p99_is_the_nearest_rank_and_padding_counts_nowhere():
+    d = torch.zeros(1, 201)
+    d[0, :2] = torch.tensor([3.0, 2.0])
+    d[0, 200] = 50.0
+    mask = torch.ones(1, 201, dtype=torch.bool)
+    mask[0, 200] = False
+    metrics = ratio_metrics(d, mask)  # 200 tokens: rank 198 of 200, the largest two lie above
+    assert float(metrics["gap_p99"]) == 0 and float(metrics["gap_max"]) == 3
+
+
+def test_variances_of_an_updates_log_ratios_are_of_the_tokens_inside_the_mask():
+    metrics = update_ratio_metrics(D, torch.tensor([LN2, -2 * LN2], dtype=torch.float64), MASK)
+    assert float(metrics["var_token_log_ratio"]) == pytest.approx(4 * LN2**2)  # (0 + 4 + 4) ln²2 / 2
+    assert float(metrics["var_sequence_log_ratio"]) == pytest.approx(4.5 * LN2**2)  # (1.5² + 1.5²) ln²2
+
+
+def test_gap_by_hand():
+    # d = (ln 3, 0 | -ln 1.5): r = 3, 1, 2/3. k3 = (3 - 1 - ln 3 + 0 + 2/3 - 1 + ln 1.5) / 3; only r = 3 is beyond 2.
+    new = torch.tensor([[math.log(3), 0.0], [-math.log(1.5), 99.0]])
+    mask = torch.tensor([[True, True], [True, False]])
+    gap = gap_metrics(new, torch.zeros(2, 2), mask)
+    assert gap["k3"] == pytest.approx((2 - math.log(3) - 1 / 3 + math.log(1.5)) / 3)
+    assert gap["extreme_fraction"] == pytest.approx(1 / 3)
+    assert gap["gap_max"] == pytest.approx(math.log(3))
+    assert gap["gap_mean"] == pytest.approx((math.log(3) + math.log(1.5)) / 3)
+    # sequence means: ln(3)/2 and -ln 1.5; the variance of two numbers is half their squared difference
+    assert gap["var_sequence"] == pytest.approx((math.log(3) / 2 + math.log(1.5)) ** 2 / 2)

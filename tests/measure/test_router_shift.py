@@ -1,0 +1,69 @@
+"""RSPO's weight in the loop, against loops, against the routing room's own, and where nothing moved."""
+
+import math
+
+import pytest
+import torch
+
+from moe_rl.measure.router_shift import chosen_scores, shift_weight
+from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.routing.router_stats import router_shift
+
+B, T, L, K, E = 2, 3, 2, 2, 5
+
+
+@pytest.fixture
+def case():
+    generator = torch.Generator().manual_seed(0)
+    old, new = ([torch.randn(B * T, E, generator=generator, dtype=torch.float64) for _ in range(L)] for _ in range(2))
+    ids = torch.stack([logits.topk(K).indices.view(B, T, K) for logits in old], 2)
+    return old, new, RoutedExperts(ids, [f"layers.{i}.gate" for i in range(L)], E)
+
+
+def test_gamma_of_identical_policies_is_one(case):
+    old, _, routes = case
+    scores = chosen_scores(old, routes)
+    assert torch.equal(shift_weight(scores, scores), torch.ones(B, T, dtype=torch.float64))
+
+
+def test_gamma_against_loops(case):
+    old, new, routes = case
+    gamma = shift_weight(chosen_scores(new, routes), chosen_scores(old, routes))
+
+    def log_r(logits, expert):
+        return float(logits[expert]) - math.log(sum(math.exp(float(x)) for x in logits))
+
+    for b in range(B):
+        for t in range(T):
+            row, delta = b * T + t, 0.0
+            for site in range(L):
+                for expert in routes.ids[b, t, site].tolist():
+                    delta += abs(log_r(new[site][row], expert) - log_r(old[site][row], expert)) / (L * K)
+            assert float(gamma[b, t]) == pytest.approx(math.exp(-delta), abs=1e-12)
+
+
+def test_gamma_is_that_of_whole_router_logits(case):
+    old, new, routes = case
+    whole = [torch.stack([x.view(B, T, E) for x in logits], 2) for logits in (old, new)]
+    expected = router_shift(*whole, routes.ids, gamma_min=0.0).gamma
+    gamma = shift_weight(chosen_scores(new, routes), chosen_scores(old, routes))
+    torch.testing.assert_close(gamma, expected)
+
+
+def test_probabilities_in_place_of_logits_are_seen_for_what_they_are(case):
+    old, _, routes = case
+    given = chosen_scores([logits.softmax(-1) for logits in old], routes)
+    torch.testing.assert_close(given, chosen_scores(old, routes))
+
+
+def test_the_weight_is_detached_and_its_floor_left_to_the_objective(case):
+    old, _, routes = case
+    moved = [(10 * logits).requires_grad_() for logits in old]
+    gamma = shift_weight(chosen_scores(moved, routes), chosen_scores(old, routes))
+    assert not gamma.requires_grad and float(gamma.min()) < 0.8
+
+
+def test_logits_of_other_sites_are_refused(case):
+    old, _, routes = case
+    with pytest.raises(RoutingError, match="router logits of 1 sites and its routes have 2"):
+        chosen_scores(old[:1], routes)

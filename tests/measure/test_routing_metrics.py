@@ -1,0 +1,66 @@
+"""Metrics of routers, load and changed routes against arithmetic done by hand."""
+
+import math
+
+import pytest
+import torch
+
+from moe_rl.measure.routing_metrics import change_metrics, load_metrics, position_metrics, router_metrics
+from moe_rl.routing import RoutedExperts, change_counts
+
+LN2 = math.log(2)
+
+
+def test_router_metrics_of_one_token_at_one_site():
+    old, new = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([[2.0, 1.0, 3.0]])
+    p, q = old.softmax(-1), new.softmax(-1)
+    m = (p + q) / 2
+    metrics = router_metrics([old], [new], k=2)
+    assert metrics["router_kl"] == pytest.approx(float((p * (p / q).log()).sum()), rel=1e-5)
+    assert metrics["router_js"] == pytest.approx(float((p * (p / m).log() + q * (q / m).log()).sum() / 2), rel=1e-5)
+    assert float(metrics["margin_median"]) == pytest.approx(1.0)  # 2 - 1: the third is chosen now
+    assert float(metrics["shift_over_margin"]) == pytest.approx(4.0)  # changes -1, -1, +2; half the old margin is 0.5
+
+
+def test_a_common_shift_of_logits_moves_no_router():
+    old = [torch.randn(4, 6), torch.randn(4, 6)]
+    metrics = router_metrics(old, [logits + 5 for logits in old], k=2)
+    assert metrics["router_kl"] == pytest.approx(0, abs=1e-6)
+    assert float(metrics["shift_over_margin"]) == pytest.approx(0, abs=1e-3)
+    assert "margin_median" not in router_metrics(old, old, k=6), "all experts are taken: there is no boundary"
+
+
+def test_load_of_two_tokens_on_four_experts():
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    old, new = (
+        RoutedExperts(torch.tensor(ids), ("gate",), 4) for ids in ([[[[0, 1]], [[0, 1]]]], [[[[0, 1]], [[0, 2]]]])
+    )
+    metrics = {name: float(value) for name, value in load_metrics(old, new, mask).items()}
+    assert metrics["load_cv_mean"] == metrics["load_cv_max"] == pytest.approx(math.sqrt(0.5))  # 2, 1, 1, 0 around 1
+    assert metrics["load_entropy_mean"] == pytest.approx(1.5 * LN2)  # ½ ln 2 + 2 · ¼ ln 4
+    assert metrics["active_set_churn"] == pytest.approx(1 / 3)  # {0, 1} -> {0, 1, 2}
+
+
+def test_changes_by_site_and_position_of_two_responses():
+    """Sites 0 and 1, K = 2. Row 0 responds at columns 1, 2, row 1 at column 2 alone; columns before are prompts.
+
+    Row 0: the prompt changes (counts nowhere); position 0 changes one slot at site 0; position 1 both slots at site 1.
+    Row 1: position 0 changes one slot at each site.
+    """
+    old = torch.tensor([0, 1]).expand(2, 3, 2, 2)
+    new = old.clone()
+    new[0, 0, 0] = torch.tensor([2, 3])
+    new[0, 1, 0] = torch.tensor([1, 2])
+    new[0, 2, 1] = torch.tensor([2, 3])
+    new[1, 2] = torch.tensor([[0, 3], [3, 1]])
+    mask = torch.tensor([[False, True, True], [False, False, True]])
+    routes = [RoutedExperts(ids, ("l.0.gate", "l.1.gate"), 4) for ids in (old, new)]
+    metrics = change_metrics(change_counts(*routes, mask))
+    assert [metrics[n] for n in ("slots_changed", "slots", "sites_changed", "sites", "tokens_changed", "tokens")] == [
+        5, 12, 4, 6, 3, 3,
+    ]  # fmt: skip
+    assert metrics["site_slots_changed"].tolist() == [2, 3] and metrics["site_slots"].tolist() == [6, 6]
+    assert metrics["flips_histogram"].tolist() == [0, 2, 1]  # tokens of 0, 1, 2 changed sites
+    assert metrics["deviation_histogram"].tolist() == [2, 3, 1]  # pairs of 0, 1, 2 changed slots
+    by_position = {name: values.tolist() for name, values in position_metrics(*routes, mask).items()}
+    assert by_position == {"position_sites_changed": [3, 1], "position_sites": [4, 2]}

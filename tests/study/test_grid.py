@@ -1,0 +1,115 @@
+"""Which runs a study starts, in which order and with which kernels."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from moe_rl.cli import main
+from moe_rl.study.config import ConfigError, parse_study
+from moe_rl.study.grid import Run, _next, _runs, check_roundings
+
+MICRO = {
+    "name": "micro",
+    "question": "which runs?",
+    "seeds": [0],
+    "base": {
+        "model": {
+            "tiny": {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_experts": 6, "moe_intermediate_size": 8},
+            "cold_start": {"steps": 3, "batch_size": 4, "warmup_steps": 1, "check_problems": 16},
+        },
+        "task": {"options": {"steps": 1}},
+        "rollout": {"prompts": 4, "group_size": 4},
+        "optim": {"steps": 2, "num_minibatches": 2, "warmup_updates": 1},
+        "eval": {"prompts": 4},
+        "probe": {"sequences": 4},
+    },
+    "arms": {"grpo": {}, "gspo": {"method": {"objective": "gspo"}}},
+}
+NATIVE = torch.backends.cpu.get_cpu_capability()
+
+
+def runs_of(tmp_path, **changes):
+    return _runs(parse_study({**MICRO, **changes}), tmp_path, "native")
+
+
+def test_each_seed_has_a_cold_start_that_its_arms_share(tmp_path):
+    runs = runs_of(tmp_path, seeds=[3, 4])
+    model = {(run.arm, run.seed): run.config.model for run in runs}
+    assert model["grpo", 3] == model["gspo", 3] != model["grpo", 4]
+    assert (model["grpo", 3].tiny.seed, model["grpo", 3].cold_start.seed) == (3, 3)
+    base = {**MICRO["base"], "model": {"tiny": {"seed": 9}}}
+    assert {run.config.model.tiny.seed for run in runs_of(tmp_path, base=base, seeds=[3, 4])} == {9}
+
+
+def test_no_run_waits_for_a_cold_start_while_another_could_begin(tmp_path):
+    waiting = runs_of(tmp_path, seeds=[0, 1])
+    names = [run.name for run in waiting]
+    assert names == ["grpo seed 0", "gspo seed 0", "grpo seed 1", "gspo seed 1"]
+    first = _next(waiting, [])
+    first.state = "running"
+    waiting.remove(first)
+    assert first.name == "grpo seed 0" and _next(waiting, [first]).name == "grpo seed 1"
+    first.reward = 0.3  # it has begun, so its cold start is there
+    assert _next(waiting, [first]).name == "gspo seed 0"
+    first.reward = None
+    assert _next(waiting[:1], [first]).name == "gspo seed 0", "nothing else to do: it waits"
+    other = dataclasses.replace(first, rounding="avx2", state="waiting")
+    assert not first.begins_like(other), "other kernels, another cold start"
+
+
+@pytest.mark.parametrize(
+    ("names", "native", "refused"),
+    [
+        (("native", "avx2", "default"), "AVX512", None),
+        (("native", "default"), "AVX2", None),
+        (("native",), "DEFAULT", None),
+        (("avx512",), "AVX512", "avx512"),
+        (("native", "avx512"), "AVX2", "avx512"),
+        (("avx2",), "AVX2", "avx2"),
+        (("default",), "SVE256", "default"),
+    ],
+)
+def test_roundings_that_are_none_are_refused(names, native, refused):
+    if refused is None:
+        check_roundings(names, native)
+    else:
+        with pytest.raises(ConfigError, match=f"rounding {refused!r}: torch uses {native} kernels here"):
+            check_roundings(names, native)
+
+
+@pytest.mark.parametrize("name", ["rounding_avx2", "logs", "figures"])
+def test_arms_do_not_take_the_names_of_a_studys_other_folders(name):
+    with pytest.raises(ConfigError, match=rf"arms.{name}: that folder of a study holds something else"):
+        parse_study({**MICRO, "arms": {name: {}}})
+
+
+@pytest.mark.skipif(NATIVE not in ("AVX2", "AVX512"), reason="this processor has one set of kernels")
+def test_a_study_is_repeated_with_other_kernels_and_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("micro.yaml").write_text(yaml.safe_dump({**MICRO, "arms": {"grpo": {}}}))
+    command = ["study", "micro.yaml", "--rounding", "native", "default", "--no-figures", "--workers", "2"]
+    main(command)
+    assert "grpo seed 0 default: done" in capsys.readouterr().out
+    native, other = (json.loads((Path(p) / "grpo/seed0/env.json").read_text()) for p in PLACES)
+    assert (native["rounding"], native["kernels"]) == ("native", NATIVE)
+    assert (other["rounding"], other["kernels"]) == ("default", "DEFAULT")
+    assert native["cold_start"]["kernels"] == NATIVE and other["cold_start"]["kernels"] == "DEFAULT"
+    assert native["weights_sha256"] != other["weights_sha256"] and native["cpu"] == other["cpu"]
+    assert any("BLAS" in line or "Math Kernel" in line for line in native["math_libraries"])
+    before = {path: path.read_bytes() for path in Path("runs").rglob("metrics.jsonl")}
+    main(command)
+    assert "2 runs, 2 already done" in capsys.readouterr().out
+    assert before == {path: path.read_bytes() for path in Path("runs").rglob("metrics.jsonl")} and len(before) == 2
+
+
+PLACES = ("runs/micro", "runs/micro/rounding_default")
+
+
+def test_a_run_is_named_with_its_rounding(tmp_path):
+    run = runs_of(tmp_path)[0]
+    assert isinstance(run, Run) and run.name == "grpo seed 0"
+    assert dataclasses.replace(run, rounding="avx2").name == "grpo seed 0 avx2"

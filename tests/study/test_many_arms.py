@@ -1,0 +1,133 @@
+"""Figures of few arms and of many: every word can be read, every arm is found."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+from synthetic import ARMS, FINAL, write_study
+
+from moe_rl.study import load
+from moe_rl.study.figures import FIGURES
+from moe_rl.study.figures.layout import MANY, many, short_label
+from moe_rl.study.figures.style import look_of
+
+LABELS = (
+    "GSPO-token, process supervision",
+    "GRPO + geometric rejection",
+    "RSPO, weight after the clip",
+    "SAPO",
+    "DAPO",
+)
+DRAWN = [name for name, figure in FIGURES.items() if not figure.special]
+
+
+@pytest.fixture(scope="module")
+def crowd(tmp_path_factory):
+    """Fourteen arms without noise, of which some have long labels; two seeds."""
+    saved = dict(ARMS), dict(FINAL)
+    for i in range(11):
+        name = f"arm_{i}"
+        objective = ("rspo", "sapo", "dapo")[i % 3]
+        label = f"{LABELS[i % len(LABELS)]}{'' if i < len(LABELS) else f' {i}'}"
+        ARMS[name] = {"label": label, "method": {"objective": objective, "replay": "none", "noise": 0.0}}
+        FINAL[name] = 0.65 + 0.02 * i
+    try:
+        arms = ("grpo", "grpo_replay", "gspo", *(f"arm_{i}" for i in range(11)))
+        folder = tmp_path_factory.mktemp("runs") / "crowd"
+        yield load(write_study(folder, arms, seeds=(0, 1), steps=6, sequences=8, tokens_every=3))
+    finally:
+        for table, old in zip((ARMS, FINAL), saved, strict=True):
+            table.clear()
+            table.update(old)
+
+
+@pytest.fixture(scope="module")
+def doses(tmp_path_factory):
+    """Three arms under each of two doses, as the main study has them."""
+    saved = dict(ARMS), dict(FINAL)
+    for noise in (0.02, 0.05):
+        for arm in ("grpo", "gspo"):
+            ARMS[f"{arm}_{noise}"] = {**ARMS[arm], "method": {**ARMS[arm]["method"], "noise": noise}}
+            FINAL[f"{arm}_{noise}"] = 0.8
+    try:
+        arms = ("grpo", "grpo_replay", "gspo", *(f"{a}_{n}" for n in (0.02, 0.05) for a in ("grpo", "gspo")))
+        yield load(write_study(tmp_path_factory.mktemp("runs") / "doses", arms, (0, 1), 6, sequences=8, tokens_every=3))
+    finally:
+        for table, old in zip((ARMS, FINAL), saved, strict=True):
+            table.clear()
+            table.update(old)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("study", ["crowd", "doses"])
+def test_words_lie_inside_the_figure_and_not_on_one_another(study, name, request):
+    figure = FIGURES[name](request.getfixturevalue(study))
+    figure.render("svg")  # where places are found
+    boxes = _words(figure.figure)
+    assert len(boxes) > 5
+    page = figure.figure.bbox
+    for words, box in boxes:
+        inside = page.x0 - 1 <= box.x0 and box.x1 <= page.x1 + 1 and page.y0 - 1 <= box.y0 and box.y1 <= page.y1 + 1
+        assert inside, f"{name}: {words!r} is cut off"
+    for (one, a), (other, b) in combinations(boxes, 2):
+        wide, high = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert wide < 1.5 or high < 2.5, f"{name}: {one!r} lies on {other!r}"
+
+
+def _words(figure):
+    """What is written, and where."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer = canvas.get_renderer()
+    hidden = set()  # tick labels beyond the axis are kept by matplotlib, and not drawn
+    for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
+        drawn = {id(label) for tick in axis._update_ticks() for label in (tick.label1, tick.label2)}
+        ticks = [label for tick in (*axis.majorTicks, *axis.minorTicks) for label in (tick.label1, tick.label2)]
+        hidden |= {id(label) for label in ticks} - drawn
+    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
+    return [(text.get_text(), text.get_window_extent(renderer)) for text in texts if id(text) not in hidden]
+
+
+def test_many_arms_have_a_panel_each_before_all_others_in_grey(crowd):
+    assert many(crowd) and len(crowd.arms) > 2 * MANY
+    figure = FIGURES["reward"](crowd)
+    panels = figure.figure.axes
+    assert [ax.get_title(loc="left") for ax in panels] == [short_label(crowd, str(arm)) for arm in crowd.arms.index]
+    assert not figure.figure.legends, "titles name the arms"
+    for ax, method in zip(panels, crowd.arms["method"], strict=True):
+        (line,) = [line for line in ax.lines if line.get_linewidth() > 1]
+        assert line.get_color() == look_of(method).colour
+        (grey,) = ax.images
+        assert 0.005 < (np.asarray(grey.get_array())[..., 3] > 0).mean() < 0.6
+    assert {ax.get_ylim() for ax in panels} == {panels[0].get_ylim()}, "one scale for all"
+
+
+def test_rows_of_many_arms_are_in_the_order_of_the_study_and_rewards_are_sorted(crowd):
+    labels = [str(label) for label in crowd.arms["label"]]
+    rows = FIGURES["expert_change"](crowd).figure.axes
+    assert [tick.get_text() for tick in rows[0].get_yticklabels()] == labels and len(rows) == 3
+    rewards = FIGURES["final_reward"](crowd)
+    means = rewards.frame.set_index("label")["final"]
+    shown = [tick.get_text() for tick in rewards.figure.axes[0].get_yticklabels()]
+    assert shown == list(means.sort_values(ascending=False).index)
+    assert "no ranking" in rewards.caption
+
+
+def test_a_constant_quantity_is_told_and_not_drawn(crowd, doses):
+    constant = replace(doses, rollouts=doses.rollouts.assign(response_length=25.0))
+    figure = FIGURES["dynamics"](constant)
+    assert "Not drawn: response length tokens, which stays at 25." in figure.caption
+    assert not any("length" in ax.get_ylabel() for ax in figure.figure.axes)
+    changing = doses.rollouts.assign(response_length=25.0 + doses.rollouts["step"])
+    drawn = FIGURES["dynamics"](replace(doses, rollouts=changing))
+    assert any("length" in ax.get_ylabel() for ax in drawn.figure.axes)
+
+
+def test_drawing_is_alike_under_other_settings_of_matplotlib(doses):
+    plain = FIGURES["gradient_norm"](doses).render("svg")
+    with matplotlib.rc_context({"font.size": 20, "figure.constrained_layout.use": True, "axes.grid": False}):
+        assert FIGURES["gradient_norm"](doses).render("svg") == plain

@@ -1,0 +1,47 @@
+"""What would be found out late, or lose something, is refused before the first run."""
+
+import pytest
+
+from moe_rl.study.config import ConfigError, load_study, parse_study
+from moe_rl.study.grid import check_labels
+from moe_rl.study.run import check_here
+from moe_rl.training import RunConfig
+
+
+def study(arms, **more):
+    return parse_study({"name": "s", "arms": arms, **more})
+
+
+@pytest.mark.parametrize("name", ["logs", "figures", "report.html", "rounding_avx2", "a\x00b", "a" * 101, "../up"])
+def test_names_that_a_folder_cannot_have(name):
+    with pytest.raises(ConfigError, match=r"arms\."):
+        study({name: {}})
+
+
+def test_two_arms_of_one_configuration():
+    with pytest.raises(ConfigError, match=r"arms\.b: the same configuration as arm 'a'"):
+        study({"a": {"label": "one"}, "b": {"label": "two"}})
+
+
+def test_a_label_that_is_no_mathematics():
+    check_labels(study({"a": {"label": r"$\sigma$ = 1"}}))
+    with pytest.raises(ConfigError, match=r"arms\.a\.label"):
+        check_labels(study({"a": {"label": r"$\notacommand{$"}}))
+
+
+def test_a_few_lines_that_stand_for_millions(tmp_path):
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 8)]
+    path = tmp_path / "bomb.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match="more than 100000 values"):
+        load_study(path)
+
+
+def test_a_task_that_gives_no_reward_is_found_before_the_first_step(monkeypatch):
+    from moe_rl.rollout.character_tasks import ModChain
+    from moe_rl.rollout.task import TaskError
+
+    monkeypatch.setattr(ModChain, "reward", lambda self, problem, completion: float("nan"))
+    with pytest.raises(TaskError, match=r"task mod_chain, reward: expected a finite reward.*prompt '\^"):
+        check_here(RunConfig())

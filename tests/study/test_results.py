@@ -1,0 +1,129 @@
+"""Committed results and the pages made from them: every number of a page's tables lies in docs/results."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from synthetic import write_study
+
+from moe_rl.study import load
+from moe_rl.study.results import ResultsError, fill, main, markdown, write_results
+from moe_rl.study.summary import change_rates, final_rewards
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("experiments/**/*.md"))]
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    return write_study(folder, arms=("grpo", "grpo_replay"), seeds=tuple(range(6)), steps=6, sequences=2)
+
+
+@pytest.fixture(scope="module")
+def results(study, tmp_path_factory):
+    to = tmp_path_factory.mktemp("docs") / "results"
+    write_results(study, to)
+    return to
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_hold_the_committed_tables(page):
+    text = page.read_text(encoding="utf-8")
+    assert fill(text, ROOT / "docs" / "results") == text, "python -m moe_rl.study.results fill " + str(page)
+
+
+def test_tables_are_those_of_the_study(study, results):
+    data = load(study)
+    assert {path.name for path in (results / "small").iterdir()} == {
+        *("final_reward.csv", "comparisons.csv", "runs.csv", "change_rates.csv", "factors.csv", "env.json")
+    }
+    finals = pd.read_csv(results / "small" / "final_reward.csv").set_index("arm")
+    expected = final_rewards(data).set_index("arm")
+    for column in ("n", "final", "low", "high", "evaluation", "failed"):
+        assert finals[column].tolist() == pytest.approx(expected[column].tolist(), rel=1e-5), column
+    rates = pd.read_csv(results / "small" / "change_rates.csv")
+    assert (rates["slot"] - rates["slots_changed"] / rates["slots"]).abs().max() < 1e-6
+    assert len(rates) == len(change_rates(data)) == 2 * 4
+    pair = pd.read_csv(results / "small" / "comparisons.csv").iloc[0]
+    assert (pair["arm"], pair["other"], pair["n"], pair["declared"]) == ("grpo_replay", "grpo", 6, False)
+    assert pair["difference"] == pytest.approx(expected["final"]["grpo_replay"] - expected["final"]["grpo"], abs=1e-5)
+    environment = json.loads((results / "small" / "env.json").read_text())
+    assert environment["versions.torch"] == "2.13.0" and environment["runs"] == 12
+
+
+def test_writing_twice_gives_the_same_bytes_and_sweeps_what_is_gone(study, results, tmp_path):
+    (tmp_path / "small").mkdir()
+    (tmp_path / "small" / "roundings.csv").write_text("old")
+    write_results(study, tmp_path)
+    for file in (results / "small").iterdir():
+        assert (tmp_path / "small" / file.name).read_bytes() == file.read_bytes()
+    assert not (tmp_path / "small" / "roundings.csv").exists()
+
+
+def test_facts_in_which_runs_differ_are_kept_by_run(study, tmp_path):
+    import shutil
+
+    copy = shutil.copytree(study, tmp_path / "copy")
+    file = copy / "grpo" / "seed3" / "env.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"cpus": 8}))
+    write_results(copy, tmp_path / "out")
+    environment = json.loads((tmp_path / "out" / "copy" / "env.json").read_text())
+    assert "cpus" not in environment
+    assert (environment["by_run"]["cpus"]["grpo/seed3"], environment["by_run"]["cpus"]["grpo/seed2"]) == (8, 2)
+
+
+def test_a_page_gets_its_table_between_the_markers(results):
+    page = "Before.\n\n<!-- table: small/final_reward -->\nby hand\n<!-- end -->\n\nAfter.\n"
+    filled = fill(page, results)
+    assert "by hand" not in filled and fill(filled, results) == filled
+    lines = filled.splitlines()
+    assert lines[3].startswith("| arm | condition | n | final reward | held out | failed |")
+    row = pd.read_csv(results / "small" / "final_reward.csv").iloc[0]
+    assert f"| GRPO | natural | 6 | {row['final']:.2f} [{row['low']:.2f}, {row['high']:.2f}] |" in filled
+    assert lines[0] == "Before." and lines[-1] == "After."
+    changed = pd.read_csv(results / "small" / "final_reward.csv").assign(final=0.123)
+    assert "| 0.12 [" in markdown("final_reward", changed)
+    for name in ("comparisons", "change_rates", "runs"):
+        assert fill(f"<!-- table: small/{name} -->\n<!-- end -->", results).count("\n|") >= 3
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    [
+        ("<!-- table: gone/final_reward -->\n<!-- end -->", "table gone/final_reward: no .*final_reward.csv. Run the"),
+        ("<!-- table: small/final_reward -->\n", "1 of 1 table markers cannot be read"),
+        ("<!-- table: small final_reward -->\n<!-- end -->", "1 of 1 table markers cannot be read"),
+        (
+            "<!-- table: small/runs -->\n<!-- table: small/final_reward -->\n<!-- end -->",
+            "table small/runs: its marker has no <!-- end -->",
+        ),
+    ],
+)
+def test_markers_that_cannot_be_filled_are_refused(results, page, words):
+    with pytest.raises(ResultsError, match=words):
+        fill(page, results)
+
+
+def test_unfinished_studies_are_not_published(tmp_path):
+    folder = write_study(tmp_path / "s", arms=("grpo",), seeds=(0, 1), steps=4, unfinished=(("grpo", 1),))
+    with pytest.raises(ResultsError, match="1 runs are not finished \\(grpo/seed1\\)"):
+        write_results(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_fills_and_checks(results, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results").symlink_to(results)
+    page = tmp_path / "PAGE.md"
+    page.write_text("<!-- table: small/comparisons -->\n<!-- end -->\n")
+    assert main(["check", "PAGE.md"]) == 1
+    assert main(["fill", "PAGE.md"]) == 0 and "| GRPO + Routing Replay − GRPO |" in page.read_text()
+    assert main(["check", "PAGE.md"]) == 0
+    assert main(["publish", "PAGE.md"]) == 2
+    page.write_text("<!-- table: other/comparisons -->\n<!-- end -->\n")
+    with pytest.raises(ResultsError, match=r"PAGE\.md: table other/comparisons"):
+        main(["fill", "PAGE.md"])
+    assert "other/comparisons" in page.read_text()

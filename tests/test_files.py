@@ -1,0 +1,95 @@
+"""Files written whole or not at all, and folders with one writer."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_rl.files import InUseError, atomic_file, sole_writer, sweep, write_tensors
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from moe_rl.files import sole_writer
+with sole_writer(Path(sys.argv[1]), "moe-rl run x"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path):
+    path = tmp_path / "a"
+    path.write_text("old")
+    with pytest.raises(ZeroDivisionError), atomic_file(path) as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a"]
+
+
+def test_an_error_names_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"a\.safetensors"):
+        (tmp_path / "a.safetensors").mkdir()
+        write_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)})
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_what_an_interrupted_write_left_is_swept(tmp_path):
+    (tmp_path / "tokens").mkdir()
+    (tmp_path / "tokens" / ".step.parquet.abc.tmp").touch()
+    (tmp_path / "kept.tmp").touch()
+    sweep(tmp_path)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["kept.tmp", "tokens"]
+
+
+def test_one_writer_a_folder_and_the_lock_dies_with_its_holder(tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with (
+            pytest.raises(InUseError, match=rf"process {holder.pid} on .*moe-rl run x.*Wait until"),
+            sole_writer(tmp_path),
+        ):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    with sole_writer(tmp_path, "the next one"):
+        assert "the next one" in (tmp_path / ".lock").read_text()
+
+
+PARENT = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", '''
+import sys, time
+from moe_rl.processes import end_with_parent
+end_with_parent(int(sys.argv[1]))
+print("up", flush=True)
+time.sleep(60)
+''', str(os.getpid())], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="looks at /proc")
+def test_a_process_ends_with_the_one_that_started_it():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while _lives(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _lives(child)
+
+
+def _lives(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,196 @@
+"""A checkpoint survives an interruption at every file operation, and nothing damaged passes for one."""
+
+import builtins
+import contextlib
+import json
+import os
+from collections import deque
+from dataclasses import replace
+
+import pytest
+import torch
+from micro import MICRO
+
+from moe_rl.rollout.engine import ModelEngine
+from moe_rl.routing import RoutedExperts
+from moe_rl.training import run
+from moe_rl.training.batch import Batch
+from moe_rl.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, settle
+from moe_rl.training.distributed import Ranks
+from moe_rl.training.method import resolve_method
+from moe_rl.training.runlog import DamagedMetricsError, RunLog
+from moe_rl.training.state import State
+
+
+class Killed(BaseException):
+    """From here on the process is dead: whatever it still tries fails, clean-up included."""
+
+
+OPERATIONS = [(os, name) for name in ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync", "open")] + [
+    (builtins, "open")
+]
+
+
+def dying(monkeypatch, at, before):
+    """The process dies before or after its `at`-th file operation; returns the counter of operations."""
+    done = [0]
+
+    def wrapped(operation):
+        def act(*args, **options):
+            if done[0] > at or (done[0] == at and before):
+                done[0] = 10**9
+                raise Killed
+            done[0] += 1
+            result = operation(*args, **options)
+            if done[0] == at + 1 and not before:
+                done[0] = 10**9
+                raise Killed
+            return result
+
+        return act
+
+    for module, name in OPERATIONS:
+        monkeypatch.setattr(module, name, wrapped(getattr(module, name)))
+    return done
+
+
+def small_state(folder, step, value):
+    """A run of one linear layer, one batch waiting: everything that a checkpoint holds, in milliseconds."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.weight.fill_(value)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    routes = RoutedExperts(torch.full((1, 2, 1, 1), step % 3), ("gate",), 3)
+    logps = torch.full((1, 2), -value)
+    batch = Batch(torch.ones(1, 2).long(), mask, mask, torch.ones(1), torch.ones(1), logps, routes, logps, None, step)
+    return State(
+        MICRO, folder, Ranks(), RunLog(folder), None, None, resolve_method(MICRO, 4), 4, model, optimizer,
+        ModelEngine(model, None), waiting=deque([batch]), step=step,
+    )  # fmt: skip
+
+
+def held(folder):
+    """What a new process finds: the step, the weight, the waiting batch, the metrics; None before any checkpoint."""
+    settle(folder)
+    state = small_state(folder, 0, 0.0)
+    mark = load_checkpoint(state)
+    state.log.resume(mark)
+    if mark is None:
+        return None
+    rows = tuple(json.loads(line)["step"] for line in state.log.path.read_text().splitlines())
+    assert not [p for p in folder.iterdir() if p.name in ("checkpoint.new", "checkpoint.old")]
+    return state.step, state.policy.weight[0, 0].item(), int(state.waiting[0].routes.ids[0, 0, 0, 0]), rows
+
+
+def two_checkpoints(folder, monkeypatch, at, before):
+    """Steps 1 and 2 are saved; the process dies at one operation of the second save."""
+    folder.mkdir()
+    for step in (1, 2):
+        state = small_state(folder, step, float(step))
+        state.log.resume(load_checkpoint(small_state(folder, 0, 0.0)))
+        state.log.append("step", step)
+        with monkeypatch.context() as patch:
+            done = dying(patch, at if step == 2 else 10**8, before)
+            try:
+                save_checkpoint(state)
+            except Killed:
+                return True
+        if step == 2:
+            assert done[0] <= at, "all operations were stopped at"
+    return False
+
+
+FIRST, SECOND = (1, 1.0, 1, (1,)), (2, 2.0, 2, (1, 2))
+
+
+def test_a_kill_at_every_file_operation_leaves_a_complete_checkpoint(tmp_path, monkeypatch):
+    """Before and after each operation of a save; once more, in the middle of what settles the first kill."""
+    seen, at = {FIRST: 0, SECOND: 0}, 0
+    while True:
+        killed = []
+        for before in (True, False):
+            folder = tmp_path / f"{at}_{before}"
+            killed.append(two_checkpoints(folder, monkeypatch, at, before))
+            with monkeypatch.context() as patch:  # settling dies, too
+                dying(patch, at % 9, before)
+                with contextlib.suppress(Killed):
+                    settle(folder)
+            seen[held(folder)] += 1
+        if not any(killed):
+            break
+        at += 1
+    assert at > 40 and seen[FIRST] > 40 and seen[SECOND] > 2
+
+
+def test_the_first_checkpoint_comes_whole_or_not_at_all(tmp_path, monkeypatch):
+    for at in range(0, 200, 7):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        state = small_state(folder, 1, 1.0)
+        state.log.append("step", 1)
+        with monkeypatch.context() as patch:
+            dying(patch, at, before=False)
+            with contextlib.suppress(Killed):
+                save_checkpoint(state)
+        assert held(folder) in (None, FIRST)
+
+
+def saved(folder):
+    state = small_state(folder, 3, 1.0)
+    for step in range(3):
+        state.log.append("update", step, loss=0.5)
+    save_checkpoint(state)
+    state.log.append("update", 3, loss=0.5)  # of the step that was interrupted
+    return state.log.path
+
+
+def test_an_edited_state_is_refused(tmp_path):
+    saved(tmp_path)
+    path = tmp_path / "checkpoint" / "state.json"
+    path.write_text(path.read_text().replace('"step": 3', '"step": 9'))
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
+        load_checkpoint(small_state(tmp_path, 0, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda lines: [lines[0], lines[1][:9] + b"\x00" + lines[1][10:], *lines[2:]], "line 2 is damaged"),
+        (lambda lines: lines[:2], "of the .* bytes that were there"),
+        (lambda lines: [], "it has 0 of the"),
+        (lambda lines: [lines[0].replace(b"0.5", b"0.6"), *lines[1:]], "not what was written"),
+    ],
+)
+def test_damaged_metrics_are_refused_and_their_bytes_kept(tmp_path, damage, said):
+    path = saved(tmp_path)
+    path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
+    before = path.read_bytes()
+    state = small_state(tmp_path, 0, 0.0)
+    with pytest.raises(DamagedMetricsError, match=said):
+        state.log.resume(load_checkpoint(state))
+    assert path.read_bytes() == before
+
+
+def test_rows_behind_the_checkpoint_go_half_written_ones_too(tmp_path):
+    path = saved(tmp_path)
+    with open(path, "ab") as file:
+        file.write(b'{"kind": "upd')
+    state = small_state(tmp_path, 0, 0.0)
+    state.log.resume(load_checkpoint(state))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_any_tool_opens_a_checkpoint_as_a_model(state_of, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    state = state_of(replace(MICRO, optim=replace(MICRO.optim, steps=1)), tmp_path)
+    run(state)
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", output_loading_info=True)
+    assert not report["missing_keys"] and not report["mismatched_keys"]
+    ours = state.policy.state_dict()
+    assert all(torch.equal(weight, ours[name]) for name, weight in model.state_dict().items())
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").get_vocab() == state.tokenizer.get_vocab()

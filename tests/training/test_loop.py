@@ -1,0 +1,228 @@
+"""The loop, on a model of a few thousand parameters: only the method differs, and replay is whole."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from micro import MICRO, rows
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from moe_rl.routing import RoutedExperts
+from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train
+from moe_rl.training.checkpoint import save_checkpoint
+
+
+def method(**changes):
+    return replace(MICRO, method=MethodConfig(**changes))
+
+
+def weights(state):
+    return weights_of(state.ranks.unwrap_model(state.policy))
+
+
+def weights_of(module):
+    return {k: v.clone() for k, v in module.state_dict().items()}
+
+
+def same(a, b):
+    return all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_first_update_is_on_policy_and_later_ones_are_not(state_of, tmp_path):
+    run(state_of(MICRO, tmp_path))
+    first, second = rows(tmp_path, "update")[:2]
+    assert first["var_token_log_ratio"] < 1e-12 and first["clipped_tokens"] == 0 and abs(first["k3"]) < 1e-9
+    assert second["var_token_log_ratio"] > 1e-8 and second["k3"] > 0
+    assert all(r["rollout_logp_gap"] < 1e-4 for r in rows(tmp_path, "rollout"))
+    assert [r["step"] for r in rows(tmp_path, "eval")] == [0, 2]
+
+
+def test_arms_share_prompts_samples_and_order(state_of, tmp_path):
+    """What the policy samples at step 0, and on which rows it updates first, does not depend on the method."""
+    for name, changes in {"grpo": {}, "replay": {"replay": "R2"}, "gspo": {"objective": "gspo"}}.items():
+        run(state_of(method(**changes), tmp_path / name))
+    start = [rows(tmp_path / name, "rollout")[0] for name in ("grpo", "replay", "gspo")]
+    assert start[0] == start[1] == start[2]
+    ends = [rows(tmp_path / name, "rollout")[1] for name in ("grpo", "replay", "gspo")]
+    assert ends[0] != ends[2]
+
+
+def test_replay_is_whole_in_every_update_and_absent_elsewhere(state_of, tmp_path):
+    run(state_of(method(replay="R2"), tmp_path / "replay"))
+    run(state_of(MICRO, tmp_path / "live"))
+    assert all(r["replayed_rows"] == r["routed_rows"] > 0 for r in rows(tmp_path / "replay", "update"))
+    assert all(r["replayed_rows"] == 0 < r["routed_rows"] for r in rows(tmp_path / "live", "update"))
+    assert all(r["slots_changed"] == 0 < r["slots"] for r in rows(tmp_path / "replay", "update"))
+    assert sum(r["slots_changed"] for r in rows(tmp_path / "live", "update")) > 0
+    assert sum(r["slots_changed"] for r in rows(tmp_path / "replay", "probe")) > 0, "the probe routes live"
+
+
+def test_replay_is_a_no_op_on_the_first_minibatch(state_of, tmp_path):
+    run(state_of(method(replay="R2"), tmp_path / "replay"))
+    run(state_of(MICRO, tmp_path / "live"))
+    a, b = (rows(tmp_path / name, "update")[0] for name in ("replay", "live"))
+    assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"]
+
+
+def test_noise_moves_the_update_and_replay_is_immune_to_it(state_of, tmp_path):
+    run(state_of(method(noise=1.0), tmp_path / "noise"))
+    first = rows(tmp_path / "noise", "update")[0]
+    assert first["var_token_log_ratio"] > 1e-8
+    assert 0.2 < first["slots_changed"] / first["slots"] < 0.9, "the dose is measured"
+    quiet = state_of(method(replay="R2"), tmp_path / "a")
+    noisy = state_of(method(replay="R2", noise=1.0), tmp_path / "b")
+    run(quiet), run(noisy)
+    assert same(weights(quiet), weights(noisy))
+    assert rows(tmp_path / "a") == rows(tmp_path / "b")
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_interrupted_run_ends_as_the_uninterrupted_one(state_of, tmp_path, lag):
+    config = replace(MICRO, optim=replace(MICRO.optim, steps=4), rollout=replace(MICRO.rollout, lag=lag))
+    config = replace(config, method=MethodConfig(kl_coef=0.1), checkpoint_every=2, eval=EvalConfig(every=1, prompts=8))
+    whole = state_of(config, tmp_path / "whole")
+    run(whole)
+
+    class Stop(Exception):
+        pass
+
+    def stop(row):
+        if row["kind"] == "update" and row["step"] == 3:
+            raise Stop
+
+    broken = state_of(config, tmp_path / "broken")
+    broken.log.listener = stop
+    with pytest.raises(Stop):
+        run(broken)
+    assert rows(tmp_path / "broken")[-1]["step"] == 3
+    resumed = state_of(config, tmp_path / "broken")
+    assert resumed.step == 2 and max(r["step"] for r in rows(tmp_path / "broken", timed=True)) <= 2
+    run(resumed)
+    assert same(weights(whole), weights(resumed))
+    assert rows(tmp_path / "whole") == rows(tmp_path / "broken")
+
+
+def test_lag_trains_on_what_an_older_policy_sampled(state_of, tmp_path):
+    config = replace(MICRO, optim=replace(MICRO.optim, steps=3), rollout=replace(MICRO.rollout, lag=1))
+    state = state_of(config, tmp_path)
+    run(state)
+    updates = rows(tmp_path, "update")
+    assert updates[0]["var_token_log_ratio"] < 1e-12, "the first batch is still on-policy"
+    assert all(r["var_token_log_ratio"] > 1e-8 for r in updates[2:]), "later ones start off-policy"
+    assert len(state.waiting) == 1
+
+
+def test_micro_batches_do_not_change_the_update(state_of, tmp_path):
+    for objective in ("grpo", "dapo"):
+        ends = []
+        for size in (None, 3):
+            config = replace(method(objective=objective), optim=replace(MICRO.optim, micro_batch=size, steps=1))
+            state = state_of(config, tmp_path / f"{objective}{size}")
+            run(state)
+            ends.append((weights(state), rows(tmp_path / f"{objective}{size}", "update")))
+        for name in ends[0][0]:
+            torch.testing.assert_close(ends[0][0][name], ends[1][0][name], rtol=2e-4, atol=2e-5)
+        assert [r["tokens"] for r in ends[0][1]] == [r["tokens"] for r in ends[1][1]]
+        assert ends[0][1][1]["loss"] == pytest.approx(ends[1][1][1]["loss"], abs=1e-5)
+
+
+def test_frozen_routers_keep_their_weights_and_a_multiplier_moves_them_more(state_of, tmp_path):
+    def router_shift(**changes):
+        config = replace(MICRO, optim=replace(MICRO.optim, **changes))
+        state = state_of(config, tmp_path / str(changes))
+        before = weights(state)
+        run(state)
+        after = weights(state)
+        names = [n for n in before if n.endswith("mlp.gate.weight")]
+        assert len(names) == 2
+        return sum(float((after[n] - before[n]).norm()) for n in names)
+
+    assert router_shift(freeze_router=True) == 0.0
+    assert router_shift(router_lr_multiplier=10.0) > 2 * router_shift()
+
+
+def test_the_reference_holds_the_policy_back_and_iterative_grpo_moves_it(state_of, tmp_path):
+    config = replace(method(kl_coef=0.5), optim=replace(MICRO.optim, steps=3, reference_reset_every=2))
+    state = state_of(config, tmp_path)
+    start = {k: v.clone() for k, v in state.reference.state_dict().items()}
+    run(state)
+    assert not same(start, state.reference.state_dict()), "reset at step 2"
+    assert not same(weights(state), state.reference.state_dict()), "but not the last policy"
+
+
+def test_aux_loss_is_off_and_said_to_be_unless_asked_for(state_of, tmp_path):
+    run(state_of(MICRO, tmp_path / "off"))
+    config = replace(MICRO, optim=replace(MICRO.optim, aux_loss_coef=0.1))
+    run(state_of(config, tmp_path / "on"))
+    off, on = rows(tmp_path / "off", "update")[0], rows(tmp_path / "on", "update")[0]
+    assert off["aux_loss"] is None and off["aux_loss_coef"] == 0.0
+    assert on["aux_loss"] > 0.9 and on["aux_loss_coef"] == 0.1
+    assert on["grad_norm"] != off["grad_norm"]
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+def test_a_gradient_that_overflows_moves_nothing_and_is_kept(state_of, tmp_path, objective):
+    config = replace(method(objective=objective), optim=replace(MICRO.optim, aux_loss_coef=1e38, steps=1))
+    state = state_of(config, tmp_path / "stop")
+    with pytest.raises(FloatingPointError, match=r"step 0, update 1: the gradient norm is nan.*are in .*incidents"):
+        run(state)
+    assert not rows(tmp_path / "stop", "update")
+    skip = state_of(replace(config, optim=replace(config.optim, on_nonfinite="skip")), tmp_path / "skip")
+    before = {name: weights_of(module) for name, (module, _) in skip.trained.items()}
+    run(skip)
+    assert [row["skipped"] for row in rows(tmp_path / "skip", "update")] == [True, True]
+    for name, (module, _) in (*skip.trained.items(), *state.trained.items()):
+        assert same(before[name], weights_of(module)), name
+    place = tmp_path / "stop" / "incidents" / "step_000000_update_1"
+    assert json.loads((place / "row.json").read_text())["grad_norm"] == "nan"
+    mask, advantages = (load_file(place / "batch.safetensors")[name] for name in ("completion_mask", "advantages"))
+    assert len(advantages) == 8 and RoutedExperts.load(place / "routes.safetensors").shape[:2] == mask.shape
+
+
+def test_a_damaged_checkpoint_is_named_and_nothing_is_overwritten(state_of, tmp_path):
+    run(state_of(MICRO, tmp_path))
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged.*Delete .*checkpoint"):
+        train(MICRO, tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == metrics
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
+        train(MICRO, tmp_path)
+    (tmp_path / "checkpoint" / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"state\.json is missing or unreadable"):
+        train(MICRO, tmp_path)
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(state_of, tmp_path, monkeypatch):
+    state = state_of(MICRO, tmp_path)
+    run(state)
+    saved = {p.name: p.read_bytes() for p in (tmp_path / "checkpoint").iterdir()}
+
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*checkpoint"):
+        save_checkpoint(state)
+    assert not (tmp_path / "checkpoint.new").exists()
+    assert {p.name: p.read_bytes() for p in (tmp_path / "checkpoint").iterdir()} == saved
+
+
+def test_probe_tables_agree_with_the_probe_rows(state_of, tmp_path):
+    import pandas as pd
+
+    run(state_of(MICRO, tmp_path))
+    for row in rows(tmp_path, "probe"):
+        table = pd.read_parquet(tmp_path / "tokens" / f"step_{row['step']:06d}.parquet")
+        table = table[table["update"] == row["update"]]
+        assert len(table) == row["tokens"]
+        assert int((table.flips > 0).sum()) == row["tokens_changed"]
+        assert int(table.flips.sum()) == row["sites_changed"]
+        log_ratio = (table.logp_natural - table.old_logp).astype("float64")
+        assert log_ratio.var() == pytest.approx(row["var_token_natural"], rel=1e-3, abs=1e-9)

@@ -1,0 +1,83 @@
+"""The probe in training: the noise floor and the decomposition, logged as defined, and without a trace in the run."""
+
+from dataclasses import replace
+
+import pytest
+from micro import MICRO, rows
+
+from moe_rl.measure.noise_floor import floor_metrics
+from moe_rl.training import EvalConfig, ProbeConfig, begin, probe, run, validate
+
+
+def test_the_floor_by_site_and_position_is_a_recount_of_the_routes(tmp_path, monkeypatch):
+    seen = []
+
+    def watched(mask, old, new):
+        seen.append((mask, old.routes.ids, new.routes.ids))
+        return floor_metrics(mask, old, new)
+
+    monkeypatch.setattr(probe, "floor_metrics", watched)
+    run(begin(replace(MICRO, probe=ProbeConfig(sequences=8, tokens_every=0)), tmp_path))
+    floor = rows(tmp_path, "floor")
+    assert [row["variant"] for row in floor] == ["repeat", "batch", "experts", "bf16"]
+    for row, (mask, old, new) in zip(floor, seen, strict=True):
+        by_site, by_position, flips = [0, 0], {}, []
+        for b, inside in enumerate(mask.tolist()):
+            columns = [t for t, counted in enumerate(inside) if counted]
+            for position, t in enumerate(columns):
+                lost = [len(set(old[b, t, site].tolist()) - set(new[b, t, site].tolist())) for site in (0, 1)]
+                by_site = [total + n for total, n in zip(by_site, lost, strict=True)]
+                flips.append(sum(n > 0 for n in lost))
+                by_position.setdefault(position, []).append(flips[-1])
+        assert row["site_slots_changed"] == by_site and row["site_slots"] == [2 * len(flips)] * 2
+        assert row["flips_histogram"] == [flips.count(n) for n in (0, 1, 2)]
+        assert row["position_sites_changed"] == [sum(by_position[p]) for p in sorted(by_position)]
+        assert row["position_sites"] == [2 * len(by_position[p]) for p in sorted(by_position)]
+    assert sum(floor[-1]["site_slots_changed"]) > 0, "rounding to bfloat16 changes some choice"
+
+
+def test_the_floor_is_measured_once_and_changes_nothing(tmp_path):
+    for name, floor in (("with", True), ("without", False)):
+        run(begin(replace(MICRO, probe=ProbeConfig(sequences=8, tokens_every=0, floor=floor)), tmp_path / name))
+    found = {row["variant"]: row for row in rows(tmp_path / "with", "floor")}
+    assert list(found) == ["repeat", "batch", "experts", "bf16"]
+    assert found["repeat"]["gap_max"] == found["repeat"]["slots_changed"] == 0, "one forward twice is the same twice"
+    assert found["batch"]["gap_max"] < 1e-5 and found["experts"]["gap_max"] < 1e-5, "fp32 on a CPU"
+    assert 1e-5 < found["bf16"]["gap_max"] < 1
+    assert all(row["slots"] == 2 * row["sites"] == 4 * row["tokens"] > 0 for row in found.values())  # K = 2, L = 2
+    assert rows(tmp_path / "without") == [r for r in rows(tmp_path / "with") if r["kind"] != "floor"]
+
+
+def test_a_floor_that_a_kernel_cannot_run_is_left_out_and_ends_no_run(tmp_path):
+    """Experts of 12 inner units have rows of 24 bytes in bf16, and grouped_mm wants multiples of 16."""
+    tiny = replace(MICRO.model.tiny, moe_intermediate_size=12)
+    config = replace(MICRO, model=replace(MICRO.model, tiny=tiny), probe=ProbeConfig(sequences=4, tokens_every=0))
+    with pytest.warns(UserWarning, match="noise floor: bf16 is left out.*multiple of 16 bytes"):
+        run(begin(config, tmp_path))
+    assert [row["variant"] for row in rows(tmp_path, "floor")] == ["repeat", "batch", "experts"]
+    assert [row["step"] for row in rows(tmp_path, "step")] == list(range(MICRO.optim.steps))
+
+
+def test_the_decomposition_is_logged_and_disturbs_nothing(paid_by_parity, tmp_path):
+    config = replace(
+        MICRO,
+        optim=replace(MICRO.optim, steps=3, learning_rate=2e-2, warmup_updates=1),
+        eval=EvalConfig(every=0, prompts=2),
+        probe=ProbeConfig(sequences=4, tokens_every=0),
+    )
+    for every in (0, 2):
+        run(begin(replace(config, probe=replace(config.probe, decompose_every=every)), tmp_path / str(every)))
+    plain, split = rows(tmp_path / "0"), rows(tmp_path / "2")
+    assert plain == [r for r in split if r["kind"] != "decomposition"], "the probe must not move the run"
+    found = rows(tmp_path / "2", "decomposition")
+    assert [(r["step"], r["update"]) for r in found] == [(0, 1), (0, 2), (2, 1), (2, 2)]
+    probes = {(r["step"], r["update"]): r for r in rows(tmp_path / "2", "probe")}
+    for row in found:  # the same subset as the other probe: its variances are corners of this 2x2
+        probed = probes[row["step"], row["update"]]
+        assert row["token_variance"] == pytest.approx(probed["var_token_natural"], rel=1e-3)
+        assert row["token_var_weight"] == pytest.approx(probed["var_token_replayed"], rel=1e-3)
+        assert row["sequence_variance"] == pytest.approx(probed["var_sequence_natural"], rel=1e-3)
+        assert row["tokens"] == probed["tokens"] and len(row["site_token_var_alone"]) == 2 == len(row["site_names"])
+    assert any(row["token_var_routing"] > 0 for row in found)
+    with pytest.raises(ValueError, match=r"probe\.sequences"):
+        validate(replace(config, probe=ProbeConfig(every=0, sequences=999, decompose_every=1)))

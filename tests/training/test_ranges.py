@@ -1,0 +1,104 @@
+"""Every number of a configuration has a range, every name a closed set; what lies outside is refused by its field."""
+
+import copy
+import dataclasses
+import math
+import types
+import typing
+
+import pytest
+
+from moe_rl.policy.lora import LoraConfig
+from moe_rl.policy.models import ModelConfig
+from moe_rl.training import RunConfig, validate
+from moe_rl.training.ranges import RANGES, check_settings
+
+FULL = RunConfig(model=ModelConfig(lora=LoraConfig()))
+
+
+def leaves(hint):
+    """The types in a hint, and the dataclasses in it."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType, tuple):
+        return [leaf for part in typing.get_args(hint) for leaf in leaves(part)]
+    return [hint]
+
+
+def numbers_of(cls, prefix=""):
+    """Dotted names of all settings that can be a number, whether or not they are there by default."""
+    for name, hint in typing.get_type_hints(cls).items():
+        for leaf in leaves(hint):
+            if dataclasses.is_dataclass(leaf) and not prefix.startswith("method."):
+                yield from numbers_of(leaf, f"{prefix}{name}.")
+            elif leaf in (int, float):
+                yield f"{prefix}{name}"
+
+
+def put(config, name, value):
+    """A copy with that setting, past the type check that tests make when a dataclass is built (users have none)."""
+    config = copy.deepcopy(config)
+    *path, last = name.split(".")
+    object.__setattr__(get(config, ".".join(path)), last, value)
+    return config
+
+
+def get(config, name):
+    for part in filter(None, name.split(".")):
+        config = getattr(config, part)
+    return config
+
+
+def test_every_number_has_a_range_and_every_range_is_of_a_number():
+    assert set(numbers_of(RunConfig)) == set(RANGES)
+
+
+def test_the_defaults_are_inside():
+    check_settings(FULL)
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_what_is_outside_is_refused_with_field_value_and_range(name):
+    interval, default = RANGES[name], get(FULL, name)
+    bad = [interval.low if interval.open_low else interval.low - 1] if math.isfinite(interval.low) else []
+    if math.isfinite(interval.high):
+        bad.append(interval.high if interval.open_high else interval.high + 1)
+    if not interval.whole:
+        bad += [math.inf, -math.inf, math.nan]
+    for value in bad:
+        value = int(value) if interval.whole else float(value)
+        value = (value, default[1]) if isinstance(default, tuple) else value
+        with pytest.raises(ValueError) as refused:
+            validate(put(FULL, name, value))
+        shown = value[0] if isinstance(value, tuple) else value
+        assert str(refused.value) == f"{name}: expected {interval}, got {shown!r}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("optim.max_grad_norm", -1.0, "optim.max_grad_norm: expected a finite number above 0, got -1.0"),
+        ("checkpoint_every", 0, "checkpoint_every: expected a whole number of at least 1, got 0"),
+        ("optim.betas", (0.9, 1.0), "optim.betas: expected a finite number of at least 0 and below 1, got 1.0"),
+        ("seed", -1, "seed: expected a whole number of at least 0 and of at most"),
+        ("method.kl_coef", math.nan, "method.kl_coef: expected a finite number of at least 0, got nan"),
+    ],
+)
+def test_messages(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        validate(put(FULL, name, value))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "nearest"),
+    [
+        ("method.replay", "R22", "R2"),
+        ("method.source", "initials", "initial"),
+        ("method.anchor", "rolout", "rollout"),
+        ("method.aggregate", "token_means", "token_mean"),
+        ("value.model", "heads", "head"),
+        ("reward.model", "learnt", "learned"),
+        ("model.device", "cudo", "cuda"),
+    ],
+)
+def test_a_name_that_is_none_of_the_set_is_refused_with_the_nearest(name, value, nearest):
+    with pytest.raises(ValueError, match=f"^{name}: expected one of .*; got '{value}'. Did you mean '{nearest}'"):
+        validate(put(FULL, name, value))
