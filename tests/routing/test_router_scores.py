@@ -100,3 +100,21 @@ def test_router_shift_leaves_out_sites_without_a_route_and_carries_no_gradient()
     assert not shift.gamma.requires_grad
     nothing = router_shift(old, new, torch.full((2, 1), -1))
     assert (nothing.delta.item(), nothing.gamma.item()) == (0.0, 1.0)
+
+
+def test_excluded_experts_add_nothing_to_divergences():
+    # Expert 2 is excluded (-inf) on both sides: the values of the two that remain. Only in the new one: KL is infinite,
+    # JS is not: p = (1/2, 1/2), q = (1, 0), m = (3/4, 1/4).
+    inf = math.inf
+    old = torch.tensor([3.0, 1.0, 0.0]).log().requires_grad_()
+    new = torch.tensor([1.0, 3.0, 0.0]).log().requires_grad_()
+    assert old[2].item() == -inf and router_kl(old, new).item() == pytest.approx(0.5 * math.log(3))
+    assert router_js(old, new).item() == pytest.approx(0.75 * math.log(1.5) - 0.25 * LN2)
+    for divergence in (router_kl, router_js):
+        gradients = torch.autograd.grad(divergence(old, new), (old, new))
+        assert all(bool(g.isfinite().all()) and g[2] == 0 for g in gradients)
+    half, one = torch.zeros(2), torch.tensor([0.0, -inf])
+    assert router_kl(half, one).item() == inf
+    assert router_kl(one, half).item() == pytest.approx(LN2)
+    js = 0.5 * (0.5 * math.log(2 / 3) + 0.5 * LN2) + 0.5 * math.log(4 / 3)
+    assert router_js(half, one).item() == pytest.approx(js)
