@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.routing.change import boundary_margin, router_js, router_kl, router_shift, site_change
+from moe_rl.routing.change import boundary_margin, router_js, router_kl, site_change
 from moe_rl.routing.errors import RoutingError
 
 LN2 = math.log(2.0)
@@ -67,39 +67,6 @@ def test_margin_by_hand_and_its_meaning():
 def test_no_boundary_no_margin(k):
     with pytest.raises(RoutingError, match="has no boundary"):
         boundary_margin(torch.zeros(4), k)
-
-
-def test_router_shift_by_hand():
-    # Two sites, E = 2, K = 1. Site 0: r(e) 1/2 -> 3/4, |Δ log| = ln 1.5. Site 1: 3/4 -> 1/4, |Δ log| = ln 3.
-    old = torch.tensor([[1.0, 1.0], [3.0, 1.0]], dtype=torch.float64).log()
-    new = torch.tensor([[3.0, 1.0], [1.0, 3.0]], dtype=torch.float64).log()
-    ids = torch.tensor([[0], [0]])
-    shift = router_shift(old, new, ids, gamma_min=0.1)
-    delta = (math.log(1.5) + math.log(3)) / 2
-    assert shift.delta.item() == pytest.approx(delta)
-    assert shift.gamma.item() == pytest.approx(math.exp(-delta))
-    assert not shift.floored
-    floored = router_shift(old, new, ids)
-    assert floored.gamma.item() == pytest.approx(0.8)
-    assert floored.floored
-
-
-def test_router_shift_looks_at_experts_of_the_old_policy_only():
-    # Expert 2 gains from expert 3, neither was active: no shift. Probabilities 1/2, 1/4, then 1/8 <-> 1/16 + 1/16.
-    old = torch.tensor([[8.0, 4.0, 1.0, 3.0]]).log()
-    new = torch.tensor([[8.0, 4.0, 3.0, 1.0]]).log()
-    assert router_shift(old, new, torch.tensor([[0, 1]])).delta.item() == pytest.approx(0.0, abs=1e-6)
-    assert router_shift(old, new, torch.tensor([[0, 2]])).delta.item() == pytest.approx(math.log(3) / 2)
-
-
-def test_router_shift_leaves_out_sites_without_a_route_and_carries_no_gradient():
-    old = torch.zeros(2, 2, requires_grad=True)
-    new = torch.tensor([[3.0, 1.0], [5.0, 1.0]]).log().requires_grad_()
-    shift = router_shift(old, new, torch.tensor([[0], [-1]]), gamma_min=0.0)
-    assert shift.delta.item() == pytest.approx(math.log(1.5))  # site 0 alone: 1/2 -> 3/4
-    assert not shift.gamma.requires_grad
-    nothing = router_shift(old, new, torch.full((2, 1), -1))
-    assert (nothing.delta.item(), nothing.gamma.item()) == (0.0, 1.0)
 
 
 def test_excluded_experts_add_nothing_to_divergences():
