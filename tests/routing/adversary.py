@@ -541,7 +541,7 @@ ACTIONS: dict[str, tuple[Callable[[World, Wanted, random.Random], None], Callabl
     "generate": (generated, lambda _: RIGHT, 1),
     "exception caught inside": (raised, lambda _: RIGHT, 3),
     "router or block replaced": (replaced, lambda _: EITHER, 3),
-    "second thread": (threaded, lambda _: RIGHT, 2),
+    "second thread": (threaded, lambda wanted: RIGHT if listening(wanted) == REFUSED else EITHER, 2),
     "checkpoint by hand": (by_hand, listening, 2),
     "torch.func.grad": (functorch, lambda _: RIGHT, 2),
     "shorter call, unknown tokens": (shorter, lambda _: REFUSED, 1),
