@@ -10,7 +10,7 @@ from micro import MICRO, rows
 
 from moe_rl.rollout.task import TaskError
 from moe_rl.routing import RoutedExperts
-from moe_rl.training import run, train
+from moe_rl.training import MethodConfig, run, train
 
 OVERFLOW = replace(MICRO, optim=replace(MICRO.optim, aux_loss_coef=1e38))
 
@@ -27,13 +27,19 @@ def test_a_gradient_that_is_no_number_stops_the_run_and_moves_nothing(state_of, 
     assert not rows(tmp_path, "update")
 
 
-def test_or_it_is_left_out_and_said_so(state_of, tmp_path):
-    state = state_of(replace(OVERFLOW, optim=replace(OVERFLOW.optim, on_nonfinite="skip")), tmp_path)
-    before = {name: weight.clone() for name, weight in state.policy.state_dict().items()}
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+def test_or_it_is_left_out_and_said_so(state_of, tmp_path, objective):
+    """A value model does not move either."""
+    optim = replace(OVERFLOW.optim, on_nonfinite="skip")
+    state = state_of(replace(OVERFLOW, method=MethodConfig(objective=objective), optim=optim), tmp_path)
+    modules = [module for module, _ in state.trained.values()]
+    before = [{name: weight.clone() for name, weight in module.state_dict().items()} for module in modules]
     run(state)
     updates = rows(tmp_path, "update")
     assert len(updates) == 4 and all(row["skipped"] and row["grad_norm"] is None for row in updates)
-    assert all(torch.equal(weight, before[name]) for name, weight in state.policy.state_dict().items())
+    for module, old in zip(modules, before, strict=True):
+        assert all(torch.equal(weight, old[name]) for name, weight in module.state_dict().items())
+    assert len(modules) == (2 if objective == "ppo" else 1)
     assert len(list((tmp_path / "incidents").iterdir())) == 4
 
 
