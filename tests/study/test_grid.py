@@ -118,8 +118,8 @@ def test_a_run_is_named_with_its_rounding(tmp_path):
 
 @pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_studies_can_reach_what_they_declare(path):
-    """Enough pairs for Holm's first step over the declared family: the least p of a sign-flip test is 2 / 2^n. And seeds
-    that begin from models of their own."""
+    """Enough pairs for Holm's first step over the declared family: the least p of a sign-flip test is 2 / 2^n. And
+    seeds that begin from models of their own."""
     study = load_study(path)
     for pair in study.comparisons or ():
         pairs = set.intersection(*(set(study.arms[arm].seeds or study.seeds) for arm in pair))
