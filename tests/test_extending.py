@@ -76,11 +76,18 @@ probes = rows(folder, "probe")
 assert probes and all(0 <= row["experts_idle"] < 1 for row in probes)
 """
 
-
 USES["A figure"] = """
+import pandas as pd
+from moe_rl.cli import main
 from moe_rl.study.figures import FIGURES
 
 assert "entropy" in FIGURES
+main(["figures", "run", "entropy"])
+drawn = Path("run/figures")
+assert sorted(path.suffix for path in drawn.glob("entropy.*")) == [".csv", ".md", ".pdf", ".png", ".svg"]
+assert (drawn / "entropy.md").read_text().startswith("**Entropy.** Mean entropy of the distributions")
+means = [row["entropy"] for row in rows(folder, "update")]
+assert abs(pd.read_csv(drawn / "entropy.csv")["mean"].iloc[0] - sum(means) / len(means)) < 1e-6
 """
 
 

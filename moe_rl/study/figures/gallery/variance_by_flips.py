@@ -21,6 +21,7 @@ FEWEST_TOKENS = 50
 FEWEST_OF_SEED = 10
 """The same of one seed, whose own variance counts into mean and interval."""
 STYLES: dict[str, dict[str, Any]] = {"natural": {}, "replayed": {"mfc": "white", "ls": (0, (1, 1.5)), "lw": 1.0}}
+NEEDED = ["old_logp", "logp_natural", "logp_replayed", "flips"]
 KEYS = ["arm", "seed", "step", "update", "seq"]
 
 
@@ -34,13 +35,13 @@ KEYS = ["arm", "seed", "step", "update", "seq"]
         "Tokens that flip also drift more: the rise of the filled line is a correlation, and only its distance to the "
         "open markers, where the same tokens are replayed, is due to routing."
     ),
-    needs={"tokens": ["old_logp", "logp_natural", "logp_replayed", "update", "flips", "pos"]},
+    needs={"tokens": [*NEEDED, "update", "pos"]},
     rank=120,
     notes=(PAIR,),
 )
 def variance_by_flips(data: StudyData) -> Drawing:
     """Variance of the token log-ratio by how many sites changed where that token is predicted."""
-    tokens = predictor_flips(data.tokens)
+    tokens = predictor_flips(data.tokens[[*KEYS, "pos", *NEEDED]])
     by_seed = variance_table(tokens)
     by_seed["drawn"] = by_seed["of_arm"] >= FEWEST_TOKENS
     used = by_seed[by_seed["drawn"] & (by_seed["tokens"] >= FEWEST_OF_SEED)]
@@ -116,15 +117,19 @@ def variance_table(tokens: pd.DataFrame) -> pd.DataFrame:
     keys = ["arm", "seed", "flips"]
     grouped = rows.groupby(keys, observed=True)
     table = grouped.agg(rows=("natural", "size"), natural=("natural", "var"), replayed=("replayed", "var"))
-    # a token of several updates is one: the same (step, seq, pos) within a run
-    place = tokens["step"].astype("int64")
-    for name in ("seq", "pos"):
-        place = place * (int(tokens[name].max()) + 1) + tokens[name].astype("int64")
-    distinct = rows[keys].assign(place=place).drop_duplicates().groupby(keys, observed=True).size()
-    table["tokens"] = distinct
+    table["tokens"] = _distinct(tokens, grouped.ngroup().to_numpy())
     table = table.reset_index()
     table["of_arm"] = table.groupby(["arm", "flips"], observed=True)["tokens"].transform("sum")
     return table
+
+
+def _distinct(tokens: pd.DataFrame, group: np.ndarray) -> np.ndarray:
+    """Tokens of each group of rows, a token of several updates counted once."""
+    place = group.astype("int64")
+    for name in ("step", "seq", "pos"):
+        place = place * (int(tokens[name].max()) + 1) + tokens[name].to_numpy("int64")
+    _, first = np.unique(place, return_index=True)
+    return np.bincount(group[first])
 
 
 def predictor_flips(tokens: pd.DataFrame) -> pd.DataFrame:
