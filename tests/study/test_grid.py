@@ -82,12 +82,6 @@ def test_roundings_that_are_none_are_refused(names, native, refused):
             check_roundings(names, native)
 
 
-@pytest.mark.parametrize("name", ["rounding_avx2", "logs", "figures"])
-def test_arms_do_not_take_the_names_of_a_studys_other_folders(name):
-    with pytest.raises(ConfigError, match=rf"arms.{name}: that folder of a study holds something else"):
-        parse_study({**MICRO, "arms": {name: {}}})
-
-
 @pytest.mark.skipif(NATIVE not in ("AVX2", "AVX512"), reason="this processor has one set of kernels")
 def test_a_study_is_repeated_with_other_kernels_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
