@@ -110,7 +110,7 @@ def test_studies_are_listed_and_found_by_name(study, capsys):
     page = capsys.readouterr().out
     names = [path.stem for path in (ROOT / "experiments").glob("*.yaml")]
     assert "replay_vs_gspo" in names and all(f"  {name} " in page for name in names)
-    assert "does GRPO need Routing" in page
+    assert "does GRPO need Routing" in " ".join(page.split())
     assert find_study("replay_vs_gspo") == ROOT / "experiments" / "replay_vs_gspo.yaml"
     assert "GRPO + Routing Replay" in refused(capsys, "run", "quick", "--help", status=0)
     assert "did you mean 'quick'" in refused(capsys, "study", "quik")

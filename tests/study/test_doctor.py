@@ -16,6 +16,7 @@ from moe_rl.study.doctor import Machine, Requirement, examine, inspect_machine, 
 from moe_rl.study.memory import KNOWN, activation_bytes, architecture, meta_model, plan
 from moe_rl.training import MethodConfig, OptimConfig, RolloutConfig, RunConfig
 from moe_rl.training.config import DistributedConfig
+from moe_rl.training.method import resolved_objective
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
 QWEN = ModelConfig(path="Qwen/Qwen3-30B-A3B-Base", dtype="bfloat16")
@@ -133,7 +134,8 @@ def test_ready_studies_have_the_papers_settings_and_are_known(name):
     for arm in study.arms:
         config = study.resolve(arm, 0)
         clip = (3e-4, 4e-4) if arm == "gspo" else (0.2, 0.27)
-        assert (config.method.clip_low, config.method.clip_high) == clip
+        objective = resolved_objective(config)
+        assert (objective["clip_low"], objective["clip_high"]) == clip
         assert config.optim.num_minibatches == 4 and config.model.dtype == "bfloat16"
         assert config.method.replay == ("R2" if arm == "grpo_replay" else "none")
     # What the file says of the hardware holds.

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from browser import Browser, find_browser
 from markupsafe import escape
 from synthetic import write_study
 
@@ -155,6 +156,33 @@ def _eight_figures(data):
     drawn = FIGURES["final_reward"](data)
     names = list(FIGURES)[:8]
     return [replace(drawn, name=name, title=f"{name}.") for name in names]
+
+
+def test_a_phone_needs_no_sideways_scrolling_and_a_dark_page_is_dark(folder, tmp_path):
+    executable = find_browser()
+    if executable is None:
+        pytest.skip("no browser found; on Debian: apt-get install chromium")
+    data = load(folder)
+    page = tmp_path / "report.html"
+    page.write_text(render_report(data, [FIGURES[name](data) for name in ("final_reward", *DRAWN)]), encoding="utf-8")
+    browser = Browser(executable)
+    try:
+        for width, columns in ((390, 1), (1280, 2)):
+            browser.look(width, 844, dark=True)
+            browser.open(page.as_uri())
+            browser.wait("document.readyState === 'complete' && document.querySelectorAll('figure svg').length == 4")
+            assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+            tracks = browser.js("getComputedStyle(document.querySelector('#verdict')).gridTemplateColumns")
+            assert len(tracks.split()) == columns, "the verdict stands beside its figure where there is room"
+            paper = browser.js(
+                "getComputedStyle(document.querySelector('#final_reward-svg #final_reward-patch_1 path')).fill"
+            )
+            assert (
+                paper == browser.js("getComputedStyle(document.documentElement).backgroundColor") == "rgb(21, 24, 28)"
+            )
+        assert browser.complaints == []
+    finally:
+        browser.close()
 
 
 def test_figures_have_colours_of_their_own_on_a_dark_page(folder):

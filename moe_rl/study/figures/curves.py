@@ -42,12 +42,20 @@ def pooled_tables(rows: pd.DataFrame, changed: str, total: str, x: str) -> dict[
     return seed_tables(rates, x, "rate")
 
 
-def summarise(table: pd.DataFrame, **labels: Any) -> pd.DataFrame:
-    """Seeds as columns -> tidy rows: labels, x, n, mean, low, high and each seed's value."""
+def over_seeds(table: pd.DataFrame, geometric: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean over the columns, and the lower and upper end of its interval; `geometric`: of the logarithms."""
     values = table.to_numpy(dtype=float)
+    values = np.log(values) if geometric else values
+    mean = pd.DataFrame(values).mean(axis=1).to_numpy()
     low, high = seed_band(values.T)
-    columns = {**labels, str(table.index.name): table.index, "n": np.isfinite(values).sum(1)}
-    columns |= {"mean": table.mean(axis=1).to_numpy(), "low": low, "high": high}
+    return (np.exp(mean), np.exp(low), np.exp(high)) if geometric else (mean, low, high)
+
+
+def summarise(table: pd.DataFrame, geometric: bool = False, **labels: Any) -> pd.DataFrame:
+    """Seeds as columns -> tidy rows: labels, x, n, mean, low, high (`over_seeds`) and each seed's value."""
+    mean, low, high = over_seeds(table, geometric)
+    present = np.isfinite(table.to_numpy(dtype=float)).sum(1)
+    columns = {**labels, str(table.index.name): table.index, "n": present, "mean": mean, "low": low, "high": high}
     columns |= {f"seed{seed}": table[seed].to_numpy() for seed in table.columns}
     return pd.DataFrame(columns)
 
@@ -63,15 +71,9 @@ def draw_seeds(
     geometric: bool = False,
     **line: Any,
 ) -> Line2D:
-    """Mean over seeds and the band of their interval (where at least two are there); thin lines for few seeds.
-
-    `geometric`: mean and interval of the logarithms."""
+    """Mean over seeds and the band of their interval (`over_seeds`); thin lines for few seeds."""
     table = scale * table
-    values = table.to_numpy(dtype=float)
-    low, high = seed_band((np.log(values) if geometric else values).T)
-    mean = table.mean(axis=1)
-    if geometric:
-        low, high, mean = np.exp(low), np.exp(high), np.exp(np.log(table).mean(axis=1))
+    mean, low, high = over_seeds(table, geometric)
     x = table.index.to_numpy()
     every = max(1, len(x) // 8)
     start = (sum(map(ord, look.marker)) % every) if len(x) > 8 else 0  # stagger, so that markers do not hide each other
@@ -114,24 +116,28 @@ def curves(
     quantity: str = "",
     scale: float | int = 1,
     log: bool = False,
+    geometric: bool = False,
     thin: bool = True,
     ylim: Limits = (None, None),
     height: float = 1.9,
 ) -> Curves:
     """A line per arm: panels by condition, or one small panel per arm where a condition has many of them.
 
-    `scale` multiplies what is drawn (100 for per cent), not the table.
+    `scale` multiplies what is drawn (100 for per cent), not the table. `geometric`: mean and interval of the
+    logarithms, which a log axis of positive quantities needs (an interval of their mean may reach below 0).
     """
-    how = _How(ylabel, xlabel, scale, log, thin, ylim, height)
+    how = _How(ylabel, xlabel, scale, log, geometric, thin, ylim, height)
     figure, panels = (_small_panels if many(data) else _panels)(data, tables, how)
-    return Curves(figure, panels, curve_frame(data, tables, quantity))
+    return Curves(figure, panels, curve_frame(data, tables, quantity, geometric))
 
 
-def curve_frame(data: StudyData, tables: Mapping[str, pd.DataFrame], quantity: str = "") -> pd.DataFrame:
+def curve_frame(
+    data: StudyData, tables: Mapping[str, pd.DataFrame], quantity: str = "", geometric: bool = False
+) -> pd.DataFrame:
     """The numbers of curves: `summarise` of every arm's table, with quantity, condition and arm."""
     labels = {"quantity": quantity} if quantity else {}
     parts = [
-        summarise(tables[arm], **labels, condition=each.condition.name, arm=arm)
+        summarise(tables[arm], geometric, **labels, condition=each.condition.name, arm=arm)
         for each in shown(data)
         for arm in each.arms
         if arm in tables
@@ -147,6 +153,7 @@ class _How:
     xlabel: str
     scale: float | int
     log: bool
+    geometric: bool
     thin: bool
     ylim: Limits
     height: float
@@ -158,8 +165,8 @@ def _panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How) -> t
     for i, (ax, one) in enumerate(zip(axes[0], each, strict=True)):
         for arm, (look, label) in arm_looks(data, one.arms).items():
             if arm in tables:
-                draw_seeds(ax, tables[arm], look, label, thin=how.thin, scale=how.scale)
-        _stand_in(ax, data, one, tables, how.scale)
+                draw_seeds(ax, tables[arm], look, label, thin=how.thin, scale=how.scale, geometric=how.geometric)
+        _stand_in(ax, data, one, tables, how)
         step_axis(ax, how.xlabel if ax.xaxis.get_tick_params().get("labelbottom", True) else "")
         if not i % 3:
             ax.set_ylabel(how.ylabel)
@@ -172,21 +179,32 @@ def _panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How) -> t
     return figure, panels
 
 
-def _stand_in(ax: Axes, data: StudyData, one: Shown, tables: Mapping[str, pd.DataFrame], scale: float | int) -> None:
+def _stand_in(ax: Axes, data: StudyData, one: Shown, tables: Mapping[str, pd.DataFrame], how: _How) -> None:
     """The natural replay run, which is by construction the replay run under noise: its mean, pale."""
     if one.stand_in in tables:
         look, label = arm_looks(data, [str(one.stand_in)])[str(one.stand_in)]
-        mean = scale * tables[str(one.stand_in)].mean(axis=1)
-        ax.plot(mean.index, mean, color=look.colour, ls=look.dash, lw=0.9, alpha=0.6, label=f"{label}, its natural run")
+        table = how.scale * tables[str(one.stand_in)]
+        ax.plot(
+            table.index,
+            over_seeds(table, how.geometric)[0],
+            color=look.colour,
+            ls=look.dash,
+            lw=0.9,
+            alpha=0.6,
+            label=f"{label}, its natural run",
+        )
 
 
 def _small_panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How) -> tuple[Figure, Panels]:
     arms = drawn_arms(data, list(tables))
     figure, axes = arm_grid(data, arms)
     looks = arm_looks(data, arms)
-    means = {arm: how.scale * tables[arm].mean(axis=1) for arm in arms}
+    means = {arm: pd.Series(over_seeds(how.scale * tables[arm], how.geometric)[0], tables[arm].index) for arm in arms}
     for ax, arm in zip(axes, arms, strict=True):
-        draw_seeds(ax, tables[arm], looks[arm][0], "", thin=False, scale=how.scale, marker="", ls="-", lw=1.3)
+        draw_seeds(
+            ax, tables[arm], looks[arm][0], "", thin=False, scale=how.scale, geometric=how.geometric,
+            marker="", ls="-", lw=1.3,
+        )  # fmt: skip
     for ax in axes:
         ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     same_axes(axes, how.ylim, how.log)
@@ -195,4 +213,4 @@ def _small_panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How
     return figure, [(ax, (arm,)) for ax, arm in zip(axes, arms, strict=True)]
 
 
-__all__ = ["Curves", "curve_frame", "curves", "draw_seeds", "pooled_tables", "seed_tables", "summarise"]
+__all__ = ["Curves", "curve_frame", "curves", "draw_seeds", "over_seeds", "pooled_tables", "seed_tables", "summarise"]

@@ -7,7 +7,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.collapse import collapse_note, mark_collapses
 from moe_rl.study.figures.curves import curve_frame, draw_seeds, seed_tables
 from moe_rl.study.figures.layout import condition_panels, crowded
-from moe_rl.study.figures.notes import PROBE, lines_note
+from moe_rl.study.figures.notes import GEOMETRIC, PROBE, lines_note
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import NothingToDraw, arm_looks, legend_above, log_y, step_axis
@@ -25,7 +25,7 @@ LABELS = {"k3_natural": "KL (k3)\nnats / token", "F(2)": "F(2)\n% of tokens"}
     ),
     needs={"probes": ["k3_natural"]},
     rank=60,
-    notes=(PROBE,),
+    notes=(PROBE, GEOMETRIC),
 )
 def divergence(data: StudyData) -> Drawing:
     """KL(old || new) and F(2) after the last update of each step, with the steps at which runs collapsed."""
@@ -34,7 +34,9 @@ def divergence(data: StudyData) -> Drawing:
         "k3_natural": seed_tables(rows, "step", "k3_natural"),
         "F(2)": seed_tables(extreme_share(data), "step", "F(2)"),
     }
-    frame = pd.concat([curve_frame(data, table, name) for name, table in tables.items()], ignore_index=True)
+    frame = pd.concat(
+        [curve_frame(data, table, name, name != "F(2)") for name, table in tables.items()], ignore_index=True
+    )
     if crowded(data):
         return _rows(data, tables, frame)
     drawn, axes, each = condition_panels(data, 1.55, rows=2)
@@ -42,7 +44,15 @@ def divergence(data: StudyData) -> Drawing:
         for ax, one in zip(line, each, strict=True):
             for arm, (look, text) in arm_looks(data, one.arms).items():
                 if arm in tables[name]:
-                    draw_seeds(ax, tables[name][arm], look, text, thin=False, scale=100 if name == "F(2)" else 1)
+                    draw_seeds(
+                        ax,
+                        tables[name][arm],
+                        look,
+                        text,
+                        thin=False,
+                        scale=100 if name == "F(2)" else 1,
+                        geometric=name != "F(2)",
+                    )
             mark_collapses(ax, data, one.arms)
         line[0].set_ylabel(label)
     log_y(axes[0, 0])

@@ -2,6 +2,7 @@
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, seed_tables
+from moe_rl.study.figures.notes import GEOMETRIC
 from moe_rl.study.figures.register import Drawing, figure
 
 
@@ -10,10 +11,11 @@ from moe_rl.study.figures.register import Drawing, figure
     caption="Global L2 norm of the gradient before it is clipped, mean over the updates of a step; log axis.",
     needs={"updates": ["grad_norm"]},
     rank=190,
+    notes=(GEOMETRIC,),
 )
 def gradient_norm(data: StudyData) -> Drawing:
     """Gradient norm before clipping, mean over the updates of a step."""
     tables = seed_tables(data.updates.dropna(subset=["grad_norm"]), "step", "grad_norm")
-    drawn = curves(data, tables, "gradient norm, before clipping", quantity="grad_norm", log=True)
+    drawn = curves(data, tables, "gradient norm, before clipping", quantity="grad_norm", log=True, geometric=True)
     drawn.legend()
     return Drawing(drawn.figure, drawn.frame, interval="band")

@@ -6,7 +6,7 @@ import pandas as pd
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, curves, draw_seeds, seed_tables
 from moe_rl.study.figures.layout import crowded
-from moe_rl.study.figures.notes import LINES
+from moe_rl.study.figures.notes import GEOMETRIC
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import NothingToDraw, arm_looks
@@ -22,7 +22,7 @@ from moe_rl.study.summary import in_run_variance
     ),
     needs={"updates": ["var_token_log_ratio", "var_sequence_log_ratio"]},
     rank=110,
-    notes=(LINES,),
+    notes=(GEOMETRIC,),
 )
 def ratio_variance(data: StudyData) -> Drawing:
     """Variance of token and sequence log-ratios in training against the step."""
@@ -39,7 +39,7 @@ def ratio_variance(data: StudyData) -> Drawing:
     }
     if not found["token"]:
         raise NothingToDraw("ratio_variance: every log-ratio is 0, the policies did not move")
-    frame = pd.concat([curve_frame(data, tables, f"in-run {level}") for level, tables in found.items()])
+    frame = pd.concat([curve_frame(data, tables, f"in-run {level}", True) for level, tables in found.items()])
     if crowded(data):
         medians = {k: pd.DataFrame({arm: t.median() for arm, t in tables.items()}).T for k, tables in found.items()}
         dots = [Dots(medians["token"], "tokens"), Dots(medians["sequence"], "sequence means", open=True)]
@@ -47,11 +47,13 @@ def ratio_variance(data: StudyData) -> Drawing:
         return Drawing(
             drawn_rows.figure, frame, "Median over the steps of a run; by step in the table.", interval="bar"
         )
-    drawn = curves(data, found["token"], "variance of log r, nats²", log=True, thin=False)
+    drawn = curves(data, found["token"], "variance of log r, nats²", log=True, geometric=True, thin=False)
     for ax, arms in drawn.panels:
         for arm, (look, _) in arm_looks(data, arms).items():
             if arm in found["sequence"]:
-                draw_seeds(ax, found["sequence"][arm], look, "_", thin=False, lw=0.9, ms=2.5, mfc="white")
+                draw_seeds(
+                    ax, found["sequence"][arm], look, "_", thin=False, geometric=True, lw=0.9, ms=2.5, mfc="white"
+                )
     drawn.axes[0].relim()
     drawn.axes[0].autoscale_view()
     drawn.legend()

@@ -7,9 +7,9 @@ import pandas as pd
 from matplotlib.lines import Line2D
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.curves import Panels, draw_seeds, summarise
+from moe_rl.study.figures.curves import Panels, draw_seeds, over_seeds, summarise
 from moe_rl.study.figures.floor import draw_across, floor_note, gap_note
-from moe_rl.study.figures.layout import arm_grid, condition_panels, drawn_arms, label_grid, many, same_axes
+from moe_rl.study.figures.layout import arm_grid, condition_panels, drawn_arms, label_grid, many
 from moe_rl.study.figures.notes import PAIR
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import GREY, NothingToDraw, arm_looks, legend_above, log_y
@@ -18,7 +18,7 @@ from moe_rl.study.summary import noise_floor
 
 FEWEST_TOKENS = 50
 """Distinct tokens (each is stored once per update) of a bin whose variance is drawn: log-ratios are heavy-tailed."""
-FEWEST_OF_SEED = 10
+FEWEST_OF_SEED = 30
 """The same of one seed, whose own variance counts into mean and interval."""
 STYLES: dict[str, dict[str, Any]] = {"natural": {}, "replayed": {"mfc": "white", "ls": (0, (1, 1.5)), "lw": 1.0}}
 NEEDED = ["old_logp", "logp_natural", "logp_replayed", "flips"]
@@ -67,9 +67,11 @@ def variance_by_flips(data: StudyData) -> Drawing:
     top = int(used["flips"].max())
     for ax in axes:
         ax.set_xticks(range(0, top + 1, max(1, top // 4)))
-    if many(data):
-        same_axes(axes, log=True)
-    log_y(axes[0])
+    means = [over_seeds(table, True)[0] for of in tables.values() for table in of.values()]
+    low, high = min(float(np.nanmin(each)) for each in means), max(float(np.nanmax(each)) for each in means)
+    for ax in axes:
+        ax.set_ylim(low / 2, high * 2)  # an interval of few seeds may span decades
+        log_y(ax)
     floor = floor_variance(data)
     for ax in axes if len(floor) else ():
         draw_across(ax, floor["var_token"])
@@ -84,14 +86,8 @@ def variance_by_flips(data: StudyData) -> Drawing:
             ax.set_xlabel("sites changed where\nthe token is predicted")
             ax.set_ylabel("" if i % 3 else names[1])
         legend_above(drawn, axes, [hollow])
-    parts = [
-        summarise(table.transform(np.log), arm=arm, routing=kind)
-        for kind, of in tables.items()
-        for arm, table in of.items()
-    ]
+    parts = [summarise(table, True, arm=arm, routing=kind) for kind, of in tables.items() for arm, table in of.items()]
     frame = pd.concat(parts, ignore_index=True)
-    logs = ["mean", "low", "high", *(str(name) for name in frame.columns if str(name).startswith("seed"))]
-    frame[logs] = np.exp(frame[logs])
     said = f"{gap_note(floor, {'var_token': ''})}{floor_note(noise_floor(data), 'Noise floor of the flips')}".strip()
     return Drawing(drawn, frame, said, interval="band", tables={"bins": by_seed})
 

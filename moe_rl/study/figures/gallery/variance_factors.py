@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, draw_seeds, seed_tables
 from moe_rl.study.figures.layout import many
-from moe_rl.study.figures.notes import PAIR, lines_note
+from moe_rl.study.figures.notes import GEOMETRIC, PAIR
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
 from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, arm_looks, legend_above, log_y
@@ -25,13 +25,13 @@ SHORT = {"replay": "replay factor:\nnatural / replayed", "averaging": "averaging
     title="Replay and averaging factors.",
     caption=(
         "Natural arms only. Each line: for every seed the median over the probes of all steps of a ratio of two "
-        "variances on the same weights and tokens, then the mean over seeds; log axis. Crosses: the ratio of the mean "
+        "variances on the same weights and tokens, then the mean over seeds. Crosses: the ratio of the mean "
         "variances, which large variances dominate. 1 (dotted): nothing is removed. Independent tokens would give "
         "averaging the mean response length (dotted)."
     ),
     needs={"probes": ["var_token_natural", "var_token_replayed", "var_sequence_natural"]},
     rank=40,
-    notes=(PAIR,),
+    notes=(PAIR, GEOMETRIC),
 )
 def variance_factors(data: StudyData) -> Drawing:
     """Replay factor and averaging factor by update within a step."""
@@ -41,7 +41,7 @@ def variance_factors(data: StudyData) -> Drawing:
     tables = {name: seed_tables(rows.dropna(subset=[name]), "update", name) for name in TITLES}
     if not all(tables.values()):
         raise NothingToDraw("variance_factors: no natural arm has variances above 0")
-    parts = [curve_frame(data, table).assign(factor=name) for name, table in tables.items()]
+    parts = [curve_frame(data, table, geometric=True).assign(factor=name) for name, table in tables.items()]
     means = factor_table(data).rename(columns={f"{name}_of_means": name for name in TITLES})
     long = means.melt(["arm", "update"], list(TITLES), "factor", "of_means")
     frame = pd.concat(parts, ignore_index=True).merge(long, how="left", on=["arm", "update", "factor"])
@@ -55,7 +55,7 @@ def variance_factors(data: StudyData) -> Drawing:
     for ax, (name, title) in zip(axes, TITLES.items(), strict=True):
         for arm, (look, label) in looks.items():
             if arm in tables[name]:
-                draw_seeds(ax, tables[name][arm], look, label)
+                draw_seeds(ax, tables[name][arm], look, label, geometric=True)
                 of = long[(long["arm"] == arm) & (long["factor"] == name)]
                 ax.plot(of["update"], of["of_means"], "x", color=look.colour, ms=4, mew=1)
         for value in lines[name]:
@@ -66,7 +66,7 @@ def variance_factors(data: StudyData) -> Drawing:
         ax.set_xticks(sorted(rows["update"].unique())[:: max(1, rows["update"].nunique() // 8)])
     axes[0].set_ylabel("factor, median over steps")
     legend_above(drawn, axes)
-    return Drawing(drawn, frame, lines_note(data), interval="band")
+    return Drawing(drawn, frame, interval="band")
 
 
 def _rows(data: StudyData, rows: pd.DataFrame, lines: dict[str, list[float]], frame: pd.DataFrame) -> Drawing:
