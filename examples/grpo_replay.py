@@ -16,7 +16,7 @@ from torch import nn
 
 from moe_rl.measure import token_logps
 from moe_rl.objectives import OBJECTIVES, group_advantages, policy_loss
-from moe_rl.policy import ModelConfig, load_policy
+from moe_rl.policy import ModelConfig, load_policy, seeded
 from moe_rl.rollout import TaskConfig, make_task, sample, score
 from moe_rl.rollout.randomness import seeded_generator, seeded_random
 from moe_rl.routing import record_routes, replay_routes
@@ -92,7 +92,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # the fastest for a model this small
     task = make_task(TaskConfig())
-    policy, tokenizer = load_policy(ModelConfig(), task)  # a tiny Qwen3-MoE; its cold start takes a minute
+    policy, tokenizer = load_policy(
+        seeded(ModelConfig(), options.seed), task
+    )  # a tiny Qwen3-MoE; its cold start takes a minute
     train(policy, tokenizer, task, options.objective, not options.no_replay, options.steps, seed=options.seed)
 
 

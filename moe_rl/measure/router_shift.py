@@ -1,7 +1,6 @@
 """RSPO's router-shift weight in the loop: how far the routers moved on the experts that the old policy used.
 
-`moe_rl.routing.router_stats.router_shift` says the same of whole router logits. Here only the scores of the chosen
-experts are kept of the old policy, `[B,T,L,K]` and not `[B,T,L,E]`.
+Only the scores of the chosen experts are kept of the old policy, `[B,T,L,K]` and not `[B,T,L,E]`.
 """
 
 import torch

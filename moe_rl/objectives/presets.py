@@ -94,9 +94,3 @@ def get_objective(name: str) -> Objective:
     if name not in OBJECTIVES:
         raise ValueError(unknown("objective", name, OBJECTIVES))
     return OBJECTIVES[name]
-
-
-if __name__ == "__main__":  # the same table, for those who look for it here
-    from moe_rl.objectives.methods_table import methods_markdown
-
-    print(methods_markdown(), end="")

@@ -1,7 +1,7 @@
 """The policy: load a hub or local Mixture-of-Experts, or make the tiny one; adapters; router precision."""
 
 from moe_rl.policy.lora import LoraConfig
-from moe_rl.policy.models import ModelConfig, load_policy
+from moe_rl.policy.models import ModelConfig, load_policy, seeded
 from moe_rl.policy.tiny import ColdStartConfig, ModelError, TinyConfig, build_tiny, char_tokenizer, cold_start
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "char_tokenizer",
     "cold_start",
     "load_policy",
+    "seeded",
 ]

@@ -22,7 +22,6 @@ from moe_rl.routing.router_stats import (
     load_entropy,
     router_js,
     router_kl,
-    router_shift,
 )
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.sites import Site, canonical_site, find_sites, routing_sites
@@ -54,7 +53,6 @@ __all__ = [
     "replay_routes",
     "router_js",
     "router_kl",
-    "router_shift",
     "routing_sites",
     "site_change",
     "slot_change",

@@ -35,7 +35,6 @@ from moe_rl.routing.router_stats import (
     load_entropy,
     router_js,
     router_kl,
-    router_shift,
 )
 from moe_rl.routing.routes import RoutedExperts
 
@@ -52,7 +51,6 @@ __all__ = [
     "load_entropy",
     "router_js",
     "router_kl",
-    "router_shift",
     "site_change",
     "slot_change",
     "token_change",

@@ -34,7 +34,7 @@ class Checkpoints:
         self._wrapped: list[tuple[nn.Module, str]] = []
 
     def find(self) -> None:
-        """Modules that have, or may get, a checkpoint function: found when hooks are put on; layers may be new."""
+        """The modules that have, or may get, a checkpoint function: each time that hooks are put on."""
         keys = {_SWITCH, "checkpoint_fn"}
         self._modules = [m for m in self._tap.boundary.modules() if hasattr(type(m), _SWITCH) or vars(m).keys() & keys]
 

@@ -1,7 +1,5 @@
 """How routers behave: the load of their experts and its balance, the margins and divergences of their scores."""
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -146,38 +144,6 @@ def boundary_margin(scores: Float[Tensor, "*rows E"], k: int) -> Float[Tensor, "
         raise RoutingError(f"k = {k} of {scores.shape[-1]} experts has no boundary; expected 1..{scores.shape[-1] - 1}")
     best = scores.topk(k + 1, dim=-1).values
     return best[..., k - 1] - best[..., k]
-
-
-class RouterShift(NamedTuple):
-    """delta `[...]` >= 0 in nats; gamma `[...]` in [gamma_min, 1]; floored `[...]`, where the floor acted."""
-
-    delta: Float[Tensor, "*rows"]
-    gamma: Float[Tensor, "*rows"]
-    floored: Bool[Tensor, "*rows"]
-
-
-def router_shift(
-    old_logits: Float[Tensor, "*rows L E"],
-    new_logits: Float[Tensor, "*rows L E"],
-    old_ids: Int[Tensor, "*rows L K"],
-    gamma_min: float = 0.8,
-) -> RouterShift:
-    """Router shift ratio of RSPO (arXiv 2510.23027): γ = exp(-Δ), floored at gamma_min; detached.
-
-    Δ = (1/L) Σ_l (1/K) Σ_k |log r_new^l(e_k) - log r_old^l(e_k)| over the experts e_k that the *old* policy
-    activated, r = softmax of the router's logits. gamma_min = 0.8 is the value of the public implementations.
-
-    Rows of `old_ids` with a -1 are left out of the mean over sites; a token without any has Δ = 0, γ = 1.
-    Differs: floating point and sites without a route; the paper has a route at every site.
-    """
-    with torch.no_grad():
-        routed = (old_ids >= 0).all(-1)
-        chosen = old_ids.long().clamp(min=0)
-        change = _log_softmax(new_logits).gather(-1, chosen) - _log_softmax(old_logits).gather(-1, chosen)
-        per_site = change.abs().mean(-1) * routed
-        delta = per_site.sum(-1) / routed.sum(-1).clamp(min=1)
-        gamma = torch.exp(-delta)
-        return RouterShift(delta, gamma.clamp(min=gamma_min), gamma < gamma_min)
 
 
 def _log_softmax(logits: Tensor) -> Tensor:

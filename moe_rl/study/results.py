@@ -161,7 +161,13 @@ _MARKER = re.compile(r"<!-- table: (?P<study>[^/\s]+)/(?P<name>\w+) -->\n(?P<bod
 
 
 def _plain(column: str) -> Column:
-    return lambda row: "–" if pd.isna(row[column]) else str(row[column])
+    def cell(row: dict[str, Any]) -> str:
+        value = row[column]
+        if pd.isna(value):
+            return "–"
+        return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+    return cell
 
 
 def markdown(name: str, table: pd.DataFrame) -> str:

@@ -40,6 +40,7 @@ RANGES: dict[str, Range] = {
     "model.lora.rank": COUNT,
     "model.lora.alpha": POSITIVE,
     "model.lora.seed": SEED,
+    "task.verifier_seconds": POSITIVE,
     "method.noise": NOT_NEGATIVE,
     "method.beta": POSITIVE,
     **{f"method.{name}": interval for name, interval in OF_OBJECTIVE.items()},

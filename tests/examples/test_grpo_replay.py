@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_rl.policy import ModelConfig, TinyConfig, load_policy
+from moe_rl.policy import ModelConfig, TinyConfig, load_policy, seeded
 from moe_rl.rollout import TaskConfig, make_task
 from moe_rl.training import EvalConfig, MethodConfig, OptimConfig, ProbeConfig, RolloutConfig, RunConfig, begin, run
 
@@ -50,7 +50,7 @@ def test_it_ends_with_the_trainers_weights(tmp_path, monkeypatch, objective, rep
     state = begin(config, tmp_path)
     run(state)
     task = ByParity(make_task(config.task))
-    policy, tokenizer = load_policy(config.model, task)
+    policy, tokenizer = load_policy(seeded(config.model, config.seed), task)
     start = {name: weight.clone() for name, weight in policy.state_dict().items()}
     sizes = {"prompts": 8, "group_size": 4, "num_minibatches": 4, "learning_rate": 1e-2, "warmup_updates": 3}
     example().train(policy, tokenizer, task, objective, replay, steps=4, seed=3, **sizes)

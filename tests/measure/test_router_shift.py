@@ -1,4 +1,4 @@
-"""RSPO's weight in the loop, against loops, against the routing room's own, and where nothing moved."""
+"""RSPO's weight of tokens: by hand, against loops, and where nothing moved."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
 from moe_rl.routing import RoutedExperts, RoutingError
-from moe_rl.routing.router_stats import router_shift
 
 B, T, L, K, E = 2, 3, 2, 2, 5
 
@@ -42,12 +41,20 @@ def test_gamma_against_loops(case):
             assert float(gamma[b, t]) == pytest.approx(math.exp(-delta), abs=1e-12)
 
 
-def test_gamma_is_that_of_whole_router_logits(case):
-    old, new, routes = case
-    whole = [torch.stack([x.view(B, T, E) for x in logits], 2) for logits in (old, new)]
-    expected = router_shift(*whole, routes.ids, gamma_min=0.0).gamma
+def test_gamma_by_hand():
+    """Two sites, E = 2, K = 1. Site 0: r(e) 1/2 -> 3/4, |Δ log| = ln 1.5. Site 1: 3/4 -> 1/4, |Δ log| = ln 3."""
+    old = [torch.tensor([[1.0, 1.0]]).log(), torch.tensor([[3.0, 1.0]]).log()]
+    new = [torch.tensor([[3.0, 1.0]]).log(), torch.tensor([[1.0, 3.0]]).log()]
+    routes = RoutedExperts(torch.zeros(1, 1, 2, 1, dtype=torch.long), ("a", "b"), 2)
     gamma = shift_weight(chosen_scores(new, routes), chosen_scores(old, routes))
-    torch.testing.assert_close(gamma, expected)
+    assert gamma.item() == pytest.approx(math.exp(-(math.log(1.5) + math.log(3)) / 2))
+
+
+def test_only_experts_of_the_old_policy_count():
+    """Expert 2 gains from expert 3 and neither was active: no shift."""
+    old, new = [torch.tensor([[8.0, 4.0, 1.0, 3.0]]).log()], [torch.tensor([[8.0, 4.0, 3.0, 1.0]]).log()]
+    routes = RoutedExperts(torch.tensor([0, 1]).view(1, 1, 1, 2), ("a",), 4)
+    assert shift_weight(chosen_scores(new, routes), chosen_scores(old, routes)).item() == pytest.approx(1.0)
 
 
 def test_probabilities_in_place_of_logits_are_seen_for_what_they_are(case):

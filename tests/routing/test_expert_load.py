@@ -73,3 +73,13 @@ def test_mistakes():
         expert_load(ids, num_experts=4)
     with pytest.raises(RoutingError, match=r"mask must have the shape \[1, 1\]"):
         expert_load(ids, torch.ones(2, 1, dtype=torch.bool), num_experts=5)
+
+
+def test_sites_with_fewer_experts_are_not_averaged_over_columns_that_they_lack():
+    # Both sites use 2 experts evenly: of 4, CV = sqrt(4/2 - 1) = 1; of 64, sqrt(64/2 - 1).
+    routes = RoutedExperts(torch.tensor([[[[0, 1], [0, 1]]] * 3]), ["a", "b"], [4, 64])
+    load = expert_load(routes)
+    assert load[0, :5].tolist() == [3, 3, 0, 0, -1] and load.clamp(min=0).sum(-1).tolist() == [6, 6]
+    for counts in (load, load + load):
+        assert load_cv(counts).tolist() == pytest.approx([1.0, math.sqrt(31)])
+        assert load_entropy(counts).tolist() == pytest.approx([math.log(2)] * 2)

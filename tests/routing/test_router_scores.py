@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.routing.change import boundary_margin, router_js, router_kl, router_shift, site_change
+from moe_rl.routing.change import boundary_margin, router_js, router_kl, site_change
 from moe_rl.routing.errors import RoutingError
 
 LN2 = math.log(2.0)
@@ -69,34 +69,19 @@ def test_no_boundary_no_margin(k):
         boundary_margin(torch.zeros(4), k)
 
 
-def test_router_shift_by_hand():
-    # Two sites, E = 2, K = 1. Site 0: r(e) 1/2 -> 3/4, |Δ log| = ln 1.5. Site 1: 3/4 -> 1/4, |Δ log| = ln 3.
-    old = torch.tensor([[1.0, 1.0], [3.0, 1.0]], dtype=torch.float64).log()
-    new = torch.tensor([[3.0, 1.0], [1.0, 3.0]], dtype=torch.float64).log()
-    ids = torch.tensor([[0], [0]])
-    shift = router_shift(old, new, ids, gamma_min=0.1)
-    delta = (math.log(1.5) + math.log(3)) / 2
-    assert shift.delta.item() == pytest.approx(delta)
-    assert shift.gamma.item() == pytest.approx(math.exp(-delta))
-    assert not shift.floored
-    floored = router_shift(old, new, ids)
-    assert floored.gamma.item() == pytest.approx(0.8)
-    assert floored.floored
-
-
-def test_router_shift_looks_at_experts_of_the_old_policy_only():
-    # Expert 2 gains from expert 3, neither was active: no shift. Probabilities 1/2, 1/4, then 1/8 <-> 1/16 + 1/16.
-    old = torch.tensor([[8.0, 4.0, 1.0, 3.0]]).log()
-    new = torch.tensor([[8.0, 4.0, 3.0, 1.0]]).log()
-    assert router_shift(old, new, torch.tensor([[0, 1]])).delta.item() == pytest.approx(0.0, abs=1e-6)
-    assert router_shift(old, new, torch.tensor([[0, 2]])).delta.item() == pytest.approx(math.log(3) / 2)
-
-
-def test_router_shift_leaves_out_sites_without_a_route_and_carries_no_gradient():
-    old = torch.zeros(2, 2, requires_grad=True)
-    new = torch.tensor([[3.0, 1.0], [5.0, 1.0]]).log().requires_grad_()
-    shift = router_shift(old, new, torch.tensor([[0], [-1]]), gamma_min=0.0)
-    assert shift.delta.item() == pytest.approx(math.log(1.5))  # site 0 alone: 1/2 -> 3/4
-    assert not shift.gamma.requires_grad
-    nothing = router_shift(old, new, torch.full((2, 1), -1))
-    assert (nothing.delta.item(), nothing.gamma.item()) == (0.0, 1.0)
+def test_excluded_experts_add_nothing_to_divergences():
+    # Expert 2 is excluded (-inf) on both sides: the values of the two that remain. Only in the new one: KL is infinite,
+    # JS is not: p = (1/2, 1/2), q = (1, 0), m = (3/4, 1/4).
+    inf = math.inf
+    old = torch.tensor([3.0, 1.0, 0.0]).log().requires_grad_()
+    new = torch.tensor([1.0, 3.0, 0.0]).log().requires_grad_()
+    assert old[2].item() == -inf and router_kl(old, new).item() == pytest.approx(0.5 * math.log(3))
+    assert router_js(old, new).item() == pytest.approx(0.75 * math.log(1.5) - 0.25 * LN2)
+    for divergence in (router_kl, router_js):
+        gradients = torch.autograd.grad(divergence(old, new), (old, new))
+        assert all(bool(g.isfinite().all()) and g[2] == 0 for g in gradients)
+    half, one = torch.zeros(2), torch.tensor([0.0, -inf])
+    assert router_kl(half, one).item() == inf
+    assert router_kl(one, half).item() == pytest.approx(LN2)
+    js = 0.5 * (0.5 * math.log(2 / 3) + 0.5 * LN2) + 0.5 * math.log(4 / 3)
+    assert router_js(half, one).item() == pytest.approx(js)

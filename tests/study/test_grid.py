@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from moe_rl.cli import main
-from moe_rl.study.config import ConfigError, parse_study
+from moe_rl.study.config import ConfigError, load_study, parse_study
 from moe_rl.study.grid import Run, _next, _runs, check_roundings
 
 MICRO = {
@@ -29,6 +29,7 @@ MICRO = {
     },
     "arms": {"grpo": {}, "gspo": {"method": {"objective": "gspo"}}},
 }
+EXPERIMENTS = Path(__file__).parent.parent.parent / "experiments"
 NATIVE = torch.backends.cpu.get_cpu_capability()
 
 
@@ -81,12 +82,6 @@ def test_roundings_that_are_none_are_refused(names, native, refused):
             check_roundings(names, native)
 
 
-@pytest.mark.parametrize("name", ["rounding_avx2", "logs", "figures"])
-def test_arms_do_not_take_the_names_of_a_studys_other_folders(name):
-    with pytest.raises(ConfigError, match=rf"arms.{name}: that folder of a study holds something else"):
-        parse_study({**MICRO, "arms": {name: {}}})
-
-
 @pytest.mark.skipif(NATIVE not in ("AVX2", "AVX512"), reason="this processor has one set of kernels")
 def test_a_study_is_repeated_with_other_kernels_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -113,3 +108,15 @@ def test_a_run_is_named_with_its_rounding(tmp_path):
     run = runs_of(tmp_path)[0]
     assert isinstance(run, Run) and run.name == "grpo seed 0"
     assert dataclasses.replace(run, rounding="avx2").name == "grpo seed 0 avx2"
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_studies_can_reach_what_they_declare(path):
+    """Enough pairs for Holm's first step over the declared family: the least p of a sign-flip test is 2 / 2^n. And
+    seeds that begin from models of their own."""
+    study = load_study(path)
+    for pair in study.comparisons or ():
+        pairs = set.intersection(*(set(study.arms[arm].seeds or study.seeds) for arm in pair))
+        assert len(study.comparisons) * 2 / 2 ** len(pairs) <= 0.05
+    starts = {study.resolve(arm, seed).model.tiny.seed for arm, seed in study.runs() if arm == next(iter(study.arms))}
+    assert len(starts) == len(study.seeds)

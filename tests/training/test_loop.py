@@ -1,15 +1,12 @@
 """The loop, on a model of a few thousand parameters: only the method differs, and replay is whole."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from micro import MICRO, rows
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
-from moe_rl.routing import RoutedExperts
 from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train
 from moe_rl.training.checkpoint import save_checkpoint
 
@@ -19,11 +16,7 @@ def method(**changes):
 
 
 def weights(state):
-    return weights_of(state.ranks.unwrap_model(state.policy))
-
-
-def weights_of(module):
-    return {k: v.clone() for k, v in module.state_dict().items()}
+    return {k: v.clone() for k, v in state.ranks.unwrap_model(state.policy).state_dict().items()}
 
 
 def same(a, b):
@@ -160,25 +153,6 @@ def test_aux_loss_is_off_and_said_to_be_unless_asked_for(state_of, tmp_path):
     assert off["aux_loss"] is None and off["aux_loss_coef"] == 0.0
     assert on["aux_loss"] > 0.9 and on["aux_loss_coef"] == 0.1
     assert on["grad_norm"] != off["grad_norm"]
-
-
-@pytest.mark.parametrize("objective", ["grpo", "ppo"])
-def test_a_gradient_that_overflows_moves_nothing_and_is_kept(state_of, tmp_path, objective):
-    config = replace(method(objective=objective), optim=replace(MICRO.optim, aux_loss_coef=1e38, steps=1))
-    state = state_of(config, tmp_path / "stop")
-    with pytest.raises(FloatingPointError, match=r"step 0, update 1: the gradient norm is inf.*are in .*incidents"):
-        run(state)
-    assert not rows(tmp_path / "stop", "update")
-    skip = state_of(replace(config, optim=replace(config.optim, on_nonfinite="skip")), tmp_path / "skip")
-    before = {name: weights_of(module) for name, (module, _) in skip.trained.items()}
-    run(skip)
-    assert [row["skipped"] for row in rows(tmp_path / "skip", "update")] == [True, True]
-    for name, (module, _) in (*skip.trained.items(), *state.trained.items()):
-        assert same(before[name], weights_of(module)), name
-    place = tmp_path / "stop" / "incidents" / "step_000000_update_1"
-    assert json.loads((place / "row.json").read_text())["grad_norm"] == "inf"
-    mask, advantages = (load_file(place / "batch.safetensors")[name] for name in ("completion_mask", "advantages"))
-    assert len(advantages) == 8 and RoutedExperts.load(place / "routes.safetensors").shape[:2] == mask.shape
 
 
 def test_a_damaged_checkpoint_is_named_and_nothing_is_overwritten(state_of, tmp_path):

@@ -188,9 +188,9 @@ def test_lora_trains_the_adapters_against_the_model_without_them(checkpoints, qu
 def test_what_cannot_run_is_refused_before_anything_is_written(checkpoints, questions, tmp_path, monkeypatch):
     path = str(checkpoints / "olmoe")
 
-    def refuse(match, model, **options):
-        with pytest.raises(ModelError, match=match):
-            train(run_config(model, questions, **options), tmp_path / "run")
+    def refuse(match, model, error=ModelError, start=train):
+        with pytest.raises(error, match=match):
+            start(run_config(model, questions), tmp_path / "run")
         written = [file.name for file in (tmp_path / "run").rglob("*") if file.is_file() and file.stat().st_size]
         assert written == []
 
@@ -201,7 +201,8 @@ def test_what_cannot_run_is_refused_before_anything_is_written(checkpoints, ques
     refuse(r"target_modules: OlmoeForCausalLM has no 'w1'; it has .*k_proj", lora(path, target_modules=("w1",)))
     refuse(r"target_parameters: .* has no 'gate'", lora(path, target_parameters=("gate",)))
     refuse("nothing to adapt", lora(path, target_modules=()))
-    refuse("rank and alpha must be positive, got rank 0", lora(path, rank=0))
+    refuse("model.lora.rank: expected a whole number of at least 1, got 0", lora(path, rank=0), ValueError)
+    refuse("rank and alpha must be positive, got rank 0", lora(path, rank=0), start=begin)  # which does not validate
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     refuse(r"the peft package is not installed. pip install 'moe_rl\[peft\]'", lora(path))
 

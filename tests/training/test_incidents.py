@@ -1,0 +1,111 @@
+"""No number that is none passes for a result, and user code that fails says where."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from micro import MICRO, rows
+
+from moe_rl.rollout.task import TaskError
+from moe_rl.routing import RoutedExperts
+from moe_rl.training import MethodConfig, run, train
+
+OVERFLOW = replace(MICRO, optim=replace(MICRO.optim, aux_loss_coef=1e38))
+
+
+def test_a_gradient_that_is_no_number_stops_the_run_and_moves_nothing(state_of, tmp_path):
+    state = state_of(OVERFLOW, tmp_path)
+    before = {name: weight.clone() for name, weight in state.policy.state_dict().items()}
+    with pytest.raises(FloatingPointError, match=r"step 0, update 1: the gradient norm is (nan|inf).*incidents"):
+        run(state)
+    assert all(torch.equal(weight, before[name]) for name, weight in state.policy.state_dict().items())
+    kept = tmp_path / "incidents" / "step_000000_update_1"
+    assert json.loads((kept / "row.json").read_text())["grad_norm"] in ("nan", "inf")
+    assert RoutedExperts.load(kept / "routes.safetensors").shape[0] == 8
+    assert not rows(tmp_path, "update")
+
+
+@pytest.mark.parametrize("objective", ["grpo", "ppo"])
+def test_or_it_is_left_out_and_said_so(state_of, tmp_path, objective):
+    """A value model does not move either."""
+    optim = replace(OVERFLOW.optim, on_nonfinite="skip")
+    state = state_of(replace(OVERFLOW, method=MethodConfig(objective=objective), optim=optim), tmp_path)
+    modules = [module for module, _ in state.trained.values()]
+    before = [{name: weight.clone() for name, weight in module.state_dict().items()} for module in modules]
+    run(state)
+    updates = rows(tmp_path, "update")
+    assert len(updates) == 4 and all(row["skipped"] and row["grad_norm"] is None for row in updates)
+    for module, old in zip(modules, before, strict=True):
+        assert all(torch.equal(weight, old[name]) for name, weight in module.state_dict().items())
+    assert len(modules) == (2 if objective == "ppo" else 1)
+    assert len(list((tmp_path / "incidents").iterdir())) == 4
+
+
+def test_a_policy_of_nans_is_no_policy(state_of, tmp_path):
+    state = state_of(MICRO, tmp_path)
+    with torch.no_grad():
+        state.policy.lm_head.weight[0, 0] = float("nan")
+    with pytest.raises((FloatingPointError, RuntimeError, ValueError)):
+        run(state)
+    assert not rows(tmp_path, "update")
+
+
+def failing(monkeypatch, reward):
+    from moe_rl.rollout.character_tasks import ModChain
+
+    monkeypatch.setattr(ModChain, "reward", reward)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (float("nan"), "expected a finite reward.*got nan"),
+        (1e38, r"expected a finite reward.*1e\+38"),
+        ("good", "expected a number, got 'good'"),
+    ],
+)
+def test_a_reward_that_is_no_number_names_prompt_completion_and_step(tmp_path, monkeypatch, value, said):
+    failing(monkeypatch, lambda self, problem, completion: value)
+    with pytest.raises(TaskError, match=rf"step 0: task mod_chain, reward: {said}; prompt '\^.*completion '.*goes on"):
+        train(MICRO, tmp_path)
+
+
+def test_an_exception_or_an_exit_in_a_verifier_is_no_success(tmp_path, monkeypatch):
+    def leave(self, problem, completion):
+        raise SystemExit(0)
+
+    failing(monkeypatch, leave)
+    with pytest.raises(TaskError, match=r"reward: SystemExit: 0; prompt"):
+        train(MICRO, tmp_path)
+
+
+def test_a_verifier_that_does_not_return_is_stopped(tmp_path, monkeypatch):
+    failing(monkeypatch, lambda self, problem, completion: time.sleep(60))
+    began = time.monotonic()
+    with pytest.raises(TaskError, match=r"did not return within 0\.2 seconds \(task\.verifier_seconds\); prompt"):
+        train(replace(MICRO, task=replace(MICRO.task, verifier_seconds=0.2)), tmp_path)
+    assert time.monotonic() - began < 50
+
+
+def test_a_run_whose_task_failed_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    """After the fault is mended, the numbers are those of a run without it."""
+    from moe_rl.rollout.character_tasks import ModChain
+
+    right = ModChain.reward
+    train(MICRO, tmp_path / "whole")
+    calls = [0]
+
+    def once(self, problem, completion):
+        calls[0] += 1
+        if calls[0] > 30:  # in the second step
+            raise RuntimeError("the judge is out")
+        return right(self, problem, completion)
+
+    failing(monkeypatch, once)
+    with pytest.raises(TaskError, match=r"step 1: .*the judge is out"):
+        train(MICRO, tmp_path / "broken")
+    monkeypatch.setattr(ModChain, "reward", right)
+    train(MICRO, tmp_path / "broken")
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
