@@ -1,15 +1,10 @@
-"""The script that draws figures, the diff that adds one, the notebook: each runs as it is."""
+"""The script that draws figures and the notebook: each runs as it is."""
 
-import os
-import re
 import runpy
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
-import numpy as np
 import pandas as pd
 import pytest
 from nbclient import NotebookClient
@@ -56,22 +51,6 @@ def test_the_script_says_what_is_wrong(arguments, message, tmp_path, monkeypatch
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(SCRIPT), run_name="__main__")
     assert stop.value.code == 1 and message in capsys.readouterr().err
-
-
-def test_the_diff_that_adds_a_figure_is_all_it_takes(folder, tmp_path):
-    """Section "A figure" of docs/extending.md, applied to a copy of the package as it stands there."""
-    page = (ROOT / "docs" / "extending.md").read_text().split("## A figure")[1]
-    diff = re.search(r"```diff\n(.*?)```", page, re.DOTALL)[1]
-    shutil.copytree(ROOT / "moe_rl", tmp_path / "moe_rl", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True)
-    study = shutil.copytree(folder, tmp_path / "runs" / "small")
-    command = [sys.executable, "-m", "moe_rl", "figures", str(study), "entropy"]
-    place = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ran = subprocess.run(command, env=place, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == [str(study / "figures" / f"entropy.{k}") for k in ("pdf", "svg", "png", "csv", "md")]
-    assert (study / "figures" / "entropy.md").read_text().startswith("**Entropy.** Mean entropy of the distributions")
-    means = pd.read_csv(study / "figures" / "entropy.csv").set_index(["arm", "step"])["mean"]
-    assert means["grpo", 2] == pytest.approx(0.4 * np.exp(-2 / 20))
 
 
 def test_the_notebook_is_committed_without_outputs():

@@ -2,9 +2,7 @@
 
 import base64
 import io
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +15,8 @@ import matplotlib as mpl
 import matplotlib.style
 import pandas as pd
 from matplotlib.figure import Figure
+
+from moe_rl.files import write_atomic
 
 STYLE = Path(__file__).parent.parent / "moe_rl.mplstyle"
 
@@ -116,19 +116,3 @@ def save_figure(figure: StudyFigure, folder: str | Path, name: str | None = None
 
 def _csv(table: pd.DataFrame) -> bytes:
     return table.to_csv(index=False, float_format="%.8g", lineterminator="\n").encode()
-
-
-def write_atomic(path: Path, content: bytes) -> Path:
-    """A temporary name beside it, flushed, renamed: readers never see half a file."""
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
