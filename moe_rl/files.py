@@ -19,16 +19,23 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: naming `path`, whatever failed; what was there before is still there.
     """
-    path = Path(path)
+    with _renamed(Path(path)) as name, open(name, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _renamed(path: Path) -> Iterator[str]:
+    """A temporary name beside `path`, which takes its place if the block ends well and is removed if not."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
     try:
-        with naming(path), os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o644)
-        os.replace(name, path)
+        with naming(path):
+            yield name
+            os.chmod(name, 0o644)
+            os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
@@ -117,21 +124,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Any], metadata: dict[str, st
     from safetensors.torch import save_file
 
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    try:
-        with naming(path):
-            try:
-                save_file(dict(tensors), name, metadata)
-            except SafetensorError as error:  # what safetensors makes of an OSError, a full disk above all
-                code = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
-                raise OSError(code, os.strerror(code)) from error
-            with open(name, "rb+") as file:
-                os.fsync(file.fileno())
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    with _renamed(path) as name:
+        try:
+            save_file(dict(tensors), name, metadata)
+        except SafetensorError as error:  # what safetensors makes of an OSError, a full disk above all
+            code = errno.ENOSPC if f"os error {errno.ENOSPC}" in str(error) else errno.EIO
+            raise OSError(code, os.strerror(code)) from error
+        with open(name, "rb+") as file:
+            os.fsync(file.fileno())
     return path
