@@ -12,6 +12,8 @@ import pandas as pd
 import yaml
 from pandas.api.types import is_object_dtype
 
+from moe_rl.tables import DamagedTableError, read_table
+
 if TYPE_CHECKING:
     import pyarrow
 
@@ -197,14 +199,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_parquet(path: Path) -> "pyarrow.Table":
     """A Parquet file; StudyDataError naming it otherwise."""
-    from pyarrow import parquet
-
     try:
-        return parquet.ParquetFile(path).read()
-    except Exception as error:  # pyarrow raises many kinds; the file is what matters
-        raise StudyDataError(
-            f"{path}: not a readable Parquet file ({error}). Delete it to go on without it."
-        ) from error
+        return read_table(path)
+    except DamagedTableError as error:
+        raise StudyDataError(f"{error}. Delete it to go on without it, or restore it from a copy.") from error
 
 
 def stacked(tables: "list[pyarrow.Table]") -> pd.DataFrame:

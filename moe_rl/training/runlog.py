@@ -1,4 +1,4 @@
-"""The run folder as written by training: append-only metrics, Parquet tables, atomic files."""
+"""`metrics.jsonl` as training writes it: append-only, and known again by a run that goes on."""
 
 import hashlib
 import json
@@ -9,18 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_rl.files import atomic_file, naming
-
-
-def write_table(path: Path, columns: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
-    """One immutable Parquet file (zstd), written atomically; `metadata` goes to the schema as JSON strings."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.table(columns)
-    if metadata:
-        table = table.replace_schema_metadata({key: json.dumps(value) for key, value in metadata.items()})
-    with atomic_file(path) as file:
-        pq.write_table(table, file, compression="zstd", compression_level=1)
 
 
 class DamagedMetricsError(RuntimeError):
