@@ -16,6 +16,8 @@ from moe_rl.files import write_atomic
 if TYPE_CHECKING:
     import pyarrow
 
+TABLES = ("tokens/*.parquet", "routes/*.parquet")
+"""Where a run folder has tables."""
 MARK = bytes.fromhex("a3f1c85e9d0b47628e15d7f03c6ab924")
 SEALED = b"moe_rl.sealed"
 """Key in the schema's metadata that says that there is a mark, so that a damaged one is not taken for none."""

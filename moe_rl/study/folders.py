@@ -12,6 +12,7 @@ import pandas as pd
 import yaml
 from pandas.api.types import is_object_dtype
 
+from moe_rl.study.done import NAME, remedy, what_is_lost
 from moe_rl.tables import DamagedTableError, read_table
 
 if TYPE_CHECKING:
@@ -109,6 +110,9 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
     arm = config["arm"] if isinstance(config.get("arm"), str) else folder.resolve().parent.name
     seed = int(match.group(1)) if match else int(config.get("seed", 0))
     notes: list[str] = []
+    lost = what_is_lost(folder)
+    if lost:
+        raise StudyDataError(f"{lost}. {remedy(folder)}")
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
         for row in _read_lines(metrics, notes):
@@ -116,7 +120,7 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
             rows[row.pop("kind")].append(row)
     else:
         notes.append("no metrics.jsonl yet")
-    return Run(str(arm), seed, folder, (folder / "DONE").exists(), config, environment, tuple(notes))
+    return Run(str(arm), seed, folder, (folder / NAME).exists(), config, environment, tuple(notes))
 
 
 _RUN = "\0run"  # not a name that a row can have
