@@ -1,6 +1,5 @@
 """The text that checkpoints are compared on: a JSONL file, checked whole before a model is loaded, then streamed."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from moe_rl.checks import parse_json
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.scoring import TokenBatch
 
@@ -133,7 +133,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                row = parse_json(line.decode("utf-8-sig"))
             except ValueError as error:  # json's and unicode's errors are ValueErrors
                 raise DriftError(f"{path} line {number} is not JSON ({error}); expected {FORMS}") from error
             problem = _problem(row)
