@@ -222,9 +222,10 @@ def route_files(root: Path) -> Case:
 
 VERBS = ("study", "run", "figures", "watch", "drift", "doctor", "help", "stdy", "--version", "-h")
 OPTIONS = """small/study.yaml quick small small/grpo/seed0 nowhere --arm --arms --seed --seeds grpo gspo --output
---workers --prompts --port --trust --help --help-all --optim.steps --optim.betas --optim.learning-rate --method.objective
---method.replay --method.corrections --rollout.group-size --task.name --task.options --model.path --model.dtype
---checkpoint-every --probe.sequences --json --no-figures --figures --rounding --cold-starts --devices --memory -- - ="""
+--workers --prompts --port --trust --help --help-all --optim.steps --optim.betas --optim.learning-rate
+--method.objective --method.replay --method.corrections --rollout.group-size --task.name --task.options --model.path
+--model.dtype --checkpoint-every --probe.sequences --json --no-figures --figures --rounding --cold-starts --devices
+--memory -- - ="""
 WORDS = OPTIONS.split()
 
 
@@ -268,7 +269,7 @@ def page_requests(root: Path) -> Case:
     """Raw requests to the server of `moe-rl watch`: never status 500, nothing printed, strangers refused."""
     server = watch.make_server(small_study(root))
     problems: list[str] = []
-    server.handle_error = lambda request, address: problems.append("the server's thread failed")  # type: ignore[method-assign]
+    server.handle_error = lambda request, address: problems.append("the server's thread failed")
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def case(rng: random.Random) -> str:

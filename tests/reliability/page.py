@@ -13,11 +13,11 @@ Line = dict[str, Any]
 HEAD = """# What a run survives
 
 After any interruption or fault there is either the identical result, or a clear refusal with nothing lost; no NaN, no
-corruption and no second writer passes for a result. This page is what a campaign against that promise found. It is
-written by the campaign, `make reliability`, which goes on where it was stopped; each part can be run alone by the command
-that stands with it. *Identical* means: metrics but for their times, and every byte of weights, optimizers, random numbers,
-waiting batches, token tables and route tables, are those of a run that nothing interrupted. Runs are small (two layers, three
-steps, every method), each in a process of its own.
+corruption and no second writer passes for a result. This page is what a campaign against that promise found. The
+campaign writes it (`make reliability`), and goes on where it was stopped; each part can be run alone by the command
+that stands with it. *Identical* means: metrics but for their times, and every byte of weights, optimizers, random
+numbers, waiting batches, token tables and route tables, are those of a run that nothing interrupted. Runs are small
+(two layers, three steps), each in a process of its own.
 """
 
 
@@ -63,8 +63,8 @@ def kills(lines: list[Line]) -> str:
     rows.append(["**all**", runs, *sums, wrong])
     return part_of(
         "Random kills",
-        f"{sum(sums)} kills at random moments of {runs} runs of {len(lines)} methods; a run is killed up to four times, and "
-        "goes on each time. The last column counts runs that did not end identical.",
+        f"{sum(sums)} kills at random moments of {runs} runs of {len(lines)} methods; a run is killed up to four "
+        "times, and goes on each time. The last column counts runs that did not end identical.",
         "kills",
         lines,
         table(["method", "runs", *signals, "not identical"], rows),
@@ -76,8 +76,9 @@ def operations(lines: list[Line]) -> str:
     rows.append(["**all**", *total(lines, "operations", "states", "finished", "wrong")])
     return part_of(
         "A kill at every file operation",
-        "The folder is copied before and after every file operation of a whole run: each copy is what a kill at that moment "
-        "leaves. The different ones, or as many of them as were asked for, drawn at random, are then run to the end.",
+        "The folder is copied before and after every file operation of a whole run: each copy is what a kill at that "
+        "moment leaves. The different ones, or as many of them as were asked for, drawn at random, are then run to the "
+        "end.",
         "operations",
         lines,
         table(["method", "file operations", "different states", "run to the end", "not identical"], rows),
@@ -88,8 +89,8 @@ def faults(lines: list[Line]) -> str:
     rows = [[x["fault"], x["cases"], x["met"], len(x["wrong"])] for x in lines]
     return part_of(
         "Faults of the machine",
-        "Each case meets the fault at a random moment and must end with an error that names the file, or as if nothing had "
-        "happened; the same command then goes on without the fault.",
+        "Each case meets the fault at a random moment and must end with an error that names the file, or as if nothing "
+        "had happened; the same command then goes on without the fault.",
         "faults",
         lines,
         table(["fault", "cases", "met it", "not identical, or no file named"], rows),
@@ -106,8 +107,8 @@ def fuzz(lines: list[Line]) -> str:
     return part_of(
         "Random input",
         "*Answered*: it was still good input, or the command does not read what was damaged. *Refused*: one of our own "
-        "messages. *Wrong*: damage that passed for a result, or an answer that must not be given. A traceback is any other "
-        "exception, a crash, or the word itself in what was printed; a hang is more than 20 CPU seconds.",
+        "messages. *Wrong*: damage that passed for a result, an answer that must not be given, or a traceback among "
+        "what was printed. A traceback is any other exception, or a crash; a hang is more than 20 CPU seconds.",
         "fuzz",
         lines,
         table(["input", *names], rows),
@@ -128,7 +129,8 @@ def soak(lines: list[Line]) -> str:
     ]
     return part_of(
         "A long run",
-        "Resident memory after a quarter of the steps and at the end, and the slope of a line through what lies between.",
+        "Resident memory after a quarter of the steps and at the end, and the slope of a line through what lies "
+        "between.",
         "soak",
         lines,
         table(["method", "steps", "MB before", "MB after", "kB per step", "open files before, after"], rows),
