@@ -16,8 +16,8 @@ sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("training", "
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-from safetensors import safe_open
 from micro import MICRO, judged
+from safetensors import safe_open
 
 from moe_rl.files import InUseError
 from moe_rl.objectives import OBJECTIVES
