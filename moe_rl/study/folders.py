@@ -12,27 +12,14 @@ import pandas as pd
 import yaml
 from pandas.api.types import is_object_dtype
 
+from moe_rl.run_rows import ROWS
+
 if TYPE_CHECKING:
     import pyarrow
 
-KINDS = ("rollout", "update", "probe", "eval", "step", "engine", "decomposition", "floor")
-_MORE_KEYS = {
-    "update": ["update"],
-    "probe": ["update"],
-    "engine": ["pair", "update"],
-    "decomposition": ["update"],
-    "floor": ["variant"],
-}
-_KEYS = {kind: ["arm", "seed", "step", *_MORE_KEYS.get(kind, [])] for kind in KINDS}
-_NEEDED = {
-    "rollout": ("step", "reward"),
-    "update": ("step", "update"),
-    "probe": ("step", "update"),
-    "eval": ("step",),
-    "engine": ("step", "update", "pair"),
-    "decomposition": ("step", "update"),
-    "floor": ("step", "variant"),
-}
+KINDS = tuple(ROWS)
+_KEYS = {kind: ["arm", "seed", "step", *more] for kind, more in ROWS.items()}
+_NEEDED = {kind: ("step", *more) for kind, more in ROWS.items()}
 SEED_FOLDER = re.compile(r"seed(\d+)")
 SOURCES = {"sft": "demonstrations", "rft": "initial", "dpo": "initial"}
 """Objectives that learn from others' responses than their own policy's, unless `method.source` says otherwise."""
@@ -155,7 +142,7 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
             if not isinstance(row, dict):
                 raise ValueError(f"expected an object, got {type(row).__name__}")
             kind = row.get("kind")
-            missing = [name for name in _NEEDED.get(str(kind), ("step",)) if row.get(name) is None and name != "reward"]
+            missing = [name for name in _NEEDED.get(str(kind), ("step",)) if row.get(name) is None]
             if kind == "rollout" and "reward" not in row:
                 missing.append("reward")
             if kind is None or missing:

@@ -13,6 +13,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from moe_rl.files import still_written
 from moe_rl.study.data import Run, StudyData, StudyDataError
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
@@ -107,7 +108,8 @@ class LiveStudy:
         return config
 
     def _state(self, run: LiveRun, config: dict[str, Any]) -> dict[str, Any]:
-        """`done`, `failed` (its log ends with an error), `running` (unfinished), `starting` or `waiting`."""
+        """`done`, `failed` (its log ends with an error), `stopped` (unfinished, and nothing writes to it), `running`
+        (unfinished), `starting` or `waiting`. `written`: when its last row was, in seconds since 1970."""
         metrics, state, problem = run.folder / "metrics.jsonl", "waiting", ""
         try:
             stat = metrics.stat()
@@ -122,7 +124,8 @@ class LiveStudy:
             problem = _error_in(
                 self.folder / "logs" / f"{run.arm}_seed{run.seed}.log", metrics, run.folder / "env.json"
             )
-            state = "failed" if problem else state
+            stopped = state in ("running", "starting") and still_written(run.folder) is False
+            state = "failed" if problem else "stopped" if stopped else state
         steps = (config.get("optim") or {}).get("steps")
         return {
             "run": run.name,
@@ -132,6 +135,7 @@ class LiveStudy:
             "problem": problem,
             "steps": steps,
             "bytes": size,
+            "written": changed,
             "age": None if changed is None else round(max(0.0, time.time() - changed), 1),
         }
 
