@@ -34,7 +34,7 @@ from moe_rl.routing.rerun import Bias, Margins, Noise
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Probe
 from moe_rl.routing.selfcheck import examine
-from moe_rl.routing.sites import boundary_of, modules_of, sites_among
+from moe_rl.routing.sites import Layout, layout_of
 
 _Checked = tuple[Any, list[Probe], dict[bool, list[Probe | None]]]
 # What is known about models that are alive; neither keeps a model alive.
@@ -44,9 +44,8 @@ _CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDict
 
 def _acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     """The tap of a model, checked in the mode that it is in, and the names of its sites as seen from `model`."""
-    named = modules_of(model)
-    sites = sites_among(named)
-    boundary = boundary_of(model, sites)
+    layout = layout_of(model)
+    sites, boundary = layout.sites, layout.boundary
     modules = [m for site in sites for m in site.modules]
     known = _TAPS.get(boundary)
     tap = known() if known else None
@@ -54,8 +53,8 @@ def _acquire(model: nn.Module) -> tuple[Tap, list[str]]:
         tap = Tap(model, sites, boundary)
         _TAPS[boundary] = weakref.ref(tap)
     if not tap.users:
-        _refuse_compiled(named)
-        tap.root = model
+        _refuse_compiled(model, layout)
+        tap.root, tap.modules = model, layout.modules
     signature = _signature(tap)
     cached = _CHECKED.get(boundary)
     if cached is None or cached[0] != signature:
@@ -75,10 +74,11 @@ def _signature(tap: Tap) -> list[Any]:
     return [kernels, *((type(m), getattr(m, "top_k", None), vars(m).get("forward")) for m in modules)]
 
 
-def _refuse_compiled(named: dict[str, nn.Module]) -> None:
-    for name, module in named.items():
-        own = vars(module)
+def _refuse_compiled(model: nn.Module, layout: Layout) -> None:
+    for module in layout.modules:
+        own = module.__dict__
         if "_orig_mod" in own["_modules"] or own.get("_compiled_call_impl") or "_compiled_call" in own:
+            name = next(name for name, other in model.named_modules() if other is module)
             raise RoutingError(
                 f"{name or type(module).__name__} is compiled already: torch.compile skips hooks that were added "
                 "later, so nothing would be recorded or replayed. Call attach(model) before torch.compile(model)"

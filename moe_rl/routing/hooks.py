@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -55,14 +55,22 @@ class _Hook(partial):
         return same, (_inert,)
 
 
+@cache
+def _parameters(cls: type[PreTrainedModel]) -> list[str]:
+    """The names of the arguments of its forward, in order."""
+    return list(inspect.signature(cls.forward).parameters)[1:]
+
+
 @no_type_check
 class Tap:
     """Hooks on one model: the boundary opens and closes a Call, each router asks it what to do."""
 
     def __init__(self, model: nn.Module, sites: list[Site], boundary: PreTrainedModel) -> None:
         self.root, self.sites, self.boundary = model, sites, boundary
+        self.modules: list[nn.Module] = []  # all of the root's
         self.names = [site.name for site in sites]
-        self.parameters = list(inspect.signature(self.boundary.forward).parameters)
+        own = vars(boundary).get("forward")
+        self.parameters = _parameters(type(boundary)) if own is None else list(inspect.signature(own).parameters)
         self.probes: list[Probe] = []  # what the self-check learned last
         self.modes: dict[bool, list[Probe | None]] = {}  # by train mode: it may differ in how a router selects
         self._none: list[Probe | None] = [None] * len(sites)
