@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -64,6 +65,23 @@ def write_atomic(path: Path, content: str | bytes) -> Path:
     return path
 
 
+def sizes(folder: Path, *patterns: str) -> dict[str, int]:
+    """Bytes of the files below a folder that match, by relative name; hidden ones are left out."""
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.name[0] != "."}
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(found)}
+
+
+def other_size(folder: Path, written: Mapping[str, int]) -> str:
+    """The first of the files that `sizes` once found which is not there as it was, in words; empty if there is none."""
+    for name, size in written.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} is damaged: it has {path.stat().st_size} of {size} bytes"
+    return ""
+
+
 def sync_folder(path: Path) -> None:
     """Flush a folder's entries to the disk, so that a rename in it outlives a power failure; not on Windows."""
     if os.name == "nt":
@@ -110,7 +128,31 @@ def sole_writer(folder: Path, command: str = "") -> Iterator[None]:
         file.truncate()
         file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%F %T')}: {command}")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            file.truncate(0)  # nobody writes here now
+
+
+def still_written(folder: Path) -> bool | None:
+    """Whether the last `sole_writer` of a folder still has it; None where that cannot be told: none ever was, or it is
+    of another machine. A process that was killed is told by its number, which another may have by now."""
+    try:
+        held = (folder / ".lock").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.match(r"process (\d+) on (\S*), since ", held)
+    if match is None:
+        return None if held else False
+    if match[2] != platform.node() or os.name == "nt":
+        return None
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def write_json(path: Path, value: Any) -> Path:

@@ -7,6 +7,7 @@ a wrapper stands there that remembers which Call each segment belongs to. Other 
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -25,6 +26,11 @@ _FILES = (
 _known: dict[str, bool] = {}  # file names that were looked at
 
 
+@cache
+def _has_switch(cls: type) -> bool:
+    return hasattr(cls, _SWITCH)
+
+
 class Checkpoints:
     """The checkpoint functions in the modules of one model. tap: whose `call` is under way, and who resumes one."""
 
@@ -35,8 +41,11 @@ class Checkpoints:
 
     def find(self) -> None:
         """The modules that have, or may get, a checkpoint function: each time that hooks are put on."""
-        keys = {_SWITCH, "checkpoint_fn"}
-        self._modules = [m for m in self._tap.boundary.modules() if hasattr(type(m), _SWITCH) or vars(m).keys() & keys]
+        self._modules = [
+            m
+            for m in self._tap.modules
+            if _SWITCH in m.__dict__ or "checkpoint_fn" in m.__dict__ or _has_switch(type(m))
+        ]
 
     def follow(self) -> None:
         for module in self._modules:

@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -24,7 +24,7 @@ from moe_rl.routing.calls import Call
 from moe_rl.routing.checkpoints import Checkpoints, refuse_by_hand, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
-from moe_rl.routing.selection import Probe, Selection, selection_mode
+from moe_rl.routing.selection import Selection, Selector, selection_mode
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
@@ -55,17 +55,25 @@ class _Hook(partial):
         return same, (_inert,)
 
 
+@cache
+def _parameters(cls: type[PreTrainedModel]) -> list[str]:
+    """The names of the arguments of its forward, in order."""
+    return list(inspect.signature(cls.forward).parameters)[1:]
+
+
 @no_type_check
 class Tap:
     """Hooks on one model: the boundary opens and closes a Call, each router asks it what to do."""
 
     def __init__(self, model: nn.Module, sites: list[Site], boundary: PreTrainedModel) -> None:
         self.root, self.sites, self.boundary = model, sites, boundary
+        self.modules: list[nn.Module] = []  # all of the root's
         self.names = [site.name for site in sites]
-        self.parameters = list(inspect.signature(self.boundary.forward).parameters)
-        self.probes: list[Probe] = []  # what the self-check learned last
-        self.modes: dict[bool, list[Probe | None]] = {}  # by train mode: it may differ in how a router selects
-        self._none: list[Probe | None] = [None] * len(sites)
+        own = vars(boundary).get("forward")
+        self.parameters = _parameters(type(boundary)) if own is None else list(inspect.signature(own).parameters)
+        self.probes: list[Selector] = []  # what the self-check learned last
+        self.modes: dict[bool, list[Selector | None]] = {}  # by train mode: it may differ in how a router selects
+        self._none: list[Selector | None] = [None] * len(sites)
         self.examining = False  # the self-check is under way, and judges for itself
         self.listeners: list[Listener] = []
         self.thread = 0  # that opened the contexts
@@ -197,7 +205,9 @@ class Tap:
         if call.disturb is not None and not call.disturbed[index] and not self.sites[index].fixed:
             call.disturbed[index] = True  # a recomputation finds the noisy choice in its job
             call.rerun = True
-            ids = call.disturb(self.names[index], self.checked(index, module), module, args, kwargs)
+            own = call.jobs[index]
+            bias = None if own is None else own.bias
+            ids = call.disturb(self.names[index], self.checked(index, module), module, args, kwargs, bias)
             call.rerun = False
             call.job(index).underlay(ids)
         job = call.jobs[index]
@@ -290,7 +300,7 @@ class Tap:
             "model.gradient_checkpointing_enable() is followed"
         )
 
-    def checked(self, index: int, module: nn.Module) -> Probe:
+    def checked(self, index: int, module: nn.Module) -> Selector:
         """What the self-check knows of a router in the mode that it is in."""
         probe = self.probes[index] if self.examining else self.modes.get(module.training, self._none)[index]
         if probe is None:

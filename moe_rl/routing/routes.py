@@ -326,7 +326,7 @@ class RoutedExperts:
             tokens = None if tokens is None else _checked_tokens(tokens, packed)
             meta = {**facts["meta"], "written_by": facts["written_by"]}
             expected = facts["token_hash"], facts["num_experts_per_tok"]
-        except (KeyError, RoutingError) as error:
+        except (AttributeError, KeyError, TypeError, RoutingError) as error:
             raise RoutingError(f"{path}: header and contents do not fit each other: {error}") from error
         routes = RoutedExperts._trusted(packed, sites, experts, tokens=tokens, meta=meta)
         if (routes.token_hash, routes.shape[3]) != expected:

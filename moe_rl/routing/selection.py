@@ -30,7 +30,7 @@ Holes = Literal["none", "rows", "slots"]
 
 
 @dataclass(frozen=True)
-class Probe:
+class Selector:
     """What the self-check learned about one site, in train or in eval mode.
 
     num_experts, k: width of the scores that are ranked (a skip or zero expert counts) and experts per token.
@@ -62,14 +62,17 @@ class Job:
     forced: `[N,K]` int64, -1 where the slot is chosen live; None: all live.
     holes: what of `forced` may be -1: nothing, whole rows, or single slots. Decided once per replay, because a test of
         the data in here would wait for the device.
+    bias: `[E]`, added to the scores where experts are ranked, and nowhere else; None: none.
     shadow: also rank live. Results: `chosen` [N,K]; with shadow also `live` [N,K], and the scores of both choices:
         `scores` [N,K] of what was used, `best` [N,K] of what the router prefers.
     """
 
-    __slots__ = ("best", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
+    __slots__ = ("best", "bias", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
 
-    def __init__(self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False) -> None:
-        self.forced, self.holes, self.shadow = forced, holes, shadow
+    def __init__(
+        self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False, bias: Tensor | None = None
+    ) -> None:
+        self.forced, self.holes, self.shadow, self.bias = forced, holes, shadow, bias
         self.chosen: Tensor | None = None
         self.live: Tensor | None = None
         self.best: Tensor | None = None
@@ -141,7 +144,7 @@ class Selection(TorchFunctionMode):
         on; it then answers nobody. None where the call is compiled together with its hooks.
     """
 
-    def __init__(self, name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> None:
+    def __init__(self, name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> None:
         super().__init__()
         self.name, self.probe, self.job, self.frame = name, probe, job, frame
         self.calls = 0
@@ -199,7 +202,11 @@ class Selection(TorchFunctionMode):
             self.report(ids)
             return torch.return_types.topk((values, ids))
         ranked = self.masked if self.masked is not None and input is self.opened else input
+        if job.bias is not None:
+            ranked = ranked + job.bias.to(ranked.device)
         best, live = _topk(ranked, k, *args, **kwargs)
+        if job.bias is not None:
+            best = input.gather(-1, live)  # gates come from the scores themselves
         if job.forced is None:
             values, ids = best, live
         else:
@@ -242,7 +249,7 @@ class SequentialMax(Selection):
     for the expert of slot j, so that its gate is never zero. Shadow reports the top k of the logits.
     """
 
-    def __init__(self, name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> None:
+    def __init__(self, name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> None:
         super().__init__(name, probe, job, frame)
         self.per_slot = probe.calls // probe.k  # 1, or 3 in train mode: threshold, sampled choice, one for Heun's rule
         self.slots: list[Tensor] = []
@@ -286,5 +293,5 @@ class SequentialMax(Selection):
 
 
 @no_type_check
-def selection_mode(name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> Selection:
+def selection_mode(name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> Selection:
     return (SequentialMax if probe.by_max else Selection)(name, probe, job, frame)

@@ -13,7 +13,9 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from moe_rl.files import still_written
 from moe_rl.study.data import Run, StudyData, StudyDataError
+from moe_rl.study.done import NAME, remedy, what_is_lost
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.live_rows import LiveError
@@ -107,7 +109,8 @@ class LiveStudy:
         return config
 
     def _state(self, run: LiveRun, config: dict[str, Any]) -> dict[str, Any]:
-        """`done`, `failed` (its log ends with an error), `running` (unfinished), `starting` or `waiting`."""
+        """`done`, `failed` (its log ends with an error), `stopped` (unfinished, and nothing writes to it), `running`
+        (unfinished), `starting` or `waiting`. `written`: when its last row was, in seconds since 1970."""
         metrics, state, problem = run.folder / "metrics.jsonl", "waiting", ""
         try:
             stat = metrics.stat()
@@ -116,13 +119,16 @@ class LiveStudy:
         except OSError:
             size, changed = 0, None
             state = "starting" if (run.folder / "config.yaml").exists() else "waiting"
-        if (run.folder / "DONE").exists():
-            state = "done"
+        if (run.folder / NAME).exists():
+            parts = (run.folder / name for name in (NAME, metrics.name, "tokens", "routes"))
+            problem = _lost(run.folder, tuple(part.stat().st_mtime_ns if part.exists() else 0 for part in parts))
+            state = "failed" if problem else "done"
         else:
             problem = _error_in(
                 self.folder / "logs" / f"{run.arm}_seed{run.seed}.log", metrics, run.folder / "env.json"
             )
-            state = "failed" if problem else state
+            stopped = state in ("running", "starting") and still_written(run.folder) is False
+            state = "failed" if problem else "stopped" if stopped else state
         steps = (config.get("optim") or {}).get("steps")
         return {
             "run": run.name,
@@ -132,6 +138,7 @@ class LiveStudy:
             "problem": problem,
             "steps": steps,
             "bytes": size,
+            "written": changed,
             "age": None if changed is None else round(max(0.0, time.time() - changed), 1),
         }
 
@@ -158,6 +165,13 @@ class LiveStudy:
                 for arm, (look, label) in arm_looks(data, condition.arms).items()
             ],
         }
+
+
+@lru_cache(maxsize=1024)
+def _lost(folder: Path, _changed: tuple[int, ...]) -> str:
+    """What a finished run has lost; looked at again when its files or their folders changed."""
+    lost = what_is_lost(folder)
+    return f"{lost}. {remedy(folder)}" if lost else ""
 
 
 def _error_in(log: Path, *written: Path) -> str:

@@ -14,7 +14,7 @@ from browser import NAMES, Browser, find_browser
 from synthetic import write_study
 from token_files import write_step
 
-from moe_rl.study import load
+from moe_rl.study import RunWriter, load
 from moe_rl.study.report import render_report
 from moe_rl.study.watch import make_server
 
@@ -211,6 +211,25 @@ def test_a_study_without_runs_is_waited_for(browser, tmp_path):
         browser.wait("document.querySelector('#status').textContent.includes('no run has begun yet')")
         write_study(tmp_path, ("grpo",), (0,), 2)
         browser.wait("document.querySelectorAll('#chart-reward path').length === 1")
+
+
+def test_panels_without_data_say_why_and_a_stopped_run_since_when(browser, tmp_path):
+    run = RunWriter(tmp_path, arm="mine")
+    run.rollout(0, reward=0.5)
+    run.update(0, 1, loss=1.0)
+    with serving(tmp_path) as address:
+        browser.open(address)
+        browser.wait("document.querySelectorAll('#chart-reward path').length === 1")
+        assert "no probe rows yet" in text(browser, "#chart-changed svg")
+        assert "update rows have no grad_norm" in text(browser, "#chart-grad svg")
+        run.close()
+        browser.wait("document.querySelector('#status').textContent.includes('1 stopped')")
+        assert "mine/seed0 stopped before its end" in text(browser, "#problems")
+        run = RunWriter(tmp_path, arm="mine")
+        run.rollout(1, reward=0.5)
+        run.finish()
+        browser.wait("document.querySelector('#chart-changed svg').textContent.includes('no probe rows were written')")
+        assert text(browser, "#problems") == ""
 
 
 def test_dark_and_narrow(browser, url):

@@ -130,9 +130,10 @@
     }
 
     /** groups: [{label, colour, dash, runs: [{name, points}]}]; end: last step of any run; levels: [{name, value}], lines
-     *  across the chart that no group has, as a noise floor. */
-    draw(groups, end, levels = []) {
+     *  across the chart that no group has, as a noise floor; why: what stands there if there is nothing to draw. */
+    draw(groups, end, levels = [], why = "no data yet") {
       this.levels = levels;
+      this.why = why;
       this.groups = groups.map((g) => ({ ...g, runs: g.runs.filter((r) => r.points.xs.length) })).filter((g) => g.runs.length);
       for (const group of this.groups) group.mean = moeRL.meanOf(group.runs.map((r) => r.points));
       const width = Math.max(220, this.plot.clientWidth || 320);
@@ -163,7 +164,7 @@
       }
       if (scaled.length) parts.push(...this.drawLevels());
       for (const kind of ["thin", "thick"]) parts.push(...lines.filter((line) => line.kind === kind).map((line) => this.line(line, longest <= 16)));
-      if (!scaled.length) parts.push(svg("text", { class: "tick", x: (left + right) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no data yet"));
+      if (!scaled.length) parts.push(svg("text", { class: "tick", x: (left + right) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, why));
       this.cross = svg("g", { class: "cross" });
       this.plot.replaceChildren(...parts, this.cross);
       this.plot.setAttribute("aria-label", this.describe());
@@ -206,7 +207,7 @@
     describe() {
       const last = this.groups.map((g) => `${g.label} ${this.show(g.mean.xs.length ? g.mean.y(g.mean.xs.length - 1) : null)}`);
       const floor = this.levels.length ? ` Noise floor: ${this.levels.map((l) => `${l.name} ${this.show(l.value)}`).join(", ")}.` : "";
-      return `${this.spec.title}. Latest: ${last.join(", ") || "no data yet"}.${floor} Arrow keys move through the steps.`;
+      return `${this.spec.title}. Latest: ${last.join(", ") || this.why}.${floor} Arrow keys move through the steps.`;
     }
 
     point(event) {

@@ -7,15 +7,15 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
   const CHARTS = [
-    { key: "reward", title: "Reward", note: "of the responses that are trained on" },
-    { key: "heldout", title: "Held-out reward", note: "on prompts that are never trained on" },
-    { key: "changed", title: "Experts changed", note: "% of slots, last update of a step, live", percent: true, floor: true },
-    { key: "clipped", title: "Clipped tokens", note: "% of a step’s tokens, log axis", percent: true, log: true },
-    { key: "vartoken", title: "Variance of token log-ratios", note: "nats², after a step’s last update, routed live, log axis", log: true },
-    { key: "varsequence", title: "Variance of sequence log-ratios", note: "of means per token, nats², as beside, log axis", log: true },
-    { key: "grad", title: "Gradient norm", note: "before clipping, mean of a step’s updates, log axis", log: true },
-    { key: "length", title: "Response length", note: "tokens, mean over a step’s responses" },
-    { key: "entropy", title: "Entropy", note: "nats per token, after a step’s last update" },
+    { key: "reward", from: ["rollout", "reward"], title: "Reward", note: "of the responses that are trained on" },
+    { key: "heldout", from: ["eval", "reward"], title: "Held-out reward", note: "on prompts that are never trained on" },
+    { key: "changed", from: ["probe", "slots_changed and slots"], title: "Experts changed", note: "% of slots, last update of a step, live", percent: true, floor: true },
+    { key: "clipped", from: ["update", "clipped_tokens and tokens"], title: "Clipped tokens", note: "% of a step’s tokens, log axis", percent: true, log: true },
+    { key: "vartoken", from: ["probe", "var_token_natural"], title: "Variance of token log-ratios", note: "nats², after a step’s last update, routed live, log axis", log: true },
+    { key: "varsequence", from: ["probe", "var_sequence_natural"], title: "Variance of sequence log-ratios", note: "of means per token, nats², as beside, log axis", log: true },
+    { key: "grad", from: ["update", "grad_norm"], title: "Gradient norm", note: "before clipping, mean of a step’s updates, log axis", log: true },
+    { key: "length", from: ["rollout", "response_length"], title: "Response length", note: "tokens, mean over a step’s responses" },
+    { key: "entropy", from: ["probe", "entropy"], title: "Entropy", note: "nats per token, after a step’s last update" },
   ];
 
   const runs = new Map(); // name -> {since, points, step, seconds, tokenSteps, damaged, ...state of the last answer}
@@ -45,7 +45,7 @@
     try {
       study = await get("study");
       for (const state of study.runs) {
-        if (!runs.has(state.run)) runs.set(state.run, { since: "", points: fresh(), floor: new Map(), step: null, seconds: [], tokenSteps: [], damaged: 0, bytes: -1 });
+        if (!runs.has(state.run)) runs.set(state.run, { since: "", points: fresh(), floor: new Map(), kinds: new Map(), step: null, seconds: [], tokenSteps: [], damaged: 0, bytes: -1 });
       }
       const due = study.runs.filter((state) => state.bytes !== runs.get(state.run).bytes);
       due.sort((a, b) => (b.run === view.run) - (a.run === view.run)); // the chosen run first
@@ -73,7 +73,7 @@
     const run = runs.get(state.run);
     for (let more = true; more;) {
       const answer = await get("run", { run: state.run, since: run.since });
-      if (answer.reset) Object.assign(run, { points: fresh(), floor: new Map(), step: null, seconds: [], damaged: 0 });
+      if (answer.reset) Object.assign(run, { points: fresh(), floor: new Map(), kinds: new Map(), step: null, seconds: [], damaged: 0 });
       take(run, answer.rows);
       run.since = answer.since;
       run.damaged += answer.damaged;
@@ -86,6 +86,7 @@
 
   function take(run, rows) {
     const p = run.points;
+    for (const [kind, of] of Object.entries(rows)) run.kinds.set(kind, (run.kinds.get(kind) || 0) + of.length);
     for (const [step, reward, length] of rows.rollout || []) { p.reward.add(step, reward); p.length.add(step, length); run.step = Math.max(run.step ?? 0, step); }
     for (const [step, reward] of rows.eval || []) p.heldout.add(step, reward);
     for (const [step, , clipped, tokens, norm] of rows.update || []) { p.clipped.add(step, clipped, tokens); p.grad.add(step, norm); }
@@ -133,7 +134,7 @@
   function drawStatus() {
     const count = (state) => study.runs.filter((r) => shownState(r) === state).length;
     const parts = [`${count("done")} of ${study.runs.length} runs done`];
-    for (const state of ["running", "starting", "stalled", "failed", "waiting"]) if (count(state)) parts.push(`${count(state)} ${state}`);
+    for (const state of ["running", "starting", "stalled", "stopped", "failed", "waiting"]) if (count(state)) parts.push(`${count(state)} ${state}`);
     if (!study.runs.length) parts.splice(0, 1, "no run has begun yet; this page goes on by itself");
     $("status").textContent = parts.join(" · ");
     $("status").classList.remove("lost");
@@ -146,8 +147,8 @@
     return state.state === "running" && state.age > Math.max(QUIET_SECONDS, 5 * usual) ? "stalled" : state.state;
   }
 
-  const MARKS = { done: "✓", running: "▶", starting: "…", waiting: "·", stalled: "!", failed: "✕" };
-  const WORDS = { stalled: "no row for long", starting: "starting: no row yet", waiting: "not begun" };
+  const MARKS = { done: "✓", running: "▶", starting: "…", waiting: "·", stalled: "!", stopped: "■", failed: "✕" };
+  const WORDS = { stalled: "no row for long", stopped: "stopped before its end", starting: "starting: no row yet", waiting: "not begun" };
 
   function drawTable() {
     const rows = study.runs.flatMap((state, i) => {
@@ -172,12 +173,19 @@
     const reasons = new Map();
     for (const { run, problem } of study.runs) if (problem) reasons.set(problem, [...(reasons.get(problem) || []), run]);
     const problems = [...reasons].map(([reason, of]) => `${of.join(", ")} failed: ${reason}`);
+    for (const state of study.runs) {
+      const shown = shownState(state), since = state.written === null ? "it wrote no row" : `last row ${when(state.written)}`;
+      if (shown === "stopped") problems.push(`${state.run} stopped before its end, and nothing writes to it any more; ${since}.`);
+      if (shown === "stalled") problems.push(`${state.run}: no DONE and no row for long; ${since}.`);
+    }
     for (const [name, run] of runs) if (run.damaged) problems.push(`${name}: ${run.damaged} damaged lines of metrics.jsonl were left out`);
     $("problems").textContent = problems.join(" ");
   }
 
   const ago = (seconds) => seconds === null ? "–" : seconds < 90 ? `${Math.round(seconds)} s ago` : seconds < 5400 ? `${Math.round(seconds / 60)} min ago`
     : seconds < 129600 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} d ago`;
+
+  const when = (seconds) => new Date(1000 * seconds).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 
   function drawLegend() {
     if (view.condition >= study.conditions.length) view.condition = 0;
@@ -198,8 +206,16 @@
     for (const chart of charts) {
       chart.draw(shown.map((arm) => ({
         ...arm, runs: study.runs.filter((r) => r.arm === arm.arm).map((r) => ({ name: r.run, points: runs.get(r.run).points[chart.spec.key] })),
-      })), end, chart.spec.floor ? floor : []);
+      })), end, chart.spec.floor ? floor : [], whyEmpty(chart.spec.from, study.runs.filter((r) => shown.some((arm) => arm.arm === r.arm))));
     }
+  }
+
+  /** Why runs have nothing to draw for a chart that is made from values of a kind of row. */
+  function whyEmpty([kind, names], states) {
+    const begun = states.filter((r) => runs.get(r.run).kinds.size);
+    if (!begun.length) return "no row yet";
+    if (begun.some((r) => runs.get(r.run).kinds.has(kind))) return `${kind} rows have no ${names}`;
+    return `no ${kind} rows ${begun.some((r) => shownState(r) === "running") ? "yet" : "were written"}`;
   }
 
   /** The noise floor of the runs shown: the mean over those that measured it. */
