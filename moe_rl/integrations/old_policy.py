@@ -24,9 +24,14 @@ class OldPolicy:
     choice: RoutedExperts
     step: int
 
-    def prove(self, rows: Int[Tensor, "b"], now: RoutedExperts, tokens: Tensor, tolerance: float) -> float:
-        """`same_policy` for some sequences of the batch."""
-        return same_policy(self.choice.rows(rows), now, tokens.bool(), tolerance)
+    def rows(self, index: Int[Tensor, "b"]) -> "OldPolicy":
+        """Some sequences of the batch."""
+        routes = self.routes.rows(index)
+        return OldPolicy(routes, routes if self.choice is self.routes else self.choice.rows(index), self.step)
+
+    def prove(self, now: RoutedExperts, tokens: Tensor, tolerance: float) -> float:
+        """`same_policy` of what its routers chose and of what they choose now."""
+        return same_policy(self.choice, now, tokens.bool(), tolerance)
 
 
 def same_policy(old: RoutedExperts, now: RoutedExperts, tokens: Bool[Tensor, "B T"], tolerance: float = 0.0) -> float:

@@ -16,26 +16,17 @@ GPUs, several processes, DeepSpeed; of vLLM only a stand-in with the signatures 
 """
 
 import logging
-import math
-import re
-from contextlib import nullcontext
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
 
-from moe_rl.integrations.old_policy import KINDS, OldPolicy, refuse_random
-from moe_rl.integrations.trl_measures import Measures, Minibatch, Probe, Ranks
+from moe_rl.integrations.hf_trainer import ReplayTrainer
+from moe_rl.integrations.measures import Minibatch, Probe
+from moe_rl.integrations.old_policy import KINDS, OldPolicy
 from moe_rl.integrations.trl_sampled import SampledRoutes, refuse_unsampled, replayed_in_chunks
-from moe_rl.routing import RoutedExperts, RoutingError, attach, change_counts, record_routes, replay_routes
-
-if TYPE_CHECKING:  # whatever trainer it is put in front of
-    from typing import Any as _Trainer
-else:
-    _Trainer = object
+from moe_rl.routing import RoutedExperts, RoutingError, attach, change_counts, record_routes
 
 ROWS = "routing_rows"
 """Key of the row numbers in TRL's batch."""
@@ -94,13 +85,11 @@ def routing_replay(trainer_class: type) -> Any:
     return type(f"RoutingReplay{trainer_class.__name__}", (_RoutingReplay, trainer_class), {"_bare": trainer_class})
 
 
-class _RoutingReplay(_Trainer):
+class _RoutingReplay(ReplayTrainer):
     """The overrides; `routing_replay` puts them in front of a trainer class."""
 
     _scorings: list[Scoring] | None = None  # a list while TRL scores a batch of training prompts
-    _forwards: list[Tensor] | None = None  # log-probabilities of the forward of a loss that is under way
     _old: OldPolicy | None = None
-    _probe: Probe | None = None
 
     def __init__(
         self: Any,
@@ -111,24 +100,31 @@ class _RoutingReplay(_Trainer):
         first_change_tolerance: float = 0.0,
         **kwargs: Any,
     ) -> None:
-        if replay not in KINDS:
-            raise RoutingError(f"replay must be one of {', '.join(KINDS)}, got {replay!r}")
-        self.replay, self.first_change_tolerance = replay, first_change_tolerance
+        self._choose(replay, KINDS, first_change_tolerance)
         self._sampled = SampledRoutes()
         with self._sampled.asked_of_vllm(replay == "R3"):
             super().__init__(*args, **kwargs)
-        refuse(self)
+        if self._is_vlm:
+            raise RoutingError(
+                "models with images are not supported: their chunks of a batch are not rows of tokens alone"
+            )
+        if replay == "R3":
+            refuse_unsampled(self)
         if self.args.torch_compile:  # the models are compiled in train(), and must carry their hooks by then
             models = (self.model, self.ref_model)
             self._attached = [attach(getattr(model, "_orig_mod", model)) for model in models if model is not None]
         self._probe_sequences = self.args.per_device_train_batch_size if probe_sequences is None else probe_sequences
         if replay == "R3" and self.use_vllm:
             self._sampled.listen(self.vllm_generation.llm)
-        ranks = Ranks(self.accelerator)
         by_sequence = self.importance_sampling_level == "sequence"
-        writer = run_writer(self, run_folder) if run_folder is not None and ranks.main else None
-        self._measures = Measures(ranks, self._metrics["train"], writer, by_sequence)
-        self.add_callback(_AfterUpdate(self))
+        objective = "gmpo" if "GMPO" in self._bare.__name__ else "gspo" if by_sequence else self.loss_type
+        self._begin(run_folder, objective, by_sequence)
+        if self.aux_loss_enabled and self.args.router_aux_loss_coef is None:
+            _LOG.warning(
+                "TRL adds the model's own load-balancing loss (coefficient %g) to the policy loss, in the arm without "
+                "replay, too: a comparison of methods sets router_aux_loss_coef=0.0 or names it",
+                self.router_aux_loss_coef,
+            )
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 
@@ -156,10 +152,8 @@ class _RoutingReplay(_Trainer):
                 "policy that was recorded: whose routes an update would replay is not known"
             )
         self._old = OldPolicy(scoring.routes, scoring.choice, self.state.global_step)
-        args = self.args  # after a resume TRL samples a new batch
-        before = self.state.global_step * args.gradient_accumulation_steps
-        self._measures.scored(len(old_logps), math.ceil(before / (args.steps_per_generation * self.num_iterations)))
-        self._probe = self._probe_of(scoring, output) if self._probe_sequences else None
+        self._scored(len(old_logps))
+        self._probes = self._probes_of(scoring, output)
         output[ROWS] = torch.arange(len(old_logps), device=old_logps.device)
         return output
 
@@ -189,140 +183,40 @@ class _RoutingReplay(_Trainer):
         self._scorings.append(Scoring(found[0], recording.routes, recording.routes, text))
         return found
 
-    def _probe_of(self: Any, scoring: Scoring, output: dict[str, Any]) -> Probe:
-        """Sequences spread over the batch, with what the old policy says of them when it routes live."""
-        size = len(scoring.logps)
-        rows = torch.linspace(0, size - 1, min(self._probe_sequences, size)).round().long()
-        where = rows.to(scoring.logps.device)
-        mask = output["completion_mask"] * output.get("tool_mask", 1)
-        text = {key: x[where] if isinstance(x, Tensor) else x for key, x in scoring.text.items()}
-        batch_size = self.args.per_device_train_batch_size
-        logps, natural, forced = scoring.logps[where], scoring.routes.rows(rows), scoring.routes.rows(rows)
+    def _probes_of(self: Any, scoring: Scoring, output: dict[str, Any]) -> list[Probe]:
+        """Sequences spread over the batch, in chunks as TRL scores them, with what the old policy says of them live."""
+        size, mask = len(scoring.logps), output["completion_mask"] * output.get("tool_mask", 1)
+        if not self._probe_sequences:
+            return []
+        chosen = torch.linspace(0, size - 1, min(self._probe_sequences, size)).round().long()
+        probes = []
+        for rows in chosen.split(self.args.per_device_train_batch_size):
+            where, routes = rows.to(mask.device), scoring.routes.rows(rows)
+            text = {key: x[where] if isinstance(x, Tensor) else x for key, x in scoring.text.items()}
+            score, logps, natural = partial(self._probed, text), scoring.logps[where], routes
+            if self.replay == "R3":
+                with torch.no_grad(), record_routes(self.model) as recording:
+                    logps = score()[0]
+                natural = recording.routes
+            probes.append(Probe(score, mask[where], logps, natural, routes))
         if self.replay == "R3":
-            score = super()._get_per_token_logps_and_entropies
-            with torch.no_grad(), record_routes(self.model) as recording:
-                logps = score(self.model, **text, batch_size=batch_size)[0]
-            natural = recording.routes
-        probe = Probe(text, mask[where], logps, natural, forced, batch_size)
-        if self.replay == "R3":
-            self._measures.engine(change_counts(forced, natural, probe.tokens, pair="engines"))
-        return probe
+            forced, natural = (RoutedExperts.cat([getattr(p, n) for p in probes]) for n in ("forced", "natural"))
+            tokens = torch.cat([probe.tokens for probe in probes])
+            self._measures.engine(change_counts(forced, natural, tokens, pair="engines"))
+        return probes
+
+    def _probed(self: Any, text: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        score = super()._get_per_token_logps_and_entropies
+        return score(self.model, **text, batch_size=len(text["input_ids"]), compute_entropy=True)[:2]
 
     # -- the update ---------------------------------------------------------------------------------------------------
-
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._measures.writer or nullcontext():
-            return super().train(*args, **kwargs)
-
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before = len(self._measures.minibatches)
-        loss = super().training_step(*args, **kwargs)
-        if len(self._measures.minibatches) == before:
-            raise RoutingError(
-                f"{self._bare.__name__} took a training step without _compute_loss: nothing was measured or replayed"
-            )
-        self._measures.loss += float(loss)
-        return loss
 
     def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
         if not self.model.training:
             return super()._compute_loss(model, inputs)
-        old, rows = self._old, inputs.get(ROWS)
-        if old is None or rows is None:
+        if self._old is None or ROWS not in inputs:
             raise RoutingError("a batch without routes: it was not made by this trainer's _prepare_inputs")
-        first = self.state.global_step == old.step  # no weight has moved since it was scored
         found = Minibatch(inputs["old_per_token_logps"], inputs["completion_mask"] * inputs.get("tool_mask", 1))
-        now: RoutedExperts | None = None
-        self._forwards = []
-        try:
-            if self.replay != "none":
-                routes = old.routes.rows(rows)
-                with replay_routes(model, routes, shadow=first) as forced:
-                    loss = super()._compute_loss(model, inputs)
-                found.replayed_rows, found.routed_rows = forced.replayed_rows, int((~routes.live).sum())
-                now = forced.shadow if first else None
-            elif first:
-                with record_routes(model) as recording:
-                    loss = super()._compute_loss(model, inputs)
-                now = recording.routes
-            else:
-                loss = super()._compute_loss(model, inputs)
-        finally:
-            forwards, self._forwards = self._forwards, None
-        if found.replayed_rows != found.routed_rows or len(forwards) != 1:
-            raise RoutingError(
-                f"an update of one forward, all of it replayed, was expected; {len(forwards)} forwards were made, and "
-                f"{found.replayed_rows} of {found.routed_rows} (token, site) rows with a route were replayed"
-            )
-        if now is not None:
-            real = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-            found.first_change = old.prove(rows, now, real, self.first_change_tolerance)
-        found.logps = forwards[0]
-        self._measures.minibatches.append(found)
-        return loss
-
-    def _get_grad_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(*args, **kwargs)
-        self._measures.grad_norm = float("nan") if norm is None else float(norm)
-        return norm
-
-    def after_update(self: Any) -> None:
-        """After each step of the optimizer, before TRL logs it."""
-        if self._old is None:
-            return
-        update = self.state.global_step + 1 - self._old.step
-        self._measures.update(update, lr=self.optimizer.param_groups[0]["lr"])
-        if self._probe is not None:
-            score = super()._get_per_token_logps_and_entropies
-            self._measures.probed(update, *self._probe.measure(self.model, score, self._measures.ranks))
-
-
-class _AfterUpdate(TrainerCallback):
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self.trainer.after_update()
-
-
-def refuse(trainer: Any) -> None:
-    """RoutingError for settings of a GRPOTrainer under which nothing could be measured or replayed, and why."""
-    args = trainer.args
-    every = args.steps_per_generation * trainer.num_iterations
-    if args.gradient_accumulation_steps % every == 0:
-        raise RoutingError(
-            f"gradient_accumulation_steps ({args.gradient_accumulation_steps}) is a multiple of steps_per_generation "
-            f"x num_iterations ({args.steps_per_generation} x {trainer.num_iterations}): TRL then takes one optimizer "
-            "step on a batch, the ratio is 1 by construction, and no expert can change between old and new policy. For "
-            "several updates on a batch raise steps_per_generation (GSPO's recipe: 4) or num_iterations"
-        )
-    if trainer._is_vlm:
-        raise RoutingError("models with images are not supported: their chunks of a batch are not rows of tokens alone")
-    refuse_random(trainer.model)
-    if trainer.replay == "R3":
-        refuse_unsampled(trainer)
-    if getattr(trainer, "aux_loss_enabled", False) and args.router_aux_loss_coef is None:
-        _LOG.warning(
-            "TRL adds the model's own load-balancing loss (coefficient %g) to the policy loss, in the arm without "
-            "replay, too: a comparison of methods sets router_aux_loss_coef=0.0 or names it",
-            trainer.router_aux_loss_coef,
-        )
-
-
-def run_writer(trainer: Any, run_folder: Any) -> Any:
-    """A RunWriter on a study's folder, or on a run's (`.../ARM/seedN`)."""
-    from moe_rl.run_folder import RunWriter
-
-    folder, args = Path(run_folder), trainer.args
-    objective = "gspo" if trainer.importance_sampling_level == "sequence" else trainer.loss_type
-    objective = "gmpo" if "GMPO" in trainer._bare.__name__ else objective
-    seed = re.fullmatch(r"seed(\d+)", folder.name)
-    arm = folder.parent.name if seed else objective + ("" if trainer.replay == "none" else f"_{trainer.replay.lower()}")
-    plain = (bool, int, float, str, type(None))
-    config = {
-        "objective": objective,
-        "replay": trainer.replay,
-        "trainer": trainer._bare.__name__,
-        "trl": {name: value for name, value in sorted(args.to_dict().items()) if isinstance(value, plain)},
-    }
-    return RunWriter(folder, arm=arm, seed=int(seed[1]) if seed else args.seed, config=config)
+        real = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        loss_of = partial(super()._compute_loss, model, inputs)
+        return self._replayed_loss(model, self._old.rows(inputs[ROWS]), found, real, loss_of)

@@ -152,7 +152,7 @@ def test_a_loss_of_its_own_is_an_error(tmp_path):
         def compute_loss(self, model, inputs, **_):
             return model(input_ids=inputs["prompt_ids"]).logits.sum()
 
-    with pytest.raises(RoutingError, match="without _compute_loss"):
+    with pytest.raises(RoutingError, match="a training step around its own loss"):
         make(routing_replay(Own), tmp_path, options={"replay": "R2"}).train()
 
 

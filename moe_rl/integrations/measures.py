@@ -1,6 +1,6 @@
-"""What `routing_replay` measures in TRL: facts of an update, a probe after it, TRL's log and rows of our run folder."""
+"""What is measured inside others' trainers: facts of an update, a probe after it; for their log and for our rows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +13,12 @@ from moe_rl.measure.routing_metrics import change_metrics, load_metrics
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 
-Score = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
-"""TRL's `_get_per_token_logps_and_entropies`."""
 CHANGES = ("slot_change", "site_change", "token_change")
 VARIANCES = ("var_token_natural", "var_token_replayed", "var_sequence_natural", "var_sequence_replayed")
 
 
 class Ranks:
-    """Sums and rows of all processes, through TRL's accelerator."""
+    """Sums and rows of all processes, through the trainer's accelerator."""
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator, self.main = accelerator, bool(accelerator.is_main_process)
@@ -53,65 +51,63 @@ class Minibatch:
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Some sequences of a batch that are scored after each of its updates, live and under the old policy's routes.
+    """Sequences of a batch that one call of the model scores after each update, live and under the old routes.
 
-    text: what `Score` takes for them. logps: the old policy's, natural. natural: the experts that it chose. forced: the
-    routes that replay forces: the same under R2.
+    score: the trainer's own scoring of them: log-probabilities `[b,C]` and entropies, or None.
+    mask: true on the response tokens that are measured, `[b,C]`: the last C of the T tokens.
+    logps: the old policy's, natural, nats. natural: the experts that it chose. forced: what replay forces: the same
+    under R2.
     """
 
-    text: dict[str, Any]
+    score: Callable[[], tuple[Tensor, Tensor | None]]
     mask: Int[Tensor, "b C"]
     logps: Float[Tensor, "b C"]
     natural: RoutedExperts
     forced: RoutedExperts
-    batch_size: int
-
-    @torch.no_grad()
-    def measure(self, model: nn.Module, score: Score, ranks: Ranks) -> tuple[ChangeCounts, dict[str, Any]]:
-        """Change counts and metrics (names of the kind "probe"); every process takes part."""
-        with record_routes(model) as recording:
-            live, entropy, _ = score(model, **self.text, batch_size=self.batch_size, compute_entropy=True)
-        forced = self._replayed(model, score)
-        new = recording.routes
-        counts = ranks.counts(change_counts(self.natural, new, self.tokens))
-        mask = ranks.rows(self.mask).bool()
-        old = ranks.rows(self.logps)
-        metrics: dict[str, Any] = change_metrics(counts)
-        if entropy is not None:
-            metrics["entropy"] = ranks.rows(entropy)[mask].mean()
-        for name, logps in (("natural", live), ("replayed", forced)):
-            gathered = ranks.rows(logps)
-            log_ratio = token_log_ratio(gathered, old, mask)
-            metrics[f"var_token_{name}"] = log_ratio[mask].double().var()
-            metrics[f"var_sequence_{name}"] = sequence_log_ratio(gathered, old, mask)[mask.any(1)].double().var()
-            metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
-        if ranks.accelerator.num_processes == 1:  # loads of experts do not add up from their means
-            metrics |= load_metrics(self.natural, new, self.tokens)
-        return counts, metrics
-
-    def _replayed(self, model: nn.Module, score: Score) -> Tensor:
-        """Chunk by chunk, because routes are replayed for one call of the model."""
-        ids, attention = self.text["input_ids"], self.text["attention_mask"]
-        found = []
-        for rows in torch.arange(len(ids)).split(self.batch_size):
-            where = rows.to(ids.device)
-            with replay_routes(model, self.forced.rows(rows)):
-                text = {**self.text, "input_ids": ids[where], "attention_mask": attention[where]}
-                found.append(score(model, **text)[0])
-        return torch.cat(found)
 
     @property
     def tokens(self) -> Tensor:
-        """`[b,P+C]`, True on the response tokens that are measured."""
-        prompt = self.text["input_ids"].shape[1] - self.mask.shape[1]
-        return nn.functional.pad(self.mask, (prompt, 0)).bool()
+        """`[b,T]`, True on the response tokens."""
+        return nn.functional.pad(self.mask, (self.natural.shape[1] - self.mask.shape[1], 0)).bool()
+
+
+@torch.no_grad()
+def measure(model: nn.Module, probes: Sequence[Probe], ranks: Ranks) -> tuple[ChangeCounts, dict[str, Any]]:
+    """Change counts and metrics of the kind "probe", over all probes and processes; every process takes part."""
+    new, live, entropies, forced = [], [], [], []
+    for probe in probes:
+        with record_routes(model) as recording:
+            logps, entropy = probe.score()
+        new.append(recording.routes)
+        live.append(logps)
+        entropies.append(entropy)
+        with replay_routes(model, probe.forced):
+            forced.append(probe.score()[0])
+    old, tokens = RoutedExperts.cat([p.natural for p in probes]), torch.cat([p.tokens for p in probes])
+    routes = RoutedExperts.cat(new)
+    counts = ranks.counts(change_counts(old, routes, tokens))
+    mask = ranks.rows(torch.cat([p.mask for p in probes])).bool()
+    old_logps = ranks.rows(torch.cat([p.logps for p in probes]))
+    metrics: dict[str, Any] = change_metrics(counts)
+    known = [entropy for entropy in entropies if entropy is not None]
+    if len(known) == len(probes):
+        metrics["entropy"] = ranks.rows(torch.cat(known))[mask].mean()
+    for name, parts in (("natural", live), ("replayed", forced)):
+        gathered = ranks.rows(torch.cat(parts))
+        log_ratio = token_log_ratio(gathered, old_logps, mask)
+        metrics[f"var_token_{name}"] = log_ratio[mask].double().var()
+        metrics[f"var_sequence_{name}"] = sequence_log_ratio(gathered, old_logps, mask)[mask.any(1)].double().var()
+        metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
+    if ranks.accelerator.num_processes == 1:  # loads of experts do not add up from their means
+        metrics |= load_metrics(old, routes, tokens)
+    return counts, metrics
 
 
 class Measures:
-    """Collects an update's facts over its micro-batches; writes TRL's log and, with a writer, our rows.
+    """Collects an update's facts over its micro-batches; writes the trainer's log and, with a writer, our rows.
 
-    log: TRL's own lists of training metrics, of which it logs the means. writer: a `RunWriter`, on the main process
-    only. sequence_clip: whether TRL's clip fractions are of sequences.
+    log: the trainer's own lists of training metrics, of which it logs the means. writer: a `RunWriter`, on the main
+    process only. sequence_clip: whether its clip fractions are of sequences.
     """
 
     def __init__(self, ranks: Ranks, log: Mapping[str, list[float]], writer: Any, sequence_clip: bool) -> None:
@@ -121,7 +117,7 @@ class Measures:
         self.loss, self.grad_norm = 0.0, float("nan")
 
     def scored(self, responses: int, batches: int) -> None:
-        """A batch was sampled and scored; TRL has put its rewards into the log. `batches`: how many were before it
+        """A batch was sampled and scored; its rewards are in the log. `batches`: how many were before it
         where training begins or is resumed.
 
         Raises:
@@ -188,7 +184,7 @@ class Measures:
         self.writer.update(self.step, update, **row)
 
     def probed(self, update: int, counts: ChangeCounts, metrics: dict[str, Any]) -> None:
-        """What `Probe.measure` found after the update."""
+        """What `measure` found after the update."""
         rates = counts.rates()
         for name, value in ({name: rates[name] for name in CHANGES} | {n: metrics[n] for n in VARIANCES}).items():
             self.log[f"routing/{name}"].append(float(value))
