@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
@@ -69,6 +69,7 @@ def decode_sglang(payload: str | bytes, num_layers: int, top_k: int) -> np.ndarr
         )
     return flat.reshape(-1, num_layers, top_k)
 
+
 def ids_from_padded(
     array: Tensor | np.ndarray, mask: Tensor | np.ndarray, sites: Sequence[str], layers: Sequence[int] | None
 ) -> Int[Tensor, "B T L K"]:
@@ -87,8 +88,8 @@ def ids_from_padded(
         raise RoutingError(f"expected ids [B,T,layers,K] (sequence, token, layer, slot), got {list(ids.shape)}")
     if there.shape != ids.shape[:2]:
         raise RoutingError(
-            f"mask {list(there.shape)} does not fit ids {list(ids.shape)}: expected [B,T] = {list(ids.shape[:2])}, True "
-            "where a sequence has a token, prompt included (an attention mask, not a response mask)"
+            f"mask {list(there.shape)} does not fit ids {list(ids.shape)}: expected [B,T] = {list(ids.shape[:2])}, "
+            "True where a sequence has a token, prompt included (an attention mask, not a response mask)"
         )
     there = there.bool()
     if not there.any():
@@ -100,7 +101,7 @@ def ids_from_padded(
     ids = ids[:, :, chosen].masked_fill(~there[..., None, None], LIVE)
     missing = there & (ids == 0).all(-1).all(-1)
     last = there & (there.flip(1).cumsum(1).flip(1) == 1)
-    lost = missing & ~last
+    lost = missing & ~last if ids.shape[3] > 1 else torch.zeros_like(missing)  # of one slot, expert 0 may be meant
     if lost.any():
         b, t = lost.nonzero()[0].tolist()
         raise RoutingError(
@@ -108,7 +109,7 @@ def ids_from_padded(
             "tokens that the engine took from its prefix cache, or the mask is True on padding? Set such rows to -1 to "
             "let the router decide there"
         )
-    return ids.masked_fill(missing[..., None, None], LIVE)
+    return ids.masked_fill((missing & last)[..., None, None], LIVE)
 
 
 def layers_of(sites: Sequence[str], num_layers: int, layers: Sequence[int] | None) -> list[int]:

@@ -1,8 +1,8 @@
-"""Routes as safetensors files: written atomically, and a file says what it is."""
+"""Routes as safetensors files: written atomically; a file says what it is and has a checksum."""
 
+import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -10,46 +10,36 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from moe_rl.files import write_tensors
 from moe_rl.routing.errors import RoutingError
 
 FORMAT = "moe_rl.routed_experts"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 had no checksum."""
+CHECKSUM = "sha256"
 
 
 def write_routes(path: str | os.PathLike[str], tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Write to a temporary name beside `path`, flush, rename: `path` is never half a file.
+    """Write a file whole or not at all, with a checksum of all that is in it.
 
     facts: JSON values, kept in the safetensors header.
     """
-    target = Path(path)
     try:
         header = {key: json.dumps(value) for key, value in {**facts, "written_by": _versions()}.items()}
     except TypeError as error:
         raise RoutingError(f"meta must hold JSON values only to be saved: {error}") from error
     header |= {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    os.close(handle)
-    try:
-        save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, header)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException as error:
-        Path(temporary).unlink(missing_ok=True)
-        if isinstance(error, SafetensorError):  # what safetensors makes of an OSError, a full disk above all
-            raise OSError(f"{target}: not written ({error})") from error
-        raise
+    own = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    write_tensors(Path(path), own, {**header, CHECKSUM: _checksum(own, header)})
 
 
 def read_routes(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and facts of a file of `write_routes`.
 
     Raises FileNotFoundError; RoutingError, each with its own message, for a folder and a file that is cut off, that is
-    not safetensors, that holds something else, or that a newer version wrote.
+    not safetensors, that holds something else, that a newer version wrote, or whose content is not what was written.
     """
     if Path(path).is_dir():
         raise RoutingError(f"{path} is a folder; expected a file of RoutedExperts.save")
@@ -66,10 +56,26 @@ def read_routes(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[s
                 raise RoutingError(
                     f"{path}: format version {written}, this moe_rl reads up to {FORMAT_VERSION}; update it"
                 )
-            facts = {k: json.loads(v) for k, v in header.items() if k not in ("format", "format_version")}
-            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 (not a dict)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        checksum = header.pop(CHECKSUM, None)
+        if checksum != _checksum(tensors, header) and (checksum is not None or written > 1):
+            raise RoutingError(f"{path} is damaged: its content is not what was written")
+        return tensors, {k: json.loads(v) for k, v in header.items() if k not in ("format", "format_version")}
     except SafetensorError as error:
         raise RoutingError(f"{path}: {_what_it_is(Path(path))} ({error})") from error
+    except RoutingError:
+        raise
+    except (KeyError, ValueError) as error:
+        raise RoutingError(f"{path} is damaged: its header cannot be read ({error})") from error
+
+
+def _checksum(tensors: Mapping[str, Tensor], header: Mapping[str, str]) -> str:
+    """SHA-256 of every header entry and of every tensor's name, dtype, shape and bytes."""
+    digest = hashlib.sha256(json.dumps(sorted(header.items())).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.numpy().data)
+    return digest.hexdigest()
 
 
 def _what_it_is(path: Path) -> str:

@@ -205,7 +205,9 @@ class Tap:
         if call.disturb is not None and not call.disturbed[index] and not self.sites[index].fixed:
             call.disturbed[index] = True  # a recomputation finds the noisy choice in its job
             call.rerun = True
-            ids = call.disturb(self.names[index], self.checked(index, module), module, args, kwargs)
+            own = call.jobs[index]
+            bias = None if own is None else own.bias
+            ids = call.disturb(self.names[index], self.checked(index, module), module, args, kwargs, bias)
             call.rerun = False
             call.job(index).underlay(ids)
         job = call.jobs[index]

@@ -62,14 +62,17 @@ class Job:
     forced: `[N,K]` int64, -1 where the slot is chosen live; None: all live.
     holes: what of `forced` may be -1: nothing, whole rows, or single slots. Decided once per replay, because a test of
         the data in here would wait for the device.
+    bias: `[E]`, added to the scores where experts are ranked, and nowhere else; None: none.
     shadow: also rank live. Results: `chosen` [N,K]; with shadow also `live` [N,K], and the scores of both choices:
         `scores` [N,K] of what was used, `best` [N,K] of what the router prefers.
     """
 
-    __slots__ = ("best", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
+    __slots__ = ("best", "bias", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
 
-    def __init__(self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False) -> None:
-        self.forced, self.holes, self.shadow = forced, holes, shadow
+    def __init__(
+        self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False, bias: Tensor | None = None
+    ) -> None:
+        self.forced, self.holes, self.shadow, self.bias = forced, holes, shadow, bias
         self.chosen: Tensor | None = None
         self.live: Tensor | None = None
         self.best: Tensor | None = None
@@ -199,7 +202,11 @@ class Selection(TorchFunctionMode):
             self.report(ids)
             return torch.return_types.topk((values, ids))
         ranked = self.masked if self.masked is not None and input is self.opened else input
+        if job.bias is not None:
+            ranked = ranked + job.bias.to(ranked.device)
         best, live = _topk(ranked, k, *args, **kwargs)
+        if job.bias is not None:
+            best = input.gather(-1, live)  # gates come from the scores themselves
         if job.forced is None:
             values, ids = best, live
         else:

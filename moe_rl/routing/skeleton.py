@@ -29,21 +29,22 @@ def sites_of(model: Described) -> tuple[tuple[str, ...], tuple[int, ...] | None]
     >>> sites_of(Qwen3MoeConfig(num_hidden_layers=2, num_experts=16, mlp_only_layers=[0]))
     (('model.layers.1.mlp.gate',), (16,))
     """
+    described: Any = model
     if isinstance(model, str | os.PathLike):
         try:
-            model = AutoConfig.from_pretrained(model)
+            described = AutoConfig.from_pretrained(model)
         except Exception as error:  # hub and configuration errors share no base class
             raise RoutingError(
                 f"{model}: no configuration of a model there ({error}); expected a folder in hub format, a hub id, or "
                 "a list of site names"
             ) from error
-    if isinstance(model, PreTrainedConfig):
+    if isinstance(described, PreTrainedConfig):
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model)
-    if isinstance(model, nn.Module):
-        found = find_sites(model)
+            described = AutoModelForCausalLM.from_config(described)
+    if isinstance(described, nn.Module):
+        found = find_sites(described)
         return tuple(site.name for site in found), tuple(_experts(site.module, site.name) for site in found)
-    names = tuple(canonical_site(name) for name in model)
+    names = tuple(canonical_site(name) for name in described)
     if not names:
         raise RoutingError("no sites were named: routes need at least one")
     return names, None
@@ -51,7 +52,7 @@ def sites_of(model: Described) -> tuple[tuple[str, ...], tuple[int, ...] | None]
 
 def _experts(router: nn.Module, name: str) -> int:
     for attribute in _WIDTHS:
-        value: Any = getattr(router, attribute, None)
+        value = getattr(router, attribute, None)
         if isinstance(value, int):
             return value
     tables = [p for p in router.parameters() if p.ndim == 2]

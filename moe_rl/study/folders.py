@@ -13,6 +13,8 @@ import yaml
 from pandas.api.types import is_object_dtype
 
 from moe_rl.run_rows import ROWS
+from moe_rl.study.done import NAME, remedy, what_is_lost
+from moe_rl.tables import DamagedTableError, read_table
 
 if TYPE_CHECKING:
     import pyarrow
@@ -94,6 +96,9 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
     arm = config["arm"] if isinstance(config.get("arm"), str) else folder.resolve().parent.name
     seed = int(match.group(1)) if match else int(config.get("seed", 0))
     notes: list[str] = []
+    lost = what_is_lost(folder)
+    if lost:
+        raise StudyDataError(f"{lost}. {remedy(folder)}")
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
         for row in _read_lines(metrics, notes):
@@ -101,7 +106,7 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
             rows[row.pop("kind")].append(row)
     else:
         notes.append("no metrics.jsonl yet")
-    return Run(str(arm), seed, folder, (folder / "DONE").exists(), config, environment, tuple(notes))
+    return Run(str(arm), seed, folder, (folder / NAME).exists(), config, environment, tuple(notes))
 
 
 _RUN = "\0run"  # not a name that a row can have
@@ -184,14 +189,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_parquet(path: Path) -> "pyarrow.Table":
     """A Parquet file; StudyDataError naming it otherwise."""
-    from pyarrow import parquet
-
     try:
-        return parquet.ParquetFile(path).read()
-    except Exception as error:  # pyarrow raises many kinds; the file is what matters
-        raise StudyDataError(
-            f"{path}: not a readable Parquet file ({error}). Delete it to go on without it."
-        ) from error
+        return read_table(path)
+    except DamagedTableError as error:
+        raise StudyDataError(f"{error}. Delete it to go on without it, or restore it from a copy.") from error
 
 
 def stacked(tables: "list[pyarrow.Table]") -> pd.DataFrame:

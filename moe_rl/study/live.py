@@ -15,6 +15,7 @@ import yaml
 
 from moe_rl.files import still_written
 from moe_rl.study.data import Run, StudyData, StudyDataError
+from moe_rl.study.done import NAME, remedy, what_is_lost
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.live_rows import LiveError
@@ -118,8 +119,10 @@ class LiveStudy:
         except OSError:
             size, changed = 0, None
             state = "starting" if (run.folder / "config.yaml").exists() else "waiting"
-        if (run.folder / "DONE").exists():
-            state = "done"
+        if (run.folder / NAME).exists():
+            parts = (run.folder / name for name in (NAME, metrics.name, "tokens", "routes"))
+            problem = _lost(run.folder, tuple(part.stat().st_mtime_ns if part.exists() else 0 for part in parts))
+            state = "failed" if problem else "done"
         else:
             problem = _error_in(
                 self.folder / "logs" / f"{run.arm}_seed{run.seed}.log", metrics, run.folder / "env.json"
@@ -162,6 +165,13 @@ class LiveStudy:
                 for arm, (look, label) in arm_looks(data, condition.arms).items()
             ],
         }
+
+
+@lru_cache(maxsize=1024)
+def _lost(folder: Path, _changed: tuple[int, ...]) -> str:
+    """What a finished run has lost; looked at again when its files or their folders changed."""
+    lost = what_is_lost(folder)
+    return f"{lost}. {remedy(folder)}" if lost else ""
 
 
 def _error_in(log: Path, *written: Path) -> str:

@@ -23,6 +23,7 @@ from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.rollout.user_code import checked_reward, user_code
 from moe_rl.study.config import ConfigError, differences, dump_run
+from moe_rl.study.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
@@ -93,7 +94,7 @@ def run_one(
         started = time.time()
         train(config, folder, cache_dir, listen)
         if ranks.main:
-            write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
+            write_done(folder, seconds=round(time.time() - started, 1))
         ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
 
 
@@ -130,7 +131,8 @@ def choose_threads(config: RunConfig) -> None:
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:
-    """True if there is work left to do in `folder`; ConfigError if it belongs to another configuration."""
+    """True if there is work left to do in `folder`; ConfigError if it belongs to another configuration, or is DONE and
+    has lost some of what it wrote."""
     stored = folder / "config.yaml"
     if stored.exists():
         try:
@@ -147,7 +149,10 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
             )
     elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and holds no run (no config.yaml). Choose another --output.")
-    return not (folder / "DONE").exists()
+    lost = what_is_lost(folder, checkpoint=True)
+    if lost:
+        raise ConfigError(f"{lost}. {remedy(folder)}")
+    return not (folder / NAME).exists()
 
 
 def environment(command: str) -> dict[str, Any]:

@@ -39,6 +39,11 @@ class MethodConfig:
     first update of a batch is unaltered by it, since these are the routes it would take. `R3`: force the routes that
     the rollout engine chose, in the scoring of the old policy too; that alters the policy which is optimised in every
     update, the first one included, as far as the two engines differ (arXiv 2512.01374, table 1)."""
+    keep: float = 1.0
+    """R2 only: the share of the (token, site) rows of each routing site that are replayed; the others route live."""
+    keep_by: Literal["margin", "random"] = "margin"
+    """Which rows are kept: `margin`, those that the old policy decided by the least margin s_(k) - s_(k+1) of the
+    scores that its router ranks, and that are the first to flip; `random`, as many at random, a control."""
     noise: float = 0.0
     """Stress test: standard deviation of Gaussian noise on the router logits, for selection only, in the update
     forward only. Sampling, scoring, probing and evaluation never see it; a replay arm ignores it."""
@@ -146,6 +151,11 @@ class OptimConfig:
     """Keep the routers' own parameters fixed (routes still move with the hidden states)."""
     aux_loss_coef: float = 0.0
     """Coefficient of the load-balancing loss. Off by default: it is a confounder of stability studies."""
+    expert_bias_rate: float = 0.0
+    """Balancing without a loss (arXiv 2408.15664, algorithm 1; DeepSeek-V3): after each update the selection bias of an
+    expert moves by this much, up where it had fewer than the even number of the minibatch's tokens, down where more. In
+    units of what the router ranks (probabilities for Qwen3-MoE, OLMoE and Mixtral). The bias acts on the choice alone,
+    in sampling, scoring, updates and evaluation alike. 0: no bias."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """An update whose gradient is not finite: stop the run, or leave it out and go on. It is kept under `incidents/`
     either way, and moves no weight."""

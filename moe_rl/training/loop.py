@@ -9,6 +9,7 @@ Each step takes the few things that it needs and returns what it made; only the 
 import random
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from moe_rl.training.config import RunConfig
 from moe_rl.training.distributed import digest
 from moe_rl.training.dpo import best_and_worst, preferences
 from moe_rl.training.incidents import keep_incident
+from moe_rl.training.levers import kept_rows
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
 from moe_rl.training.score import Scores, engine_rows, make_batch, score_rollout
@@ -73,6 +75,12 @@ def resume(state: State) -> None:
 
 def run(state: State) -> None:
     """From the current step to the last."""
+    with state.expert_bias.applied(state.policy) if state.expert_bias else nullcontext():
+        steps(state)
+
+
+def steps(state: State) -> None:
+    """All steps that are left."""
     config = state.config
     while state.step < config.optim.steps:
         if state.step == 0 or due(config.eval.every, state.step):
@@ -122,12 +130,14 @@ def collect_batch(state: State) -> Batch:
         temperature=config.rollout.temperature,
         batch_size=config.optim.micro_batch,
         router_scores=method.weighs_routes,
+        margins=config.method.keep < 1,
         reference=state.reference,
         critic=state.critic,
         reward_model=state.reward_model,
     )
     advantages, returns, metrics = advantages_of(state, rollout, scores)
-    batch = make_batch(rollout, scores, advantages, replay=config.method.replay, step=state.step, returns=returns)
+    replay, kept = config.method.replay, part_to_replay(state, rollout, scores)
+    batch = make_batch(rollout, scores, advantages, replay=replay, step=state.step, returns=returns, kept=kept)
     for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
         state.log.append("engine", state.step, **row)
     if method.pairs:
@@ -162,6 +172,15 @@ def responses(state: State, rng: Any, generator: torch.Generator) -> Rollout:
             record_routes=source == "policy" and (guard is not None or state.config.method.replay == "R3"),
         )
     return verify(task, rollout, state.ranks, state.config.task.verifier_seconds).to(state.ranks.device)
+
+
+def part_to_replay(state: State, rollout: Rollout, scores: Scores) -> Tensor | None:
+    """The (token, site) rows that an arm replays which does not replay all."""
+    own = state.config.method
+    if scores.margins is None:
+        return None
+    generator = state.generator("keep", len(state.waiting)) if own.keep_by == "random" else None
+    return kept_rows(scores.margins, rollout.attention_mask.bool(), own.keep, generator)
 
 
 def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
@@ -203,6 +222,7 @@ def update_on(state: State, batch: Batch, update: int) -> None:
         warmup=min(1.0, done / max(1, config.optim.warmup_updates)),
         noise=state.generator(f"noise/{ranks.rank}" if ranks.rank else "noise", update),
         critic=state.critic,
+        bias=state.expert_bias,
     )
     if not torch.isfinite(row["grad_norm"]):
         kept = keep_incident(state.folder, state.step, update, batch, row) if ranks.main else ""

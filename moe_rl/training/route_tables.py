@@ -4,14 +4,14 @@ A site's cell holds the token's K expert ids, little-endian, in the smallest uns
 value means "no route". `numpy.frombuffer(cell, dtype)` reads one; `read_route_table` reads a file back whole.
 """
 
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from moe_rl.routing import RoutedExperts, RoutingError
-from moe_rl.training.runlog import write_table
+from moe_rl.tables import DamagedTableError, facts_of, read_table, write_table
 
 FORMAT = "moe_rl.route_table"
 SEQUENCE, POSITION, TOKEN = "sequence", "position", "token"
@@ -39,29 +39,32 @@ def write_route_table(path: Path, routes: RoutedExperts) -> None:
 
 def read_route_table(path: str | Path) -> RoutedExperts:
     """RoutedExperts of a file of `write_route_table`. Raises RoutingError for a damaged or another file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
-        table = pq.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise RoutingError(f"{path}: not a readable Parquet file ({error}); copied incompletely?") from error
-    facts = {key.decode(): value for key, value in (table.schema.metadata or {}).items()}
-    if json.loads(facts.get("format", b"null")) != FORMAT:
+        table = read_table(path)
+    except DamagedTableError as error:
+        raise RoutingError(str(error)) from error
+    facts = facts_of(table)
+    if facts.get("format") != FORMAT:
         raise RoutingError(f"{path}: a Parquet file, but not of routes; tokens/*.parquet has the tokens")
-    B, T, _, K = json.loads(facts["shape"])
-    dtype, sites = np.dtype(json.loads(facts["dtype"])), json.loads(facts["sites"])
+    try:
+        return _routes(table, facts)
+    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError, RoutingError) as error:  # without a checksum
+        raise RoutingError(f"{path} is damaged: its columns and their description do not fit ({error})") from error
+
+
+def _routes(table: Any, facts: dict[str, Any]) -> RoutedExperts:
+    B, T, _, K = facts["shape"]
+    dtype, sites, experts = np.dtype(facts["dtype"]), facts["sites"], facts["num_experts"]
     ids = np.empty((B, T, len(sites), K), dtype=np.int64)
     for index, site in enumerate(sites):
         cells = table[site].combine_chunks()
         raw = np.frombuffer(cells.buffers()[1], dtype=dtype, count=B * T * K)
         ids[:, :, index] = np.where(raw == np.iinfo(dtype).max, -1, raw.astype(np.int64)).reshape(B, T, K)
-    experts = json.loads(facts["num_experts"])
     tokens = torch.from_numpy(table[TOKEN].to_numpy().reshape(B, T).copy())
     return RoutedExperts(
         torch.from_numpy(ids),
         tuple(sites),
         experts if isinstance(experts, int) else tuple(experts),
         tokens=None if bool((tokens == -1).all()) else tokens,
-        meta=json.loads(facts["meta"]) or None,
+        meta=facts["meta"] or None,
     )

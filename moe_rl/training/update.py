@@ -17,6 +17,7 @@ from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.dpo import pair_loss
+from moe_rl.training.levers import ExpertBias
 from moe_rl.training.method import Method
 
 COUNTS = ("replayed_rows", "routed_rows", "slots_changed", "slots")
@@ -35,6 +36,7 @@ def update_policy(
     warmup: float,
     noise: torch.Generator,
     critic: Critic | None = None,
+    bias: ExpertBias | None = None,
 ) -> dict[str, Any]:
     """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did.
 
@@ -45,6 +47,7 @@ def update_policy(
         warmup: share of the learning rate.
         noise: of the selection noise, if the arm has any.
         critic: trained in the same step.
+        bias: follows the loads of this minibatch.
     """
     for group in optimizer.param_groups:
         group["lr"] = optim.learning_rate * warmup * group["multiplier"]
@@ -94,6 +97,9 @@ def update_policy(
     finite = bool(torch.isfinite(grad_norm))  # else the weights stay as they are
     if finite:
         optimizer.step()
+        if bias:
+            load = torch.stack([part.routing.load for part in found]).sum(0)
+            bias.update(ranks.gather(load[None], ranks.size).sum(0))
     optimizer.zero_grad()
     row = update_metrics(found, batch, ranks, method, optim)
     if critic:

@@ -13,6 +13,7 @@ from micro import MICRO
 
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.routing import RoutedExperts
+from moe_rl.tables import write_table
 from moe_rl.training import run
 from moe_rl.training.batch import Batch
 from moe_rl.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, settle
@@ -182,6 +183,25 @@ def test_rows_behind_the_checkpoint_go_half_written_ones_too(tmp_path):
     state = small_state(tmp_path, 0, 0.0)
     state.log.resume(load_checkpoint(state))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def table(folder, step):
+    write_table(folder / "tokens" / f"step_{step:06d}.parquet", {"seq": [step]})
+
+
+def test_tables_before_the_checkpoint_are_missed_and_later_ones_go(tmp_path):
+    state = small_state(tmp_path, 1, 1.0)
+    state.log.append("step", 0)
+    table(tmp_path, 0)
+    save_checkpoint(state)
+    table(tmp_path, 1)  # of the step that was interrupted
+    resumed = small_state(tmp_path, 0, 0.0)
+    resumed.log.resume(load_checkpoint(resumed))
+    assert os.listdir(tmp_path / "tokens") == ["step_000000.parquet"]
+    (tmp_path / "tokens" / "step_000000.parquet").unlink()
+    resumed = small_state(tmp_path, 0, 0.0)
+    with pytest.raises(DamagedMetricsError, match=r"step_000000\.parquet is missing"):
+        resumed.log.resume(load_checkpoint(resumed))
 
 
 def test_any_tool_opens_a_checkpoint_as_a_model(state_of, tmp_path):
