@@ -5,6 +5,7 @@ run NAME|FILE    one arm and seed
 figures DIR      draw the figures and the report of a study folder again
 watch DIR        follow a study in the browser
 drift OLD NEW    how the routing of two checkpoints differs
+floor MODEL      what arithmetic alone changes at equal weights
 check-routes     whether captured routes are those that a model chooses
 doctor [FILE]    what this machine can run, and what a study would need
 
@@ -236,6 +237,31 @@ def drift_verb(arguments: list[str]) -> None:
         fail("interrupted; nothing was written", 130)
     except OSError as error:
         fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}; nothing was written")
+
+
+@verb
+def floor_verb(arguments: list[str]) -> None:
+    import tyro
+
+    from moe_rl.drift.floor_options import FloorOptions
+
+    @dataclass(frozen=True)
+    class Options(FloorOptions):
+        """Measure what arithmetic alone does to a model's routes and log-probabilities at equal weights: batch shape,
+        padding, decoding, dtype, experts implementation, merged adapters; and how much of it is routing."""
+
+        model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+        """A folder in hub format, a hub id, or a folder of LoRA adapters (PEFT)."""
+
+    options = parse(Options, arguments, "moe-rl floor")
+    from moe_rl.drift.floor_run import report, run_floor
+
+    try:
+        report(run_floor(options), options.json)
+    except KeyboardInterrupt:
+        fail("interrupted; what was measured is in the folder OUTPUT.partial (floor.json, floor.csv)", 130)
+    except OSError as error:
+        fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}")
 
 
 @verb

@@ -15,8 +15,9 @@ class DriftOptions:
     new: str
     """The second, of the same architecture."""
     prompts: Path
-    """JSONL; each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}.
-    Completions are measured where there are any, else the whole text."""
+    """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}; the
+    same as columns of a .parquet; or a .txt of one text per line. Completions are measured where there are any, else
+    the whole text."""
     output: Path | None = None
     """Folder to write; by default runs/drift/OLD_vs_NEW. An earlier comparison there is replaced."""
     batch_size: int = 8

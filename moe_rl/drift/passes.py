@@ -10,12 +10,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from moe_rl.drift.floor import Floor
+from moe_rl.drift.output import Tick
 from moe_rl.drift.prompts import TextBatch
 from moe_rl.measure.decompose import Decomposition, combine, score_sites
 from moe_rl.measure.scoring import Scored, score_live, score_replayed
 from moe_rl.routing import RoutedExperts, record_margins
-
-Tick = Callable[[], None]
 
 
 @dataclass(frozen=True)

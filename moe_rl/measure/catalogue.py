@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from moe_rl.measure.moments import PARTS
-from moe_rl.measure.peer_metrics import OF_ENGINES, OF_RATIOS
+from moe_rl.measure.peer_metrics import OF_ENGINES, OF_RATIOS, OF_TRUST_REGIONS
 from moe_rl.measure.ratio_metrics import TAUS
 from moe_rl.objectives import LOSS_METRICS
 
@@ -154,6 +154,9 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("var_token_log_ratio", "nats²", "variance of d over tokens (divisor n-1), under the arm's own routing"),
         M("var_sequence_log_ratio", "nats²", "variance over sequences of the mean of d", source=f"log s, {GSPO} eq. 7"),
         *SPREAD,
+        *(M(*metric) for metric in OF_ENGINES if metric.name in ("probs_ratio_min", "probs_ratio_max", "outside_fraction")),
+        *(replace(M(*metric), when="the policy's own responses") for metric in OF_TRUST_REGIONS),
+        M("max_vio", "1", "(largest load of an expert - even load) / even load, mean over sites; prompts included, after replay", source="MaxVio, arXiv 2408.15664; prime-rl"),
         M("entropy", "nats/token", "mean entropy of the distributions that response tokens are drawn from"),
         M("aux_loss", "1", "load-balancing loss; null where its coefficient is 0"),
         M("aux_loss_coef", "1", "its coefficient"),
@@ -176,6 +179,8 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("load_entropy_mean", "nats", "entropy of the load over experts, mean over sites; ln E is even"),
         M("load_entropy_min", "nats", "the same, smallest over sites"),
         M("site_max_vio", "1", "(largest load of an expert - even load) / even load, by site", source="MaxVio, arXiv 2408.15664; prime-rl, verl"),
+        M("site_min_vio", "1", "(smallest load - even load) / even load, by site", source="verl rollout/moe/"),
+        M("site_avg_vio", "1", "mean abs(load - even load) / even load, by site", source="verl rollout/moe/"),
         M("active_set_churn", "fraction", "experts a sequence uses and did not use before, mean over sequences and sites", "abs(A_new - A_old) / abs(A_new)", f"second reading of {GSPO} section 5.3; ours"),
         M("router_kl", "nats", f"KL(old || new) of the softmax over all experts, mean over tokens and sites; old: {LAG}", when="router logits"),
         M("router_js", "nats", "Jensen-Shannon divergence of the same, at most ln 2", when="router logits"),

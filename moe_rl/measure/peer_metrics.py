@@ -176,7 +176,8 @@ def load_violation(
     Args:
         load: tokens by site and expert, as `moe_rl.routing.change.expert_load` counts them. The last token of a response
             has no route of a rollout engine's: leave it out of the mask, as verl does.
-        experts: how many experts each site has, where they differ; further columns are padding.
+        experts: how many experts each site has, where they differ; further columns are padding, and so are negative
+            counts (`expert_load`).
 
     >>> load_violation(torch.tensor([[0, 0, 8, 0], [2, 2, 2, 2]]))["max_vio"]
     tensor([3., 0.], dtype=torch.float64)
@@ -184,6 +185,7 @@ def load_violation(
     found: dict[str, list[Tensor]] = {"max_vio": [], "min_vio": [], "avg_vio": []}
     for site, counts in enumerate(load.double()):
         counts = counts if experts is None else counts[: experts[site]]
+        counts = counts[counts >= 0]
         mean = counts.mean()
         found["max_vio"].append((counts.max() - mean) / mean)
         found["min_vio"].append((counts.min() - mean) / mean)
@@ -257,7 +259,7 @@ OF_ENGINES: tuple[Definition, ...] = tuple(
 OF_TRUST_REGIONS: tuple[Definition, ...] = tuple(
     Definition(*row)
     for row in (
-        ("is_masked", "fraction", "tokens that a trust region takes out", "such tokens / tokens", _PRIME),
+        ("is_masked", "fraction", "tokens that the clip takes out; w = pi / mu with pi the policy in training", "such tokens / tokens", _PRIME),
         ("is_masked_low", "fraction", "of them, below", "such tokens / tokens", _PRIME),
         ("is_masked_high", "fraction", "of them, above", "such tokens / tokens", _PRIME),
         ("masked_mismatch_kl", "nats/token", "w - 1 - log w, mean over the tokens taken out; null if none is", "Σ / such tokens", _PRIME),
