@@ -6,6 +6,7 @@ figures DIR      draw the figures and the report of a study folder again
 watch DIR        follow a study in the browser
 drift OLD NEW    how the routing of two checkpoints differs
 floor MODEL      what arithmetic alone changes at equal weights
+check-routes     whether captured routes are those that a model chooses
 doctor [FILE]    what this machine can run, and what a study would need
 
 Help and mistakes answer before torch is imported.
@@ -261,6 +262,28 @@ def floor_verb(arguments: list[str]) -> None:
         fail("interrupted; what was measured is in the folder OUTPUT.partial (floor.json, floor.csv)", 130)
     except OSError as error:
         fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}")
+
+
+@verb
+def check_routes_verb(arguments: list[str]) -> None:
+    import tyro
+
+    from moe_rl.drift.options import CheckOptions
+
+    @dataclass(frozen=True)
+    class Options(CheckOptions):
+        """Whether captured routes are what a model says when it scores the same tokens; names the fault if they are
+        not: all zeros, wrong shape, a shift, permuted layers, physical ids, duplicates, ids out of range, prefix-cache
+        hits. Exit status 0 if they are the model's within its arithmetic, else 1."""
+
+        file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+        """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line) or .pt (a
+        dump of slime)."""
+
+    options = parse(Options, arguments, "moe-rl check-routes")
+    from moe_rl.drift.check import run_check
+
+    sys.exit(run_check(options))
 
 
 @verb

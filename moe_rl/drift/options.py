@@ -1,4 +1,4 @@
-"""What `moe-rl drift` can be told; imports nothing, so that its help answers at once."""
+"""What `moe-rl drift` and `moe-rl check-routes` can be told; imports nothing, so that their help answers at once."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,3 +40,31 @@ class DriftOptions:
     """Folder or hub id of a tokenizer that serves both; by default theirs, which must agree."""
     trust_remote_code: bool = False
     """Run code that comes with the checkpoints. Leave it off unless you trust their author."""
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Which captured routes to compare with which model."""
+
+    file: Path
+    """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line) or .pt (a
+    dump of slime)."""
+    model: str
+    """The model that the routes are said to be of: a folder in hub format or a hub id."""
+    batch_size: int = 4
+    """Sequences per forward."""
+    max_sequences: int = 64
+    """Compare the first so many sequences."""
+    max_tokens: int = 2048
+    """Cut longer sequences to their first tokens."""
+    dtype: str = "float32"
+    """float32, bfloat16 or float16: of the model's own scoring. Its floor is measured with a copy in bfloat16
+    (float32, where this is not)."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, mps; by default the GPU if there is one."""
+    pad_token_id: int | None = None
+    """Token that pads, where a padded file has no mask: leading and trailing ones are no part of a sequence."""
+    json: bool = False
+    """Print JSON."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Leave it off unless you trust its author."""
