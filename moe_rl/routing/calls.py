@@ -95,7 +95,7 @@ class Call:
 
 
 @no_type_check
-class Left:
+class CacheState:
     """A KV cache as a call left it, to recognise the call that goes on with it and to see what happened in between.
 
     The proof that its rows are still the same sequences: it holds the very tensors that it held, unchanged (torch
@@ -139,7 +139,7 @@ class Joined:
         self.pieces: list[tuple[Tensor, ...]] = []
         self.refused: str | None = None
         self.changed: bool | Tensor = False
-        self.left: Left | None = None
+        self.left: CacheState | None = None
 
     def start(self, length: int, *parts: Tensor) -> None:
         """Rows of a cache that was filled before anyone listened."""
@@ -209,7 +209,7 @@ class Collected:
                 joined.start(call.past, *gap)
         joined.add(call, *parts)
         if cache is not None:
-            joined.left = Left(cache, joined.length)
+            joined.left = CacheState(cache, joined.length)
 
     def _continued(self, call: Call) -> Joined | None:
         return next((j for j in reversed(self.joined) if j.left is not None and j.left.continued_by(call)), None)

@@ -24,7 +24,7 @@ from moe_rl.routing.calls import Call
 from moe_rl.routing.checkpoints import Checkpoints, refuse_by_hand, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
-from moe_rl.routing.selection import Probe, Selection, selection_mode
+from moe_rl.routing.selection import Selection, Selector, selection_mode
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
@@ -71,9 +71,9 @@ class Tap:
         self.names = [site.name for site in sites]
         own = vars(boundary).get("forward")
         self.parameters = _parameters(type(boundary)) if own is None else list(inspect.signature(own).parameters)
-        self.probes: list[Probe] = []  # what the self-check learned last
-        self.modes: dict[bool, list[Probe | None]] = {}  # by train mode: it may differ in how a router selects
-        self._none: list[Probe | None] = [None] * len(sites)
+        self.probes: list[Selector] = []  # what the self-check learned last
+        self.modes: dict[bool, list[Selector | None]] = {}  # by train mode: it may differ in how a router selects
+        self._none: list[Selector | None] = [None] * len(sites)
         self.examining = False  # the self-check is under way, and judges for itself
         self.listeners: list[Listener] = []
         self.thread = 0  # that opened the contexts
@@ -300,7 +300,7 @@ class Tap:
             "model.gradient_checkpointing_enable() is followed"
         )
 
-    def checked(self, index: int, module: nn.Module) -> Probe:
+    def checked(self, index: int, module: nn.Module) -> Selector:
         """What the self-check knows of a router in the mode that it is in."""
         probe = self.probes[index] if self.examining else self.modes.get(module.training, self._none)[index]
         if probe is None:

@@ -30,7 +30,7 @@ Holes = Literal["none", "rows", "slots"]
 
 
 @dataclass(frozen=True)
-class Probe:
+class Selector:
     """What the self-check learned about one site, in train or in eval mode.
 
     num_experts, k: width of the scores that are ranked (a skip or zero expert counts) and experts per token.
@@ -144,7 +144,7 @@ class Selection(TorchFunctionMode):
         on; it then answers nobody. None where the call is compiled together with its hooks.
     """
 
-    def __init__(self, name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> None:
+    def __init__(self, name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> None:
         super().__init__()
         self.name, self.probe, self.job, self.frame = name, probe, job, frame
         self.calls = 0
@@ -249,7 +249,7 @@ class SequentialMax(Selection):
     for the expert of slot j, so that its gate is never zero. Shadow reports the top k of the logits.
     """
 
-    def __init__(self, name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> None:
+    def __init__(self, name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> None:
         super().__init__(name, probe, job, frame)
         self.per_slot = probe.calls // probe.k  # 1, or 3 in train mode: threshold, sampled choice, one for Heun's rule
         self.slots: list[Tensor] = []
@@ -293,5 +293,5 @@ class SequentialMax(Selection):
 
 
 @no_type_check
-def selection_mode(name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> Selection:
+def selection_mode(name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> Selection:
     return (SequentialMax if probe.by_max else Selection)(name, probe, job, frame)

@@ -12,6 +12,7 @@ A page asks for a table with a pair of markers, between which nothing is written
 
 import json
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def environment_of(data: StudyData) -> dict[str, Any]:
     names = dict.fromkeys(name for values in facts.values() for name in values if name not in ("started", "command"))
     shared: dict[str, Any] = {"study": data.name, "runs": len(facts)}
     if data.environment.get("command"):
-        shared["command"] = data.environment["command"]
+        shared["command"] = _published(data.environment["command"])
     by_run: dict[str, dict[str, Any]] = {}
     for name in names:
         values = {run: own.get(name) for run, own in facts.items()}
@@ -75,6 +76,22 @@ def environment_of(data: StudyData) -> dict[str, Any]:
         else:
             by_run[name] = values
     return {**shared, **({"by_run": by_run} if by_run else {})}
+
+
+def _published(command: str) -> str:
+    """A command without the places of one machine: options with an absolute path, which change no number, are left out.
+
+    >>> _published("/opt/bin/moe-rl study quick --output /data/runs --seeds 0 1")
+    'moe-rl study quick --seeds 0 1'
+    """
+    words: list[str] = []
+    for number, word in enumerate(shlex.split(command)):
+        if number and Path(word).is_absolute():
+            if words[-1].startswith("--"):
+                words.pop()
+            continue
+        words.append(word if number else Path(word).name)
+    return shlex.join(words)
 
 
 def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
