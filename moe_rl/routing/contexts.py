@@ -32,11 +32,11 @@ from moe_rl.routing.recording import Recording
 from moe_rl.routing.replay import Replay
 from moe_rl.routing.rerun import Bias, Margins, Noise
 from moe_rl.routing.routes import RoutedExperts
-from moe_rl.routing.selection import Probe
+from moe_rl.routing.selection import Selector
 from moe_rl.routing.selfcheck import examine
 from moe_rl.routing.sites import Layout, layout_of
 
-_Checked = tuple[Any, list[Probe], dict[bool, list[Probe | None]]]
+_Checked = tuple[Any, list[Selector], dict[bool, list[Selector | None]]]
 # What is known about models that are alive; neither keeps a model alive.
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tap]]" = weakref.WeakKeyDictionary()
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDictionary()

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from moe_rl.routing.calls import Call
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.router_stats import boundary_margin
-from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Probe, selection_mode
+from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Selector, selection_mode
 
 
 def _rerun(
-    name: str, probe: Probe, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None, watch: TorchFunctionMode
+    name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None, watch: TorchFunctionMode
 ) -> Tensor:
     """`[N,K]` ids that the router chooses under `watch`."""
     job = Job(bias=bias)
@@ -34,7 +34,7 @@ def _rerun(
 class _Noise(TorchFunctionMode):
     """Adds Gaussian noise to the linear map that makes the router's logits."""
 
-    def __init__(self, probe: Probe, sigma: float, generator: torch.Generator | None) -> None:
+    def __init__(self, probe: Selector, sigma: float, generator: torch.Generator | None) -> None:
         super().__init__()
         self.probe, self.sigma, self.generator, self.calls = probe, sigma, generator, 0
 
@@ -65,7 +65,9 @@ class Noise:
     def finish(self) -> None:
         pass
 
-    def choose(self, name: str, probe: Probe, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None) -> Tensor:
+    def choose(
+        self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
+    ) -> Tensor:
         return _rerun(name, probe, module, args, kwargs, bias, _Noise(probe, self.sigma, self.generator))
 
 
@@ -89,7 +91,7 @@ class Bias:
 class _Watch(TorchFunctionMode):
     """Keeps the scores that a router ranks."""
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Selector) -> None:
         super().__init__()
         self.probe, self.calls = probe, 0
         self.scores: Tensor | None = None
@@ -119,7 +121,9 @@ class Margins:
     def finish(self) -> None:
         pass
 
-    def read(self, name: str, probe: Probe, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None) -> Tensor:
+    def read(
+        self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
+    ) -> Tensor:
         watch = _Watch(probe)
         ids = _rerun(name, probe, module, args, kwargs, bias, watch)
         if watch.scores is None:
