@@ -4,7 +4,7 @@ study NAME|FILE  all arms and seeds of a study, resuming what is unfinished; the
 run NAME|FILE    one arm and seed
 figures DIR      draw the figures and the report of a study folder again
 watch DIR        follow a study in the browser
-drift OLD NEW    how the routing of two checkpoints differs
+drift OLD NEW    how the routing of two or more checkpoints differs
 floor MODEL      what arithmetic alone changes at equal weights
 check-routes     whether captured routes are those that a model chooses
 doctor [FILE]    what this machine can run, and what a study would need
@@ -219,22 +219,31 @@ def drift_verb(arguments: list[str]) -> None:
 
     from moe_rl.drift.options import DriftOptions
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Options(DriftOptions):
-        """Compare the routing of two checkpoints of one architecture on a text."""
+        """Compare the routing of checkpoints of one architecture on a text: OLD and NEW, or a series, each against the
+        first."""
 
-        old: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OLD")]
-        """The first checkpoint: a folder in hub format or a hub id."""
-        new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
-        """The second, of the same architecture."""
+        checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="OLD NEW [...]")] = ()
+        """Folders in hub format, run folders or hub ids; a folder that holds several checkpoints stands for them."""
+        old: tyro.conf.Suppress[str] = ""
+        new: tyro.conf.Suppress[str] = ""
 
     options = parse(Options, arguments, "moe-rl drift")
+    from moe_rl.drift.choose import chosen
+    from moe_rl.drift.options import SeriesOptions, pick
     from moe_rl.drift.run import run_drift, say
+    from moe_rl.drift.series import run_series, say_series
 
+    paths = chosen(options.checkpoints)
     try:
-        say(run_drift(options))
+        if len(paths) == 2:
+            say(run_drift(replace(pick(DriftOptions, options), old=paths[0], new=paths[1])))
+        else:
+            say_series(run_series(replace(pick(SeriesOptions, options), checkpoints=tuple(paths))))
     except KeyboardInterrupt:
-        fail("interrupted; nothing was written", 130)
+        series = "; what a series had measured is in OUTPUT.partial" if len(paths) > 2 else "; nothing was written"
+        fail(f"interrupted{series}", 130)
     except OSError as error:
         fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}; nothing was written")
 

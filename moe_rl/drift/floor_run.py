@@ -4,7 +4,6 @@ What is measured is on disk after every variant, in OUTPUT.partial, which become
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,7 +19,15 @@ from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor_model import Source, check_experts, load, resolve
 from moe_rl.drift.floor_options import FloorOptions
 from moe_rl.drift.floor_page import draw, render, say, verdict
-from moe_rl.drift.output import Tick, environment, finite, output_folder, progress, put_in_place, short_names
+from moe_rl.drift.output import (
+    Tick,
+    environment,
+    finite,
+    kept_when_stopped,
+    output_folder,
+    progress,
+    short_names,
+)
 from moe_rl.drift.prompts import Example, Skipped, aligned, check_file, examples
 from moe_rl.files import write_atomic
 from moe_rl.measure.arithmetic import DECODE, LAYOUTS, CannotRun, GapTally, compare, experts_variants
@@ -97,32 +104,28 @@ def run_floor(options: FloorOptions, console: Console | None = None) -> Path:
         },
         "environment": environment(device),
     }
-    partial = output.parent / f"{output.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     found = Found()
-
-    def keep(complete: bool = False) -> dict[str, Any]:
-        facts = finite({"verdict": verdict(found.rows), "complete": complete, **about, **_measured(found)})
-        write_atomic(partial / "floor.json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
-        if found.rows:
-            write_atomic(partial / "floor.csv", pd.DataFrame(found.rows).to_csv(index=False))
-            write_atomic(partial / "sites.csv", pd.concat(found.sites).to_csv(index=False))
-        return facts
-
     variants = len(LAYOUTS) + len(options.experts) + 4  # the reference, decode, dtype, merged
-    try:
-        with progress(console, len(options.dtypes) * variants * len(texts)) as tick:
+    total = len(options.dtypes) * variants * len(texts)
+    with kept_when_stopped(output) as folder:
+
+        def keep(complete: bool = False) -> dict[str, Any]:
+            facts = {"verdict": verdict(found.rows), "complete": complete, **about}
+            facts = finite({**facts, "rows": found.rows, "left_out": found.left_out})
+            write_atomic(folder / "floor.json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
+            if found.rows:
+                write_atomic(folder / "floor.csv", pd.DataFrame(found.rows).to_csv(index=False))
+                write_atomic(folder / "sites.csv", pd.concat(found.sites).to_csv(index=False))
+            return facts
+
+        with progress(console, total) as tick:
             _measure(options, source, texts, device, found, keep, tick)
-    finally:
         if not found.rows:
-            shutil.rmtree(partial)
-    if not found.rows:
-        raise DriftError("nothing could be measured: " + "; ".join(sorted({row["reason"] for row in found.left_out})))
-    facts = keep(complete=True)
-    figure = draw(found.rows, facts, partial / "figures")
-    write_atomic(partial / "report.html", render(facts, figure))
-    put_in_place(partial, output)
+            reasons = sorted({row["reason"] for row in found.left_out})
+            raise DriftError("nothing could be measured: " + "; ".join(reasons))
+        facts = keep(complete=True)
+        figure = draw(found.rows, facts, folder / "figures")
+        write_atomic(folder / "report.html", render(facts, figure))
     return output
 
 
@@ -230,10 +233,6 @@ def _longest(options: FloorOptions, positions: int | None) -> int:
     if options.max_tokens is not None and positions is not None and options.max_tokens > positions:
         raise DriftError(f"--max-tokens: {options.max_tokens} are more than the model's {positions} positions")
     return min(options.max_tokens or MAX_TOKENS, positions or MAX_TOKENS)
-
-
-def _measured(found: Found) -> dict[str, Any]:
-    return {"rows": found.rows, "left_out": found.left_out}
 
 
 def _ticked(scored: Scored, tick: Tick) -> Scored:

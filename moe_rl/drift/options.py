@@ -1,7 +1,8 @@
 """What `moe-rl drift` and `moe-rl check-routes` can be told; imports nothing, so that their help answers at once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 MAX_TOKENS = 2048
 
@@ -30,6 +31,9 @@ class DriftOptions:
     """cpu, cuda, cuda:1, mps; by default the GPU if there is one."""
     per_site: bool = True
     """Also take the log-ratio apart by routing site: two more forwards for each of them (--no-per-site)."""
+    gate_swap: bool = True
+    """Also route with the routers of one on the body of the other: which of the two moves the selection
+    (--no-gate-swap)."""
     one_at_a_time: bool = False
     """Hold one model in memory instead of two: three passes and a cache on disk, the same numbers. Taken by itself
     where two do not fit."""
@@ -68,3 +72,26 @@ class CheckOptions:
     """Print JSON."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Leave it off unless you trust its author."""
+
+
+@dataclass(frozen=True)
+class SeriesOptions:
+    """Checkpoints of one training, each held against the first and against the one before it."""
+
+    checkpoints: tuple[str, ...]
+    """Folders in hub format or hub ids, in order; a folder that holds several stands for them (`choose.chosen`)."""
+    prompts: Path
+    output: Path | None = None
+    batch_size: int = 8
+    max_tokens: int = MAX_TOKENS
+    dtype: str = "float32"
+    device: str | None = None
+    gate_swap: bool = True
+    floor_sequences: int = 64
+    tokenizer: str | None = None
+    trust_remote_code: bool = False
+
+
+def pick(kind: Any, options: Any) -> Any:
+    """An instance of another dataclass of options from the fields that both have."""
+    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})

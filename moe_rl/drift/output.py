@@ -56,6 +56,21 @@ def unfinished(output: Path) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
+@contextmanager
+def kept_when_stopped(output: Path) -> Iterator[Path]:
+    """OUTPUT.partial, which takes the place of the output at the end. Where it does not come to that, it stays with
+    what was measured (its CSV files), or goes if that is nothing."""
+    partial = output.parent / f"{output.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        put_in_place(partial, output)
+    finally:
+        if partial.exists() and not any(partial.glob("*.csv")):
+            shutil.rmtree(partial)
+
+
 def put_in_place(made: Path, output: Path) -> None:
     """`made` becomes `output`; what was there goes once the new one stands."""
     former = output.parent / f".{output.name}.{os.getpid()}.former"

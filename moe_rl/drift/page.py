@@ -13,6 +13,7 @@ from markupsafe import Markup
 from moe_rl.drift import figures as figures_of
 from moe_rl.drift import ratio_figures as ratios_of
 from moe_rl.drift.tally import Tally
+from moe_rl.drift.verdict import pair_verdict, swap_sentence
 from moe_rl.drift.words import number, percent
 from moe_rl.measure.moments import PARTS
 from moe_rl.study.figures.floor import WORDS
@@ -109,6 +110,8 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if floor := floor_text(facts):
         found.append(("Noise floor", floor))
+    if swap := swap_sentence(facts.get("gate_swap")):
+        found.append(("Routers or body", swap))
     natural, replayed = parts["token_variance"], parts["token_var_weight"]
     if not natural:
         text = "Natural and replayed log-ratios do not vary: the two checkpoints say the same of this text."
@@ -167,6 +170,7 @@ def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure
     ]
     return environment.get_template("drift/drift.html.j2").render(
         facts=facts,
+        verdict=pair_verdict(facts),
         topics=_by_topic(summary(facts)),
         figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
         pattern=pattern,

@@ -16,12 +16,13 @@ from rich.console import Console
 from moe_rl.drift import checkpoints as pair
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
-from moe_rl.drift.options import DriftOptions
+from moe_rl.drift.options import DriftOptions, SeriesOptions
 from moe_rl.drift.output import Tick, environment, finite, output_folder, progress, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Skipped, batches, check_file, examples
 from moe_rl.drift.tally import Tally
+from moe_rl.drift.verdict import pair_verdict
 
 
 def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
@@ -30,14 +31,7 @@ def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
     console = console or Console(stderr=True)
-    dtype, device = pair.check_dtype(options.dtype), pair.check_device(options.device)
-    if options.batch_size < 1 or options.max_tokens < 2 or options.floor_sequences < 0:
-        raise DriftError(
-            "--batch-size must be at least 1, --max-tokens at least 2 and --floor-sequences at least 0; got "
-            f"{options.batch_size}, {options.max_tokens} and {options.floor_sequences}"
-        )
-    if not options.prompts.is_file():
-        raise DriftError(f"--prompts: there is no file {options.prompts}")
+    dtype, device = check_options(options)
     names = short_names([options.old, options.new])
     output = output_folder(options.output, Path("runs") / "drift" / "_vs_".join(names), "drift.json")
     found = pair.check({"OLD": options.old, "NEW": options.new}, options.tokenizer, options.trust_remote_code)
@@ -69,9 +63,23 @@ def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
     return output
 
 
+def check_options(options: DriftOptions | SeriesOptions) -> tuple[str, torch.device]:
+    """What is wrong with options by themselves. Raises DriftError."""
+    dtype, device = pair.check_dtype(options.dtype), pair.check_device(options.device)
+    if options.batch_size < 1 or options.max_tokens < 2 or options.floor_sequences < 0:
+        raise DriftError(
+            "--batch-size must be at least 1, --max-tokens at least 2 and --floor-sequences at least 0; got "
+            f"{options.batch_size}, {options.max_tokens} and {options.floor_sequences}"
+        )
+    if not options.prompts.is_file():
+        raise DriftError(f"--prompts: there is no file {options.prompts}")
+    return dtype, device
+
+
 def say(folder: Path) -> None:
     """Print the summary of a comparison that is on disk."""
     facts = json.loads((folder / "drift.json").read_text())
+    print(pair_verdict(facts))
     for topic, text in summary(facts):
         print(f"{topic}{'' if topic.endswith('?') else ':'} {text}")
     print(f"report: {folder / 'report.html'}")
@@ -95,10 +103,19 @@ def _measure(
 
     load_old, load_new = partial(load, "OLD", options.old), partial(load, "NEW", options.new)
     if not alone:
-        yield from with_both(load_old(), load_new(), text(skipped), options.per_site, floor, tick)
+        yield from with_both(load_old(), load_new(), text(skipped), options.per_site, options.gate_swap, floor, tick)
         return
     passes = iter([skipped, Skipped(), Skipped()])  # count what is skipped in the first pass only
-    yield from one_at_a_time(load_old, load_new, lambda: text(next(passes)), options.per_site, cache, floor, tick)
+    yield from one_at_a_time(
+        load_old,
+        load_new,
+        lambda: text(next(passes)),
+        options.per_site,
+        options.gate_swap,
+        cache,
+        floor,
+        tick,
+    )
 
 
 def _write_tokens(path: Path, tally: Tally, measured: Iterator[Measured]) -> None:
@@ -145,6 +162,7 @@ def _facts(
         "empty": skipped.empty,
         "change": tally.rates(),
         "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.facts()},
+        "gate_swap": tally.swaps(),
         "flips_per_token": counts.sites_changed / counts.tokens_total,
         "overdispersion": counts.overdispersion,
         "kl": tally.kl(),

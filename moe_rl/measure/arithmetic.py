@@ -54,8 +54,10 @@ class CannotRun(RuntimeError):
 
 @dataclass
 class GapTally:
-    """The gaps of one variant, batch by batch: changes of routes, and d natural and replayed."""
+    """The gaps of one variant, batch by batch: changes of routes, and d natural and replayed; `pair` as in
+    `ChangeCounts`."""
 
+    pair: str = "engines"
     counts: ChangeCounts | None = None
     natural: list[Float[Tensor, "B T"]] = field(default_factory=list)
     replayed: list[Float[Tensor, "B T"]] = field(default_factory=list)
@@ -63,7 +65,7 @@ class GapTally:
 
     def add(self, reference: Scored, other: Scored, replayed: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:
         """One batch; all tensors in the reference's layout."""
-        counts = change_counts(reference.routes, other.routes, mask, pair="engines")
+        counts = change_counts(reference.routes, other.routes, mask, pair=self.pair)
         self.counts = counts if self.counts is None else self.counts + counts
         self.natural.append(other.logps - reference.logps)
         self.replayed.append(replayed - reference.logps)

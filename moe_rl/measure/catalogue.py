@@ -127,13 +127,19 @@ def _memory() -> tuple[Metric, ...]:
 
 CATALOGUE: dict[str, tuple[Metric, ...]] = {
     "rollout": (
-        M("reward", "reward", "mean of the verifier's rewards over the sampled responses", "Σ reward / reward_n"),
+        M("reward", "reward", "mean of the verifier's rewards over the sampled responses, those of replaced groups included", "Σ reward / reward_n"),
         M("reward_std", "reward", "their standard deviation (divisor n-1)"),
         M("reward_n", "count", "responses sampled"),
         M("response_length", "tokens", "mean length of a response", "response tokens / responses"),
         M("groups_equal", "fraction", "groups whose rewards are all equal: no signal", "such groups / groups"),
         M("rollout_logp_gap", "nats", "mean abs(log mu - log pi_old), sampler against scorer", "Σ / response tokens"),
         M("lag", "steps", "steps between sampling and training, as configured"),
+        M("kept_reward", "reward", "mean over the responses that are trained on", when="rollout.dynamic_sampling"),
+        M("refills", "count", "samplings beyond the first", when="rollout.dynamic_sampling"),
+        M("groups_sampled", "count", "groups sampled in all", when="rollout.dynamic_sampling"),
+        M("groups_replaced", "count", "groups without a signal that were replaced", "over groups_sampled", "DAPO, arXiv 2503.14476 eq. 11", "rollout.dynamic_sampling"),
+        M("overlong_penalty", "reward", "mean soft overlong punishment; not in reward", source="DAPO, arXiv 2503.14476 eq. 13", when="rollout.overlong_buffer"),
+        M("overlong", "fraction", "responses that are punished", "such responses / responses", when="rollout.overlong_buffer"),
         M("value", "reward", "mean value on response tokens", when="advantage gae"),
         M("explained_variance", "fraction", "1 - Var(return - V) / Var(return), over tokens", when="advantage gae"),
         M("learned_reward", "score", "mean score of the learned reward model", when="reward.model learned"),

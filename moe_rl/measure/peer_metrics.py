@@ -182,15 +182,19 @@ def load_violation(
     >>> load_violation(torch.tensor([[0, 0, 8, 0], [2, 2, 2, 2]]))["max_vio"]
     tensor([3., 0.], dtype=torch.float64)
     """
-    found: dict[str, list[Tensor]] = {"max_vio": [], "min_vio": [], "avg_vio": []}
-    for site, counts in enumerate(load.double()):
-        counts = counts if experts is None else counts[: experts[site]]
-        counts = counts[counts >= 0]
-        mean = counts.mean()
-        found["max_vio"].append((counts.max() - mean) / mean)
-        found["min_vio"].append((counts.min() - mean) / mean)
-        found["avg_vio"].append((counts - mean).abs().mean() / mean)
-    return {name: torch.stack(values) for name, values in found.items()}
+    there = load >= 0
+    if experts is not None:
+        there = there & (
+            torch.arange(load.shape[1], device=load.device) < torch.tensor(experts, device=load.device)[:, None]
+        )
+    counts = load.double() * there
+    mean = counts.sum(1, keepdim=True) / there.sum(1, keepdim=True)
+    off = (counts - mean) / mean
+    return {
+        "max_vio": off.masked_fill(~there, -torch.inf).amax(1),
+        "min_vio": off.masked_fill(~there, torch.inf).amin(1),
+        "avg_vio": (off.abs() * there).sum(1) / there.sum(1),
+    }
 
 
 def routing_confidence(scores: Float[Tensor, "n E"], ids: Int[Tensor, "n K"]) -> Float[Tensor, ""]:

@@ -96,6 +96,11 @@ class LiveStudy:
             raise LiveError(f"no run {name!r}; there are {', '.join(runs) or 'none yet'}")
         return runs[name]
 
+    @property
+    def thresholds(self) -> Any:
+        """Alarm thresholds that the study sets itself."""
+        return self._config().get("alarms")
+
     def _found(self) -> list[LiveRun]:
         folders = [f for f in self.folder.glob("*/seed*") if f.is_dir()]
         matches = [(f, _SEED.fullmatch(f.name)) for f in folders]

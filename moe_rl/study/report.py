@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from moe_rl.files import still_written
+from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
 from moe_rl.study.comparing import comparisons
 from moe_rl.study.data import Run, StudyData, load
@@ -90,6 +91,8 @@ def render_report(
         conclusions=conclusion_table(data).to_dict("records"),
         components=component_table(data).to_dict("records"),
         finals=_finals(data),
+        alarms=alarm_rows(data),
+        collapsed=collapses(data),
         pairs=_pairs(data),
         **_arranged(drawn),
         missing=missing,

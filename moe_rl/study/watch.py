@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, urlsplit
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.live import LiveStudy
+from moe_rl.study.live_alarms import LiveAlarms, live_table
 from moe_rl.study.live_rows import COLUMNS, LiveError, new_rows, new_sites
 from moe_rl.study.token_view import TokenStep, static, stored_steps
 
@@ -32,7 +33,7 @@ ASSETS = {
     "/": ("watch.html", "text/html"),
     **{
         f"/{name}": (name, "text/javascript" if name.endswith(".js") else "text/css")
-        for name in ("watch.css", "token_view.css", "charts.js", "heat.js", "token_view.js", "watch.js")
+        for name in ("watch.css", "token_view.css", "alarms.js", "charts.js", "heat.js", "token_view.js", "watch.js")
     },
 }
 HEADERS = {
@@ -109,6 +110,7 @@ class Api:
     def __init__(self, study: LiveStudy):
         self.live = study
         self.lock = threading.Lock()
+        self.alarms: dict[Path, LiveAlarms] = {}
         self.answers: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
             "study": self.study,
             "run": self.run,
@@ -119,12 +121,20 @@ class Api:
 
     def study(self, query: dict[str, str]) -> dict[str, Any]:
         """Runs, arms, conditions; with what the page draws them in."""
-        return {**self.live.overview(), "columns": COLUMNS, "scales": scales()}
+        table, problem = live_table(self.live.thresholds)
+        shown = [
+            {"name": a.name, "title": a.title, "rule": a.rule, "source": a.source, "of": [a.kind, a.metric]}
+            for a in table
+        ]
+        alarms = {"alarms": shown, "alarms_problem": problem}
+        return {**self.live.overview(), **alarms, "columns": COLUMNS, "scales": scales()}
 
     def run(self, query: dict[str, str]) -> dict[str, Any]:
-        """Curves of `run` after the cursor `since`, and the steps whose tokens are stored."""
+        """Curves of `run` after the cursor `since`, and the steps whose tokens are stored; at the end of what there is
+        also its alarms."""
         folder = self._folder(query)
-        return {**new_rows(folder / "metrics.jsonl", query.get("since", "")), "token_steps": stored_steps(folder)}
+        answer = {**new_rows(folder / "metrics.jsonl", query.get("since", "")), "token_steps": stored_steps(folder)}
+        return answer if answer["more"] else {**answer, "alarms": self._alarms(folder)}
 
     def sites(self, query: dict[str, str]) -> dict[str, Any]:
         """Slot change by routing site of `run` after the cursor `since`, and the noise floor."""
@@ -139,6 +149,14 @@ class Api:
         """The tokens of `run`, `step`, response `seq` after `update`."""
         with self.lock:
             return self._step(query).response(_whole(query, "seq"), _whole(query, "update"))
+
+    def _alarms(self, folder: Path) -> dict[str, Any]:
+        table, _ = live_table(self.live.thresholds)
+        with self.lock:
+            known = self.alarms.get(folder)
+            if known is None or known.alarms != table:
+                known = self.alarms[folder] = LiveAlarms(folder / "metrics.jsonl", table)
+            return known.now()
 
     def _step(self, query: dict[str, str]) -> TokenStep:
         folder, step = self._folder(query), _whole(query, "step")

@@ -120,6 +120,12 @@ class RolloutConfig:
     """Length limit of a response in tokens; None takes the task's."""
     lag: int = 0
     """Train on batches that the policy sampled this many steps ago (0: on its own)."""
+    dynamic_sampling: int = 0
+    """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): groups whose rewards are all equal, and teach nothing, are
+    replaced by groups of new prompts, in at most this many further samplings per batch; what is left stays. 0: none."""
+    overlong_buffer: int = 0
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13; its L_cache): over the last so many tokens before the
+    length limit the reward that advantages are made of falls linearly by 1. In tokens; 0: none."""
     max_batch: int | None = None
     """Responses decoded together; None decodes all at once."""
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.rollout import Rollout, TaskError, demonstrate
+from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.randomness import seeded_random
 from moe_rl.training.advantages import make_advantages
 from moe_rl.training.batch import Batch, minibatches
@@ -123,6 +124,13 @@ def collect_batch(state: State) -> Batch:
     index = len(state.waiting)
     rng = seeded_random(config.seed, "prompts", state.step, index)
     rollout = responses(state, rng, state.generator("sample", index))
+    sampled: dict[str, Any] = {}
+    if config.rollout.dynamic_sampling:
+        rollout, sampled = refill(
+            rollout,
+            lambda attempt, count: responses(state, rng, state.generator(f"refill/{attempt}", index), count),
+            config.rollout.dynamic_sampling,
+        )
     scores = score_rollout(
         rollout,
         state.policy,
@@ -146,14 +154,14 @@ def collect_batch(state: State) -> Batch:
         batch = replace(batch.rows(pairs), advantages=preferences(rewards[pairs]))
         metrics["pairs"] = (batch.advantages > 0).sum()
     ranks.agree("the batch", digest(batch.input_ids, batch.rewards, batch.advantages, batch.old_logps))
-    state.log.append(
-        "rollout", state.step, **rollout_metrics(rollout, batch, method.source, config.rollout.lag), **metrics
-    )
+    about = rollout_metrics(rollout, batch, method.source, config.rollout.lag)
+    state.log.append("rollout", state.step, **{**about, **sampled, **metrics})
     return batch
 
 
-def responses(state: State, rng: Any, generator: torch.Generator) -> Rollout:
-    """Responses to new prompts, from whomever the method learns from, with the verifier's rewards."""
+def responses(state: State, rng: Any, generator: torch.Generator, prompts: int | None = None) -> Rollout:
+    """Responses to new prompts, from whomever the method learns from, with the verifier's rewards; to `prompts` of
+    them, and to one for each rank at least."""
     config, source, task, guard = state.config.rollout, state.method.source, state.task, state.sync_guard
     if source == "demonstrations":
         problems = problems_of(task, rng, config.prompts * config.group_size)
@@ -163,7 +171,7 @@ def responses(state: State, rng: Any, generator: torch.Generator) -> Rollout:
             guard.sync(state.step)
         rollout = respond(
             state.engine if source == "policy" else state.self_engine(state.initial),
-            problems_of(task, rng, config.prompts),
+            problems_of(task, rng, config.prompts if prompts is None else max(prompts, state.ranks.size)),
             state.ranks,
             generator,
             group_size=config.group_size,
@@ -191,6 +199,10 @@ def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tenso
         agreement = state.reward_model.agreement(rollout.rewards, learned, rollout.group_size)
         metrics = {"learned_reward": learned.mean(), "learned_reward_agreement": agreement}
         state.reward_model.observe(rollout)
+    if buffer := state.config.rollout.overlong_buffer:
+        penalty = overlong_penalty(rollout.lengths, state.max_new_tokens, buffer).to(rewards)
+        rewards = rewards + penalty
+        metrics |= {"overlong_penalty": penalty.mean(), "overlong": (penalty < 0).float().mean()}
     returns = None
     if state.critic:
         assert scores.values is not None

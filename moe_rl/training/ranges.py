@@ -50,6 +50,8 @@ RANGES: dict[str, Range] = {
     "rollout.temperature": POSITIVE,
     "rollout.max_new_tokens": COUNT,
     "rollout.lag": COUNT_OR_NONE,
+    "rollout.dynamic_sampling": COUNT_OR_NONE,
+    "rollout.overlong_buffer": COUNT_OR_NONE,
     "rollout.max_batch": COUNT,
     "rollout.engine.max_batch": COUNT,
     "optim.steps": COUNT,

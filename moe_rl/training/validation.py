@@ -27,6 +27,7 @@ def validate(config: RunConfig) -> None:
         f"probe.sequences: between 1 and the batch's {responses} responses, got {probe.sequences}",
     )
     _reward(config, method)
+    _dapo(config, method)
     _levers(config)
 
 
@@ -160,4 +161,29 @@ def _levers(config: RunConfig) -> None:
             optim.reference_reset_every == 0,
             "optim.expert_bias_rate: a reference has the bias that the policy began with, which is none, so that it "
             "cannot be reset to the current policy; set optim.reference_reset_every to 0",
+        )
+
+
+def _dapo(config: RunConfig, method: Method) -> None:
+    rollout = config.rollout
+    if rollout.dynamic_sampling:
+        require(
+            method.advantage in ("group", "leave_one_out") and method.source == "policy" and not method.pairs,
+            "rollout.dynamic_sampling: replaces groups whose rewards are all equal, which is for advantages of the "
+            f"group on the policy's own responses; got advantage {method.advantage!r}, source {method.source!r}",
+        )
+        require(
+            config.reward.model == "verifier",
+            "rollout.dynamic_sampling: looks at the verifier's rewards, got reward.model 'learned'",
+        )
+    if rollout.overlong_buffer:
+        require(
+            method.advantage in ("group", "leave_one_out", "gae"),
+            f"rollout.overlong_buffer: changes the reward of a response, which advantage {method.advantage!r} does not "
+            "look at; use group, leave_one_out or gae",
+        )
+        longest = rollout.max_new_tokens or make_task(config.task).max_new_tokens
+        require(
+            rollout.overlong_buffer <= longest,
+            f"rollout.overlong_buffer: at most the length limit ({longest} tokens), got {rollout.overlong_buffer}",
         )

@@ -258,3 +258,22 @@ def test_the_report_carries_the_token_view(browser, study, tmp_path):
     )
     browser.wait("document.querySelector('.tv-prompt').textContent === '^12='")
     assert [request for request in browser.requests if not request.startswith("file:")] == []
+
+
+def test_alarms_are_listed_marked_and_ordered_before_a_collapse(browser, url, study):
+    browser.open(url)
+    browser.wait("document.querySelectorAll('#alarms tbody tr').length > 0")
+    assert text(browser, "#alarms [data-alarm='ess']") == "", "no run recorded it"
+    path = study / "grpo" / "seed0" / "metrics.jsonl"
+    rows = [{"kind": "rollout", "step": step, "reward": 0.8 if step < 10 else 0.05} for step in range(6, 20)]
+    rows += [{"kind": "update", "step": s, "update": 1, "ess_token": e, "k3": 0.5} for s, e in ((7, 0.1), (9, 0.2))]
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: row["step"])))
+    browser.wait("document.querySelector(\"#alarms [data-alarm='ess']\")?.textContent.includes('1 of 1')")
+    assert "7" in text(browser, "#alarms [data-alarm='ess'] td:last-child")
+    title = browser.js("document.querySelector(\"#alarms [data-alarm='ess']\").title")
+    assert "below 0.3" in title and "verl" in title and "GRPO, seed 0: 2 steps, first 7" in title
+    fall = text(browser, "#alarms .falls")
+    assert "GRPO, seed 0 collapsed at step 1" in fall and "Effective sample size (step 7)" in fall
+    browser.click("#legend [data-arm='grpo']")
+    assert text(browser, "#alarms .falls") == "", "of the arms shown"

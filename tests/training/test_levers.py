@@ -6,6 +6,7 @@ import pytest
 import torch
 from micro import MICRO, rows
 
+from moe_rl.objectives import group_advantages
 from moe_rl.routing import RoutedExperts, change_counts, expert_load, load_cv, record_routes
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
 from moe_rl.training.arm_routing import update_routing
@@ -118,5 +119,55 @@ def test_a_part_of_all_is_all(state_of, tmp_path):
     ],
 )
 def test_levers_that_mean_nothing_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        validate(config)
+
+
+# -- what DAPO adds to the rollout -------------------------------------------------------------------------------------
+
+
+def test_dynamic_sampling_trains_on_groups_with_a_signal_and_counts(state_of, tmp_path):
+    method = MethodConfig(objective="dapo")
+    rollout = replace(QUIET.rollout, group_size=2, dynamic_sampling=5)
+    run(state_of(replace(QUIET, method=method, rollout=replace(rollout, dynamic_sampling=0)), tmp_path / "plain"))
+    run(state_of(replace(QUIET, method=method, rollout=rollout), tmp_path / "refilled"))
+    plain, full = (rows(tmp_path / name, "rollout") for name in ("plain", "refilled"))
+    assert any(row["groups_equal"] for row in plain), "else there is nothing to see"
+    assert full[0]["groups_replaced"] > 0 and full[0]["groups_equal"] < plain[0]["groups_equal"]
+    for row in full:
+        assert row["refills"] <= 5 and row["reward_n"] == 2 * row["groups_sampled"] >= 8
+        assert row["kept_reward"] == pytest.approx(0.5) or row["groups_equal"] > 0, "pairs of 0 and 1"
+    assert "refills" not in plain[0]
+
+
+def test_overlong_responses_pay_in_the_advantages_and_not_in_the_reward(state_of, tmp_path):
+    rollout = replace(QUIET.rollout, overlong_buffer=3)
+    state = state_of(replace(QUIET, rollout=rollout), tmp_path / "on")
+    batch = collect_batch(state)
+    plain = collect_batch(state_of(QUIET, tmp_path / "off"))
+    assert torch.equal(batch.rewards, plain.rewards) and torch.equal(batch.input_ids, plain.input_ids)
+    lengths = batch.completion_mask.sum(1)
+    paid = batch.rewards - ((lengths - (state.max_new_tokens - 3)) / 3).clamp(0, 1)
+    torch.testing.assert_close(batch.advantages, group_advantages(paid, 4))
+    assert not torch.equal(batch.advantages, plain.advantages)
+    (row,) = rows(tmp_path / "on", "rollout")
+    assert row["overlong_penalty"] == pytest.approx(float((paid - batch.rewards).mean())) and row["overlong"] > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            replace(QUIET, method=MethodConfig(objective="ppo"), rollout=replace(QUIET.rollout, dynamic_sampling=1)),
+            "gae",
+        ),
+        (replace(QUIET, rollout=replace(QUIET.rollout, overlong_buffer=999)), "at most the length limit"),
+        (
+            replace(QUIET, method=MethodConfig(objective="sft"), rollout=replace(QUIET.rollout, overlong_buffer=1)),
+            "'one'",
+        ),
+    ],
+)
+def test_options_of_dapo_that_mean_nothing_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
         validate(config)

@@ -162,7 +162,7 @@
       for (const x of ticksOf(0, this.end, Math.max(2, Math.floor(width / 80))).filter(Number.isInteger)) {
         parts.push(svg("text", { class: "tick", x: this.x(x), y: HEIGHT - 8, "text-anchor": "middle" }, String(x)));
       }
-      if (scaled.length) parts.push(...this.drawLevels());
+      if (scaled.length) parts.push(...this.drawLevels(), ...this.drawMarks());
       for (const kind of ["thin", "thick"]) parts.push(...lines.filter((line) => line.kind === kind).map((line) => this.line(line, longest <= 16)));
       if (!scaled.length) parts.push(svg("text", { class: "tick", x: (left + right) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, why));
       this.cross = svg("g", { class: "cross" });
@@ -191,6 +191,14 @@
         for (const [x, y] of shown) if (y !== null) g.append(svg("circle", { cx: this.x(x), cy: this.place(y), r: 2.4, fill: group.colour }));
       }
       return g;
+    }
+
+    /** Steps at which an alarm on this value crossed, as triangles at the top; `marks` is set by the page. */
+    drawMarks() {
+      return (this.marks || []).map(({ step, title }) => {
+        const x = this.x(step);
+        return svg("path", { class: "alarm", d: `M${x - 3.5},${MARGIN.top - 7}h7l-3.5,6z` }, svg("title", {}, title));
+      });
     }
 
     drawLevels() {

@@ -78,6 +78,7 @@
       run.since = answer.since;
       run.damaged += answer.damaged;
       run.tokenSteps = answer.token_steps;
+      if (answer.alarms) run.alarms = answer.alarms;
       more = answer.more;
     }
     run.bytes = state.bytes;
@@ -126,6 +127,7 @@
       drawn = key;
       drawLegend();
       drawCharts();
+      moeRL.drawAlarms($("alarms"), study.alarms, shownRuns(), study.alarms_problem);
       drawRunPicker();
       drawOne();
     }
@@ -198,12 +200,19 @@
   }
   const refocus = (arm) => $("legend").querySelector(`[data-arm="${CSS.escape(arm)}"]`)?.focus();
 
+  const shownArms = () => looks().filter((arm) => arm.condition === view.condition && !view.hidden.has(arm.arm));
+  const shownRuns = () => {
+    const arms = new Map(shownArms().map((arm) => [arm.arm, arm]));
+    return study.runs.filter((r) => arms.has(r.arm)).map((r) => ({ name: r.run, title: `${arms.get(r.arm).title}, seed ${r.seed}`, alarms: runs.get(r.run).alarms }));
+  };
+
   function drawCharts() {
-    const shown = looks().filter((arm) => arm.condition === view.condition && !view.hidden.has(arm.arm));
+    const shown = shownArms(), listed = shownRuns();
     let end = 1;
     for (const run of runs.values()) end = Math.max(end, run.points.reward.xs.at(-1) ?? 0, run.points.heldout.xs.at(-1) ?? 0);
     const floor = floorOf(study.runs.filter((r) => shown.some((arm) => arm.arm === r.arm)).map((r) => runs.get(r.run).floor));
     for (const chart of charts) {
+      chart.marks = moeRL.alarmMarks(study.alarms, [chart.spec.from[0], chart.spec.from[1]], listed);
       chart.draw(shown.map((arm) => ({
         ...arm, runs: study.runs.filter((r) => r.arm === arm.arm).map((r) => ({ name: r.run, points: runs.get(r.run).points[chart.spec.key] })),
       })), end, chart.spec.floor ? floor : [], whyEmpty(chart.spec.from, study.runs.filter((r) => shown.some((arm) => arm.arm === r.arm))));
