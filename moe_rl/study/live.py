@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from moe_rl.files import still_written
 from moe_rl.study.data import Run, StudyData, StudyDataError
@@ -20,6 +19,7 @@ from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.live_rows import LiveError
 from moe_rl.study.summary import full_label
+from moe_rl.yaml_files import parse_yaml
 
 _SEED = re.compile(r"seed(\d+)")
 
@@ -220,7 +220,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _parsed(path: Path, _changed: int, _size: int) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        content = parse_yaml(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
