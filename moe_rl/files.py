@@ -65,23 +65,6 @@ def write_atomic(path: Path, content: str | bytes) -> Path:
     return path
 
 
-def sizes(folder: Path, *patterns: str) -> dict[str, int]:
-    """Bytes of the files below a folder that match, by relative name; hidden ones are left out."""
-    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.name[0] != "."}
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(found)}
-
-
-def other_size(folder: Path, written: Mapping[str, int]) -> str:
-    """The first of the files that `sizes` once found which is not there as it was, in words; empty if there is none."""
-    for name, size in written.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{path} is missing"
-        if path.stat().st_size != size:
-            return f"{path} is damaged: it has {path.stat().st_size} of {size} bytes"
-    return ""
-
-
 def sync_folder(path: Path) -> None:
     """Flush a folder's entries to the disk, so that a rename in it outlives a power failure; not on Windows."""
     if os.name == "nt":

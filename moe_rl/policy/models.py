@@ -17,8 +17,10 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from moe_rl.checks import changed_since, digests, sealed
 from moe_rl.policy.lora import LoraConfig, add_lora
 from moe_rl.policy.tiny import (
+    TINY_EXPERTS,
     ColdStartConfig,
     ModelError,
     Progress,
@@ -47,6 +49,8 @@ __all__ = [
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COLD_START = "cold_start.json"
+"""In the folder of a kept cold start: how it was made, and what its files are."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ class ModelConfig:
     attn_implementation: str | None = None
     """`sdpa`, `eager`, `flash_attention_2`, ...; None takes transformers' choice."""
     experts_implementation: str | None = None
-    """`grouped_mm`, `eager`, ... or one that `moe_rl.routing.experts` registers; None takes transformers' choice."""
+    """`grouped_mm`, `eager`, ... or one that `moe_rl.routing.experts` registers; None takes transformers' choice,
+    for the tiny model on a CPU `sorted_mm`."""
     gradient_checkpointing: bool = False
     """Compute activations again in backward instead of keeping them."""
     lora: LoraConfig | None = None
@@ -188,9 +193,12 @@ def _load(path: str, config: ModelConfig, weights: bool = True) -> tuple[Any, An
 
 
 def check_path(path: str) -> str:
-    """A folder in hub format, or a hub id, as transformers takes it. Raises ModelError for anything else."""
+    """A folder in hub format, a run's folder (its checkpoint is meant), or a hub id, as transformers takes it. Raises
+    ModelError for anything else."""
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():
+            folder /= "checkpoint"
         if not (folder / "config.json").is_file():
             raise ModelError(f"model.path: {folder.absolute()} holds no model (no config.json)")
         return str(folder)
@@ -200,9 +208,13 @@ def check_path(path: str) -> str:
 
 
 def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
-    """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device. Raises
-    ModelError, also for missing weights."""
+    """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device.
+
+    Raises ModelError, also for missing weights, and for a run's checkpoint that is not what was written."""
     path = check_path(path)
+    wrong = changed_since(Path(path), "state.json", COLD_START)
+    if wrong:
+        raise ModelError(f"model.path: {wrong}")
     try:
         with _quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -254,9 +266,15 @@ def _implementations(config: ModelConfig) -> dict[str, str]:
     register_experts()  # so that `experts_implementation: megablocks` is a known name
     chosen = {
         "attn_implementation": config.attn_implementation,
-        "experts_implementation": config.experts_implementation,
+        "experts_implementation": config.experts_implementation or _default_experts(config),
     }
     return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _default_experts(config: ModelConfig) -> str | None:
+    if config.path is not None:
+        return None
+    return "grouped_mm" if config.device != "cpu" and torch.accelerator.is_available() else TINY_EXPERTS
 
 
 def _brief(error: Exception, limit: int = 300) -> str:
@@ -294,7 +312,7 @@ def _load_cached(
             _make(config, task, recipe, folder, progress)
     remedy = "Delete the folder: it will be made anew."
     try:
-        stored = json.loads((folder / "cold_start.json").read_text())
+        stored = json.loads((folder / COLD_START).read_text())
         if stored["recipe"] != recipe:
             raise ModelError(f"{folder} holds a cold-started model of another recipe. {remedy}")
         reached = {"seed": recipe["cold_start"]["seed"], "steps": stored["steps"], "reward": stored["pass@1"]}
@@ -316,7 +334,7 @@ def _load_cached(
 
 
 def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: Progress | None) -> None:
-    """Cold-start in fp32 on one thread with transformers' default implementations, whatever the run will load it with.
+    """Cold-start in fp32 on one thread with the tiny model's default implementations, whatever the run loads it with.
 
     One that did not reach its reward is kept, too: whoever else wants it need not try again.
     """
@@ -330,7 +348,8 @@ def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: 
         with _quiet():
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        (unfinished / "cold_start.json").write_text(json.dumps({"recipe": recipe, **result}) + "\n")
+        made = {"recipe": recipe, **result, "files": digests(unfinished)}
+        (unfinished / COLD_START).write_text(json.dumps(sealed(made)) + "\n")
         for file in unfinished.iterdir():
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
@@ -345,7 +364,8 @@ def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: 
 
 def _recipe(config: ModelConfig, task: Task) -> dict[str, Any]:
     """All that decides a cold-started model on one machine: the task by what it shows rather than by what it is called,
-    and the instruction set whose rounding it has (over some hundred steps another rounding is another model)."""
+    and what decides its rounding, instruction set and experts implementation (over some hundred steps another rounding
+    is another model)."""
     assert config.cold_start is not None
     rng = random.Random(0)
     shown = []
@@ -360,6 +380,7 @@ def _recipe(config: ModelConfig, task: Task) -> dict[str, Any]:
         "alphabet": "".join(sorted(set(task.alphabet))),
         "demonstrations": hashlib.sha256(repr(shown).encode()).hexdigest(),
         "kernels": torch.backends.cpu.get_cpu_capability(),
+        "experts": TINY_EXPERTS,
     }
     return json.loads(json.dumps(recipe))
 

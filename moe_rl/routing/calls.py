@@ -43,6 +43,7 @@ class Call:
         self.past = _seen(self.cache)
         self.jobs: list[Job | None] = [None] * sites
         self.chosen: list[Tensor | None] = [None] * sites  # `[B·S,K]`, as they reached the experts
+        self.proven = [False] * sites  # the tensor that reached the experts is the one that the router was given
         self.fired = [False] * sites
         self.frame = frame  # the call of the model; None where it is compiled
         self.grad = torch.is_grad_enabled()  # without gradients nothing is recomputed
@@ -73,8 +74,9 @@ class Call:
             )
 
     def kept(self) -> Tensor | None:
-        """`[L,B·S]` bool: did the experts get what was forced? None if nothing was."""
-        if all(job is None or job.forced is None for job in self.jobs):
+        """`[L,B·S]` bool: did the experts get what was forced? None if nothing was, and where nothing is to compare,
+        because the very tensors that answered the routers reached the experts."""
+        if all(job is None or job.forced is None or proven for job, proven in zip(self.jobs, self.proven, strict=True)):
             return None
         pairs = [(job, ids) for job, ids in zip(self.jobs, self.chosen, strict=True) if ids is not None]
         wanted = [ids if job is None or job.forced is None else job.forced for job, ids in pairs]

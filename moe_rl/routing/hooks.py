@@ -18,13 +18,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling as compiling  # half the cost of is_compiling
 from transformers import PreTrainedModel
 
 from moe_rl.routing.calls import Call
 from moe_rl.routing.checkpoints import Checkpoints, refuse_by_hand, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
-from moe_rl.routing.selection import Selection, Selector, selection_mode
+from moe_rl.routing.selection import Selection, Selector, beneath, selection_mode
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
@@ -56,9 +57,9 @@ class _Hook(partial):
 
 
 @cache
-def _parameters(cls: type[PreTrainedModel]) -> list[str]:
-    """The names of the arguments of its forward, in order."""
-    return list(inspect.signature(cls.forward).parameters)[1:]
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    """The names of the arguments of a method, in order."""
+    return list(inspect.signature(forward).parameters)[1:]
 
 
 @no_type_check
@@ -70,7 +71,9 @@ class Tap:
         self.modules: list[nn.Module] = []  # all of the root's
         self.names = [site.name for site in sites]
         own = vars(boundary).get("forward")
-        self.parameters = _parameters(type(boundary)) if own is None else list(inspect.signature(own).parameters)
+        self.parameters = (
+            _parameters(type(boundary).forward) if own is None else list(inspect.signature(own).parameters)
+        )
         self.probes: list[Selector] = []  # what the self-check learned last
         self.modes: dict[bool, list[Selector | None]] = {}  # by train mode: it may differ in how a router selects
         self._none: list[Selector | None] = [None] * len(sites)
@@ -154,7 +157,7 @@ class Tap:
         if not self.listeners:
             return
         frame = None
-        if not torch.compiler.is_compiling():
+        if not compiling():
             where = type(module).__name__
             if threading.get_ident() != self.thread:
                 self._refuse_thread(where)
@@ -179,7 +182,7 @@ class Tap:
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = self.call
-        if call is None or not (torch.compiler.is_compiling() or threading.get_ident() == self.thread):
+        if call is None or not (compiling() or threading.get_ident() == self.thread):
             return  # not listening, or a call of another thread, which was refused
         self.call = None
         if output is None:  # the forward raised
@@ -193,7 +196,7 @@ class Tap:
         call.forget()
 
     def before_site(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        compiled = torch.compiler.is_compiling()
+        compiled = compiling()
         call = self.call if compiled else self.asking(index)
         if call is None:
             return
@@ -238,7 +241,7 @@ class Tap:
 
     def look(self, index: int, chosen: Any, output: Any) -> None:
         """Once per context, at a site whose ids arrive in a form of their own: are they in what the router returns?"""
-        if index in self._looked or torch.compiler.is_compiling():
+        if index in self._looked or compiling():
             return
         self._looked.add(index)
         if kept_slots(chosen, output, [], self.probes[index].num_experts) is None:
@@ -261,6 +264,8 @@ class Tap:
         if call.chosen[index] is not None:
             raise RoutingError(f"site {self.names[index]}: its experts were called twice in one forward")
         self.reached(call, index, ids)
+        job = call.jobs[index]
+        call.proven[index] = job is not None and job.is_answer(ids)
 
     def reached(self, call: Call, index: int, ids: Tensor | None) -> None:
         if ids is None:
@@ -272,7 +277,7 @@ class Tap:
 
     def now(self) -> Call | None:
         """The Call that this thread is in."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return self.call
         if self._resumed and (own := self._resumed.get(threading.get_ident())) is not None:
             return own
@@ -284,6 +289,8 @@ class Tap:
             return None
         call = self.now()
         if call is not None and (call.frame is None or not call.open):  # compiled; recomputed
+            return call
+        if call is not None and not call.grad and beneath(call.frame):  # nothing of it is recomputed
             return call
         inside, checkpointed = stack(None if call is None else call.frame)
         if call is not None and inside:
@@ -326,7 +333,7 @@ class Tap:
         kept = None if self.examining else call.kept()
         if kept is None:
             return
-        if kept.device.type != "cpu" or torch.compiler.is_compiling():
+        if kept.device.type != "cpu" or compiling():
             self.lost = self.lost + (~kept).sum(-1)
         elif not bool(kept.all()):
             self._refuse_lost((~kept).sum(-1))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.routing.errors import RoutingError
@@ -65,9 +66,10 @@ class Job:
     bias: `[E]`, added to the scores where experts are ranked, and nowhere else; None: none.
     shadow: also rank live. Results: `chosen` [N,K]; with shadow also `live` [N,K], and the scores of both choices:
         `scores` [N,K] of what was used, `best` [N,K] of what the router prefers.
+    answer: the tensor of ids that the router was given for its question, and how often it had been written to.
     """
 
-    __slots__ = ("best", "bias", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
+    __slots__ = ("answer", "best", "bias", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
 
     def __init__(
         self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False, bias: Tensor | None = None
@@ -77,12 +79,18 @@ class Job:
         self.live: Tensor | None = None
         self.best: Tensor | None = None
         self.scores: Tensor | None = None
+        self.answer: tuple[Tensor, int] | None = None
         self.closed = False
         self.imposed = 0  # by how many replays
+
+    def is_answer(self, ids: Tensor) -> bool:
+        """Whether these are the very ids that the router was given, never written to: then they are what was forced."""
+        return self.answer is not None and self.answer[0] is ids and self.answer[1] == ids._version
 
     def close(self) -> None:
         """After its forward: no more results, and none kept."""
         self.closed = True
+        self.answer = None
         self.chosen = self.live = self.best = self.scores = None
 
     def impose(self, forced: Tensor, holes: Holes) -> None:
@@ -163,7 +171,7 @@ class Selection(TorchFunctionMode):
 
     def concerned(self) -> bool:
         """Whether the router asks."""
-        return self.frame is None or torch.compiler.is_compiling() or beneath(self.frame)
+        return self.frame is None or is_dynamo_compiling() or beneath(self.frame)
 
     def check(self) -> None:
         """After the router ran: did it select as it did when it was checked?"""
@@ -235,6 +243,8 @@ class Selection(TorchFunctionMode):
         if job.closed:
             return  # a recomputation for the backward pass: the call has been read already
         job.chosen = ids.reshape(-1, k)
+        if not (is_dynamo_compiling() or ids.is_inference()):  # where torch counts what is written to a tensor
+            job.answer = ids, ids._version
         if job.shadow and live is not None and best is not None and scores is not None:
             used = scores.detach().clone()  # what the router goes on with: some renormalise it in place
             best = used if best is scores else best.detach()

@@ -1,12 +1,12 @@
 """`DONE`: the last file of a run. It says what the run wrote, so that a run with data missing does not pass for one
 that is done."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
-from moe_rl.files import other_size, sizes, write_json
+from moe_rl.checks import is_sealed, other_size, sealed, sha256_of_bytes, sizes
+from moe_rl.files import write_json
 from moe_rl.tables import TABLES
 
 NAME = "DONE"
@@ -19,12 +19,12 @@ def write_done(folder: Path, **facts: Any) -> None:
     metrics = _bytes(folder / "metrics.jsonl")
     covered = {
         **facts,
-        "metrics": {"rows": metrics.count(b"\n"), "bytes": len(metrics), "sha256": _sha256(metrics)},
+        "metrics": {"rows": metrics.count(b"\n"), "bytes": len(metrics), "sha256": sha256_of_bytes(metrics)},
         "tables": sizes(folder, *TABLES),
         "checkpoint": sizes(folder, "checkpoint/*"),
-        "state_sha256": _sha256(_bytes(folder / "checkpoint" / "state.json")),
+        "state_sha256": sha256_of_bytes(_bytes(folder / "checkpoint" / "state.json")),
     }
-    write_json(folder / NAME, {**covered, "sha256": _digest(covered)})
+    write_json(folder / NAME, sealed(covered))
 
 
 def what_is_lost(folder: Path, checkpoint: bool = False) -> str:
@@ -39,23 +39,22 @@ def what_is_lost(folder: Path, checkpoint: bool = False) -> str:
         return ""
     try:
         done = json.loads(path.read_bytes())
-        covered = {key: value for key, value in done.items() if key != "sha256"}
-        if "metrics" not in done and "sha256" not in done and "seconds" in done:
-            return ""
-        if done["sha256"] != _digest(covered):
-            return f"{path} is damaged: its content is not what was written"
-    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return f"{path} cannot be read ({error})"
+    if isinstance(done, dict) and list(done) == ["seconds"]:
+        return ""
+    if not is_sealed(done):
+        return f"{path} is damaged: its content is not what was written"
     missing = other_size(folder, {"metrics.jsonl": done["metrics"]["bytes"], **done["tables"]})
     if missing:
         return missing
-    if _sha256(_bytes(folder / "metrics.jsonl")) != done["metrics"]["sha256"]:
+    if sha256_of_bytes(_bytes(folder / "metrics.jsonl")) != done["metrics"]["sha256"]:
         return f"{folder / 'metrics.jsonl'} is damaged: its content is not what was written"
     if not checkpoint:
         return ""
     state = folder / "checkpoint" / "state.json"
     changed = other_size(folder, done["checkpoint"])
-    if not changed and _sha256(_bytes(state)) != done["state_sha256"]:
+    if not changed and sha256_of_bytes(_bytes(state)) != done["state_sha256"]:
         changed = f"{state} is damaged: its content is not what was written"
     return changed
 
@@ -67,11 +66,3 @@ def remedy(folder: Path) -> str:
 
 def _bytes(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() else b""
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
-def _digest(covered: dict[str, Any]) -> str:
-    return _sha256(json.dumps(covered, sort_keys=True).encode())

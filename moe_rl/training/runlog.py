@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_rl.files import atomic_file, naming, other_size, sizes, sync_folder
+from moe_rl.checks import other_size, sizes
+from moe_rl.files import atomic_file, naming, sync_folder
 from moe_rl.tables import TABLES
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from micro import MICRO
 
+from moe_rl.policy.models import ModelConfig, ModelError, load_model
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.routing import RoutedExperts
 from moe_rl.tables import write_table
@@ -214,3 +215,9 @@ def test_any_tool_opens_a_checkpoint_as_a_model(state_of, tmp_path):
     ours = state.policy.state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").get_vocab() == state.tokenizer.get_vocab()
+    model = load_model(str(tmp_path), ModelConfig())  # a run's folder means its checkpoint
+    assert all(torch.equal(weight, ours[name]) for name, weight in model.state_dict().items())
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        load_model(str(tmp_path), ModelConfig())
