@@ -79,7 +79,7 @@ def test_the_first_page_has_the_arms_and_the_options_that_people_use(study, caps
     assert "--probe.decompose-every" not in page
     assert page.splitlines()[0] == "usage: moe-rl study micro.yaml [options]"
     assert "NAME|FILE" in refused(capsys, "study", "--help", status=0)
-    assert re.search(r"usage: moe-rl drift .* OLD NEW\n", refused(capsys, "drift", "--help", status=0))
+    assert re.search(r"usage: moe-rl drift .* OLD NEW \[\.\.\.\]\n", refused(capsys, "drift", "--help", status=0))
 
 
 def test_help_and_mistakes_answer_without_importing_torch(study):

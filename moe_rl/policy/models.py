@@ -20,6 +20,7 @@ from transformers.utils import logging as hf_logging
 from moe_rl.checks import changed_since, digests, parse_json, sealed
 from moe_rl.policy.lora import LoraConfig, add_lora
 from moe_rl.policy.tiny import (
+    TINY_EXPERTS,
     ColdStartConfig,
     ModelError,
     Progress,
@@ -69,7 +70,8 @@ class ModelConfig:
     attn_implementation: str | None = None
     """`sdpa`, `eager`, `flash_attention_2`, ...; None takes transformers' choice."""
     experts_implementation: str | None = None
-    """`grouped_mm`, `eager`, ... or one that `moe_rl.routing.experts` registers; None takes transformers' choice."""
+    """`grouped_mm`, `eager`, ... or one that `moe_rl.routing.experts` registers; None takes transformers' choice,
+    for the tiny model on a CPU `sorted_mm`."""
     gradient_checkpointing: bool = False
     """Compute activations again in backward instead of keeping them."""
     lora: LoraConfig | None = None
@@ -264,9 +266,15 @@ def _implementations(config: ModelConfig) -> dict[str, str]:
     register_experts()  # so that `experts_implementation: megablocks` is a known name
     chosen = {
         "attn_implementation": config.attn_implementation,
-        "experts_implementation": config.experts_implementation,
+        "experts_implementation": config.experts_implementation or _default_experts(config),
     }
     return {name: value for name, value in chosen.items() if value is not None}
+
+
+def _default_experts(config: ModelConfig) -> str | None:
+    if config.path is not None:
+        return None
+    return "grouped_mm" if config.device != "cpu" and torch.accelerator.is_available() else TINY_EXPERTS
 
 
 def _brief(error: Exception, limit: int = 300) -> str:
@@ -326,7 +334,7 @@ def _load_cached(
 
 
 def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: Progress | None) -> None:
-    """Cold-start in fp32 on one thread with transformers' default implementations, whatever the run will load it with.
+    """Cold-start in fp32 on one thread with the tiny model's default implementations, whatever the run loads it with.
 
     One that did not reach its reward is kept, too: whoever else wants it need not try again.
     """
@@ -356,7 +364,8 @@ def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: 
 
 def _recipe(config: ModelConfig, task: Task) -> dict[str, Any]:
     """All that decides a cold-started model on one machine: the task by what it shows rather than by what it is called,
-    and the instruction set whose rounding it has (over some hundred steps another rounding is another model)."""
+    and what decides its rounding, instruction set and experts implementation (over some hundred steps another rounding
+    is another model)."""
     assert config.cold_start is not None
     rng = random.Random(0)
     shown = []
@@ -371,6 +380,7 @@ def _recipe(config: ModelConfig, task: Task) -> dict[str, Any]:
         "alphabet": "".join(sorted(set(task.alphabet))),
         "demonstrations": hashlib.sha256(repr(shown).encode()).hexdigest(),
         "kernels": torch.backends.cpu.get_cpu_capability(),
+        "experts": TINY_EXPERTS,
     }
     return json.loads(json.dumps(recipe))
 

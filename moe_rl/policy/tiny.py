@@ -25,12 +25,17 @@ from transformers import (
 
 from moe_rl.rollout import Task, sample, score
 from moe_rl.rollout.character_tasks import BOS, EOS
+from moe_rl.routing.experts import register_experts
 from moe_rl.routing.sites import find_sites
 
 Progress = Callable[[int, int, float], None]
 """Called with (steps done, steps in all, loss in nats per token)."""
 
 PAD = "<pad>"
+
+TINY_EXPERTS = "sorted_mm"
+"""How the tiny model computes its experts on a CPU unless told otherwise: faster there than transformers' choice, and
+equal up to rounding."""
 
 
 class ModelError(ValueError):
@@ -114,9 +119,14 @@ def build_tiny(config: TinyConfig, tokenizer: Any, **implementations: str) -> An
 
     The weights are drawn from `config.seed` alone (None: 0), and torch's global generator is left where it was.
 
+    Args:
+        implementations: `attn_implementation`, `experts_implementation` (default: `TINY_EXPERTS`).
+
     Raises:
         ModelError: an architecture that cannot be built.
     """
+    register_experts()
+    implementations = {"experts_implementation": TINY_EXPERTS, **implementations}
     try:
         hf = _hf_config(config, tokenizer)
         with torch.random.fork_rng(devices=[]):

@@ -1,10 +1,11 @@
-"""Experts implementations for transformers: MegaBlocks, and the same pipeline in plain torch.
+"""Experts implementations for transformers: MegaBlocks, the same pipeline in plain torch, and one for CPUs.
 
     register_experts()
     model.set_experts_implementation("megablocks")            # MegaBlocks' kernels: bf16 on a CUDA device
     model.set_experts_implementation("megablocks_reference")  # plain torch: any device, any float dtype
+    model.set_experts_implementation("sorted_mm")             # plain torch, the fastest for small models on a CPU
 
-Both are one *dropless* pipeline (MegaBlocks, arXiv 2211.15841): the T*K routed slots are sorted by expert,
+The first two are one *dropless* pipeline (MegaBlocks, arXiv 2211.15841): the T*K routed slots are sorted by expert,
 every expert multiplies its own run of rows whatever its length, and the results return to their tokens. No
 expert has a capacity, so no token is dropped and no expert's rows are padded.
 
@@ -27,6 +28,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_rl.routing import experts_reference as plain
 from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
+from moe_rl.routing.experts_sorted import sorted_experts
 
 _INSTALL = """
   pip install triton
@@ -120,7 +122,7 @@ def megablocks_reference(
     >>> from transformers import MixtralConfig
     >>> from transformers.models.mixtral.modeling_mixtral import MixtralExperts
     >>> register_experts()
-    ('megablocks', 'megablocks_reference')
+    ('megablocks', 'megablocks_reference', 'sorted_mm')
     >>> config = MixtralConfig(hidden_size=4, intermediate_size=8, num_local_experts=3)
     >>> config._experts_implementation = "megablocks_reference"
     >>> experts = MixtralExperts(config)
@@ -150,6 +152,26 @@ def megablocks(
     check_experts(self)
     _check_kernels(self, hidden_states, top_k_index)
     return dropless_experts(self, hidden_states, top_k_index, top_k_weights, _megablocks_backend())
+
+
+def sorted_mm(
+    self: Any,
+    hidden_states: Float[Tensor, "T d"],
+    top_k_index: Int[Tensor, "T K"],
+    top_k_weights: Float[Tensor, "T K"],
+) -> Float[Tensor, "T d"]:
+    """`moe_rl.routing.experts_sorted`: any device and float dtype, made for small models on a CPU.
+
+    Computed in the dtype of the expert weights, or of an enclosing `torch.autocast`; returned in that of
+    `hidden_states`. One device synchronisation per call.
+
+    Raises:
+        UnsupportedExpertsError: experts with another layout (`check_experts`).
+        RoutingError: an expert index outside 0..E-1.
+    """
+    check_experts(self)
+    dtype = _compute_dtype(self.gate_up_proj, hidden_states.device)
+    return sorted_experts(self, hidden_states, top_k_index, top_k_weights, dtype)
 
 
 def check_megablocks(dtype: torch.dtype, device: str) -> None:
@@ -186,7 +208,7 @@ def check_megablocks(dtype: torch.dtype, device: str) -> None:
 
 
 def register_experts() -> tuple[str, ...]:
-    """Make `megablocks` and `megablocks_reference` known to transformers; returns the names.
+    """Make `megablocks`, `megablocks_reference` and `sorted_mm` known to transformers; returns the names.
 
     From then on `from_pretrained(..., experts_implementation=NAME)` and
     `model.set_experts_implementation(NAME)` accept them. Registering twice changes nothing. Needs neither
@@ -195,7 +217,7 @@ def register_experts() -> tuple[str, ...]:
     `generate` on a GPU replaces `grouped_mm` by `batched_mm` while it decodes; it leaves these names alone,
     so sampling and training run the same experts code.
     """
-    implementations = {"megablocks": megablocks, "megablocks_reference": megablocks_reference}
+    implementations = {"megablocks": megablocks, "megablocks_reference": megablocks_reference, "sorted_mm": sorted_mm}
     for name, function in implementations.items():
         ALL_EXPERTS_FUNCTIONS.register(name, function)
     return tuple(implementations)
@@ -247,7 +269,7 @@ def check_experts(experts: Any) -> None:
         refused.append("it has no _apply_gate")
     if refused:
         raise UnsupportedExpertsError(
-            f"{type(experts).__name__} cannot run as megablocks: {'; '.join(refused)}. "
+            f"{type(experts).__name__} cannot run as megablocks or sorted_mm: {'; '.join(refused)}. "
             'Choose another implementation: model.set_experts_implementation("grouped_mm") or "eager".'
         )
 

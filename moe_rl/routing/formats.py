@@ -1,28 +1,19 @@
-"""Routes of others: safetensors files, and what inference engines return.
+"""Routes as safetensors files: written atomically; a file says what it is and has a checksum."""
 
-A file is written atomically, says what it is and has a checksum. Arrays of engines become padded ids `[B,T,L,K]`.
-"""
-
-import base64
-import binascii
 import hashlib
 import json
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe_rl.files import write_tensors
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import LIVE
 
 FORMAT = "moe_rl.routed_experts"
 FORMAT_VERSION = 2
@@ -105,90 +96,3 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:  # imported from a checkout
             found[name] = "unknown"
     return found
-
-
-# -- inference engines -------------------------------------------------------------------------------------------------
-
-
-def ids_from_engine(
-    arrays: Sequence[np.ndarray], sites: Sequence[str], layers: Sequence[int] | None, mask: Tensor | None
-) -> Int[Tensor, "B T L K"]:
-    """Per-sequence arrays `[rows, layers, K]` of all hidden layers -> ids of the routed ones, padded with -1.
-
-    rows is one less than the tokens of the sequence (the last sampled token was never fed back) or equal.
-    mask: `[B,T]`, True where sequence b has a token; the routes go to its first `rows` True positions.
-    Without it sequences are aligned left (padding on the right).
-
-    Raises RoutingError if an array has another number of axes, layers or slots, if its rows do not fit the
-    mask, if a layer that should be routed is all zeros (the engine captured nothing there), or if one that
-    should be dense is not (the layer map is wrong).
-    """
-    arrays = [np.asarray(a) for a in arrays]
-    if not arrays or any(a.ndim != 3 or a.shape[1:] != arrays[0].shape[1:] for a in arrays):
-        raise RoutingError(
-            "expected one array [P+G-1, layers, K] per sequence, layers and K alike in all; "
-            f"got shapes {[a.shape for a in arrays]}"
-        )
-    if any(not np.issubdtype(a.dtype, np.integer) for a in arrays):
-        raise RoutingError(f"expected integer ids, got {sorted({str(a.dtype) for a in arrays})}")
-    num_layers, top_k = arrays[0].shape[1:]
-    chosen = list(layers) if layers is not None else _layers_by_name(sites, num_layers)
-    if len(chosen) != len(sites) or not all(0 <= layer < num_layers for layer in chosen):
-        raise RoutingError(f"layers {chosen} do not name one of 0..{num_layers - 1} for each of {len(sites)} sites")
-    captured = np.any([np.any(a != 0, axis=(0, 2)) for a in arrays], axis=0)
-    for site, layer in zip(sites, chosen, strict=True):
-        if not captured[layer]:
-            raise RoutingError(
-                f"site {site} (layer {layer} of the engine) is all zeros in every sequence: the engine "
-                "captured nothing there (a fused kernel that bypasses the router?), or the layer is dense"
-            )
-    stray = sorted(set(np.flatnonzero(captured).tolist()) - set(chosen))
-    if stray:
-        raise RoutingError(
-            f"layers {stray} of the engine hold routes, but no site was mapped to them: sites are mapped to "
-            f"{chosen}; pass layers= with the layer index of each site"
-        )
-    if mask is None:
-        rows = torch.tensor([len(a) for a in arrays])
-        mask = torch.arange(int(rows.max()))[None, :] < rows[:, None]
-    mask = mask.detach().cpu().bool()
-    if mask.ndim != 2 or len(mask) != len(arrays):
-        raise RoutingError(f"mask must be [B,T] with B = {len(arrays)} sequences, got {list(mask.shape)}")
-    ids = torch.full((*mask.shape, len(sites), top_k), LIVE)
-    for b, array in enumerate(arrays):
-        where = mask[b].nonzero()[:, 0]
-        if len(where) - len(array) not in (0, 1):
-            raise RoutingError(
-                f"sequence {b}: {len(array)} rows of routes for {len(where)} tokens in the mask, expected "
-                f"{len(where)}, or {len(where) - 1} as the last sampled token has none. Prompt left out?"
-            )
-        ids[b, where[: len(array)]] = torch.from_numpy(array[:, chosen].astype(np.int64))
-    return ids
-
-
-def decode_sglang(payload: str | bytes, num_layers: int, top_k: int) -> np.ndarray:
-    """SGLang's `meta_info["routed_experts"]`: base64 of little-endian int32 `[tokens-1, layers, K]`."""
-    try:
-        flat = np.frombuffer(base64.b64decode(payload, validate=True), dtype="<i4")
-    except (binascii.Error, ValueError) as error:
-        raise RoutingError(f"not base64 of int32 expert ids: {error}") from error
-    if flat.size % (num_layers * top_k):
-        raise RoutingError(
-            f"{flat.size} ids are not a whole number of [layers={num_layers}, K={top_k}] blocks: "
-            "num_layers counts all hidden layers, dense ones too"
-        )
-    return flat.reshape(-1, num_layers, top_k)
-
-
-def _layers_by_name(sites: Sequence[str], num_layers: int) -> list[int]:
-    """Engine layer of each site: in order if every layer is a site, else the first number in its name."""
-    if len(sites) == num_layers:
-        return list(range(num_layers))
-    numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", site) for site in sites]
-    layers = [int(number[1]) if number else -1 for number in numbers]
-    if len(set(layers)) != len(sites) or min(layers) < 0 or max(layers) >= num_layers:
-        raise RoutingError(
-            f"{len(sites)} sites, but the engine returned {num_layers} layers, and the names of the sites "
-            f"({sites[0]}, ...) do not say which layers they are: pass layers="
-        )
-    return layers

@@ -14,6 +14,7 @@ import yaml
 from moe_rl.names import nearest
 from moe_rl.objectives.bounds import unknown
 from moe_rl.policy.models import seeded
+from moe_rl.study.alarms import AlarmError, alarms_of
 from moe_rl.training import RunConfig, validate
 from moe_rl.training.method import resolved_objective
 from moe_rl.training.ranges import SEED
@@ -56,6 +57,8 @@ class StudyConfig:
     arm of a condition with the first, where they differ in one thing; the report says that they were not declared."""
     interest: float = 0.05
     """Smallest difference of final reward that is of interest."""
+    alarms: dict[str, float | None] = field(default_factory=dict)
+    """Thresholds of its own in place of those of `moe_rl.study.alarms`, by name; null switches one off."""
 
     def with_arms(self, names: Sequence[str]) -> "StudyConfig":
         """The study of some of its arms, with the comparisons among them."""
@@ -130,6 +133,10 @@ def parse_study(data: Any) -> StudyConfig:
         if twin != name:
             raise ConfigError(f"arms.{name}: the same configuration as arm {twin!r}; an arm must change something")
     _check_comparisons(study)
+    try:
+        alarms_of(study.alarms)
+    except AlarmError as error:
+        raise ConfigError(str(error)) from error
     return study
 
 

@@ -11,31 +11,17 @@ import pandas as pd
 from pandas.api.types import is_object_dtype
 
 from moe_rl.checks import parse_json
-from moe_rl.study.done import NAME, remedy, what_is_lost
+from moe_rl.done import NAME, remedy, what_is_lost
+from moe_rl.run_rows import ROWS
 from moe_rl.tables import DamagedTableError, read_table
 from moe_rl.yaml_files import YamlError, parse_yaml
 
 if TYPE_CHECKING:
     import pyarrow
 
-KINDS = ("rollout", "update", "probe", "eval", "step", "engine", "decomposition", "floor")
-_MORE_KEYS = {
-    "update": ["update"],
-    "probe": ["update"],
-    "engine": ["pair", "update"],
-    "decomposition": ["update"],
-    "floor": ["variant"],
-}
-_KEYS = {kind: ["arm", "seed", "step", *_MORE_KEYS.get(kind, [])] for kind in KINDS}
-_NEEDED = {
-    "rollout": ("step", "reward"),
-    "update": ("step", "update"),
-    "probe": ("step", "update"),
-    "eval": ("step",),
-    "engine": ("step", "update", "pair"),
-    "decomposition": ("step", "update"),
-    "floor": ("step", "variant"),
-}
+KINDS = tuple(ROWS)
+_KEYS = {kind: ["arm", "seed", "step", *more] for kind, more in ROWS.items()}
+_NEEDED = {kind: ("step", *more) for kind, more in ROWS.items()}
 _TYPES: dict[str, Any] = {"step": int, "update": int, "pair": str, "variant": str, "reward": int | float | None}
 """What these must be where they are; the others are numbers, texts and lists."""
 SEED_FOLDER = re.compile(r"seed(\d+)")
@@ -185,7 +171,7 @@ def _problem(row: dict[str, Any]) -> str:
     kind = row.get("kind")
     if not isinstance(kind, str):
         return "lacks kind"
-    missing = [name for name in _NEEDED.get(kind, ("step",)) if name != "reward" and row.get(name) is None]
+    missing = [name for name in _NEEDED.get(kind, ("step",)) if row.get(name) is None]
     if kind == "rollout" and "reward" not in row:
         missing.append("reward")
     if missing:

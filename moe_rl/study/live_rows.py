@@ -8,6 +8,7 @@ import math
 import os
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,26 @@ class LiveError(ValueError):
     """A request for something that is not there; the message says what and what is."""
 
 
-def new_rows(path: Path, since: str = "") -> dict[str, Any]:
-    """The curves' values of rows after the cursor `since`, as {kind: [[value, ...], ...]} in the order of COLUMNS."""
+def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """The curves' values of rows after the cursor `since`, as {kind: [[value, ...], ...]} in the order of COLUMNS.
+
+    metrics: chosen ones (`live_metrics.choosable`); `chosen` in the answer has of each
+        [[step, value, denominator or null], ...]. Of rows of the kind "engine" those of the pair "engines".
+    """
     rows, answer = read_since(path, since)
     series: dict[str, list[list[Any]]] = {kind: [] for kind in COLUMNS}
+    chosen: dict[str, list[list[Any]]] = {key: [] for key in metrics or ()}
     for row in rows:
+        for key, about in (metrics or {}).items():
+            if row.get("kind") == about["kind"] and row.get("pair", "engines") == "engines":
+                value, over = _number(row.get(about["name"])), _number(row.get(about["over"]))
+                if value is not None and isinstance(row.get("step"), int):
+                    chosen[key].append([row["step"], value, over])
         columns = COLUMNS.get(str(row.get("kind")))
         if columns and isinstance(row.get("step"), int):
             floor = _FLOOR_OF.get(str(row.get("variant")))
             series[row["kind"]].append([floor if name == "floor" else _number(row.get(name)) for name in columns])
-    return {**answer, "rows": {kind: values for kind, values in series.items() if values}}
+    return {**answer, "rows": {kind: values for kind, values in series.items() if values}, "chosen": chosen}
 
 
 def new_sites(path: Path, since: str = "") -> dict[str, Any]:

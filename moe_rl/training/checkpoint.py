@@ -75,6 +75,8 @@ def _write(state: State, staging: Path) -> None:
         return
     if state.reward_model is not None:
         write_tensors(staging / "comparisons.safetensors", _own(state.reward_model.tensors()))
+    if state.expert_bias is not None:
+        write_tensors(staging / "expert_bias.safetensors", _own({"bias": state.expert_bias.values}))
     queue = []
     for index, batch in enumerate(state.waiting):
         write_tensors(staging / f"batch_{index}.safetensors", _batch_tensors(batch))
@@ -145,6 +147,8 @@ def load_checkpoint(state: State) -> Mark | None:
         load_whole(module, _stream(folder / f"{name}.safetensors"))
     if state.reward_model is not None:
         state.reward_model.restore(_load(folder / "comparisons.safetensors"))
+    if state.expert_bias is not None:
+        state.expert_bias.values.copy_(_load(folder / "expert_bias.safetensors")["bias"])
     state.waiting.clear()
     for index, step in enumerate(manifest["queue_steps"]):
         tensors = {k: v.to(state.ranks.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}

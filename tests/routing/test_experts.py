@@ -30,6 +30,7 @@ from moe_rl.routing import experts as room
 from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
 
 NAMES = room.register_experts()
+PLAIN = pytest.mark.parametrize("ours", ["megablocks_reference", "sorted_mm"])  # in plain torch
 E, H, WIDTH = 6, 8, 16  # experts, hidden size, width of an expert
 
 
@@ -98,7 +99,8 @@ def relative(got, expected):
 # --- the reference -------------------------------------------------------------------------------------
 
 
-def test_golden():
+@PLAIN
+def test_golden(ours):
     """One token x=2, hidden size 1, three experts, relu gate; experts 0 and 1 chosen with weights 1/4 and 1/2.
 
     expert 0: gate 1*2=2, up 3*2=6, down 1 -> 2*6*1  = 12
@@ -110,7 +112,7 @@ def test_golden():
     config = Sizes()
     config.hidden_size = config.intermediate_size = 1
     config.num_local_experts, config.hidden_act = 3, "relu"
-    config._experts_implementation = "megablocks_reference"
+    config._experts_implementation = ours
     experts = MixtralExperts(config).double()
     experts.gate_up_proj.data = torch.tensor([[[1.0], [3.0]], [[2.0], [1.0]], [[9.0], [9.0]]]).double()
     experts.down_proj.data = torch.tensor([[[1.0]], [[10.0]], [[9.0]]]).double()
@@ -125,23 +127,25 @@ def test_golden():
     assert experts.down_proj.grad.flatten().tolist() == [3.0, 4.0, 0.0]
 
 
+@PLAIN
 @pytest.mark.parametrize("family", COVERED)
 @pytest.mark.parametrize(
     ("tokens", "k", "num_used"),
     [(17, 3, E), (1, 3, E), (1, 1, E), (9, 1, E), (9, 2, 2), (5, 1, 1), (4, E, E)],
     ids=["usual", "one token", "one slot", "k=1", "four experts empty", "one expert", "k=E"],
 )
-def test_equals_eager_in_outputs_and_all_gradients(family, tokens, k, num_used):
+def test_equals_eager_in_outputs_and_all_gradients(ours, family, tokens, k, num_used):
     experts = make_experts(COVERED[family])
     inputs = make_inputs(tokens, k, num_used)
     expected = run(experts, "eager", *inputs)
-    assert_same(run(experts, "megablocks_reference", *inputs), expected, rtol=1e-11, atol=1e-11)
+    assert_same(run(experts, ours, *inputs), expected, rtol=1e-11, atol=1e-11)
     unused = sorted(set(range(E)) - set(inputs[1].flatten().tolist()))
     assert all(not expected[name][e].any() for name in ("gate_up_proj", "down_proj") for e in unused)
 
 
+@PLAIN
 @pytest.mark.parametrize("family", COVERED)
-def test_bf16_is_as_close_to_float64_as_eager_is(family):
+def test_bf16_is_as_close_to_float64_as_eager_is(ours, family):
     """Rounding differs between two bf16 paths; what must hold is that neither is further from the truth."""
     exact, rounded = make_experts(COVERED[family]), make_experts(COVERED[family], dtype=torch.bfloat16)
     for p, q in zip(exact.parameters(), rounded.parameters(), strict=True):
@@ -149,18 +153,19 @@ def test_bf16_is_as_close_to_float64_as_eager_is(family):
     inputs = make_inputs(64, 3, dtype=torch.bfloat16)
     truth = run(exact, "eager", inputs[0].double(), inputs[1], inputs[2].double())
     eager = run(rounded, "eager", *inputs)
-    ours = run(rounded, "megablocks_reference", *inputs)
+    got = run(rounded, ours, *inputs)
     for name in truth:
-        assert ours[name].dtype == torch.bfloat16
-        assert relative(ours[name], truth[name]) < 1.3 * relative(eager[name], truth[name]) + 1e-3, name
-        assert relative(ours[name], truth[name]) < 0.05, name
+        assert got[name].dtype == torch.bfloat16
+        assert relative(got[name], truth[name]) < 1.3 * relative(eager[name], truth[name]) + 1e-3, name
+        assert relative(got[name], truth[name]) < 0.05, name
 
 
+@PLAIN
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes(dtype):
+def test_other_dtypes(ours, dtype):
     inputs = make_inputs(12, 2, dtype=dtype)
     experts = make_experts(MixtralExperts, dtype=dtype)
-    expected, got = run(experts, "eager", *inputs), run(experts, "megablocks_reference", *inputs)
+    expected, got = run(experts, "eager", *inputs), run(experts, ours, *inputs)
     tolerance = 1e-5 if dtype == torch.float32 else 5e-3
     assert all(relative(got[n], expected[n]) < tolerance and got[n].dtype == dtype for n in expected)
 
@@ -173,27 +178,30 @@ def test_routing_weights_stay_float32_beside_bf16_rows():
     assert out.dtype == torch.bfloat16 and out.tolist() == [[3.015625, 3.015625]]
 
 
-def test_non_contiguous_inputs():
+@PLAIN
+def test_non_contiguous_inputs(ours):
     experts = make_experts(Qwen3MoeExperts)
     hidden, index, weights = make_inputs(10, 3)
-    expected = run(experts, "megablocks_reference", hidden, index, weights)
+    expected = run(experts, ours, hidden, index, weights)
     strided = [torch.stack([t, t], dim=-1)[..., 0] for t in (hidden, index, weights)]
     transposed = [t.T.contiguous().T for t in (hidden, index, weights)]
     assert not any(t.is_contiguous() for t in strided + transposed)
-    assert_same(run(experts, "megablocks_reference", *strided), expected, rtol=0, atol=0)
-    assert_same(run(experts, "megablocks_reference", *transposed), expected, rtol=0, atol=0)
+    assert_same(run(experts, ours, *strided), expected, rtol=0, atol=0)
+    assert_same(run(experts, ours, *transposed), expected, rtol=0, atol=0)
 
 
-def test_no_tokens():
-    experts = make_experts(Qwen3MoeExperts, "megablocks_reference")
+@PLAIN
+def test_no_tokens(ours):
+    experts = make_experts(Qwen3MoeExperts, ours)
     assert experts(*make_inputs(0, 2)).shape == (0, H)
 
 
+@PLAIN
 @settings(max_examples=40, deadline=None)
 @given(tokens=st.integers(1, 12), k=st.integers(1, E), seed=st.integers(0, 99))
-def test_order_of_tokens_and_slots_does_not_matter(tokens, k, seed):
+def test_order_of_tokens_and_slots_does_not_matter(ours, tokens, k, seed):
     """Dropless: a token's result depends on its own experts only, not on its neighbours nor on slot order."""
-    experts = make_experts(MixtralExperts, "megablocks_reference", seed=seed)
+    experts = make_experts(MixtralExperts, ours, seed=seed)
     hidden, index, weights = make_inputs(tokens, k, seed=seed)
     expected = experts(hidden, index, weights)
     slots, rows = torch.randperm(k), torch.randperm(tokens)
@@ -202,17 +210,52 @@ def test_order_of_tokens_and_slots_does_not_matter(tokens, k, seed):
     torch.testing.assert_close(experts(hidden[:1], index[:1], weights[:1]), expected[:1])
 
 
-def test_autocast_computes_in_its_dtype():
+@PLAIN
+def test_autocast_computes_in_its_dtype(ours):
     """float32 master weights under bf16 autocast: the matrices are rounded, as eager's linear layers round them."""
     experts = make_experts(OlmoeExperts, dtype=torch.float32)
     inputs = make_inputs(32, 2, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        eager, got = (run(experts, name, *inputs) for name in ("eager", "megablocks_reference"))
+        eager, got = (run(experts, name, *inputs) for name in ("eager", ours))
     for name in eager:
         assert got[name].dtype == torch.float32
         assert relative(got[name], eager[name]) < 0.01, name
-    full = run(experts, "megablocks_reference", *inputs)
+    full = run(experts, ours, *inputs)
     assert relative(got["output"], full["output"]) > 1e-3  # it did compute in bf16
+
+
+@settings(max_examples=40, deadline=None)
+@given(tokens=st.integers(1, 70), k=st.integers(1, E), seed=st.integers(0, 99), width=st.sampled_from([16, 6]))
+def test_sorted_mm_equals_eager_with_and_without_torchs_grouped_product(tokens, k, seed, width):
+    """In float32, where torch's grouped product takes rows of 64 bytes and refuses those of 24; the same bits twice."""
+    config = Sizes()
+    config.moe_intermediate_size, config._experts_implementation = width, "eager"
+    experts = Qwen3MoeExperts(config)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in experts.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    inputs = make_inputs(tokens, k, dtype=torch.float32, seed=seed)
+    expected, got, again = (run(experts, name, *inputs) for name in ("eager", "sorted_mm", "sorted_mm"))
+    assert_same(got, expected, rtol=1e-4, atol=1e-4 * max(1.0, float(expected["output"].abs().max())))
+    assert_same(again, got, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("trained", ["hidden", "weights", "gate_up_proj", "down_proj"])
+def test_sorted_mm_gives_the_gradients_that_are_asked_for(trained):
+    experts = make_experts(Qwen3MoeExperts)
+    hidden, index, weights = make_inputs(9, 2)
+    expected = run(experts, "eager", hidden, index, weights)[trained]
+    experts.config._experts_implementation = "sorted_mm"
+    leaves = {"hidden": hidden, "weights": weights, **dict(experts.named_parameters())}
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name == trained)
+    out = experts(hidden, index, weights)
+    probe = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    (out * probe).sum().backward()
+    torch.testing.assert_close(leaves[trained].grad, expected)
+    assert [name for name, leaf in leaves.items() if leaf.grad is not None] == [trained]
+    with torch.no_grad():
+        assert torch.equal(experts(hidden, index, weights), out)
 
 
 # --- whole models --------------------------------------------------------------------------------------
@@ -266,13 +309,15 @@ def logits_and_gradients(model, tokens):
     return {"logits": logits.detach()} | {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@PLAIN
 @pytest.mark.parametrize("name", MODELS)
-def test_whole_models_equal_eager(monkeypatch, name):
+def test_whole_models_equal_eager(monkeypatch, ours, name):
     model, tokens = make_model(name), torch.arange(14).view(2, 7)
     expected = logits_and_gradients(model, tokens)
-    ran, dropless = [], room.dropless_experts
-    monkeypatch.setattr(room, "dropless_experts", lambda *args: ran.append(args[0]) or dropless(*args))
-    model.set_experts_implementation("megablocks_reference")
+    function = {"megablocks_reference": "dropless_experts", "sorted_mm": "sorted_experts"}[ours]
+    ran, run = [], getattr(room, function)
+    monkeypatch.setattr(room, function, lambda *args: ran.append(args[0]) or run(*args))
+    model.set_experts_implementation(ours)
     got = logits_and_gradients(model, tokens)
     assert ran == [m for m in model.modules() if hasattr(m, "_apply_gate")]  # every experts layer, once, in order
     routers = [n for n in got if n.endswith((".gate.weight", "router.weight", "router.layer.weight"))]
@@ -280,28 +325,31 @@ def test_whole_models_equal_eager(monkeypatch, name):
     assert_same(got, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_chosen_when_the_model_is_made():
+@PLAIN
+def test_chosen_when_the_model_is_made(ours):
     tokens = torch.arange(14).view(2, 7)
-    model = make_model("MixtralConfig", "megablocks_reference")
-    assert model.config._experts_implementation == "megablocks_reference"
+    model = make_model("MixtralConfig", ours)
+    assert model.config._experts_implementation == ours
     expected = logits_and_gradients(make_model("MixtralConfig"), tokens)
     assert_same(logits_and_gradients(model, tokens), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_generation_keeps_the_name_and_the_tokens():
+@PLAIN
+def test_generation_keeps_the_name_and_the_tokens(ours):
     model, prompt = make_model("OlmoeConfig"), torch.tensor([[5, 6, 7]])
     expected = model.generate(prompt, max_new_tokens=6, do_sample=False)
-    model.set_experts_implementation("megablocks_reference")
+    model.set_experts_implementation(ours)
     assert torch.equal(model.generate(prompt, max_new_tokens=6, do_sample=False), expected)
-    assert model.config._experts_implementation == "megablocks_reference"
+    assert model.config._experts_implementation == ours
 
 
+@PLAIN
 @pytest.mark.parametrize("name", ["Qwen3MoeConfig", "MixtralConfig", "OlmoeConfig"])
-def test_routes_are_recorded_and_replayed_unchanged(name):
+def test_routes_are_recorded_and_replayed_unchanged(ours, name):
     model, tokens = make_model(name), torch.arange(14).view(2, 7)
     with record_routes(model) as eager:
         model(tokens)
-    model.set_experts_implementation("megablocks_reference")
+    model.set_experts_implementation(ours)
     with record_routes(model) as recording:
         live = model(tokens).logits
     routes = recording.routes
@@ -321,7 +369,7 @@ def test_routes_are_recorded_and_replayed_unchanged(name):
 
 
 def test_registering_twice_changes_nothing():
-    assert room.register_experts() == NAMES == ("megablocks", "megablocks_reference")
+    assert room.register_experts() == NAMES == ("megablocks", "megablocks_reference", "sorted_mm")
     make_model("MixtralConfig").set_experts_implementation("megablocks")
 
 
@@ -344,37 +392,40 @@ def test_other_layouts_are_refused(implementation, cls, reasons):
     assert all(reason in str(error.value) for reason in reasons)
 
 
-def test_post_norm_expert_parallelism_and_sharded_or_quantised_weights_are_refused():
-    experts = make_experts(MixtralExperts, "megablocks_reference")
+@PLAIN
+def test_post_norm_expert_parallelism_and_sharded_or_quantised_weights_are_refused(ours):
+    experts = make_experts(MixtralExperts, ours)
     experts.has_post_expert_norm = True  # as in muse_spark, which older transformers lack
     with pytest.raises(UnsupportedExpertsError, match=r"MixtralExperts .*has_post_expert_norm"):
         experts(*make_inputs(3, 2))
-    experts = make_experts(MixtralExperts, "megablocks_reference")
+    experts = make_experts(MixtralExperts, ours)
     experts._is_expert_parallel = True
     with pytest.raises(UnsupportedExpertsError, match="expert parallelism"):
         experts(*make_inputs(3, 2))
-    experts = make_experts(MixtralExperts, "megablocks_reference")
+    experts = make_experts(MixtralExperts, ours)
     experts.down_proj.placements = ()  # what marks a DTensor
     with pytest.raises(UnsupportedExpertsError, match="down_proj is sharded"):
         experts(*make_inputs(3, 2))
-    experts = make_experts(MixtralExperts, "megablocks_reference")
+    experts = make_experts(MixtralExperts, ours)
     experts.gate_up_proj = torch.nn.Parameter(experts.gate_up_proj.data.to(torch.float8_e4m3fn), requires_grad=False)
     with pytest.raises(UnsupportedExpertsError, match="gate_up_proj is stored as float8_e4m3fn"):
         experts(*make_inputs(3, 2))
 
 
-def test_older_transformers_without_the_newer_attributes():
+@PLAIN
+def test_older_transformers_without_the_newer_attributes(ours):
     experts, inputs = make_experts(OlmoeExperts), make_inputs(5, 2)
     expected = run(experts, "eager", *inputs)
     for name in ("has_post_expert_norm", "is_concatenated", "is_transposed", "has_gate", "has_bias"):
         if hasattr(experts, name):
             delattr(experts, name)
-    assert_same(run(experts, "megablocks_reference", *inputs), expected, rtol=1e-11, atol=1e-11)
+    assert_same(run(experts, ours, *inputs), expected, rtol=1e-11, atol=1e-11)
 
 
+@PLAIN
 @pytest.mark.parametrize("wrong", [E, -1, 1000])
-def test_an_index_that_no_expert_owns(wrong):
-    experts = make_experts(MixtralExperts, "megablocks_reference")
+def test_an_index_that_no_expert_owns(ours, wrong):
+    experts = make_experts(MixtralExperts, ours)
     hidden, index, weights = make_inputs(4, 2)
     index[2, 1] = wrong
     with pytest.raises(RoutingError, match=r"1 of 8 expert indices lie outside 0\.\.5"):

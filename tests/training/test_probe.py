@@ -51,7 +51,8 @@ def test_the_floor_is_measured_once_and_changes_nothing(tmp_path):
 def test_a_floor_that_a_kernel_cannot_run_is_left_out_and_ends_no_run(tmp_path):
     """Experts of 12 inner units have rows of 24 bytes in bf16, and grouped_mm wants multiples of 16."""
     tiny = replace(MICRO.model.tiny, moe_intermediate_size=12)
-    config = replace(MICRO, model=replace(MICRO.model, tiny=tiny), probe=ProbeConfig(sequences=4, tokens_every=0))
+    model = replace(MICRO.model, tiny=tiny, experts_implementation="grouped_mm")
+    config = replace(MICRO, model=model, probe=ProbeConfig(sequences=4, tokens_every=0))
     with pytest.warns(UserWarning, match="noise floor: bf16 is left out.*multiple of 16 bytes"):
         run(begin(config, tmp_path))
     assert [row["variant"] for row in rows(tmp_path, "floor")] == ["repeat", "batch", "experts"]

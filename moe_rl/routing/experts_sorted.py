@@ -1,0 +1,218 @@
+"""`sorted_mm`: experts for small models on a CPU, where moving rows costs more than the products.
+
+    y[t] = sum_k w[t,k] * W_down[e] gate(W_gate_up[e] x[t]),   e = top_k_index[t,k]
+
+The T*K slots are sorted by expert, each expert multiplies its run of rows, and one fused gather adds the weighted rows
+of each token. Compared with transformers' `grouped_mm`, rows are moved by `index_select` and `embedding_bag` instead
+of general indexing, which is several times slower on a CPU, and the backward pass is written out: the gradient of the
+routing weights comes from the narrow rows inside the experts, both halves of the gate write into one buffer, and rows
+are gathered again instead of kept. `benchmarks/experts.py` measures it.
+"""
+
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from transformers.integrations import moe
+
+from moe_rl.routing.errors import RoutingError
+
+
+class Slots(NamedTuple):
+    """The S = T*K slots, slot = token * K + k, and where they stand when sorted by expert.
+
+    Attributes:
+        slot: `[S]`, slot of each sorted row.
+        token: `[S]`, token of each sorted row.
+        row: `[S]`, sorted row of each slot.
+        bags: `[T]`, first slot of each token.
+        ends: where the rows of each expert end.
+        offsets: the same on the device.
+    """
+
+    slot: Tensor
+    token: Tensor
+    row: Tensor
+    bags: Tensor
+    ends: list[int]
+    offsets: Tensor
+
+    def sums(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """`[S,d] -> [T,d]`: the sum over each token's slots of weight (`[S]`, by slot) times row."""
+        return torch.embedding_bag(rows, self.row, self.bags, False, 0, False, weights)[0]
+
+
+def sort_slots(top_k_index: Int[Tensor, "T K"], num_experts: int) -> Slots:
+    """Raises RoutingError for an index outside 0..num_experts-1."""
+    (T, K), device = top_k_index.shape, top_k_index.device
+    ids, slot = top_k_index.reshape(-1).sort()
+    experts = torch.arange(num_experts + 1, device=device, dtype=ids.dtype)
+    bounds = torch.searchsorted(ids, experts, out_int32=True)
+    start, *ends = bounds.tolist()
+    if start or ends[-1] < T * K:
+        raise RoutingError(
+            f"{start + T * K - ends[-1]} of {T * K} expert indices lie outside 0..{num_experts - 1}. Were these routes "
+            "recorded from a model with another number of experts?"
+        )
+    row = torch.empty(T * K, dtype=torch.int32, device=device)
+    row.scatter_(0, slot, torch.arange(T * K, dtype=torch.int32, device=device))
+    bags = torch.arange(0, T * K, K, dtype=torch.int32, device=device)
+    return Slots(slot, slot // K, row, bags, ends, bounds[1:])
+
+
+def sorted_experts(
+    experts: Any,
+    hidden_states: Float[Tensor, "T d"],
+    top_k_index: Int[Tensor, "T K"],
+    top_k_weights: Float[Tensor, "T K"],
+    dtype: torch.dtype,
+) -> Float[Tensor, "T d"]:
+    """The experts layer, computed in `dtype` and returned in that of `hidden_states`; see the module.
+
+    Differentiable once in the hidden states, the routing weights and the expert weights.
+
+    Raises:
+        RoutingError: an expert index outside 0..E-1.
+    """
+    if top_k_index.numel() == 0:
+        return torch.zeros_like(hidden_states)
+    gate_up, down = experts.gate_up_proj.to(dtype), experts.down_proj.to(dtype)  # read once: adapters compute them
+    transposed = getattr(experts, "is_transposed", False)
+    slots = sort_slots(top_k_index, gate_up.shape[0])
+    weights = top_k_weights.reshape(-1).to(torch.promote_types(dtype, top_k_weights.dtype))
+    autocast = torch.is_autocast_enabled(device := hidden_states.device.type)  # entering a context takes its time
+    with torch.autocast(device, enabled=False) if autocast else nullcontext():
+        rows = _run(_Up, hidden_states.to(dtype), gate_up, transposed, slots)
+        rows = _run(_SwiGLU, rows) if _is_swiglu(experts) else experts._apply_gate(rows)
+        out = _run(_Down, rows, down, weights, transposed, slots)
+    return out.to(hidden_states.dtype)
+
+
+def _is_swiglu(experts: Any) -> bool:
+    """Whether the gate is silu(first half) * second half."""
+    plain = getattr(type(experts), "_apply_gate", None) is getattr(moe, "_default_apply_gate", type)
+    return plain and isinstance(experts.act_fn, nn.SiLU)
+
+
+def _run(node: Any, *inputs: Any) -> Tensor:
+    """The node, without the cost of autograd where no gradient is wanted."""
+    return node.apply(*inputs) if torch.is_grad_enabled() else node.forward(_Untaped, *inputs)
+
+
+class _Untaped:
+    slots: Any = None
+    transposed = False
+
+    @staticmethod
+    def save_for_backward(*_: Tensor) -> None:
+        pass
+
+
+# -- products by expert -----------------------------------------------------------------------------------------------
+
+
+def _kernel(*tensors: Tensor) -> bool:
+    """Whether torch's grouped product takes these: it has no float64, and wants rows of multiples of 16 bytes."""
+    return hasattr(F, "grouped_mm") and all(
+        t.dtype != torch.float64 and t.data_ptr() % 16 == 0 and all(n * t.itemsize % 16 == 0 for n in t.shape[1:])
+        for t in tensors
+    )
+
+
+def _products(x: Tensor, w: Tensor, slots: Slots) -> Tensor:
+    """`[S,in]` sorted rows times `[E,in,out]`, each by its expert's matrix: `[S,out]`."""
+    if _kernel(x, w):
+        return F.grouped_mm(x, w, offs=slots.offsets)
+    out, start = x.new_empty(x.shape[0], w.shape[2]), 0
+    for end, matrix in zip(slots.ends, w.unbind(0), strict=True):
+        torch.mm(x[start:end], matrix, out=out[start:end])
+        start = end
+    return out
+
+
+def _outer_sums(x: Tensor, y: Tensor, slots: Slots) -> Tensor:
+    """Sums of x^T y over the rows `[S,in]`, `[S,out]` of each expert: `[E,in,out]`, zeros where it has none."""
+    if _kernel(x, y):
+        return F.grouped_mm(x.T, y, offs=slots.offsets)
+    out, start = x.new_empty(len(slots.ends), x.shape[1], y.shape[1]), 0
+    for end, matrix in zip(slots.ends, out.unbind(0), strict=True):
+        torch.mm(x[start:end].T, y[start:end], out=matrix)
+        start = end
+    return out
+
+
+# -- the three nodes --------------------------------------------------------------------------------------------------
+
+
+class _Up(torch.autograd.Function):
+    """Rows of the tokens, sorted, times their experts' matrices: `[T,in] -> [S,out]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, transposed: bool, slots: Slots) -> Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.transposed, ctx.slots = transposed, slots
+        return _products(x.index_select(0, slots.token), w if transposed else w.mT, slots)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x, w), slots = ctx.saved_tensors, ctx.slots
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            rows = _products(grad, w.mT if ctx.transposed else w, slots)
+            dx = slots.sums(rows, rows.new_ones(len(rows)))
+        if ctx.needs_input_grad[1]:
+            rows = x.index_select(0, slots.token)
+            dw = _outer_sums(rows, grad, slots) if ctx.transposed else _outer_sums(grad, rows, slots)
+        return dx, dw, None, None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(first half) * second half of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        gate, up = rows.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (rows,) = ctx.saved_tensors
+        out = torch.empty_like(rows)
+        (gate, up), (d_gate, d_up) = rows.chunk(2, dim=-1), out.chunk(2, dim=-1)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=d_gate)
+        torch.mul(F.silu(gate), grad, out=d_up)
+        return out
+
+
+class _Down(torch.autograd.Function):
+    """Sorted rows times their experts' matrices, weighted and summed by token: `[S,in] -> [T,out]`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, weights: Tensor, transposed: bool, slots: Slots) -> Tensor:
+        ctx.save_for_backward(x, w, weights)
+        ctx.transposed, ctx.slots = transposed, slots
+        return slots.sums(_products(x, w if transposed else w.mT, slots).to(weights.dtype), weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        (x, w, weights), slots = ctx.saved_tensors, ctx.slots
+        need_x, need_w, need_weights = ctx.needs_input_grad[:3]
+        scale = weights.index_select(0, slots.slot).to(x.dtype)[:, None]
+        grad = grad.to(x.dtype).index_select(0, slots.token)
+        dx = dw = d_weights = None
+        if need_w:
+            scaled = x * scale
+            dw = _outer_sums(scaled, grad, slots) if ctx.transposed else _outer_sums(grad, scaled, slots)
+        if need_x or need_weights:
+            dx = _products(grad, w.mT if ctx.transposed else w, slots)
+        if need_weights:  # (W x).g = x.(W^T g): along the narrower side
+            d_weights = (dx * x).sum(1, dtype=weights.dtype).index_select(0, slots.row)
+        return dx.mul_(scale) if need_x and dx is not None else None, dw, d_weights, None, None
