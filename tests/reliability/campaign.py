@@ -38,11 +38,11 @@ def blocks(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Callab
         for fault in FAULTS:
             yield f"{fault} x {options.faults}", lambda root, f=fault: faulted_runs(f, options.faults, root)
     elif part == "fuzz":
-        from fuzz import BLOCK, fuzzed, shares
+        from fuzz import block_of, fuzzed, shares
 
         for kind, cases in shares(options.cases).items():
-            for first in range(0, cases if not options.kinds or kind in options.kinds else 0, BLOCK):
-                some = min(BLOCK, cases - first)
+            for first in range(0, cases if not options.kinds or kind in options.kinds else 0, block_of(kind)):
+                some = min(block_of(kind), cases - first)
                 yield f"{kind} {first}+{some}", lambda root, k=kind, f=first, n=some: fuzzed(k, f, n, root)
     elif part == "soak":
         from soak import soaked

@@ -14,7 +14,6 @@ from fuzz_kinds import KINDS, Kind, Wrong
 from small_runs import start, wait
 
 SECONDS = 20.0  # of CPU, for one case; a folder's figures take some
-BLOCK = 800
 
 
 class Hang(BaseException):
@@ -86,6 +85,11 @@ def _place() -> str:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise Hang
+
+
+def block_of(name: str) -> int:
+    """Cases of a kind that are recorded together: less than a minute's."""
+    return 800 if KINDS[name].weight > 2 else 100
 
 
 def shares(cases: int) -> dict[str, int]:
