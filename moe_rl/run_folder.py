@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsIndex
 
+from moe_rl.done import NAME as DONE
+from moe_rl.done import write_done
 from moe_rl.files import atomic_file, naming, sole_writer, write_atomic, write_json
 from moe_rl.names import nearest
 from moe_rl.run_rows import (
@@ -78,7 +80,7 @@ class RunWriter:
         command = shlex.join(sys.argv)
         with ExitStack() as stack:
             stack.enter_context(sole_writer(self.folder, command))
-            if (self.folder / "DONE").exists():
+            if (self.folder / DONE).exists():
                 raise RunFolderError(
                     f"{self.folder} holds a finished run. Choose another folder, or delete its file DONE to go on."
                 )
@@ -168,8 +170,7 @@ class RunWriter:
     def finish(self) -> None:
         """The run is complete: write DONE and let go of the folder."""
         self._open()
-        seconds = round(time.time() - self._started, 1)
-        write_atomic(self.folder / "DONE", json.dumps({"seconds": seconds, "rows": len(self._seen)}) + "\n")
+        write_done(self.folder, seconds=round(time.time() - self._started, 1))
         self.close()
 
     def close(self) -> None:

@@ -126,7 +126,10 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
         raise RunFolderError(f"tokens: {missing[0]} is missing; needed are {', '.join(TOKEN_COLUMNS)}")
     found: dict[str, Any] = {}
     for name, value in columns.items():
-        array = np.asarray(_plain(value, f"tokens, {name}"), dtype=object if name == "text" else None)
+        plain = _plain(value, f"tokens, {name}")
+        if name not in (*_WHOLE, "text") and isinstance(plain, list):
+            plain = [math.nan if item is None else item for item in plain]
+        array = np.asarray(plain, dtype=object if name == "text" else None)
         kinds = "O" if name == "text" else "iu" if name in _WHOLE else "iuf"
         if array.ndim != 1 or array.dtype.kind not in kinds:
             wanted = "texts" if name == "text" else "whole numbers" if name in _WHOLE else "numbers"
