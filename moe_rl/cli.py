@@ -201,7 +201,7 @@ def watch_verb(arguments: list[str]) -> None:
         """Serve a page that follows a running or finished study, to this machine only."""
 
         folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-        """A study folder, e.g. runs/replay_vs_gspo, or one run's."""
+        """A study folder, e.g. runs/replay_vs_gspo, one run's, or a folder of studies, e.g. runs."""
         port: int = 0
         """0: 8765 or the next free one."""
         open: bool = False

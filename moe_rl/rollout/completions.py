@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,9 +85,10 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
             tensors[name].append(F.pad(value, ends) if value.ndim == 2 else value)
         if part.routes is not None:
             routes.append(part.routes.realign(part.attention_mask, tensors["attention_mask"][-1]))
+    joined: dict[str, Any] = {name: torch.cat(values) for name, values in tensors.items()}
     return replace(
         parts[0],
-        **{name: torch.cat(values) for name, values in tensors.items()},
+        **joined,
         problems=[problem for part in parts for problem in part.problems],
         completions=[text for part in parts for text in part.completions],
         routes=RoutedExperts.cat(routes) if len(routes) == len(parts) else None,

@@ -7,7 +7,6 @@ a wrapper stands there that remembers which Call each segment belongs to. Other 
 import os
 import sys
 from collections.abc import Callable
-from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -26,11 +25,6 @@ _FILES = (
 _known: dict[str, bool] = {}  # file names that were looked at
 
 
-@cache
-def _has_switch(cls: type) -> bool:
-    return hasattr(cls, _SWITCH)
-
-
 class Checkpoints:
     """The checkpoint functions in the modules of one model. tap: whose `call` is under way, and who resumes one."""
 
@@ -41,11 +35,8 @@ class Checkpoints:
 
     def find(self) -> None:
         """The modules that have, or may get, a checkpoint function: each time that hooks are put on."""
-        self._modules = [
-            m
-            for m in self._tap.modules
-            if _SWITCH in m.__dict__ or "checkpoint_fn" in m.__dict__ or _has_switch(type(m))
-        ]
+        own = {_SWITCH, "checkpoint_fn"}
+        self._modules = [m for m in self._tap.modules if not own.isdisjoint(m.__dict__) or hasattr(type(m), _SWITCH)]
 
     def follow(self) -> None:
         for module in self._modules:

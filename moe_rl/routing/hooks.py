@@ -57,9 +57,9 @@ class _Hook(partial):
 
 
 @cache
-def _parameters(cls: type[PreTrainedModel]) -> list[str]:
-    """The names of the arguments of its forward, in order."""
-    return list(inspect.signature(cls.forward).parameters)[1:]
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    """The names of the arguments of a method, in order."""
+    return list(inspect.signature(forward).parameters)[1:]
 
 
 @no_type_check
@@ -71,7 +71,9 @@ class Tap:
         self.modules: list[nn.Module] = []  # all of the root's
         self.names = [site.name for site in sites]
         own = vars(boundary).get("forward")
-        self.parameters = _parameters(type(boundary)) if own is None else list(inspect.signature(own).parameters)
+        self.parameters = (
+            _parameters(type(boundary).forward) if own is None else list(inspect.signature(own).parameters)
+        )
         self.probes: list[Selector] = []  # what the self-check learned last
         self.modes: dict[bool, list[Selector | None]] = {}  # by train mode: it may differ in how a router selects
         self._none: list[Selector | None] = [None] * len(sites)

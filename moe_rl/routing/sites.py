@@ -113,9 +113,9 @@ def layout_of(model: nn.Module) -> Layout:
         Site(name, tuple(modules[i] for i in own), tuple(modules[i] for i in up), fixed)
         for name, own, up, fixed in kept[3]
     ]
-    boundary = modules[kept[4]]
-    assert isinstance(boundary, PreTrainedModel)
-    return Layout(modules, sites, boundary)
+    outer = modules[kept[4]]
+    assert isinstance(outer, PreTrainedModel)
+    return Layout(modules, sites, outer)
 
 
 def _sites_among(named: dict[str, nn.Module]) -> list[Site]:

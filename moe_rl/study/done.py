@@ -1,11 +1,10 @@
 """`DONE`: the last file of a run. It says what the run wrote, so that a run with data missing does not pass for one
 that is done."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from moe_rl.checks import is_sealed, other_size, sealed, sha256_of_bytes, sizes
+from moe_rl.checks import damage_of, is_sealed, other_size, parse_json, sealed, sha256_of_bytes, sizes
 from moe_rl.files import write_json
 from moe_rl.tables import TABLES
 
@@ -28,40 +27,56 @@ def write_done(folder: Path, **facts: Any) -> None:
 
 
 def what_is_lost(folder: Path, checkpoint: bool = False) -> str:
-    """What a run that is DONE no longer has as it was written, in words with the file; empty if nothing, or if the run
-    is not DONE, or is so by an earlier version, which did not say what it wrote.
+    """What a run no longer has as it wrote it, in words with the file; empty if nothing.
+
+    A run that is DONE is asked for all that it wrote, any other for what its checkpoint saw; one of an earlier version,
+    which did not say, for nothing.
 
     Args:
-        checkpoint: whether it is missed, too; what reads numbers only does without.
+        checkpoint: whether that of a run that is DONE is missed, too; what reads numbers only does without.
     """
     path = folder / NAME
     if not path.exists():
-        return ""
+        return _behind_checkpoint(folder)
     try:
-        done = json.loads(path.read_bytes())
+        done = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         return f"{path} cannot be read ({error})"
     if isinstance(done, dict) and list(done) == ["seconds"]:
         return ""
     if not is_sealed(done):
         return f"{path} is damaged: its content is not what was written"
-    missing = other_size(folder, {"metrics.jsonl": done["metrics"]["bytes"], **done["tables"]})
-    if missing:
-        return missing
-    if sha256_of_bytes(_bytes(folder / "metrics.jsonl")) != done["metrics"]["sha256"]:
-        return f"{folder / 'metrics.jsonl'} is damaged: its content is not what was written"
-    if not checkpoint:
-        return ""
+    lost = _lost_rows(folder, done["metrics"]) or other_size(folder, done["tables"])
+    if lost or not checkpoint:
+        return lost
     state = folder / "checkpoint" / "state.json"
-    changed = other_size(folder, done["checkpoint"])
-    if not changed and sha256_of_bytes(_bytes(state)) != done["state_sha256"]:
-        changed = f"{state} is damaged: its content is not what was written"
-    return changed
+    lost = other_size(folder, done["checkpoint"])
+    if not lost and sha256_of_bytes(_bytes(state)) != done["state_sha256"]:
+        lost = f"{state} is damaged: its content is not what was written"
+    return lost
+
+
+def _behind_checkpoint(folder: Path) -> str:
+    try:
+        state = parse_json(_bytes(folder / "checkpoint" / "state.json"))
+    except (OSError, ValueError):  # none yet, or being replaced; or damaged, which who goes on from it will say
+        return ""
+    if not is_sealed(state):
+        return ""
+    return _lost_rows(folder, state["metrics"]) or other_size(folder, state["metrics"].get("tables") or {})
+
+
+def _lost_rows(folder: Path, written: dict[str, Any]) -> str:
+    path = folder / "metrics.jsonl"
+    rows = _bytes(path)[: written["bytes"]]
+    if sha256_of_bytes(rows) == written["sha256"]:
+        return ""
+    return f"{path} is not what was written: {damage_of(rows, written['bytes'])}"
 
 
 def remedy(folder: Path) -> str:
     """What to do about a run that lost something."""
-    return f"The run is not done without it. Restore it from a copy, or move {folder} away to run it again."
+    return f"Without it the run is not what it was. Restore it from a copy, or move {folder} away to run it again."
 
 
 def _bytes(path: Path) -> bytes:

@@ -74,7 +74,8 @@ def early_warning(studies: Sequence[StudyData], resamples: int = 1000) -> pd.Dat
     everything = pd.concat(parts, ignore_index=True)
     everything["bad"] = everything[list(OUTCOMES)].any(axis=1)
     rows = []
-    for steps, table in everything.groupby("steps"):
+    for steps in PREFIXES:
+        table = everything[everything["steps"] == steps]
         bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)
         clusters = [np.flatnonzero(table["cluster"] == c) for c in table["cluster"].unique()]
         generator = np.random.default_rng(0)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
 from moe_rl.files import still_written
 from moe_rl.study.data import Run, StudyData, StudyDataError
@@ -19,7 +18,8 @@ from moe_rl.study.done import NAME, remedy, what_is_lost
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.live_rows import LiveError
-from moe_rl.study.summary import full_label
+from moe_rl.study.summary import arm_settings, full_label
+from moe_rl.yaml_files import parse_yaml
 
 _SEED = re.compile(r"seed(\d+)")
 
@@ -73,6 +73,7 @@ class LiveStudy:
             "conditions": arms.pop("conditions"),
             "arms": arms["arms"],
             "runs": [self._state(run, known[run.name]) for run in runs],
+            "settings": arms["settings"],
         }
 
     def runs(self) -> list[LiveRun]:
@@ -150,12 +151,17 @@ class LiveStudy:
     def _arms(self, runs: list[LiveRun], configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Looks and labels from the figures' own functions, on a study without rows."""
         if not runs:
-            return {"conditions": [], "arms": []}
+            return {"conditions": [], "arms": [], "settings": []}
         known = [Run(run.arm, run.seed, run.folder, False, configs[run.name], {}) for run in runs]
         none = pd.DataFrame()
         data = StudyData("", self.folder, self._config(), tuple(known), none, none, none, none)
         shown = conditions(data)
+        differ, _ = arm_settings(data)
         return {
+            "settings": [
+                {"name": str(name), "values": {str(arm): _words(differ.loc[name, arm]) for arm in differ.columns}}
+                for name in differ.index
+            ],
             "conditions": [condition.title() for condition in shown],
             "arms": [
                 {
@@ -170,6 +176,13 @@ class LiveStudy:
                 for arm, (look, label) in arm_looks(data, condition.arms).items()
             ],
         }
+
+
+def _words(value: Any) -> str | None:
+    """A setting as it is shown; None where an arm does not say."""
+    if value is None or (isinstance(value, float) and value != value):
+        return None
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @lru_cache(maxsize=1024)
@@ -220,7 +233,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _parsed(path: Path, _changed: int, _size: int) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        content = parse_yaml(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

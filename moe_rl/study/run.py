@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from moe_rl.files import sole_writer, sweep, write_atomic
 from moe_rl.policy.models import check_machine, seeded
@@ -28,6 +27,7 @@ from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
 from moe_rl.training.trackers import check_tracker
+from moe_rl.yaml_files import parse_yaml
 
 PACKAGES = (
     "moe_rl",
@@ -136,10 +136,10 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
     stored = folder / "config.yaml"
     if stored.exists():
         try:
-            old = yaml.safe_load(stored.read_text())
-        except yaml.YAMLError as error:
+            old = parse_yaml(stored.read_bytes())
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{stored} is damaged: {error}. Move {folder} away to run again.") from error
-        changed = differences(old, yaml.safe_load(dump_run(config)))
+        changed = differences(old, parse_yaml(dump_run(config)))
         if changed:
             listed = "; ".join(f"{name}: {a!r} there, {b!r} now" for name, (a, b) in list(changed.items())[:5])
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""

@@ -10,7 +10,6 @@ One protocol, so that an interruption at any moment leaves a complete checkpoint
 (`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -22,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from moe_rl.checks import digests, is_sealed, other_content, sealed
+from moe_rl.checks import digests, is_sealed, other_content, parse_json, sealed
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.unwrap import hf_model
 from moe_rl.routing import RoutedExperts
@@ -167,7 +166,7 @@ def load_checkpoint(state: State) -> Mark | None:
 def _read_state(folder: Path) -> dict[str, Any]:
     remedy = f"Delete {folder} to start this run again, or restore the folder from a copy."
     try:
-        state = json.loads((folder / "state.json").read_text())
+        state = parse_json((folder / "state.json").read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: state.json is missing or unreadable ({error}). {remedy}") from error
     version = state.get("version") if isinstance(state, dict) else None

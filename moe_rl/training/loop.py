@@ -123,7 +123,8 @@ def collect_batch(state: State) -> Batch:
     config, method, ranks = state.config, state.method, state.ranks
     index = len(state.waiting)
     rng = seeded_random(config.seed, "prompts", state.step, index)
-    rollout, sampled = responses(state, rng, state.generator("sample", index)), {}
+    rollout = responses(state, rng, state.generator("sample", index))
+    sampled: dict[str, Any] = {}
     if config.rollout.dynamic_sampling:
         rollout, sampled = refill(
             rollout,

@@ -1,4 +1,4 @@
-"""The reliability campaign, and the page that it writes: `python tests/reliability/campaign.py` (or `make reliability`).
+"""The reliability campaign and the page that it writes: `make reliability`, or `python tests/reliability/campaign.py`.
 
 Every block of work adds one line to a record as it ends, so that a campaign that was stopped goes on where it was;
 `--only PART` runs one part, `--page` writes the page from the record alone.

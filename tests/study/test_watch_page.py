@@ -1,95 +1,14 @@
-"""The live page and the report's token view in a real headless browser, clicked and typed at.
-
-Without a browser these are skipped on a developer's machine and fail under CI=true.
-"""
+"""The live page and the report's token view in a real headless browser, clicked and typed at."""
 
 import json
-import os
-import socket
-import threading
-from contextlib import contextmanager
 
-import pytest
-from browser import NAMES, Browser, find_browser
+from browser import lines, serving, text
 from synthetic import write_study
-from token_files import write_step
 
 from moe_rl.study import RunWriter, load
 from moe_rl.study.report import render_report
-from moe_rl.study.watch import make_server
 
 TOKEN = "[data-update='2'] [data-token='1']"
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    path = find_browser()
-    if path is None:
-        message = f"no browser found (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium"
-        if os.environ.get("CI", "").lower() in ("1", "true"):
-            pytest.fail(message)
-        pytest.skip(message)
-    browser = Browser(path)
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-def browser(chromium):
-    chromium.complaints.clear()
-    chromium.requests.clear()
-    chromium.look(1400, 900)
-    yield chromium
-    chromium.open("about:blank")
-    assert chromium.complaints == []
-
-
-@pytest.fixture
-def study(tmp_path):
-    folder = write_study(
-        tmp_path / "s",
-        ("grpo", "grpo_replay", "gspo", "gspo_noise"),
-        (0, 1),
-        6,
-        tokens_every=99,
-        unfinished=(("gspo", 1),),
-    )
-    for path in folder.glob("*/seed*/tokens/*"):
-        path.unlink()
-    write_step(folder / "grpo" / "seed0", 3)
-    write_step(folder / "grpo" / "seed0", 5)
-    return folder
-
-
-@contextmanager
-def serving(folder):
-    """The address of a running server. A port of its own: the browser keeps connections to servers of earlier tests."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = make_server(folder, port)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-@pytest.fixture
-def url(study):
-    with serving(study) as address:
-        yield address
-
-
-def lines(browser, chart="reward"):
-    return browser.js(f"document.querySelectorAll('#chart-{chart} .thick path').length")
-
-
-def text(browser, selector):
-    return browser.js(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
 
 
 def test_runs_curves_and_heat_map_are_drawn_and_legend_and_condition_choose(browser, url):

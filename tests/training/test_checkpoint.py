@@ -162,7 +162,7 @@ def test_an_edited_state_is_refused(tmp_path):
     ("damage", "said"),
     [
         (lambda lines: [lines[0], lines[1][:9] + b"\x00" + lines[1][10:], *lines[2:]], "line 2 is damaged"),
-        (lambda lines: lines[:2], "of the .* bytes that were there"),
+        (lambda lines: lines[:2], "of the .* bytes that were written"),
         (lambda lines: [], "it has 0 of the"),
         (lambda lines: [lines[0].replace(b"0.5", b"0.6"), *lines[1:]], "not what was written"),
     ],
