@@ -19,6 +19,7 @@ import yaml
 
 from moe_rl.files import sole_writer, sweep, write_atomic
 from moe_rl.policy.models import check_machine, seeded
+from moe_rl.processes import keep_freed_memory
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.rollout.user_code import checked_reward, user_code
@@ -58,6 +59,8 @@ def run_one(
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
     choose_threads(config)
+    if config.model.path is None:
+        keep_freed_memory()
     config = dataclasses.replace(config, model=seeded(config.model, config.seed))
     validate(config)
     check_here(config)
