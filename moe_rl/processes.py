@@ -1,6 +1,5 @@
 """Processes: that end with the one that started them, that keep their memory. Every room may use it; it knows none."""
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -31,17 +30,19 @@ def end_with_parent(parent: int, poll_seconds: float = 0.5) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory() -> bool:
     """Let the C library keep what is freed for the next tensor.
 
     By default it gives blocks of megabytes back to the system and gets them anew, page by page, as a small model's
     forward of some thousand tokens does at every operation: a quarter to a third of its CPU time. The memory of such a
     model is small; with a large one, do not call this. Blocks of 32 MiB and more are given back all the same. glibc
-    only, elsewhere nothing happens.
+    only, elsewhere nothing happens. Whether it was done.
     """
     if sys.platform != "linux":
-        return
-    with contextlib.suppress(OSError, AttributeError):
+        return False
+    wanted = (M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)
+    try:
         libc = ctypes.CDLL("libc.so.6")
-        for option, value in ((M_MMAP_THRESHOLD, 2**25), (M_TRIM_THRESHOLD, 2**31 - 1), (M_TOP_PAD, 2**26)):
-            libc.mallopt(option, value)
+        return all(libc.mallopt(option, value) for option, value in wanted)
+    except (OSError, AttributeError):  # another C library
+        return False
