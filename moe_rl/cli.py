@@ -4,7 +4,9 @@ study NAME|FILE  all arms and seeds of a study, resuming what is unfinished; the
 run NAME|FILE    one arm and seed
 figures DIR      draw the figures and the report of a study folder again
 watch DIR        follow a study in the browser
-drift OLD NEW    how the routing of two checkpoints differs
+drift OLD NEW    how the routing of two or more checkpoints differs
+floor MODEL      what arithmetic alone changes at equal weights
+check-routes     whether captured routes are those that a model chooses
 doctor [FILE]    what this machine can run, and what a study would need
 
 Help and mistakes answer before torch is imported.
@@ -199,7 +201,7 @@ def watch_verb(arguments: list[str]) -> None:
         """Serve a page that follows a running or finished study, to this machine only."""
 
         folder: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-        """A study folder, e.g. runs/replay_vs_gspo, or one run's."""
+        """A study folder, e.g. runs/replay_vs_gspo, one run's, or a folder of studies, e.g. runs."""
         port: int = 0
         """0: 8765 or the next free one."""
         open: bool = False
@@ -217,24 +219,80 @@ def drift_verb(arguments: list[str]) -> None:
 
     from moe_rl.drift.options import DriftOptions
 
-    @dataclass(frozen=True)
+    @dataclass(frozen=True, kw_only=True)
     class Options(DriftOptions):
-        """Compare the routing of two checkpoints of one architecture on a text."""
+        """Compare the routing of checkpoints of one architecture on a text: OLD and NEW, or a series, each against the
+        first."""
 
-        old: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OLD")]
-        """The first checkpoint: a folder in hub format or a hub id."""
-        new: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NEW")]
-        """The second, of the same architecture."""
+        checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="OLD NEW [...]")] = ()
+        """Folders in hub format, run folders or hub ids; a folder that holds several checkpoints stands for them."""
+        old: tyro.conf.Suppress[str] = ""
+        new: tyro.conf.Suppress[str] = ""
 
     options = parse(Options, arguments, "moe-rl drift")
+    from moe_rl.drift.choose import chosen
+    from moe_rl.drift.options import SeriesOptions, pick
     from moe_rl.drift.run import run_drift, say
+    from moe_rl.drift.series import run_series, say_series
 
+    paths = chosen(options.checkpoints)
     try:
-        say(run_drift(options))
+        if len(paths) == 2:
+            say(run_drift(replace(pick(DriftOptions, options), old=paths[0], new=paths[1])))
+        else:
+            say_series(run_series(replace(pick(SeriesOptions, options), checkpoints=tuple(paths))))
     except KeyboardInterrupt:
-        fail("interrupted; nothing was written", 130)
+        series = "; what a series had measured is in OUTPUT.partial" if len(paths) > 2 else "; nothing was written"
+        fail(f"interrupted{series}", 130)
     except OSError as error:
         fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}; nothing was written")
+
+
+@verb
+def floor_verb(arguments: list[str]) -> None:
+    import tyro
+
+    from moe_rl.drift.floor_options import FloorOptions
+
+    @dataclass(frozen=True)
+    class Options(FloorOptions):
+        """Measure what arithmetic alone does to a model's routes and log-probabilities at equal weights: batch shape,
+        padding, decoding, dtype, experts implementation, merged adapters; and how much of it is routing."""
+
+        model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+        """A folder in hub format, a hub id, or a folder of LoRA adapters (PEFT)."""
+
+    options = parse(Options, arguments, "moe-rl floor")
+    from moe_rl.drift.floor_run import report, run_floor
+
+    try:
+        report(run_floor(options), options.json)
+    except KeyboardInterrupt:
+        fail("interrupted; what was measured is in the folder OUTPUT.partial (floor.json, floor.csv)", 130)
+    except OSError as error:
+        fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}")
+
+
+@verb
+def check_routes_verb(arguments: list[str]) -> None:
+    import tyro
+
+    from moe_rl.drift.options import CheckOptions
+
+    @dataclass(frozen=True)
+    class Options(CheckOptions):
+        """Whether captured routes are what a model says when it scores the same tokens; names the fault if they are
+        not: all zeros, wrong shape, a shift, permuted layers, physical ids, duplicates, ids out of range, prefix-cache
+        hits. Exit status 0 if they are the model's within its arithmetic, else 1."""
+
+        file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
+        """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line) or .pt (a
+        dump of slime)."""
+
+    options = parse(Options, arguments, "moe-rl check-routes")
+    from moe_rl.drift.check import run_check
+
+    sys.exit(run_check(options))
 
 
 @verb

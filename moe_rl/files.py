@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -110,7 +111,31 @@ def sole_writer(folder: Path, command: str = "") -> Iterator[None]:
         file.truncate()
         file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%F %T')}: {command}")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            file.truncate(0)  # nobody writes here now
+
+
+def still_written(folder: Path) -> bool | None:
+    """Whether the last `sole_writer` of a folder still has it; None where that cannot be told: none ever was, or it is
+    of another machine. A process that was killed is told by its number, which another may have by now."""
+    try:
+        held = (folder / ".lock").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    match = re.match(r"process (\d+) on (\S*), since ", held)
+    if match is None:
+        return None if held else False
+    if match[2] != platform.node() or os.name == "nt":
+        return None
+    try:
+        os.kill(int(match[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def write_json(path: Path, value: Any) -> Path:

@@ -16,7 +16,9 @@ SUMMARY = {
     "run": "run one arm with one seed",
     "figures": "draw figures and report of a study again, from its run folders",
     "watch": "follow a study in the browser",
-    "drift": "how the routing of two checkpoints differs, whatever trained them",
+    "drift": "how the routing of two or more checkpoints differs, whatever trained them",
+    "floor": "what arithmetic alone does to a model's routes and log-probabilities, and how much is routing",
+    "check-routes": "whether captured routes are those that a model chooses, and what is wrong with them",
     "doctor": "what this machine can run, and what a study would need",
 }
 """The commands, in the order of the help."""

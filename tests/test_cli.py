@@ -79,7 +79,7 @@ def test_the_first_page_has_the_arms_and_the_options_that_people_use(study, caps
     assert "--probe.decompose-every" not in page
     assert page.splitlines()[0] == "usage: moe-rl study micro.yaml [options]"
     assert "NAME|FILE" in refused(capsys, "study", "--help", status=0)
-    assert re.search(r"usage: moe-rl drift .* OLD NEW\n", refused(capsys, "drift", "--help", status=0))
+    assert re.search(r"usage: moe-rl drift .* OLD NEW \[\.\.\.\]\n", refused(capsys, "drift", "--help", status=0))
 
 
 def test_help_and_mistakes_answer_without_importing_torch(study):
@@ -206,6 +206,10 @@ def test_a_run_resumes_and_a_folder_of_another_configuration_is_refused(study, c
     assert capsys.readouterr().out == "already done: out\n"
     message = refused(capsys, *run, "--optim.steps", "5")
     assert "optim.steps: 2 there, 5 now" in message and "Nothing was overwritten" in message
+    table = next((folder / "tokens").iterdir())
+    table.rename(folder / "elsewhere")
+    assert f"{Path('out/tokens') / table.name} is missing. Without it the run is not" in refused(capsys, *run)
+    (folder / "elsewhere").rename(table)
     (folder / "DONE").unlink()
     (folder / "checkpoint" / "model.safetensors").write_bytes(b"short")
     assert "model.safetensors is damaged" in refused(capsys, *run)

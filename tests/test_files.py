@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_rl.files import InUseError, atomic_file, sole_writer, sweep, write_tensors
+from moe_rl.files import InUseError, atomic_file, sole_writer, still_written, sweep, write_tensors
 
 HOLD = """
 import sys, time
@@ -55,10 +55,20 @@ def test_one_writer_a_folder_and_the_lock_dies_with_its_holder(tmp_path):
         ):
             pass
     finally:
+        assert still_written(tmp_path)
         holder.kill()
         holder.wait()
+    assert still_written(tmp_path) is False
     with sole_writer(tmp_path, "the next one"):
         assert "the next one" in (tmp_path / ".lock").read_text()
+        assert still_written(tmp_path)
+    assert still_written(tmp_path) is False, "let go of, by a process that lives"
+
+
+def test_a_writer_of_another_machine_or_none_is_not_judged(tmp_path):
+    assert still_written(tmp_path) is None
+    (tmp_path / ".lock").write_text("process 1 on elsewhere, since 2026-01-01 00:00:00: moe-rl run")
+    assert still_written(tmp_path) is None
 
 
 PARENT = """

@@ -1,8 +1,13 @@
-"""`moe-rl drift OLD NEW --prompts FILE`: what changed in routing between any two checkpoints, whatever trained them.
+"""`moe-rl drift OLD NEW [...] --prompts FILE`: what changed in routing between checkpoints, whatever trained them;
+`moe-rl floor MODEL --prompts FILE`: what arithmetic alone changes.
 
 - `prompts`      the text, streamed
 - `checkpoints`  the pair, checked and loaded
 - `passes`       the forwards, with both models or one at a time
 - `tally`        what is counted
-- `run`          all of it, and what is written
+- `gates`        routers of one on the body of the other
+- `run`          all of a pair, and what is written
+- `series`       the same of n checkpoints, one model in memory at a time
+- `floor_run`    `moe-rl floor`, on `moe_rl.measure.arithmetic`
+- `plot`         inline views for notebooks
 """

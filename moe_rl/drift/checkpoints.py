@@ -1,6 +1,6 @@
-"""Two checkpoints of one architecture: checked by their configurations, then loaded."""
+"""Checkpoints of one architecture: checked by their configurations, then loaded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +31,8 @@ SAMPLE = ("The quick brown fox.", " 12+34=46\n", "(a*b) - c_d", "naïve Ω 漢�
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What is known of the pair before its weights are read."""
+    """What is known of them before their weights are read."""
 
-    old: str
-    new: str
     tokenizer: Any
     model_type: str
     sites: tuple[str, ...]
@@ -44,46 +42,49 @@ class Checkpoints:
 
 @contextmanager
 def named(which: str) -> Iterator[None]:
-    """Errors of loading say which of the two it was."""
+    """Errors of loading say which of them it was."""
     try:
         yield
     except ModelError as error:
         raise DriftError(str(error).replace("model.path", which)) from error
 
 
-def check(old: str, new: str, tokenizer: str | None = None, trust_remote_code: bool = False) -> Checkpoints:
-    """Whether the two can be compared, from configurations and tokenizers alone. Raises DriftError."""
-    skeletons = {}
-    for which, path in (("OLD", old), ("NEW", new)):
-        with named(which):
-            skeletons[which] = _skeleton(which, check_path(path), trust_remote_code)
-    a, b = skeletons["OLD"], skeletons["NEW"]
-    if type(a) is not type(b):
-        raise DriftError(
-            f"two architectures: OLD is {type(a).__name__}, NEW is {type(b).__name__}. Routes can only be "
-            "compared, and replayed, between checkpoints of one architecture."
-        )
-    for name in SIZES:
-        ours, theirs = (getattr(model.config, name, None) for model in (a, b))
-        if ours != theirs:
-            raise DriftError(f"two architectures: {name} is {ours} in OLD and {theirs} in NEW")
-    shapes = [{name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} for model in (a, b)]
-    for name in sorted(shapes[0].keys() | shapes[1].keys()):
-        if shapes[0].get(name) != shapes[1].get(name):
+def check(paths: Mapping[str, str], tokenizer: str | None = None, trust_remote_code: bool = False) -> Checkpoints:
+    """Whether checkpoints can be compared, from configurations and tokenizers alone. Raises DriftError.
+
+    paths: what each is called in messages (OLD, NEW) -> folder or hub id; all are held against the first.
+    """
+    (first, path), *others = paths.items()
+    a = _skeleton(first, path, trust_remote_code)
+    shapes = _shapes(a)
+    for name, path in others:
+        b = _skeleton(name, path, trust_remote_code)
+        if type(a) is not type(b):
             raise DriftError(
-                f"two architectures: {name} is {shapes[0].get(name)} in OLD and {shapes[1].get(name)} in NEW"
+                f"two architectures: {first} is {type(a).__name__}, {name} is {type(b).__name__}. Routes can only be "
+                "compared, and replayed, between checkpoints of one architecture."
             )
-    sites = tuple(site.name for site in routing_sites(a))
-    length = getattr(a.config, "max_position_embeddings", None)
+        for size in SIZES:
+            ours, theirs = (getattr(model.config, size, None) for model in (a, b))
+            if ours != theirs:
+                raise DriftError(f"two architectures: {size} is {ours} in {first} and {theirs} in {name}")
+        found = _shapes(b)
+        for tensor in sorted(shapes.keys() | found.keys()):
+            if shapes.get(tensor) != found.get(tensor):
+                raise DriftError(
+                    f"two architectures: {tensor} is {shapes.get(tensor)} in {first} and {found.get(tensor)} in {name}"
+                )
     return Checkpoints(
-        old,
-        new,
-        _tokenizer(old, new, tokenizer, trust_remote_code),
+        _tokenizer(paths, tokenizer, trust_remote_code),
         a.config.model_type,
-        sites,
+        tuple(site.name for site in routing_sites(a)),
         sum(parameter.numel() for parameter in a.parameters()),
-        length,
+        getattr(a.config, "max_position_embeddings", None),
     )
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def check_device(name: str | None) -> torch.device:
@@ -101,9 +102,9 @@ def check_device(name: str | None) -> torch.device:
     return device
 
 
-def check_dtype(name: str) -> str:
+def check_dtype(name: str, option: str = "--dtype") -> str:
     if name not in DTYPES:
-        raise DriftError(f"--dtype: unknown {name!r}; expected one of {', '.join(DTYPES)}")
+        raise DriftError(f"{option}: unknown {name!r}; expected one of {', '.join(DTYPES)}")
     return name
 
 
@@ -114,7 +115,7 @@ def fits_twice(parameters: int, dtype: str, device: torch.device) -> bool:
 
 
 def load(which: str, path: str, dtype: str, device: torch.device, trust_remote_code: bool) -> nn.Module:
-    """The model of OLD or NEW, in eval mode on its device."""
+    """One of the models, in eval mode on its device; `which` names it in messages."""
     with named(which):
         model = load_model(path, ModelConfig(path=path, dtype=dtype, trust_remote_code=trust_remote_code))
     return model.to(device).eval()
@@ -122,6 +123,8 @@ def load(which: str, path: str, dtype: str, device: torch.device, trust_remote_c
 
 def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:
     """The model without weights."""
+    with named(which):
+        path = check_path(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
@@ -135,34 +138,39 @@ def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:
     return model
 
 
-def _tokenizer(old: str, new: str, chosen: str | None, trust_remote_code: bool) -> Any:
-    """The tokenizer of both; one that was named explicitly is taken at the user's word."""
+def _tokenizer(paths: Mapping[str, str], chosen: str | None, trust_remote_code: bool) -> Any:
+    """The tokenizer of all; one that was named explicitly is taken at the user's word."""
     if chosen is not None:
         with named("--tokenizer"):
             return load_tokenizer(chosen, trust_remote_code)
-    found = {}
-    for which, path in (("OLD", old), ("NEW", new)):
+    first, ours = "", None
+    for which, path in paths.items():
         with named(which):
             try:
-                found[which] = load_tokenizer(path, trust_remote_code)
+                theirs = load_tokenizer(path, trust_remote_code)
             except ModelError as error:
-                raise ModelError(f"{error} Or name one that serves both: --tokenizer PATH.") from error
-    ours, theirs = found["OLD"], found["NEW"]
+                whom = "one" if len(paths) == 1 else "one that serves both" if len(paths) == 2 else "one for all"
+                raise ModelError(f"{error} Or name {whom}: --tokenizer PATH.") from error
+        if ours is None:
+            first, ours = which, theirs
+        else:
+            _same_tokens(ours, theirs, first, which)
+    return ours
+
+
+def _same_tokens(ours: Any, theirs: Any, first: str, which: str) -> None:
+    remedy = "If one of them is right for both, name it: --tokenizer PATH."
     a, b = ours.get_vocab(), theirs.get_vocab()
     differ = sorted(token for token in a.keys() | b.keys() if a.get(token) != b.get(token))
     if differ:
         token = differ[0]
         raise DriftError(
-            f"two tokenizers: {len(differ)} tokens differ, the first is {token!r} ({a.get(token)} in OLD, "
-            f"{b.get(token)} in NEW). If one of them is right for both, name it: --tokenizer PATH."
+            f"two tokenizers: {len(differ)} tokens differ, the first is {token!r} ({a.get(token)} in {first}, "
+            f"{b.get(token)} in {which}). {remedy}"
         )
     for text in SAMPLE:
         if _encoded(ours, text) != _encoded(theirs, text):
-            raise DriftError(
-                f"two tokenizers: one vocabulary, but {text!r} becomes other tokens. If one of them is right for both, "
-                "name it: --tokenizer PATH."
-            )
-    return ours
+            raise DriftError(f"two tokenizers: one vocabulary, but {text!r} becomes other tokens. {remedy}")
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int] | None:

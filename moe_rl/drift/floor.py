@@ -75,10 +75,8 @@ class Floor:
         Empty where nothing was measured."""
         found: dict[str, Any] = {}
         for name, variant, counts in self._measured():
-            changed = {"slot": counts.slots_changed, "site": counts.sites_changed, "token": counts.tokens_changed}
-            of = {"slot": counts.slots_total, "site": counts.sites_total, "token": counts.tokens_total}
-            rates = {k: {"rate": changed[k] / of[k] if of[k] else None, "changed": changed[k], "of": of[k]} for k in of}
-            gap = variant.gap_sum / of["token"] if of["token"] else None
+            rates = rates_of(counts)
+            gap = variant.gap_sum / counts.tokens_total if counts.tokens_total else None
             found[name] = {"detail": variant.detail, **rates, "gap_mean": gap, "gap_max": variant.gap_max}
         return found
 
@@ -129,4 +127,14 @@ class Floor:
                 yield name, variant, variant.counts
 
 
-__all__ = ["Floor"]
+def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
+    """Slot, site and token change: rate, numerator, denominator."""
+    pairs = {
+        "slot": (counts.slots_changed, counts.slots_total),
+        "site": (counts.sites_changed, counts.sites_total),
+        "token": (counts.tokens_changed, counts.tokens_total),
+    }
+    return {name: {"rate": a / b if b else float("nan"), "changed": a, "of": b} for name, (a, b) in pairs.items()}
+
+
+__all__ = ["Floor", "rates_of"]

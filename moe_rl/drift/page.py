@@ -13,6 +13,8 @@ from markupsafe import Markup
 from moe_rl.drift import figures as figures_of
 from moe_rl.drift import ratio_figures as ratios_of
 from moe_rl.drift.tally import Tally
+from moe_rl.drift.verdict import pair_verdict, swap_sentence
+from moe_rl.drift.words import number, percent
 from moe_rl.measure.moments import PARTS
 from moe_rl.study.figures.floor import WORDS
 from moe_rl.study.figures.routing import short_sites
@@ -65,8 +67,8 @@ def floor_text(facts: dict[str, Any], reasons: bool = True) -> str:
         rows = [row for variant, row in floor.get("variants", {}).items() if variant in variants]
         if rows:
             rates = [max(row[level]["rate"] or 0.0 for row in rows) for level in ("slot", "site", "token")]
-            changed = ", ".join(f"{_percent(rate)} of {what}" for rate, what in zip(rates, UNITS, strict=True))
-            gap = _number(max(row["gap_max"] for row in rows))
+            changed = ", ".join(f"{percent(rate)} of {what}" for rate, what in zip(rates, UNITS, strict=True))
+            gap = number(max(row["gap_max"] for row in rows))
             parts.append(f"{WORDS[name]} changes {changed} and moves a log-probability by up to {gap} nats")
     if not parts:
         return ""
@@ -95,12 +97,12 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
         (
             "Expert change",
             "; ".join(
-                f"{_percent(row['rate'])} of {name}s{_interval(row)}"
+                f"{percent(row['rate'])} of {name}s{_interval(row)}"
                 for name, row in ((name, change[name]) for name in ("slot", "site", "token"))
             )
-            + f". {_number(facts['flips_per_token'])} sites change per token"
+            + f". {number(facts['flips_per_token'])} sites change per token"
             + (
-                f", with {_number(facts['overdispersion'])} times the variance of independent sites."
+                f", with {number(facts['overdispersion'])} times the variance of independent sites."
                 if facts["overdispersion"] is not None
                 else "."
             ),
@@ -108,6 +110,8 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if floor := floor_text(facts):
         found.append(("Noise floor", floor))
+    if swap := swap_sentence(facts.get("gate_swap")):
+        found.append(("Routers or body", swap))
     natural, replayed = parts["token_variance"], parts["token_var_weight"]
     if not natural:
         text = "Natural and replayed log-ratios do not vary: the two checkpoints say the same of this text."
@@ -116,22 +120,22 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
     found.append(
         (
             "Log-ratio",
-            f"Variance by token {_number(natural)} nats² natural, {_number(replayed)} under replay of the old routes; "
-            f"by sequence mean {_number(sequence)} and {_number(weight_mean)}. k3 {_number(kl['k3_natural'])} and "
-            f"{_number(kl['k3_replayed'])} nats per token.",
+            f"Variance by token {number(natural)} nats² natural, {number(replayed)} under replay of the old routes; "
+            f"by sequence mean {number(sequence)} and {number(weight_mean)}. k3 {number(kl['k3_natural'])} and "
+            f"{number(kl['k3_replayed'])} nats per token.",
         )
     )
     for level, name in (("token", "Token (GRPO's ratio)"), ("sequence", "Sequence mean (GSPO's ratio)")):
-        of = [f"{_percent(parts[f'{level}_share_{part}'])} {part}" for part in PARTS]
+        of = [f"{percent(parts[f'{level}_share_{part}'])} {part}" for part in PARTS]
         found.append(("Where it comes from", f"{name}: {', '.join(of)}."))
     averaging, effect = parts["averaging_routing"], parts["design_effect_routing"]
     text = "The routing part does not vary: there is nothing to remove."
     if averaging is not None:
         text = (
-            f"The mean over a sequence divides the variance of the routing part by {_number(averaging)}; independent "
-            f"tokens would give {_number(parts['harmonic_length'])} (harmonic mean length). What is left is "
-            f"{_number(effect)} times what independent tokens would leave; for the weight part, "
-            f"{_number(parts['design_effect_weight'])} times."
+            f"The mean over a sequence divides the variance of the routing part by {number(averaging)}; independent "
+            f"tokens would give {number(parts['harmonic_length'])} (harmonic mean length). What is left is "
+            f"{number(effect)} times what independent tokens would leave; for the weight part, "
+            f"{number(parts['design_effect_weight'])} times."
         )
     return [*found, ("Does averaging remove it?", text)]
 
@@ -160,25 +164,26 @@ def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure
     table += [
         (
             f"2 Cov({a}, {b})",
-            [text for level in levels for text in (_number(_twice(parts[f"{level}_cov_{a}_{b}"])), "")],
+            [text for level in levels for text in (number(_twice(parts[f"{level}_cov_{a}_{b}"])), "")],
         )
         for a, b in combinations(PARTS, 2)
     ]
     return environment.get_template("drift/drift.html.j2").render(
         facts=facts,
+        verdict=pair_verdict(facts),
         topics=_by_topic(summary(facts)),
         figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
         pattern=pattern,
         heads=[head for head, _, _ in columns],
         rows=rows,
         parts=table,
-        totals=[_number(parts[f"{level}_variance"]) for level in levels],
+        totals=[number(parts[f"{level}_variance"]) for level in levels],
         settings=[(name, _plain(value)) for name, value in {**facts["settings"], **facts["environment"]}.items()],
     )
 
 
 def _cells(parts: dict[str, Any], level: str, variance: str, share: str) -> tuple[str, str]:
-    return _number(parts[f"{level}_{variance}"]), _percent(parts[f"{level}_{share}"])
+    return number(parts[f"{level}_{variance}"]), percent(parts[f"{level}_{share}"])
 
 
 def _twice(value: float | None) -> float | None:
@@ -192,23 +197,10 @@ def _by_topic(pairs: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
     return list(topics.items())
 
 
-def _number(value: float | None) -> str:
-    """Three digits; without an exponent where that stays short."""
-    if value is None or not np.isfinite(value):
-        return "–"
-    return f"{value:.3g}".replace("-", "−")
-
-
-def _percent(value: float | None) -> str:
-    if value is None or not np.isfinite(value):
-        return "–"
-    return f"{100 * value:.3g} %".replace("-", "−")
-
-
 def _interval(row: dict[str, Any]) -> str:
     if row["low"] is None or not row["changed"]:
         return ""
-    return f" [{_percent(row['low'])[:-2]}, {_percent(row['high'])[:-2]}]"
+    return f" [{percent(row['low'])[:-2]}, {percent(row['high'])[:-2]}]"
 
 
 def _plain(value: Any) -> str:
@@ -216,12 +208,12 @@ def _plain(value: Any) -> str:
 
 
 COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [
-    ("Slots changed", "slot_change", _percent),
-    ("Tokens changed", "site_change", _percent),
-    ("Load moved", "load_moved", _percent),
-    ("Load cv, old", "load_cv_old", _number),
-    ("new", "load_cv_new", _number),
-    ("Median margin", "margin_median", _number),
-    ("Var, alone", "token_var_alone", _number),
-    ("Var, last", "token_var_last", _number),
+    ("Slots changed", "slot_change", percent),
+    ("Tokens changed", "site_change", percent),
+    ("Load moved", "load_moved", percent),
+    ("Load cv, old", "load_cv_old", number),
+    ("new", "load_cv_new", number),
+    ("Median margin", "margin_median", number),
+    ("Var, alone", "token_var_alone", number),
+    ("Var, last", "token_var_last", number),
 ]

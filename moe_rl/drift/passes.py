@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from moe_rl.drift.floor import Floor
+from moe_rl.drift.gates import gates_of, with_gates
+from moe_rl.drift.output import Tick
 from moe_rl.drift.prompts import TextBatch
 from moe_rl.measure.decompose import Decomposition, combine, score_sites
-from moe_rl.measure.scoring import Scored, score_live, score_replayed
+from moe_rl.measure.scoring import Scored, TokenBatch, score_live, score_replayed
 from moe_rl.routing import RoutedExperts, record_margins
-
-Tick = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,22 @@ class Measured:
     batch: TextBatch
     parts: Decomposition
     margins: Float[Tensor, "B T L"]
+    swapped: tuple[RoutedExperts, RoutedExperts] | None = None
+    """Routes of new routers on the old body, and of old routers on the new body."""
 
 
 def with_both(
-    old: nn.Module, new: nn.Module, batches: Iterator[TextBatch], per_site: bool, floor: Floor, tick: Tick
+    old: nn.Module,
+    new: nn.Module,
+    batches: Iterator[TextBatch],
+    per_site: bool,
+    gate_swap: bool,
+    floor: Floor,
+    tick: Tick,
 ) -> Iterator[Measured]:
-    """Both models in memory: four forwards of every batch, and those of the sites; of the first ones, the floor's."""
+    """Both models in memory: four forwards of every batch, two for swapped routers, and those of the sites; of the
+    first batches, the floor's."""
+    gates = (gates_of(old), gates_of(new)) if gate_swap else None
     for batch in batches:
         text = batch.text
         with record_margins(old) as margins:
@@ -40,7 +50,10 @@ def with_both(
         replayed = score_replayed(new, text, before.routes, after.routes)
         rerouted = score_replayed(old, text, after.routes, before.routes)
         sites = score_sites(new, text, before.routes, after) if per_site else None
-        yield Measured(batch, combine(text, before, after, replayed, rerouted, sites), margins.values)
+        swapped = None
+        if gates is not None:
+            swapped = _routes_with(old, gates[1], text), _routes_with(new, gates[0], text)
+        yield Measured(batch, combine(text, before, after, replayed, rerouted, sites), margins.values, swapped)
         tick()
 
 
@@ -49,6 +62,7 @@ def one_at_a_time(
     load_new: Callable[[], nn.Module],
     batches: Callable[[], Iterator[TextBatch]],
     per_site: bool,
+    gate_swap: bool,
     cache: Path,
     floor: Floor,
     tick: Tick,
@@ -64,37 +78,53 @@ def one_at_a_time(
         with record_margins(model) as margins:
             before = score_live(model, batch.text)
         floor.add(model, batch.text, before)
-        _keep(cache, f"old_{number}", before, margins=margins.values)
+        keep_scored(cache, f"old_{number}", before, margins=margins.values)
         tick()
     floor.close()
+    old_gates = gates_of(model)
     del model  # before the next one comes
     model = load_new()
     for number, batch in enumerate(batches()):
-        before, _ = _kept(cache, f"old_{number}")
+        before, _ = kept_scored(cache, f"old_{number}")
         after = score_live(model, batch.text)
         more = {"replayed": score_replayed(model, batch.text, before.routes, after.routes)}
         if per_site:
             more["alone"], more["others"] = score_sites(model, batch.text, before.routes, after)
-        _keep(cache, f"new_{number}", after, **more)
+        keep_scored(cache, f"new_{number}", after, **more)
+        if gate_swap:
+            _routes_with(model, old_gates, batch.text).save(cache / f"body_{number}.routes")
         tick()
+    new_gates = gates_of(model)
     del model
     model = load_old()
     for number, batch in enumerate(batches()):
-        (before, known), (after, more) = _kept(cache, f"old_{number}"), _kept(cache, f"new_{number}")
+        (before, known), (after, more) = kept_scored(cache, f"old_{number}"), kept_scored(cache, f"new_{number}")
         rerouted = score_replayed(model, batch.text, after.routes, before.routes)
         sites = (more["alone"], more["others"]) if per_site else None
         parts = combine(batch.text, before, after, more["replayed"], rerouted, sites)
+        swapped = None
+        if gate_swap:
+            body = RoutedExperts.load(cache / f"body_{number}.routes")
+            swapped = _routes_with(model, new_gates, batch.text), body
         for file in cache.glob(f"*_{number}.*"):
             file.unlink()
-        yield Measured(batch, parts, known["margins"])
+        yield Measured(batch, parts, known["margins"], swapped)
         tick()
 
 
-def _keep(cache: Path, name: str, scored: Scored, **tensors: Tensor) -> None:
+def _routes_with(model: nn.Module, gates: dict[str, Tensor], text: TokenBatch) -> RoutedExperts:
+    with with_gates(model, gates):
+        return score_live(model, text).routes
+
+
+def keep_scored(cache: Path, name: str, scored: Scored, **tensors: Tensor) -> None:
+    """Write one batch's scores, and further tensors, under a name."""
+    cache.mkdir(parents=True, exist_ok=True)
     scored.routes.save(cache / f"{name}.routes")
     save_file({"logps": scored.logps, **{k: v.contiguous() for k, v in tensors.items()}}, cache / f"{name}.logps")
 
 
-def _kept(cache: Path, name: str) -> tuple[Scored, dict[str, Tensor]]:
+def kept_scored(cache: Path, name: str) -> tuple[Scored, dict[str, Tensor]]:
+    """Read them again, bit for bit."""
     tensors = load_file(cache / f"{name}.logps")
     return Scored(tensors.pop("logps").to(torch.float64), RoutedExperts.load(cache / f"{name}.routes")), tensors

@@ -1,13 +1,15 @@
-"""The text that checkpoints are compared on: a JSONL file, checked whole before a model is loaded, then streamed."""
+"""The text that is measured on: JSONL, Parquet or plain text, checked whole before a model is loaded, then streamed."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
+from moe_rl.checks import parse_json
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.scoring import TokenBatch
 
@@ -15,6 +17,10 @@ FORMS = (
     '{"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or '
     '{"messages": [{"role": ..., "content": ...}]}'
 )
+
+
+KEYS = ("text", "prompt", "completion", "messages")
+TABLES = (".parquet", ".pq")
 
 
 @dataclass(frozen=True)
@@ -49,11 +55,14 @@ def check_file(path: Path, tokenizer: Any) -> int:
         number += 1
         if _is_chat(row) and not getattr(tokenizer, "chat_template", None):
             raise DriftError(
-                f"{path} line {line} holds chat messages, and the tokenizer of OLD has no chat template to turn them "
+                f"{path} line {line} holds chat messages, and the tokenizer has no chat template to turn them "
                 "into text. Write them out as prompt and completion, or name a tokenizer that has one (--tokenizer)."
             )
     if not number:
-        raise DriftError(f"{path} holds no examples; expected one JSON object per line: {FORMS}")
+        raise DriftError(
+            f"{path} holds no examples; expected one JSON object per line ({FORMS}), the same as columns of a "
+            ".parquet, or a .txt of one text per line"
+        )
     return number
 
 
@@ -126,20 +135,47 @@ def _is_chat(row: dict[str, Any]) -> bool:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line or row from 1, example) of a file: `.txt` a text per line, `.parquet` a row each, any other JSONL."""
     if not path.is_file():
         raise DriftError(f"--prompts: there is no file {path}")
+    kind = path.suffix.lower()
+    for number, row in _table(path) if kind in TABLES else _lines(path, plain=kind == ".txt"):
+        problem = _problem(row)
+        if problem:
+            unit = "row" if kind in TABLES else "line"
+            raise DriftError(f"{path} {unit} {number}: {problem}; expected {FORMS}")
+        yield number, row
+
+
+def _lines(path: Path, plain: bool) -> Iterator[tuple[int, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line.decode("utf-8-sig"))
+                text = line.decode("utf-8-sig")
+                row = {"text": text.rstrip("\r\n")} if plain else parse_json(text)
             except ValueError as error:  # json's and unicode's errors are ValueErrors
-                raise DriftError(f"{path} line {number} is not JSON ({error}); expected {FORMS}") from error
-            problem = _problem(row)
-            if problem:
-                raise DriftError(f"{path} line {number}: {problem}; expected {FORMS}")
+                what, wanted = ("UTF-8 text", "one text per line") if plain else ("JSON", FORMS)
+                raise DriftError(f"{path} line {number} is not {what} ({error}); expected {wanted}") from error
             yield number, row
+
+
+def _table(path: Path) -> Iterator[tuple[int, Any]]:
+    """Rows of a Parquet file; a column without a value in a row is not there."""
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            columns = [name for name in file.schema_arrow.names if name in KEYS]
+            if not columns:
+                names = ", ".join(map(repr, file.schema_arrow.names[:5]))
+                raise DriftError(f"{path} has none of the columns {', '.join(KEYS)} ({names}); expected {FORMS}")
+            for batch in file.iter_batches(batch_size=256, columns=columns):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, {name: value for name, value in row.items() if value is not None}
+    except pa.ArrowException as error:
+        raise DriftError(f"{path} is no Parquet file: {error}") from error
 
 
 def _problem(row: Any) -> str | None:
@@ -154,7 +190,7 @@ def _problem(row: Any) -> str | None:
             isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
         ):
             return "messages must be a list of objects with role and content, not empty"
-    for key in ("text", "prompt", "completion", "messages"):
+    for key in KEYS:
         wanted = list if key == "messages" else str
         if key in row and row[key] not in chat and not isinstance(row[key], wanted):
             return f"{key} is a {type(row[key]).__name__}"
@@ -164,12 +200,24 @@ def _problem(row: Any) -> str | None:
 
 
 def _batch(held: list[Example], pad: int) -> TextBatch:
-    length = max(len(example.ids) for example in held)
-    ids = torch.full((len(held), length), pad)
-    attention = torch.zeros(len(held), length, dtype=torch.bool)
-    completion = torch.zeros(len(held), length, dtype=torch.bool)
-    for row, example in enumerate(held):
-        ids[row, : len(example.ids)] = torch.tensor(example.ids)
-        attention[row, : len(example.ids)] = True
-        completion[row, example.start : len(example.ids)] = True
-    return TextBatch([example.line for example in held], TokenBatch(ids, attention, completion))
+    return TextBatch([example.line for example in held], laid_out(held, pad, [0] * len(held)))
+
+
+def aligned(held: Sequence[Example], pad: int) -> TokenBatch:
+    """Examples as a trainer lays out rollouts: prompts padded on the left, so that all measured tokens begin in one
+    column, and completions on the right."""
+    widest = max(example.start for example in held)
+    return laid_out(held, pad, [widest - example.start for example in held])
+
+
+def laid_out(held: Sequence[Example], pad: int, offsets: Sequence[int]) -> TokenBatch:
+    """Each example from its column on; all else is padding."""
+    shape = len(held), max(offset + len(example.ids) for example, offset in zip(held, offsets, strict=True))
+    ids = torch.full(shape, pad)
+    attention, completion = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
+    for row, (example, offset) in enumerate(zip(held, offsets, strict=True)):
+        end = offset + len(example.ids)
+        ids[row, offset:end] = torch.tensor(example.ids)
+        attention[row, offset:end] = True
+        completion[row, offset + example.start : end] = True
+    return TokenBatch(ids, attention, completion)

@@ -1,15 +1,10 @@
 """One comparison from beginning to end: check, measure, write. The output folder appears whole or not at all."""
 
 import json
-import os
-import platform
-import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe_rl.drift import checkpoints as pair
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
-from moe_rl.drift.options import DriftOptions
+from moe_rl.drift.options import DriftOptions, SeriesOptions
+from moe_rl.drift.output import Tick, environment, finite, output_folder, progress, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
-from moe_rl.drift.passes import Measured, Tick, one_at_a_time, with_both
+from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Skipped, batches, check_file, examples
 from moe_rl.drift.tally import Tally
+from moe_rl.drift.verdict import pair_verdict
 
 
 def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
@@ -35,23 +31,18 @@ def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
     console = console or Console(stderr=True)
-    dtype, device = pair.check_dtype(options.dtype), pair.check_device(options.device)
-    if options.batch_size < 1 or options.max_tokens < 2 or options.floor_sequences < 0:
-        raise DriftError(
-            "--batch-size must be at least 1, --max-tokens at least 2 and --floor-sequences at least 0; got "
-            f"{options.batch_size}, {options.max_tokens} and {options.floor_sequences}"
-        )
-    if not options.prompts.is_file():
-        raise DriftError(f"--prompts: there is no file {options.prompts}")
-    output = _output(options)
-    found = pair.check(options.old, options.new, options.tokenizer, options.trust_remote_code)
+    dtype, device = check_options(options)
+    names = short_names([options.old, options.new])
+    output = output_folder(options.output, Path("runs") / "drift" / "_vs_".join(names), "drift.json")
+    found = pair.check({"OLD": options.old, "NEW": options.new}, options.tokenizer, options.trust_remote_code)
     number = check_file(options.prompts, found.tokenizer)
     max_tokens = min(options.max_tokens, found.max_length or options.max_tokens)
     alone = options.one_at_a_time or not pair.fits_twice(found.parameters, dtype, device)
     if alone and not options.one_at_a_time:
         console.print("Two models do not fit into memory: one at a time.", style="dim")
     skipped, tally, floor = Skipped(), Tally(), Floor(options.floor_sequences)
-    with _unfinished(output) as folder, _progress(console, number, options.batch_size, 3 if alone else 1) as tick:
+    total = (3 if alone else 1) * -(-number // options.batch_size)
+    with unfinished(output) as folder, progress(console, total) as tick:
         load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
         measured = _measure(options, found, load, max_tokens, skipped, folder / "cache", alone, floor, tick)
         _write_tokens(folder / "tokens.parquet", tally, measured)
@@ -72,9 +63,23 @@ def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
     return output
 
 
+def check_options(options: DriftOptions | SeriesOptions) -> tuple[str, torch.device]:
+    """What is wrong with options by themselves. Raises DriftError."""
+    dtype, device = pair.check_dtype(options.dtype), pair.check_device(options.device)
+    if options.batch_size < 1 or options.max_tokens < 2 or options.floor_sequences < 0:
+        raise DriftError(
+            "--batch-size must be at least 1, --max-tokens at least 2 and --floor-sequences at least 0; got "
+            f"{options.batch_size}, {options.max_tokens} and {options.floor_sequences}"
+        )
+    if not options.prompts.is_file():
+        raise DriftError(f"--prompts: there is no file {options.prompts}")
+    return dtype, device
+
+
 def say(folder: Path) -> None:
     """Print the summary of a comparison that is on disk."""
     facts = json.loads((folder / "drift.json").read_text())
+    print(pair_verdict(facts))
     for topic, text in summary(facts):
         print(f"{topic}{'' if topic.endswith('?') else ':'} {text}")
     print(f"report: {folder / 'report.html'}")
@@ -98,10 +103,19 @@ def _measure(
 
     load_old, load_new = partial(load, "OLD", options.old), partial(load, "NEW", options.new)
     if not alone:
-        yield from with_both(load_old(), load_new(), text(skipped), options.per_site, floor, tick)
+        yield from with_both(load_old(), load_new(), text(skipped), options.per_site, options.gate_swap, floor, tick)
         return
     passes = iter([skipped, Skipped(), Skipped()])  # count what is skipped in the first pass only
-    yield from one_at_a_time(load_old, load_new, lambda: text(next(passes)), options.per_site, cache, floor, tick)
+    yield from one_at_a_time(
+        load_old,
+        load_new,
+        lambda: text(next(passes)),
+        options.per_site,
+        options.gate_swap,
+        cache,
+        floor,
+        tick,
+    )
 
 
 def _write_tokens(path: Path, tally: Tally, measured: Iterator[Measured]) -> None:
@@ -132,7 +146,7 @@ def _facts(
     counts, shares = tally.counts, tally.shares
     assert counts is not None and shares is not None
     settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
-    names = _names(options)
+    names = short_names([options.old, options.new])
     whole = None if tally.site_shares is None else tally.site_shares.whole
     facts = {
         "old_name": names[0],
@@ -148,92 +162,13 @@ def _facts(
         "empty": skipped.empty,
         "change": tally.rates(),
         "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.facts()},
+        "gate_swap": tally.swaps(),
         "flips_per_token": counts.sites_changed / counts.tokens_total,
         "overdispersion": counts.overdispersion,
         "kl": tally.kl(),
         "decomposition": shares.rows(),
         "replay_effect_var": whole,
         "settings": {**settings, "max_tokens": max_tokens, "device": str(device), "one_at_a_time": alone},
-        "environment": {
-            "python": platform.python_version(),
-            **{name: version(name) for name in ("torch", "transformers")},
-            "moe_rl": _own_version(),
-            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-        },
+        "environment": environment(device),
     }
-    return _finite(facts)
-
-
-def _own_version() -> str:
-    from moe_rl import __version__
-
-    return __version__
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value
-
-
-# -- the output folder -------------------------------------------------------------------------------------------------
-
-
-def _output(options: DriftOptions) -> Path:
-    if options.output is not None:
-        output = options.output.expanduser()
-    else:
-        output = Path("runs") / "drift" / "_vs_".join(_names(options))
-    if output.exists() and not (output / "drift.json").exists() and (not output.is_dir() or any(output.iterdir())):
-        raise DriftError(f"--output: {output} is there and is no earlier comparison; name another folder")
-    return output
-
-
-def _names(options: DriftOptions) -> list[str]:
-    """Short names of the two, with the folder above where the last parts are equal (step_1/hf and step_2/hf)."""
-    names = [_short(options.old), _short(options.new)]
-    return names if names[0] != names[1] else [_short(options.old, 2), _short(options.new, 2)]
-
-
-def _short(name: str, parts: int = 1) -> str:
-    """The last part of a path or hub id, as a file name."""
-    return re.sub(r"[^\w.-]+", "-", "-".join(Path(name).expanduser().absolute().parts[-parts:])).strip("-") or "model"
-
-
-@contextmanager
-def _unfinished(output: Path) -> Iterator[Path]:
-    """A hidden folder beside the output that takes its place at the end, and leaves nothing behind before."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    made = output.parent / f".{output.name}.{os.getpid()}.unfinished"
-    former = output.parent / f".{output.name}.{os.getpid()}.former"
-    shutil.rmtree(made, ignore_errors=True)
-    try:
-        made.mkdir()
-        yield made
-        if output.exists():
-            output.rename(former)
-        made.rename(output)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-        shutil.rmtree(former, ignore_errors=True)
-
-
-@contextmanager
-def _progress(console: Console, number: int, batch_size: int, passes: int) -> Iterator[Tick]:
-    """A bar on a terminal; elsewhere a line for every tenth."""
-    total = passes * -(-number // batch_size)
-    if console.is_terminal:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("batches", total=total)
-            yield lambda: bar.advance(task)
-        return
-    done = 0
-
-    def tick() -> None:
-        nonlocal done
-        done += 1
-        if done * 10 // total > (done - 1) * 10 // total:
-            console.print(f"{done} of {total} batches")
-
-    yield tick
+    return finite(facts)

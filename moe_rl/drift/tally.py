@@ -8,6 +8,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from moe_rl.drift.floor import rates_of
+from moe_rl.drift.gates import swap_counts
 from moe_rl.drift.passes import Measured
 from moe_rl.drift.positions import add_positions, count_positions, position_table
 from moe_rl.measure.moments import Moments, Shares, SiteShares
@@ -37,6 +39,7 @@ class Tally:
     by_flips: Tensor | None = None
     positions: Tensor | None = None
     margins: Tensor | None = None
+    swapped: dict[str, ChangeCounts] | None = None
 
     def add(self, measured: Measured) -> dict[str, np.ndarray]:
         """Count a batch; returns its rows of the per-token table, one per measured token."""
@@ -60,6 +63,10 @@ class Tally:
         before = flips.roll(1, 1)  # token t is predicted at t - 1; the first of a row follows nothing and is 0
         self.by_flips = _plus(self.by_flips, _by_flips(before[mask], log_ratios[:2], old.shape[2]))
         self.positions = add_positions(self.positions, count_positions(old, new, mask))
+        if measured.swapped is not None:
+            found = swap_counts(old, *measured.swapped, mask)
+            known = self.swapped or {}
+            self.swapped = {name: _plus(known.get(name), counts) for name, counts in found.items()}
         changed = site_change(old, new)[mask]
         self.margins = _plus(self.margins, _by_margin(measured.margins[mask], changed))
         return _token_rows(measured, slots.sum(-1), flips, before)
@@ -89,6 +96,13 @@ class Tally:
                 "of": units[name],
             }
         return found
+
+    def swaps(self) -> dict[str, dict[str, dict[str, float]]] | None:
+        """Slot, site and token change by new routers on the old body (`routers`) and by old routers on the new body
+        (`body`), against the old routes: rate, numerator, denominator. None where it was not measured."""
+        if self.swapped is None:
+            return None
+        return {name: rates_of(counts) for name, counts in self.swapped.items()}
 
     def sites(self) -> pd.DataFrame:
         """One row per routing site: change, load, margins, and what it does to the log-ratio."""

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from moe_rl.measure.moments import PARTS
-from moe_rl.measure.peer_metrics import OF_ENGINES, OF_RATIOS
+from moe_rl.measure.peer_metrics import OF_ENGINES, OF_RATIOS, OF_TRUST_REGIONS
 from moe_rl.measure.ratio_metrics import TAUS
 from moe_rl.objectives import LOSS_METRICS
 
@@ -43,8 +43,8 @@ M = Metric
 
 SPREAD = (
     M("k1", "nats/token", "mean(-d), an estimate of KL(old || new)", "Σ -d / tokens", SCHULMAN),
-    M("k2", "nats/token", "mean(d²/2), the same", "Σ d²/2 / tokens", SCHULMAN),
-    M("k3", "nats/token", "mean(r - 1 - d), the same, never negative", "Σ (r-1-d) / tokens", SCHULMAN),
+    M("k2", "nats/token", "mean(d²/2), another estimate of KL(old || new)", "Σ d²/2 / tokens", SCHULMAN),
+    M("k3", "nats/token", "mean(r - 1 - d), an estimate of KL(old || new) that is never negative", "Σ (r-1-d) / tokens", SCHULMAN),
     M("m2", "nats²", "mean(d²), twice k2", "Σ d² / tokens", "M2PO, arXiv 2510.01161"),
     M("gap_mean", "nats", "mean of abs(d)", "Σ abs(d) / tokens"),
     M("gap_p99", "nats", "99th percentile of abs(d), nearest rank"),
@@ -54,10 +54,10 @@ SPREAD = (
     M("chi2_token", "1", "mean(r²) - 1 over tokens; below 0 by chance in a small sample", "Σ r² / tokens, less 1"),
     M("chi2_sequence", "1", "mean(s²) - 1 over sequences", "Σ s² / sequences, less 1", f"s: {GSPO} eq. 7"),
     M("ess_token", "fraction", "effective sample size of r over n", "(Σ r)² / (n Σ r²)", "Kish"),
-    M("ess_sequence", "fraction", "the same of s", "(Σ s)² / (n Σ s²)", "Kish"),
+    M("ess_sequence", "fraction", "effective sample size of s over n", "(Σ s)² / (n Σ s²)", "Kish"),
     M("var_within", "nats²", "variance of d within a sequence (divisor n), mean over sequences", source="SAPO, Var_i, arXiv 2511.20347"),
     M("max_token_kl_mean", "nats", "largest r - 1 - d in a sequence, mean over sequences", source="after TRM, arXiv 2512.23075, which takes whole distributions"),
-    M("max_token_kl_max", "nats", "the same, largest over sequences", source="after TRM, arXiv 2512.23075"),
+    M("max_token_kl_max", "nats", "largest r - 1 - d of any token", source="after TRM, arXiv 2512.23075"),
 )  # fmt: skip
 
 CHANGE = (
@@ -127,13 +127,19 @@ def _memory() -> tuple[Metric, ...]:
 
 CATALOGUE: dict[str, tuple[Metric, ...]] = {
     "rollout": (
-        M("reward", "reward", "mean of the verifier's rewards over the sampled responses", "Σ reward / reward_n"),
+        M("reward", "reward", "mean of the verifier's rewards over the sampled responses, those of replaced groups included", "Σ reward / reward_n"),
         M("reward_std", "reward", "their standard deviation (divisor n-1)"),
         M("reward_n", "count", "responses sampled"),
         M("response_length", "tokens", "mean length of a response", "response tokens / responses"),
         M("groups_equal", "fraction", "groups whose rewards are all equal: no signal", "such groups / groups"),
         M("rollout_logp_gap", "nats", "mean abs(log mu - log pi_old), sampler against scorer", "Σ / response tokens"),
         M("lag", "steps", "steps between sampling and training, as configured"),
+        M("kept_reward", "reward", "mean over the responses that are trained on", when="rollout.dynamic_sampling"),
+        M("refills", "count", "samplings beyond the first", when="rollout.dynamic_sampling"),
+        M("groups_sampled", "count", "groups sampled in all", when="rollout.dynamic_sampling"),
+        M("groups_replaced", "count", "groups without a signal that were replaced", "over groups_sampled", "DAPO, arXiv 2503.14476 eq. 11", "rollout.dynamic_sampling"),
+        M("overlong_penalty", "reward", "mean soft overlong punishment; not in reward", source="DAPO, arXiv 2503.14476 eq. 13", when="rollout.overlong_buffer"),
+        M("overlong", "fraction", "responses that are punished", "such responses / responses", when="rollout.overlong_buffer"),
         M("value", "reward", "mean value on response tokens", when="advantage gae"),
         M("explained_variance", "fraction", "1 - Var(return - V) / Var(return), over tokens", when="advantage gae"),
         M("learned_reward", "score", "mean score of the learned reward model", when="reward.model learned"),
@@ -154,6 +160,9 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("var_token_log_ratio", "nats²", "variance of d over tokens (divisor n-1), under the arm's own routing"),
         M("var_sequence_log_ratio", "nats²", "variance over sequences of the mean of d", source=f"log s, {GSPO} eq. 7"),
         *SPREAD,
+        *(M(*metric) for metric in OF_ENGINES if metric.name in ("probs_ratio_min", "probs_ratio_max", "outside_fraction")),
+        *(replace(M(*metric), when="the policy's own responses") for metric in OF_TRUST_REGIONS),
+        M("max_vio", "1", "(largest load of an expert - even load) / even load, mean over sites; prompts included, after replay", source="MaxVio, arXiv 2408.15664; prime-rl"),
         M("entropy", "nats/token", "mean entropy of the distributions that response tokens are drawn from"),
         M("aux_loss", "1", "load-balancing loss; null where its coefficient is 0"),
         M("aux_loss_coef", "1", "its coefficient"),
@@ -172,17 +181,19 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         *_suffixed(PROBED, "natural", "live routing"),
         *_suffixed(PROBED, "replayed", "the old routes on the same weights"),
         M("load_cv_mean", "1", "std / mean of the experts' loads (divisor E), mean over sites"),
-        M("load_cv_max", "1", "the same, largest over sites"),
+        M("load_cv_max", "1", "std / mean of the experts' loads (divisor E), largest over sites"),
         M("load_entropy_mean", "nats", "entropy of the load over experts, mean over sites; ln E is even"),
-        M("load_entropy_min", "nats", "the same, smallest over sites"),
+        M("load_entropy_min", "nats", "entropy of the load over experts, smallest over sites"),
         M("site_max_vio", "1", "(largest load of an expert - even load) / even load, by site", source="MaxVio, arXiv 2408.15664; prime-rl, verl"),
+        M("site_min_vio", "1", "(smallest load - even load) / even load, by site", source="verl rollout/moe/"),
+        M("site_avg_vio", "1", "mean abs(load - even load) / even load, by site", source="verl rollout/moe/"),
         M("active_set_churn", "fraction", "experts a sequence uses and did not use before, mean over sequences and sites", "abs(A_new - A_old) / abs(A_new)", f"second reading of {GSPO} section 5.3; ours"),
         M("router_kl", "nats", f"KL(old || new) of the softmax over all experts, mean over tokens and sites; old: {LAG}", when="router logits"),
-        M("router_js", "nats", "Jensen-Shannon divergence of the same, at most ln 2", when="router logits"),
+        M("router_js", "nats", "Jensen-Shannon divergence of the softmax over all experts, old and new, at most ln 2", when="router logits"),
         M("site_router_kl", "nats", "router_kl by site", when="router logits"),
         M("site_router_js", "nats", "router_js by site", when="router logits"),
         M("margin_p10", "logits", "10th percentile of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
-        M("margin_median", "logits", "median of the same", when="router logits"),
+        M("margin_median", "logits", "median of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
         M("shift_over_margin", "1", "median of (largest change of a logit, mean removed) / (half the old margin); below 1 nothing could flip", when="router logits"),
         M("site_routing_confidence", "fraction", "mass of the softmax over all experts that the chosen ones have, new weights, mean over tokens, by site", source="prime-rl routing_confidence", when="router logits"),
     ),

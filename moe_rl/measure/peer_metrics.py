@@ -176,19 +176,25 @@ def load_violation(
     Args:
         load: tokens by site and expert, as `moe_rl.routing.change.expert_load` counts them. The last token of a response
             has no route of a rollout engine's: leave it out of the mask, as verl does.
-        experts: how many experts each site has, where they differ; further columns are padding.
+        experts: how many experts each site has, where they differ; further columns are padding, and so are negative
+            counts (`expert_load`).
 
     >>> load_violation(torch.tensor([[0, 0, 8, 0], [2, 2, 2, 2]]))["max_vio"]
     tensor([3., 0.], dtype=torch.float64)
     """
-    found: dict[str, list[Tensor]] = {"max_vio": [], "min_vio": [], "avg_vio": []}
-    for site, counts in enumerate(load.double()):
-        counts = counts if experts is None else counts[: experts[site]]
-        mean = counts.mean()
-        found["max_vio"].append((counts.max() - mean) / mean)
-        found["min_vio"].append((counts.min() - mean) / mean)
-        found["avg_vio"].append((counts - mean).abs().mean() / mean)
-    return {name: torch.stack(values) for name, values in found.items()}
+    there = load >= 0
+    if experts is not None:
+        there = there & (
+            torch.arange(load.shape[1], device=load.device) < torch.tensor(experts, device=load.device)[:, None]
+        )
+    counts = load.double() * there
+    mean = counts.sum(1, keepdim=True) / there.sum(1, keepdim=True)
+    off = (counts - mean) / mean
+    return {
+        "max_vio": off.masked_fill(~there, -torch.inf).amax(1),
+        "min_vio": off.masked_fill(~there, torch.inf).amin(1),
+        "avg_vio": (off.abs() * there).sum(1) / there.sum(1),
+    }
 
 
 def routing_confidence(scores: Float[Tensor, "n E"], ids: Int[Tensor, "n K"]) -> Float[Tensor, ""]:
@@ -257,7 +263,7 @@ OF_ENGINES: tuple[Definition, ...] = tuple(
 OF_TRUST_REGIONS: tuple[Definition, ...] = tuple(
     Definition(*row)
     for row in (
-        ("is_masked", "fraction", "tokens that a trust region takes out", "such tokens / tokens", _PRIME),
+        ("is_masked", "fraction", "tokens that the clip takes out; w = pi / mu with pi the policy in training", "such tokens / tokens", _PRIME),
         ("is_masked_low", "fraction", "of them, below", "such tokens / tokens", _PRIME),
         ("is_masked_high", "fraction", "of them, above", "such tokens / tokens", _PRIME),
         ("masked_mismatch_kl", "nats/token", "w - 1 - log w, mean over the tokens taken out; null if none is", "Σ / such tokens", _PRIME),

@@ -90,18 +90,17 @@ def load_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T
 
     - `load_cv_mean`, `load_cv_max`: std / mean of the experts' loads (`load_cv`)
     - `load_entropy_mean`, `load_entropy_min`: nats; ln E is even
-    - `site_max_vio`: MaxVio of each site, (largest load - even load) / even load (`load_violation`)
+    - `site_max_vio`, `site_min_vio`, `site_avg_vio`: MaxVio of each site and its kin (`load_violation`)
     - `active_set_churn`: share of the experts that a sequence uses and did not use before, mean over sequences and
       sites: the second reading of GSPO's 10 %
     """
     load = expert_load(new, mask)
     cv, entropy = load_cv(load), load_entropy(load)
-    experts = None if isinstance(new.num_experts, int) else new.num_experts
     return {
         "load_cv_mean": cv.mean(),
         "load_cv_max": cv.max(),
         "load_entropy_mean": entropy.mean(),
         "load_entropy_min": entropy.min(),
-        "site_max_vio": load_violation(load, experts)["max_vio"],
+        **{f"site_{name}": by_site for name, by_site in load_violation(load).items()},
         "active_set_churn": active_set_churn(old, new, mask)[mask.any(1).to(new.device)].mean(),
     }

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from moe_rl.checks import changed_since, digests, parse_json, sealed
 from moe_rl.policy.lora import LoraConfig, add_lora
 from moe_rl.policy.tiny import (
     TINY_EXPERTS,
@@ -48,6 +49,8 @@ __all__ = [
 ]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COLD_START = "cold_start.json"
+"""In the folder of a kept cold start: how it was made, and what its files are."""
 
 
 @dataclass(frozen=True)
@@ -190,9 +193,12 @@ def _load(path: str, config: ModelConfig, weights: bool = True) -> tuple[Any, An
 
 
 def check_path(path: str) -> str:
-    """A folder in hub format, or a hub id, as transformers takes it. Raises ModelError for anything else."""
+    """A folder in hub format, a run's folder (its checkpoint is meant), or a hub id, as transformers takes it. Raises
+    ModelError for anything else."""
     folder = Path(path).expanduser()
     if folder.is_dir():
+        if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():
+            folder /= "checkpoint"
         if not (folder / "config.json").is_file():
             raise ModelError(f"model.path: {folder.absolute()} holds no model (no config.json)")
         return str(folder)
@@ -202,9 +208,13 @@ def check_path(path: str) -> str:
 
 
 def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
-    """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device. Raises
-    ModelError, also for missing weights."""
+    """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device.
+
+    Raises ModelError, also for missing weights, and for a run's checkpoint that is not what was written."""
     path = check_path(path)
+    wrong = changed_since(Path(path), "state.json", COLD_START)
+    if wrong:
+        raise ModelError(f"model.path: {wrong}")
     try:
         with _quiet():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -302,7 +312,7 @@ def _load_cached(
             _make(config, task, recipe, folder, progress)
     remedy = "Delete the folder: it will be made anew."
     try:
-        stored = json.loads((folder / "cold_start.json").read_text())
+        stored = parse_json((folder / COLD_START).read_bytes())
         if stored["recipe"] != recipe:
             raise ModelError(f"{folder} holds a cold-started model of another recipe. {remedy}")
         reached = {"seed": recipe["cold_start"]["seed"], "steps": stored["steps"], "reward": stored["pass@1"]}
@@ -338,7 +348,8 @@ def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: 
         with _quiet():
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        (unfinished / "cold_start.json").write_text(json.dumps({"recipe": recipe, **result}) + "\n")
+        made = {"recipe": recipe, **result, "files": digests(unfinished)}
+        (unfinished / COLD_START).write_text(json.dumps(sealed(made)) + "\n")
         for file in unfinished.iterdir():
             with open(file, "rb") as written:
                 os.fsync(written.fileno())

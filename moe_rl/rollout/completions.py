@@ -1,8 +1,11 @@
 """What sampling gives: completions with the sampler's own log-probabilities, rewards and, if recorded, routes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -65,6 +68,31 @@ class Rollout:
         """The same rollout on another device."""
         moved = {name: getattr(self, name).to(device) for name in _TENSORS}
         return replace(self, **moved, routes=None if self.routes is None else self.routes.to(device))
+
+
+def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
+    """Rollouts of one group size as one, in order: prompts padded on the left and completions on the right to the
+    widest. Padding tokens are 0, which nothing reads."""
+    firsts = [int(part.completion_mask.any(0).int().argmax()) for part in parts]
+    left = max(firsts)
+    right = max(part.input_ids.shape[1] - first for part, first in zip(parts, firsts, strict=True))
+    tensors: dict[str, list[Tensor]] = {name: [] for name in _TENSORS}
+    routes = []
+    for part, first in zip(parts, firsts, strict=True):
+        ends = (left - first, right - (part.input_ids.shape[1] - first))
+        for name in _TENSORS:
+            value = getattr(part, name)
+            tensors[name].append(F.pad(value, ends) if value.ndim == 2 else value)
+        if part.routes is not None:
+            routes.append(part.routes.realign(part.attention_mask, tensors["attention_mask"][-1]))
+    joined: dict[str, Any] = {name: torch.cat(values) for name, values in tensors.items()}
+    return replace(
+        parts[0],
+        **joined,
+        problems=[problem for part in parts for problem in part.problems],
+        completions=[text for part in parts for text in part.completions],
+        routes=RoutedExperts.cat(routes) if len(routes) == len(parts) else None,
+    )
 
 
 _TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished")

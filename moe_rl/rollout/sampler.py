@@ -58,11 +58,13 @@ def sample(
         A `Rollout` on the model's device, without rewards (see `score`). Nothing in it requires grad.
 
     Raises:
-        ValueError: an empty list of problems, an empty prompt, a number that makes no sense.
+        ValueError: an empty list of problems, an empty prompt, a prompt that leaves no room for `max_new_tokens` in the
+            model's positions, a number that makes no sense.
     """
     _check(problems, group_size, max_new_tokens, temperature, max_batch)
     device = next(model.parameters()).device
     prompts, prompt_mask = encode_prompts(tokenizer, problems)
+    _check_length(model, problems, prompt_mask, max_new_tokens)
     prompts, prompt_mask = prompts.to(device), prompt_mask.to(device)
     B, P, N = len(problems) * group_size, prompts.shape[1], max_new_tokens
     source = "cpu" if generator is None else generator.device
@@ -287,3 +289,18 @@ def _check(
             raise ValueError(f"{name}: at least 1, got {value}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: 0 (greedy) or a positive number, got {temperature}")
+
+
+def _check_length(
+    model: nn.Module, problems: Sequence[Problem], mask: Bool[Tensor, "P T"], max_new_tokens: int
+) -> None:
+    config = getattr(hf_model(model), "config", None)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+    lengths, new = mask.sum(1), max_new_tokens
+    if most and int(lengths.max()) + new > most:
+        longest = int(lengths.argmax())
+        raise ValueError(
+            f"a prompt of {int(lengths[longest])} tokens and {new} new ones (rollout.max_new_tokens) are more "
+            f"than the {most} positions that the model has: {problems[longest].prompt[:80]!r}. Shorter prompts, fewer "
+            "new tokens, or a model of longer context."
+        )

@@ -10,7 +10,15 @@ from moe_rl.routing.change import (
     slot_change,
     token_change,
 )
-from moe_rl.routing.contexts import Attachment, attach, noisy_routes, record_margins, record_routes, replay_routes
+from moe_rl.routing.contexts import (
+    Attachment,
+    attach,
+    biased_routes,
+    noisy_routes,
+    record_margins,
+    record_routes,
+    replay_routes,
+)
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.recording import Recording
 from moe_rl.routing.replay import Replay
@@ -37,6 +45,7 @@ __all__ = [
     "UnsupportedModelError",
     "active_set_churn",
     "attach",
+    "biased_routes",
     "boundary_margin",
     "canonical_site",
     "change_counts",

@@ -43,6 +43,7 @@ class Call:
         self.past = _seen(self.cache)
         self.jobs: list[Job | None] = [None] * sites
         self.chosen: list[Tensor | None] = [None] * sites  # `[B·S,K]`, as they reached the experts
+        self.proven = [False] * sites  # the tensor that reached the experts is the one that the router was given
         self.fired = [False] * sites
         self.frame = frame  # the call of the model; None where it is compiled
         self.grad = torch.is_grad_enabled()  # without gradients nothing is recomputed
@@ -73,8 +74,9 @@ class Call:
             )
 
     def kept(self) -> Tensor | None:
-        """`[L,B·S]` bool: did the experts get what was forced? None if nothing was."""
-        if all(job is None or job.forced is None for job in self.jobs):
+        """`[L,B·S]` bool: did the experts get what was forced? None if nothing was, and where nothing is to compare,
+        because the very tensors that answered the routers reached the experts."""
+        if all(job is None or job.forced is None or proven for job, proven in zip(self.jobs, self.proven, strict=True)):
             return None
         pairs = [(job, ids) for job, ids in zip(self.jobs, self.chosen, strict=True) if ids is not None]
         wanted = [ids if job is None or job.forced is None else job.forced for job, ids in pairs]
@@ -95,7 +97,7 @@ class Call:
 
 
 @no_type_check
-class Left:
+class CacheState:
     """A KV cache as a call left it, to recognise the call that goes on with it and to see what happened in between.
 
     The proof that its rows are still the same sequences: it holds the very tensors that it held, unchanged (torch
@@ -139,7 +141,7 @@ class Joined:
         self.pieces: list[tuple[Tensor, ...]] = []
         self.refused: str | None = None
         self.changed: bool | Tensor = False
-        self.left: Left | None = None
+        self.left: CacheState | None = None
 
     def start(self, length: int, *parts: Tensor) -> None:
         """Rows of a cache that was filled before anyone listened."""
@@ -209,7 +211,7 @@ class Collected:
                 joined.start(call.past, *gap)
         joined.add(call, *parts)
         if cache is not None:
-            joined.left = Left(cache, joined.length)
+            joined.left = CacheState(cache, joined.length)
 
     def _continued(self, call: Call) -> Joined | None:
         return next((j for j in reversed(self.joined) if j.left is not None and j.left.continued_by(call)), None)

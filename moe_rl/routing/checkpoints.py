@@ -35,8 +35,8 @@ class Checkpoints:
 
     def find(self) -> None:
         """The modules that have, or may get, a checkpoint function: each time that hooks are put on."""
-        keys = {_SWITCH, "checkpoint_fn"}
-        self._modules = [m for m in self._tap.boundary.modules() if hasattr(type(m), _SWITCH) or vars(m).keys() & keys]
+        own = {_SWITCH, "checkpoint_fn"}
+        self._modules = [m for m in self._tap.modules if not own.isdisjoint(m.__dict__) or hasattr(type(m), _SWITCH)]
 
     def follow(self) -> None:
         for module in self._modules:

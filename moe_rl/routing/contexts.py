@@ -23,19 +23,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
-from moe_rl.routing.hooks import Tap
+from moe_rl.routing.hooks import Tap, device_of
 from moe_rl.routing.recording import Recording
 from moe_rl.routing.replay import Replay
-from moe_rl.routing.rerun import Margins, Noise
+from moe_rl.routing.rerun import Bias, Margins, Noise
 from moe_rl.routing.routes import RoutedExperts
-from moe_rl.routing.selection import Probe
+from moe_rl.routing.selection import Selector
 from moe_rl.routing.selfcheck import examine
-from moe_rl.routing.sites import boundary_of, modules_of, sites_among
+from moe_rl.routing.sites import Layout, layout_of
 
-_Checked = tuple[Any, list[Probe], dict[bool, list[Probe | None]]]
+_Checked = tuple[Any, list[Selector], dict[bool, list[Selector | None]]]
 # What is known about models that are alive; neither keeps a model alive.
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tap]]" = weakref.WeakKeyDictionary()
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDictionary()
@@ -43,9 +44,8 @@ _CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDict
 
 def _acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     """The tap of a model, checked in the mode that it is in, and the names of its sites as seen from `model`."""
-    named = modules_of(model)
-    sites = sites_among(named)
-    boundary = boundary_of(model, sites)
+    layout = layout_of(model)
+    sites, boundary = layout.sites, layout.boundary
     modules = [m for site in sites for m in site.modules]
     known = _TAPS.get(boundary)
     tap = known() if known else None
@@ -53,8 +53,8 @@ def _acquire(model: nn.Module) -> tuple[Tap, list[str]]:
         tap = Tap(model, sites, boundary)
         _TAPS[boundary] = weakref.ref(tap)
     if not tap.users:
-        _refuse_compiled(named)
-        tap.root = model
+        _refuse_compiled(model, layout)
+        tap.root, tap.modules = model, layout.modules
     signature = _signature(tap)
     cached = _CHECKED.get(boundary)
     if cached is None or cached[0] != signature:
@@ -74,10 +74,11 @@ def _signature(tap: Tap) -> list[Any]:
     return [kernels, *((type(m), getattr(m, "top_k", None), vars(m).get("forward")) for m in modules)]
 
 
-def _refuse_compiled(named: dict[str, nn.Module]) -> None:
-    for name, module in named.items():
-        own = vars(module)
+def _refuse_compiled(model: nn.Module, layout: Layout) -> None:
+    for module in layout.modules:
+        own = module.__dict__
         if "_orig_mod" in own["_modules"] or own.get("_compiled_call_impl") or "_compiled_call" in own:
+            name = next(name for name, other in model.named_modules() if other is module)
             raise RoutingError(
                 f"{name or type(module).__name__} is compiled already: torch.compile skips hooks that were added "
                 "later, so nothing would be recorded or replayed. Call attach(model) before torch.compile(model)"
@@ -203,6 +204,37 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
             raise UnsupportedModelError(f"site {name} ({type(site.module).__name__}): no linear map makes its logits")
     with tap.listen(Noise(sigma, generator)):
         yield
+
+
+@contextmanager
+def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) -> Iterator[Float[Tensor, "L E"]]:
+    """Experts are chosen by the top k of `scores + bias`; gate weights and gradients come from the scores alone.
+
+    The selection bias of DeepSeek-V3 (arXiv 2412.19437, eq. 16; arXiv 2408.15664), for models that have none of their
+    own; added to one of their own. A replay wins where it forces; noise and margins see the bias. It is in force only
+    inside of the context: whoever trains under it samples and scores inside of it, too.
+
+    bias: of every site, in order, and expert, in units of what the router ranks (see `record_margins`); where sites
+        differ in the number of experts, further columns are ignored. None: zeros.
+    Yields the bias, which may be changed in place between calls.
+    Raises RoutingError for another shape; UnsupportedModelError where the experts are not one top k of all scores
+    (groups of experts, hash routing, Phi-MoE), and as `record_routes`.
+    """
+    tap, names = _acquire(model)
+    experts = [probe.num_experts for probe in tap.probes]
+    if bias is None:
+        bias = torch.zeros(len(names), max(experts), device=device_of(tap.boundary))
+    if bias.shape != (len(names), max(experts)):
+        raise RoutingError(f"bias must be [L,E] = {[len(names), max(experts)]}, got {list(bias.shape)}")
+    for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
+        if site.fixed or probe.by_max or probe.calls != 1:
+            raise UnsupportedModelError(
+                f"site {name} ({type(site.module).__name__}): its experts are not one top k of all scores, so that a "
+                "bias on the last choice would not be a bias on the selection. Families that limit a token to groups "
+                "of experts have a bias of their own (e_score_correction_bias)"
+            )
+    with tap.listen(Bias(tuple(row[:count] for row, count in zip(bias, experts, strict=True)))):
+        yield bias
 
 
 @contextmanager

@@ -215,4 +215,4 @@ class _Down(torch.autograd.Function):
             dx = _products(grad, w.mT if ctx.transposed else w, slots)
         if need_weights:  # (W x).g = x.(W^T g): along the narrower side
             d_weights = (dx * x).sum(1, dtype=weights.dtype).index_select(0, slots.row)
-        return dx.mul_(scale) if need_x else None, dw, d_weights, None, None
+        return dx.mul_(scale) if need_x and dx is not None else None, dw, d_weights, None, None

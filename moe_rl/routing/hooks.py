@@ -13,18 +13,19 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling as compiling  # half the cost of is_compiling
 from transformers import PreTrainedModel
 
 from moe_rl.routing.calls import Call
 from moe_rl.routing.checkpoints import Checkpoints, refuse_by_hand, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
-from moe_rl.routing.selection import Probe, Selection, selection_mode
+from moe_rl.routing.selection import Selection, Selector, beneath, selection_mode
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
@@ -55,17 +56,27 @@ class _Hook(partial):
         return same, (_inert,)
 
 
+@cache
+def _parameters(forward: Callable[..., Any]) -> list[str]:
+    """The names of the arguments of a method, in order."""
+    return list(inspect.signature(forward).parameters)[1:]
+
+
 @no_type_check
 class Tap:
     """Hooks on one model: the boundary opens and closes a Call, each router asks it what to do."""
 
     def __init__(self, model: nn.Module, sites: list[Site], boundary: PreTrainedModel) -> None:
         self.root, self.sites, self.boundary = model, sites, boundary
+        self.modules: list[nn.Module] = []  # all of the root's
         self.names = [site.name for site in sites]
-        self.parameters = list(inspect.signature(self.boundary.forward).parameters)
-        self.probes: list[Probe] = []  # what the self-check learned last
-        self.modes: dict[bool, list[Probe | None]] = {}  # by train mode: it may differ in how a router selects
-        self._none: list[Probe | None] = [None] * len(sites)
+        own = vars(boundary).get("forward")
+        self.parameters = (
+            _parameters(type(boundary).forward) if own is None else list(inspect.signature(own).parameters)
+        )
+        self.probes: list[Selector] = []  # what the self-check learned last
+        self.modes: dict[bool, list[Selector | None]] = {}  # by train mode: it may differ in how a router selects
+        self._none: list[Selector | None] = [None] * len(sites)
         self.examining = False  # the self-check is under way, and judges for itself
         self.listeners: list[Listener] = []
         self.thread = 0  # that opened the contexts
@@ -146,7 +157,7 @@ class Tap:
         if not self.listeners:
             return
         frame = None
-        if not torch.compiler.is_compiling():
+        if not compiling():
             where = type(module).__name__
             if threading.get_ident() != self.thread:
                 self._refuse_thread(where)
@@ -171,7 +182,7 @@ class Tap:
 
     def after_model(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         call = self.call
-        if call is None or not (torch.compiler.is_compiling() or threading.get_ident() == self.thread):
+        if call is None or not (compiling() or threading.get_ident() == self.thread):
             return  # not listening, or a call of another thread, which was refused
         self.call = None
         if output is None:  # the forward raised
@@ -185,7 +196,7 @@ class Tap:
         call.forget()
 
     def before_site(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        compiled = torch.compiler.is_compiling()
+        compiled = compiling()
         call = self.call if compiled else self.asking(index)
         if call is None:
             return
@@ -197,7 +208,9 @@ class Tap:
         if call.disturb is not None and not call.disturbed[index] and not self.sites[index].fixed:
             call.disturbed[index] = True  # a recomputation finds the noisy choice in its job
             call.rerun = True
-            ids = call.disturb(self.names[index], self.checked(index, module), module, args, kwargs)
+            own = call.jobs[index]
+            bias = None if own is None else own.bias
+            ids = call.disturb(self.names[index], self.checked(index, module), module, args, kwargs, bias)
             call.rerun = False
             call.job(index).underlay(ids)
         job = call.jobs[index]
@@ -228,7 +241,7 @@ class Tap:
 
     def look(self, index: int, chosen: Any, output: Any) -> None:
         """Once per context, at a site whose ids arrive in a form of their own: are they in what the router returns?"""
-        if index in self._looked or torch.compiler.is_compiling():
+        if index in self._looked or compiling():
             return
         self._looked.add(index)
         if kept_slots(chosen, output, [], self.probes[index].num_experts) is None:
@@ -251,6 +264,8 @@ class Tap:
         if call.chosen[index] is not None:
             raise RoutingError(f"site {self.names[index]}: its experts were called twice in one forward")
         self.reached(call, index, ids)
+        job = call.jobs[index]
+        call.proven[index] = job is not None and job.is_answer(ids)
 
     def reached(self, call: Call, index: int, ids: Tensor | None) -> None:
         if ids is None:
@@ -262,7 +277,7 @@ class Tap:
 
     def now(self) -> Call | None:
         """The Call that this thread is in."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return self.call
         if self._resumed and (own := self._resumed.get(threading.get_ident())) is not None:
             return own
@@ -274,6 +289,8 @@ class Tap:
             return None
         call = self.now()
         if call is not None and (call.frame is None or not call.open):  # compiled; recomputed
+            return call
+        if call is not None and not call.grad and beneath(call.frame):  # nothing of it is recomputed
             return call
         inside, checkpointed = stack(None if call is None else call.frame)
         if call is not None and inside:
@@ -290,7 +307,7 @@ class Tap:
             "model.gradient_checkpointing_enable() is followed"
         )
 
-    def checked(self, index: int, module: nn.Module) -> Probe:
+    def checked(self, index: int, module: nn.Module) -> Selector:
         """What the self-check knows of a router in the mode that it is in."""
         probe = self.probes[index] if self.examining else self.modes.get(module.training, self._none)[index]
         if probe is None:
@@ -316,7 +333,7 @@ class Tap:
         kept = None if self.examining else call.kept()
         if kept is None:
             return
-        if kept.device.type != "cpu" or torch.compiler.is_compiling():
+        if kept.device.type != "cpu" or compiling():
             self.lost = self.lost + (~kept).sum(-1)
         elif not bool(kept.all()):
             self._refuse_lost((~kept).sum(-1))

@@ -141,6 +141,7 @@ def forward(tap: Tap, batch: int, length: int) -> Tensor:
 def quiet(tap: Tap) -> Iterator[None]:
     """Nothing is proven, compiled or differentiated, and afterwards random states and buffers are those of before."""
     model, tap.examining = tap.boundary, True
+    outer, tap.listeners = tap.listeners, []  # a context may be open already
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
@@ -153,7 +154,7 @@ def quiet(tap: Tap) -> Iterator[None]:
         try:
             yield
         finally:
-            tap.examining = False
+            tap.examining, tap.listeners = False, outer
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.routing.calls import CHANGED, Call, Collected, Left
+from moe_rl.routing.calls import CHANGED, CacheState, Call, Collected
 from moe_rl.routing.change import ChangeCounts, change_counts
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap, device_of
@@ -57,7 +57,7 @@ class Replay:
         self._sentinel = torch.iinfo(packed.dtype).max
         self._tokens = routes.tokens.to(packed.device) if routes.tokens is not None and check_tokens else None
         self._seen = Collected() if shadow else None
-        self._left: Left | None = None
+        self._left: CacheState | None = None
         self._changed: bool | Tensor = False
         self._pending = 0  # tokens that calls on one KV cache have forced so far, where more must follow
         self._now: Any = None  # `[sites,B·S,K]` as forced in the call that is under way, and its holes
@@ -170,7 +170,7 @@ class Replay:
         self._pending = stop if stop < length and (self._tokens is None or call.tokens is None) else 0
         self._rows_kept = self._rows_kept + self._count(call)  # not in place: it may come from inference mode
         self._all_rows += self._choices * call.rows
-        self._left = Left(cache, call.past + call.length) if cache is not None else None
+        self._left = CacheState(cache, call.past + call.length) if cache is not None else None
         if self._seen is None:
             return
         live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]

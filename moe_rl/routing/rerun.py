@@ -1,7 +1,8 @@
-"""Listeners that run a router once more, on copies and without gradients, before it runs: selection noise and margins.
+"""Listeners that change or watch the live choice: selection noise, a selection bias, margins.
 
-Both let the router itself then choose what it chose in that run. Neither is a model of training: noise is a stress test
-of a dose that can be set, margins tell how close each choice was.
+Noise and margins run a router once more, on copies and without gradients, before it runs, and let it then choose what
+it chose in that run. Neither is a model of training: noise is a stress test of a dose that can be set, margins tell how
+close each choice was. A bias is added where a router ranks its experts.
 """
 
 from typing import Any
@@ -14,12 +15,14 @@ from torch.overrides import TorchFunctionMode
 from moe_rl.routing.calls import Call
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.router_stats import boundary_margin
-from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Probe, selection_mode
+from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Selector, selection_mode
 
 
-def _rerun(name: str, probe: Probe, module: nn.Module, args: Any, kwargs: Any, watch: TorchFunctionMode) -> Tensor:
+def _rerun(
+    name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None, watch: TorchFunctionMode
+) -> Tensor:
     """`[N,K]` ids that the router chooses under `watch`."""
-    job = Job()
+    job = Job(bias=bias)
     copies = [a.clone() if isinstance(a, Tensor) else a for a in args]  # some scale their input in place
     with torch.no_grad(), selection_mode(name, probe, job), watch:
         module.forward(*copies, **kwargs)
@@ -31,7 +34,7 @@ def _rerun(name: str, probe: Probe, module: nn.Module, args: Any, kwargs: Any, w
 class _Noise(TorchFunctionMode):
     """Adds Gaussian noise to the linear map that makes the router's logits."""
 
-    def __init__(self, probe: Probe, sigma: float, generator: torch.Generator | None) -> None:
+    def __init__(self, probe: Selector, sigma: float, generator: torch.Generator | None) -> None:
         super().__init__()
         self.probe, self.sigma, self.generator, self.calls = probe, sigma, generator, 0
 
@@ -62,14 +65,33 @@ class Noise:
     def finish(self) -> None:
         pass
 
-    def choose(self, name: str, probe: Probe, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
-        return _rerun(name, probe, module, args, kwargs, _Noise(probe, self.sigma, self.generator))
+    def choose(
+        self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
+    ) -> Tensor:
+        return _rerun(name, probe, module, args, kwargs, bias, _Noise(probe, self.sigma, self.generator))
+
+
+class Bias:
+    """Has every router rank its scores with a bias added."""
+
+    def __init__(self, bias: tuple[Tensor, ...]) -> None:
+        self.bias = bias
+
+    def begin(self, call: Call) -> None:
+        for index, bias in enumerate(self.bias):
+            call.job(index).bias = bias
+
+    def end(self, call: Call, cache: Any) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
 
 
 class _Watch(TorchFunctionMode):
     """Keeps the scores that a router ranks."""
 
-    def __init__(self, probe: Probe) -> None:
+    def __init__(self, probe: Selector) -> None:
         super().__init__()
         self.probe, self.calls = probe, 0
         self.scores: Tensor | None = None
@@ -99,12 +121,15 @@ class Margins:
     def finish(self) -> None:
         pass
 
-    def read(self, name: str, probe: Probe, module: nn.Module, args: Any, kwargs: Any) -> Tensor:
+    def read(
+        self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
+    ) -> Tensor:
         watch = _Watch(probe)
-        ids = _rerun(name, probe, module, args, kwargs, watch)
+        ids = _rerun(name, probe, module, args, kwargs, bias, watch)
         if watch.scores is None:
             raise RoutingError(f"site {name} ranked no experts in this forward")
         scores = watch.scores.reshape(-1, probe.num_experts)
+        scores = scores if bias is None else scores + bias.to(scores.device)
         never = torch.full((len(scores),), float("inf"), device=scores.device)
         margin = boundary_margin(scores.float(), probe.k) if probe.k < probe.num_experts else never
         self._calls[-1][2][self._names[name]] = margin.cpu()

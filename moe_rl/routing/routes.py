@@ -12,7 +12,8 @@ from jaxtyping import Bool, Int, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.formats import decode_sglang, ids_from_engine, read_routes, write_routes
+from moe_rl.routing.formats import read_routes, write_routes
+from moe_rl.routing.others import FromOthers
 from moe_rl.routing.packing import check_packed, is_live, move_tokens, pack_checked, pack_ids, unpack_ids, words
 from moe_rl.routing.sites import canonical_site, match_sites
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["RoutedExperts", "canonical_site", "match_sites", "pack_ids", "unpack_ids"]
 
 
-class RoutedExperts:
+class RoutedExperts(FromOthers):
     """The experts that every routing site chose for every token of a batch.
 
     ids: integer `[B,T,L,K]`, aligned with the tokens: `ids[b,t,l]` are the K experts that site l gave to
@@ -326,7 +327,7 @@ class RoutedExperts:
             tokens = None if tokens is None else _checked_tokens(tokens, packed)
             meta = {**facts["meta"], "written_by": facts["written_by"]}
             expected = facts["token_hash"], facts["num_experts_per_tok"]
-        except (KeyError, RoutingError) as error:
+        except (AttributeError, KeyError, TypeError, RoutingError) as error:
             raise RoutingError(f"{path}: header and contents do not fit each other: {error}") from error
         routes = RoutedExperts._trusted(packed, sites, experts, tokens=tokens, meta=meta)
         if (routes.token_hash, routes.shape[3]) != expected:
@@ -358,53 +359,6 @@ class RoutedExperts:
         columns["site"] = pd.Categorical.from_codes(where[:, 2], pd.Index(self._sites))
         columns |= {f"expert_{slot}": chosen[:, slot] for slot in range(chosen.shape[1])}
         return pd.DataFrame(columns)
-
-    # Routes from inference engines
-
-    @staticmethod
-    def from_vllm(
-        arrays: Sequence[np.ndarray],
-        sites: Sequence[str],
-        num_experts: int | Sequence[int],
-        *,
-        layers: Sequence[int] | None = None,
-        mask: Tensor | None = None,
-        tokens: Tensor | None = None,
-        meta: Mapping[str, Any] | None = None,
-    ) -> "RoutedExperts":
-        """Routes of vLLM's `CompletionOutput.routed_experts`: per sequence `[P+G-1, num_layers, K]` integers.
-
-        layers: index of each site along the engine's layer axis, which counts dense layers too (zero rows).
-            Default: all layers in order if there are L of them, else the layer number in each site's name.
-        mask: `[B,T]`, where each sequence's P+G (or P+G-1) tokens are. Default: packed to the left, T the
-            longest array.
-
-        Raises RoutingError if the arrays do not fit sites or mask, or if a routed layer is all zeros: then
-        the engine captured nothing (see `ids_from_engine`).
-        """
-        names = tuple(canonical_site(name) for name in sites)
-        ids = ids_from_engine(arrays, names, layers, mask)
-        return RoutedExperts(ids, names, num_experts, tokens=tokens, meta=meta)
-
-    @staticmethod
-    def from_sglang(
-        payloads: Sequence[str | bytes],
-        sites: Sequence[str],
-        num_experts: int | Sequence[int],
-        *,
-        num_layers: int,
-        num_experts_per_tok: int,
-        layers: Sequence[int] | None = None,
-        mask: Tensor | None = None,
-        tokens: Tensor | None = None,
-        meta: Mapping[str, Any] | None = None,
-    ) -> "RoutedExperts":
-        """Routes of SGLang's `meta_info["routed_experts"]`: base64 of int32 `[P+G-1, num_layers, K]` each.
-
-        The bytes do not say their shape: num_layers counts all hidden layers. The rest is as in `from_vllm`.
-        """
-        arrays = [decode_sglang(payload, num_layers, num_experts_per_tok) for payload in payloads]
-        return RoutedExperts.from_vllm(arrays, sites, num_experts, layers=layers, mask=mask, tokens=tokens, meta=meta)
 
 
 def _experts_per_site(num_experts: Any, sites: tuple[str, ...]) -> tuple[int, ...]:

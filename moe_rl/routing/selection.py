@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.routing.errors import RoutingError
@@ -30,7 +31,7 @@ Holes = Literal["none", "rows", "slots"]
 
 
 @dataclass(frozen=True)
-class Probe:
+class Selector:
     """What the self-check learned about one site, in train or in eval mode.
 
     num_experts, k: width of the scores that are ranked (a skip or zero expert counts) and experts per token.
@@ -62,24 +63,34 @@ class Job:
     forced: `[N,K]` int64, -1 where the slot is chosen live; None: all live.
     holes: what of `forced` may be -1: nothing, whole rows, or single slots. Decided once per replay, because a test of
         the data in here would wait for the device.
+    bias: `[E]`, added to the scores where experts are ranked, and nowhere else; None: none.
     shadow: also rank live. Results: `chosen` [N,K]; with shadow also `live` [N,K], and the scores of both choices:
         `scores` [N,K] of what was used, `best` [N,K] of what the router prefers.
+    answer: the tensor of ids that the router was given for its question, and how often it had been written to.
     """
 
-    __slots__ = ("best", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
+    __slots__ = ("answer", "best", "bias", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
 
-    def __init__(self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False) -> None:
-        self.forced, self.holes, self.shadow = forced, holes, shadow
+    def __init__(
+        self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False, bias: Tensor | None = None
+    ) -> None:
+        self.forced, self.holes, self.shadow, self.bias = forced, holes, shadow, bias
         self.chosen: Tensor | None = None
         self.live: Tensor | None = None
         self.best: Tensor | None = None
         self.scores: Tensor | None = None
+        self.answer: tuple[Tensor, int] | None = None
         self.closed = False
         self.imposed = 0  # by how many replays
+
+    def is_answer(self, ids: Tensor) -> bool:
+        """Whether these are the very ids that the router was given, never written to: then they are what was forced."""
+        return self.answer is not None and self.answer[0] is ids and self.answer[1] == ids._version
 
     def close(self) -> None:
         """After its forward: no more results, and none kept."""
         self.closed = True
+        self.answer = None
         self.chosen = self.live = self.best = self.scores = None
 
     def impose(self, forced: Tensor, holes: Holes) -> None:
@@ -141,7 +152,7 @@ class Selection(TorchFunctionMode):
         on; it then answers nobody. None where the call is compiled together with its hooks.
     """
 
-    def __init__(self, name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> None:
+    def __init__(self, name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> None:
         super().__init__()
         self.name, self.probe, self.job, self.frame = name, probe, job, frame
         self.calls = 0
@@ -160,7 +171,7 @@ class Selection(TorchFunctionMode):
 
     def concerned(self) -> bool:
         """Whether the router asks."""
-        return self.frame is None or torch.compiler.is_compiling() or beneath(self.frame)
+        return self.frame is None or is_dynamo_compiling() or beneath(self.frame)
 
     def check(self) -> None:
         """After the router ran: did it select as it did when it was checked?"""
@@ -199,7 +210,11 @@ class Selection(TorchFunctionMode):
             self.report(ids)
             return torch.return_types.topk((values, ids))
         ranked = self.masked if self.masked is not None and input is self.opened else input
+        if job.bias is not None:
+            ranked = ranked + job.bias.to(ranked.device)
         best, live = _topk(ranked, k, *args, **kwargs)
+        if job.bias is not None:
+            best = input.gather(-1, live)  # gates come from the scores themselves
         if job.forced is None:
             values, ids = best, live
         else:
@@ -228,6 +243,8 @@ class Selection(TorchFunctionMode):
         if job.closed:
             return  # a recomputation for the backward pass: the call has been read already
         job.chosen = ids.reshape(-1, k)
+        if not (is_dynamo_compiling() or ids.is_inference()):  # where torch counts what is written to a tensor
+            job.answer = ids, ids._version
         if job.shadow and live is not None and best is not None and scores is not None:
             used = scores.detach().clone()  # what the router goes on with: some renormalise it in place
             best = used if best is scores else best.detach()
@@ -242,7 +259,7 @@ class SequentialMax(Selection):
     for the expert of slot j, so that its gate is never zero. Shadow reports the top k of the logits.
     """
 
-    def __init__(self, name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> None:
+    def __init__(self, name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> None:
         super().__init__(name, probe, job, frame)
         self.per_slot = probe.calls // probe.k  # 1, or 3 in train mode: threshold, sampled choice, one for Heun's rule
         self.slots: list[Tensor] = []
@@ -286,5 +303,5 @@ class SequentialMax(Selection):
 
 
 @no_type_check
-def selection_mode(name: str, probe: Probe, job: Job, frame: FrameType | None = None) -> Selection:
+def selection_mode(name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> Selection:
     return (SequentialMax if probe.by_max else Selection)(name, probe, job, frame)

@@ -19,7 +19,7 @@ from moe_rl.routing.errors import UnsupportedModelError
 from moe_rl.routing.evidence import kept_slots, tensors_of
 from moe_rl.routing.hooks import Tap, device_of
 from moe_rl.routing.probing import Seen, around, evidence, forced_forward, forward, quiet, refused, watch
-from moe_rl.routing.selection import LINEAR, Probe
+from moe_rl.routing.selection import LINEAR, Selector
 
 _BY_MAX = {"PhimoeTopKRouter"}  # routers that select by successive maxima
 _ZERO_GATES = 0.05  # share of exactly zero gates that underflow may explain, where logits cannot be set
@@ -47,7 +47,7 @@ def examine(tap: Tap) -> None:
             tap.modes.setdefault(module.training, [None] * len(probes))[index] = probe
 
 
-def _learn(tap: Tap) -> list[Probe]:
+def _learn(tap: Tap) -> list[Selector]:
     plain, depths = forward(tap, 2, 8), [0] * len(tap.sites)
     for _ in range(2):
         seen = watch(tap, depths, 2, 8)
@@ -77,7 +77,7 @@ def _by_max(module: nn.Module) -> bool:
     return any(cls.__name__ in _BY_MAX for cls in type(module).__mro__)
 
 
-def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Probe:
+def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
     """Which operation selects, and where its result comes out."""
     site = tap.sites[index]
     if seen.ran != 1:
@@ -94,7 +94,7 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Probe:
         k = ids.numel() // rows
         experts = int(getattr(site.module, "num_experts", 0)) or int(ids.max()) + 1
         logits = _last_of(seen.linear, experts)
-        return Probe(experts, k, len(seen.maxima), output=place, by_max=not site.fixed, logits=logits)
+        return Selector(experts, k, len(seen.maxima), output=place, by_max=not site.fixed, logits=logits)
     if not seen.ranked:
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
     calls = len(seen.ranked)
@@ -102,13 +102,13 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Probe:
         for call in reversed(range(calls)):
             experts, k, chosen = seen.ranked[call]
             if chosen.numel() == ids.numel() == rows * k and torch.equal(chosen.reshape(-1), ids.reshape(-1)):
-                return Probe(experts, k, calls, call, output=place, logits=_logits(seen, call))
+                return Selector(experts, k, calls, call, output=place, logits=_logits(seen, call))
     experts, k, chosen = seen.ranked[-1]
     if chosen.numel() != rows * k:
         raise refused(
             tap, index, f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens"
         )
-    return Probe(experts, k, calls, calls - 1, logits=_logits(seen, calls - 1))
+    return Selector(experts, k, calls, calls - 1, logits=_logits(seen, calls - 1))
 
 
 def _logits(seen: Seen, call: int) -> int:
@@ -121,7 +121,7 @@ def _last_of(widths: list[int], experts: int) -> int:
     return wide[-1] if wide else -1
 
 
-def _output_ids(seen: Seen, probe: Probe) -> Tensor:
+def _output_ids(seen: Seen, probe: Selector) -> Tensor:
     assert probe.output is not None
     return seen.output[probe.output]
 
@@ -140,7 +140,7 @@ def _same_output(tap: Tap, plain: Tensor, own: list[Tensor], batch: int, length:
             raise refused(tap, 0, "replaying its own routes changed the output of the model")
 
 
-def _force_others(tap: Tap, probes: list[Probe], length: int) -> None:
+def _force_others(tap: Tap, probes: list[Selector], length: int) -> None:
     """Force other routes, and look at what comes out of the routers and what arrives at the experts.
 
     The first sequence goes through all experts, the second is sent to the same few as a whole: a router that masks what
@@ -175,7 +175,7 @@ def _force_others(tap: Tap, probes: list[Probe], length: int) -> None:
 
 
 def _check_gates(
-    tap: Tap, probes: list[Probe], forced: list[Tensor], kept: list[Tensor | None], seen: list[Seen], length: int
+    tap: Tap, probes: list[Selector], forced: list[Tensor], kept: list[Tensor | None], seen: list[Seen], length: int
 ) -> None:
     """Gates of forced experts must come from their own scores, whatever the router would have chosen.
 
@@ -219,7 +219,7 @@ def _gates(seen: Seen, kept: Tensor) -> list[Tensor]:
     return [t.reshape(kept.shape) for t in tensors if t.is_floating_point() and t.numel() == kept.numel()]
 
 
-def _settable(probes: list[Probe], forced: list[Tensor], others: float) -> Any:
+def _settable(probes: list[Selector], forced: list[Tensor], others: float) -> Any:
     def mode(index: int) -> TorchFunctionMode:
         probe, ids = probes[index], forced[index]
         own = torch.linspace(0.8, 0.2, probe.k, device=ids.device).expand(ids.shape)
@@ -233,7 +233,7 @@ def _settable(probes: list[Probe], forced: list[Tensor], others: float) -> Any:
 class _Logits(TorchFunctionMode):
     """Sets the logits of a router, where one linear map makes them."""
 
-    def __init__(self, probe: Probe, logits: Tensor) -> None:
+    def __init__(self, probe: Selector, logits: Tensor) -> None:
         super().__init__()
         self.probe, self.logits, self.calls = probe, logits, 0
 

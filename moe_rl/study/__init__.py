@@ -12,18 +12,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moe_rl.run_folder import RunFolderError, RunWriter
     from moe_rl.study import figures, reading, report, statistics, summary
     from moe_rl.study.data import Run, StudyData, StudyDataError, join, load
     from moe_rl.study.report import draw_study, write_report
 
 _MODULES = ("figures", "reading", "report", "statistics", "summary")
 _NAMES = {
-    **dict.fromkeys(("Run", "StudyData", "StudyDataError", "join", "load"), "data"),
-    **dict.fromkeys(("draw_study", "write_report"), "report"),
+    **dict.fromkeys(("Run", "StudyData", "StudyDataError", "join", "load"), "moe_rl.study.data"),
+    **dict.fromkeys(("draw_study", "write_report"), "moe_rl.study.report"),
+    **dict.fromkeys(("RunFolderError", "RunWriter"), "moe_rl.run_folder"),
 }
 
 __all__ = [
     "Run",
+    "RunFolderError",
+    "RunWriter",
     "StudyData",
     "StudyDataError",
     "draw_study",
@@ -42,7 +46,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"moe_rl.study.{name}")
     if name in _NAMES:
-        return getattr(import_module(f"moe_rl.study.{_NAMES[name]}"), name)
+        return getattr(import_module(_NAMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
+from moe_rl.files import still_written
 from moe_rl.study.data import Run, StudyData, StudyDataError
+from moe_rl.study.done import NAME, remedy, what_is_lost
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.live_rows import LiveError
-from moe_rl.study.summary import full_label
+from moe_rl.study.summary import arm_settings, full_label
+from moe_rl.yaml_files import parse_yaml
 
 _SEED = re.compile(r"seed(\d+)")
 
@@ -71,6 +73,7 @@ class LiveStudy:
             "conditions": arms.pop("conditions"),
             "arms": arms["arms"],
             "runs": [self._state(run, known[run.name]) for run in runs],
+            "settings": arms["settings"],
         }
 
     def runs(self) -> list[LiveRun]:
@@ -94,6 +97,11 @@ class LiveStudy:
             raise LiveError(f"no run {name!r}; there are {', '.join(runs) or 'none yet'}")
         return runs[name]
 
+    @property
+    def thresholds(self) -> Any:
+        """Alarm thresholds that the study sets itself."""
+        return self._config().get("alarms")
+
     def _found(self) -> list[LiveRun]:
         folders = [f for f in self.folder.glob("*/seed*") if f.is_dir()]
         matches = [(f, _SEED.fullmatch(f.name)) for f in folders]
@@ -107,7 +115,8 @@ class LiveStudy:
         return config
 
     def _state(self, run: LiveRun, config: dict[str, Any]) -> dict[str, Any]:
-        """`done`, `failed` (its log ends with an error), `running` (unfinished), `starting` or `waiting`."""
+        """`done`, `failed` (its log ends with an error), `stopped` (unfinished, and nothing writes to it), `running`
+        (unfinished), `starting` or `waiting`. `written`: when its last row was, in seconds since 1970."""
         metrics, state, problem = run.folder / "metrics.jsonl", "waiting", ""
         try:
             stat = metrics.stat()
@@ -116,13 +125,16 @@ class LiveStudy:
         except OSError:
             size, changed = 0, None
             state = "starting" if (run.folder / "config.yaml").exists() else "waiting"
-        if (run.folder / "DONE").exists():
-            state = "done"
+        if (run.folder / NAME).exists():
+            parts = (run.folder / name for name in (NAME, metrics.name, "tokens", "routes"))
+            problem = _lost(run.folder, tuple(part.stat().st_mtime_ns if part.exists() else 0 for part in parts))
+            state = "failed" if problem else "done"
         else:
             problem = _error_in(
                 self.folder / "logs" / f"{run.arm}_seed{run.seed}.log", metrics, run.folder / "env.json"
             )
-            state = "failed" if problem else state
+            stopped = state in ("running", "starting") and still_written(run.folder) is False
+            state = "failed" if problem else "stopped" if stopped else state
         steps = (config.get("optim") or {}).get("steps")
         return {
             "run": run.name,
@@ -132,18 +144,24 @@ class LiveStudy:
             "problem": problem,
             "steps": steps,
             "bytes": size,
+            "written": changed,
             "age": None if changed is None else round(max(0.0, time.time() - changed), 1),
         }
 
     def _arms(self, runs: list[LiveRun], configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Looks and labels from the figures' own functions, on a study without rows."""
         if not runs:
-            return {"conditions": [], "arms": []}
+            return {"conditions": [], "arms": [], "settings": []}
         known = [Run(run.arm, run.seed, run.folder, False, configs[run.name], {}) for run in runs]
         none = pd.DataFrame()
         data = StudyData("", self.folder, self._config(), tuple(known), none, none, none, none)
         shown = conditions(data)
+        differ, _ = arm_settings(data)
         return {
+            "settings": [
+                {"name": str(name), "values": {str(arm): _words(differ.loc[name, arm]) for arm in differ.columns}}
+                for name in differ.index
+            ],
             "conditions": [condition.title() for condition in shown],
             "arms": [
                 {
@@ -158,6 +176,20 @@ class LiveStudy:
                 for arm, (look, label) in arm_looks(data, condition.arms).items()
             ],
         }
+
+
+def _words(value: Any) -> str | None:
+    """A setting as it is shown; None where an arm does not say."""
+    if value is None or (isinstance(value, float) and value != value):
+        return None
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@lru_cache(maxsize=1024)
+def _lost(folder: Path, _changed: tuple[int, ...]) -> str:
+    """What a finished run has lost; looked at again when its files or their folders changed."""
+    lost = what_is_lost(folder)
+    return f"{lost}. {remedy(folder)}" if lost else ""
 
 
 def _error_in(log: Path, *written: Path) -> str:
@@ -201,7 +233,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _parsed(path: Path, _changed: int, _size: int) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        content = parse_yaml(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

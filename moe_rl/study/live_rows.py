@@ -4,13 +4,15 @@
 longer fits, and the answer says `reset`.
 """
 
-import json
 import math
+import os
 import re
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_rl.checks import parse_json
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.floors import FLOORS
 
@@ -43,16 +45,26 @@ class LiveError(ValueError):
     """A request for something that is not there; the message says what and what is."""
 
 
-def new_rows(path: Path, since: str = "") -> dict[str, Any]:
-    """The curves' values of rows after the cursor `since`, as {kind: [[value, ...], ...]} in the order of COLUMNS."""
+def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """The curves' values of rows after the cursor `since`, as {kind: [[value, ...], ...]} in the order of COLUMNS.
+
+    metrics: chosen ones (`live_metrics.choosable`); `chosen` in the answer has of each
+        [[step, value, denominator or null], ...]. Of rows of the kind "engine" those of the pair "engines".
+    """
     rows, answer = read_since(path, since)
     series: dict[str, list[list[Any]]] = {kind: [] for kind in COLUMNS}
+    chosen: dict[str, list[list[Any]]] = {key: [] for key in metrics or ()}
     for row in rows:
+        for key, about in (metrics or {}).items():
+            if row.get("kind") == about["kind"] and row.get("pair", "engines") == "engines":
+                value, over = _number(row.get(about["name"])), _number(row.get(about["over"]))
+                if value is not None and isinstance(row.get("step"), int):
+                    chosen[key].append([row["step"], value, over])
         columns = COLUMNS.get(str(row.get("kind")))
         if columns and isinstance(row.get("step"), int):
             floor = _FLOOR_OF.get(str(row.get("variant")))
             series[row["kind"]].append([floor if name == "floor" else _number(row.get(name)) for name in columns])
-    return {**answer, "rows": {kind: values for kind, values in series.items() if values}}
+    return {**answer, "rows": {kind: values for kind, values in series.items() if values}, "chosen": chosen}
 
 
 def new_sites(path: Path, since: str = "") -> dict[str, Any]:
@@ -83,13 +95,13 @@ def read_since(path: Path, since: str = "") -> tuple[list[dict[str, Any]], dict[
     the file (a resume rewrote it), forget it; `damaged`: lines that are not rows, left out. A last line without its
     end is left for later. A missing file has no rows. Raises LiveError for a cursor that is none.
     """
-    match = re.fullmatch(r"(?:(\d{1,18})-([0-9a-f]{8}))?", since)
+    match = re.fullmatch(r"(?:(\d{1,15})-([0-9a-f]{8}))?", since)
     if not match:
         raise LiveError(f"since: expected a cursor from an earlier answer, got {since!r}")
     offset, check = int(match[1] or 0), int(match[2] or "0", 16)
     try:
         with open(path, "rb") as file:
-            reset = offset > 0 and _before(file, offset) != check
+            reset = offset > os.fstat(file.fileno()).st_size or (offset > 0 and _before(file, offset) != check)
             offset = 0 if reset else offset
             file.seek(offset)
             data = file.read(CHUNK)
@@ -104,7 +116,7 @@ def read_since(path: Path, since: str = "") -> tuple[list[dict[str, Any]], dict[
     rows, damaged = [], 0
     for line in data.splitlines():
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:  # json's and unicode's
             row = None
         if isinstance(row, dict):

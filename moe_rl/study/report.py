@@ -1,5 +1,6 @@
 """One self-contained HTML page of a study: question, reading, table, figures, arms, commands, versions, limits."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
+from moe_rl.files import still_written
+from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
 from moe_rl.study.comparing import comparisons
-from moe_rl.study.data import StudyData, load
+from moe_rl.study.data import Run, StudyData, load
 from moe_rl.study.figures import NothingToDraw, StudyFigure, each_figure, save_figure
 from moe_rl.study.figures.saving import write_atomic
 from moe_rl.study.figures.screen import inline_svg
@@ -88,6 +91,8 @@ def render_report(
         conclusions=conclusion_table(data).to_dict("records"),
         components=component_table(data).to_dict("records"),
         finals=_finals(data),
+        alarms=alarm_rows(data),
+        collapsed=collapses(data),
         pairs=_pairs(data),
         **_arranged(drawn),
         missing=missing,
@@ -206,7 +211,7 @@ def _own_limits(data: StudyData) -> list[str]:
             "the contrast between the arms without replay is informative there."
         )
     if data.unfinished:
-        runs = ", ".join(f"{run.arm}/seed{run.seed}" for run in data.unfinished)
+        runs = ", ".join(f"{run.arm}/seed{run.seed}{_silence(run)}" for run in data.unfinished)
         found.append(f"Unfinished runs are included as far as they got: {runs}.")
     if data.not_started:
         found.append(f"Runs that have not started yet: {', '.join(data.not_started)}.")
@@ -216,6 +221,15 @@ def _own_limits(data: StudyData) -> list[str]:
             "The source tree had uncommitted changes when runs were made, so the commit alone does not give it."
         )
     return found + [f"Note from reading the runs: {note}." for note in data.notes]
+
+
+def _silence(run: Run) -> str:
+    """Since when an unfinished run wrote nothing, by its file's time."""
+    metrics = run.folder / "metrics.jsonl"
+    if not metrics.exists():
+        return " (no row)"
+    since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(metrics.stat().st_mtime))
+    return f" (last row {since}{'; nothing writes to it any more' if still_written(run.folder) is False else ''})"
 
 
 def _plain(value: Any) -> str:

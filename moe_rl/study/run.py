@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from moe_rl.files import sole_writer, sweep, write_atomic
 from moe_rl.policy.models import check_machine, seeded
@@ -24,10 +23,12 @@ from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.rollout.user_code import checked_reward, user_code
 from moe_rl.study.config import ConfigError, differences, dump_run
+from moe_rl.study.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
 from moe_rl.training.trackers import check_tracker
+from moe_rl.yaml_files import parse_yaml
 
 PACKAGES = (
     "moe_rl",
@@ -96,7 +97,7 @@ def run_one(
         started = time.time()
         train(config, folder, cache_dir, listen)
         if ranks.main:
-            write_atomic(folder / "DONE", json.dumps({"seconds": round(time.time() - started, 1)}) + "\n")
+            write_done(folder, seconds=round(time.time() - started, 1))
         ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
 
 
@@ -133,14 +134,15 @@ def choose_threads(config: RunConfig) -> None:
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:
-    """True if there is work left to do in `folder`; ConfigError if it belongs to another configuration."""
+    """True if there is work left to do in `folder`; ConfigError if it belongs to another configuration, or is DONE and
+    has lost some of what it wrote."""
     stored = folder / "config.yaml"
     if stored.exists():
         try:
-            old = yaml.safe_load(stored.read_text())
-        except yaml.YAMLError as error:
+            old = parse_yaml(stored.read_bytes())
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{stored} is damaged: {error}. Move {folder} away to run again.") from error
-        changed = differences(old, yaml.safe_load(dump_run(config)))
+        changed = differences(old, parse_yaml(dump_run(config)))
         if changed:
             listed = "; ".join(f"{name}: {a!r} there, {b!r} now" for name, (a, b) in list(changed.items())[:5])
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
@@ -150,7 +152,10 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
             )
     elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and holds no run (no config.yaml). Choose another --output.")
-    return not (folder / "DONE").exists()
+    lost = what_is_lost(folder, checkpoint=True)
+    if lost:
+        raise ConfigError(f"{lost}. {remedy(folder)}")
+    return not (folder / NAME).exists()
 
 
 def environment(command: str) -> dict[str, Any]:

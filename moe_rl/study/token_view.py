@@ -19,7 +19,9 @@ from markupsafe import Markup, escape
 from moe_rl.study.data import Run, StudyData, StudyDataError
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.screen import scales
+from moe_rl.study.folders import read_parquet
 from moe_rl.study.summary import full_label
+from moe_rl.tables import facts_of
 
 MOST_TOKENS = 4096
 """Tokens of one response that are shown."""
@@ -39,11 +41,8 @@ class TokenStep:
         path = folder / "tokens" / f"step_{step:06d}.parquet"
         if not path.exists():
             raise StudyDataError(f"{folder}: no tokens of step {step}; stored are {stored_steps(folder) or 'none'}")
-        try:
-            self.table = pd.read_parquet(path)
-            about = _metadata(path)
-        except Exception as error:  # pyarrow raises many kinds; the file is what matters
-            raise StudyDataError(f"{path}: not a readable Parquet file ({error})") from error
+        table = read_parquet(path)
+        self.table, about = table.to_pandas(), facts_of(table)
         self.sequences = [int(seq) for seq in about.get("seq") or pd.unique(self.table["seq"])]
         self.prompts: list[str] = about.get("prompt") or [""] * len(self.sequences)
         self._first: list[int] | None = about.get("first")
@@ -267,14 +266,6 @@ def _dump(content: Any) -> str:
     """JSON that may stand inside <script>: no `<`, so no tag can begin or end in it."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-
-
-def _metadata(path: Path) -> dict[str, Any]:
-    """What `write_table` put into the schema, JSON values by name."""
-    import pyarrow.parquet as pq
-
-    stored = pq.read_schema(path).metadata or {}
-    return {key.decode(): json.loads(value) for key, value in stored.items() if key in (b"seq", b"prompt", b"first")}
 
 
 def _plain(value: Any) -> float | None:

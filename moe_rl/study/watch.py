@@ -19,10 +19,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from moe_rl.names import nearest
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.live import LiveStudy
+from moe_rl.study.live_alarms import LiveAlarms, live_table
+from moe_rl.study.live_experts import expert_counts
+from moe_rl.study.live_metrics import choosable
 from moe_rl.study.live_rows import COLUMNS, LiveError, new_rows, new_sites
+from moe_rl.study.live_studies import LiveStudies
 from moe_rl.study.token_view import TokenStep, static, stored_steps
 
 ADDRESS = "127.0.0.1"
@@ -32,7 +37,18 @@ ASSETS = {
     "/": ("watch.html", "text/html"),
     **{
         f"/{name}": (name, "text/javascript" if name.endswith(".js") else "text/css")
-        for name in ("watch.css", "token_view.css", "charts.js", "heat.js", "token_view.js", "watch.js")
+        for name in (
+            "watch.css",
+            "token_view.css",
+            "token_view.js",
+            "runs_table.js",
+            "alarms.js",
+            "chart_tools.js",
+            "charts.js",
+            "heat.js",
+            "experts.js",
+            "watch.js",
+        )
     },
 }
 HEADERS = {
@@ -49,7 +65,7 @@ def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None
     """Serve the page of a study (or run) folder until interrupted.
 
     Args:
-        folder: runs/STUDY or runs/STUDY/ARM/seedN; it may still be empty of rows.
+        folder: runs/STUDY, runs/STUDY/ARM/seedN, or a folder of studies; it may still be empty of rows.
         port: 0 takes 8765 or the next free one.
         open_browser: open the page in this machine's browser.
 
@@ -74,7 +90,7 @@ def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None
 
 def make_server(folder: str | Path, port: int = 0) -> "WatchServer":
     """The server, bound but not serving yet."""
-    study = LiveStudy(folder)
+    study = LiveStudies(folder)
     if not 0 <= port <= 65535:
         raise ValueError(f"--port {port}: expected 0 to 65535. Leave it out to take a free one.")
     for candidate in [port] if port else [*range(PORT, PORT + 20), 0]:
@@ -89,14 +105,14 @@ def make_server(folder: str | Path, port: int = 0) -> "WatchServer":
 
 
 class WatchServer(ThreadingHTTPServer):
-    """One study; requests are answered by threads that end with the process."""
+    """One study or several; requests are answered by threads that end with the process."""
 
     daemon_threads = True
     allow_reuse_address = os.name != "nt"  # on Windows it would let two servers share a port
 
-    def __init__(self, address: tuple[str, int], study: LiveStudy):
+    def __init__(self, address: tuple[str, int], studies: LiveStudies):
         super().__init__(address, Handler)
-        self.api = Api(study)
+        self.api = Api(studies)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exc_info()[1], ConnectionError):  # a closed tab is no error
@@ -104,13 +120,17 @@ class WatchServer(ThreadingHTTPServer):
 
 
 class Api:
-    """Answers of /api/...: JSON values. Raises LiveError for what does not exist, StudyDataError for damaged files."""
+    """Answers of /api/...: JSON values; `study` in a query names one of several. Raises LiveError for what does not
+    exist, StudyDataError for damaged files."""
 
-    def __init__(self, study: LiveStudy):
-        self.live = study
+    def __init__(self, studies: LiveStudies):
+        self.studies = studies
         self.lock = threading.Lock()
+        self.alarms: dict[Path, LiveAlarms] = {}
         self.answers: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
             "study": self.study,
+            "catalogue": self.catalogue,
+            "experts": self.experts,
             "run": self.run,
             "sites": self.sites,
             "tokens": self.tokens,
@@ -118,13 +138,37 @@ class Api:
         }
 
     def study(self, query: dict[str, str]) -> dict[str, Any]:
-        """Runs, arms, conditions; with what the page draws them in."""
-        return {**self.live.overview(), "columns": COLUMNS, "scales": scales()}
+        """Runs, arms, conditions, settings in which arms differ, alarms; with what the page draws them in."""
+        live = self._live(query)
+        table, problem = live_table(live.thresholds)
+        shown = [
+            {"name": a.name, "title": a.title, "rule": a.rule, "source": a.source, "of": [a.kind, a.metric]}
+            for a in table
+        ]
+        about = {"alarms": shown, "alarms_problem": problem, "studies": self.studies.names()}
+        return {**live.overview(), **about, "columns": COLUMNS, "scales": scales()}
+
+    def catalogue(self, query: dict[str, str]) -> dict[str, Any]:
+        """Metrics that can be drawn besides the page's own curves."""
+        return {"metrics": choosable()}
 
     def run(self, query: dict[str, str]) -> dict[str, Any]:
-        """Curves of `run` after the cursor `since`, and the steps whose tokens are stored."""
+        """Curves of `run` after the cursor `since`, with the chosen `metrics` (kind.name, comma between them), and the
+        steps whose tokens are stored; at the end of what there is also its alarms."""
+        folder, names = self._folder(query), [name for name in query.get("metrics", "").split(",") if name]
+        known = choosable() if names else {}
+        unknown = next((name for name in names if name not in known), None)
+        if unknown is not None:
+            raise LiveError(f"metrics: no metric {unknown!r}{nearest(unknown, list(known))}")
+        rows = new_rows(folder / "metrics.jsonl", query.get("since", ""), {name: known[name] for name in names})
+        answer = {**rows, "token_steps": stored_steps(folder)}
+        return answer if answer["more"] else {**answer, "alarms": self._alarms(self._live(query), folder)}
+
+    def experts(self, query: dict[str, str]) -> dict[str, Any]:
+        """Tokens by site and expert of `run`, old against new, over the stored steps up to `step`, if given."""
         folder = self._folder(query)
-        return {**new_rows(folder / "metrics.jsonl", query.get("since", "")), "token_steps": stored_steps(folder)}
+        with self.lock:
+            return expert_counts(folder, _whole(query, "step") if "step" in query else None)
 
     def sites(self, query: dict[str, str]) -> dict[str, Any]:
         """Slot change by routing site of `run` after the cursor `since`, and the noise floor."""
@@ -138,7 +182,24 @@ class Api:
     def response(self, query: dict[str, str]) -> dict[str, Any]:
         """The tokens of `run`, `step`, response `seq` after `update`."""
         with self.lock:
-            return self._step(query).response(_whole(query, "seq"), _whole(query, "update"))
+            stored, seq, update = self._step(query), _whole(query, "seq"), _whole(query, "update")
+            if seq not in stored.sequences or update not in stored.updates:
+                raise LiveError(
+                    f"no response {seq} after update {update} of step {stored.step}; stored are responses "
+                    f"{stored.sequences} and updates {stored.updates}"
+                )
+            return stored.response(seq, update)
+
+    def _live(self, query: dict[str, str]) -> LiveStudy:
+        return self.studies.study(query.get("study", ""))
+
+    def _alarms(self, live: LiveStudy, folder: Path) -> dict[str, Any]:
+        table, _ = live_table(live.thresholds)
+        with self.lock:
+            known = self.alarms.get(folder)
+            if known is None or known.alarms != table:
+                known = self.alarms[folder] = LiveAlarms(folder / "metrics.jsonl", table)
+            return known.now()
 
     def _step(self, query: dict[str, str]) -> TokenStep:
         folder, step = self._folder(query), _whole(query, "step")
@@ -150,7 +211,7 @@ class Api:
     def _folder(self, query: dict[str, str]) -> Path:
         if "run" not in query:
             raise LiveError("run=ARM/seedN is missing")
-        return self.live.run(query["run"]).folder
+        return self._live(query).run(query["run"]).folder
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -182,6 +243,12 @@ class Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"read only\n", {"Allow": "GET, HEAD"})
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the library itself refuses: no method that it knows, no request at all."""
+        self.close_connection = True
+        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
+        self._send(status, "text/plain", f"{status.phrase}\n".encode())
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes, more: dict[str, str] | None = None) -> None:
         self.send_response(status)

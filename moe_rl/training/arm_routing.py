@@ -4,22 +4,26 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
-from moe_rl.routing import RoutedExperts, change_counts, noisy_routes, record_routes, replay_routes
+from moe_rl.routing import RoutedExperts, change_counts, expert_load, noisy_routes, record_routes, replay_routes
 from moe_rl.routing.replay import Replay
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import MethodConfig
+from moe_rl.training.levers import only
 
 
 class RoutingCount:
     """(token, site) rows of one update forward, how many of them by replay (under R3 all but padding and last tokens,
-    which no engine routed); response slots that were routed otherwise than by the old policy (0 under R2; under R3
-    what the engines differ by; under selection noise, the dose)."""
+    which no engine routed); response slots that were routed otherwise than by the old policy (0 under a whole R2; under
+    R3 what the engines differ by; under selection noise, the dose); tokens of each expert, prompts included."""
 
     replayed_rows = 0
     routed_rows = 0
     slots_changed = 0
     slots = 0
+    load: Int[Tensor, "L E"]
 
 
 @contextmanager
@@ -31,6 +35,8 @@ def update_routing(
     routes = {"none": None, "R2": batch.routes, "R3": batch.rollout_routes}[method.replay]
     if routes is None and method.replay != "none":
         raise RuntimeError(f"replay {method.replay}: this batch has no such routes")
+    if routes is not None and batch.kept is not None:
+        routes = only(routes, batch.kept)
     with ExitStack() as stack:
         if method.noise:
             stack.enter_context(noisy_routes(model, method.noise, generator=noise))
@@ -39,6 +45,7 @@ def update_routing(
         yield count
     changed = change_counts(batch.routes, recording.routes, batch.completion_mask)
     count.slots_changed, count.slots = changed.slots_changed, changed.slots_total
+    count.load = expert_load(recording.routes, batch.attention_mask.bool())
     B, T, L, _ = batch.routes.shape
     count.routed_rows = B * T * L
     if replay is not None:

@@ -10,8 +10,6 @@ One protocol, so that an interruption at any moment leaves a complete checkpoint
 (`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model.
 """
 
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -23,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from moe_rl.checks import digests, is_sealed, other_content, parse_json, sealed
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.unwrap import hf_model
 from moe_rl.routing import RoutedExperts
@@ -76,6 +75,8 @@ def _write(state: State, staging: Path) -> None:
         return
     if state.reward_model is not None:
         write_tensors(staging / "comparisons.safetensors", _own(state.reward_model.tensors()))
+    if state.expert_bias is not None:
+        write_tensors(staging / "expert_bias.safetensors", _own({"bias": state.expert_bias.values}))
     queue = []
     for index, batch in enumerate(state.waiting):
         write_tensors(staging / f"batch_{index}.safetensors", _batch_tensors(batch))
@@ -91,8 +92,7 @@ def _write(state: State, staging: Path) -> None:
         if part is not None:
             part.save_pretrained(staging)
     manifest = {"version": VERSION, "step": state.step, "queue_steps": queue, "metrics": state.log.mark()._asdict()}
-    manifest["files"] = {path.name: _sha256(path) for path in sorted(staging.iterdir())}
-    write_json(staging / "state.json", {**manifest, "sha256": _digest(manifest)})
+    write_json(staging / "state.json", sealed({**manifest, "files": digests(staging)}))
     for path in staging.iterdir():
         _flush(path)
     sync_folder(staging)
@@ -147,6 +147,8 @@ def load_checkpoint(state: State) -> Mark | None:
         load_whole(module, _stream(folder / f"{name}.safetensors"))
     if state.reward_model is not None:
         state.reward_model.restore(_load(folder / "comparisons.safetensors"))
+    if state.expert_bias is not None:
+        state.expert_bias.values.copy_(_load(folder / "expert_bias.safetensors")["bias"])
     state.waiting.clear()
     for index, step in enumerate(manifest["queue_steps"]):
         tensors = {k: v.to(state.ranks.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
@@ -164,21 +166,19 @@ def load_checkpoint(state: State) -> Mark | None:
 def _read_state(folder: Path) -> dict[str, Any]:
     remedy = f"Delete {folder} to start this run again, or restore the folder from a copy."
     try:
-        state = json.loads((folder / "state.json").read_text())
+        state = parse_json((folder / "state.json").read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: state.json is missing or unreadable ({error}). {remedy}") from error
-    if state.get("version") != VERSION:
+    version = state.get("version") if isinstance(state, dict) else None
+    if version != VERSION:
         raise CheckpointError(
-            f"{folder}: checkpoint format {state.get('version')}, this version of moe_rl reads {VERSION}. {remedy}"
+            f"{folder}: checkpoint format {version}, this version of moe_rl reads {VERSION}. {remedy}"
         )
-    if state.pop("sha256", None) != _digest(state):
+    if not is_sealed(state):
         raise CheckpointError(f"{folder / 'state.json'} is damaged: its content is not what was written. {remedy}")
-    for name, digest in state["files"].items():
-        path = folder / name
-        if not path.exists():
-            raise CheckpointError(f"{path} is missing from the checkpoint. {remedy}")
-        if _sha256(path) != digest:
-            raise CheckpointError(f"{path} is damaged: its content is not what was written. {remedy}")
+    wrong = other_content(folder, state["files"])
+    if wrong:
+        raise CheckpointError(f"{wrong}. {remedy}")
     return state
 
 
@@ -231,15 +231,6 @@ def _batch_tensors(batch: Batch) -> dict[str, Tensor]:
     return _own({name: value for name, value in values.items() if isinstance(value, Tensor)})
 
 
-def _digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
 def _flush(path: Path) -> None:
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -39,6 +39,11 @@ class MethodConfig:
     first update of a batch is unaltered by it, since these are the routes it would take. `R3`: force the routes that
     the rollout engine chose, in the scoring of the old policy too; that alters the policy which is optimised in every
     update, the first one included, as far as the two engines differ (arXiv 2512.01374, table 1)."""
+    keep: float = 1.0
+    """R2 only: the share of the (token, site) rows of each routing site that are replayed; the others route live."""
+    keep_by: Literal["margin", "random"] = "margin"
+    """Which rows are kept: `margin`, those that the old policy decided by the least margin s_(k) - s_(k+1) of the
+    scores that its router ranks, and that are the first to flip; `random`, as many at random, a control."""
     noise: float = 0.0
     """Stress test: standard deviation of Gaussian noise on the router logits, for selection only, in the update
     forward only. Sampling, scoring, probing and evaluation never see it; a replay arm ignores it."""
@@ -115,6 +120,12 @@ class RolloutConfig:
     """Length limit of a response in tokens; None takes the task's."""
     lag: int = 0
     """Train on batches that the policy sampled this many steps ago (0: on its own)."""
+    dynamic_sampling: int = 0
+    """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): groups whose rewards are all equal, and teach nothing, are
+    replaced by groups of new prompts, in at most this many further samplings per batch; what is left stays. 0: none."""
+    overlong_buffer: int = 0
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13; its L_cache): over the last so many tokens before the
+    length limit the reward that advantages are made of falls linearly by 1. In tokens; 0: none."""
     max_batch: int | None = None
     """Responses decoded together; None decodes all at once."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -146,6 +157,11 @@ class OptimConfig:
     """Keep the routers' own parameters fixed (routes still move with the hidden states)."""
     aux_loss_coef: float = 0.0
     """Coefficient of the load-balancing loss. Off by default: it is a confounder of stability studies."""
+    expert_bias_rate: float = 0.0
+    """Balancing without a loss (arXiv 2408.15664, algorithm 1; DeepSeek-V3): after each update the selection bias of an
+    expert moves by this much, up where it had fewer than the even number of the minibatch's tokens, down where more. In
+    units of what the router ranks (probabilities for Qwen3-MoE, OLMoE and Mixtral). The bias acts on the choice alone,
+    in sampling, scoring, updates and evaluation alike. 0: no bias."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """An update whose gradient is not finite: stop the run, or leave it out and go on. It is kept under `incidents/`
     either way, and moves no weight."""

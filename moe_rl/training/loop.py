@@ -9,6 +9,7 @@ Each step takes the few things that it needs and returns what it made; only the 
 import random
 import time
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.rollout import Rollout, TaskError, demonstrate
+from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.randomness import seeded_random
 from moe_rl.training.advantages import make_advantages
 from moe_rl.training.batch import Batch, minibatches
@@ -26,6 +28,7 @@ from moe_rl.training.config import RunConfig
 from moe_rl.training.distributed import digest
 from moe_rl.training.dpo import best_and_worst, preferences
 from moe_rl.training.incidents import keep_incident
+from moe_rl.training.levers import kept_rows
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
 from moe_rl.training.score import Scores, engine_rows, make_batch, score_rollout
@@ -73,6 +76,12 @@ def resume(state: State) -> None:
 
 def run(state: State) -> None:
     """From the current step to the last."""
+    with state.expert_bias.applied(state.policy) if state.expert_bias else nullcontext():
+        steps(state)
+
+
+def steps(state: State) -> None:
+    """All steps that are left."""
     config = state.config
     while state.step < config.optim.steps:
         if state.step == 0 or due(config.eval.every, state.step):
@@ -115,6 +124,13 @@ def collect_batch(state: State) -> Batch:
     index = len(state.waiting)
     rng = seeded_random(config.seed, "prompts", state.step, index)
     rollout = responses(state, rng, state.generator("sample", index))
+    sampled: dict[str, Any] = {}
+    if config.rollout.dynamic_sampling:
+        rollout, sampled = refill(
+            rollout,
+            lambda attempt, count: responses(state, rng, state.generator(f"refill/{attempt}", index), count),
+            config.rollout.dynamic_sampling,
+        )
     scores = score_rollout(
         rollout,
         state.policy,
@@ -122,12 +138,14 @@ def collect_batch(state: State) -> Batch:
         temperature=config.rollout.temperature,
         batch_size=config.optim.micro_batch,
         router_scores=method.weighs_routes,
+        margins=config.method.keep < 1,
         reference=state.reference,
         critic=state.critic,
         reward_model=state.reward_model,
     )
     advantages, returns, metrics = advantages_of(state, rollout, scores)
-    batch = make_batch(rollout, scores, advantages, replay=config.method.replay, step=state.step, returns=returns)
+    replay, kept = config.method.replay, part_to_replay(state, rollout, scores)
+    batch = make_batch(rollout, scores, advantages, replay=replay, step=state.step, returns=returns, kept=kept)
     for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
         state.log.append("engine", state.step, **row)
     if method.pairs:
@@ -136,14 +154,14 @@ def collect_batch(state: State) -> Batch:
         batch = replace(batch.rows(pairs), advantages=preferences(rewards[pairs]))
         metrics["pairs"] = (batch.advantages > 0).sum()
     ranks.agree("the batch", digest(batch.input_ids, batch.rewards, batch.advantages, batch.old_logps))
-    state.log.append(
-        "rollout", state.step, **rollout_metrics(rollout, batch, method.source, config.rollout.lag), **metrics
-    )
+    about = rollout_metrics(rollout, batch, method.source, config.rollout.lag)
+    state.log.append("rollout", state.step, **{**about, **sampled, **metrics})
     return batch
 
 
-def responses(state: State, rng: Any, generator: torch.Generator) -> Rollout:
-    """Responses to new prompts, from whomever the method learns from, with the verifier's rewards."""
+def responses(state: State, rng: Any, generator: torch.Generator, prompts: int | None = None) -> Rollout:
+    """Responses to new prompts, from whomever the method learns from, with the verifier's rewards; to `prompts` of
+    them, and to one for each rank at least."""
     config, source, task, guard = state.config.rollout, state.method.source, state.task, state.sync_guard
     if source == "demonstrations":
         problems = problems_of(task, rng, config.prompts * config.group_size)
@@ -153,7 +171,7 @@ def responses(state: State, rng: Any, generator: torch.Generator) -> Rollout:
             guard.sync(state.step)
         rollout = respond(
             state.engine if source == "policy" else state.self_engine(state.initial),
-            problems_of(task, rng, config.prompts),
+            problems_of(task, rng, config.prompts if prompts is None else max(prompts, state.ranks.size)),
             state.ranks,
             generator,
             group_size=config.group_size,
@@ -164,6 +182,15 @@ def responses(state: State, rng: Any, generator: torch.Generator) -> Rollout:
     return verify(task, rollout, state.ranks, state.config.task.verifier_seconds).to(state.ranks.device)
 
 
+def part_to_replay(state: State, rollout: Rollout, scores: Scores) -> Tensor | None:
+    """The (token, site) rows that an arm replays which does not replay all."""
+    own = state.config.method
+    if scores.margins is None:
+        return None
+    generator = state.generator("keep", len(state.waiting)) if own.keep_by == "random" else None
+    return kept_rows(scores.margins, rollout.attention_mask.bool(), own.keep, generator)
+
+
 def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """Advantages by the method's kind, the value model's returns if there is one, and what is logged of both."""
     method, learned, metrics = state.method, scores.learned_rewards, {}
@@ -172,6 +199,10 @@ def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tenso
         agreement = state.reward_model.agreement(rollout.rewards, learned, rollout.group_size)
         metrics = {"learned_reward": learned.mean(), "learned_reward_agreement": agreement}
         state.reward_model.observe(rollout)
+    if buffer := state.config.rollout.overlong_buffer:
+        penalty = overlong_penalty(rollout.lengths, state.max_new_tokens, buffer).to(rewards)
+        rewards = rewards + penalty
+        metrics |= {"overlong_penalty": penalty.mean(), "overlong": (penalty < 0).float().mean()}
     returns = None
     if state.critic:
         assert scores.values is not None
@@ -203,6 +234,7 @@ def update_on(state: State, batch: Batch, update: int) -> None:
         warmup=min(1.0, done / max(1, config.optim.warmup_updates)),
         noise=state.generator(f"noise/{ranks.rank}" if ranks.rank else "noise", update),
         critic=state.critic,
+        bias=state.expert_bias,
     )
     if not torch.isfinite(row["grad_norm"]):
         kept = keep_incident(state.folder, state.step, update, batch, row) if ranks.main else ""

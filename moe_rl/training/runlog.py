@@ -1,4 +1,4 @@
-"""The run folder as written by training: append-only metrics, Parquet tables, atomic files."""
+"""`metrics.jsonl` as training writes it: append-only, and known again by a run that goes on."""
 
 import hashlib
 import json
@@ -8,30 +8,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_rl.files import atomic_file, naming
-
-
-def write_table(path: Path, columns: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
-    """One immutable Parquet file (zstd), written atomically; `metadata` goes to the schema as JSON strings."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    table = pa.table(columns)
-    if metadata:
-        table = table.replace_schema_metadata({key: json.dumps(value) for key, value in metadata.items()})
-    with atomic_file(path) as file:
-        pq.write_table(table, file, compression="zstd", compression_level=1)
+from moe_rl.checks import damage_of, other_size, sizes
+from moe_rl.files import atomic_file, naming, sync_folder
+from moe_rl.tables import TABLES
 
 
 class DamagedMetricsError(RuntimeError):
-    """`metrics.jsonl` is not what its checkpoint saw; the message names the line and what to do."""
+    """`metrics.jsonl` or a table is not what its checkpoint saw; the message names file and line and what to do."""
 
 
 class Mark(NamedTuple):
-    """How far `metrics.jsonl` was written: its bytes, and their SHA-256."""
+    """How far a run had written: bytes of `metrics.jsonl`, their SHA-256, and bytes of each table by name (None: by an
+    earlier version, which did not say)."""
 
     bytes: int
     sha256: str
+    tables: dict[str, int] | None = None
 
 
 class RunLog:
@@ -65,40 +57,36 @@ class RunLog:
         """Flush to the disk; what a checkpoint keeps, so that a resumed run knows its rows again."""
         with naming(self.path), open(self.path, "ab") as file:
             os.fsync(file.fileno())
-        return Mark(self._bytes, self._digest.hexdigest())
+        for place in {self.path.parent / Path(pattern).parent for pattern in TABLES}:
+            if place.exists():
+                sync_folder(place)
+        return Mark(self._bytes, self._digest.hexdigest(), sizes(self.path.parent, *TABLES))
 
     def resume(self, mark: Mark | None) -> bool:
-        """Drop the rows behind `mark`, which the resumed run writes again; None (no checkpoint): all of them. Whether
-        any were there.
+        """Drop the rows and tables behind `mark`, which the resumed run writes again; None (no checkpoint): all of
+        them. Whether any rows were there.
 
         Raises:
-            DamagedMetricsError: the rows before it are not those that were written. Nothing is changed then.
+            DamagedMetricsError: what was written before it is not there, or not as it was. Nothing is changed then.
         """
-        size, sha256 = mark or Mark(0, hashlib.sha256().hexdigest())
+        size, sha256, tables = mark or Mark(0, hashlib.sha256().hexdigest(), {})
         written = self.path.read_bytes() if self.path.exists() else b""
         kept = written[:size]
+        wrong = other_size(self.path.parent, tables or {})
         if len(kept) < size or hashlib.sha256(kept).hexdigest() != sha256:
+            wrong = f"{self.path}: {damage_of(kept, size)}"
+        if wrong:
             raise DamagedMetricsError(
-                f"{self.path}: {_damage(kept, size)}. The run cannot go on without the rows that it wrote; nothing was "
-                "changed. Restore the file from a copy, or move the run folder away to run it again."
+                f"{wrong}. The run cannot go on without what it wrote; nothing was changed. Restore the file from a "
+                "copy, or move the run folder away to run it again."
             )
+        for name in () if tables is None else sizes(self.path.parent, *TABLES).keys() - tables.keys():
+            (self.path.parent / name).unlink()
         if len(written) > size:
             with atomic_file(self.path) as file:
                 file.write(kept)
         self._bytes, self._digest = size, hashlib.sha256(kept)
         return len(written) > size
-
-
-def _damage(kept: bytes, size: int) -> str:
-    """What is wrong with the rows that a checkpoint saw, and where it shows first."""
-    for number, line in enumerate(kept.splitlines(), start=1):
-        try:
-            json.loads(line)
-        except ValueError:
-            return f"line {number} is damaged"
-    if len(kept) < size:
-        return f"it has {len(kept)} of the {size} bytes that were there at the last checkpoint (missing or cut off)"
-    return "a line is not what was written, though all can be read: a changed number, or rows in another order"
 
 
 class NoLog(RunLog):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
@@ -16,7 +16,7 @@ from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.measure.routing_metrics import change_metrics
 from moe_rl.rollout import Rollout
-from moe_rl.routing import RoutedExperts, change_counts, record_routes
+from moe_rl.routing import RoutedExperts, change_counts, record_margins, record_routes
 from moe_rl.training.arm_routing import forced_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.critic import Critic
@@ -40,6 +40,7 @@ class Scores:
         ref_logps: the reference policy's, natural routing; None without one.
         values: of the value model, units of reward; None without one.
         learned_rewards: of the reward model; None without one.
+        margins: by which the old policy's routers decided, in units of what they rank; None unless asked for.
     """
 
     logps: Float[Tensor, "B T"]
@@ -49,6 +50,7 @@ class Scores:
     ref_logps: Float[Tensor, "B T"] | None = None
     values: Float[Tensor, "B T"] | None = None
     learned_rewards: Float[Tensor, "B"] | None = None
+    margins: Float[Tensor, "B T L"] | None = None
 
 
 @torch.no_grad()
@@ -60,6 +62,7 @@ def score_rollout(
     temperature: float,
     batch_size: int | None = None,
     router_scores: bool = False,
+    margins: bool = False,
     reference: nn.Module | None = None,
     critic: Critic | None = None,
     reward_model: RewardModel | None = None,
@@ -69,6 +72,7 @@ def score_rollout(
     Args:
         batch_size: responses per pass; None: 256.
         router_scores: keep the router's scores of the chosen experts (RSPO).
+        margins: keep the margins of their choices (replay of a part of the routes).
     """
     policy.eval()
     routes, found = [], []
@@ -76,10 +80,13 @@ def score_rollout(
         part = rollout.rows(rows)
         tokens = part.input_ids, part.attention_mask, part.completion_mask
         watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
-        with record_routes(policy) as recording, watched as states:
+        near: AbstractContextManager[Any] = record_margins(policy) if margins else nullcontext()
+        with record_routes(policy) as recording, near as choices, watched as states:
             old = token_logps(policy, *tokens, temperature=temperature, router_logits=router_scores)
         routes.append(recording.routes)
         seen: dict[str, Tensor] = {"logps": old.logps}
+        if margins:
+            seen["margins"] = choices.values.to(old.logps.device)
         if part.routes is not None:  # of the rollout engine
             with forced_routes(policy, part.routes):
                 seen["replayed_logps"] = token_logps(policy, *tokens, temperature=temperature).logps
@@ -110,6 +117,7 @@ def make_batch(
     replay: str,
     step: int,
     returns: Float[Tensor, "B T"] | None = None,
+    kept: Bool[Tensor, "B T L"] | None = None,
 ) -> Batch:
     """What one RL step trains on. Under R3 the old log-probabilities are those under the rollout engine's routes
     (arXiv 2510.11370), otherwise those of natural routing."""
@@ -133,6 +141,7 @@ def make_batch(
         route_scores=scores.route_scores,
         natural_logps=natural,
         rollout_routes=rollout.routes,
+        kept=kept,
     )
 
 

@@ -21,6 +21,7 @@ from moe_rl.training.config import RunConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
+from moe_rl.training.levers import ExpertBias
 from moe_rl.training.method import Method, resolve_method
 from moe_rl.training.optimizer import policy_optimizer
 from moe_rl.training.reward_model import RewardModel
@@ -43,6 +44,7 @@ class State:
         engine: who samples the policy's responses in training (`rollout.engine`).
         sync_guard: the watch over weight transfers to `engine`; None where the policy itself samples.
         max_new_tokens: length limit of a response.
+        expert_bias: the selection bias of `optim.expert_bias_rate`; None without.
         waiting: scored batches that were not yet trained on; more than one under `rollout.lag`.
         step: RL steps done.
     """
@@ -63,6 +65,7 @@ class State:
     initial: nn.Module | None = None
     critic: Critic | None = None
     reward_model: RewardModel | None = None
+    expert_bias: ExpertBias | None = None
     waiting: deque[Batch] = field(default_factory=deque)
     step: int = 0
 
@@ -139,6 +142,7 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     critic = Critic(model, config.value, config.optim, ranks) if method.advantage == "gae" else None
     learned = config.reward.model == "learned"
     reward_model = RewardModel(model, config.reward, config.optim, ranks) if learned else None
+    bias = ExpertBias(model, config.optim.expert_bias_rate) if config.optim.expert_bias_rate else None
     optimizer = policy_optimizer(model, config.optim)
     engine = build_engine(config.rollout, model, tokenizer, ranks)
     policy, optimizer = ranks.prepare(model, optimizer)
@@ -165,6 +169,7 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         initial=initial,
         critic=critic,
         reward_model=reward_model,
+        expert_bias=bias,
     )
 
 

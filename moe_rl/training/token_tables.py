@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from moe_rl.routing import flips_per_token
+from moe_rl.tables import write_table
 from moe_rl.training.batch import Batch
 from moe_rl.training.probe import Observation
 from moe_rl.training.route_tables import write_route_table
-from moe_rl.training.runlog import write_table
 
 
 def write_probe_tables(

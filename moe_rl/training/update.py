@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import TokenLogps, token_logps
+from moe_rl.measure.peer_metrics import load_violation, masked_mismatch_metrics, ratio_range_metrics
 from moe_rl.measure.ratio_metrics import update_ratio_metrics
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
 from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
@@ -17,6 +18,7 @@ from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.dpo import pair_loss
+from moe_rl.training.levers import ExpertBias
 from moe_rl.training.method import Method
 
 COUNTS = ("replayed_rows", "routed_rows", "slots_changed", "slots")
@@ -35,6 +37,7 @@ def update_policy(
     warmup: float,
     noise: torch.Generator,
     critic: Critic | None = None,
+    bias: ExpertBias | None = None,
 ) -> dict[str, Any]:
     """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did.
 
@@ -45,6 +48,7 @@ def update_policy(
         warmup: share of the learning rate.
         noise: of the selection noise, if the arm has any.
         critic: trained in the same step.
+        bias: follows the loads of this minibatch.
     """
     for group in optimizer.param_groups:
         group["lr"] = optim.learning_rate * warmup * group["multiplier"]
@@ -91,11 +95,14 @@ def update_policy(
         value_loss = critic.backward(micro, states, tokens) if critic else 0.0
         found.append(MicroBatch(loss, out, routing, share, value_loss))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
+    load = ranks.gather(torch.stack([part.routing.load for part in found]).sum(0)[None], ranks.size).sum(0)
     finite = bool(torch.isfinite(grad_norm))  # else the weights stay as they are
     if finite:
         optimizer.step()
+        if bias:
+            bias.update(load)
     optimizer.zero_grad()
-    row = update_metrics(found, batch, ranks, method, optim)
+    row = update_metrics(found, batch, ranks, method, optim) | {"max_vio": load_violation(load)["max_vio"].nanmean()}
     if critic:
         row["value_grad_norm"] = critic.step(warmup, hold=not finite)
     return {"lr": optim.learning_rate * warmup, "grad_norm": grad_norm, **row}
@@ -143,11 +150,15 @@ def update_metrics(
             sequence_log_ratio=whole([part.loss.sequence_log_ratio for part in parts]),
             mask=mask,
         ),
+        **ratio_range_metrics(values.log_ratio, mask),
         "entropy": whole([part.out.entropy for part in parts if part.out.entropy is not None])[mask].mean(),
         "aux_loss": aux_loss if optim.aux_loss_coef else None,
         "aux_loss_coef": optim.aux_loss_coef,
         **dict(zip(COUNTS, map(int, counts), strict=True)),
     }
+    if method.source == "policy":
+        from_rollout, up = whole([part.out.logps for part in parts]) - batch.rollout_logps, values.advantages > 0
+        row |= masked_mismatch_metrics(from_rollout, values.clipped & ~up, values.clipped & up, mask)
     if method.advantage == "gae":
         row["value_loss"] = value_loss
     return row

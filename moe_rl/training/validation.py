@@ -27,6 +27,8 @@ def validate(config: RunConfig) -> None:
         f"probe.sequences: between 1 and the batch's {responses} responses, got {probe.sequences}",
     )
     _reward(config, method)
+    _dapo(config, method)
+    _levers(config)
 
 
 def require(ok: bool, message: str) -> None:
@@ -139,3 +141,49 @@ def _reward(config: RunConfig, method: Method) -> None:
         "rollout.group_size: a reward model learns from pairs within a group, so 2 or more; got "
         f"{config.rollout.group_size}",
     )
+
+
+def _levers(config: RunConfig) -> None:
+    own, optim = config.method, config.optim
+    require(
+        own.keep == 1 or own.replay == "R2",
+        f"method.keep: the part of the routes that R2 replays, got {own.keep} with replay {own.replay!r}. R3 scores "
+        "the old policy under the engine's routes, all of them; use replay R2, or keep 1",
+    )
+    require(own.keep < 1 or own.keep_by == "margin", "method.keep_by: chooses rows where method.keep is below 1")
+    if optim.expert_bias_rate:
+        require(
+            config.rollout.engine.kind == "self",
+            f"optim.expert_bias_rate: the bias is on the policy's routers, which rollout.engine.kind "
+            f"{config.rollout.engine.kind!r} does not have; use self",
+        )
+        require(
+            optim.reference_reset_every == 0,
+            "optim.expert_bias_rate: a reference has the bias that the policy began with, which is none, so that it "
+            "cannot be reset to the current policy; set optim.reference_reset_every to 0",
+        )
+
+
+def _dapo(config: RunConfig, method: Method) -> None:
+    rollout = config.rollout
+    if rollout.dynamic_sampling:
+        require(
+            method.advantage in ("group", "leave_one_out") and method.source == "policy" and not method.pairs,
+            "rollout.dynamic_sampling: replaces groups whose rewards are all equal, which is for advantages of the "
+            f"group on the policy's own responses; got advantage {method.advantage!r}, source {method.source!r}",
+        )
+        require(
+            config.reward.model == "verifier",
+            "rollout.dynamic_sampling: looks at the verifier's rewards, got reward.model 'learned'",
+        )
+    if rollout.overlong_buffer:
+        require(
+            method.advantage in ("group", "leave_one_out", "gae"),
+            f"rollout.overlong_buffer: changes the reward of a response, which advantage {method.advantage!r} does not "
+            "look at; use group, leave_one_out or gae",
+        )
+        longest = rollout.max_new_tokens or make_task(config.task).max_new_tokens
+        require(
+            rollout.overlong_buffer <= longest,
+            f"rollout.overlong_buffer: at most the length limit ({longest} tokens), got {rollout.overlong_buffer}",
+        )

@@ -1,6 +1,5 @@
 """moe-rl drift, as a person calls it: any family, bad input named, one model at a time gives the same numbers."""
 
-import copy
 import json
 import re
 from dataclasses import replace
@@ -9,22 +8,14 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import (
-    GraniteMoeConfig,
-    GraniteMoeForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from drift_models import ALPHABET, TEXTS, build, moved, save
 
 from moe_rl.cli import main
 from moe_rl.drift import figures, run
 from moe_rl.drift.checkpoints import check_device, fits_twice
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
+from moe_rl.drift.output import short_names
 from moe_rl.drift.page import floor_text
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.measure import noise_floor
@@ -33,51 +24,6 @@ from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.policy.tiny import char_tokenizer
 from moe_rl.routing import change_counts, record_routes
-
-ALPHABET = "abcdefghij =+"
-TEXTS = ["abc=def", "ghij+a", "aa bb cc dd", "j=i+h", "fedcba", "a+b=c d+e=f"]
-COMMON = {
-    "hidden_size": 16,
-    "intermediate_size": 12,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.3,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-
-
-def build(family, tokenizer, **changes):
-    torch.manual_seed(0)
-    common = COMMON | {"vocab_size": len(tokenizer), "pad_token_id": 0} | changes
-    experts, moe_size = common.pop("experts", 6), common.pop("moe_size", 12)
-    if family == "qwen3_moe":
-        config = Qwen3MoeConfig(**common, num_experts=experts, moe_intermediate_size=moe_size, head_dim=8)
-        return Qwen3MoeForCausalLM(config)
-    if family == "olmoe":
-        return OlmoeForCausalLM(OlmoeConfig(**common, num_experts=experts))
-    if family == "granitemoe":
-        return GraniteMoeForCausalLM(GraniteMoeConfig(**common, num_local_experts=experts))
-    del common["num_experts_per_tok"]
-    return LlamaForCausalLM(LlamaConfig(**common))
-
-
-def save(model, tokenizer, folder):
-    model.save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    return folder
-
-
-def moved(model, scale=0.05):
-    new = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in new.parameters():
-            parameter += scale * torch.randn(parameter.shape, generator=generator)
-    return new
 
 
 @pytest.fixture(scope="module")
@@ -316,8 +262,7 @@ def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
     assert output.as_posix() == "runs/drift/old_vs_new"
     (output / "stale").write_text("")
     assert run_drift(DriftOptions(*pair, prompts)) == output and not (output / "stale").exists()
-    same = run._names(DriftOptions("a/step_1/hf", "a/step_2/hf", prompts))
-    assert same == ["step_1-hf", "step_2-hf"]
+    assert short_names(["a/step_1/hf", "a/step_2/hf"]) == ["step_1-hf", "step_2-hf"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
     assert "no earlier comparison" in refused(capsys, *pair, "--prompts", prompts, "--output", tmp_path / "mine")

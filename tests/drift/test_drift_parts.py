@@ -3,12 +3,14 @@
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.passes import Measured
-from moe_rl.drift.prompts import Skipped, TextBatch, batches, check_file, examples, tokenised
+from moe_rl.drift.prompts import KEYS, Example, Skipped, TextBatch, aligned, batches, check_file, examples, tokenised
 from moe_rl.drift.tally import Tally, _median
 from moe_rl.measure.decompose import Decomposition
 from moe_rl.measure.scoring import TokenBatch
@@ -79,6 +81,40 @@ def test_lines_are_cut_counted_and_padded_on_the_right(tokenizer, tmp_path):
     assert spelled(tokenizer, text.input_ids[0].tolist()) == "abcd"
     with pytest.raises(DriftError, match="no file"):
         check_file(tmp_path / "nowhere", tokenizer)
+
+
+def test_plain_text_and_parquet_are_read_as_their_jsonl(tokenizer, tmp_path):
+    rows = [{"text": "abcd"}, {"prompt": "ab", "completion": "c"}, {"messages": [{"role": "user", "content": "ab"}]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pq.write_table(pa.Table.from_pylist([dict.fromkeys(KEYS) | row for row in rows]), tmp_path / "a.parquet")
+    found = [list(examples(tmp_path / name, tokenizer, 9, Skipped())) for name in ("a.jsonl", "a.parquet")]
+    assert found[0] == found[1] and len(found[0]) == 3 == check_file(tmp_path / "a.parquet", tokenizer)
+    (tmp_path / "a.txt").write_bytes("\ufeffabcd\r\n\n{bc\n".encode())  # a brace makes no JSON of it
+    with pytest.raises(DriftError, match=r"a\.txt line 3 cannot be tokenised"):
+        list(examples(tmp_path / "a.txt", tokenizer, 9, Skipped()))
+    (tmp_path / "a.txt").write_bytes(b"abcd\r\n\nbc")
+    plain = list(examples(tmp_path / "a.txt", tokenizer, 9, Skipped()))
+    assert [(e.line, spelled(tokenizer, e.ids), e.start) for e in plain] == [(1, "abcd", 1), (3, "bc", 1)]
+
+
+def test_tables_that_cannot_be_read_are_named(tokenizer, tmp_path):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1 not really")
+    with pytest.raises(DriftError, match=r"a\.parquet is no Parquet file"):
+        check_file(path, tokenizer)
+    pq.write_table(pa.table({"question": ["ab"]}), path)
+    with pytest.raises(DriftError, match=r"none of the columns text, prompt, completion, messages \('question'\)"):
+        check_file(path, tokenizer)
+    pq.write_table(pa.table({"text": ["ab", None]}), path)
+    with pytest.raises(DriftError, match="row 2: none of the keys"):
+        check_file(path, tokenizer)
+
+
+def test_a_trainers_layout_ends_all_prompts_in_one_column(tokenizer):
+    text = aligned([Example(1, [3, 4, 5, 6], 1), Example(2, [7, 8, 9], 2)], 0)
+    assert text.input_ids.tolist() == [[0, 3, 4, 5, 6], [7, 8, 9, 0, 0]]
+    assert text.attention_mask.int().tolist() == [[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert text.completion_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0]]
 
 
 def measured_by_hand():

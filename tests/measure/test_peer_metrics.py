@@ -155,6 +155,7 @@ def test_load_violation_is_that_of_verl_and_of_prime_rl():
     torch.testing.assert_close(load_violation(load)["max_vio"], expected)
     padded = torch.cat([load, torch.zeros(5, 3)], 1)
     torch.testing.assert_close(load_violation(padded, experts=[8] * 5)["max_vio"], expected)
+    torch.testing.assert_close(load_violation(torch.cat([load, -torch.ones(5, 3)], 1))["max_vio"], expected)
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])

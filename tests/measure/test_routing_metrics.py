@@ -38,6 +38,7 @@ def test_load_of_two_tokens_on_four_experts():
     metrics = {name: float(value) for name, value in load_metrics(old, new, mask).items()}
     assert metrics["load_cv_mean"] == metrics["load_cv_max"] == pytest.approx(math.sqrt(0.5))  # 2, 1, 1, 0 around 1
     assert metrics["load_entropy_mean"] == pytest.approx(1.5 * LN2)  # ½ ln 2 + 2 · ¼ ln 4
+    assert [metrics[f"site_{name}_vio"] for name in ("max", "min", "avg")] == [1, -1, 0.5]
     assert metrics["active_set_churn"] == pytest.approx(1 / 3)  # {0, 1} -> {0, 1, 2}
 
 

@@ -353,8 +353,14 @@ def truncate(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "cold_start.json", "config.json", "tokenizer.json"])
-@pytest.mark.parametrize("damage", [truncate, lambda path: path.unlink()])
+@pytest.mark.parametrize("damage", [truncate, lambda path: path.unlink(), flip])
 def test_a_damaged_cache_says_where_and_what_to_do(tmp_path, file, damage):
     load_policy(CONFIG, TASK, tmp_path)
     folder = only_folder(tmp_path)

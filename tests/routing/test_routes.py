@@ -3,6 +3,7 @@
 import base64
 import copy
 import json
+import random
 import struct
 
 import numpy as np
@@ -370,7 +371,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     def power_cut(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moe_rl.routing.formats.os.fsync", power_cut)
+    monkeypatch.setattr("moe_rl.files.os.fsync", power_cut)
     with pytest.raises(KeyboardInterrupt):
         example().rows([0]).save(path)
     assert path.read_bytes() == before
@@ -383,10 +384,12 @@ def test_meta_that_is_not_json_is_refused(tmp_path):
 
 
 def rewrite_header(path, change):
-    """Change the JSON header of a safetensors file, data untouched."""
+    """Change the JSON header of a safetensors file, data untouched; as version 1 wrote it, without a checksum."""
     raw = path.read_bytes()
     size = struct.unpack("<Q", raw[:8])[0]
     header = json.loads(raw[8 : 8 + size])
+    del header["__metadata__"]["sha256"]
+    header["__metadata__"]["format_version"] = "1"
     change(header["__metadata__"])
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + size :])
@@ -416,7 +419,7 @@ def test_each_kind_of_wrong_file_has_its_own_message(tmp_path):
         RoutedExperts.load(path)
     fresh()
     rewrite_header(path, lambda facts: facts.update(format_version="99"))
-    with pytest.raises(RoutingError, match="format version 99, this moe_rl reads up to 1"):
+    with pytest.raises(RoutingError, match="format version 99, this moe_rl reads up to 2"):
         RoutedExperts.load(path)
     fresh()
     rewrite_header(path, lambda facts: facts.update(sites=json.dumps(["only.one"]), num_experts="[8]"))
@@ -436,6 +439,29 @@ def test_each_kind_of_wrong_file_has_its_own_message(tmp_path):
         RoutedExperts.load(path)
     with pytest.raises(FileNotFoundError):
         RoutedExperts.load(tmp_path / "nowhere")
+
+
+def test_no_flipped_bit_passes_for_other_routes(tmp_path):
+    path = tmp_path / "routes.safetensors"
+    example().save(path)
+    whole, rng = path.read_bytes(), random.Random(0)
+    for place in rng.sample(range(8 * len(whole)), 200):
+        data = bytearray(whole)
+        data[place // 8] ^= 1 << place % 8
+        path.write_bytes(data)
+        with pytest.raises(RoutingError, match=r"routes\.safetensors"):
+            RoutedExperts.load(path)
+
+
+def test_a_file_of_the_first_version_has_no_checksum_and_loads(tmp_path):
+    path = tmp_path / "routes.safetensors"
+    example().save(path)
+    rewrite_header(path, lambda facts: None)
+    assert RoutedExperts.load(path).equal(example())
+    rewrite_again = path.read_bytes().replace(b'"format_version": "1"', b'"format_version": "2"')
+    path.write_bytes(rewrite_again)
+    with pytest.raises(RoutingError, match="is damaged"):
+        RoutedExperts.load(path)
 
 
 def test_the_token_hash_depends_on_content_and_shape_only():

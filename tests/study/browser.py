@@ -6,11 +6,16 @@ import json
 import os
 import select
 import shutil
+import socket
 import subprocess
 import tempfile
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from moe_rl.study.watch import make_server
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FLAGS = (
@@ -162,3 +167,28 @@ class Browser:
             self.process.kill()
             self.process.wait()
         shutil.rmtree(self.profile, ignore_errors=True)
+
+
+@contextmanager
+def serving(folder):
+    """The address of a running server. A port of its own: the browser keeps connections to servers of earlier tests."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = make_server(folder, port)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def lines(browser, chart="reward"):
+    return browser.js(f"document.querySelectorAll('#chart-{chart} .thick path').length")
+
+
+def text(browser, selector):
+    return browser.js(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")

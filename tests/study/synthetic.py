@@ -138,7 +138,7 @@ def write_run(
             rows.append({"kind": "eval", "step": step, "reward": reward, "reward_n": 128, "greedy": False})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if done:
-        (folder / "DONE").write_text("")
+        (folder / "DONE").write_text('{"seconds": 1.0}\n')
 
 
 def _update(rng: np.random.Generator, step: int, u: int, noisy: bool, replay: bool, gspo: bool) -> dict[str, Any]:

@@ -7,12 +7,13 @@ import re
 import pytest
 from synthetic import write_study
 
-from moe_rl.study import live_rows
+from moe_rl.study import RunWriter, live_rows, load
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import LOOKS
 from moe_rl.study.live import LiveStudy
 from moe_rl.study.live_rows import LiveError, new_rows, new_sites, read_since
+from moe_rl.study.report import render_report
 
 
 @pytest.fixture
@@ -183,3 +184,25 @@ def test_every_method_stands_out_from_a_dark_page(method):
     assert contrast(on_dark(colour), "#15181c") >= 4.4  # 4.5 but for rounding to whole bytes
     if contrast(colour, "#15181c") >= 4.6:
         assert on_dark(colour) == colour.lower()
+
+
+def test_a_run_that_was_left_is_stopped_and_says_since_when(tmp_path):
+    run = RunWriter(tmp_path, arm="mine")
+    run.rollout(0, reward=1.0)
+    assert LiveStudy(tmp_path).overview()["runs"][0]["state"] == "running"
+    run.close()  # as a process that was killed leaves it
+    os.utime(run.folder / "metrics.jsonl", (1e9, 1e9))
+    (about,) = LiveStudy(tmp_path).overview()["runs"]
+    assert (about["state"], about["written"]) == ("stopped", 1e9)
+    report = render_report(load(tmp_path), [])
+    assert "mine/seed0 (last row 2001-09-09 01:46 UTC; nothing writes to it any more)" in report
+    RunWriter(tmp_path, arm="mine").finish()
+    assert LiveStudy(tmp_path).overview()["runs"][0]["state"] == "done"
+
+
+def test_a_crash_of_a_writer_is_told_with_its_error(tmp_path):
+    with pytest.raises(OverflowError), RunWriter(tmp_path, arm="mine") as run:
+        run.rollout(0, reward=1.0)
+        raise OverflowError("reward is too large")
+    (about,) = LiveStudy(tmp_path).overview()["runs"]
+    assert (about["state"], about["problem"]) == ("failed", "OverflowError: reward is too large")

@@ -107,11 +107,11 @@ def test_strangers_writers_and_climbers_are_refused(server):
 
 def test_a_taken_port_is_said_and_the_default_moves_on(server):
     with pytest.raises(ValueError, match=f"--port {server.server_port}"):
-        make_server(server.api.live.folder, server.server_port)
+        make_server(server.api.studies.folder, server.server_port)
     for nonsense in (-1, 65536):
         with pytest.raises(ValueError, match=f"--port {nonsense}: expected 0 to 65535"):
-            make_server(server.api.live.folder, nonsense)
-    other = make_server(server.api.live.folder)
+            make_server(server.api.studies.folder, nonsense)
+    other = make_server(server.api.studies.folder)
     assert other.server_port != server.server_port
     other.server_close()
 
@@ -127,7 +127,7 @@ def test_the_command_serves_until_interrupted(server):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "moe_rl", "watch", str(server.api.live.folder), "--port", str(port)]
+    command = [sys.executable, "-m", "moe_rl", "watch", str(server.api.studies.folder), "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert f"http://127.0.0.1:{port}/" in process.stdout.readline()
     process.send_signal(signal.SIGINT)

@@ -1,95 +1,14 @@
-"""The live page and the report's token view in a real headless browser, clicked and typed at.
-
-Without a browser these are skipped on a developer's machine and fail under CI=true.
-"""
+"""The live page and the report's token view in a real headless browser, clicked and typed at."""
 
 import json
-import os
-import socket
-import threading
-from contextlib import contextmanager
 
-import pytest
-from browser import NAMES, Browser, find_browser
+from browser import lines, serving, text
 from synthetic import write_study
-from token_files import write_step
 
-from moe_rl.study import load
+from moe_rl.study import RunWriter, load
 from moe_rl.study.report import render_report
-from moe_rl.study.watch import make_server
 
 TOKEN = "[data-update='2'] [data-token='1']"
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    path = find_browser()
-    if path is None:
-        message = f"no browser found (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium"
-        if os.environ.get("CI", "").lower() in ("1", "true"):
-            pytest.fail(message)
-        pytest.skip(message)
-    browser = Browser(path)
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-def browser(chromium):
-    chromium.complaints.clear()
-    chromium.requests.clear()
-    chromium.look(1400, 900)
-    yield chromium
-    chromium.open("about:blank")
-    assert chromium.complaints == []
-
-
-@pytest.fixture
-def study(tmp_path):
-    folder = write_study(
-        tmp_path / "s",
-        ("grpo", "grpo_replay", "gspo", "gspo_noise"),
-        (0, 1),
-        6,
-        tokens_every=99,
-        unfinished=(("gspo", 1),),
-    )
-    for path in folder.glob("*/seed*/tokens/*"):
-        path.unlink()
-    write_step(folder / "grpo" / "seed0", 3)
-    write_step(folder / "grpo" / "seed0", 5)
-    return folder
-
-
-@contextmanager
-def serving(folder):
-    """The address of a running server. A port of its own: the browser keeps connections to servers of earlier tests."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = make_server(folder, port)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{port}/"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-@pytest.fixture
-def url(study):
-    with serving(study) as address:
-        yield address
-
-
-def lines(browser, chart="reward"):
-    return browser.js(f"document.querySelectorAll('#chart-{chart} .thick path').length")
-
-
-def text(browser, selector):
-    return browser.js(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
 
 
 def test_runs_curves_and_heat_map_are_drawn_and_legend_and_condition_choose(browser, url):
@@ -213,6 +132,25 @@ def test_a_study_without_runs_is_waited_for(browser, tmp_path):
         browser.wait("document.querySelectorAll('#chart-reward path').length === 1")
 
 
+def test_panels_without_data_say_why_and_a_stopped_run_since_when(browser, tmp_path):
+    run = RunWriter(tmp_path, arm="mine")
+    run.rollout(0, reward=0.5)
+    run.update(0, 1, loss=1.0)
+    with serving(tmp_path) as address:
+        browser.open(address)
+        browser.wait("document.querySelectorAll('#chart-reward path').length === 1")
+        assert "no probe rows yet" in text(browser, "#chart-changed svg")
+        assert "update rows have no grad_norm" in text(browser, "#chart-grad svg")
+        run.close()
+        browser.wait("document.querySelector('#status').textContent.includes('1 stopped')")
+        assert "mine/seed0 stopped before its end" in text(browser, "#problems")
+        run = RunWriter(tmp_path, arm="mine")
+        run.rollout(1, reward=0.5)
+        run.finish()
+        browser.wait("document.querySelector('#chart-changed svg').textContent.includes('no probe rows were written')")
+        assert text(browser, "#problems") == ""
+
+
 def test_dark_and_narrow(browser, url):
     browser.look(390, 800, dark=True)
     browser.open(url)
@@ -239,3 +177,22 @@ def test_the_report_carries_the_token_view(browser, study, tmp_path):
     )
     browser.wait("document.querySelector('.tv-prompt').textContent === '^12='")
     assert [request for request in browser.requests if not request.startswith("file:")] == []
+
+
+def test_alarms_are_listed_marked_and_ordered_before_a_collapse(browser, url, study):
+    browser.open(url)
+    browser.wait("document.querySelectorAll('#alarms tbody tr').length > 0")
+    assert text(browser, "#alarms [data-alarm='ess']") == "", "no run recorded it"
+    path = study / "grpo" / "seed0" / "metrics.jsonl"
+    rows = [{"kind": "rollout", "step": step, "reward": 0.8 if step < 10 else 0.05} for step in range(6, 20)]
+    rows += [{"kind": "update", "step": s, "update": 1, "ess_token": e, "k3": 0.5} for s, e in ((7, 0.1), (9, 0.2))]
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: row["step"])))
+    browser.wait("document.querySelector(\"#alarms [data-alarm='ess']\")?.textContent.includes('1 of 1')")
+    assert "7" in text(browser, "#alarms [data-alarm='ess'] td:last-child")
+    title = browser.js("document.querySelector(\"#alarms [data-alarm='ess']\").title")
+    assert "below 0.3" in title and "verl" in title and "GRPO, seed 0: 2 steps, first 7" in title
+    fall = text(browser, "#alarms .falls")
+    assert "GRPO, seed 0 collapsed at step 1" in fall and "Effective sample size (step 7)" in fall
+    browser.click("#legend [data-arm='grpo']")
+    assert text(browser, "#alarms .falls") == "", "of the arms shown"

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from moe_rl.routing import RoutedExperts
+from moe_rl.tables import write_table
 from moe_rl.training.route_tables import write_route_table
-from moe_rl.training.runlog import write_table
 
 SITES = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
 TOKENS = torch.tensor([[0, 9, 5, 6, 7], [8, 9, 5, 3, 0]])  # [2, 5]; 0 pads on both sides; responses begin at column 2

@@ -11,8 +11,10 @@ import pytest
 import torch
 from micro import MICRO
 
+from moe_rl.policy.models import ModelConfig, ModelError, load_model
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.routing import RoutedExperts
+from moe_rl.tables import write_table
 from moe_rl.training import run
 from moe_rl.training.batch import Batch
 from moe_rl.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, settle
@@ -160,7 +162,7 @@ def test_an_edited_state_is_refused(tmp_path):
     ("damage", "said"),
     [
         (lambda lines: [lines[0], lines[1][:9] + b"\x00" + lines[1][10:], *lines[2:]], "line 2 is damaged"),
-        (lambda lines: lines[:2], "of the .* bytes that were there"),
+        (lambda lines: lines[:2], "of the .* bytes that were written"),
         (lambda lines: [], "it has 0 of the"),
         (lambda lines: [lines[0].replace(b"0.5", b"0.6"), *lines[1:]], "not what was written"),
     ],
@@ -184,6 +186,25 @@ def test_rows_behind_the_checkpoint_go_half_written_ones_too(tmp_path):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
 
 
+def table(folder, step):
+    write_table(folder / "tokens" / f"step_{step:06d}.parquet", {"seq": [step]})
+
+
+def test_tables_before_the_checkpoint_are_missed_and_later_ones_go(tmp_path):
+    state = small_state(tmp_path, 1, 1.0)
+    state.log.append("step", 0)
+    table(tmp_path, 0)
+    save_checkpoint(state)
+    table(tmp_path, 1)  # of the step that was interrupted
+    resumed = small_state(tmp_path, 0, 0.0)
+    resumed.log.resume(load_checkpoint(resumed))
+    assert os.listdir(tmp_path / "tokens") == ["step_000000.parquet"]
+    (tmp_path / "tokens" / "step_000000.parquet").unlink()
+    resumed = small_state(tmp_path, 0, 0.0)
+    with pytest.raises(DamagedMetricsError, match=r"step_000000\.parquet is missing"):
+        resumed.log.resume(load_checkpoint(resumed))
+
+
 def test_any_tool_opens_a_checkpoint_as_a_model(state_of, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -194,3 +215,9 @@ def test_any_tool_opens_a_checkpoint_as_a_model(state_of, tmp_path):
     ours = state.policy.state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in model.state_dict().items())
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint").get_vocab() == state.tokenizer.get_vocab()
+    model = load_model(str(tmp_path), ModelConfig())  # a run's folder means its checkpoint
+    assert all(torch.equal(weight, ours[name]) for name, weight in model.state_dict().items())
+    path = tmp_path / "checkpoint" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
+        load_model(str(tmp_path), ModelConfig())

@@ -104,7 +104,8 @@ def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFra
     rows = frame.dropna(subset=list(columns)) if not missing and len(frame) else frame.iloc[:0]
     if missing or rows.empty:
         what = ", ".join(missing or columns)
-        raise NothingToDraw(f"{figure}: the runs recorded no {what} (too early, or switched off in the study)")
+        why = "their rows of this kind lack it" if len(frame) else "no such rows yet, or switched off"
+        raise NothingToDraw(f"{figure}: the runs recorded no {what} ({why})")
     return rows
 
 

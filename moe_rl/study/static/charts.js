@@ -114,39 +114,46 @@
   moeRL.LineChart = class {
     /** spec: {key, title, note, log, percent}; page: {cursor(step or null, from a pointer or key), choose(step)}. */
     constructor(host, spec, page) {
-      Object.assign(this, { spec, page, groups: [], step: null });
+      Object.assign(this, { spec, page, groups: [], step: null, begin: 0, end: 1, dragged: null });
       this.title = make("h3", { id: `title-${spec.key}` }, spec.title);
+      const head = make("div", { class: "chart-head" }, this.title, moeRL.chartTools(this, spec.remove));
       this.note = make("p", { class: "chart-note" }, spec.note);
       this.plot = svg("svg", { class: "plot", tabindex: 0, role: "img", "aria-labelledby": `title-${spec.key}` });
       this.readout = make("div", { class: "readout", hidden: true });
-      this.figure = make("figure", { class: "chart", id: `chart-${spec.key}` }, this.title, this.note,
+      this.figure = make("figure", { class: "chart", id: `chart-${spec.key}` }, head, this.note,
         make("div", { class: "plot-box" }, this.plot, this.readout));
       host.append(this.figure);
       this.plot.addEventListener("pointermove", (event) => this.point(event));
       this.plot.addEventListener("pointerleave", () => page.cursor(null));
-      this.plot.addEventListener("click", () => this.step !== null && page.choose(this.step));
+      this.plot.addEventListener("pointerdown", (event) => { this.dragged = { from: this.stepAt(event), x: event.clientX }; });
+      this.plot.addEventListener("pointerup", (event) => this.release(event));
+      this.plot.addEventListener("dblclick", () => page.zoom(null));
       this.plot.addEventListener("keydown", (event) => this.key(event));
       this.plot.addEventListener("blur", () => page.cursor(null));
     }
 
-    /** groups: [{label, colour, dash, runs: [{name, points}]}]; end: last step of any run; levels: [{name, value}], lines
-     *  across the chart that no group has, as a noise floor. */
-    draw(groups, end, levels = []) {
+    /** groups: [{label, colour, dash, runs: [{name, points}]}]; range: [first, last step shown]; levels: [{name, value}],
+     *  lines across the chart that no group has, as a noise floor; why: what stands there if there is nothing to draw;
+     *  smoothing: over how many steps lines are averaged. */
+    draw(groups, [begin, end], levels = [], why = "no data yet", smoothing = 1) {
       this.levels = levels;
+      this.why = why;
       this.groups = groups.map((g) => ({ ...g, runs: g.runs.filter((r) => r.points.xs.length) })).filter((g) => g.runs.length);
       for (const group of this.groups) group.mean = moeRL.meanOf(group.runs.map((r) => r.points));
       const width = Math.max(220, this.plot.clientWidth || 320);
       const [left, right, top, bottom] = [MARGIN.left, width - MARGIN.right, MARGIN.top, HEIGHT - MARGIN.bottom];
-      Object.assign(this, { left, right, end: Math.max(1, end) });
+      Object.assign(this, { left, right, begin, end: Math.max(begin + 1, end) });
       this.plot.setAttribute("viewBox", `0 0 ${width} ${HEIGHT}`);
       this.plot.setAttribute("height", HEIGHT);
       const longest = Math.max(0, ...this.groups.flatMap((g) => g.runs.map((r) => r.points.xs.length)));
       const size = Math.ceil(longest / MOST_POINTS);
-      this.note.textContent = this.spec.note + (size > 1 ? `; means of ${size} steps` : "") + (levels.length ? "; dashed: noise floor" : "");
+      this.note.textContent = this.spec.note + (size > 1 ? `; means of ${size} steps` : "")
+        + (smoothing > 1 ? `; each the mean of the last ${smoothing}` : "") + (levels.length ? "; dashed: noise floor" : "");
+      const shown = (points) => moeRL.smooth(moeRL.thin(points, size), smoothing).filter(([x]) => x >= begin && x <= this.end);
       const lines = this.groups.flatMap((group) => {
         const several = group.runs.length > 1;
-        const own = group.runs.map((r) => ({ group, kind: several ? "thin" : "thick", shown: moeRL.thin(r.points, size) }));
-        return several ? [...own, { group, kind: "thick", shown: moeRL.thin(group.mean, size) }] : own;
+        const own = group.runs.map((r) => ({ group, kind: several ? "thin" : "thick", shown: shown(r.points) }));
+        return several ? [...own, { group, kind: "thick", shown: shown(group.mean) }] : own;
       });
       const scaled = lines.flatMap((line) => line.shown.map(([, y]) => y)).filter((y) => y !== null);
       if (scaled.length) scaled.push(...levels.map((level) => level.value));
@@ -158,19 +165,19 @@
         parts.push(svg("line", { class: "grid", x1: left, x2: right, y1: y, y2: y }),
           svg("text", { class: "tick", x: left - 6, y: y + 3.5, "text-anchor": "end" }, label ?? this.show(value, digits)));
       }
-      for (const x of ticksOf(0, this.end, Math.max(2, Math.floor(width / 80))).filter(Number.isInteger)) {
+      for (const x of ticksOf(this.begin, this.end, Math.max(2, Math.floor(width / 80))).filter(Number.isInteger)) {
         parts.push(svg("text", { class: "tick", x: this.x(x), y: HEIGHT - 8, "text-anchor": "middle" }, String(x)));
       }
-      if (scaled.length) parts.push(...this.drawLevels());
+      if (scaled.length) parts.push(...this.drawLevels(), ...this.drawMarks());
       for (const kind of ["thin", "thick"]) parts.push(...lines.filter((line) => line.kind === kind).map((line) => this.line(line, longest <= 16)));
-      if (!scaled.length) parts.push(svg("text", { class: "tick", x: (left + right) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no data yet"));
+      if (!scaled.length) parts.push(svg("text", { class: "tick", x: (left + right) / 2, y: HEIGHT / 2, "text-anchor": "middle" }, why));
       this.cross = svg("g", { class: "cross" });
       this.plot.replaceChildren(...parts, this.cross);
       this.plot.setAttribute("aria-label", this.describe());
       this.mark(this.step, false);
     }
 
-    x(step) { return this.left + (step / this.end) * (this.right - this.left); }
+    x(step) { return this.left + ((step - this.begin) / (this.end - this.begin)) * (this.right - this.left); }
 
     show(value, digits = 3) {
       if (value === null) return "–";
@@ -192,6 +199,14 @@
       return g;
     }
 
+    /** Steps at which an alarm on this value crossed, as triangles at the top; `marks` is set by the page. */
+    drawMarks() {
+      return (this.marks || []).filter(({ step }) => step >= this.begin && step <= this.end).map(({ step, title }) => {
+        const x = this.x(step);
+        return svg("path", { class: "alarm", d: `M${x - 3.5},${MARGIN.top - 7}h7l-3.5,6z` }, svg("title", {}, title));
+      });
+    }
+
     drawLevels() {
       const parts = [], names = [];
       for (const { name, value } of [...this.levels].sort((a, b) => b.value - a.value)) { // from the top
@@ -206,19 +221,29 @@
     describe() {
       const last = this.groups.map((g) => `${g.label} ${this.show(g.mean.xs.length ? g.mean.y(g.mean.xs.length - 1) : null)}`);
       const floor = this.levels.length ? ` Noise floor: ${this.levels.map((l) => `${l.name} ${this.show(l.value)}`).join(", ")}.` : "";
-      return `${this.spec.title}. Latest: ${last.join(", ") || "no data yet"}.${floor} Arrow keys move through the steps.`;
+      return `${this.spec.title}. Latest: ${last.join(", ") || this.why}.${floor} Arrow keys move through the steps.`;
     }
 
-    point(event) {
+    stepAt(event) {
       const box = this.plot.getBoundingClientRect();
-      const step = Math.round(((event.clientX - box.left - this.left) / (this.right - this.left)) * this.end);
-      this.page.cursor(Math.max(0, Math.min(this.end, step)), this);
+      const share = (event.clientX - box.left - this.left) / (this.right - this.left);
+      return Math.round(Math.max(this.begin, Math.min(this.end, this.begin + share * (this.end - this.begin))));
+    }
+
+    point(event) { this.page.cursor(this.stepAt(event), this); }
+
+    /** The pointer goes up: after a drag the steps between are shown, after a click the step is chosen. */
+    release(event) {
+      const from = this.dragged, to = this.stepAt(event);
+      this.dragged = null;
+      if (from && Math.abs(event.clientX - from.x) > 8 && to !== from.from) this.page.zoom([Math.min(from.from, to), Math.max(from.from, to)]);
+      else if (from) this.page.choose(to);
     }
 
     key(event) {
-      const now = this.step ?? 0, page = Math.max(1, Math.round(this.end / 10));
-      const to = { ArrowRight: now + 1, ArrowLeft: now - 1, PageUp: now + page, PageDown: now - page, Home: 0, End: this.end }[event.key];
-      if (to !== undefined) { event.preventDefault(); this.page.cursor(Math.max(0, Math.min(this.end, to)), this); }
+      const now = this.step ?? this.begin, page = Math.max(1, Math.round((this.end - this.begin) / 10));
+      const to = { ArrowRight: now + 1, ArrowLeft: now - 1, PageUp: now + page, PageDown: now - page, Home: this.begin, End: this.end }[event.key];
+      if (to !== undefined) { event.preventDefault(); this.page.cursor(Math.max(this.begin, Math.min(this.end, to)), this); }
       else if (event.key === "Enter" && this.step !== null) this.page.choose(this.step);
       else if (event.key === "Escape") this.page.cursor(null);
     }
@@ -228,7 +253,7 @@
       this.step = step;
       this.readout.hidden = step === null || !reading;
       if (!this.cross) return;
-      if (step === null) return void this.cross.replaceChildren();
+      if (step === null || step < this.begin || step > this.end) return void this.cross.replaceChildren();
       const x = this.x(step);
       const parts = [svg("line", { x1: x, x2: x, y1: MARGIN.top, y2: HEIGHT - MARGIN.bottom })];
       const rows = [];

@@ -70,7 +70,7 @@
     draw() {
       const data = this.data();
       const empty = !data || !data.steps.length;
-      this.message.textContent = empty ? "No probe rows of this run yet (probe.every in the study file)." : "";
+      this.message.textContent = empty ? "No probe rows by site of this run yet (probe.every in a study file; site_slots_changed and site_slots of RunWriter)." : "";
       this.message.hidden = !empty;
       this.figures.hidden = this.legend.hidden = empty;
       if (empty) return;

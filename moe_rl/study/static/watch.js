@@ -7,30 +7,34 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
   const CHARTS = [
-    { key: "reward", title: "Reward", note: "of the responses that are trained on" },
-    { key: "heldout", title: "Held-out reward", note: "on prompts that are never trained on" },
-    { key: "changed", title: "Experts changed", note: "% of slots, last update of a step, live", percent: true, floor: true },
-    { key: "clipped", title: "Clipped tokens", note: "% of a step’s tokens, log axis", percent: true, log: true },
-    { key: "vartoken", title: "Variance of token log-ratios", note: "nats², after a step’s last update, routed live, log axis", log: true },
-    { key: "varsequence", title: "Variance of sequence log-ratios", note: "of means per token, nats², as beside, log axis", log: true },
-    { key: "grad", title: "Gradient norm", note: "before clipping, mean of a step’s updates, log axis", log: true },
-    { key: "length", title: "Response length", note: "tokens, mean over a step’s responses" },
-    { key: "entropy", title: "Entropy", note: "nats per token, after a step’s last update" },
+    { key: "reward", from: ["rollout", "reward"], title: "Reward", note: "of the responses that are trained on" },
+    { key: "heldout", from: ["eval", "reward"], title: "Held-out reward", note: "on prompts that are never trained on" },
+    { key: "changed", from: ["probe", "slots_changed and slots"], title: "Experts changed", note: "% of slots, last update of a step, live", percent: true, floor: true },
+    { key: "clipped", from: ["update", "clipped_tokens and tokens"], title: "Clipped tokens", note: "% of a step’s tokens, log axis", percent: true, log: true },
+    { key: "vartoken", from: ["probe", "var_token_natural"], title: "Variance of token log-ratios", note: "nats², after a step’s last update, routed live, log axis", log: true },
+    { key: "varsequence", from: ["probe", "var_sequence_natural"], title: "Variance of sequence log-ratios", note: "of means per token, nats², as beside, log axis", log: true },
+    { key: "grad", from: ["update", "grad_norm"], title: "Gradient norm", note: "before clipping, mean of a step’s updates, log axis", log: true },
+    { key: "length", from: ["rollout", "response_length"], title: "Response length", note: "tokens, mean over a step’s responses" },
+    { key: "entropy", from: ["probe", "entropy"], title: "Entropy", note: "nats per token, after a step’s last update" },
   ];
 
   const runs = new Map(); // name -> {since, points, step, seconds, tokenSteps, damaged, ...state of the last answer}
   let study = null, version = 0, drawn = "", lost = false, answered = 0, timer = 0, polling = false;
-  const view = { run: null, step: null, condition: 0, hidden: new Set() };
+  const view = { study: null, run: null, step: null, condition: 0, hidden: new Set(), metrics: [], smoothing: 1, range: null };
+  let catalogue = {};
   let tokenChoice = {};
 
+  const unread = () => ({ points: fresh(), floor: new Map(), kinds: new Map(), step: null, seconds: [], damaged: 0 });
   const fresh = () => ({
+    ...Object.fromEntries(view.metrics.map((key) => [key, new moeRL.Points(catalogue[key]?.over ? "share" : catalogue[key]?.kind === "update" ? "mean" : "last")])),
     reward: new moeRL.Points("last"), heldout: new moeRL.Points("last"), changed: new moeRL.Points("last"),
     clipped: new moeRL.Points("share"), vartoken: new moeRL.Points("last"), varsequence: new moeRL.Points("last"),
     grad: new moeRL.Points("mean"), entropy: new moeRL.Points("last"), length: new moeRL.Points("last"),
   });
 
   async function get(path, query = {}) {
-    const answer = await fetch(`api/${path}?${new URLSearchParams(query)}`);
+    const asked = view.study ? { ...query, study: view.study } : query;
+    const answer = await fetch(`api/${path}?${new URLSearchParams(asked)}`);
     const content = await answer.json();
     if (!answer.ok) throw Object.assign(new Error(content.error), { answered: true });
     return content;
@@ -45,7 +49,7 @@
     try {
       study = await get("study");
       for (const state of study.runs) {
-        if (!runs.has(state.run)) runs.set(state.run, { since: "", points: fresh(), floor: new Map(), step: null, seconds: [], tokenSteps: [], damaged: 0, bytes: -1 });
+        if (!runs.has(state.run)) runs.set(state.run, { since: "", tokenSteps: [], bytes: -1, ...unread() });
       }
       const due = study.runs.filter((state) => state.bytes !== runs.get(state.run).bytes);
       due.sort((a, b) => (b.run === view.run) - (a.run === view.run)); // the chosen run first
@@ -72,12 +76,18 @@
   async function read(state) {
     const run = runs.get(state.run);
     for (let more = true; more;) {
-      const answer = await get("run", { run: state.run, since: run.since });
-      if (answer.reset) Object.assign(run, { points: fresh(), floor: new Map(), step: null, seconds: [], damaged: 0 });
+      const wanted = view.metrics.join(",");
+      const answer = await get("run", { run: state.run, since: run.since, ...(wanted ? { metrics: wanted } : {}) });
+      if (wanted !== view.metrics.join(",")) return; // another choice was made meanwhile: the run is read again
+      if (answer.reset) Object.assign(run, unread());
       take(run, answer.rows);
+      for (const [key, values] of Object.entries(answer.chosen)) {
+        for (const [step, value, over] of values) run.points[key]?.add(step, value, catalogue[key]?.over ? over : 1);
+      }
       run.since = answer.since;
       run.damaged += answer.damaged;
       run.tokenSteps = answer.token_steps;
+      if (answer.alarms) run.alarms = answer.alarms;
       more = answer.more;
     }
     run.bytes = state.bytes;
@@ -86,6 +96,7 @@
 
   function take(run, rows) {
     const p = run.points;
+    for (const [kind, of] of Object.entries(rows)) run.kinds.set(kind, (run.kinds.get(kind) || 0) + of.length);
     for (const [step, reward, length] of rows.rollout || []) { p.reward.add(step, reward); p.length.add(step, length); run.step = Math.max(run.step ?? 0, step); }
     for (const [step, reward] of rows.eval || []) p.heldout.add(step, reward);
     for (const [step, , clipped, tokens, norm] of rows.update || []) { p.clipped.add(step, clipped, tokens); p.grad.add(step, norm); }
@@ -106,7 +117,8 @@
 
   // Drawing
 
-  const charts = CHARTS.map((spec) => new moeRL.LineChart($("charts"), spec, { cursor, choose: chooseStep }));
+  const page = { cursor, choose: chooseStep, zoom };
+  const charts = CHARTS.map((spec) => new moeRL.LineChart($("charts"), spec, page));
   function cursor(step, of = null) { for (const chart of charts) chart.mark(step, chart === of); }
 
   const theme = () => (dark.matches ? "dark" : "light");
@@ -120,11 +132,12 @@
     if (!view.run || !runs.has(view.run)) view.run = (study.runs.find((r) => r.bytes) || study.runs[0])?.run ?? null;
     drawStatus();
     drawTable();
-    const key = JSON.stringify([version, theme(), view.condition, [...view.hidden], study.arms, study.runs.length, innerWidth]);
+    const key = JSON.stringify([version, theme(), view.condition, [...view.hidden], study.arms, study.settings.length, study.runs.length, innerWidth]);
     if (key !== drawn) {
       drawn = key;
       drawLegend();
       drawCharts();
+      moeRL.drawAlarms($("alarms"), study.alarms, shownRuns(), study.alarms_problem);
       drawRunPicker();
       drawOne();
     }
@@ -133,7 +146,7 @@
   function drawStatus() {
     const count = (state) => study.runs.filter((r) => shownState(r) === state).length;
     const parts = [`${count("done")} of ${study.runs.length} runs done`];
-    for (const state of ["running", "starting", "stalled", "failed", "waiting"]) if (count(state)) parts.push(`${count(state)} ${state}`);
+    for (const state of ["running", "starting", "stalled", "stopped", "failed", "waiting"]) if (count(state)) parts.push(`${count(state)} ${state}`);
     if (!study.runs.length) parts.splice(0, 1, "no run has begun yet; this page goes on by itself");
     $("status").textContent = parts.join(" · ");
     $("status").classList.remove("lost");
@@ -146,38 +159,7 @@
     return state.state === "running" && state.age > Math.max(QUIET_SECONDS, 5 * usual) ? "stalled" : state.state;
   }
 
-  const MARKS = { done: "✓", running: "▶", starting: "…", waiting: "·", stalled: "!", failed: "✕" };
-  const WORDS = { stalled: "no row for long", starting: "starting: no row yet", waiting: "not begun" };
-
-  function drawTable() {
-    const rows = study.runs.flatMap((state, i) => {
-      const run = runs.get(state.run), arm = armOf(state.arm), shown = shownState(state);
-      const steps = state.steps ?? "?", done = run.step === null ? 0 : run.step;
-      const latest = (points) => (points.xs.length ? points.y(points.xs.length - 1) : null);
-      const changed = latest(run.points.changed);
-      const progress = make("span", { class: "progress", "aria-hidden": "true" }, make("i", { style: { width: `${state.steps ? Math.min(100, (100 * done) / state.steps) : 0}%` } }));
-      const name = `${arm.title}, seed ${state.seed}`;
-      const first = !i || study.runs[i - 1].arm !== state.arm;
-      const head = make("tr", { class: "arm" }, make("th", { colspan: 5, scope: "rowgroup" }, moeRL.swatch(arm), arm.title));
-      return [...(first ? [head] : []), make("tr", { class: state.run === view.run ? "chosen" : null },
-        make("td", {}, make("button", { type: "button", "data-run": state.run, "aria-pressed": String(state.run === view.run), title: `show ${name} below`, onclick: () => chooseRun(state.run) }, `seed ${state.seed}`)),
-        make("td", {}, make("span", { class: `state ${shown}`, role: "img", "aria-label": WORDS[shown] || shown, title: WORDS[shown] || shown }, MARKS[shown]), ` ${done}/${steps}`, progress),
-        make("td", { class: "n" }, number(latest(run.points.reward))),
-        make("td", { class: "n" }, changed === null ? "–" : `${number(100 * changed, 2)} %`),
-        make("td", { class: "n" }, shown === "failed" ? "failed" : ago(state.age)))];
-    });
-    const focus = document.activeElement?.dataset?.run;
-    $("run-rows").replaceChildren(...rows);
-    if (focus) [...$("run-rows").querySelectorAll("button")].find((b) => b.dataset.run === focus)?.focus({ preventScroll: true });
-    const reasons = new Map();
-    for (const { run, problem } of study.runs) if (problem) reasons.set(problem, [...(reasons.get(problem) || []), run]);
-    const problems = [...reasons].map(([reason, of]) => `${of.join(", ")} failed: ${reason}`);
-    for (const [name, run] of runs) if (run.damaged) problems.push(`${name}: ${run.damaged} damaged lines of metrics.jsonl were left out`);
-    $("problems").textContent = problems.join(" ");
-  }
-
-  const ago = (seconds) => seconds === null ? "–" : seconds < 90 ? `${Math.round(seconds)} s ago` : seconds < 5400 ? `${Math.round(seconds / 60)} min ago`
-    : seconds < 129600 ? `${Math.round(seconds / 3600)} h ago` : `${Math.round(seconds / 86400)} d ago`;
+  const drawTable = () => moeRL.drawRuns($("run-rows"), $("problems"), { study, runs, chosen: view.run, armOf, shownState, choose: chooseRun });
 
   function drawLegend() {
     if (view.condition >= study.conditions.length) view.condition = 0;
@@ -190,16 +172,100 @@
   }
   const refocus = (arm) => $("legend").querySelector(`[data-arm="${CSS.escape(arm)}"]`)?.focus();
 
-  function drawCharts() {
-    const shown = looks().filter((arm) => arm.condition === view.condition && !view.hidden.has(arm.arm));
+  const shownArms = () => looks().filter((arm) => arm.condition === view.condition && !view.hidden.has(arm.arm));
+  const shownRuns = () => {
+    const arms = new Map(shownArms().map((arm) => [arm.arm, arm]));
+    return study.runs.filter((r) => arms.has(r.arm)).map((r) => ({ name: r.run, title: `${arms.get(r.arm).title}, seed ${r.seed}`, alarms: runs.get(r.run).alarms }));
+  };
+
+  // Metrics that the reader adds, the range of steps, smoothing
+
+  const specOf = (key) => {
+    const { kind, name, unit, definition, over } = catalogue[key];
+    return { key, from: [kind, name], title: `${name}, ${kind} rows`, percent: Boolean(over), remove: () => chooseMetrics(view.metrics.filter((k) => k !== key)),
+      note: `${definition} (${over ? `% of ${over}` : unit})` };
+  };
+
+  /** Exactly these metrics of the catalogue have charts of their own; runs are read again for their values. */
+  function chooseMetrics(keys) {
+    view.metrics = keys.filter((key) => catalogue[key]);
+    for (const chart of charts.splice(CHARTS.length)) chart.figure.remove();
+    charts.push(...view.metrics.map((key) => new moeRL.LineChart($("charts"), specOf(key), page)));
+    for (const run of runs.values()) Object.assign(run, unread(), { since: "", bytes: -1 });
+    remember();
+    poll();
+  }
+
+  async function readCatalogue() {
+    catalogue = (await get("catalogue")).metrics;
+    const groups = new Map();
+    for (const [key, { kind, name, definition }] of Object.entries(catalogue)) {
+      if (!groups.has(kind)) groups.set(kind, make("optgroup", { label: `${kind} rows` }));
+      groups.get(kind).append(make("option", { value: key, title: definition }, name));
+    }
+    $("add-metric").append(...groups.values());
+    if (view.metrics.length) chooseMetrics(view.metrics);
+  }
+
+  $("add-metric").onchange = ({ target }) => { const key = target.value; target.value = ""; if (key && !view.metrics.includes(key)) chooseMetrics([...view.metrics, key]); };
+  $("smoothing").onchange = ({ target }) => { view.smoothing = Number(target.value); remember(); redraw(); };
+  function zoom(range) { view.range = range; remember(); redraw(); }
+  const typed = () => {
+    const [from, to] = ["from", "to"].map((id) => Number.parseInt($(id).value, 10));
+    zoom(Number.isNaN(from) && Number.isNaN(to) ? null : [Math.max(0, from || 0), Number.isNaN(to) ? lastStep() : Math.max(to, (from || 0) + 1)]);
+  };
+  $("from").onchange = $("to").onchange = typed;
+  $("all-steps").onclick = () => zoom(null);
+  function redraw() { drawn = ""; if (study) draw(); }
+  function lastStep() {
     let end = 1;
     for (const run of runs.values()) end = Math.max(end, run.points.reward.xs.at(-1) ?? 0, run.points.heldout.xs.at(-1) ?? 0);
+    return end;
+  }
+
+  function drawOptions() {
+    $("smoothing").value = String(view.smoothing);
+    $("from").value = view.range ? view.range[0] : "";
+    $("to").value = view.range ? view.range[1] : "";
+    $("from").placeholder = "0";
+    $("to").placeholder = String(lastStep());
+    $("all-steps").hidden = !view.range;
+    $("study-choice").hidden = study.studies.length < 2;
+    $("study").replaceChildren(...study.studies.map((name) => make("option", { value: name }, name)));
+    $("study").value = view.study ?? study.studies[0] ?? "";
+  }
+  $("study").onchange = ({ target }) => { location.hash = `study=${encodeURIComponent(target.value)}`; location.reload(); };
+
+  /** Settings in which the shown arms differ, one row each. */
+  function drawSettings() {
+    const shown = shownArms();
+    const rows = study.settings.filter(({ values }) => new Set(shown.map((arm) => values[arm.arm])).size > 1);
+    $("settings").hidden = shown.length < 2;
+    const cell = (value) => make("td", {}, value === null || value === undefined ? "–" : value);
+    $("settings").querySelector("table").replaceChildren(
+      make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "setting"), ...shown.map((arm) => make("th", { scope: "col" }, moeRL.swatch(arm), " ", arm.title)))),
+      make("tbody", {}, ...rows.map(({ name, values }) => make("tr", { "data-setting": name }, make("th", { scope: "row" }, name), ...shown.map((arm) => cell(values[arm.arm]))))));
+  }
+
+  function drawCharts() {
+    const shown = shownArms(), listed = shownRuns(), range = view.range ?? [0, lastStep()];
+    drawOptions();
+    drawSettings();
     const floor = floorOf(study.runs.filter((r) => shown.some((arm) => arm.arm === r.arm)).map((r) => runs.get(r.run).floor));
     for (const chart of charts) {
+      chart.marks = moeRL.alarmMarks(study.alarms, [chart.spec.from[0], chart.spec.from[1]], listed);
       chart.draw(shown.map((arm) => ({
-        ...arm, runs: study.runs.filter((r) => r.arm === arm.arm).map((r) => ({ name: r.run, points: runs.get(r.run).points[chart.spec.key] })),
-      })), end, chart.spec.floor ? floor : []);
+        ...arm, runs: study.runs.filter((r) => r.arm === arm.arm).map((r) => ({ name: r.run, points: runs.get(r.run).points[chart.spec.key] ?? new moeRL.Points("last") })),
+      })), range, chart.spec.floor ? floor : [], whyEmpty(chart.spec.from, study.runs.filter((r) => shown.some((arm) => arm.arm === r.arm))), view.smoothing);
     }
+  }
+
+  /** Why runs have nothing to draw for a chart that is made from values of a kind of row. */
+  function whyEmpty([kind, names], states) {
+    const begun = states.filter((r) => runs.get(r.run).kinds.size);
+    if (!begun.length) return "no row yet";
+    if (begun.some((r) => runs.get(r.run).kinds.has(kind))) return `${kind} rows have no ${names}`;
+    return `no ${kind} rows ${begun.some((r) => shownState(r) === "running") ? "yet" : "were written"}`;
   }
 
   /** The noise floor of the runs shown: the mean over those that measured it. */
@@ -226,9 +292,12 @@
     response: (run, step, seq, update) => get("response", { run, step, seq, update }),
   }, () => study.scales[theme()], (state) => { tokenChoice = state; remember(); });
 
+  const experts = new moeRL.ExpertMap($("experts"), (run) => get("experts", { run }), () => study.scales[theme()]);
+
   let shownTokens = "";
   function drawOne() {
     if (!view.run) return;
+    experts.show(view.run, [runs.get(view.run).tokenSteps, theme()]).catch((error) => { experts.note.textContent = error.message; });
     heat.show(view.run, view.step).catch((error) => { heat.message.hidden = false; heat.message.textContent = error.message; });
     const key = JSON.stringify([view.run, runs.get(view.run).tokenSteps, theme()]);
     if (key === shownTokens) return;
@@ -236,12 +305,20 @@
     tokens.choose({ run: view.run, ...("seq" in tokenChoice ? { token: tokens.state.token } : {}) });
   }
 
-  function chooseRun(name) { view.run = name; drawn = ""; remember(); draw(); }
+  /** A step whose tokens were not kept says so, and which were; the token view stays where it is. */
+  function sayKept(step, stored) {
+    const missing = step !== null && stored.length > 0 && !stored.includes(step);
+    $("not-kept").hidden = !missing;
+    if (missing) $("not-kept").textContent = `Tokens of step ${step} were not kept (probe.tokens_every); below are those of step ${tokens.state.step}. Kept: ${stored.join(", ")}.`;
+  }
+
+  function chooseRun(name) { view.run = name; $("not-kept").hidden = true; drawn = ""; remember(); draw(); }
   function chooseStep(step) {
     view.step = step;
     remember();
     heat.show(view.run, step);
     const stored = runs.get(view.run)?.tokenSteps || [];
+    sayKept(step, stored);
     if (stored.includes(step) && step !== tokens.state.step) tokens.choose({ step });
   }
   $("run").onchange = (event) => chooseRun(event.target.value);
@@ -250,11 +327,12 @@
 
   let written = "";
   function remember() {
-    const parts = { run: view.run, step: view.step, condition: view.condition || null, hide: [...view.hidden].join(",") || null };
+    const parts = { study: view.study, run: view.run, step: view.step, metrics: view.metrics.join(",") || null,
+      smooth: view.smoothing > 1 ? view.smoothing : null, steps: view.range ? view.range.join("-") : null, condition: view.condition || null, hide: [...view.hidden].join(",") || null };
     const { step, update, seq, token, colour } = tokenChoice;
     Object.assign(parts, { tokens: step, update, response: seq, token, colour: colour === "changed" ? null : colour });
     const query = new URLSearchParams(Object.entries(parts).filter(([, v]) => v !== null && v !== undefined && v !== ""));
-    written = "#" + query.toString().replaceAll("%2F", "/");
+    written = "#" + query.toString().replaceAll("%2F", "/").replaceAll("%2C", ",");
     history.replaceState(null, "", written);
   }
 
@@ -262,6 +340,14 @@
     const given = new URLSearchParams(location.hash.slice(1));
     const whole = (name) => (/^\d+$/.test(given.get(name) ?? "") ? Number(given.get(name)) : null);
     if (given.get("run")) view.run = given.get("run");
+    view.study = given.get("study");
+    const range = /^(\d+)-(\d+)$/.exec(given.get("steps") ?? "");
+    view.range = range && Number(range[1]) < Number(range[2]) ? [Number(range[1]), Number(range[2])] : null;
+    view.smoothing = [3, 5, 11].find((n) => n === whole("smooth")) ?? 1;
+    const metrics = (given.get("metrics") || "").split(",").filter(Boolean);
+    const others = metrics.join() !== view.metrics.join();
+    view.metrics = metrics;
+    if (others && Object.keys(catalogue).length) chooseMetrics(metrics);
     view.step = whole("step");
     view.condition = whole("condition") ?? 0;
     view.hidden = new Set((given.get("hide") || "").split(",").filter(Boolean));
@@ -277,4 +363,5 @@
   addEventListener("resize", () => { clearTimeout(settling); settling = setTimeout(() => study && draw(), 150); });
   if (location.hash.length > 1) recall();
   poll();
+  readCatalogue().catch((error) => { $("add-metric").title = error.message; });
 })();

@@ -1,0 +1,95 @@
+"""Is what was written what is there? Sizes and SHA-256 sums of files, and JSON that carries its own. Every room may use
+it; it knows none of them."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, of which whatever goes wrong is a ValueError: damage can be a million brackets."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
+    """`content`, which is to be JSON, with its own SHA-256 sum under `sha256`."""
+    return {**content, "sha256": sha256_of_bytes(json.dumps(content, sort_keys=True).encode())}
+
+
+def is_sealed(content: Any) -> bool:
+    """Whether `content` is what `sealed` returned, after any number of writings and readings as JSON."""
+    return isinstance(content, dict) and sealed({k: v for k, v in content.items() if k != "sha256"}) == content
+
+
+def sha256_of_bytes(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file in a folder, by name."""
+    return {path.name: sha256_of(path) for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+def other_content(folder: Path, written: Mapping[str, str]) -> str:
+    """The first of the files that `digests` once found which is not there as it was, in words; empty if none."""
+    for name, digest in written.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if sha256_of(path) != digest:
+            return f"{path} is damaged: its content is not what was written"
+    return ""
+
+
+def changed_since(folder: Path, *manifests: str) -> str:
+    """What is no longer as it was when a JSON file of the folder was written, sealed, with the `digests` of the others
+    under `files`; in words, empty if there is nothing, or none of `manifests`."""
+    for path in (folder / name for name in manifests if (folder / name).is_file()):
+        try:
+            stored = parse_json(path.read_bytes())
+        except ValueError as error:
+            return f"{path} is damaged ({error})"
+        if isinstance(stored, dict) and "files" in stored:
+            wrong = other_content(folder, stored["files"]) if is_sealed(stored) else f"{path} is damaged"
+            if wrong:
+                return wrong
+    return ""
+
+
+def damage_of(rows: bytes, size: int) -> str:
+    """What is wrong with the `size` bytes of JSON lines of which these are left, and where it shows first."""
+    for number, line in enumerate(rows.splitlines(), start=1):
+        try:
+            parse_json(line)
+        except ValueError:
+            return f"line {number} is damaged"
+    if len(rows) < size:
+        return f"it has {len(rows)} of the {size} bytes that were written (missing or cut off)"
+    return "a line is not what was written, though all can be read: a changed number, or rows in another order"
+
+
+def sizes(folder: Path, *patterns: str) -> dict[str, int]:
+    """Bytes of the files below a folder that match, by relative name; hidden ones are left out."""
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file() and path.name[0] != "."}
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(found)}
+
+
+def other_size(folder: Path, written: Mapping[str, int]) -> str:
+    """The first of the files that `sizes` once found which is not there as it was, in words; empty if there is none."""
+    for name, size in written.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if path.stat().st_size != size:
+            return f"{path} is damaged: it has {path.stat().st_size} of {size} bytes"
+    return ""

@@ -1,0 +1,151 @@
+"""Files of captured routes, read as they are: what is wrong with the ids is for the comparison to say.
+
+- `.safetensors`: of `RoutedExperts.save` with tokens, or tensors `tokens` `[B,T]`, `routed_experts` `[B,T,layers,K]`
+  and, unless padding is -1 in `tokens`, `attention_mask`
+- `.npz`: arrays of the same names
+- `.jsonl`: a sequence per line, `tokens` (or `prompt_token_ids` and `token_ids`) and `routed_experts`, nested lists
+  `[rows, layers, K]` or base64 of int32 as SGLang has them
+- `.pt`: a dump of slime's `--save-debug-rollout-data`
+"""
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+
+from moe_rl.drift.captured import Captured
+from moe_rl.drift.errors import DriftError
+from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.routing.formats import FORMAT
+from moe_rl.routing.traces import read_slime
+
+KEYS = ("tokens", "input_ids")
+FORMS = "expected .safetensors, .npz, .jsonl or .pt with tokens and routed_experts"
+
+
+def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -> Captured:
+    """The sequences of a file, without leading and trailing tokens `pad` where it has no mask.
+
+    Raises DriftError naming the file, the line or sequence, and what it lacks."""
+    if not path.is_file():
+        raise DriftError(f"there is no file {path}")
+    try:
+        if path.suffix == ".jsonl":
+            found = _lines(path, num_experts_per_tok)
+        elif path.suffix == ".pt":
+            found = [(s["tokens"], s["rollout_routed_experts"]) for s in read_slime(path)]
+        elif path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                found = _padded(path, dict(arrays), pad)
+        elif path.suffix == ".safetensors":
+            with safe_open(path, framework="pt") as file:
+                if (file.metadata() or {}).get("format") == FORMAT:
+                    return _own(path, pad)
+                found = _padded(path, {name: file.get_tensor(name).numpy() for name in file.keys()}, pad)  # noqa: SIM118
+        else:
+            raise DriftError(f"{path}: {path.suffix or 'no ending'}; {FORMS}")
+    except (SafetensorError, RoutingError, KeyError, ValueError, OSError) as error:
+        if isinstance(error, DriftError):
+            raise
+        raise DriftError(f"{path}: cannot be read ({error}); {FORMS}") from error
+    if not found:
+        raise DriftError(f"{path} holds no sequence")
+    tokens, ids = [], []
+    for b, (words, rows) in enumerate(found):
+        tokens.append(np.asarray(words).reshape(-1))
+        ids.append(np.asarray(rows))
+        if not np.issubdtype(tokens[-1].dtype, np.integer) or not len(tokens[-1]) or (tokens[-1] < 0).any():
+            raise DriftError(f"{path}: sequence {b} has no token ids, but {tokens[-1][:4].tolist()}")
+    return Captured(tokens, ids)
+
+
+def _own(path: Path, pad: int | None) -> Captured:
+    routes = RoutedExperts.load(path)
+    if routes.tokens is None:
+        raise DriftError(f"{path}: these routes were saved without their tokens, so no model can be asked about them")
+    rows = _tokens_of(routes.tokens, pad)
+    ids, tokens = routes.ids, routes.tokens
+    return Captured(
+        [tokens[b, rows[b]].numpy() for b in range(len(rows))],
+        [ids[b, rows[b]].numpy() for b in range(len(rows))],
+        routes.sites,
+    )
+
+
+def _tokens_of(tokens: torch.Tensor, pad: int | None) -> torch.Tensor:
+    """Where a padded batch has tokens: not -1, nor `pad` before the first or behind the last other one."""
+    there = tokens >= 0
+    if pad is None:
+        return there
+    other = there & (tokens != pad)
+    return there & (other.cumsum(1) > 0) & (other.flip(1).cumsum(1).flip(1) > 0)
+
+
+def _padded(path: Path, arrays: Mapping[str, np.ndarray], pad: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
+    tokens = next((arrays[key] for key in KEYS if key in arrays), None)
+    ids = arrays.get("routed_experts")
+    if tokens is None or ids is None:
+        raise DriftError(f"{path} holds {', '.join(arrays) or 'nothing'}; expected tokens and routed_experts")
+    if tokens.ndim != 2:
+        raise DriftError(f"{path}: tokens are {list(tokens.shape)}, expected [B,T]")
+    mask = arrays["attention_mask"].astype(bool) if "attention_mask" in arrays else None
+    mask = _tokens_of(torch.from_numpy(tokens), pad).numpy() if mask is None else mask
+    if mask.shape != tokens.shape or ids.shape[:2] != tokens.shape:
+        raise DriftError(
+            f"{path}: tokens {list(tokens.shape)}, attention_mask {list(mask.shape)} and routed_experts "
+            f"{list(ids.shape)} do not fit each other: expected [B,T], [B,T] and [B,T,layers,K]"
+        )
+    return [(tokens[b, mask[b]], ids[b, mask[b]]) for b in range(len(tokens)) if mask[b].any()]
+
+
+def _lines(path: Path, K: int) -> list[tuple[Any, Any]]:
+    found = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+                tokens = next((row[key] for key in KEYS if key in row), None)
+                if tokens is None:
+                    tokens = [*row["prompt_token_ids"], *row["token_ids"]]
+                ids = row["routed_experts"]
+                ids = _decoded(ids, len(tokens), K) if isinstance(ids, str) else np.array(ids)
+            except (ValueError, KeyError, TypeError) as error:
+                raise DriftError(
+                    f"{where}: {type(error).__name__}: {error}; expected tokens (or prompt_token_ids and token_ids) "
+                    "and routed_experts [rows, layers, K]"
+                ) from error
+            if ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer):
+                raise DriftError(
+                    f"{where}: routed_experts are {ids.dtype} {list(ids.shape)}, expected [rows, layers, K]"
+                )
+            found.append((tokens, ids))
+    return found
+
+
+def _decoded(payload: str, tokens: int, K: int) -> np.ndarray:
+    try:
+        flat = np.frombuffer(base64.b64decode(payload, validate=True), dtype="<i4")
+    except binascii.Error as error:
+        raise ValueError(f"routed_experts are no base64: {error}") from error
+    for rows in (tokens - 1, tokens):
+        if rows > 0 and len(flat) % (rows * K) == 0:
+            return flat.reshape(rows, -1, K)
+    raise ValueError(f"{len(flat)} ids are no whole number of layers of {K} experts for {tokens} tokens")
+
+
+def as_batch(tokens: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences padded on the right, and where they are."""
+    longest = max(map(len, tokens))
+    ids, mask = torch.zeros(len(tokens), longest, dtype=torch.long), torch.zeros(len(tokens), longest, dtype=torch.bool)
+    for row, one in enumerate(tokens):
+        ids[row, : len(one)], mask[row, : len(one)] = torch.from_numpy(one.astype(np.int64)), True
+    return ids, mask

@@ -1,0 +1,201 @@
+"""Captured routes as they are, nothing trusted: rows that fit their tokens, and ids that no capture can have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Bool
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Sequences as another program captured them, nothing checked: token ids `[n]`, expert ids `[rows, layers, K]`.
+    `sites`: names of the layers, where the file has them."""
+
+    tokens: Sequence[np.ndarray]
+    ids: Sequence[np.ndarray]
+    sites: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class OwnRoutes:
+    """What the model chooses for the same tokens: ids `[n, L, K]` of each sequence, and in other arithmetic (`floor`).
+
+    experts: of each site. layers: number of each site among `num_layers` hidden layers.
+    """
+
+    ids: Sequence[np.ndarray]
+    floor: Sequence[np.ndarray]
+    sites: tuple[str, ...]
+    experts: tuple[int, ...]
+    layers: tuple[int, ...]
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`name` of a fault, or of something to know (`fault` False), and what was seen."""
+
+    name: str
+    text: str
+    fault: bool = True
+
+
+@dataclass
+class Work:
+    """Rows of all sequences, one below the other; where each is from, whether it can be compared; `dark`: layers that
+    hold nothing."""
+
+    ids: np.ndarray
+    sequence: np.ndarray
+    position: np.ndarray
+    usable: np.ndarray
+    findings: list[Finding] = field(default_factory=list)
+    dark: list[int] = field(default_factory=list)
+
+
+def rows_of(captured: Captured, own: OwnRoutes) -> Work:
+    """All rows; of a sequence with fewer rows than tokens, where they fit best."""
+    ids, sequence, position, short, long = [], [], [], [], []
+    for b, (rows, model) in enumerate(zip(captured.ids, own.ids, strict=True)):
+        n, start = len(model), 0
+        if len(rows) > n:
+            long.append(b)
+            rows = rows[:n]
+        elif len(rows) < n - 1:
+            short.append(b)
+            starts = [0, n - 1 - len(rows), n - len(rows)]
+            start = max(starts, key=lambda s: _overlap_anywhere(rows, model[s : s + len(rows)]))
+        ids.append(rows)
+        sequence.append(np.full(len(rows), b))
+        position.append(start + np.arange(len(rows)))
+    every = np.concatenate(ids)
+    work = Work(every, np.concatenate(sequence), np.concatenate(position), np.ones(len(every), bool))
+    if long:
+        b = long[0]
+        work.findings.append(
+            Finding("wrong shape", f"sequence {b} has {len(captured.ids[b])} rows for {len(own.ids[b])} tokens")
+        )
+    if short:
+        b = short[0]
+        first = int(position[b][0]) if len(position[b]) else 0
+        name = "prefix-cache hits without routes" if first else "wrong shape"
+        why = f"the first {first} tokens have none (cache hits, or the prompt was left out)" if first else "cut off"
+        many = f"{len(short)} sequences, first {b}: {len(captured.ids[b])} rows for {len(own.ids[b])} tokens; {why}"
+        work.findings.append(Finding(name, many))
+    return work
+
+
+def _overlap_anywhere(rows: np.ndarray, model: np.ndarray) -> float:
+    """Slots that agree at the best pair of layers: enough to place rows whose layers are not known yet."""
+    return max(
+        float((rows[:, c, :, None] == model[:, m, None, :]).any(-1).mean())
+        for c in range(min(rows.shape[1], 8))
+        for m in range(model.shape[1])
+    )
+
+
+def expected_layers(captured: Captured, own: OwnRoutes, layers: int, work: Work) -> tuple[int, ...]:
+    """The captured layer of each site, by names, by order, or by number; -1 where none is."""
+    L = len(own.sites)
+    if captured.sites is not None and set(captured.sites) & set(own.sites):
+        missing = [site for site in own.sites if site not in captured.sites]
+        if missing:
+            work.findings.append(
+                Finding("layers left out", f"{len(missing)} sites are not in the file: {missing[0]}, ...")
+            )
+        return tuple(captured.sites.index(site) if site in captured.sites else -1 for site in own.sites)
+    if layers == own.num_layers:
+        return own.layers
+    if layers == L:
+        work.findings.append(
+            Finding(
+                "dense layers left out",
+                f"{L} layers were captured of {own.num_layers}: layer 0 of the capture is {own.sites[0]}",
+                fault=False,
+            )
+        )
+        return tuple(range(L))
+    work.findings.append(
+        Finding("wrong shape", f"{layers} layers were captured; the model has {own.num_layers}, of which {L} route")
+    )
+    return tuple(layer if layer < layers else -1 for layer in own.layers)
+
+
+def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
+    """Zeros, duplicates and ids that no expert has; rows without routes are taken out."""
+    ids, K = work.ids, work.ids.shape[2]
+    zero = (ids == 0).all(-1)
+    lost = zero.all(1) if K > 1 else np.zeros(len(ids), bool)
+    live = (ids == -1).any(-1).all(1)
+    work.usable = ~lost & ~live
+    if lost.all():
+        work.findings.append(
+            Finding("all zeros", "no layer of any token was captured (a kernel that bypasses the router?)")
+        )
+        return
+    last = np.array([len(own.ids[b]) - 1 for b in work.sequence]) == work.position
+    inside = lost & ~last
+    start = inside & _leading(work, inside)
+    if start.any():
+        many = len(np.unique(work.sequence[start]))
+        text = f"{start.sum()} tokens at the start of {many} sequences are zeros at every layer"
+        work.findings.append(Finding("prefix-cache hits without routes", text))
+    if (inside & ~start).any():
+        at = int(np.flatnonzero(inside & ~start)[0])
+        text = f"{(inside & ~start).sum()} tokens are zeros at every layer, first {_at(work, at)}"
+        work.findings.append(Finding("tokens without routes", text))
+    if live.any():
+        work.findings.append(
+            Finding("live rows", f"{live.sum()} tokens are -1: their routers decide for themselves", False)
+        )
+    used = [layer for layer in expected if layer >= 0]
+    dark = [
+        layer
+        for site, layer in enumerate(expected)
+        if layer >= 0
+        and zero[work.usable, layer].all()
+        and (K > 1 or any(own_ids[:, site].any() for own_ids in own.ids))
+    ]
+    elsewhere = [c for c in range(ids.shape[1]) if c not in used and not zero[work.usable, c].all()]
+    if dark and len(elsewhere) < len(dark):
+        work.dark = dark
+        first = own.sites[expected.index(dark[0])]
+        work.findings.append(Finding("all zeros", f"{len(dark)} routed layers hold nothing, first {first}"))
+    ordered = np.sort(ids, -1)
+    twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1) & ~zero & work.usable[:, None]
+    twice[:, _tables(own, expected)] = False
+    if twice.any():
+        at, layer = (int(i) for i in np.argwhere(twice)[0])
+        text = (
+            f"{twice.sum()} rows name an expert twice, first {_at(work, at)}, layer {layer}: {ids[at, layer].tolist()}"
+        )
+        work.findings.append(Finding("duplicates", text))
+    outside = ((ids < -1) | (ids >= max(own.experts))) & work.usable[:, None, None]
+    if outside.any():
+        at, layer, slot = (int(i) for i in np.argwhere(outside)[0])
+        text = (
+            f"{outside.sum()} ids are not 0..{max(own.experts) - 1}, first {_at(work, at)}, layer {layer}: "
+            f"{ids[at, layer, slot]}"
+        )
+        work.findings.append(Finding("ids out of range", text))
+
+
+def _tables(own: OwnRoutes, expected: tuple[int, ...]) -> list[int]:
+    """Captured layers of hash-routed sites, whose table may name an expert twice."""
+    ids = np.sort(np.concatenate(own.ids), -1)
+    repeats = (ids[..., 1:] == ids[..., :-1]).any((0, 2))
+    return [layer for layer, twice in zip(expected, repeats, strict=True) if twice and layer >= 0]
+
+
+def _leading(work: Work, marked: Bool[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
+    """Of the marked rows, those with none before them in their sequence that is not marked."""
+    found = np.zeros(len(marked), bool)
+    for b in np.unique(work.sequence):
+        rows = np.flatnonzero(work.sequence == b)
+        found[rows] = np.logical_and.accumulate(marked[rows])
+    return found
+
+
+def _at(work: Work, row: int) -> str:
+    return f"sequence {work.sequence[row]}, token {work.position[row]}"

@@ -1,0 +1,195 @@
+"""What `moe-rl floor` found: the verdict, a table for the terminal, a figure, a page."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+from matplotlib.lines import Line2D
+from rich.console import Console
+from rich.table import Table
+
+from moe_rl.drift.words import number, percent
+from moe_rl.study.figures.screen import inline_svg
+from moe_rl.study.figures.style import GREY, StudyFigure, legend_above, panels, save_figure, styled
+
+LABELS = {
+    "repeat": "repeated",
+    "batch_1": "batch 1",
+    "batch_1_unpadded": "batch 1, unpadded",
+    "padding_left": "padding left",
+    "padding_right": "padding right",
+    "decode": "decoding (KV cache)",
+    "merged": "merged adapters",
+}
+COLOURS = {"float32": ("#0B4A8F", "s"), "bfloat16": ("#D55E00", "o"), "float16": ("#27B08B", "^")}
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """A variant in a word or two."""
+    variant = str(row["variant"])
+    if variant == "dtype":
+        return f"against {str(row['detail']).partition(' and ')[0]}"
+    if variant.startswith("experts_"):
+        return f"experts {variant.removeprefix('experts_')}"
+    return LABELS.get(variant, variant)
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One sentence: how far each dtype's own arithmetic takes ratios at equal weights, and how much of it is routing.
+
+    Of every dtype the variant that takes most ratios outside [0.9, 1.1] or, where none is, has the largest mean gap.
+    What another dtype changes is no arithmetic of one's own, and is left to the table.
+    """
+    clauses = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        own = [row for row in rows if row["dtype"] == dtype and row["variant"] != "dtype"]
+        worst = max(own, key=lambda row: (row["outside_fraction"], row["gap_mean"]), default=None)
+        if worst is not None:
+            clauses.append(f"{percent(worst['outside_fraction'])} in {dtype} ({_why(worst)})")
+    if not clauses:
+        return "Nothing was measured yet."
+    listed = clauses[0] if len(clauses) == 1 else f"{', '.join(clauses[:-1])} and {clauses[-1]}"
+    return f"At equal weights, arithmetic alone takes the ratio outside [0.9, 1.1] for this share of tokens: {listed}."
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    if not row["gap_max"]:
+        return "every variant bit-exact"
+    if not row["tokens_changed"]:
+        return f"{label(row)}; no route changed"
+    changed = f"{percent(row['slot_change'])} of slots and {percent(row['token_change'])} of tokens re-routed"
+    return f"{label(row)}; {changed}; routing makes {percent(row['routing_share_gap_mean'])} of the mean gap"
+
+
+HEADS = (
+    "dtype",
+    "other arithmetic",
+    "slots changed",
+    "tokens changed",
+    "outside [0.9, 1.1]",
+    "replayed",
+    "mean |Δ log p|",
+    "replayed",
+    "routing share",
+    "largest",
+)
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    """A row under `HEADS`."""
+    return [
+        str(row["dtype"]),
+        label(row),
+        percent(row["slot_change"]),
+        percent(row["token_change"]),
+        percent(row["outside_fraction"]),
+        percent(row["outside_fraction_replayed"]),
+        number(row["gap_mean"]),
+        number(row["gap_mean_replayed"]),
+        percent(row["routing_share_gap_mean"]),
+        number(row["gap_max"]),
+    ]
+
+
+def say(facts: Mapping[str, Any], console: Console) -> None:
+    """The verdict, the table, and what is missing."""
+    console.print(facts["verdict"], highlight=False)
+    table = Table(*HEADS, box=None, pad_edge=False, header_style="bold")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    last = None
+    for row in facts["rows"]:
+        if last not in (None, row["dtype"]):
+            table.add_section()
+        table.add_row(*cells(row))
+        last = row["dtype"]
+    console.print(table)
+    for row in facts["left_out"]:
+        console.print(f"not measured: {row['dtype']} {row['variant']}: {row['reason']}", style="dim", highlight=False)
+
+
+@styled
+def floor_figure(rows: Sequence[Mapping[str, Any]], note: str) -> StudyFigure:
+    """Slots changed, ratios outside [0.9, 1.1] and mean gap, by variant and dtype, natural and replayed."""
+    names = list(dict.fromkeys(label(row) for row in rows))
+    dtypes = list(dict.fromkeys(str(row["dtype"]) for row in rows))
+    figure, axes = panels(1, 3, 1.3 + 0.24 * len(names), sharey=True)
+    step = 0.6 / max(1, len(dtypes))
+    kinds = {"outside_fraction": 100.0, "gap_mean": 1.0}
+    for row in rows:
+        colour, marker = COLOURS.get(str(row["dtype"]), (GREY, "o"))
+        y = names.index(label(row)) + step * (dtypes.index(str(row["dtype"])) - (len(dtypes) - 1) / 2)
+        look: dict[str, Any] = {"color": colour, "marker": marker, "ls": "", "ms": 4}
+        axes[0, 0].plot(100 * row["slot_change"], y, **look, label=row["dtype"])
+        for ax, (name, factor) in zip(axes[0, 1:], kinds.items(), strict=True):
+            whole, left = factor * row[name], factor * row[f"{name}_replayed"]
+            if name == "gap_mean":  # a log axis has no 0
+                whole, left = whole or np.nan, left or np.nan
+            ax.plot([whole, left], [y, y], color=colour, lw=0.8, alpha=0.6)
+            ax.plot(left, y, **{**look, "mfc": "white"})
+            ax.plot(whole, y, **look)
+    axes[0, 0].set_yticks(range(len(names)), names)
+    axes[0, 0].set_ylim(len(names) - 0.4, -0.6)
+    for ax, text in zip(
+        axes[0], ("slots changed, %", "ratio outside [0.9, 1.1],\n% of tokens", "mean |Δ log p|, nats"), strict=True
+    ):
+        ax.set_xlabel(text)
+    for ax in axes[0, :2]:
+        ax.set_xlim(left=-0.03 * max(ax.get_xlim()[1], 1e-6))
+    if any(row["gap_mean"] for row in rows):
+        axes[0, 2].set_xscale("log")
+    replayed = Line2D([], [], color=GREY, marker="o", mfc="white", ls="", label="reference's routes replayed")
+    legend_above(figure, axes[:, :1], [replayed])
+    caption = (
+        "Equal weights and tokens, other arithmetic. Filled: as the model routes for itself; open: with the routes of "
+        "the reference forced, so that the distance between the two is routing. Slots changed: share of the K experts "
+        f"of a (token, site) pair that the reference did not choose. A mean gap of exactly 0 has no mark. {note}"
+    )
+    frame = pd.DataFrame(rows)
+    return StudyFigure("arithmetic_floor", "What arithmetic alone changes.", caption, figure, frame)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], folder: Path) -> StudyFigure:
+    """The figure, saved in every format."""
+    size = facts["settings"]["batch_size"]
+    note = (
+        f"Reference: one forward over batches of {size} (prompts padded on the left, completions on the right) in each "
+        f"dtype. {facts['model']}, {facts['measured_tokens']:,} tokens of {facts['sequences']:,} sequences."
+    )
+    figure = floor_figure(rows, note)
+    save_figure(figure, folder)
+    return figure
+
+
+def render(facts: Mapping[str, Any], figure: StudyFigure) -> str:
+    """The page: self-contained, without scripts."""
+    environment = Environment(
+        loader=PackageLoader("moe_rl", "."),
+        autoescape=select_autoescape(default=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    counts = [
+        [row["dtype"], label(row), *(f"{row[f'{unit}_changed']:,} / {row[unit]:,}" for unit in UNITS)]
+        + [f"{row['outside']:,} → {row['outside_replayed']:,} / {row['measured']:,}"]
+        + [number(row[name]) for name in ("k3", "k3_replayed", "chi2_token", "ess_token", "gap_p99")]
+        for row in facts["rows"]
+    ]
+    return environment.get_template("drift/floor.html.j2").render(
+        facts=facts,
+        heads=HEADS,
+        rows=[cells(row) for row in facts["rows"]],
+        counts=counts,
+        details={label(row): row["detail"] for row in facts["rows"]},
+        figure=figure,
+        svg=Markup(inline_svg(figure)),
+        settings=[(name, value) for name, value in {**facts["settings"], **facts["environment"]}.items()],
+    )
+
+
+UNITS = ("slots", "sites", "tokens")

@@ -1,0 +1,57 @@
+"""Routers of one checkpoint on the body of another: which of the two moves the selection?
+
+{old, new} routers x {old, new} body: four sets of routes for the same tokens. What new routers change on the old body
+is the routers' own doing; what old routers choose otherwise on the new body came to them in the hidden states.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.routing import ChangeCounts, RoutedExperts, change_counts, find_sites
+
+
+def gates_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy, on the CPU, of all that the routers hold: weights, biases, selection biases; by qualified name."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in _gates(model)}
+
+
+@contextmanager
+def with_gates(model: nn.Module, gates: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, the model routes with other routers (`gates_of` a model of the same architecture).
+
+    Raises:
+        ValueError: names or shapes that are not this model's.
+    """
+    own = dict(_gates(model))
+    if own.keys() != gates.keys() or any(own[name].shape != gates[name].shape for name in own):
+        differ = sorted(own.keys() ^ gates.keys()) or ["other shapes"]
+        raise ValueError(f"these routers are of another architecture: {differ[0]}")
+    kept = gates_of(model)
+    try:
+        _write(own, gates)
+        yield
+    finally:
+        _write(own, kept)
+
+
+def swap_counts(
+    old: RoutedExperts, routers: RoutedExperts, body: RoutedExperts, mask: Tensor
+) -> dict[str, ChangeCounts]:
+    """Changes against the old model's routes: by new routers on the old body, and by old routers on the new body."""
+    return {"routers": change_counts(old, routers, mask), "body": change_counts(old, body, mask)}
+
+
+def _gates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for site in find_sites(model):
+        if not site.fixed:
+            for name, tensor in (*site.module.named_parameters(), *site.module.named_buffers()):
+                yield f"{site.name}.{name}", tensor
+
+
+@torch.no_grad()
+def _write(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, tensor in own.items():
+        tensor.copy_(values[name])

@@ -1,0 +1,124 @@
+"""Where a comparison is written, and how far it is."""
+
+import os
+import platform
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from moe_rl.drift.errors import DriftError
+
+Tick = Callable[[], None]
+
+
+def output_folder(given: Path | None, default: Path, marker: str) -> Path:
+    """The folder to write: one that is not there, is empty, or holds an earlier result (`marker`)."""
+    output = default if given is None else given.expanduser()
+    if output.exists() and not (output / marker).exists() and (not output.is_dir() or any(output.iterdir())):
+        raise DriftError(f"--output: {output} is there and is no earlier comparison; name another folder")
+    return output
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Short names of checkpoints, with as many folders above as tell them apart (step_1/hf and step_2/hf)."""
+    most = max(len(Path(path).expanduser().absolute().parts) for path in paths)
+    names = []
+    for parts in range(1, most + 1):
+        names = [_short(path, parts) for path in paths]
+        if len(set(names)) == len(set(paths)):
+            break
+    return names
+
+
+def _short(name: str, parts: int) -> str:
+    """The last parts of a path or hub id, as a file name."""
+    return re.sub(r"[^\w.-]+", "-", "-".join(Path(name).expanduser().absolute().parts[-parts:])).strip("-") or "model"
+
+
+@contextmanager
+def unfinished(output: Path) -> Iterator[Path]:
+    """A hidden folder beside the output that takes its place at the end, and leaves nothing behind before."""
+    made = output.parent / f".{output.name}.{os.getpid()}.unfinished"
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        made.mkdir(parents=True)
+        yield made
+        put_in_place(made, output)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@contextmanager
+def kept_when_stopped(output: Path) -> Iterator[Path]:
+    """OUTPUT.partial, which takes the place of the output at the end. Where it does not come to that, it stays with
+    what was measured (its CSV files), or goes if that is nothing."""
+    partial = output.parent / f"{output.name}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        put_in_place(partial, output)
+    finally:
+        if partial.exists() and not any(partial.glob("*.csv")):
+            shutil.rmtree(partial)
+
+
+def put_in_place(made: Path, output: Path) -> None:
+    """`made` becomes `output`; what was there goes once the new one stands."""
+    former = output.parent / f".{output.name}.{os.getpid()}.former"
+    try:
+        if output.exists():
+            output.rename(former)
+        made.rename(output)
+    finally:
+        shutil.rmtree(former, ignore_errors=True)
+
+
+@contextmanager
+def progress(console: Console, total: int, of: str = "batches") -> Iterator[Tick]:
+    """A bar on a terminal; elsewhere a line for every tenth."""
+    if console.is_terminal:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task(of, total=total)
+            yield lambda: bar.advance(task)
+        return
+    done = 0
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if done * 10 // total > (done - 1) * 10 // total:
+            console.print(f"{done} of {total} {of}")
+
+    yield tick
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and device, for the record."""
+    from moe_rl import __version__
+
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers")},
+        "moe_rl": __version__,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "cpu_kernels": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def finite(value: Any) -> Any:
+    """For JSON: null where a number does not exist."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value

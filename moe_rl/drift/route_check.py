@@ -1,0 +1,212 @@
+"""Captured routes against those of the model, as numbers: what fits, and which known fault explains what does not.
+
+Everything is counted as overlap of sets: slot agreement is abs(captured ∩ model) / K of a token at a site.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from moe_rl.drift.captured import Captured, Finding, OwnRoutes, Work, expected_layers, find_invalid, rows_of
+from moe_rl.drift.route_search import PENALTY, SEARCHED, Explanation, explanations, mapped, pairs_of, plain, slots_of
+
+PREFIX = 4
+"""Fewest tokens at the start of a sequence that are called a prefix without routes."""
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    """One site: the captured layer that is compared with it (-1: none), shares of slots and of whole sets that agree,
+    and the same of the model's own floor."""
+
+    site: str
+    layer: int
+    tokens: int
+    slots: float
+    sets: float
+    floor_slots: float
+    limit: float
+
+    @property
+    def fits(self) -> bool:
+        return self.slots >= self.limit
+
+
+@dataclass(frozen=True)
+class RouteCheck:
+    """The result. `rows` are under the explanation that was found: its shift, layers and ids."""
+
+    findings: tuple[Finding, ...]
+    rows: tuple[SiteRow, ...]
+    sequences: int
+    tokens: int
+    as_captured: float
+    explained: float
+    floor: float
+    chance: float
+    shift: int = 0
+
+    @property
+    def faults(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if finding.fault)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        floor = f"a copy in other arithmetic agrees by {_percent(self.floor)}"
+        if not self.faults:
+            return (
+                f"These are the model's routes: {_percent(self.as_captured)} of slots agree over {len(self.rows)} sites"
+                f" and {self.tokens} tokens; {floor}."
+            )
+        names = ", ".join(dict.fromkeys(finding.name for finding in self.faults))
+        seen = f"{_percent(self.as_captured)} of slots agree as they are"
+        if self.explained > self.as_captured + PENALTY:
+            seen += f", {_percent(self.explained)} once that is undone"
+        return f"These are not the model's routes as they stand: {names}; {seen} ({floor})."
+
+
+def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
+    """Compare, search for the explanation, and say what was found.
+
+    Raises ValueError: ids of a sequence are no integers `[rows, layers, K]`, or sequences differ in layers or K.
+    """
+    K = own.ids[0].shape[2]
+    shapes = {ids.shape[1:] for ids in captured.ids}
+    if any(ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) for ids in captured.ids) or len(shapes) > 1:
+        kinds = sorted({f"{ids.dtype} {list(ids.shape)}" for ids in captured.ids})[:4]
+        raise ValueError(f"expected integer ids [rows, layers, K], layers and K alike in all sequences; got {kinds}")
+    layers, slots = next(iter(shapes))
+    if slots != K:
+        more = "fused shared experts add columns" if slots > K else "was another num_experts_per_tok configured?"
+        return _nothing(
+            captured, own, Finding("wrong shape", f"{slots} experts for a token, the model has {K}; {more}")
+        )
+    work = rows_of(captured, own)
+    expected = expected_layers(captured, own, layers, work)
+    find_invalid(work, own, expected)
+    if not work.usable.any():
+        return _nothing(captured, own, *work.findings)
+    simple = plain(work, own, expected)
+    best = max(explanations(work, own, simple), key=lambda e: e.worth)
+    _explain(work, own, simple, best)
+    agree = _by_token(work, own, best)
+    kept = agree >= 0
+    good = float(np.median(agree[kept])) if kept.any() else 0.0
+    chance = _chance(work, own, best)
+    early = _prefixes(work, agree, (good + chance) / 2)
+    if early.any() and good > chance + 0.2:
+        many = len(np.unique(work.sequence[early]))
+        work.findings.append(
+            Finding(
+                "prefix-cache hits without routes",
+                f"{early.sum()} tokens at the start of {many} sequences agree by {_percent(agree[early].mean())} only, "
+                f"the others by {_percent(agree[kept & ~early].mean())}: routes of other requests, from reused slots?",
+            )
+        )
+        work.usable &= ~early
+    rows = _table(work, own, best)
+    odd = [row for row in rows if row.layer >= 0 and row.layer not in work.dark and not row.fits]
+    if odd:
+        worst = min(odd, key=lambda row: row.slots)
+        work.findings.append(
+            Finding(
+                "other choices",
+                f"{len(odd)} of {len(rows)} sites agree less than arithmetic explains, {worst.site} least "
+                f"({_percent(worst.slots)}, limit {_percent(worst.limit)}): other weights (an older version?), "
+                "quantised ones, or another selection rule",
+            )
+        )
+    if kept.sum() < 32:
+        work.findings.append(Finding("few tokens", f"{kept.sum()} tokens can be compared: too few to be sure", False))
+    explained = float(np.mean([row.slots for row in rows if row.layer >= 0] or [0.0]))
+    return RouteCheck(
+        tuple(work.findings), tuple(rows), len(captured.ids), int(kept.sum()), simple.agreement, explained,
+        float(np.mean([row.floor_slots for row in rows])), chance, best.shift,
+    )  # fmt: skip
+
+
+def _explain(work: Work, own: OwnRoutes, simple: Explanation, best: Explanation) -> None:
+    """The findings that an explanation stands for."""
+    if best.shift:
+        tokens = "one token" if abs(best.shift) == 1 else f"{abs(best.shift)} tokens"
+        text = f"row t holds the routes of token t{best.shift:+d}"
+        work.findings.append(Finding(f"shifted by {tokens}", text))
+    if best.layers != simple.layers:
+        pairs = zip(own.sites, simple.layers, best.layers, strict=True)
+        moved = [(site, old, new) for site, old, new in pairs if old != new]
+        first = "; ".join(f"{site} is captured layer {new}, not {old}" for site, old, new in moved[:3])
+        compact = best.layers == tuple(range(len(own.sites))) and len(own.sites) < own.num_layers
+        name = "dense layers left out" if compact else "layers permuted"
+        work.findings.append(Finding(name, f"{first}{', ...' if len(moved) > 3 else ''}"))
+    if best.maps is not None:
+        table = best.maps[0]
+        some = ", ".join(f"{p} is expert {e}" for p, e in enumerate(table) if e >= 0 and e != p)
+        text = (
+            f"ids are renamed one by one, at {own.sites[0]}: {', '.join(some.split(', ')[:3])}, ... (load balancing?)"
+        )
+        work.findings.append(Finding("physical ids", text))
+
+
+def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray, "n"]:
+    """Mean slot agreement of each row over sites; -1 where it cannot be compared."""
+    a, b, rows = pairs_of(work, own, best.shift)
+    sites = [(site, c) for site, c in enumerate(best.layers) if c >= 0]
+    found = np.full(len(work.ids), -1.0)
+    total = np.zeros(len(rows))
+    for site, c in sites:
+        total += slots_of(a[:, c] if best.maps is None else mapped(a[:, c], best.maps[site]), b[:, site])
+    found[rows] = total / max(1, len(sites))
+    return found
+
+
+def _chance(work: Work, own: OwnRoutes, best: Explanation) -> float:
+    """The same agreement with the model's routes of other tokens."""
+    a, b, _ = pairs_of(work, own, best.shift, SEARCHED)
+    other = np.roll(b, max(1, len(b) // 2), axis=0)
+    rates = [slots_of(a[:, c], other[:, site]).mean() for site, c in enumerate(best.layers) if c >= 0 and len(a)]
+    return float(np.mean(rates)) if rates else 0.0
+
+
+def _prefixes(work: Work, agree: Float[np.ndarray, "n"], middle: float) -> Bool[np.ndarray, "n"]:
+    """Rows at the start of sequences that agree by chance while the rest agrees."""
+    found = np.zeros(len(agree), bool)
+    for b in np.unique(work.sequence):
+        rows = np.flatnonzero((work.sequence == b) & (agree >= 0))
+        if len(rows) < 2 * PREFIX:
+            continue
+        values = agree[rows]
+        before = np.cumsum(values) / np.arange(1, len(values) + 1)
+        low = np.flatnonzero((before < middle) & (values < middle))
+        length = int(low[-1]) + 1 if len(low) else 0
+        if PREFIX <= length <= len(rows) - PREFIX and values[length:].mean() > middle:
+            found[rows[:length]] = True
+    return found
+
+
+def _table(work: Work, own: OwnRoutes, best: Explanation) -> list[SiteRow]:
+    a, b, _ = pairs_of(work, own, best.shift)
+    ours, copy = np.concatenate(own.ids), np.concatenate(own.floor)
+    floors = [float(slots_of(ours[:, site], copy[:, site]).mean()) for site in range(len(own.sites))]
+    usual = float(np.mean(floors))
+    rows = []
+    for site, c in enumerate(best.layers):
+        lost = 1 - min(floors[site], usual)
+        limit = 1 - (3 * lost + 0.01 + 3 * float(np.sqrt(max(lost, 0.01) / max(1, len(a)))))
+        slots = np.zeros(0)
+        if c >= 0 and len(a):
+            slots = slots_of(a[:, c] if best.maps is None else mapped(a[:, c], best.maps[site]), b[:, site])
+        rate, whole = (float(slots.mean()), float((slots == 1).mean())) if len(slots) else (0.0, 0.0)
+        rows.append(SiteRow(own.sites[site], c, len(slots), rate, whole, floors[site], max(0.0, limit)))
+    return rows
+
+
+def _nothing(captured: Captured, own: OwnRoutes, *findings: Finding) -> RouteCheck:
+    ours, copy = np.concatenate(own.ids), np.concatenate(own.floor)
+    floor = float(np.mean([slots_of(ours[:, site], copy[:, site]).mean() for site in range(len(own.sites))]))
+    return RouteCheck(findings, (), len(captured.ids), 0, 0.0, 0.0, floor, 0.0)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,125 @@
+"""Checkpoints of one training on one text: each against the first, and against the one before it.
+
+One model is in memory at a time. The first is loaded twice: to begin with, and at the end to carry the routers of every
+other. What is measured is on disk after every checkpoint, in OUTPUT.partial, which becomes OUTPUT at the end.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from torch import nn
+
+from moe_rl.drift import checkpoints
+from moe_rl.drift.choose import chosen, steps_of
+from moe_rl.drift.errors import DriftError
+from moe_rl.drift.floor import Floor
+from moe_rl.drift.options import SeriesOptions
+from moe_rl.drift.output import environment, finite, kept_when_stopped, output_folder, progress, short_names
+from moe_rl.drift.prompts import Skipped, TextBatch, batches, check_file, examples
+from moe_rl.drift.run import check_options
+from moe_rl.drift.series_page import draw, render, series_table
+from moe_rl.drift.series_passes import Gates, Held, Passes
+from moe_rl.drift.verdict import series_verdict, swap_sentence
+from moe_rl.files import write_atomic
+
+
+def run_series(options: SeriesOptions, console: Console | None = None) -> Path:
+    """Compare, and write series.json, series.csv, sites.csv, figures and report.html; returns the folder.
+
+    Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
+    """
+    console = console or Console(stderr=True)
+    dtype, device = check_options(options)
+    paths = chosen(options.checkpoints)
+    if len(set(paths)) < len(paths):
+        raise DriftError(f"the series names {next(p for p in paths if paths.count(p) > 1)} twice")
+    names = short_names(paths)
+    default = Path("runs") / "drift" / f"{names[0]}_to_{names[-1]}"
+    output = output_folder(options.output, default, "series.json")
+    labels = [f"checkpoint {i} ({name})" for i, name in enumerate(names, start=1)]
+    known = checkpoints.check(dict(zip(labels, paths, strict=True)), options.tokenizer, options.trust_remote_code)
+    number = check_file(options.prompts, known.tokenizer)
+    max_tokens = min(options.max_tokens, known.max_length or options.max_tokens)
+    skipped, floor = Skipped(), Floor(options.floor_sequences)
+    helds: list[Held] = []
+    gates: list[Gates] = []
+
+    def load(index: int) -> nn.Module:
+        return checkpoints.load(labels[index], paths[index], dtype, device, options.trust_remote_code)
+
+    def text(count: Skipped) -> Iterator[TextBatch]:
+        source = examples(options.prompts, known.tokenizer, max_tokens, count)
+        return batches(source, options.batch_size, known.tokenizer.pad_token_id)
+
+    def facts_now() -> dict[str, Any]:
+        settings = {**asdict(options), "max_tokens": max_tokens, "device": str(device)}
+        return {
+            "checkpoints": paths,
+            "steps": steps_of(names),
+            "architecture": known.model_type,
+            "parameters": known.parameters,
+            "routing_sites": len(known.sites),
+            "examples": number,
+            "truncated": skipped.truncated,
+            "empty": skipped.empty,
+            "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.facts()},
+            "rows": [held.row(name) for held, name in zip(helds, names, strict=False)],
+            "settings": {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()},
+            "environment": environment(device),
+        }
+
+    total = (len(paths) + (1 if options.gate_swap else 0)) * -(-number // options.batch_size)
+    with kept_when_stopped(output) as folder, progress(console, total) as tick:
+        passes = Passes(load, text, folder / "cache", tick)
+        for index in range(len(paths)):
+            if index == 0:
+                held, own = passes.first(skipped, floor)
+            else:
+                held, own = passes.other(index, gates[0] if options.gate_swap else None)
+            if not held.tokens:
+                raise DriftError(
+                    f"{options.prompts}: no token to measure: {skipped.empty} of {number} examples are empty, a single "
+                    f"token, or have a prompt that fills the {max_tokens} tokens (--max-tokens)"
+                )
+            helds.append(held)
+            gates.append(own)
+            _write(folder, facts_now(), helds, names, complete=False)
+        if options.gate_swap:
+            passes.swapped(gates[1:], helds[1:])
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        facts = _write(folder, facts_now(), helds, names, complete=True)
+        figures = draw(facts, pd.read_csv(folder / "sites.csv"), folder / "figures")
+        write_atomic(folder / "report.html", render(facts, figures))
+    return output
+
+
+def say_series(folder: Path) -> None:
+    """Print what a finished series says."""
+    facts = json.loads((folder / "series.json").read_text())
+    print(facts["verdict"])
+    if facts["swap"]:
+        print(facts["swap"])
+    shown = series_table(facts["rows"])[["name", "slot_change", "token_change", "step_slot_change", "gap_mean"]]
+    print(shown.to_string(index=False, float_format="%.3g"))
+    print(f"report: {folder / 'report.html'}")
+
+
+def _write(
+    folder: Path, facts: dict[str, Any], helds: Sequence[Held], names: Sequence[str], complete: bool
+) -> dict[str, Any]:
+    """The numbers so far; the first checkpoint alone is nothing to keep."""
+    if len(helds) < 2:
+        return facts
+    swap = swap_sentence(facts["rows"][-1]["gate_swap"])
+    whole: dict[str, Any] = finite({"verdict": series_verdict(facts), "swap": swap, "complete": complete, **facts})
+    write_atomic(folder / "series.json", json.dumps(whole, indent=1, allow_nan=False) + "\n")
+    write_atomic(folder / "series.csv", series_table(facts["rows"]).to_csv(index=False))
+    sites = pd.concat([held.sites(name) for held, name in zip(helds, names, strict=False)])
+    write_atomic(folder / "sites.csv", sites.to_csv(index=False))
+    return whole

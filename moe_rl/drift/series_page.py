@@ -1,0 +1,167 @@
+"""Figures and the page of a series of checkpoints."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+from matplotlib.axes import Axes
+
+from moe_rl.drift.figures import LOOKS
+from moe_rl.drift.page import floor_text
+from moe_rl.drift.words import number, percent
+from moe_rl.study.figures.floor import FLOOR_LINES
+from moe_rl.study.figures.routing import short_sites
+from moe_rl.study.figures.screen import inline_svg
+from moe_rl.study.figures.style import StudyFigure, legend_above, panels, save_figure, styled
+from moe_rl.study.floors import FLOORS
+
+LEVELS = {"slot": ("#D55E00", "o"), "site": ("#0B4A8F", "s"), "token": ("#27B08B", "^")}
+SWAPS = {
+    "both": ("#D55E00", "o", "new routers, new body"),
+    "body": ("#0B4A8F", "s", "old routers, new body"),
+    "routers": ("#27B08B", "^", "new routers, old body"),
+}
+
+
+def series_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row per checkpoint. `slot_change`, `slots_changed`, `slots`, ...: against the first; `step_*`: against the
+    one before; `swap_routers_*`, `swap_body_*`: with its routers, or its body, alone; then what `gap_split` says."""
+    table = []
+    for row in rows:
+        found: dict[str, Any] = {"name": row["name"]}
+        parts = {"": row["change"], "step_": row["step"]}
+        parts |= {f"swap_{name}_": rates for name, rates in (row["gate_swap"] or {}).items()}
+        for prefix, rates in parts.items():
+            for level, rate in rates.items():
+                found[f"{prefix}{level}_change"] = rate["rate"]
+                found |= {f"{prefix}{level}s_changed": rate["changed"], f"{prefix}{level}s": rate["of"]}
+        table.append(found | {name: value for name, value in row["gap"].items() if name not in found})
+    return pd.DataFrame(table)
+
+
+def positions_of(facts: Mapping[str, Any]) -> tuple[np.ndarray, str]:
+    """Where the checkpoints stand on the x axis, and what it is called."""
+    steps = facts["steps"]
+    if steps is not None:
+        return np.array(steps, float), "step"
+    return np.arange(1.0, len(facts["rows"]) + 1), "checkpoint"
+
+
+@styled
+def series_curves(facts: Mapping[str, Any], note: str) -> StudyFigure:
+    """Change against the first and the one before, log-ratios natural and replayed, routers and body apart."""
+    table = series_table(facts["rows"])
+    x, what = positions_of(facts)
+    swapped = "swap_body_slot_change" in table
+    figure, axes = panels(2, 2, 4.4, sharex=True)
+    (first, step), (gap, swap) = axes
+    for level, (colour, marker) in LEVELS.items():
+        first.plot(x, 100 * table[f"{level}_change"], color=colour, marker=marker, ms=3, label=f"{level}s")
+        step.plot(x[1:], 100 * table[f"step_{level}_change"][1:], color=colour, marker=marker, ms=3)
+    for ax in (first, step):
+        _floors(ax, facts)
+    for kind, column in (("natural", "gap_mean"), ("replayed", "gap_mean_replayed")):
+        gap.plot(x, table[column], **{**LOOKS[kind], "ms": 3, "label": kind})
+    if swapped:
+        columns = {"both": "slot_change", "body": "swap_body_slot_change", "routers": "swap_routers_slot_change"}
+        for name, (colour, marker, words) in SWAPS.items():
+            values = 100 * table[columns[name]].fillna(0.0)  # the first is itself
+            swap.plot(x, values, color=colour, marker=marker, ms=3, label=words)
+        swap.legend(loc="best")
+    else:
+        swap.text(0.5, 0.5, "routers and body were not swapped", ha="center", transform=swap.transAxes)
+    first.set(title=f"Against {table['name'].iloc[0]}", ylabel="changed, %")
+    step.set(title="Against the one before")
+    gap.set(title="Log-ratio against the first", ylabel="mean |log r|, nats", xlabel=what)
+    gap.legend(loc="best")
+    swap.set(title="Routers or body: slots", ylabel="changed, %", xlabel=what)
+    for ax in axes.ravel():
+        ax.set_ylim(bottom=0)
+    legend_above(figure, [first])
+    caption = (
+        "Upper: slots (experts replaced), sites ((token, router) pairs whose set differs) and tokens (with any site "
+        "changed) against the first checkpoint and against the one before; dashed: slots changed at equal weights. "
+        "Lower left: log-ratio of the text's tokens, natural and with the first checkpoint's routes replayed. "
+        f"Lower right: {{old, new}} routers on {{old, new}} body, slots changed against the first. {note}"
+    )
+    return StudyFigure("series_curves", "Routing along the checkpoints.", caption, figure, table)
+
+
+@styled
+def series_sites(sites: pd.DataFrame, facts: Mapping[str, Any], note: str) -> StudyFigure:
+    """Slot change against the first checkpoint, site by checkpoint."""
+    names = [row["name"] for row in facts["rows"]]
+    table = sites.assign(slot_change=sites["slots_changed"] / sites["slots"])
+    order = list(dict.fromkeys(table["site"]))
+    grid = 100 * table.pivot(index="site", columns="checkpoint", values="slot_change").loc[order, names].to_numpy()
+    figure, axes = panels(1, 1, float(np.clip(1.2 + 0.2 * len(order), 2.0, 6)))
+    ax = axes[0, 0]
+    image = ax.imshow(grid, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+    short, common = short_sites(order)
+    every = max(1, len(order) // 12)
+    ax.set_yticks(range(0, len(order), every), short[::every])
+    x, what = positions_of(facts)
+    ticks = range(0, len(names), max(1, -(-len(names) // 8)))
+    ax.set_xticks(list(ticks), [f"{x[i]:g}" for i in ticks])
+    ax.set(xlabel=what, ylabel="routing site")
+    ax.grid(False)
+    figure.colorbar(image, ax=ax, shrink=0.9, pad=0.02, label="slots changed, %").outline.set_visible(False)
+    caption = f"Slots changed against the first checkpoint by site ({common}, shallow to deep from the top). {note}"
+    return StudyFigure("series_sites", "Routing along the checkpoints, by site.", caption, figure, table)
+
+
+def draw(facts: Mapping[str, Any], sites: pd.DataFrame, folder: Path) -> list[StudyFigure]:
+    """All figures, saved in every format."""
+    note = f"{facts['rows'][0]['tokens']:,} tokens, the same for all. Noise floor: {_floor(facts) or 'not measured.'}"
+    drawn = [series_curves(facts, note), series_sites(sites, facts, note)]
+    for figure in drawn:
+        save_figure(figure, folder)
+    return drawn
+
+
+def render(facts: Mapping[str, Any], figures: Sequence[StudyFigure]) -> str:
+    """The page: self-contained, without scripts."""
+    environment = Environment(
+        loader=PackageLoader("moe_rl", "."),
+        autoescape=select_autoescape(default=True),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("drift/series.html.j2").render(
+        facts=facts,
+        floor=_floor(facts),
+        figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
+        rows=[_cells(row) for row in facts["rows"]],
+        settings=list({**facts["settings"], **facts["environment"]}.items()),
+    )
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    swap = row["gate_swap"] or {}
+    rates = [row["change"][level]["rate"] for level in LEVELS] + [row["step"]["slot"]["rate"]]
+    rates += [swap[name]["slot"]["rate"] if name in swap else None for name in ("routers", "body")]
+    gap = row["gap"]
+    return [
+        row["name"],
+        *map(percent, rates),
+        number(gap["gap_mean"]),
+        number(gap["gap_mean_replayed"]),
+        percent(gap["routing_share_gap_mean"]),
+    ]
+
+
+def _floor(facts: Mapping[str, Any]) -> str:
+    return floor_text({"old_name": facts["rows"][0]["name"], "floor": facts["floor"]})
+
+
+def _floors(ax: Axes, facts: Mapping[str, Any]) -> None:
+    variants = facts["floor"]["variants"]
+    for floor, members in FLOORS.items():
+        rates = [variants[name]["slot"]["rate"] or 0.0 for name in members if name in variants]
+        if rates:
+            ax.axhline(100 * max(rates), **FLOOR_LINES[floor])

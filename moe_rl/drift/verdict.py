@@ -1,0 +1,70 @@
+"""A comparison in one sentence: how much changed, and how many times the floor that is."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moe_rl.drift.words import number, percent
+from moe_rl.study.floors import FLOORS
+
+
+def pair_verdict(facts: Mapping[str, Any]) -> str:
+    """Of two checkpoints; the same sentence on the terminal and at the top of the page."""
+    change = facts["change"]
+    return f"{_changed(change, facts['old_name'], facts['new_name'])}{_times(change, facts)}."
+
+
+def series_verdict(facts: Mapping[str, Any]) -> str:
+    """Of a series: the last against the first, the floor, and where most of it came."""
+    rows = facts["rows"]
+    last, names = rows[-1], [row["name"] for row in rows]
+    text = f"{_changed(last['change'], names[0], names[-1])}{_times(last['change'], facts)}"
+    steps = [(row["name"], row["step"]["slot"]["rate"]) for row in rows[1:]]
+    most = max(steps, key=lambda step: step[1])
+    mean = sum(rate for _, rate in steps) / len(steps)
+    return (
+        f"{text}; from one of the {len(rows)} to the next {percent(mean)} on average, at most {percent(most[1])} "
+        + (f"({most[0]}).")
+    )
+
+
+def swap_sentence(swap: Mapping[str, Any] | None) -> str:
+    """Which of the two, routers or body, moves the selection; empty where it was not measured."""
+    if not swap:
+        return ""
+    routers, body = (swap[name]["slot"]["rate"] for name in ("routers", "body"))
+    text = (
+        f"New routers on the old body change {percent(routers)} of slots, old routers on the new body {percent(body)}: "
+    )
+    if not max(routers, body):
+        return text + "neither moves the selection."
+    if max(routers, body) < 1.2 * min(routers, body):
+        return text + "both move the selection about equally."
+    larger, smaller = max(routers, body), min(routers, body)
+    much = f"{number(larger / smaller)} times as much" if smaller else "alone"
+    return text + f"the {'routers' if routers > body else 'hidden states'} move the selection {much}."
+
+
+def _changed(change: Mapping[str, Any], old: str, new: str) -> str:
+    return (
+        f"{percent(change['slot']['rate'])} of slots and {percent(change['token']['rate'])} of tokens changed from "
+        + (f"{old} to {new}")
+    )
+
+
+def _times(change: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """How many times each floor, by slots: the model's own arithmetic, and a bf16 copy."""
+    variants, rate = facts["floor"]["variants"], change["slot"]["rate"]
+    floors: dict[str, float] = {}
+    for name, members in FLOORS.items():
+        rates: Sequence[float] = [variants[m]["slot"]["rate"] or 0.0 for m in members if m in variants]
+        if rates:
+            floors[name] = max(rates)
+    if not floors:
+        return ""
+    parts = []
+    for name, words in (("own", "other arithmetic at equal weights"), ("bf16", "a bf16 copy")):
+        if floors.get(name):
+            parts.append(f"{number(rate / floors[name])} times what {words} changes ({percent(floors[name])})")
+    if "own" in floors and not floors["own"]:
+        parts.append("other arithmetic at equal weights changes none")
+    return f", {' and '.join(parts)}" if parts else ""

@@ -1,0 +1,149 @@
+"""What TRL's and ms-swift's trainers have in common: both are transformers' Trainer with a buffer of scored batches."""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from moe_rl.integrations.measures import Measures, Minibatch, Probe, Ranks, measure
+from moe_rl.integrations.old_policy import OldPolicy, refuse_random
+from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes
+
+if TYPE_CHECKING:  # whatever trainer it is put in front of
+    from typing import Any as Trainer
+else:
+    Trainer = object
+
+
+class ReplayTrainer(Trainer):
+    """Overrides of transformers' Trainer, to be put in front of a trainer class; what a batch is, its subclass says."""
+
+    _bare: type
+    _probes: Sequence[Probe] = ()
+    _scored_at: int | None = None  # optimizer steps taken when the batch in the buffer was scored
+    _forwards: list[Tensor] | None = None  # log-probabilities of the forward of a loss that is under way
+
+    def _choose(self: Any, replay: str, kinds: Sequence[str], first_change_tolerance: float) -> None:
+        """Before the trainer is made."""
+        if replay not in kinds:
+            raise RoutingError(f"replay must be one of {', '.join(kinds)}, got {replay!r}")
+        self.replay, self.first_change_tolerance = replay, first_change_tolerance
+
+    def _begin(self: Any, run_folder: Any, objective: str, sequence_clip: bool) -> None:
+        """After the trainer is made. Raises RoutingError for settings under which there is nothing to measure."""
+        refuse_one_update(self.args, self.num_iterations)
+        refuse_random(self.model)
+        ranks = Ranks(self.accelerator)
+        writer = run_writer(self, run_folder, objective) if run_folder is not None and ranks.main else None
+        self._measures = Measures(ranks, self._metrics["train"], writer, sequence_clip)
+        self.add_callback(_AfterUpdate(self))
+
+    def _scored(self: Any, responses: int) -> None:
+        """A batch was sampled and scored."""
+        args = self.args  # after a resume a new batch is sampled
+        before = self.state.global_step * args.gradient_accumulation_steps
+        self._scored_at = self.state.global_step
+        self._measures.scored(responses, math.ceil(before / (args.steps_per_generation * self.num_iterations)))
+
+    def _replayed_loss(
+        self: Any, model: nn.Module, old: OldPolicy, found: Minibatch, real: Tensor, loss_of: Callable[[], Any]
+    ) -> Any:
+        """The loss of a minibatch whose old policy is `old`, and the proof of what was replayed. real: `[B,T]`, true on
+        real tokens. Raises RoutingError where anything but all of it was."""
+        first = self.state.global_step == old.step  # no weight has moved since it was scored
+        now: RoutedExperts | None = None
+        self._forwards = []
+        try:
+            if self.replay != "none":
+                with replay_routes(model, old.routes, shadow=first) as forced:
+                    loss = loss_of()
+                found.replayed_rows, found.routed_rows = forced.replayed_rows, int((~old.routes.live).sum())
+                now = forced.shadow if first else None
+            elif first:
+                with record_routes(model) as recording:
+                    loss = loss_of()
+                now = recording.routes
+            else:
+                loss = loss_of()
+        finally:
+            forwards, self._forwards = self._forwards, None
+        if found.replayed_rows != found.routed_rows or len(forwards) != 1:
+            raise RoutingError(
+                f"an update of one forward, all of it replayed, was expected; {len(forwards)} forwards were made, and "
+                f"{found.replayed_rows} of {found.routed_rows} (token, site) rows with a route were replayed"
+            )
+        if now is not None:
+            found.first_change = old.prove(now, real, self.first_change_tolerance)
+        found.logps = forwards[0]
+        self._measures.minibatches.append(found)
+        return loss
+
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._measures.writer or nullcontext():
+            return super().train(*args, **kwargs)
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before = len(self._measures.minibatches)
+        loss = super().training_step(*args, **kwargs)
+        if len(self._measures.minibatches) == before:
+            raise RoutingError(
+                f"{self._bare.__name__} took a training step around its own loss: nothing was measured or replayed"
+            )
+        self._measures.loss += float(loss)
+        return loss
+
+    def _get_grad_norm(self: Any, *args: Any, **kwargs: Any) -> Any:
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self._measures.grad_norm = float("nan") if norm is None else float(norm)
+        return norm
+
+    def after_update(self: Any) -> None:
+        """After each step of the optimizer, before it is logged."""
+        if self._scored_at is None:
+            return
+        update = self.state.global_step + 1 - self._scored_at
+        self._measures.update(update, lr=self.optimizer.param_groups[0]["lr"])
+        if self._probes:
+            self._measures.probed(update, *measure(self.model, self._probes, self._measures.ranks))
+
+
+class _AfterUpdate(TrainerCallback):
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self.trainer.after_update()
+
+
+def refuse_one_update(args: Any, num_iterations: int) -> None:
+    """RoutingError for settings under which no weight moves between the scoring of a batch and its last update."""
+    every = args.steps_per_generation * num_iterations
+    if args.gradient_accumulation_steps % every == 0:
+        raise RoutingError(
+            f"gradient_accumulation_steps ({args.gradient_accumulation_steps}) is a multiple of steps_per_generation "
+            f"x num_iterations ({args.steps_per_generation} x {num_iterations}): a batch then gets one optimizer step, "
+            "the ratio is 1 by construction, and no expert can change between old and new policy. For several updates "
+            "on a batch raise steps_per_generation (GSPO's recipe: 4) or num_iterations"
+        )
+
+
+def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
+    """A RunWriter on a study's folder, or on a run's (`.../ARM/seedN`)."""
+    from moe_rl.run_folder import RunWriter
+
+    folder, args = Path(run_folder), trainer.args
+    seed = re.fullmatch(r"seed(\d+)", folder.name)
+    arm = folder.parent.name if seed else objective + ("" if trainer.replay == "none" else f"_{trainer.replay.lower()}")
+    plain = (bool, int, float, str, type(None))
+    config = {
+        "objective": objective,
+        "replay": trainer.replay,
+        "trainer": trainer._bare.__name__,
+        "arguments": {name: value for name, value in sorted(args.to_dict().items()) if isinstance(value, plain)},
+    }
+    return RunWriter(folder, arm=arm, seed=int(seed[1]) if seed else args.seed, config=config)

@@ -1,0 +1,192 @@
+"""What is measured inside others' trainers: facts of an update, a probe after it; for their log and for our rows."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from moe_rl.measure.ratio_metrics import ratio_metrics, update_ratio_metrics
+from moe_rl.measure.routing_metrics import change_metrics, load_metrics
+from moe_rl.objectives import sequence_log_ratio, token_log_ratio
+from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
+
+CHANGES = ("slot_change", "site_change", "token_change")
+VARIANCES = ("var_token_natural", "var_token_replayed", "var_sequence_natural", "var_sequence_replayed")
+
+
+class Ranks:
+    """Sums and rows of all processes, through the trainer's accelerator."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator, self.main = accelerator, bool(accelerator.is_main_process)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Elementwise sum over processes, float64 on the CPU."""
+        return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
+
+    def rows(self, values: Shaped[Tensor, "B T"]) -> Shaped[Tensor, "B2 T2"]:
+        """All processes' sequences, padded on the right to one length."""
+        return self.accelerator.gather(self.accelerator.pad_across_processes(values, dim=1))
+
+    def counts(self, counts: ChangeCounts) -> ChangeCounts:
+        deviation, flips, incomplete = counts.site_deviation, counts.flips, torch.tensor([counts.incomplete_tokens])
+        parts = [self.sums(x) for x in (deviation, flips, incomplete)]
+        return replace(counts, site_deviation=parts[0], flips=parts[1], incomplete_tokens=int(parts[2]))
+
+
+@dataclass(eq=False)
+class Minibatch:
+    """One forward of an update: what it is compared with, and what came out."""
+
+    old_logps: Float[Tensor, "B T"]
+    mask: Int[Tensor, "B T"]
+    logps: Float[Tensor, "B T"] | None = None
+    replayed_rows: int = 0
+    routed_rows: int = 0
+    first_change: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Sequences of a batch that one call of the model scores after each update, live and under the old routes.
+
+    score: the trainer's own scoring of them: log-probabilities `[b,C]` and entropies, or None.
+    mask: true on the response tokens that are measured, `[b,C]`: the last C of the T tokens.
+    logps: the old policy's, natural, nats. natural: the experts that it chose. forced: what replay forces: the same
+    under R2.
+    """
+
+    score: Callable[[], tuple[Tensor, Tensor | None]]
+    mask: Int[Tensor, "b C"]
+    logps: Float[Tensor, "b C"]
+    natural: RoutedExperts
+    forced: RoutedExperts
+
+    @property
+    def tokens(self) -> Tensor:
+        """`[b,T]`, True on the response tokens."""
+        return nn.functional.pad(self.mask, (self.natural.shape[1] - self.mask.shape[1], 0)).bool()
+
+
+@torch.no_grad()
+def measure(model: nn.Module, probes: Sequence[Probe], ranks: Ranks) -> tuple[ChangeCounts, dict[str, Any]]:
+    """Change counts and metrics of the kind "probe", over all probes and processes; every process takes part."""
+    new, live, entropies, forced = [], [], [], []
+    for probe in probes:
+        with record_routes(model) as recording:
+            logps, entropy = probe.score()
+        new.append(recording.routes)
+        live.append(logps)
+        entropies.append(entropy)
+        with replay_routes(model, probe.forced):
+            forced.append(probe.score()[0])
+    old, tokens = RoutedExperts.cat([p.natural for p in probes]), torch.cat([p.tokens for p in probes])
+    routes = RoutedExperts.cat(new)
+    counts = ranks.counts(change_counts(old, routes, tokens))
+    mask = ranks.rows(torch.cat([p.mask for p in probes])).bool()
+    old_logps = ranks.rows(torch.cat([p.logps for p in probes]))
+    metrics: dict[str, Any] = change_metrics(counts)
+    known = [entropy for entropy in entropies if entropy is not None]
+    if len(known) == len(probes):
+        metrics["entropy"] = ranks.rows(torch.cat(known))[mask].mean()
+    for name, parts in (("natural", live), ("replayed", forced)):
+        gathered = ranks.rows(torch.cat(parts))
+        log_ratio = token_log_ratio(gathered, old_logps, mask)
+        metrics[f"var_token_{name}"] = log_ratio[mask].double().var()
+        metrics[f"var_sequence_{name}"] = sequence_log_ratio(gathered, old_logps, mask)[mask.any(1)].double().var()
+        metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
+    if ranks.accelerator.num_processes == 1:  # loads of experts do not add up from their means
+        metrics |= load_metrics(old, routes, tokens)
+    return counts, metrics
+
+
+class Measures:
+    """Collects an update's facts over its micro-batches; writes the trainer's log and, with a writer, our rows.
+
+    log: the trainer's own lists of training metrics, of which it logs the means. writer: a `RunWriter`, on the main
+    process only. sequence_clip: whether its clip fractions are of sequences.
+    """
+
+    def __init__(self, ranks: Ranks, log: Mapping[str, list[float]], writer: Any, sequence_clip: bool) -> None:
+        self.ranks, self.log, self.writer, self.sequence_clip = ranks, log, writer, sequence_clip
+        self.step: int | None = None
+        self.minibatches: list[Minibatch] = []
+        self.loss, self.grad_norm = 0.0, float("nan")
+
+    def scored(self, responses: int, batches: int) -> None:
+        """A batch was sampled and scored; its rewards are in the log. `batches`: how many were before it
+        where training begins or is resumed.
+
+        Raises:
+            RoutingError: training begins anew in a folder that has rows.
+        """
+        if self.step is None and self.writer is not None and self.writer.next_step:
+            if not batches:
+                raise RoutingError(
+                    f"{self.writer.folder} has rows of {self.writer.next_step} batches, and training begins anew: pass "
+                    "resume_from_checkpoint to train(), or choose another run_folder"
+                )
+            self.writer.rewind(batches)
+        self.step = batches if self.step is None else self.step + 1
+        responses = int(self.ranks.sums(torch.tensor([responses])))
+        if self.writer is not None:
+            named = {"reward_std": "reward_std", "groups_equal": "frac_reward_zero_std"}
+            named["response_length"] = "completions/mean_length"
+            found = {ours: self.log[theirs][-1] for ours, theirs in named.items() if self.log.get(theirs)}
+            self.writer.rollout(self.step, reward=self.log["reward"][-1], reward_n=responses, **found)
+
+    def engine(self, counts: ChangeCounts) -> None:
+        """R3: the sampling engine's routes against those of the policy that is trained, at equal weights."""
+        counts = self.ranks.counts(counts)
+        self.log["routing/engine_slot_change"].append(counts.rates()["slot_change"])
+        if self.writer is not None and self.step is not None:
+            self.writer.engine(self.step, "engines", **change_metrics(counts))
+
+    def update(self, update: int, lr: float) -> None:
+        """The optimizer has taken a step on the micro-batches since the last call."""
+        parts, self.minibatches = self.minibatches, []
+        loss, self.loss = self.loss, 0.0
+        if not parts or self.step is None:
+            return
+        rows = self.ranks.sums(torch.tensor([[p.replayed_rows, p.routed_rows] for p in parts]).sum(0)).tolist()
+        self.log["routing/replayed_fraction"].append(rows[0] / rows[1] if rows[1] else 0.0)
+        first = [p.first_change for p in parts if p.first_change is not None]
+        if first:
+            self.log["routing/first_change"].append(max(first))
+        longest = max(p.mask.shape[1] for p in parts)
+        old, new, mask = (
+            torch.cat([nn.functional.pad(x, (0, longest - x.shape[1])) for x in tensors])
+            for tensors in zip(*((p.old_logps, p.logps, p.mask) for p in parts), strict=True)
+        )
+        old, new, mask = self.ranks.rows(old), self.ranks.rows(new), self.ranks.rows(mask).bool()
+        tokens = self.ranks.sums(torch.stack([p.mask.sum() for p in parts]))
+        sequences = self.ranks.sums(torch.tensor([len(p.mask) for p in parts]))
+        total = float(self.ranks.sums(torch.tensor([loss]))) / self.ranks.accelerator.num_processes
+        if self.writer is None:
+            return
+        row: dict[str, Any] = {"loss": total, "lr": lr, "grad_norm": self.grad_norm}
+        row |= {"tokens": int(tokens.sum()), "sequences": int(sequences.sum())}
+        row |= {"replayed_rows": rows[0], "routed_rows": rows[1]}
+        row |= update_ratio_metrics(token_log_ratio(new, old, mask), sequence_log_ratio(new, old, mask), mask)
+        for ours, theirs, weights in (
+            ("entropy", "entropy", tokens / tokens.sum()),
+            ("aux_loss", "aux_loss", torch.full([len(parts)], 1 / len(parts))),
+            ("clipped_sequences", "clip_ratio/region_mean", sequences) if self.sequence_clip else
+            ("clipped_tokens", "clip_ratio/region_mean", tokens),
+        ):  # fmt: skip
+            means = torch.tensor(self.log.get(theirs, [])[-len(parts) :], dtype=torch.float64)
+            if len(means) == len(parts):
+                value = float((means * weights).sum())
+                row[ours] = round(value) if ours.startswith("clipped") else value
+        self.writer.update(self.step, update, **row)
+
+    def probed(self, update: int, counts: ChangeCounts, metrics: dict[str, Any]) -> None:
+        """What `measure` found after the update."""
+        rates = counts.rates()
+        for name, value in ({name: rates[name] for name in CHANGES} | {n: metrics[n] for n in VARIANCES}).items():
+            self.log[f"routing/{name}"].append(float(value))
+        if self.writer is not None and self.step is not None:
+            self.writer.probe(self.step, update, **metrics)

@@ -1,0 +1,79 @@
+"""What every integration needs: the routes of a batch's old policy, and the proof that they are its."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from moe_rl.routing import RoutedExperts, RoutingError, change_counts
+
+KINDS = ("none", "R2", "R3")
+
+
+@dataclass(frozen=True, eq=False)
+class OldPolicy:
+    """The policy that a batch's old log-probabilities come from.
+
+    routes: what an update replays, `[B,T,L,K]`: R2 its own routes, R3 those of the engine that sampled.
+    choice: what its routers chose at the hidden states of that scoring; under R2 the routes themselves. A policy with
+        the same weights makes the same choice again.
+    step: optimizer steps taken when it was scored.
+    """
+
+    routes: RoutedExperts
+    choice: RoutedExperts
+    step: int
+
+    def rows(self, index: Int[Tensor, "b"]) -> "OldPolicy":
+        """Some sequences of the batch."""
+        routes = self.routes.rows(index)
+        return OldPolicy(routes, routes if self.choice is self.routes else self.choice.rows(index), self.step)
+
+    def prove(self, now: RoutedExperts, tokens: Tensor, tolerance: float) -> float:
+        """`same_policy` of what its routers chose and of what they choose now."""
+        return same_policy(self.choice, now, tokens.bool(), tolerance)
+
+
+def same_policy(old: RoutedExperts, now: RoutedExperts, tokens: Bool[Tensor, "B T"], tolerance: float = 0.0) -> float:
+    """The share of expert slots that the routers chose otherwise than when the batch was scored, at equal weights.
+
+    It must be 0: the same weights on the same tokens. Routes of another policy (a reference that the same module
+    scores) replay without an error, at a fraction of 1, and nothing but this tells.
+
+    Args:
+        tokens: true on real tokens; what is routed for padding means nothing.
+        tolerance: the largest share that passes, for kernels whose sums depend on what else is in the batch.
+
+    Raises:
+        RoutingError: a larger share.
+    """
+    changed = change_counts(old, now, tokens)
+    share = changed.slots_changed / changed.slots_total if changed.slots_total else 0.0
+    if share > tolerance:
+        raise RoutingError(
+            f"at the first update of a batch, before any weight moved, {100 * share:.3g} % of the expert slots are not "
+            f"those that were recorded with the old log-probabilities (allowed: {100 * tolerance:.3g} %). Either the "
+            "routes are of another policy than the one that is trained, or the model is random in train mode, or its "
+            "kernels sum otherwise in another batch (bf16 on a GPU may): only in the last case raise "
+            f"first_change_tolerance above {share:.3g}"
+        )
+    return share
+
+
+def refuse_random(model: nn.Module) -> None:
+    """Dropout and router jitter make a policy choose other experts when it is asked again.
+
+    Raises:
+        RoutingError: naming the module and what to set.
+    """
+    for name, module in model.named_modules():
+        dropout = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+        others = ("attention_dropout", "jitter_noise", "router_jitter_noise")
+        for what, amount in (("dropout", dropout), *((other, getattr(module, other, 0.0)) for other in others)):
+            if isinstance(amount, float) and amount > 0:
+                raise RoutingError(
+                    f"{name or type(model).__name__} has {what} = {amount:g}, drawn anew in every forward: the policy "
+                    "would choose other experts than it chose a moment ago with the same weights, and nothing that is "
+                    "measured would be of the update. Set it to 0 (disable_dropout=True in the trainer's arguments, "
+                    "lora_dropout=0, attention_dropout and router_jitter_noise in the model's configuration)"
+                )

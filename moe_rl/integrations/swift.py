@@ -1,0 +1,172 @@
+"""Routing Replay (R2) and routing diagnostics inside ms-swift's GRPO trainer (the Hugging Face one, not Megatron's).
+
+A plugin file of two lines, which `swift rlhf --rlhf_type grpo --external_plugins replay.py ...` imports:
+
+    from moe_rl.integrations.swift import install
+    install(replay="R2")
+
+The trainer that ms-swift then makes is a subclass of its own. ms-swift scores each micro-batch where it makes it
+(`_prepare_batch_inputs`); the routes of that very pass hang on the micro-batch's `GRPOBatch` and are replayed in
+`compute_loss`. The metrics are those of `moe_rl.integrations.trl`, in ms-swift's own log.
+
+ms-swift 4.6.0 pins transformers < 5.20 and trl < 1.0, moe_rl needs transformers >= 5.17: an environment of its own.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.integrations.hf_trainer import ReplayTrainer
+from moe_rl.integrations.measures import Minibatch, Probe
+from moe_rl.integrations.old_policy import OldPolicy
+from moe_rl.routing import RoutedExperts, RoutingError, record_routes
+
+VERSIONS = ("4.6.0", "4.6.0.dev0")
+"""Of ms-swift, whose trainer was read."""
+KINDS = ("none", "R2")
+_ROUTING = "routing_old_policy"
+"""Attribute of a GRPOBatch."""
+
+
+def install(replay: str = "R2", **options: Any) -> type:
+    """Make ms-swift train GRPO with `routing_replay` of its own trainer; options as there.
+
+    Raises:
+        RoutingError: a version of ms-swift that is not known, by name.
+    """
+    import swift
+    from swift.trainers.trainer_factory import TrainerFactory
+
+    version = getattr(swift, "__version__", "unknown")
+    if version not in VERSIONS:
+        raise RoutingError(
+            f"ms-swift {version} is not known here ({', '.join(VERSIONS)} are): its trainer may score and train "
+            "elsewhere. Install one of these, or compare its grpo_trainer.py and add the version to "
+            "moe_rl.integrations.swift.VERSIONS"
+        )
+    place = TrainerFactory.TRAINER_MAPPING["grpo"]
+    trainer = routing_replay(TrainerFactory.get_cls(_Grpo, {"grpo": place}), replay, **options)
+    globals()["InstalledGRPOTrainer"] = trainer
+    TrainerFactory.TRAINER_MAPPING["grpo"] = f"{__name__}.InstalledGRPOTrainer"
+    return trainer
+
+
+class _Grpo:
+    rlhf_type = "grpo"
+
+
+def routing_replay(trainer_class: type, replay: str = "R2", **options: Any) -> Any:
+    """A subclass of ms-swift's GRPOTrainer that records and replays routes.
+
+    replay: "none" or "R2". options: `run_folder`, `first_change_tolerance` as in `moe_rl.integrations.trl`, and
+    `probe` (default True): score the batch's first micro-batch twice more after each update.
+
+    Raises (when the trainer is made): RoutingError for settings under which the ratio is 1 by construction; dropout;
+    padding-free batches, sequence parallelism, Liger's loss, dynamic numbers of samples and images, whose forwards are
+    not one call on the rows of the micro-batch.
+    """
+    needed = ("_prepare_batch_inputs", "_get_per_token_logps_and_entropies", "compute_loss")
+    missing = [name for name in needed if not hasattr(trainer_class, name)]
+    if missing:
+        raise TypeError(f"expected ms-swift's GRPOTrainer, got {trainer_class.__name__} without {missing[0]}")
+    chosen = {"_bare": trainer_class, "_options": {"replay": replay, **options}}
+    return type(f"RoutingReplay{trainer_class.__name__}", (_RoutingReplay, trainer_class), chosen)
+
+
+class _RoutingReplay(ReplayTrainer):
+    _options: dict[str, Any]
+    _scorings: list[tuple[Tensor, RoutedExperts]] | None = None
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        options = dict(self._options)
+        self._choose(options.pop("replay"), KINDS, options.pop("first_change_tolerance", 0.0))
+        self._probing, run_folder = options.pop("probe", True), options.pop("run_folder", None)
+        if options:
+            raise TypeError(f"routing_replay of ms-swift has no option {next(iter(options))!r}")
+        super().__init__(*args, **kwargs)
+        refuse(self)
+        by_sequence = self.importance_sampling_level != "token"
+        self._begin(run_folder, "gspo" if by_sequence else self.loss_type, by_sequence)
+
+    # -- scoring ------------------------------------------------------------------------------------------------------
+
+    def _prepare_batch_inputs(self: Any, samples: Any) -> Any:
+        if not self.model.training:  # evaluation
+            return super()._prepare_batch_inputs(samples)
+        self._scorings = []
+        try:
+            batches = super()._prepare_batch_inputs(samples)
+        finally:
+            scorings, self._scorings = self._scorings, None
+        for batch in batches:
+            logps = batch["grpo_batch"].old_per_token_logps
+            routes = next((routes for one, routes in scorings if one is logps), None)
+            if logps is None or routes is None:
+                raise RoutingError(
+                    "ms-swift made a micro-batch whose old log-probabilities are not those of a pass of the policy "
+                    "that was recorded: whose routes an update would replay is not known"
+                )
+            setattr(batch["grpo_batch"], _ROUTING, OldPolicy(routes, routes, self.state.global_step))
+        return batches
+
+    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
+        batches = super()._generate_and_score_completions(inputs)
+        if self.model.training:  # only now are the rewards in the log
+            self._scored(sum(len(batch["grpo_batch"].old_per_token_logps) for batch in batches))
+            self._probes = [self._probe_of(batches[0])] if self._probing else []
+        return batches
+
+    def _get_per_token_logps_and_entropies(
+        self: Any, model: Any, model_inputs: dict[str, Any], grpo_batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        score = partial(super()._get_per_token_logps_and_entropies, model, model_inputs, grpo_batch)
+        if self._scorings is None or model is not self.model:
+            found = score(*args, **kwargs)
+            if self._forwards is not None:
+                self._forwards.append(found[0].detach())
+            return found
+        with record_routes(model) as recording:
+            found = score(*args, **kwargs)
+        self._scorings.append((found[0], recording.routes))
+        return found
+
+    def _probe_of(self: Any, batch: dict[str, Any]) -> Probe:
+        found, inputs, score = batch["grpo_batch"], batch["model_inputs"], super()._get_per_token_logps_and_entropies
+        routes = getattr(found, _ROUTING).routes
+
+        def scored() -> tuple[Tensor, Tensor | None]:
+            return score(self.model, dict(inputs), found, compute_entropy=True)
+
+        return Probe(scored, found.completion_mask.long(), found.old_per_token_logps, routes, routes)
+
+    # -- the update ---------------------------------------------------------------------------------------------------
+
+    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss_of = partial(super().compute_loss, model, inputs, *args, **kwargs)
+        if not self.model.training:
+            return loss_of()
+        batch = inputs[0] if isinstance(inputs, list) else inputs
+        grpo_batch, tokens = batch["grpo_batch"], batch["model_inputs"]["input_ids"]
+        old = getattr(grpo_batch, _ROUTING, None)
+        if old is None:
+            raise RoutingError("a micro-batch without routes: it was not made by this trainer's _prepare_batch_inputs")
+        mask = batch["model_inputs"].get("attention_mask")
+        real = mask if isinstance(mask, Tensor) and mask.shape == tokens.shape else torch.ones_like(tokens)
+        found = Minibatch(grpo_batch.old_per_token_logps, grpo_batch.completion_mask.long())
+        return self._replayed_loss(model, old, found, real, loss_of)
+
+
+def refuse(trainer: Any) -> None:
+    """RoutingError for settings of ms-swift whose forwards are not one call on the rows of a micro-batch."""
+    reasons = {
+        "padding_free=True packs sequences into one row": trainer.template.padding_free,
+        "sequence parallelism splits rows": trainer.template.sequence_parallel_size > 1,
+        "use_liger_kernel with GRPO scores by another way than it trains": getattr(trainer, "use_liger_loss", False),
+        "a dynamic number of samples (multi-turn) splits micro-batches": getattr(trainer, "dynamic_num_samples", False),
+        "a model with images": trainer.is_multimodal,
+    }
+    for reason, present in reasons.items():
+        if present:
+            raise RoutingError(f"routing replay in ms-swift is not supported here: {reason}")

@@ -1,0 +1,222 @@
+"""Routing Replay and routing diagnostics inside TRL's GRPOTrainer.
+
+    from trl import GRPOTrainer
+    from moe_rl.integrations.trl import routing_replay
+
+    trainer = routing_replay(GRPOTrainer)(model=..., reward_funcs=..., args=..., train_dataset=..., replay="R2")
+    trainer.train()
+
+Nothing in TRL is patched: the trainer is a subclass. The routes are recorded in the pass that makes TRL's old
+log-probabilities; a tensor of row numbers rides through TRL's own shuffle and split and says which routes belong to a
+minibatch; they are replayed in the forward of the loss, and by gradient checkpointing in its backward. All of TRL's
+loss types, GMPOTrainer, and GSPO (`importance_sampling_level="sequence"`) go through the same place.
+
+Run: TRL 1.16.0, transformers 5.23, torch 2.13, one CPU process (tests/integrations/test_trl.py has what). Not run:
+GPUs, several processes, DeepSpeed; of vLLM only a stand-in with the signatures that TRL uses.
+"""
+
+import logging
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moe_rl.integrations.hf_trainer import ReplayTrainer
+from moe_rl.integrations.measures import Minibatch, Probe
+from moe_rl.integrations.old_policy import KINDS, OldPolicy
+from moe_rl.integrations.trl_sampled import SampledRoutes, refuse_unsampled, replayed_in_chunks
+from moe_rl.routing import RoutedExperts, RoutingError, attach, change_counts, record_routes
+
+ROWS = "routing_rows"
+"""Key of the row numbers in TRL's batch."""
+_LOG = logging.getLogger(__name__)
+
+
+class Scoring(NamedTuple):
+    """One pass that scored the batch through the policy's module: its policy is the trained one or the reference."""
+
+    logps: Tensor
+    routes: RoutedExperts
+    choice: RoutedExperts
+    text: dict[str, Any]
+
+
+@cache
+def routing_replay(trainer_class: type) -> Any:
+    """A subclass of a GRPOTrainer (or of a subclass of it) that records and replays routes.
+
+    It takes the arguments of `trainer_class`, and by name:
+
+    - replay: "none" measures only, and changes no bit of the training. "R2" forces the experts that the old policy
+      chose when TRL scored the batch. "R3" forces those that the engine chose that sampled it, in the scoring pass and
+      in the updates: `rollout_func` returns them as the field "routed_experts", per sequence integers `[P+G-1, layers,
+      K]`, or vLLM does (colocated only).
+    - run_folder: rows for `moe_rl.study.load`, `moe-rl figures` and `moe-rl watch`; a study's folder, or a run's
+      (`.../ARM/seedN`).
+    - probe_sequences: sequences per process that are scored twice more after each update, live and replayed, for the
+      change rates and variances. Default: `per_device_train_batch_size`. 0: no probe.
+    - first_change_tolerance: share of slots that may differ at the first update of a batch, where none should
+      (`moe_rl.integrations.old_policy.same_policy`). Default: 0.
+
+    In TRL's log, and so in every tracker that it reports to:
+
+    - `routing/slot_change`, `routing/site_change`, `routing/token_change`: old policy of the batch against the weights
+      after the update, both routing live, on the response tokens of the probe; fractions
+    - `routing/replayed_fraction`: share of the (token, site) rows of the update's forwards whose experts were those of
+      the routes, proven. Under R3 the last token of a response has no route
+    - `routing/var_token_natural`, `routing/var_token_replayed`, `routing/var_sequence_natural`,
+      `routing/var_sequence_replayed`: variance of the log-ratio (nats²) over tokens, and of its mean over a sequence,
+      live and under the old routes
+    - `routing/first_change`: `slot_change` at the first update of the batch, before a weight moved: asserted
+    - under R3 `routing/engine_slot_change`: the sampling engine's routes against the old policy's
+
+    Raises (when the trainer is made):
+        TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.
+        RoutingError: settings under which the ratio is 1 by construction; dropout; R3 without a source of routes; and,
+            while it trains, whatever would be a step without replay, or under routes of another policy.
+    """
+    import trl
+
+    if not (isinstance(trainer_class, type) and issubclass(trainer_class, trl.GRPOTrainer)):
+        name = getattr(trainer_class, "__name__", repr(trainer_class))
+        why = "it has a loss and batches of its own, and scores no old policy" if "Async" in name else "it is none"
+        raise TypeError(f"routing_replay takes trl.GRPOTrainer or a subclass of it, got {name}: {why}")
+    return type(f"RoutingReplay{trainer_class.__name__}", (_RoutingReplay, trainer_class), {"_bare": trainer_class})
+
+
+class _RoutingReplay(ReplayTrainer):
+    """The overrides; `routing_replay` puts them in front of a trainer class."""
+
+    _scorings: list[Scoring] | None = None  # a list while TRL scores a batch of training prompts
+    _old: OldPolicy | None = None
+
+    def __init__(
+        self: Any,
+        *args: Any,
+        replay: str = "none",
+        run_folder: Any = None,
+        probe_sequences: int | None = None,
+        first_change_tolerance: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        self._choose(replay, KINDS, first_change_tolerance)
+        self._sampled = SampledRoutes()
+        with self._sampled.asked_of_vllm(replay == "R3"):
+            super().__init__(*args, **kwargs)
+        if self._is_vlm:
+            raise RoutingError(
+                "models with images are not supported: their chunks of a batch are not rows of tokens alone"
+            )
+        if replay == "R3":
+            refuse_unsampled(self)
+        if self.args.torch_compile:  # the models are compiled in train(), and must carry their hooks by then
+            models = (self.model, self.ref_model)
+            self._attached = [attach(getattr(model, "_orig_mod", model)) for model in models if model is not None]
+        self._probe_sequences = self.args.per_device_train_batch_size if probe_sequences is None else probe_sequences
+        if replay == "R3" and self.use_vllm:
+            self._sampled.listen(self.vllm_generation.llm)
+        by_sequence = self.importance_sampling_level == "sequence"
+        objective = "gmpo" if "GMPO" in self._bare.__name__ else "gspo" if by_sequence else self.loss_type
+        self._begin(run_folder, objective, by_sequence)
+        if self.aux_loss_enabled and self.args.router_aux_loss_coef is None:
+            _LOG.warning(
+                "TRL adds the model's own load-balancing loss (coefficient %g) to the policy loss, in the arm without "
+                "replay, too: a comparison of methods sets router_aux_loss_coef=0.0 or names it",
+                self.router_aux_loss_coef,
+            )
+
+    # -- scoring ------------------------------------------------------------------------------------------------------
+
+    def _generate(self: Any, prompts: Any) -> Any:
+        generated = super()._generate(prompts)
+        if self.replay == "R3" and self.model.training:
+            prompt_ids, completion_ids, *_ = generated
+            fields = generated[5] if self.rollout_func is not None else {}
+            self._sampled.take(fields, prompt_ids, completion_ids)
+        return generated
+
+    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
+        if not self.model.training:  # evaluation: the batch in the buffer keeps its routes
+            return super()._generate_and_score_completions(inputs)
+        self._scorings = []
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            scorings, self._scorings = self._scorings, None
+        old_logps = output.get("old_per_token_logps")
+        scoring = next((one for one in scorings if one.logps is old_logps), None)
+        if old_logps is None or scoring is None:
+            raise RoutingError(
+                f"{self._bare.__name__} returned a batch whose old log-probabilities are not those of a pass of the "
+                "policy that was recorded: whose routes an update would replay is not known"
+            )
+        self._old = OldPolicy(scoring.routes, scoring.choice, self.state.global_step)
+        self._scored(len(old_logps))
+        self._probes = self._probes_of(scoring, output)
+        output[ROWS] = torch.arange(len(old_logps), device=old_logps.device)
+        return output
+
+    def _get_per_token_logps_and_entropies(
+        self: Any,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        score = super()._get_per_token_logps_and_entropies
+        text = {"input_ids": input_ids, "attention_mask": attention_mask, "logits_to_keep": logits_to_keep}
+        if self._scorings is None or model is not self.model:
+            found = score(model, **text, batch_size=batch_size, **kwargs)
+            if self._forwards is not None:
+                self._forwards.append(found[0].detach())
+            return found
+        if self.replay == "R3" and not self._scorings:  # the old policy comes first; `is` proves it afterwards
+            routes = self._sampled.routes(model, **text)
+            logps, choice = replayed_in_chunks(score, model, text, routes, batch_size or len(input_ids))
+            self._scorings.append(Scoring(logps, routes, choice, text))
+            return logps, None, None
+        with record_routes(model) as recording:
+            found = score(model, **text, batch_size=batch_size, **kwargs)
+        self._scorings.append(Scoring(found[0], recording.routes, recording.routes, text))
+        return found
+
+    def _probes_of(self: Any, scoring: Scoring, output: dict[str, Any]) -> list[Probe]:
+        """Sequences spread over the batch, in chunks as TRL scores them, with what the old policy says of them live."""
+        size, mask = len(scoring.logps), output["completion_mask"] * output.get("tool_mask", 1)
+        if not self._probe_sequences:
+            return []
+        chosen = torch.linspace(0, size - 1, min(self._probe_sequences, size)).round().long()
+        probes = []
+        for rows in chosen.split(self.args.per_device_train_batch_size):
+            where, routes = rows.to(mask.device), scoring.routes.rows(rows)
+            text = {key: x[where] if isinstance(x, Tensor) else x for key, x in scoring.text.items()}
+            score, logps, natural = partial(self._probed, text), scoring.logps[where], routes
+            if self.replay == "R3":
+                with torch.no_grad(), record_routes(self.model) as recording:
+                    logps = score()[0]
+                natural = recording.routes
+            probes.append(Probe(score, mask[where], logps, natural, routes))
+        if self.replay == "R3":
+            forced, natural = (RoutedExperts.cat([getattr(p, n) for p in probes]) for n in ("forced", "natural"))
+            tokens = torch.cat([probe.tokens for probe in probes])
+            self._measures.engine(change_counts(forced, natural, tokens, pair="engines"))
+        return probes
+
+    def _probed(self: Any, text: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        score = super()._get_per_token_logps_and_entropies
+        return score(self.model, **text, batch_size=len(text["input_ids"]), compute_entropy=True)[:2]
+
+    # -- the update ---------------------------------------------------------------------------------------------------
+
+    def _compute_loss(self: Any, model: Any, inputs: dict[str, Any]) -> Any:
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        if self._old is None or ROWS not in inputs:
+            raise RoutingError("a batch without routes: it was not made by this trainer's _prepare_inputs")
+        found = Minibatch(inputs["old_per_token_logps"], inputs["completion_mask"] * inputs.get("tool_mask", 1))
+        real = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        loss_of = partial(super()._compute_loss, model, inputs)
+        return self._replayed_loss(model, self._old.rows(inputs[ROWS]), found, real, loss_of)

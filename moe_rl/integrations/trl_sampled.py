@@ -1,0 +1,120 @@
+"""R3 in TRL: routes of the engine that sampled a batch, from `rollout_func` or from a colocated vLLM."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_rl.routing import RoutedExperts, RoutingError, find_sites, replay_routes
+
+FIELD = "routed_experts"
+"""Field of what `rollout_func` returns: per sequence integers `[P+G-1, layers, K]` (or P+G rows)."""
+
+
+class SampledRoutes:
+    """Collects the sampling engine's routes of one batch, and lays them beside its tokens."""
+
+    def __init__(self) -> None:
+        self._collected: list[Any] = []  # of vLLM, in the order of its answers
+        self._batch: tuple[list[Any], list[int], list[int]] | None = None
+
+    @contextmanager
+    def asked_of_vllm(self, wanted: bool) -> Iterator[None]:
+        """While TRL makes its colocated engine: with the argument that makes vLLM return routed experts."""
+        from trl.generation import vllm_generation
+
+        engine = getattr(vllm_generation, "LLM", None)  # only where vLLM is installed
+        if not wanted or engine is None:
+            yield
+            return
+        vllm_generation.LLM = lambda *args, **kwargs: engine(*args, enable_return_routed_experts=True, **kwargs)
+        try:
+            yield
+        finally:
+            vllm_generation.LLM = engine
+
+    def listen(self, engine: Any) -> None:
+        """Keep the routes of every answer of a vLLM engine; TRL keeps only its tokens and log-probabilities."""
+        generate = engine.generate
+
+        def listening(*args: Any, **kwargs: Any) -> Any:
+            answers = generate(*args, **kwargs)
+            self._collected += [getattr(one, FIELD, None) for answer in answers for one in answer.outputs]
+            return answers
+
+        engine.generate = listening
+
+    def take(
+        self, fields: Mapping[str, Any], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> None:
+        """After a batch was sampled; RoutingError where a sequence has no routes."""
+        found, self._collected = list(fields.get(FIELD, self._collected)), []
+        missing = [i for i, one in enumerate(found) if one is None]
+        if len(found) != len(answers) or missing:
+            raise RoutingError(
+                f"R3 replays the sampling engine's routes, one array [P+G-1, layers, K] for each of {len(answers)} "
+                f"sequences; got {len(found)}, of which {len(missing)} are empty. rollout_func returns them as the "
+                f"field {FIELD!r}; vLLM must be started with enable_return_routed_experts and support it"
+            )
+        self._batch = found, [len(x) for x in prompts], [len(x) for x in answers]
+
+    def routes(self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int) -> RoutedExperts:
+        """The batch's routes `[B,T,L,K]`, on TRL's padding: prompts end, completions begin, at one column."""
+        if self._batch is None:
+            raise RoutingError("no batch was sampled since the last one: there are no routes to replay")
+        (arrays, prompts, answers), self._batch = self._batch, None
+        begin, position = input_ids.shape[1] - logits_to_keep, torch.arange(input_ids.shape[1])
+        first, last = (torch.tensor(lengths)[:, None] for lengths in (prompts, answers))
+        mask = (position >= begin - first) & (position < begin + last)
+        sites = find_sites(model)
+        experts = [experts_of(model, site.module) for site in sites]
+        names = [site.name for site in sites]
+        tokens = torch.where(mask, input_ids.cpu(), -1)
+        return RoutedExperts.from_vllm(arrays, names, experts, mask=mask, tokens=tokens).to(input_ids.device)
+
+
+def experts_of(model: nn.Module, router: nn.Module) -> int:
+    """How many experts a router chooses from."""
+    config = getattr(model, "config", None)
+    for owner, name in ((router, "num_experts"), (config, "num_experts"), (config, "num_local_experts")):
+        if isinstance(count := getattr(owner, name, None), int):
+            return count
+    raise RoutingError(f"{type(router).__name__} does not say how many experts it has (num_experts)")
+
+
+def replayed_in_chunks(
+    score: Any, model: nn.Module, text: Mapping[str, Any], routes: RoutedExperts, batch_size: int
+) -> tuple[Tensor, RoutedExperts]:
+    """TRL's scoring under forced routes, and what the routers would have chosen; in TRL's own chunks, because routes
+    are replayed for one call of the model."""
+    logps, choices = [], []
+    for rows in torch.arange(len(text["input_ids"])).split(batch_size):
+        where = rows.to(text["input_ids"].device)
+        chunk = {key: value[where] if isinstance(value, Tensor) else value for key, value in text.items()}
+        with torch.no_grad(), replay_routes(model, routes.rows(rows), shadow=True) as forced:
+            logps.append(score(model, **chunk, batch_size=batch_size)[0])
+        choices.append(forced.shadow)
+    return torch.cat(logps), RoutedExperts.cat(choices)
+
+
+def refuse_unsampled(trainer: Any) -> None:
+    """RoutingError where no engine gives R3 its routes."""
+    if trainer.rollout_func is not None:
+        return
+    if not trainer.use_vllm:
+        raise RoutingError(
+            "R3 replays the routes of the engine that samples, and here the trained model itself samples: use "
+            f'replay="R2", or a rollout_func that returns the field {FIELD!r}, or a colocated vLLM'
+        )
+    if trainer.vllm_mode != "colocate":
+        raise RoutingError(
+            "R3 with vllm_mode='server': TRL's client drops the routes from the server's answers. Use 'colocate', or a "
+            f"rollout_func that asks a server started with --enable-return-routed-experts and returns {FIELD!r}"
+        )
+    if trainer.args.vllm_tensor_parallel_size > 1 or trainer.tools:
+        raise RoutingError(
+            "R3 with vLLM takes one answer for each sequence of one process: no tensor parallelism and no tools. A "
+            f"rollout_func may return {FIELD!r} for whatever it does"
+        )

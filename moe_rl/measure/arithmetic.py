@@ -1,0 +1,322 @@
+"""What arithmetic alone does: the same weights and tokens, scored in another way, and how much of it is routing.
+
+A *variant* scores a text again with equal weights:
+
+- "repeat"            the same forward once more
+- "batch_1"           each sequence by itself, at the width of the batch
+- "batch_1_unpadded"  each sequence by itself and without padding
+- "padding_left", "padding_right"   the same batch with all padding on that side
+- "decode"            the prompt in one forward, then token by token with a KV cache
+- "experts_NAME"      another experts implementation of transformers
+- "same"              the same forward of what is the same policy otherwise: another dtype, merged adapters
+
+What a variant changes is scored a second time with the reference's routes forced on it. With d the change of a token's
+log-probability, natural d = arithmetic + routing: the replayed d is the arithmetic that is left when every expert is
+the reference's, the rest is routing. The decomposition of `moe_rl.measure.decompose` with kernels in place of weights.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moe_rl.measure.decoding import decode_live, decode_replayed
+from moe_rl.measure.peer_metrics import ratio_range_metrics
+from moe_rl.measure.ratio_metrics import ratio_metrics
+from moe_rl.measure.scoring import Scored, TokenBatch, score_live, score_replayed
+from moe_rl.measure.unwrap import hf_model
+from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, site_change
+
+LAYOUTS = {
+    "repeat": "the same forward once more",
+    "batch_1": "each sequence by itself, at the same width",
+    "batch_1_unpadded": "each sequence by itself, without padding",
+    "padding_left": "all padding on the left",
+    "padding_right": "all padding on the right",
+}
+"""Variants of one forward over the text, in words."""
+DECODE = "prefill, then token by token with a KV cache"
+EXPERTS = ("eager", "grouped_mm")
+"""Experts implementations that are tried unless others are named. `batched_mm` copies an expert's weights for every
+token: not for large models."""
+SPLIT = ("gap_mean", "m2", "k3", "outside")
+"""Statistics whose routing share is told."""
+
+
+class CannotRun(RuntimeError):
+    """A variant that this model, machine or text does not have; the message says why."""
+
+
+@dataclass
+class GapTally:
+    """The gaps of one variant, batch by batch: changes of routes, and d natural and replayed; `pair` as in
+    `ChangeCounts`."""
+
+    pair: str = "engines"
+    counts: ChangeCounts | None = None
+    natural: list[Float[Tensor, "B T"]] = field(default_factory=list)
+    replayed: list[Float[Tensor, "B T"]] = field(default_factory=list)
+    masks: list[Bool[Tensor, "B T"]] = field(default_factory=list)
+
+    def add(self, reference: Scored, other: Scored, replayed: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> None:
+        """One batch; all tensors in the reference's layout."""
+        counts = change_counts(reference.routes, other.routes, mask, pair=self.pair)
+        self.counts = counts if self.counts is None else self.counts + counts
+        self.natural.append(other.logps - reference.logps)
+        self.replayed.append(replayed - reference.logps)
+        self.masks.append(mask)
+
+    def facts(self) -> dict[str, float | int]:
+        """Slot, site and token change with numerator and denominator, and what `gap_split` says."""
+        counts = self.counts
+        if counts is None or not counts.tokens_total:
+            raise CannotRun("no token to measure")
+        changed = {
+            "slots": (counts.slots_changed, counts.slots_total),
+            "sites": (counts.sites_changed, counts.sites_total),
+            "tokens": (counts.tokens_changed, counts.tokens_total),
+        }
+        found: dict[str, float | int] = {}
+        for name, (number, of) in changed.items():
+            found |= {f"{name[:-1]}_change": number / of, f"{name}_changed": number, name: of}
+        return found | gap_split(*(_joined(part) for part in (self.natural, self.replayed, self.masks)))
+
+
+def gap_split(
+    natural: Float[Tensor, "B T"], replayed: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> dict[str, float | int]:
+    """How far a second scoring of equal weights is from the first, and what of that is routing. Pure; float64.
+
+    Args:
+        natural: d = log p(second scoring, its own routes) - log p(first), nats.
+        replayed: the same with the first scoring's routes forced on the second.
+        mask: the tokens that are measured.
+
+    Returns, of `natural`, and under `NAME_replayed` of `replayed`:
+        `outside`: tokens with a ratio e^d outside [0.9, 1.1], over `measured` (verl issue 6280 gives the share as
+        `outside_fraction`);
+        `extreme_2`: tokens with max(r, 1/r) > 2, R3's F(2) over `measured`;
+        `gap_mean`, `gap_p99`, `gap_max` of |d|, nats; `m2` = mean d², nats²; `k3`, nats per token; `chi2_token`,
+        `ess_token` and their kin over sequences: see `ratio_metrics`.
+        `routing_share_NAME` for gap_mean, m2, k3 and outside: 1 - NAME_replayed / NAME, what forcing the first
+        scoring's routes removes; NaN where there is nothing to remove; negative where it makes more.
+
+    >>> natural, replayed = torch.tensor([[0.2, -0.4]]), torch.tensor([[0.05, -0.1]])
+    >>> facts = gap_split(natural, replayed, torch.ones(1, 2, dtype=torch.bool))
+    >>> [round(facts[name], 4) for name in ("gap_mean", "gap_mean_replayed", "routing_share_gap_mean", "outside")]
+    [0.3, 0.075, 0.75, 2]
+    """
+    names = ("gap_mean", "gap_p99", "gap_max", "m2", "k3", "chi2_token", "chi2_sequence", "ess_token", "ess_sequence")
+    measured = int(mask.sum())
+    found: dict[str, float | int] = {"measured": measured}
+    for suffix, d in (("", natural), ("_replayed", replayed)):
+        spread, outside = ratio_metrics(d, mask), float(ratio_range_metrics(d, mask)["outside_fraction"])
+        found |= {f"outside{suffix}": round(outside * measured) if measured else 0}
+        found |= {f"outside_fraction{suffix}": outside, f"extreme_2{suffix}": int(spread["extreme_2"])}
+        found |= {f"{name}{suffix}": float(spread[name]) for name in names}
+    for name in SPLIT:
+        whole, left = found[name], found[f"{name}_replayed"]
+        found[f"routing_share_{name}"] = 1 - left / whole if whole else float("nan")
+    return found
+
+
+def compare(
+    model: nn.Module,
+    texts: Sequence[TokenBatch],
+    reference: Sequence[Scored],
+    variant: str,
+    *,
+    decode_tokens: int = 64,
+    tick: Callable[[], None] = lambda: None,
+) -> GapTally:
+    """Score `texts` with `model` in a variant, live and with the reference's routes, and count against `reference`.
+
+    Args:
+        reference: `score_live` of each text with the same weights, in the reference's arithmetic.
+        decode_tokens: of each sequence, measured by the variant "decode".
+        tick: told of every batch.
+
+    Raises:
+        CannotRun: there is nothing to this variant here, or kernels or memory refuse it.
+    """
+    tally = GapTally()
+    try:
+        with _experts(model, variant):
+            for text, before in zip(texts, reference, strict=True):
+                if variant == "decode":
+                    tally.add(before, *_decoded(model, text, before, decode_tokens))
+                elif pieces := _pieces(variant, text):
+                    tally.add(before, *_rescored(model, text, before, pieces), text.completion_mask.cpu())
+                tick()
+    except (RuntimeError, MemoryError, RoutingError) as error:
+        raise CannotRun(next(iter(str(error).splitlines()), type(error).__name__)) from error
+    if tally.counts is None:
+        why = "every batch is one sequence" if variant.startswith("batch") else "no padding would move"
+        raise CannotRun(f"nothing to compare: {why}")
+    return tally
+
+
+def arithmetic_floor(
+    model: nn.Module,
+    texts: Sequence[TokenBatch],
+    *,
+    experts: Iterable[str] = EXPERTS,
+    decode_tokens: int = 64,
+) -> tuple[dict[str, dict[str, float | int]], dict[str, str]]:
+    """Every variant of a model at hand: name -> facts (`GapTally.facts`), and name -> why it could not be run.
+
+    >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    >>> sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    >>> config = Qwen3MoeConfig(**sizes, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=8)
+    >>> real = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]).bool()
+    >>> text = TokenBatch(torch.arange(8).view(2, 4), real, real & (torch.arange(4) > 0))
+    >>> found, left_out = arithmetic_floor(Qwen3MoeForCausalLM(config), [text])
+    >>> found["repeat"]["gap_max"], found["decode"]["slots_changed"], "padding_left" in found
+    (0.0, 0, True)
+    """
+    reference = [score_live(model, text) for text in texts]
+    found, left_out = {}, {}
+    for name in (*LAYOUTS, "decode", *experts_variants(model, experts)):
+        try:
+            found[name] = compare(model, texts, reference, name, decode_tokens=decode_tokens).facts()
+        except CannotRun as error:
+            left_out[name] = str(error)
+    return found, left_out
+
+
+def experts_variants(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Names of the variants that compare the model's experts implementation with those of `names` that are others."""
+    own = getattr(getattr(hf_model(model), "config", None), "_experts_implementation", None)
+    return [f"experts_{name}" for name in names if name != own]
+
+
+def repadded(text: TokenBatch, side: str) -> TokenBatch:
+    """The same tokens with all padding on the `left` or the `right`, as wide as before.
+
+    >>> real = torch.tensor([[False, True, True]])
+    >>> repadded(TokenBatch(torch.tensor([[0, 5, 6]]), real, real), "right").input_ids
+    tensor([[5, 6, 0]])
+    """
+    real = text.attention_mask.bool()
+    order = real.int().argsort(dim=1, stable=True, descending=side == "right")
+    return _each(text, lambda part: part.gather(1, order))
+
+
+def _each(text: TokenBatch, change: Callable[[Tensor], Tensor]) -> TokenBatch:
+    """The same change of its ids and masks."""
+    masks = change(text.attention_mask.bool()), change(text.completion_mask)
+    return TokenBatch(change(text.input_ids), *masks, text.temperature)
+
+
+# -- one batch -----------------------------------------------------------------------------------------------------
+
+
+class _Piece(NamedTuple):
+    """Rows start..stop of a text, laid out for one forward."""
+
+    start: int
+    stop: int
+    text: TokenBatch
+
+
+def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
+    """How a variant feeds the text; empty where that would be what the reference did."""
+    size = len(text.input_ids)
+    if variant.startswith("padding_"):
+        moved = repadded(text, variant.removeprefix("padding_"))
+        return [] if torch.equal(moved.attention_mask, text.attention_mask.bool()) else [_Piece(0, size, moved)]
+    if variant.startswith("batch_1"):
+        rows = [text.rows(i, i + 1) for i in range(size)] if size > 1 else []
+        if variant == "batch_1_unpadded":
+            rows = [_without_padding(row) for row in rows]
+        return [_Piece(i, i + 1, row) for i, row in enumerate(rows)]
+    return [_Piece(0, size, text)]
+
+
+def _without_padding(row: TokenBatch) -> TokenBatch:
+    real = row.attention_mask[0].bool()
+    return _each(row, lambda part: part[:, real])
+
+
+def _rescored(
+    model: nn.Module, text: TokenBatch, reference: Scored, pieces: Sequence[_Piece]
+) -> tuple[Scored, Float[Tensor, "B T"]]:
+    """The variant's own scoring and the one under the reference's routes, both in the layout of `text`."""
+    logps, routes, forced = [], [], []
+    for start, stop, piece in pieces:
+        rows, own = text.rows(start, stop), score_live(model, piece)
+        there, here = piece.attention_mask.cpu(), rows.attention_mask.cpu()
+        moves = not torch.equal(there, here)  # else padding keeps its routes too, and groups of experts their sizes
+        aligned = own.routes.realign(there, here) if moves else own.routes
+        before = reference.routes.rows(slice(start, stop))
+        forced_on = before.realign(here, there) if moves else before
+        # Replaying one's own routes is bit-exact: where nothing changed the second forward would say the same.
+        changed = bool(site_change(before, aligned)[here.bool()].any())
+        replayed = score_replayed(model, piece, forced_on, own.routes) if changed else own.logps
+        logps.append(_moved(own.logps, piece, rows))
+        forced.append(_moved(replayed, piece, rows))
+        routes.append(aligned)
+    return Scored(torch.cat(logps), RoutedExperts.cat(routes)), torch.cat(forced)
+
+
+def _moved(logps: Float[Tensor, "b t"], piece: TokenBatch, rows: TokenBatch) -> Float[Tensor, "b T"]:
+    """From a piece's layout to that of the text: measured tokens keep their order within a row."""
+    found = logps.new_zeros(rows.input_ids.shape)
+    found[rows.completion_mask.cpu()] = logps[piece.completion_mask.cpu()]
+    return found
+
+
+def _decoded(
+    model: nn.Module, text: TokenBatch, reference: Scored, decode_tokens: int
+) -> tuple[Scored, Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """As `_rescored`, with the mask of the tokens that were decoded: the first `decode_tokens` columns of responses."""
+    width = text.input_ids.shape[1]
+    first = int(text.completion_mask.any(0).int().argmax())
+    stop = min(width, first + decode_tokens)
+    short = _each(text, lambda part: part[:, :stop])
+    own, before = decode_live(model, short, first), _columns(reference.routes, stop)
+    changed = bool(site_change(before, own.routes)[short.attention_mask.cpu().bool()].any())
+    replayed = decode_replayed(model, short, first, before, own.routes) if changed else own.logps
+    mask = F.pad(short.completion_mask.cpu(), (0, width - stop))
+    wide = [F.pad(x, (0, width - stop)) for x in (own.logps, replayed)]
+    return Scored(wide[0], _columns(own.routes, width)), wide[1], mask
+
+
+def _columns(routes: RoutedExperts, width: int) -> RoutedExperts:
+    """The first `width` tokens of every sequence; what is beyond the routes has none (-1)."""
+
+    def cut(values: Int[Tensor, "B T *rest"]) -> Int[Tensor, "B W *rest"]:
+        missing = max(0, width - values.shape[1])
+        return F.pad(values[:, :width], (0, 0) * (values.ndim - 2) + (0, missing), value=-1)
+
+    tokens = None if routes.tokens is None else cut(routes.tokens)
+    return RoutedExperts(cut(routes.ids), routes.sites, routes.num_experts, tokens=tokens, meta=routes.meta)
+
+
+@contextmanager
+def _experts(model: nn.Module, variant: str) -> Iterator[None]:
+    """Inside, the experts implementation that an "experts_NAME" variant names."""
+    if not variant.startswith("experts_"):
+        yield
+        return
+    inner: Any = hf_model(model)
+    own, name = inner.config._experts_implementation, variant.removeprefix("experts_")
+    try:
+        inner.set_experts_implementation(name)
+    except (ValueError, AttributeError, ImportError) as error:
+        raise CannotRun(f"{type(inner).__name__} has no experts implementation {name!r}: {error}") from error
+    try:
+        yield
+    finally:
+        inner.set_experts_implementation(own)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Batches of any width as one, padded on the right with 0 or False."""
+    width = max(part.shape[1] for part in parts)
+    return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])

@@ -1,0 +1,81 @@
+"""Score given tokens the way a sampler makes them: the prompt in one forward, then token by token with a KV cache."""
+
+import inspect
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from moe_rl.measure.head import LogitMap, head_logps
+from moe_rl.measure.logprobs import _obstacle
+from moe_rl.measure.scoring import Scored, TokenBatch, in_order_of
+from moe_rl.measure.unwrap import causal_lm, evaluating
+from moe_rl.routing import RoutedExperts, record_routes, replay_routes
+
+
+@torch.no_grad()
+def decode_live(model: nn.Module, text: TokenBatch, prefill: int) -> Scored:
+    """As `score_live`, with the first `prefill` columns in one forward and every further column in one of its own.
+
+    A token is scored by the call that was fed the column before it: the first one after the prompt by the prefill. The
+    head computes as in `token_logps`, so that what differs from it is the cache and the shapes.
+    """
+    with evaluating(model), record_routes(model) as recording:
+        logps = _decode(model, text, prefill)
+    return Scored(logps, recording.routes.to("cpu"))
+
+
+@torch.no_grad()
+def decode_replayed(
+    model: nn.Module, text: TokenBatch, prefill: int, routes: RoutedExperts, own: RoutedExperts
+) -> Float[Tensor, "B T"]:
+    """As `score_replayed`, decoded; `own` are the routes that `decode_live` took, for the order of unchanged slots."""
+    with evaluating(model), replay_routes(model, in_order_of(own, routes)):
+        return _decode(model, text, prefill)
+
+
+def _decode(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Tensor, "B T"]:
+    if not 1 <= prefill <= text.input_ids.shape[1]:
+        raise ValueError(f"prefill counts columns, between 1 and {text.input_ids.shape[1]}, got {prefill}")
+    lm = causal_lm(model)
+    accepts = set(inspect.signature(type(lm).forward).parameters)
+    device = next(model.parameters()).device
+    ids, mask = text.input_ids.to(device), text.attention_mask.to(device).long()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    obstacle, logit_map = _obstacle(model, lm)
+    states: list[Tensor] = []
+    head = lm.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, args: states.append(args[0]))
+    logps = torch.zeros(ids.shape, dtype=torch.float64)
+    cache, start, width = None, 0, ids.shape[1]
+    try:
+        for stop in range(prefill, width + 1):
+            inputs: dict[str, Any] = {"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop]}
+            inputs |= {"use_cache": True, "return_dict": True}
+            inputs |= {} if cache is None else {"past_key_values": cache}
+            inputs |= {"position_ids": positions[:, start:stop]} if "position_ids" in accepts else {}
+            inputs |= {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
+            out = model(**inputs)
+            cache, start = getattr(out, "past_key_values", None), stop
+            if cache is None:
+                raise RuntimeError(f"{type(lm).__name__} returned no KV cache: it cannot decode token by token")
+            if stop < width:
+                said = out.logits[:, -1] if obstacle is not None else states[-1][:, -1]
+                logps[:, stop] = _logps_of(said, ids[:, stop], head, obstacle, logit_map, text.temperature).cpu()
+            states.clear()
+    finally:
+        hook.remove()
+    return torch.where(text.completion_mask.cpu(), logps, 0.0)
+
+
+def _logps_of(
+    said: Tensor, targets: Tensor, head: Any, obstacle: str | None, logit_map: LogitMap, temperature: float
+) -> Tensor:
+    """float64 log-probabilities of `targets` from the head's input or, where the head is special, from logits."""
+    if obstacle is None:
+        return head_logps(said, head.weight, targets, bias=head.bias, logit_map=logit_map, temperature=temperature)[
+            0
+        ].double()
+    z = said.to(torch.promote_types(said.dtype, torch.float32)) / temperature
+    return z.log_softmax(-1).gather(1, targets[:, None])[:, 0].double()

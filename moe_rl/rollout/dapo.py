@@ -1,0 +1,65 @@
+"""What DAPO (arXiv 2503.14476) adds to sampling: groups without a signal are replaced, overlong responses pay."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+
+from moe_rl.rollout.completions import Rollout, join_rollouts
+
+
+def overlong_penalty(lengths: Int[torch.Tensor, "B"], longest: int, buffer: int) -> Float[torch.Tensor, "B"]:
+    """Soft overlong punishment, in units of reward (arXiv 2503.14476, eq. 13; L_max: `longest`, L_cache: `buffer`):
+
+        0                                    |y| <= L_max - L_cache
+        ((L_max - L_cache) - |y|) / L_cache  up to L_max
+        -1                                   beyond
+
+    >>> overlong_penalty(torch.tensor([16, 17, 18, 20, 21]), longest=20, buffer=4).tolist()
+    [-0.0, -0.25, -0.5, -1.0, -1.0]
+    """
+    return -((lengths - (longest - buffer)) / buffer).clamp(0, 1)
+
+
+def equal_groups(rollout: Rollout) -> Bool[torch.Tensor, "P"]:
+    """Groups whose rewards are all equal, so that their group advantages are 0."""
+    rewards = rollout.rewards.view(-1, rollout.group_size)
+    return (rewards == rewards[:, :1]).all(1)
+
+
+def refill(rollout: Rollout, sample: Callable[[int, int], Rollout], attempts: int) -> tuple[Rollout, dict[str, Any]]:
+    """Dynamic sampling: groups whose rewards are all equal are replaced by groups of new prompts that have a signal
+    (arXiv 2503.14476, section 3.2, eq. 11), until there is none left or `attempts` further samplings were made.
+
+    Differs: the paper samples until the batch is full; here the attempts are bounded, and what is left stays.
+
+    Args:
+        sample: (attempt from 1 on, how many prompts at least) -> their verified responses.
+
+    Returns:
+        a rollout of as many groups, and what is to be logged: `reward`, `reward_n` of all that was sampled, replaced
+        groups included; `kept_reward` of what is trained on; `refills`, samplings beyond the first; `groups_sampled`;
+        `groups_replaced`.
+    """
+    rewards, replaced, attempt = [rollout.rewards], 0, 0
+    while attempt < attempts and bool(equal_groups(rollout).any()):
+        attempt += 1
+        fresh = sample(attempt, int(equal_groups(rollout).sum()))
+        rewards.append(fresh.rewards)
+        places, found = equal_groups(rollout).nonzero()[:, 0], (~equal_groups(fresh)).nonzero()[:, 0]
+        count = min(len(places), len(found))
+        groups = torch.arange(len(rollout) // rollout.group_size)
+        groups[places[:count].cpu()] = len(groups) + found[:count].cpu()
+        rows = groups[:, None] * rollout.group_size + torch.arange(rollout.group_size)
+        rollout = join_rollouts([rollout, fresh]).rows(rows.flatten())
+        replaced += count
+    everything = torch.cat(rewards)
+    return rollout, {
+        "reward": everything.mean(),
+        "reward_n": len(everything),
+        "kept_reward": rollout.rewards.mean(),
+        "refills": attempt,
+        "groups_sampled": len(everything) // rollout.group_size,
+        "groups_replaced": replaced,
+    }

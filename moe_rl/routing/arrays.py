@@ -1,0 +1,163 @@
+"""Other people's arrays -> ids `[B,T,L,K]`: what engines return for each sequence, and what trainers have padded."""
+
+import base64
+import binascii
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.packing import LIVE
+
+
+def ids_from_engine(
+    arrays: Sequence[np.ndarray], sites: Sequence[str], layers: Sequence[int] | None, mask: Tensor | None
+) -> Int[Tensor, "B T L K"]:
+    """Per-sequence arrays `[rows, layers, K]` of all hidden layers -> ids of the routed ones, padded with -1.
+
+    rows is one less than the tokens of the sequence (the last sampled token was never fed back) or equal.
+    mask: `[B,T]`, True where sequence b has a token; the routes go to its first `rows` True positions.
+    Without it sequences are aligned left (padding on the right).
+
+    Raises RoutingError if an array has another number of axes, layers or slots, if its rows do not fit the
+    mask, if a layer that should be routed is all zeros (the engine captured nothing there), or if one that
+    should be dense is not (the layer map is wrong).
+    """
+    arrays = [np.asarray(a) for a in arrays]
+    if not arrays or any(a.ndim != 3 or a.shape[1:] != arrays[0].shape[1:] for a in arrays):
+        raise RoutingError(
+            "expected one array [P+G-1, layers, K] per sequence, layers and K alike in all; "
+            f"got shapes {[a.shape for a in arrays]}"
+        )
+    if any(not np.issubdtype(a.dtype, np.integer) for a in arrays):
+        raise RoutingError(f"expected integer ids, got {sorted({str(a.dtype) for a in arrays})}")
+    num_layers, top_k = arrays[0].shape[1:]
+    chosen = layers_of(sites, num_layers, layers)
+    check_layers(sites, chosen, np.any([np.any(a != 0, axis=(0, 2)) for a in arrays], axis=0))
+    if mask is None:
+        rows = torch.tensor([len(a) for a in arrays])
+        mask = torch.arange(int(rows.max()))[None, :] < rows[:, None]
+    mask = mask.detach().cpu().bool()
+    if mask.ndim != 2 or len(mask) != len(arrays):
+        raise RoutingError(f"mask must be [B,T] with B = {len(arrays)} sequences, got {list(mask.shape)}")
+    ids = torch.full((*mask.shape, len(sites), top_k), LIVE)
+    for b, array in enumerate(arrays):
+        where = mask[b].nonzero()[:, 0]
+        if len(where) - len(array) not in (0, 1):
+            raise RoutingError(
+                f"sequence {b}: {len(array)} rows of routes for {len(where)} tokens in the mask, expected "
+                f"{len(where)}, or {len(where) - 1} as the last sampled token has none. Prompt left out?"
+            )
+        ids[b, where[: len(array)]] = torch.from_numpy(array[:, chosen].astype(np.int64))
+    return ids
+
+
+def decode_sglang(payload: str | bytes, num_layers: int, top_k: int) -> np.ndarray:
+    """SGLang's `meta_info["routed_experts"]`: base64 of little-endian int32 `[tokens-1, layers, K]`."""
+    try:
+        flat = np.frombuffer(base64.b64decode(payload, validate=True), dtype="<i4")
+    except (binascii.Error, ValueError) as error:
+        raise RoutingError(f"not base64 of int32 expert ids: {error}") from error
+    if flat.size % (num_layers * top_k):
+        raise RoutingError(
+            f"{flat.size} ids are not a whole number of [layers={num_layers}, K={top_k}] blocks: "
+            "num_layers counts all hidden layers, dense ones too"
+        )
+    return flat.reshape(-1, num_layers, top_k)
+
+
+def ids_from_padded(
+    array: Tensor | np.ndarray, mask: Tensor | np.ndarray, sites: Sequence[str], layers: Sequence[int] | None
+) -> Int[Tensor, "B T L K"]:
+    """Padded ids of all hidden layers, or of the routed ones, -> ids of the routed ones, -1 outside `mask`.
+
+    What stands outside the mask is ignored, zeros above all: expert 0 exists. A row that is zero at every site was not
+    captured: the last token of a sequence becomes -1 (it was sampled and never fed back), any other is refused.
+
+    Raises RoutingError: another number of axes, ids that are no integers, a mask that does not fit, layers that are
+    all zeros or mapped to no site, a token without routes inside a sequence.
+    """
+    ids, there = torch.as_tensor(array).detach().cpu(), torch.as_tensor(mask).detach().cpu()
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise RoutingError(f"expected integer ids, got {ids.dtype}: router logits or gate weights?")
+    if ids.ndim != 4:
+        raise RoutingError(f"expected ids [B,T,layers,K] (sequence, token, layer, slot), got {list(ids.shape)}")
+    if there.shape != ids.shape[:2]:
+        raise RoutingError(
+            f"mask {list(there.shape)} does not fit ids {list(ids.shape)}: expected [B,T] = {list(ids.shape[:2])}, "
+            "True where a sequence has a token, prompt included (an attention mask, not a response mask)"
+        )
+    there = there.bool()
+    if not there.any():
+        raise RoutingError("the mask is False everywhere: no token to take routes of")
+    ids = ids.to(torch.int64)
+    chosen = layers_of(sites, ids.shape[2], layers)
+    within = ids[there]
+    check_layers(sites, chosen, (within != 0).any(-1).any(0).numpy())
+    ids = ids[:, :, chosen].masked_fill(~there[..., None, None], LIVE)
+    missing = there & (ids == 0).all(-1).all(-1)
+    last = there & (there.flip(1).cumsum(1).flip(1) == 1)
+    lost = missing & ~last if ids.shape[3] > 1 else torch.zeros_like(missing)  # of one slot, expert 0 may be meant
+    if lost.any():
+        b, t = lost.nonzero()[0].tolist()
+        raise RoutingError(
+            f"sequence {b}, token {t} has no routes (zeros at every site), nor have {int(lost.sum()) - 1} others: "
+            "tokens that the engine took from its prefix cache, or the mask is True on padding? Set such rows to -1 to "
+            "let the router decide there"
+        )
+    return ids.masked_fill((missing & last)[..., None, None], LIVE)
+
+
+def layers_of(sites: Sequence[str], num_layers: int, layers: Sequence[int] | None) -> list[int]:
+    """Index of each site along an axis of `num_layers` layers: as given, else by number or name. RoutingError if none
+    fits."""
+    chosen = list(layers) if layers is not None else _layers_by_name(sites, num_layers)
+    if len(chosen) != len(sites) or not all(0 <= layer < num_layers for layer in chosen):
+        raise RoutingError(f"layers {chosen} do not name one of 0..{num_layers - 1} for each of {len(sites)} sites")
+    return chosen
+
+
+def check_layers(sites: Sequence[str], chosen: Sequence[int], captured: np.ndarray) -> None:
+    """RoutingError for a site whose layer holds nothing but zeros, and for a layer that holds routes of no site.
+
+    captured: [layers], whether a layer has anything but zeros.
+    """
+    for site, layer in zip(sites, chosen, strict=True):
+        if not captured[layer]:
+            raise RoutingError(
+                f"site {site} (layer {layer} of the engine) is all zeros in every sequence: the engine "
+                "captured nothing there (a fused kernel that bypasses the router?), or the layer is dense"
+            )
+    stray = sorted(set(np.flatnonzero(captured).tolist()) - set(chosen))
+    if stray:
+        raise RoutingError(
+            f"layers {stray} of the engine hold routes, but no site was mapped to them: sites are mapped to "
+            f"{list(chosen)}; pass layers= with the layer index of each site"
+        )
+
+
+def pad_left_aligned(parts: Sequence[Tensor], fill: int) -> Tensor:
+    """Tensors `[T_b, ...]` of one tail as `[B,T,...]`, `fill` behind the shorter ones."""
+    longest = max(len(part) for part in parts)
+    padded = parts[0].new_full((len(parts), longest, *parts[0].shape[1:]), fill)
+    for row, part in zip(padded, parts, strict=True):
+        row[: len(part)] = part
+    return padded
+
+
+def _layers_by_name(sites: Sequence[str], num_layers: int) -> list[int]:
+    """Engine layer of each site: in order if every layer is a site, else the first number in its name."""
+    if len(sites) == num_layers:
+        return list(range(num_layers))
+    numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", site) for site in sites]
+    layers = [int(number[1]) if number else -1 for number in numbers]
+    if len(set(layers)) != len(sites) or min(layers) < 0 or max(layers) >= num_layers:
+        raise RoutingError(
+            f"{len(sites)} sites, but the engine returned {num_layers} layers, and the names of the sites "
+            f"({sites[0]}, ...) do not say which layers they are: pass layers="
+        )
+    return layers

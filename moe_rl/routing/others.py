@@ -1,0 +1,297 @@
+"""RoutedExperts from what other programs return or write: the constructors `from_*`."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe_rl.routing.arrays import decode_sglang, ids_from_engine, ids_from_padded, layers_of, pad_left_aligned
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.skeleton import Described, sites_of
+from moe_rl.routing.traces import read_flame, read_megatron, read_slime
+
+Made = TypeVar("Made", bound="FromOthers")
+NumExperts = int | Sequence[int] | None
+
+
+class FromOthers:
+    """The constructors; mixed into `RoutedExperts`.
+
+    Where sites may be given as `config_or_sites`, a model's configuration (or a folder or hub id that has it, or the
+    model) names them and their numbers of experts without loading weights; a list of names needs `num_experts`, which
+    else is taken to be the largest id and one.
+    """
+
+    @classmethod
+    def from_padded(
+        cls: type[Made],
+        array: Tensor | np.ndarray,
+        mask: Tensor | np.ndarray,
+        config_or_sites: Described,
+        num_experts: NumExperts = None,
+        *,
+        layers: Sequence[int] | None = None,
+        tokens: Tensor | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Made:
+        """Routes of a padded integer array `[B,T,layers,K]`, as trainers carry them.
+
+        mask: `[B,T]`, True where a sequence has a token, prompt included. What stands elsewhere is ignored; a zero row
+            of a sequence's last token too (it was sampled and never fed back).
+        layers: index of each site along the array's layer axis. Default: in order if there are L layers, else the
+            layer number in each site's name, dense layers being zero rows.
+
+        Raises RoutingError: shapes, mask or ids that do not fit, layers without routes, tokens without routes inside a
+        sequence.
+
+        >>> from moe_rl.routing import RoutedExperts
+        >>> array = torch.tensor([[[[3, 1]], [[2, 0]], [[0, 0]], [[0, 0]]]])  # three tokens, the last never fed back
+        >>> mask = torch.tensor([[True, True, True, False]])
+        >>> RoutedExperts.from_padded(array, mask, ["gate"], 4).ids.tolist()
+        [[[[3, 1]], [[2, 0]], [[-1, -1]], [[-1, -1]]]]
+        """
+        names, experts = sites_of(config_or_sites)
+        ids = ids_from_padded(array, mask, names, layers)
+        return _made(cls, ids, names, num_experts, experts, tokens, meta)
+
+    @classmethod
+    def from_verl(
+        cls: type[Made],
+        batch: Any,
+        config_or_sites: Described,
+        num_experts: NumExperts = None,
+        *,
+        layers: Sequence[int] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Made:
+        """Routes of a batch of verl: a DataProto, or its `batch`, with `routed_experts` and `attention_mask`.
+
+        `routed_experts` is `[B,P+R,layers,K]`, prompts padded left and responses right with zeros, or a nested tensor
+        of `[tokens,layers,K]`; `input_ids`, where they are there, become `tokens`.
+
+        Raises RoutingError: a key is missing, or as in `from_padded`.
+        """
+        content = getattr(batch, "batch", batch)
+        held = {key: content[key] for key in ("routed_experts", "attention_mask", "input_ids") if key in content.keys()}  # noqa: SIM118 (a TensorDict iterates over rows)
+        if "routed_experts" not in held:
+            raise RoutingError(
+                f"no routed_experts in the batch, but {', '.join(map(str, content.keys()))}: is "
+                "actor.router_replay.mode set, and rollout.enable_rollout_routing_replay for R3?"
+            )
+        experts, mask, tokens = held["routed_experts"], held.get("attention_mask"), held.get("input_ids")
+        if experts.is_nested:
+            return _jagged(cls, experts, mask, tokens, config_or_sites, num_experts, layers, meta)
+        if mask is None:
+            raise RoutingError("no attention_mask in the batch: zeros of the padding cannot be told from expert 0")
+        if tokens is not None:
+            tokens = tokens.masked_fill(~mask.bool(), -1)
+        return cls.from_padded(experts, mask, config_or_sites, num_experts, layers=layers, tokens=tokens, meta=meta)
+
+    @classmethod
+    def from_slime(
+        cls: type[Made],
+        samples: Any,
+        config_or_sites: Described,
+        num_experts: NumExperts = None,
+        *,
+        layers: Sequence[int] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Made:
+        """Routes of slime's samples: objects or mappings with `tokens` and `rollout_routed_experts`
+        `[tokens - 1, layers, K]`, in the nesting of a rollout; or a file of `--save-debug-rollout-data`.
+
+        Sequences are aligned left; `tokens` travel along.
+
+        Raises RoutingError: a sample lacks either, or another number of rows than tokens allow; a file that holds more
+        than values and tensors (it is a pickle, and read as data only).
+        """
+        given = read_slime(samples) if isinstance(samples, str | os.PathLike) else samples
+        flat = list(_flat(given))
+        if not flat:
+            raise RoutingError("no samples")
+        tokens, arrays = [], []
+        for number, sample in enumerate(flat):
+            values = [_field(sample, name) for name in ("tokens", "rollout_routed_experts")]
+            if any(value is None for value in values):
+                raise RoutingError(
+                    f"sample {number} has no {'tokens' if values[0] is None else 'rollout_routed_experts'}: was the "
+                    "rollout made with --use-rollout-routing-replay?"
+                )
+            tokens.append(torch.as_tensor(values[0]).reshape(-1).long())
+            arrays.append(torch.as_tensor(values[1]).cpu().numpy())
+        padded = pad_left_aligned(tokens, -1)
+        return cls.from_vllm(
+            arrays, config_or_sites, num_experts, layers=layers, mask=padded >= 0, tokens=padded, meta=meta
+        )
+
+    @classmethod
+    def from_megatron_jsonl(
+        cls: type[Made],
+        path: str | os.PathLike[str],
+        config_or_sites: Described | None = None,
+        num_experts: NumExperts = None,
+        *,
+        step: int = 0,
+        sequences: int = 1,
+        layers: Sequence[int] | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Made:
+        """Routes of one step of a trace of Megatron-LM's `--moe-routing-trace-path`: `router_trace_rank*.jsonl`.
+
+        config_or_sites: default: Megatron's names, `decoder.layers.N.mlp.router`.
+        sequences: of a micro-batch; 1 where they are packed. Micro-batches follow each other along B.
+        layers: the layer number in the trace of each site. Default: all in order if there are L, else the number in
+            each site's name.
+
+        Where Megatron hands on a map of tokens to experts, ids are in rising order, not in the router's. Layers of
+        multi-token prediction are left out.
+
+        Raises RoutingError naming file and line.
+        """
+        if sequences < 1 or step < 0:
+            raise RoutingError(f"sequences {sequences}, step {step}: expected at least 1 and 0")
+        ids, found = read_megatron(path, step, sequences)
+        default = [f"decoder.layers.{layer}.mlp.router" for layer in found]
+        names, experts = sites_of(default if config_or_sites is None else config_or_sites)
+        if layers is not None and not set(layers) <= set(found):
+            raise RoutingError(f"layers {list(layers)} are not all in {path}, which has {list(found)}")
+        if layers is None and len(names) != len(found):
+            layers = layers_of(names, max(found) + 1, None)
+            if not set(layers) <= set(found):
+                raise RoutingError(f"the sites are of layers {layers}, {path} has {list(found)}: pass layers=")
+        if layers is not None:
+            ids = ids[:, :, [found.index(layer) for layer in layers]]
+        return _made(cls, ids, names, num_experts, experts, None, meta)
+
+    @classmethod
+    def from_flame(
+        cls: type[Made],
+        folder: str | os.PathLike[str],
+        samples: str | os.PathLike[str] | None = None,
+        *,
+        start: int = 0,
+        count: int = 1 << 16,
+        config_or_sites: Described | None = None,
+        num_experts: NumExperts = 64,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Made:
+        """Routes `[1,count,L,K]` of one checkpoint of CMU-FLAME/FLAME-MoE-Traces (`actives/iter_NNNN`); needs pyarrow.
+
+        The traces are one row of tokens, the same at every checkpoint, so that two checkpoints compare at once:
+        `slot_change(RoutedExperts.from_flame(a), RoutedExperts.from_flame(b))`. Where sequences begin is not in them.
+
+        samples: the folder `samples` of the same model; its token ids become `tokens`.
+        start, count: which rows.
+        config_or_sites: default: the names of the files, `layer_02`, ...
+
+        Raises RoutingError naming the file.
+        """
+        ids, stems, tokens = read_flame(folder, start, count, samples)
+        names, experts = sites_of(list(stems) if config_or_sites is None else config_or_sites)
+        if len(names) != len(stems):
+            raise RoutingError(f"{len(names)} sites, but {folder} has {len(stems)} layers: {stems[0]} to {stems[-1]}")
+        return _made(cls, ids, names, num_experts if experts is None else None, experts, tokens, meta)
+
+    @classmethod
+    def from_vllm(
+        cls: type[Made],
+        arrays: Sequence[np.ndarray],
+        sites: Described,
+        num_experts: NumExperts = None,
+        *,
+        layers: Sequence[int] | None = None,
+        mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Made:
+        """Routes of vLLM's `CompletionOutput.routed_experts`: per sequence `[P+G-1, num_layers, K]` integers.
+
+        sites: as `config_or_sites` elsewhere.
+        layers: index of each site along the engine's layer axis, which counts dense layers too (zero rows).
+            Default: all layers in order if there are L of them, else the layer number in each site's name.
+        mask: `[B,T]`, where each sequence's P+G (or P+G-1) tokens are. Default: packed to the left, T the
+            longest array.
+
+        Raises RoutingError if the arrays do not fit sites or mask, or if a routed layer is all zeros: then
+        the engine captured nothing (see `ids_from_engine`).
+        """
+        names, experts = sites_of(sites)
+        ids = ids_from_engine(arrays, names, layers, mask)
+        return _made(cls, ids, names, num_experts, experts, tokens, meta)
+
+    @classmethod
+    def from_sglang(
+        cls: type[Made],
+        payloads: Sequence[str | bytes],
+        sites: Described,
+        num_experts: NumExperts = None,
+        *,
+        num_layers: int,
+        num_experts_per_tok: int,
+        layers: Sequence[int] | None = None,
+        mask: Tensor | None = None,
+        tokens: Tensor | None = None,
+        meta: Mapping[str, Any] | None = None,
+    ) -> Made:
+        """Routes of SGLang's `meta_info["routed_experts"]`: base64 of int32 `[P+G-1, num_layers, K]` each.
+
+        The bytes do not say their shape: num_layers counts all hidden layers. The rest is as in `from_vllm`.
+        """
+        arrays = [decode_sglang(payload, num_layers, num_experts_per_tok) for payload in payloads]
+        return cls.from_vllm(arrays, sites, num_experts, layers=layers, mask=mask, tokens=tokens, meta=meta)
+
+
+def _jagged(
+    cls: Any,
+    experts: Tensor,
+    mask: Tensor | None,
+    tokens: Tensor | None,
+    sites: Described,
+    num_experts: NumExperts,
+    layers: Sequence[int] | None,
+    meta: Mapping[str, Any] | None,
+) -> Any:
+    """Routes of nested tensors `[tokens,layers,K]`: packed to the left, or where a padded mask has the tokens."""
+    parts = experts.unbind()
+    lengths = torch.tensor([len(part) for part in parts])
+    here = torch.arange(int(lengths.max())) < lengths[:, None]
+    padded = mask if mask is not None and not mask.is_nested else None
+    if tokens is not None and tokens.is_nested:
+        tokens = pad_left_aligned(tokens.unbind(), -1)
+    elif tokens is not None and padded is not None:
+        tokens = pad_left_aligned([row[m] for row, m in zip(tokens, padded.bool(), strict=True)], -1)
+    else:
+        tokens = None
+    routes = cls.from_padded(
+        pad_left_aligned(parts, 0), here, sites, num_experts, layers=layers, tokens=tokens, meta=meta
+    )
+    return routes if padded is None else routes.realign(here, padded)
+
+
+def _made(
+    cls: Any,
+    ids: Tensor,
+    names: tuple[str, ...],
+    given: NumExperts,
+    known: tuple[int, ...] | None,
+    tokens: Tensor | None,
+    meta: Mapping[str, Any] | None,
+) -> Any:
+    """The routes, with as many experts as were named, or the configuration says, or the ids need."""
+    experts = given if given is not None else known if known is not None else max(1, int(ids.max()) + 1)
+    return cls(ids, names, experts, tokens=tokens, meta=meta)
+
+
+def _flat(samples: Any) -> Iterator[Any]:
+    if isinstance(samples, list | tuple):
+        for sample in samples:
+            yield from _flat(sample)
+    else:
+        yield samples
+
+
+def _field(sample: Any, name: str) -> Any:
+    return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)

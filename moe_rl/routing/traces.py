@@ -1,0 +1,183 @@
+"""Routing traces on disk: Megatron-LM's JSONL, FLAME-MoE's Parquet, slime's dumps of rollouts. One part at a time: such
+files are larger than memory."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from moe_rl.routing.arrays import pad_left_aligned
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.packing import LIVE
+
+
+def read_megatron(
+    path: str | os.PathLike[str], step: int, sequences: int
+) -> tuple[Int[Tensor, "B T L K"], tuple[int, ...]]:
+    """Ids and layer numbers of one step of `router_trace_rank*.jsonl` (Megatron-LM #5220), decoder layers only.
+
+    A line is one forward of one layer: `top_indices` of its tokens, which Megatron flattens with the position first:
+    row t * sequences + b is token t of sequence b. A layer that comes again in a step is the next micro-batch, whose
+    sequences follow; shorter ones are padded with -1 on the right.
+
+    Raises RoutingError naming file and line.
+    """
+    file = _rank_file(Path(path))
+    found: dict[int, list[Tensor]] = {}
+    steps: set[int] = set()
+    with open(file, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{file} line {number}"
+            try:
+                row = json.loads(line)
+                layer, at, rows = int(row["layer"]), int(row["step"]), row["top_indices"]
+                shape = int(row["num_tokens"]), int(row["topk"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise RoutingError(
+                    f"{where} is no record of a router trace ({type(error).__name__}: {error}); expected step, layer, "
+                    "num_tokens, topk and top_indices. A last line that was cut off?"
+                ) from error
+            if row.get("block", "decoder") != "decoder":
+                continue
+            steps.add(at)
+            if at != step:
+                continue
+            ids = _table(rows, where)
+            if ids.shape != shape:
+                raise RoutingError(f"{where}: top_indices are {list(ids.shape)}, it says [num_tokens, topk] = {shape}")
+            if len(ids) % sequences:
+                raise RoutingError(
+                    f"{where}: {len(ids)} tokens are not {sequences} sequences of one length; sequences= is the size "
+                    "of a micro-batch, 1 where sequences are packed"
+                )
+            found.setdefault(layer, []).append(ids.view(-1, sequences, ids.shape[1]).transpose(0, 1))
+    if not found:
+        raise RoutingError(f"{file} has no decoder layer of step {step}; its steps are {_range(steps)}")
+    layers = tuple(sorted(found))
+    shapes = {layer: [tuple(part.shape) for part in found[layer]] for layer in layers}
+    odd = next((layer for layer in layers if shapes[layer] != shapes[layers[0]]), None)
+    if odd is not None:
+        raise RoutingError(
+            f"{file} step {step}: layer {odd} has micro-batches {shapes[odd]} (sequences, tokens, slots), layer "
+            f"{layers[0]} has {shapes[layers[0]]}: a trace that ended in the middle of a step, or layers that ran "
+            "twice (recomputed activations)?"
+        )
+    parts = [torch.stack([found[layer][i] for layer in layers], 2) for i in range(len(shapes[layers[0]]))]
+    return pad_left_aligned([row for part in parts for row in part], LIVE), layers
+
+
+def _rank_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    files = sorted(path.glob("router_trace_rank*.jsonl"))
+    if not files:
+        raise RoutingError(f"{path}: no such file, nor a folder with router_trace_rank*.jsonl")
+    if len(files) > 1:
+        raise RoutingError(
+            f"{path} holds {len(files)} ranks, which saw other tokens, other layers or parts of sequences: name one "
+            f"file, e.g. {files[0].name}"
+        )
+    return files[0]
+
+
+def _table(rows: Any, where: str) -> Tensor:
+    try:
+        ids = torch.tensor(rows)
+    except (ValueError, TypeError) as error:
+        raise RoutingError(f"{where}: top_indices is no table of ids: {error}") from error
+    if ids.ndim != 2 or ids.is_floating_point():
+        raise RoutingError(f"{where}: top_indices is no table of whole numbers")
+    return ids
+
+
+def _range(numbers: set[int]) -> str:
+    if not numbers:
+        return "none"
+    low, high = min(numbers), max(numbers)
+    return f"{low}..{high}" if len(numbers) == high - low + 1 else f"{sorted(numbers)[:8]} ..."
+
+
+def read_flame(
+    folder: str | os.PathLike[str], start: int, count: int, samples: str | os.PathLike[str] | None
+) -> tuple[Int[Tensor, "1 T L K"], tuple[str, ...], Tensor | None]:
+    """Ids, layer names and token ids of rows `start .. start + count` of one checkpoint of CMU-FLAME/FLAME-MoE-Traces.
+
+    folder: `actives/iter_NNNN`, one `layer_NN.parquet` per routed layer, whose column `indices` has a row per token.
+    samples: the folder `samples` of the same model, whose column `token_id` has the same rows over all its files.
+
+    Raises RoutingError naming the file.
+    """
+    files = sorted(Path(folder).glob("layer_*.parquet"))
+    if not files:
+        raise RoutingError(f"{folder}: no layer_*.parquet there; expected a folder actives/iter_NNNN")
+    if start < 0 or count < 1:
+        raise RoutingError(f"rows {start} to {start + count}: expected start >= 0 and at least one row")
+    from pyarrow.compute import list_value_length
+
+    layers = []
+    for file in files:
+        lists = _column([file], "indices", start, count)
+        ids = torch.tensor(lists.flatten().to_numpy(zero_copy_only=False).astype("int64"))
+        if ids.numel() % count or (list_value_length(lists).to_numpy() != ids.numel() // count).any():
+            raise RoutingError(f"{file}: rows {start} to {start + count} name different numbers of experts")
+        layers.append(ids.view(count, -1))
+    if len({ids.shape for ids in layers}) > 1:
+        raise RoutingError(f"{folder}: layers name {sorted({ids.shape[1] for ids in layers})} experts for a token")
+    tokens = None
+    if samples is not None:
+        parts = sorted(Path(samples).glob("*.parquet"))
+        if not parts:
+            raise RoutingError(f"{samples}: no *.parquet there; expected the folder samples")
+        tokens = torch.tensor(_column(parts, "token_id", start, count).to_numpy())[None]
+    return torch.stack(layers, 1)[None], tuple(file.stem for file in files), tokens
+
+
+def _column(files: list[Path], name: str, start: int, count: int) -> Any:
+    """Rows of a column over several files, as one arrow array: only the row groups that hold them are read."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    found, passed = [], 0
+    for path in files:
+        try:
+            file = pq.ParquetFile(path)
+            if name not in file.schema_arrow.names:
+                raise RoutingError(f"{path} has no column {name!r}, but {', '.join(file.schema_arrow.names)}")
+            for group in range(file.num_row_groups):
+                size = file.metadata.row_group(group).num_rows
+                low, high = max(0, start - passed), min(size, start + count - passed)
+                if low < high:
+                    found += file.read_row_group(group, columns=[name])[name].slice(low, high - low).chunks
+                passed += size
+        except (pa.ArrowInvalid, OSError) as error:
+            raise RoutingError(f"{path}: not a readable Parquet file ({error}); copied incompletely?") from error
+    got = sum(len(chunk) for chunk in found)
+    if got < count:
+        raise RoutingError(f"{files[0]}: {passed} rows, asked for {start} to {start + count}")
+    return pa.concat_arrays(found)
+
+
+def read_slime(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
+    """Samples of a file of slime's `--save-debug-rollout-data`, read without running what a pickle may hold.
+
+    Raises RoutingError for another file, and for one that holds more than plain values and tensors.
+    """
+    import pickle
+
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise RoutingError(
+            f"{path}: not read, damaged or with objects that could run code ({str(error).splitlines()[0]}). "
+            "Save tokens and rollout_routed_experts alone, as tensors, in slime's own process"
+        ) from error
+    if not isinstance(content, Mapping) or not isinstance(content.get("samples"), list):
+        raise RoutingError(f"{path}: no samples in it; expected a file of --save-debug-rollout-data")
+    return content["samples"]

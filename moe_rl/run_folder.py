@@ -1,0 +1,275 @@
+"""The run folder as an interface: what its rows are, and a writer for any trainer. docs/run_folder.md has the whole.
+
+    with RunWriter("runs/mine", arm="grpo", seed=0) as run:
+        run.rollout(0, reward=0.25)
+        run.update(0, 1, loss=0.1, grad_norm=1.0)
+        run.probe(0, 1, **change_metrics(change_counts(old_routes, new_routes, mask)))
+
+`moe_rl.study.load`, `moe-rl figures` and `moe-rl watch` read what it writes. Rooms below `study` import it from here.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shlex
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, SupportsIndex
+
+from moe_rl.files import atomic_file, naming, sole_writer, write_atomic, write_json
+from moe_rl.names import nearest
+from moe_rl.run_rows import FOREIGN, ROWS, RunFolderError, check_lists, checked, index_of, read_rows, words_of
+
+PACKAGES = ("moe_rl", "torch", "transformers", "trl", "ms_swift", "verl", "vllm", "sglang", "peft", "accelerate")
+
+
+class RunWriter:
+    """Append the rows of one run, of any trainer, to a run folder that the laboratory reads.
+
+    Every row is on the disk when its method returns. A folder that holds rows is gone on with: a last line that was cut
+    off is removed, and rows that are there are not written twice (`next_step`, `rewind`). Numbers may be tensors or
+    arrays; what is not finite is written as null. Leaving the `with` block cleanly, or `finish`, writes `DONE`; an
+    exception leaves none, and its traceback in STUDY/logs/ARM_seedN.log, where the live page finds it.
+
+    Args:
+        folder: the study's folder; the run is `folder/ARM/seedN`. A path that ends so already is the run itself.
+        arm: what is compared: a method, a setting. The name of a folder.
+        seed: the repetition.
+        config: plain values to keep in config.yaml. Figures read `label`, `objective`, `replay` and
+            `optim: {steps: N}` (docs/run_folder.md).
+
+    Attributes:
+        folder: the run folder, `Path`.
+
+    Raises:
+        RunFolderError: the folder is done, or holds another run; for a row: an unknown metric name (with the nearest
+            one; a name with a slash is yours, and kept), a value that is no number, a row that is there already.
+        InUseError: another process writes to the folder.
+        OSError: naming the file; the rows before are whole.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], *, arm: str, seed: int = 0, config: Mapping[str, Any] | None = None
+    ):
+        self.folder = _run_folder(Path(folder).expanduser(), arm, seed)
+        self._metrics, self._started = self.folder / "metrics.jsonl", time.time()
+        self._failure = self.folder.parent.parent / "logs" / f"{arm}_seed{seed}.log"
+        self._seen: set[tuple[Any, ...]] = set()
+        self._last: dict[str, int] = {}
+        self._closed = False
+        command = shlex.join(sys.argv)
+        with ExitStack() as stack:
+            stack.enter_context(sole_writer(self.folder, command))
+            if (self.folder / "DONE").exists():
+                raise RunFolderError(
+                    f"{self.folder} holds a finished run. Choose another folder, or delete its file DONE to go on."
+                )
+            self._keep_config({**(config or {}), "arm": arm, "seed": seed})
+            write_json(self.folder / "env.json", _environment(command))
+            self._read()
+            self._failure.unlink(missing_ok=True)
+            self._lock = stack.pop_all()
+
+    def rollout(self, step: SupportsIndex, *, reward: Any, **metrics: Any) -> None:
+        """One sampled batch. `step` counts batches from 0; `reward`: mean over its responses, None where unknown."""
+        self.row("rollout", step, reward=reward, **metrics)
+
+    def update(self, step: SupportsIndex, update: SupportsIndex, **metrics: Any) -> None:
+        """One optimizer step on the batch `step`; `update` counts from 1 within it."""
+        self.row("update", step, update=update, **metrics)
+
+    def probe(self, step: SupportsIndex, update: SupportsIndex, **metrics: Any) -> None:
+        """What an update changed on fixed tokens: old policy of the step against the weights after `update`."""
+        self.row("probe", step, update=update, **metrics)
+
+    def eval(self, step: SupportsIndex, **metrics: Any) -> None:
+        """Held-out prompts."""
+        self.row("eval", step, **metrics)
+
+    def timing(self, step: SupportsIndex, *, seconds: float, **metrics: Any) -> None:
+        """Wall time of a step."""
+        self.row("step", step, seconds=seconds, **metrics)
+
+    def engine(self, step: SupportsIndex, pair: str, *, update: SupportsIndex = 0, **metrics: Any) -> None:
+        """The gap between two engines' scores of the same tokens: `pair` engines, engines_replayed, rollout_to_new."""
+        self.row("engine", step, pair=pair, update=update, **metrics)
+
+    def row(self, kind: str, step: SupportsIndex, /, **metrics: Any) -> None:
+        """A row of any kind of `ROWS`, with its keys among the metrics."""
+        if kind not in ROWS:
+            raise RunFolderError(f"no kind of row {kind!r}{nearest(kind, ROWS)}")
+        step = index_of(step, "step", kind, 0)
+        values = {name: checked(kind, name, value) for name, value in metrics.items()}
+        for name in ROWS[kind]:
+            if name not in values:
+                raise RunFolderError(f"{kind} rows need {name!r}")
+            if name == "update":
+                values[name] = index_of(values[name], name, kind, 0 if kind == "engine" else 1)
+        check_lists(kind, values)
+        key = (kind, step, *(values[name] for name in ROWS[kind]))
+        if key in self._seen or step < self._last.get(kind, 0):
+            there = "is there already" if key in self._seen else f"comes after step {self._last[kind]}"
+            raise RunFolderError(
+                f"{self._metrics}: the {kind} row of {words_of(kind, key)} {there}. A run that goes on from an earlier "
+                f"checkpoint calls rewind({step}) first, which drops the rows from there on."
+            )
+        self._append({"kind": kind, "step": step, **values})
+        self._remember(kind, key)
+
+    @property
+    def next_step(self) -> int:
+        """One more than the last step that has a row; 0 in a new folder."""
+        return max(self._last.values(), default=-1) + 1
+
+    def rewind(self, step: SupportsIndex) -> int:
+        """Drop the rows of `step` and later, which will be written again; how many these were."""
+        self._open()
+        kept, dropped = [], 0
+        for line, row in read_rows(self._metrics):
+            if row["step"] < step:
+                kept.append(line)
+            else:
+                dropped += 1
+        if dropped:
+            with atomic_file(self._metrics) as file:
+                file.writelines(kept)
+            self._read()
+        return dropped
+
+    def finish(self) -> None:
+        """The run is complete: write DONE and let go of the folder."""
+        self._open()
+        seconds = round(time.time() - self._started, 1)
+        write_atomic(self.folder / "DONE", json.dumps({"seconds": seconds, "rows": len(self._seen)}) + "\n")
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder, unfinished: without DONE it can be gone on with."""
+        self._lock.close()
+        self._closed = True
+
+    def __enter__(self) -> "RunWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if kind is None:
+            if not self._closed:
+                self.finish()
+            return
+        with suppress(OSError):  # what happened first is what matters
+            write_atomic(self._failure, "".join(traceback.format_exception(error)))
+        self.close()
+
+    def _open(self) -> None:
+        if self._closed:
+            raise RunFolderError(f"{self.folder}: this writer was closed; open another one to go on")
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self._open()
+        line = json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        with naming(self._metrics), open(self._metrics, "ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                written = file.write(line)
+                if written != len(line):
+                    raise OSError(f"wrote {written} of {len(line)} bytes")
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(size)  # half a row would spoil the next one
+                raise
+
+    def _remember(self, kind: str, key: tuple[Any, ...]) -> None:
+        self._seen.add(key)
+        self._last[kind] = max(key[1], self._last.get(kind, 0))
+
+    def _read(self) -> None:
+        """Learn which rows are there, and remove a last line that was cut off."""
+        self._seen, self._last = set(), {}
+        if not self._metrics.exists():
+            write_atomic(self._metrics, b"")
+        size = 0
+        for line, row in read_rows(self._metrics):
+            size += len(line)
+            self._remember(row["kind"], (row["kind"], row["step"], *(row.get(k) for k in ROWS.get(row["kind"], ()))))
+        if size < self._metrics.stat().st_size:
+            with naming(self._metrics):
+                os.truncate(self._metrics, size)
+
+    def _keep_config(self, config: dict[str, Any]) -> None:
+        import yaml
+
+        path = self.folder / "config.yaml"
+        try:
+            config = json.loads(json.dumps(config))
+        except (TypeError, ValueError) as error:
+            raise RunFolderError(f"config must hold plain values (numbers, text, lists, mappings): {error}") from error
+        if not path.exists():
+            others = [p.name for p in self.folder.iterdir() if not p.name.startswith(".")]
+            if others:
+                raise RunFolderError(f"{self.folder} holds no run (no config.yaml) but {others[0]}. Choose another.")
+            write_atomic(path, yaml.safe_dump(config, sort_keys=False))
+            return
+        try:
+            there = yaml.safe_load(path.read_text())
+        except yaml.YAMLError as error:
+            raise RunFolderError(f"{path} is damaged: {error}. Move {self.folder} away to run again.") from error
+        a, b = (_without_steps(c) if isinstance(c, dict) else {} for c in (there, config))
+        changed = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+        if changed:
+            name = changed[0]
+            raise RunFolderError(
+                f"{self.folder} holds a run of another configuration ({name}: {a.get(name)!r} there, {b.get(name)!r} "
+                "now). Nothing was changed: choose another folder, or move this one away."
+            )
+        if there != config:
+            write_atomic(path, yaml.safe_dump(config, sort_keys=False))
+
+
+def _run_folder(folder: Path, arm: str, seed: int) -> Path:
+    if not re.fullmatch(r"\w[\w.+=-]*", arm):
+        raise RunFolderError(f"arm {arm!r}: a folder is named so; use letters, digits, and . _ - + =")
+    seed = index_of(seed, "seed", "run", 0)
+    if re.fullmatch(r"seed\d+", folder.name):
+        if folder.resolve().parts[-2:] != (arm, f"seed{seed}"):
+            raise RunFolderError(
+                f"{folder} is not the folder of arm {arm!r}, seed {seed}: expected .../{arm}/seed{seed}"
+            )
+        return folder
+    if any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml")):
+        raise RunFolderError(f"{folder} is itself a run; name a study's folder, in which {arm}/seed{seed} is made")
+    return folder / arm / f"seed{seed}"
+
+
+def _without_steps(config: dict[str, Any]) -> dict[str, Any]:
+    """A run may be made longer; everything else makes it another run."""
+    optim = config.get("optim")
+    return {**config, "optim": {k: v for k, v in optim.items() if k != "steps"}} if isinstance(optim, dict) else config
+
+
+def _environment(command: str) -> dict[str, Any]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "written_by": "moe_rl.study.RunWriter",
+        "versions": versions,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "command": command,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+__all__ = ["FOREIGN", "ROWS", "RunFolderError", "RunWriter"]

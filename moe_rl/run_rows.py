@@ -1,0 +1,109 @@
+"""Rows of `metrics.jsonl`: their kinds, the keys that tell them apart, and what a metric may hold."""
+
+import json
+import math
+import operator
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, SupportsIndex
+
+from moe_rl.names import nearest
+
+ROWS: dict[str, tuple[str, ...]] = {
+    "rollout": (),
+    "update": ("update",),
+    "probe": ("update",),
+    "eval": (),
+    "step": (),
+    "engine": ("pair", "update"),
+    "decomposition": ("update",),
+    "floor": ("variant",),
+}
+"""Kind of row in metrics.jsonl -> what tells rows of one step apart."""
+
+FOREIGN = "/"
+"""A metric whose name has a slash is not ours: it is kept as it is (`mine/kl`)."""
+
+
+class RunFolderError(ValueError):
+    """A row, a name or a folder that cannot be right; the message says what, where, and what to do."""
+
+
+def checked(kind: str, name: str, value: Any) -> Any:
+    """A metric's value as JSON holds it; RunFolderError for an unknown name or a value that does not fit it."""
+    from moe_rl.measure.catalogue import CATALOGUE, find
+
+    value = _plain(value, f"{kind} row, {name}")
+    if FOREIGN in name:
+        return value
+    metric = find(kind, name)
+    if metric is None:
+        elsewhere = [other for other in CATALOGUE if other in ROWS and find(other, name)]
+        hint = f"; it is one of {elsewhere[0]} rows" if elsewhere else nearest(name, _names(kind), listed=False)
+        raise RunFolderError(
+            f"{kind} row: no metric {name!r}{hint}. docs/metrics.md has all names; one of your own needs a slash, "
+            f"e.g. 'mine/{name}'"
+        )
+    wants_list = name.startswith(("site_", "position_")) or name.endswith("_histogram")
+    if wants_list != isinstance(value, list) and value is not None:
+        raise RunFolderError(f"{kind} row, {name}: expected {'a list' if wants_list else 'one value'}, got {value!r}")
+    words = metric.unit in ("name", "names", "words")
+    if any(isinstance(item, str) != words for item in (value if wants_list else [value]) if item is not None):
+        raise RunFolderError(f"{kind} row, {name}: expected {'text' if words else 'numbers'}, got {value!r}")
+    return value
+
+
+def _names(kind: str) -> list[str]:
+    from moe_rl.measure.catalogue import CATALOGUE
+
+    return [m.name for m in CATALOGUE[kind]]
+
+
+def check_lists(kind: str, values: dict[str, Any]) -> None:
+    lengths = {name: len(v) for name, v in values.items() if name.startswith("site_") and isinstance(v, list)}
+    if len(set(lengths.values())) > 1:
+        raise RunFolderError(f"{kind} row: lists by site must have one length, got {lengths}")
+
+
+def _plain(value: Any, where: str) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [_plain(item, where) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    raise RunFolderError(f"{where}: expected a number, text or a list of them, got {type(value).__name__}")
+
+
+def index_of(value: SupportsIndex, name: str, kind: str, least: int) -> int:
+    """A whole number, of any integer type; RunFolderError for others, and below `least`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise RunFolderError(f"{kind}: {name} must be a whole number from {least} on, got {value!r}")
+    return number
+
+
+def words_of(kind: str, key: tuple[Any, ...]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in zip(("step", *ROWS[kind]), key[1:], strict=True))
+
+
+def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Whole lines and the rows in them; a last line without its end is left out."""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+                if not isinstance(row["kind"], str) or not isinstance(row["step"], int):
+                    raise TypeError
+            except (ValueError, TypeError, KeyError):
+                raise RunFolderError(
+                    f"{path} line {number} is damaged. Restore the file, or move the run folder away to run it again."
+                ) from None
+            yield line, row

@@ -1,0 +1,56 @@
+"""The alarms of a study's runs, as the report and its figure show them."""
+
+from statistics import median
+from typing import Any
+
+from moe_rl.study.alarms import RunAlarms, alarms_of
+from moe_rl.study.arms import full_label, per_study
+from moe_rl.study.data import FIELDS, StudyData
+
+
+@per_study
+def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
+    """(arm, seed) -> its alarms, with the thresholds that the study sets itself."""
+    alarms = alarms_of(data.config.get("alarms"))
+    found = {(run.arm, run.seed): RunAlarms(alarms) for run in data.runs}
+    wanted: dict[str, set[str]] = {"rollout": {"reward"}}
+    for alarm in alarms:
+        wanted.setdefault(alarm.kind, set()).update(name for name in (alarm.metric, alarm.over) if name)
+    for kind, names in wanted.items():
+        frame = getattr(data, FIELDS[kind])
+        columns = [name for name in ("arm", "seed", "step", "pair", *sorted(names)) if name in frame]
+        for row in frame[columns].to_dict("records"):
+            found[str(row["arm"]), int(row["seed"])].take({**row, "kind": kind, "step": int(row["step"])})
+    return found
+
+
+def alarm_rows(data: StudyData) -> list[dict[str, Any]]:
+    """One row per alarm whose signal any run has: title, rule, source, and by arm `crossed` runs `of` those with the
+    signal and the median `first` step of those that crossed."""
+    runs = study_alarms(data)
+    rows = []
+    for alarm in alarms_of(data.config.get("alarms")):
+        arms = []
+        for arm in data.arms.index:
+            own = [seen for (name, _), seen in runs.items() if name == arm and seen.seen[alarm.name]]
+            first = [steps[0][0] for seen in own if (steps := seen.crossed[alarm.name])]
+            arms.append(
+                {"arm": str(arm), "crossed": len(first), "of": len(own), "first": median(first) if first else None}
+            )
+        if any(row["of"] for row in arms):
+            rows.append({"title": alarm.title, "rule": alarm.rule, "source": alarm.source, "arms": arms})
+    return rows
+
+
+def collapses(data: StudyData) -> list[dict[str, Any]]:
+    """Runs that collapsed: run, label, step, and the alarms crossed by then as (title, step), earliest first."""
+    return [
+        {
+            "run": f"{arm}/seed{seed}",
+            "label": f"{full_label(data, arm)}, seed {seed}",
+            "step": alarms.collapse,
+            "first": [(alarm.title, step) for alarm, step in alarms.before_collapse()],
+        }
+        for (arm, seed), alarms in study_alarms(data).items()
+        if alarms.collapse is not None
+    ]

@@ -1,0 +1,208 @@
+# ruff: noqa: E501  (a table: one alarm, one line)
+"""Alarms: at which steps a monitored signal crossed its threshold, and which signals crossed before a collapse.
+
+`ALARMS` is the table: every threshold with where it comes from. A study's file may set its own (`alarms: {ess: 0.5}`;
+null switches one off). An alarm is no verdict: published thresholds are rules of thumb for large models, and no work has
+calibrated one against collapses.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moe_rl.names import nearest
+from moe_rl.study.curves import detect_collapse
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One signal and its threshold.
+
+    Attributes:
+        name: key, as in a study's `alarms`.
+        title: name in words.
+        kind: of the rows of metrics.jsonl that it reads; of "engine" rows those of the pair "engines".
+        metric: the value that is watched.
+        over: its denominator, where it is stored as a count.
+        above: crossed above the threshold; else below.
+        threshold: in units of the value; of a `spike`, in standard deviations.
+        spike: the value is compared with the run's own past (`Spikes`).
+        source: where the threshold comes from.
+    """
+
+    name: str
+    title: str
+    kind: str
+    metric: str
+    above: bool
+    threshold: float
+    source: str
+    over: str = ""
+    spike: bool = False
+
+    def value(self, row: Mapping[str, Any]) -> float | None:
+        """What a row says of the signal; None if nothing."""
+        if row.get("kind") != self.kind or (self.kind == "engine" and row.get("pair") != "engines"):
+            return None
+        found = _number(row.get(self.metric))
+        if found is None or not self.over:
+            return found
+        total = _number(row.get(self.over))
+        return found / total if total else None
+
+    @property
+    def rule(self) -> str:
+        """`ess_token of the updates below 0.3`."""
+        of = f"{self.metric} / {self.over}" if self.over else self.metric
+        side = "above" if self.above else "below"
+        if self.spike:
+            return (
+                f"{of} of the {self.kind} rows more than {self.threshold:g} standard deviations above its moving mean"
+            )
+        return f"{of} of the {self.kind} rows {side} {self.threshold:g}"
+
+
+VERL, NEMO = "verl, docs/algo/rollout_corr.md", "NeMo-RL, docs/guides/grpo.md"
+
+ALARMS: tuple[Alarm, ...] = (
+    Alarm("ess", "Effective sample size", "update", "ess_token", False, 0.3, f"{VERL} (there of pi_old / mu)"),
+    Alarm("f2", "F(2), extreme tokens", "update", "extreme_2", True, 0.1, "R3, arXiv 2510.11370, as others quote it", "tokens"),
+    Alarm("k3", "KL of the update (k3)", "update", "k3", True, 0.015, "OpenAI Spinning Up, PPO: stops a batch at 1.5 x target_kl 0.01 (there k1)"),
+    Alarm("grad_norm", "Gradient norm", "update", "grad_norm", True, 2.5, "ZClip, arXiv 2504.02507: z 2.5, decay 0.97, 25 updates to warm up", spike=True),
+    Alarm("margin", "Router shift over boundary margin", "probe", "shift_over_margin", True, 1.0, "by definition: below half the margin no choice can change; 1 is where half of the choices could"),
+    Alarm("mult_prob_error", "Multiplicative probability error", "engine", "token_mult_prob_error", True, 1.05, "NeMo-RL, docs/adding-new-models.md: above 1.05 investigate"),
+    Alarm("engine_k3", "KL between engines (k3)", "engine", "k3", True, 1e-3, f"{NEMO}: below 1e-3 acceptable"),
+    Alarm("engine_ess", "Effective sample size between engines", "engine", "rollout_is_eff_sample_size", False, 0.3, VERL),
+    Alarm("engine_f2", "F(2) between engines", "engine", "extreme_fraction", True, 0.1, "R3, arXiv 2510.11370, as others quote it"),
+    Alarm("engine_chi2", "chi² between engines", "engine", "chi2_token", True, 1.0, VERL),
+)  # fmt: skip
+"""The table, in the order in which it is shown."""
+
+DECAY, WARM_UP = 0.97, 25  # of ZClip
+
+
+class AlarmError(ValueError):
+    """A study's `alarms` that cannot be used; says which entry and what is known."""
+
+
+def alarms_of(own: Mapping[str, Any] | None) -> tuple[Alarm, ...]:
+    """The table with a study's own thresholds; those that are null are left out.
+
+    >>> [alarm.threshold for alarm in alarms_of({"ess": 0.5, "f2": None}) if alarm.name in ("ess", "f2")]
+    [0.5]
+
+    Raises:
+        AlarmError: an unknown name, or a threshold that is no number.
+    """
+    own = own or {}
+    if not isinstance(own, Mapping):
+        raise AlarmError(f"alarms: expected a mapping of alarm to threshold, got {own!r}")
+    names = [alarm.name for alarm in ALARMS]
+    for name, value in own.items():
+        if name not in names:
+            raise AlarmError(f"alarms.{name}: no such alarm; known: {', '.join(names)}{nearest(str(name), names)}")
+        if value is not None and _number(value) is None:
+            raise AlarmError(f"alarms.{name}: expected a finite number, or null to switch it off; got {value!r}")
+    kept = [alarm for alarm in ALARMS if own.get(alarm.name, 0) is not None]
+    return tuple(
+        replace(alarm, threshold=float(own[alarm.name]), source=f"this study ({alarm.threshold:g}: {alarm.source})")
+        if alarm.name in own
+        else alarm
+        for alarm in kept
+    )
+
+
+class Spikes:
+    """ZClip's anomaly score (arXiv 2504.02507): z = (g - mean) / sd with exponential moving mean and variance.
+
+    A value beyond the threshold enters them as mean + sd * threshold² / z, so that one spike does not hide the next.
+    The first 25 values only set them.
+    """
+
+    def __init__(self, threshold: float):
+        self.threshold = threshold
+        self.first: list[float] = []
+        self.mean = self.variance = 0.0
+
+    def crosses(self, value: float) -> bool:
+        """Whether this value is a spike against those before it."""
+        if len(self.first) < WARM_UP:
+            self.first.append(value)
+            self.mean = sum(self.first) / len(self.first)
+            self.variance = sum((x - self.mean) ** 2 for x in self.first) / len(self.first)
+            return False
+        sd = math.sqrt(self.variance)
+        z = (value - self.mean) / sd if sd > 0 else (math.inf if value > self.mean else 0.0)
+        spike = z > self.threshold
+        seen = self.mean + (sd * self.threshold**2 / z if z < math.inf else 0.0) if spike else value
+        self.mean = DECAY * self.mean + (1 - DECAY) * seen
+        self.variance = DECAY * self.variance + (1 - DECAY) * (seen - self.mean) ** 2
+        return spike
+
+
+class RunAlarms:
+    """The alarms of one run, row by row in the order of its metrics.jsonl.
+
+    Attributes:
+        seen: by alarm, how many values of its signal there were.
+        crossed: by alarm, the steps with a crossing, each once, with the first value that crossed there.
+    """
+
+    def __init__(self, alarms: Iterable[Alarm] = ALARMS):
+        self.alarms = tuple(alarms)
+        self.seen = {alarm.name: 0 for alarm in self.alarms}
+        self.crossed: dict[str, list[tuple[int, float]]] = {alarm.name: [] for alarm in self.alarms}
+        self.rewards: list[tuple[int, float]] = []
+        self._spikes = {alarm.name: Spikes(alarm.threshold) for alarm in self.alarms if alarm.spike}
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Look at one row."""
+        step = row.get("step")
+        if not isinstance(step, int):
+            return
+        if row.get("kind") == "rollout" and (reward := _number(row.get("reward"))) is not None:
+            self.rewards.append((step, reward))
+        for alarm in self.alarms:
+            value = alarm.value(row)
+            if value is None:
+                continue
+            self.seen[alarm.name] += 1
+            steps = self.crossed[alarm.name]
+            if self._crosses(alarm, value) and not (steps and steps[-1][0] == step):
+                steps.append((step, value))
+
+    def _crosses(self, alarm: Alarm, value: float) -> bool:
+        if alarm.spike:
+            return self._spikes[alarm.name].crosses(value)
+        return value > alarm.threshold if alarm.above else value < alarm.threshold
+
+    @property
+    def collapse(self) -> int | None:
+        """The step at which the run's reward collapsed (`moe_rl.study.curves.COLLAPSE_RULE`); None if it did not."""
+        found = detect_collapse([s for s, _ in self.rewards], [r for _, r in self.rewards])
+        return int(found.step) if found.collapsed else None
+
+    def before_collapse(self) -> list[tuple[Alarm, int]]:
+        """Alarms that had crossed by the step of the collapse, each with its first step, earliest first; empty without a
+        collapse. Equal steps stay in the order of the table."""
+        end = self.collapse
+        if end is None:
+            return []
+        first = [(alarm, steps[0][0]) for alarm in self.alarms if (steps := self.crossed[alarm.name])]
+        return sorted((pair for pair in first if pair[1] <= end), key=lambda pair: pair[1])
+
+    def summary(self) -> dict[str, Any]:
+        """As JSON: `crossed` ({alarm: [[step, value], ...]}), alarms whose signal the run `lacks`, `collapse`, `first`."""
+        return {
+            "crossed": {name: [[step, float(f"{v:.4g}")] for step, v in found] for name, found in self.crossed.items()},
+            "lacks": [name for name, count in self.seen.items() if not count],
+            "collapse": self.collapse,
+            "first": [[alarm.name, step] for alarm, step in self.before_collapse()],
+        }
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)

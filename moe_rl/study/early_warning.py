@@ -1,0 +1,110 @@
+"""Which signal tells early that a run will end badly? Over all runs of some studies, from their run folders."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+from scipy.stats import rankdata
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.outcomes import OUTCOMES, run_outcomes
+
+UPDATE_SIGNALS = (
+    "grad_norm",
+    "k3",
+    "chi2_token",
+    "ess_token",
+    "var_token_log_ratio",
+    "var_within",
+    "max_token_kl_max",
+    "entropy",
+)
+PROBE_SIGNALS = ("router_kl", "margin_p10", "shift_over_margin", "k3_natural", "ess_token_natural", "load_cv_max")
+PREFIXES = (5, 10, 20)
+"""The first so many steps, over which a signal is averaged."""
+
+
+def signals(data: StudyData, steps: int) -> pd.DataFrame:
+    """One row per (arm, seed): the mean of each signal over the first `steps` steps; of updates as they were made (with
+    the arm's replay and noise), of probes by live routing. `slot_change` is a share of slots, pooled."""
+    key = ["arm", "seed"]
+    updates = data.updates[data.updates["step"] < steps]
+    probes = data.probes[data.probes["step"] < steps]
+    found = updates.groupby(key)[[s for s in UPDATE_SIGNALS if s in updates]].mean()
+    found = found.join(probes.groupby(key)[[s for s in PROBE_SIGNALS if s in probes]].mean())
+    counts = probes.groupby(key)[["slots_changed", "slots"]].sum()
+    return found.join((counts["slots_changed"] / counts["slots"]).rename("slot_change"))
+
+
+def auc(values: np.ndarray, bad: np.ndarray) -> float:
+    """The chance that the signal of a run that ended badly is above that of one that did not (ties half): the area
+    under the ROC curve. NaN where all runs ended alike."""
+    known = np.isfinite(values)
+    values, bad = values[known], bad[known]
+    n = int(bad.sum())
+    if n in (0, len(bad)):
+        return float("nan")
+    return float((rankdata(values)[bad].sum() - n * (n + 1) / 2) / (n * (len(bad) - n)))
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
+    """Spearman's; NaN below three pairs or where one of them is constant."""
+    known = np.isfinite(a) & np.isfinite(b)
+    if known.sum() < 3:
+        return float("nan")
+    ranks = np.stack([rankdata(a[known]), rankdata(b[known])])
+    return float(np.corrcoef(ranks)[0, 1]) if (ranks.std(axis=1) > 0).all() else float("nan")
+
+
+def early_warning(studies: Sequence[StudyData], resamples: int = 1000) -> pd.DataFrame:
+    """How well each signal tells, after the first 5, 10 and 20 steps, how a run will end.
+
+    Columns: signal, steps, runs, bad (runs that failed, ended below their start or collapsed, see `run_outcomes`),
+    `auc` of telling them apart, `correlation` (Spearman's, with the final reward); each with a 95 % interval by
+    bootstrap over (study, seed), since the arms of a seed share a cold start. A signal that falls before a bad end has
+    an auc below 0.5.
+    """
+    parts = []
+    for number, data in enumerate(studies):
+        runs = run_outcomes(data).set_index(["arm", "seed"])
+        runs = runs[runs["finished"].astype(bool)]
+        for steps in PREFIXES:
+            table = runs.join(signals(data, steps), how="inner").reset_index()
+            parts.append(table.assign(steps=steps, cluster=[f"{number}/{seed}" for seed in table["seed"]]))
+    everything = pd.concat(parts, ignore_index=True)
+    everything["bad"] = everything[list(OUTCOMES)].any(axis=1)
+    rows = []
+    for steps in PREFIXES:
+        table = everything[everything["steps"] == steps]
+        bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)
+        clusters = [np.flatnonzero(table["cluster"] == c) for c in table["cluster"].unique()]
+        generator = np.random.default_rng(0)
+        draws = [
+            np.concatenate([clusters[i] for i in generator.integers(len(clusters), size=len(clusters))])
+            for _ in range(resamples)
+        ]
+        for name in ("slot_change", *PROBE_SIGNALS, *UPDATE_SIGNALS):
+            if name not in table:
+                continue
+            values = table[name].to_numpy(float)
+            area = [auc(values[d], bad[d]) for d in draws]
+            correlations = [rank_correlation(values[d], final[d]) for d in draws]
+            rows.append(
+                {
+                    "signal": name,
+                    "steps": steps,
+                    "runs": int(np.isfinite(values).sum()),
+                    "bad": int(bad[np.isfinite(values)].sum()),
+                    "auc": auc(values, bad),
+                    **_ends("auc", area),
+                    "correlation": rank_correlation(values, final),
+                    **_ends("correlation", correlations),
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _ends(name: str, draws: list[float]) -> dict[str, float]:
+    known = [d for d in draws if np.isfinite(d)]
+    low, high = np.percentile(known, [2.5, 97.5]) if len(known) > len(draws) / 2 else (np.nan, np.nan)
+    return {f"{name}_low": float(low), f"{name}_high": float(high)}

@@ -1,0 +1,34 @@
+"""Metrics that the live page can draw besides its own curves: every number of the catalogue, by kind of row."""
+
+import re
+from functools import lru_cache
+from typing import Any
+
+KINDS = ("rollout", "update", "probe", "eval", "step", "engine", "decomposition")
+"""Kinds of rows with one value per step (floors are of a whole run, tokens are files)."""
+_NO_NUMBER = ("names", "name", "words", "boolean", "id", "index")
+_LISTS = ("by site", "lists below", "by position", "histogram")
+
+
+@lru_cache(maxsize=1)
+def choosable() -> dict[str, dict[str, Any]]:
+    """`kind.name` -> kind, name, unit, definition, and `over`: the name of the denominator where the value is a count
+    that the catalogue divides by another value of its row."""
+    from moe_rl.measure.catalogue import CATALOGUE  # torch takes seconds: only where metrics are chosen
+
+    found = {}
+    for kind in KINDS:
+        names = {metric.name for metric in CATALOGUE[kind]}
+        for metric in CATALOGUE[kind]:
+            if _is_number(metric):
+                of = re.match(r"over (\w+)", metric.over)
+                over = of[1] if of and of[1] in names else ""
+                about = {"kind": kind, "name": metric.name, "unit": metric.unit, "definition": metric.definition}
+                found[f"{kind}.{metric.name}"] = {**about, "over": over}
+    return found
+
+
+def _is_number(metric: Any) -> bool:
+    if metric.unit in _NO_NUMBER or "<" in metric.name or metric.name.endswith("_histogram"):
+        return False
+    return not metric.name.startswith(("site_", "position_")) and not any(w in metric.definition for w in _LISTS)

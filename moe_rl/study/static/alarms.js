@@ -1,0 +1,44 @@
+// Alarms: which signals crossed their thresholds, in which runs and from which step on; after a collapse, in which order.
+"use strict";
+(() => {
+  const { make } = moeRL;
+  const list = (items) => items.length < 2 ? items.join("") : `${items.slice(0, -1).join(", ")} and ${items.at(-1)}`;
+
+  /** host: an element; table: [{name, title, rule, source}]; runs: [{name, title, alarms}], those shown, `alarms` as the
+   *  server sums them up; problem: what is wrong with the study's own thresholds. */
+  moeRL.drawAlarms = (host, table, runs, problem) => {
+    const known = runs.filter((run) => run.alarms);
+    const rows = table.flatMap((alarm) => {
+      const heard = known.filter((run) => !run.alarms.lacks.includes(alarm.name));
+      if (!heard.length) return [];
+      const crossed = heard.filter((run) => run.alarms.crossed[alarm.name]?.length);
+      const first = crossed.map((run) => run.alarms.crossed[alarm.name][0][0]);
+      const where = crossed.map((run) => `${run.title}: ${run.alarms.crossed[alarm.name].length} steps, first ${run.alarms.crossed[alarm.name][0][0]}`);
+      return [make("tr", { "data-alarm": alarm.name, class: crossed.length ? "crossed" : null, title: `${alarm.rule}\nSource: ${alarm.source}${where.length ? "\n" + where.join("\n") : ""}` },
+        make("th", { scope: "row" }, alarm.title),
+        make("td", { class: "n" }, `${crossed.length} of ${heard.length}`),
+        make("td", { class: "n" }, first.length ? String(Math.min(...first)) : "–"))];
+    });
+    const falls = known.filter((run) => run.alarms.collapse !== null).map((run) => {
+      const titles = run.alarms.first.map(([name, step]) => `${table.find((alarm) => alarm.name === name)?.title ?? name} (step ${step})`);
+      return make("li", {}, make("b", {}, run.title), ` collapsed at step ${run.alarms.collapse}; crossed first: ${titles.length ? list(titles) : "none"}.`);
+    });
+    host.replaceChildren(
+      ...(problem ? [make("p", { class: "lost" }, `${problem}. The thresholds of the table hold.`)] : []),
+      ...(rows.length ? [make("table", {}, make("thead", {}, make("tr", {}, make("th", { scope: "col" }, "signal"),
+        make("th", { scope: "col", class: "n" }, "runs"), make("th", { scope: "col", class: "n" }, "first step"))), make("tbody", {}, ...rows))]
+        : [make("p", { class: "quiet" }, "no monitored signal was recorded yet")]),
+      ...(falls.length ? [make("ul", { class: "falls" }, ...falls)] : []));
+  };
+
+  /** Steps at which alarms on a value crossed in any of these runs: [{step, title}], for a chart of that value. */
+  moeRL.alarmMarks = (table, [kind, metric], runs) => {
+    const marks = new Map();
+    for (const alarm of table.filter(({ of }) => of[0] === kind && of[1] === metric)) {
+      for (const run of runs) for (const [step] of run.alarms?.crossed[alarm.name] || []) {
+        marks.set(step, [...(marks.get(step) || [`${alarm.rule}, step ${step}`]), run.title]);
+      }
+    }
+    return [...marks].map(([step, titles]) => ({ step, title: titles.join("\n") }));
+  };
+})();

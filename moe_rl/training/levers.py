@@ -1,0 +1,74 @@
+"""What a run may do to its routers: balance their experts without a loss, replay only part of the routes."""
+
+from contextlib import AbstractContextManager
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from moe_rl.routing import RoutedExperts, biased_routes
+
+
+class ExpertBias:
+    """Load balancing without a loss: a bias on the selection of experts that follows their loads.
+
+    After each update, of every site's experts e with c_e of the minibatch's tokens (arXiv 2408.15664, algorithm 1):
+
+        b_e <- b_e + rate * sign(mean(c) - c_e)
+
+    Differs: the loads are of the forward that was just trained on, so of the replayed routes where an arm replays them.
+
+    Args:
+        rate: step of the bias, in units of what the router ranks.
+    """
+
+    def __init__(self, model: nn.Module, rate: float):
+        self.rate = rate
+        with biased_routes(model) as self.values:
+            pass  # zeros of the right shape, and a refusal of families that cannot have one
+
+    def applied(self, policy: nn.Module) -> AbstractContextManager[Tensor]:
+        """While it is open, `policy` chooses its experts under the bias."""
+        return biased_routes(policy, self.values)
+
+    def update(self, load: Int[Tensor, "L E"]) -> None:
+        """Follow the loads of one minibatch, tokens by expert as `expert_load` counts them."""
+        self.values += (self.rate * load_error(load).sign()).to(self.values)
+
+
+def load_error(load: Int[Tensor, "L E"]) -> Float[Tensor, "L E"]:
+    """mean(c) - c_e of each site's experts: above 0 where an expert has too few tokens. Negative counts are no experts.
+
+    >>> load_error(torch.tensor([[8, 0, 2, 2, -1]]))
+    tensor([[-5.,  3.,  1.,  1.,  0.]], dtype=torch.float64)
+    """
+    there = load >= 0
+    counts = load.clamp(min=0).double()
+    return (counts.sum(-1, keepdim=True) / there.sum(-1, keepdim=True) - counts) * there
+
+
+def kept_rows(
+    margins: Float[Tensor, "B T L"], tokens: Bool[Tensor, "B T"], share: float, generator: torch.Generator | None = None
+) -> Bool[Tensor, "B T L"]:
+    """The `share` of each site's rows, of all `tokens`, that were decided by the least margin; with a `generator` as
+    many at random. Rounded to whole rows; a row without a choice (margin NaN) comes last.
+
+    >>> margins = torch.tensor([[[0.3], [0.1], [0.2], [0.0]]])
+    >>> kept_rows(margins, torch.tensor([[True, True, True, False]]), 0.7).flatten().tolist()
+    [False, True, True, False]
+    """
+    found = torch.zeros_like(margins, dtype=torch.bool)
+    for site in range(margins.shape[-1]):
+        values = margins[..., site][tokens].nan_to_num(torch.inf)
+        if generator is not None:
+            values = torch.rand(len(values), generator=generator).to(values)
+        rows = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+        rows[values.argsort(stable=True)[: round(share * len(values))]] = True
+        found[..., site][tokens] = rows
+    return found
+
+
+def only(routes: RoutedExperts, rows: Bool[Tensor, "B T L"]) -> RoutedExperts:
+    """These rows of the routes; all others are live (-1)."""
+    ids = torch.where(rows.to(routes.device)[..., None], routes.ids, -1)
+    return RoutedExperts(ids, routes.sites, routes.num_experts, tokens=routes.tokens, meta=routes.meta)

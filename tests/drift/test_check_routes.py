@@ -1,0 +1,166 @@
+"""moe-rl check-routes, as a person calls it: a real model, captures in every kind of file."""
+
+import base64
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moe_rl.cli import main
+from moe_rl.drift.check import checked
+from moe_rl.drift.errors import DriftError
+from moe_rl.drift.options import CheckOptions
+from moe_rl.measure.noise_floor import rounded_copy
+from moe_rl.routing import RoutedExperts, record_routes
+
+VOCABULARY, LENGTHS = 64, (40, 28)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model of which the first of three layers is dense, and what its bf16 copy chose, as an engine returns it."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, intermediate_size=32, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2,
+        mlp_only_layers=[0], initializer_range=0.3,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    ids = torch.randint(0, VOCABULARY, (2, LENGTHS[0]))
+    mask = torch.arange(LENGTHS[0]) < torch.tensor(LENGTHS)[:, None]
+    copy = rounded_copy(model)
+    with torch.no_grad(), record_routes(copy) as recording:
+        copy(input_ids=ids, attention_mask=mask)
+    engine = np.zeros((2, LENGTHS[0], 3, 2), np.int32)
+    engine[:, :, 1:] = recording.routes.ids.numpy()
+    return SimpleNamespace(model=str(folder), ids=ids, mask=mask, engine=engine, routes=recording.routes, folder=folder)
+
+
+def rows(place):
+    return [
+        (place.ids[b, :n].tolist(), place.engine[b, : n - 1])  # the last token was never fed back
+        for b, n in enumerate(LENGTHS)
+    ]
+
+
+def write(place, path, form):
+    if form == "lines":
+        lines = [{"tokens": words, "routed_experts": ids.tolist()} for words, ids in rows(place)]
+    elif form == "base64":
+        lines = [
+            {
+                "prompt_token_ids": words[:5],
+                "token_ids": words[5:],
+                "routed_experts": base64.b64encode(ids.astype("<i4").tobytes()).decode(),
+            }
+            for words, ids in rows(place)
+        ]
+    if form in ("lines", "base64"):
+        path = path / "capture.jsonl"
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    elif form == "npz":
+        path = path / "capture.npz"
+        np.savez(path, input_ids=place.ids, routed_experts=place.engine, attention_mask=place.mask)
+    elif form == "tensors":
+        path = path / "capture.safetensors"
+        tokens = place.ids.masked_fill(~place.mask, -1)
+        save_file({"tokens": tokens, "routed_experts": torch.from_numpy(place.engine)}, path)
+    elif form == "own":
+        path = path / "capture.safetensors"
+        tokens = place.ids.masked_fill(~place.mask, -1)
+        RoutedExperts(place.routes.ids, place.routes.sites, 8, tokens=tokens).save(path)
+    elif form == "slime":
+        path = path / "capture.pt"
+        torch.save(
+            {"samples": [{"tokens": w, "rollout_routed_experts": torch.tensor(i)} for w, i in rows(place)]}, path
+        )
+    return path
+
+
+@pytest.mark.parametrize("form", ["lines", "base64", "npz", "tensors", "own", "slime"])
+def test_a_bf16_capture_is_the_models_in_every_kind_of_file(place, tmp_path, form):
+    result = checked(CheckOptions(write(place, tmp_path, form), place.model))
+    assert result.faults == (), result.verdict
+    assert 0.5 < result.as_captured < 1, "rounding did change some"
+    assert abs(result.as_captured - result.floor) < 0.02
+    assert result.tokens in (sum(LENGTHS), sum(LENGTHS) - 2)
+    assert [row.site for row in result.rows] == ["model.layers.1.mlp.gate", "model.layers.2.mlp.gate"]
+
+
+def test_the_command_says_it_in_one_sentence_and_by_its_exit_status(place, tmp_path, capsys):
+    file = write(place, tmp_path, "lines")
+    with pytest.raises(SystemExit) as end:
+        main(["check-routes", str(file), "--model", place.model])
+    out = capsys.readouterr().out
+    assert end.value.code == 0 and out.startswith("These are the model's routes: ")
+    assert "model.layers.2.mlp.gate" in out
+    late = [{"tokens": words, "routed_experts": np.roll(ids, 1, axis=0).tolist()} for words, ids in rows(place)]
+    file.write_text("\n".join(map(json.dumps, late)))
+    with pytest.raises(SystemExit) as end:
+        main(["check-routes", str(file), "--model", place.model, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert end.value.code == 1 and not said["ok"]
+    assert [finding["name"] for finding in said["findings"]] == ["shifted by one token"]
+    assert said["shift"] == -1 and "shifted by one token" in said["verdict"]
+
+
+def test_padding_that_was_recorded_is_named_and_taken_out(place, tmp_path):
+    left = torch.full((2, 50), 7)
+    for b, n in enumerate(LENGTHS):
+        left[b, 50 - n :] = place.ids[b, :n]
+    ids = torch.zeros(2, 50, 2, 2, dtype=torch.long)
+    for b, n in enumerate(LENGTHS):
+        ids[b, 50 - n :] = place.routes.ids[b, :n]
+    ids[:, :10] = torch.tensor([0, 1])
+    ids[1, 10:22] = torch.tensor([0, 1])
+    RoutedExperts(ids, place.routes.sites, 8, tokens=left).save(tmp_path / "x.safetensors")
+    wrong = checked(CheckOptions(tmp_path / "x.safetensors", place.model))
+    assert wrong.faults and "--pad-token-id 7" in wrong.findings[-1].text
+    assert checked(CheckOptions(tmp_path / "x.safetensors", place.model, pad_token_id=7)).faults == ()
+
+
+def test_long_captures_are_cut_with_their_routes(place, tmp_path):
+    said = []
+    options = CheckOptions(write(place, tmp_path, "lines"), place.model, max_tokens=30, max_sequences=1)
+    result = checked(options, said.append)
+    assert (result.sequences, result.tokens, result.faults) == (1, 30, ())
+    assert said[:2] == [
+        "the first 1 of 2 sequences (--max-sequences)",
+        "1 sequences are cut to their first 30 tokens (--max-tokens)",
+    ]
+
+
+def test_files_and_models_that_cannot_be_right(place, tmp_path):
+    def refused(file, said, model=place.model, **more):
+        with pytest.raises(DriftError, match=said):
+            checked(CheckOptions(file, model, **more))
+
+    lines = tmp_path / "x.jsonl"
+    refused(lines, "there is no file")
+    lines.write_text('{"tokens": [1, 2]}\n')
+    refused(lines, "line 1: KeyError: 'routed_experts'; expected tokens")
+    lines.write_text('{"tokens": [1, 2], "routed_experts": [[1, 2]]}\n')
+    refused(lines, r"line 1: routed_experts are int64 \[1, 2\], expected \[rows, layers, K\]")
+    lines.write_text('{"tokens": [1, 99], "routed_experts": [[[1, 2], [1, 2]]]}\n')
+    refused(lines, "sequence 0 has token 99, the model 64")
+    refused(lines, "must be at least 1", batch_size=0)
+    lines.write_text("")
+    refused(lines, "holds no sequence")
+    other = tmp_path / "x.csv"
+    other.write_text("1")
+    refused(other, r"\.csv; expected \.safetensors")
+    np.savez(tmp_path / "x.npz", tokens=np.zeros((2, 3), int), routed_experts=np.zeros((2, 4, 3, 2), int))
+    refused(tmp_path / "x.npz", r"tokens \[2, 3\].*routed_experts \[2, 4, 3, 2\] do not fit")
+    RoutedExperts(place.routes.ids, place.routes.sites, 8).save(tmp_path / "x.safetensors")
+    refused(tmp_path / "x.safetensors", "saved without their tokens")
+    LlamaConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8).save_pretrained(
+        tmp_path / "dense"
+    )
+    refused(lines, "--model: .*registers no router", model=str(tmp_path / "dense"))
+    refused(lines, "--model: there is no folder", model=str(tmp_path / "nothing"))

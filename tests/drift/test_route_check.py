@@ -1,0 +1,197 @@
+"""Captured routes against the model's: every fault that engines were seen to make, injected and named."""
+
+import numpy as np
+import pytest
+
+from moe_rl.drift.captured import Captured, OwnRoutes
+from moe_rl.drift.route_check import check_routes
+
+L, K, E, HIDDEN = 3, 2, 16, 4  # of four hidden layers the first is dense
+SITES = tuple(f"model.layers.{i}.mlp.gate" for i in (1, 2, 3))
+LENGTHS = (60, 45, 52)
+
+
+def noisy(ids, share, rng):
+    """One slot of a share of the rows goes to another expert, as rounding does."""
+    ids = ids.copy()
+    for at in zip(*np.nonzero(rng.random(ids.shape[:2]) < share), strict=True):
+        free = [e for e in range(E) if e not in ids[at]]
+        ids[at][rng.integers(K)] = rng.choice(free)
+    return ids
+
+
+@pytest.fixture(scope="module")
+def own():
+    rng = np.random.default_rng(0)
+    popular = np.linspace(3, 1, E) / np.linspace(3, 1, E).sum()  # some experts are chosen more often
+    ids = [
+        np.array([[rng.choice(E, K, replace=False, p=popular) for _ in range(L)] for _ in range(n)]) for n in LENGTHS
+    ]
+    return OwnRoutes(ids, [noisy(x, 0.04, rng) for x in ids], SITES, (E,) * L, (1, 2, 3), HIDDEN)
+
+
+def capture(own, change=lambda ids, b: ids, layers=(1, 2, 3), depth=HIDDEN, noise=0.04, sites=None):
+    """As vLLM returns it: all hidden layers, dense ones zero, no row of the last token."""
+    rng = np.random.default_rng(1)
+    found = []
+    for b, ids in enumerate(own.ids):
+        rows = np.zeros((len(ids) - 1, depth, K), np.int32)
+        rows[:, list(layers)] = noisy(ids, noise, rng)[:-1]
+        found.append(change(rows, b))
+    return Captured([np.arange(n) for n in LENGTHS], found, sites)
+
+
+def faults(result):
+    return [finding.name for finding in result.faults]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.04, 0.1])
+def test_what_arithmetic_explains_is_no_fault(own, noise):
+    result = check_routes(capture(own, noise=noise), own)
+    assert faults(result) == [], result.verdict
+    assert result.verdict.startswith("These are the model's routes")
+    assert result.as_captured == pytest.approx(1 - noise / K, abs=0.02)
+    assert result.chance < 0.4 and all(row.fits for row in result.rows)
+
+
+def dark(layer):
+    def change(ids, b):
+        ids[:, layer] = 0
+        return ids
+
+    return change
+
+
+def shift(by):
+    return lambda ids, b: np.roll(ids, by, axis=0)
+
+
+def physical(ids, b):
+    for layer in (1, 2, 3):
+        ids[:, layer] = np.random.default_rng(layer).permutation(E)[ids[:, layer]]
+    return ids
+
+
+def redundant(ids, b):
+    ids[:, 1:] = np.where(np.random.default_rng(b).random(ids[:, 1:].shape) < 0.5, ids[:, 1:] + E, ids[:, 1:])
+    return ids
+
+
+def twice(ids, b):
+    ids[5, 2] = 7
+    return ids
+
+
+def beyond(ids, b):
+    ids[3, 1, 0] = 99
+    return ids
+
+
+def hits(kind):
+    def change(ids, b):
+        if b == 0 or kind == "zeros in the middle":
+            return ids
+        if kind == "left out":
+            return ids[16:]
+        if kind == "zeros":
+            ids[:16] = 0
+        else:
+            ids[:16, 1:] = np.random.default_rng(b).permuted(np.tile(np.arange(E), (16, L, 1)), axis=-1)[..., :K]
+        return ids
+
+    return change
+
+
+def middle(ids, b):
+    ids[20:23] = 0
+    return ids
+
+
+INJECTED = {
+    "all zeros": ("all zeros", {"change": lambda ids, b: ids * 0}),
+    "one layer zero": ("all zeros", {"change": dark(2)}),
+    "more columns": ("wrong shape", {"change": lambda ids, b: np.concatenate([ids, ids[..., :1]], -1)}),
+    "fewer columns": ("wrong shape", {"change": lambda ids, b: ids[..., :1]}),
+    "more rows": ("wrong shape", {"change": lambda ids, b: np.concatenate([ids, ids[:4]])}),
+    "cut off": ("wrong shape", {"change": lambda ids, b: ids[:-9] if b == 1 else ids}),
+    "fewer layers": ("wrong shape", {"change": lambda ids, b: ids[:, :2]}),
+    "one token late": ("shifted by one token", {"change": shift(1)}),
+    "one token early": ("shifted by one token", {"change": shift(-1)}),
+    "two tokens late": ("shifted by 2 tokens", {"change": shift(2)}),
+    "layers swapped": ("layers permuted", {"layers": (1, 3, 2)}),
+    "layers reversed": ("layers permuted", {"layers": (3, 2, 1)}),
+    "dense layers left out": ("dense layers left out", {"layers": (0, 1, 2)}),
+    "physical ids": ("physical ids", {"change": physical}),
+    "redundant experts": ("physical ids", {"change": redundant}),
+    "duplicates": ("duplicates", {"change": twice}),
+    "ids out of range": ("ids out of range", {"change": beyond}),
+    "cache hits: rows left out": ("prefix-cache hits without routes", {"change": hits("left out")}),
+    "cache hits: zeros": ("prefix-cache hits without routes", {"change": hits("zeros")}),
+    "cache hits: of others": ("prefix-cache hits without routes", {"change": hits("others")}),
+    "zeros in the middle": ("tokens without routes", {"change": middle}),
+    "other weights": ("other choices", {"noise": 0.6}),
+}
+
+
+@pytest.mark.parametrize("fault", INJECTED)
+@pytest.mark.parametrize("noise", [0.0, 0.04])
+def test_every_fault_is_named_and_nothing_else_is(own, fault, noise):
+    name, how = INJECTED[fault]
+    result = check_routes(capture(own, **{"noise": noise, **how}), own)
+    also = {"redundant experts": {"ids out of range"}, "cut off": set()}.get(fault, set())
+    assert set(faults(result)) - also == {name}, (result.verdict, result.findings)
+    assert name in result.verdict and result.verdict.startswith("These are not the model's routes")
+
+
+def test_a_shift_is_undone_and_says_how_much_agrees_then(own):
+    result = check_routes(capture(own, shift(1), noise=0.0), own)
+    assert result.shift == -1
+    assert "row t holds the routes of token t-1" in result.findings[0].text
+    assert result.as_captured < 0.4 and result.explained == 1.0
+    assert "100.0 % once that is undone" in result.verdict
+
+
+def test_the_permutation_and_the_renaming_are_told(own):
+    permuted = check_routes(capture(own, layers=(1, 3, 2), noise=0.0), own)
+    assert permuted.findings[0].text == f"{SITES[1]} is captured layer 3, not 2; {SITES[2]} is captured layer 2, not 3"
+    assert [row.layer for row in permuted.rows] == [1, 3, 2]
+    table = np.random.default_rng(1).permutation(E)
+    renamed = check_routes(capture(own, physical, noise=0.0), own).findings[0].text
+    first = next(e for e in range(E) if table[e] != e and table[e] == min(t for i, t in enumerate(table) if t != i))
+    assert f"{table[first]} is expert {first}" in renamed
+
+
+def test_two_faults_are_both_named(own):
+    def change(ids, b):
+        ids = np.roll(ids, 1, axis=0)
+        ids[7, 1] = 3
+        return ids
+
+    assert set(faults(check_routes(capture(own, change), own))) == {"duplicates", "shifted by one token"}
+    both = check_routes(capture(own, shift(1), layers=(2, 1, 3)), own)
+    assert set(faults(both)) == {"shifted by one token", "layers permuted"}
+
+
+def test_routed_layers_alone_and_names_in_another_order_are_fine(own):
+    alone = check_routes(capture(own, lambda ids, b: ids[:, 1:]), own)
+    assert faults(alone) == []
+    assert [(f.name, f.fault) for f in alone.findings] == [("dense layers left out", False)]
+    named = capture(own, lambda ids, b: ids[:, [3, 1, 2]], sites=(SITES[2], SITES[0], SITES[1]))
+    assert faults(check_routes(named, own)) == []
+    wrong = capture(own, lambda ids, b: ids[:, [3, 1, 2]], sites=SITES)
+    assert faults(check_routes(wrong, own)) == ["layers permuted"]
+
+
+def test_live_rows_and_the_last_token_are_no_faults(own):
+    def change(ids, b):
+        ids[4:6] = -1
+        return np.concatenate([ids, np.zeros_like(ids[:1])])  # zeros for the token that was never fed back
+
+    result = check_routes(capture(own, change), own)
+    assert faults(result) == []
+    assert [f.name for f in result.findings] == ["live rows"]
+
+
+def test_floats_are_refused(own):
+    with pytest.raises(ValueError, match=r"expected integer ids .* got \['float64 \["):
+        check_routes(capture(own, lambda ids, b: ids.astype(float)), own)

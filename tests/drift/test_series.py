@@ -1,0 +1,241 @@
+"""moe-rl drift over several checkpoints, swapped routers, and the inline views."""
+
+import copy
+import json
+import re
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from drift_models import ALPHABET, TEXTS, build, moved, save
+from matplotlib.figure import Figure
+
+from moe_rl.cli import main
+from moe_rl.drift import plot, run, series
+from moe_rl.drift.choose import chosen
+from moe_rl.drift.errors import DriftError
+from moe_rl.drift.gates import gates_of, with_gates
+from moe_rl.drift.options import DriftOptions, SeriesOptions
+from moe_rl.drift.run import run_drift
+from moe_rl.drift.series import run_series
+from moe_rl.drift.verdict import pair_verdict, swap_sentence
+from moe_rl.policy.tiny import char_tokenizer
+from moe_rl.routing import RoutedExperts, change_counts, find_sites, record_routes
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return char_tokenizer(ALPHABET)
+
+
+def stages(family, tokenizer):
+    """The first; moved routers; a moved body under the same routers."""
+    first = build(family, tokenizer)
+    routers, body = copy.deepcopy(first), moved(first, 0.1)
+    with with_gates(body, gates_of(first)):
+        body = copy.deepcopy(body)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for site in find_sites(routers):
+            for weight in site.module.parameters():
+                weight += 0.2 * torch.randn(weight.shape, generator=generator)
+    return [first.eval(), routers.eval(), body.eval()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, tokenizer):
+    root = tmp_path_factory.mktemp("run")
+    for step, model in zip((5, 100, 20), [stages("granitemoe", tokenizer)[i] for i in (0, 2, 1)], strict=True):
+        save(model, tokenizer, root / f"checkpoint-{step}")
+    return root
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(TEXTS) + "\n")
+    return path
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    monkeypatch.setattr(run, "draw", lambda *_: [])
+    monkeypatch.setattr(series, "draw", lambda *_: [])
+
+
+def routes_of(model, tokenizer):
+    """Of TEXTS, padded on the right, and the mask of all but first tokens."""
+    width = max(map(len, TEXTS))
+    ids = torch.tensor([tokenizer(text)["input_ids"] + [0] * (width - len(text)) for text in TEXTS])
+    real = torch.tensor([[t < len(text) for t in range(width)] for text in TEXTS])
+    with torch.no_grad(), record_routes(model) as recording:
+        model(input_ids=ids, attention_mask=real.long())
+    return recording.routes, real & (torch.arange(width) > 0)
+
+
+def test_a_folder_of_checkpoints_is_a_series_in_the_order_of_its_steps(folder, prompts, tmp_path, tokenizer, capsys):
+    output = tmp_path / "out"
+    main(["drift", str(folder), "--prompts", str(prompts), "--output", str(output), "--batch-size", "4"])
+    said = capsys.readouterr().out
+    facts = json.loads((output / "series.json").read_text())
+    assert [row["name"] for row in facts["rows"]] == ["checkpoint-5", "checkpoint-20", "checkpoint-100"]
+    assert facts["steps"] == [5, 20, 100] and facts["complete"] is True
+    first, routers, body = (routes_of(model, tokenizer)[0] for model in stages("granitemoe", tokenizer))
+    mask = routes_of(stages("granitemoe", tokenizer)[0], tokenizer)[1]
+    zero, one, two = facts["rows"]
+    assert zero["change"]["slot"]["changed"] == zero["gap"]["gap_max"] == 0 < zero["change"]["slot"]["of"]
+    assert one["change"]["slot"]["changed"] == change_counts(first, routers, mask).slots_changed > 0
+    assert two["change"]["token"]["changed"] == change_counts(first, body, mask).tokens_changed > 0
+    assert two["step"]["site"]["changed"] == change_counts(routers, body, mask).sites_changed > 0
+    # Where only routers moved, they alone do all of it, and the body nothing; and the other way round.
+    assert one["gate_swap"] == {"routers": one["change"], "body": zero["change"]}
+    assert two["gate_swap"] == {"routers": zero["change"], "body": two["change"]}
+    assert two["gap"]["gap_mean"] > two["gap"]["gap_mean_replayed"] > 0
+    table, sites = pd.read_csv(output / "series.csv"), pd.read_csv(output / "sites.csv")
+    assert table["slots_changed"].tolist() == [row["change"]["slot"]["changed"] for row in facts["rows"]]
+    assert sites.groupby("checkpoint")["slots_changed"].sum()["checkpoint-100"] == two["change"]["slot"]["changed"]
+    page = (output / "report.html").read_text()
+    assert said.startswith(facts["verdict"]) and facts["verdict"] in page and page.count("<svg") == 2
+    assert "alone" in facts["swap"] and facts["swap"] in said and facts["swap"] in page
+    assert "<script" not in page and not re.search(r"\bnan\b|\bNone\b", re.sub(r"<svg.*?</svg>", "", page, flags=re.S))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
+
+
+def test_swapped_routers_of_a_pair_with_two_models_or_one_at_a_time(folder, prompts, tmp_path, undrawn):
+    for new, (routers, body) in {"checkpoint-20": (True, False), "checkpoint-100": (False, True)}.items():
+        pair = [str(folder / name) for name in ("checkpoint-5", new)]
+        options = [
+            DriftOptions(*pair, prompts, tmp_path / n, per_site=False, one_at_a_time=n == "b", floor_sequences=0)
+            for n in "ab"
+        ]
+        facts = [json.loads((run_drift(one) / "drift.json").read_text()) for one in options]
+        swap = facts[0]["gate_swap"]
+        assert swap == facts[1]["gate_swap"]
+        assert [swap[name]["slot"]["changed"] > 0 for name in ("routers", "body")] == [routers, body]
+        assert f"the {'routers' if routers else 'hidden states'} move the selection alone" in swap_sentence(swap)
+        page = (tmp_path / "a" / "report.html").read_text()
+        assert pair_verdict(facts[0]) in page and swap_sentence(swap) in page
+
+
+def test_other_routers_are_in_place_inside_the_block_only(tokenizer):
+    model, other = stages("qwen3_moe", tokenizer)[:2]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(KeyError), with_gates(model, gates_of(other)):
+        changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+        assert changed == {f"model.layers.{i}.mlp.gate.weight" for i in (0, 1)}
+        assert all(torch.equal(model.state_dict()[name], other.state_dict()[name]) for name in changed)
+        raise KeyError
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ValueError, match="of another architecture"), with_gates(model, {}):
+        pass
+
+
+def test_a_series_that_is_stopped_keeps_what_it_measured(folder, prompts, tmp_path, undrawn, monkeypatch, capsys):
+    load = series.checkpoints.load
+
+    def stops(label, path, *rest):
+        if path.endswith("-100"):
+            raise KeyboardInterrupt
+        return load(label, path, *rest)
+
+    monkeypatch.setattr(series.checkpoints, "load", stops)
+    with pytest.raises(SystemExit) as stop:
+        main(["drift", str(folder), "--prompts", str(prompts), "--output", str(tmp_path / "out")])
+    assert stop.value.code == 130 and "OUTPUT.partial" in capsys.readouterr().err
+    facts = json.loads((tmp_path / "out.partial" / "series.json").read_text())
+    assert facts["complete"] is False and [row["name"] for row in facts["rows"]] == ["checkpoint-5", "checkpoint-20"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_the_arguments_mean(folder, tmp_path, tokenizer, prompts, capsys):
+    inside = [str(folder / f"checkpoint-{step}") for step in (5, 20, 100)]
+    assert chosen([str(folder)]) == inside and chosen(["owner/name", inside[0]]) == ["owner/name", inside[0]]
+    trainer = tmp_path / "trainer"  # a trainer's output: the last model, and checkpoints inside
+    save(build("granitemoe", tokenizer), tokenizer, trainer)
+    save(build("granitemoe", tokenizer), tokenizer, trainer / "checkpoint-1")
+    assert chosen([str(trainer)]) == [str(trainer / "checkpoint-1"), str(trainer)]
+    assert chosen([str(trainer), inside[0]]) == [str(trainer), inside[0]], "beside another it is itself"
+    ours = tmp_path / "seed0"
+    save(build("granitemoe", tokenizer), tokenizer, ours / "checkpoint")
+    assert chosen([str(ours), inside[0]]) == [str(ours / "checkpoint"), inside[0]]
+    (tmp_path / "empty").mkdir()
+    for given, message in (
+        ([str(tmp_path / "empty")], "holds no checkpoint"),
+        ([inside[0]], "there is only"),
+        ([], "none"),
+    ):
+        with pytest.raises(DriftError, match=message):
+            chosen(given)
+    odd = save(build("granitemoe", tokenizer, experts=8), tokenizer, tmp_path / "odd")
+    for paths, message in (
+        ((*inside[:2], str(odd)), r"num_local_experts is 6 in checkpoint 1 \(.*\) and 8 in checkpoint 3 \(odd\)"),
+        ((*inside, inside[0]), "names .*checkpoint-5 twice"),
+    ):
+        with pytest.raises(DriftError, match=message):
+            run_series(SeriesOptions(paths, prompts, tmp_path / "out"))
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_the_verdict_says_how_many_times_the_floor():
+    def rates(slot, token):
+        return {"slot": {"rate": slot}, "token": {"rate": token}}
+
+    facts = {"old_name": "a", "new_name": "b", "change": rates(0.12, 0.45), "floor": {"variants": {}}}
+    assert pair_verdict(facts) == "12 % of slots and 45 % of tokens changed from a to b."
+    facts["floor"]["variants"] = {"repeat": rates(0.0, 0.0), "batch": rates(0.0, 0.0), "bf16": rates(0.03, 0.2)}
+    assert pair_verdict(facts) == (
+        "12 % of slots and 45 % of tokens changed from a to b, 4 times what a bf16 copy changes (3 %) and other "
+        "arithmetic at equal weights changes none."
+    )
+    facts["floor"]["variants"]["batch"] = rates(0.06, 0.3)
+    assert "2 times what other arithmetic at equal weights changes (6 %) and 4 times" in pair_verdict(facts)
+    swap = {"routers": rates(0.1, 0), "body": rates(0.02, 0)}
+    assert swap_sentence(swap).endswith("the routers move the selection 5 times as much.")
+    assert swap_sentence({"routers": rates(0.1, 0), "body": rates(0.11, 0)}).endswith("about equally.")
+    assert swap_sentence({"routers": rates(0.0, 0), "body": rates(0.0, 0)}).endswith("neither moves the selection.")
+
+
+# -- inline views --------------------------------------------------------------------------------------------------
+
+
+def by_hand():
+    """One sequence, three tokens, two sites, K = 2: token 1 changes one slot at site 0, both at site 1."""
+    old = torch.tensor([[[[0, 1], [2, 3]]] * 3])
+    new = old.clone()
+    new[0, 1] = torch.tensor([[1, 4], [0, 1]])
+    tokens = torch.tensor([[7, 8, 9]])
+    return [RoutedExperts(ids, ["layers.0.gate", "layers.1.gate"], 5, tokens=tokens) for ids in (old, new)]
+
+
+class Words:
+    def decode(self, ids):
+        return {7: "a ", 8: '<b title="x">&', 9: "c\n"}[ids[0]]
+
+
+def test_the_heat_map_is_slots_changed_by_site_and_position_on_any_axes():
+    ax = Figure().subplots()
+    assert plot.change_heatmap(*by_hand(), ax=ax) is ax
+    assert ax.images[0].get_array().tolist() == [[0, 50, 0], [0, 100, 0]]
+    mask = torch.tensor([[True, False, True]])
+    drawn = plot.change_heatmap(*by_hand(), ax=Figure().subplots(), mask=mask).images[0].get_array()
+    assert np.ma.getmaskarray(drawn).tolist() == [[False, True, False]] * 2
+    lines = plot.change_by_site(*by_hand(), ax=Figure().subplots()).lines
+    sites, slots = (line.get_ydata().tolist() for line in lines)
+    assert sites == pytest.approx([100 / 3] * 2) and slots == pytest.approx([100 / 6, 100 / 3])
+    matplotlib.use("Agg")
+    assert plot.change_heatmap(*by_hand()).get_xlabel() == "position"
+    matplotlib.pyplot.close("all")
+
+
+def test_tokens_are_escaped_and_coloured_by_the_sites_that_changed():
+    shown = plot.tokens(*by_hand(), Words())
+    html = shown._repr_html_()
+    assert "&lt;b title=&quot;x&quot;&gt;&amp;" in html and "<b title" not in html
+    assert html.count("2 of 2 sites changed") == 1 and html.count("0 of 2 sites changed") == 2
+    assert "0: 0 → 4\n1: 2, 3 → 0, 1" in html and "rgba(213,94,0,0.85)" in html.split("2 of 2 sites")[1]
+    assert plot.tokens(*by_hand(), Words(), mask=torch.tensor([[True, False, False]])).html.count("<span title") == 1
+    bare = [RoutedExperts(routes.ids, routes.sites, 5) for routes in by_hand()]
+    with pytest.raises(ValueError, match="do not know their tokens"):
+        plot.tokens(*bare, Words())

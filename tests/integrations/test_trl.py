@@ -1,0 +1,303 @@
+"""Routing Replay in the installed TRL: exact, carried through its shuffle, or an error."""
+
+import pytest
+import torch
+
+from moe_rl.routing import RoutedExperts, RoutingError, change_counts, record_routes
+
+pytest.importorskip("trl", reason="needs `pip install moe_rl[trl]`")
+
+from tiny_trl import TINY, TOKENIZER, logged, make, replayed_all, spying, weights
+from trl import GRPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+from moe_rl.integrations.old_policy import refuse_random, same_policy
+from moe_rl.integrations.trl import routing_replay
+from moe_rl.policy import build_tiny
+
+CHANGES = ("routing/slot_change", "routing/site_change", "routing/token_change")
+
+
+def trained(*args, **settings):
+    """Made and trained at once: TRL seeds torch when a trainer is made."""
+    trainer = make(*args, **settings)
+    trainer.train()
+    return trainer
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(weights(one).values(), weights(other).values(), strict=True))
+
+
+def test_measuring_changes_no_bit_of_the_training(tmp_path):
+    plain, ours = trained(GRPOTrainer, tmp_path), trained(routing_replay(GRPOTrainer), tmp_path)
+    assert equal(plain, ours)
+    assert logged(plain, "loss") == logged(ours, "loss")
+    assert set(logged(ours, "routing/replayed_fraction").values()) == {0.0}
+    assert logged(ours, "routing/first_change") == {1: 0.0, 5: 0.0}  # a batch is scored before updates 1 and 5
+
+
+def test_first_update_is_trls_to_the_bit_and_later_ones_are_replayed(tmp_path):
+    plain = trained(GRPOTrainer, tmp_path, max_steps=1)
+    replayed = trained(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R2"}, max_steps=1)
+    assert equal(plain, replayed)
+    assert logged(replayed, "loss") == logged(plain, "loss")
+    spy = trained(routing_replay(spying(GRPOTrainer)), tmp_path, options={"replay": "R2"})
+    natural = trained(routing_replay(spying(GRPOTrainer)), tmp_path)
+    assert replayed_all(spy) and not replayed_all(natural)  # the weights move far enough to choose others
+    assert set(logged(spy, "routing/replayed_fraction").values()) == {1.0}
+    assert not equal(spy, natural)
+
+
+SETTINGS = {
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "accumulation": {"gradient_accumulation_steps": 2, "max_steps": 4},
+    "num_iterations": {"num_iterations": 3, "steps_per_generation": 2},
+    "batch and update do not end together": {"gradient_accumulation_steps": 3, "steps_per_generation": 4},
+    "padding to a multiple": {"pad_to_multiple_of": 8},
+    "truncated masked": {"mask_truncated_completions": True},
+    "gspo": {"importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "fp32 head": {"cast_lm_head_to_fp32": True},
+    "auxiliary loss": {"router_aux_loss_coef": 0.01},
+    "evaluation between updates": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+} | {loss: {"loss_type": loss, "max_steps": 3} for loss in ("grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo")}
+SETTINGS["luspo"] = {"loss_type": "luspo", "importance_sampling_level": "sequence", "max_steps": 3}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_replay_is_exact_under(name, tmp_path):
+    options = {"replay": "R2", "probe_sequences": 0}
+    if "evaluation" in name:
+        from datasets import Dataset
+
+        options["eval_dataset"] = Dataset.from_dict({"prompt": ["^1+2=", "^34+5="]})
+    trainer = trained(routing_replay(spying(GRPOTrainer)), tmp_path, options=options, **SETTINGS[name])
+    assert replayed_all(trainer)
+    assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
+    assert set(logged(trainer, "routing/first_change").values()) == {0.0}
+    assert not logged(trainer, CHANGES[0])  # no probe was asked for
+    if "evaluation" in name:
+        assert logged(trainer, "eval_loss").keys() == set(range(1, 7))
+
+
+def test_gmpo_is_replayed(tmp_path):
+    trainer = trained(
+        routing_replay(spying(GMPOTrainer)), tmp_path, config_class=GMPOConfig, options={"replay": "R2"}, max_steps=3
+    )
+    assert replayed_all(trainer)
+    assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
+
+
+def test_compiled_model_carries_its_hooks(tmp_path):
+    settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
+    trainer = trained(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R2"}, **settings)
+    assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
+    assert max(logged(trainer, CHANGES[0]).values()) > 0
+
+
+def lora(base, folder, **options):
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_alpha=16, task_type="CAUSAL_LM")
+    options = {"replay": "R2", "peft_config": adapter, **options}
+    return make(routing_replay(base), folder, options=options, beta=0.05, learning_rate=0.1, max_steps=6)
+
+
+def test_routes_of_the_lora_reference_are_never_replayed(tmp_path):
+    # With an adapter TRL scores the reference through the same module, right after the policy.
+    trainer = lora(spying(GRPOTrainer), tmp_path)
+    trainer.train()
+    assert replayed_all(trainer)
+    assert logged(trainer, "routing/first_change") == {1: 0.0, 5: 0.0}
+    assert any(value > 0 for value in logged(trainer, "kl").values())
+
+
+def test_routes_of_another_policy_are_an_error(tmp_path):
+    class Mistaken(GRPOTrainer):
+        """Takes the reference's log-probabilities for the old policy's."""
+
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            output["old_per_token_logps"] = output["ref_per_token_logps"]
+            return output
+
+    trainer = lora(Mistaken, tmp_path)
+    with pytest.raises(RoutingError, match=r"before any weight moved.*another policy"):
+        trainer.train()
+    assert trainer.state.global_step == 4  # at first the adapter changes nothing: reference and policy are one
+
+
+def test_routes_beside_other_tokens_are_an_error(tmp_path):
+    class Mixed(GRPOTrainer):
+        def _prepare_inputs(self, batch):
+            inputs = super()._prepare_inputs(batch)
+            return {**inputs, "routing_rows": inputs["routing_rows"].flip(0)} if self.model.training else inputs
+
+    with pytest.raises(RoutingError, match="recorded for other tokens"):
+        make(routing_replay(Mixed), tmp_path, options={"replay": "R2"}).train()
+
+
+def test_a_pass_that_is_not_the_old_policys_is_an_error(tmp_path):
+    class Copied(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            return {**output, "old_per_token_logps": output["old_per_token_logps"].clone()}
+
+    with pytest.raises(RoutingError, match="not those of a pass of the policy"):
+        make(routing_replay(Copied), tmp_path, options={"replay": "R2"}).train()
+
+
+def test_a_loss_of_its_own_is_an_error(tmp_path):
+    class Own(GRPOTrainer):
+        def compute_loss(self, model, inputs, **_):
+            return model(input_ids=inputs["prompt_ids"]).logits.sum()
+
+    with pytest.raises(RoutingError, match="a training step around its own loss"):
+        make(routing_replay(Own), tmp_path, options={"replay": "R2"}).train()
+
+
+@pytest.mark.parametrize("replay", ["none", "R2"])
+@pytest.mark.parametrize(
+    "settings", [{"steps_per_generation": 2, "gradient_accumulation_steps": 2}, {"steps_per_generation": 1}]
+)
+def test_a_ratio_that_is_one_by_construction_is_refused(settings, replay, tmp_path):
+    with pytest.raises(RoutingError, match="the ratio is 1 by construction"):
+        make(routing_replay(GRPOTrainer), tmp_path, options={"replay": replay}, **settings)
+
+
+def test_other_trainers_are_refused():
+    from trl import SFTTrainer
+
+    with pytest.raises(TypeError, match=r"GRPOTrainer.*got SFTTrainer"):
+        routing_replay(SFTTrainer)
+    with pytest.raises(TypeError, match="AsyncGRPOTrainer: it has a loss"):
+        routing_replay(type("AsyncGRPOTrainer", (), {}))
+    assert routing_replay(GRPOTrainer) is routing_replay(GRPOTrainer)
+    assert issubclass(routing_replay(GMPOTrainer), GMPOTrainer)
+
+
+def test_unknown_replay_is_refused(tmp_path):
+    with pytest.raises(RoutingError, match="none, R2, R3, got 'r2'"):
+        make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "r2"})
+
+
+def test_dropout_is_refused(tmp_path):
+    model = build_tiny(TINY, TOKENIZER)
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    with pytest.raises(RoutingError, match=r"layers.1.self_attn has attention_dropout = 0.1"):
+        make(routing_replay(GRPOTrainer), tmp_path, model=model)
+    refuse_random(torch.nn.Sequential(torch.nn.Dropout(0.0)))
+    with pytest.raises(RoutingError, match=r"0 has dropout = 0.5"):
+        refuse_random(torch.nn.Sequential(torch.nn.Dropout(0.5)))
+
+
+def test_the_auxiliary_loss_that_trl_adds_is_named(tmp_path, caplog):
+    make(routing_replay(GRPOTrainer), tmp_path, router_aux_loss_coef=None)
+    assert "router_aux_loss_coef=0.0" in caplog.text
+    caplog.clear()
+    make(routing_replay(GRPOTrainer), tmp_path)
+    assert "router_aux_loss_coef" not in caplog.text
+
+
+def test_probe_is_what_one_measures_by_hand(tmp_path):
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R2", "probe_sequences": 100}, max_steps=1)
+    old = build_tiny(TINY, TOKENIZER)
+    kept = {}
+    inner = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: kept.setdefault("batch", inner(inputs))
+    trainer.train()
+    batch = kept["batch"]
+    ids, real = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    routes, logps = [], []
+    for model in (old, trainer.model):
+        with torch.no_grad(), record_routes(model) as recording:
+            log_probabilities = model(input_ids=ids, attention_mask=real).logits.log_softmax(-1)
+        routes.append(recording.routes)
+        logps.append(log_probabilities[:, :-1].gather(-1, ids[:, 1:, None])[..., 0])
+    answers = torch.cat([torch.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], dim=1).bool()
+    expected = change_counts(*routes, answers).rates()
+    assert 0 < expected["slot_change"] < 1
+    for name in CHANGES:
+        assert logged(trainer, name)[1] == pytest.approx(expected[name.removeprefix("routing/")], abs=1e-12)
+    gap = (logps[1] - logps[0]).double()
+    assert logged(trainer, "routing/var_token_natural")[1] == pytest.approx(float(gap[answers[:, 1:]].var()), rel=1e-4)
+    means = torch.stack([row[mask].mean() for row, mask in zip(gap, answers[:, 1:], strict=True)])
+    assert logged(trainer, "routing/var_sequence_natural")[1] == pytest.approx(float(means.var()), rel=1e-4)
+
+
+def test_same_policy_counts_real_tokens_only():
+    model = build_tiny(TINY, TOKENIZER)
+    ids = torch.randint(1, 10, (2, 5))
+    with torch.no_grad(), record_routes(model) as one:
+        model(ids)
+    other = one.routes.ids.clone()
+    other[0, 0] = (other[0, 0] + 1) % 6  # one token, both sites, every slot
+    changed = RoutedExperts(other, one.routes.sites, 6)
+    real = torch.ones(2, 5, dtype=torch.bool)
+    share = change_counts(one.routes, changed, real).rates()["slot_change"]
+    with pytest.raises(RoutingError, match=f"{100 * share:.3g} % of the expert slots"):
+        same_policy(one.routes, changed, real)
+    assert same_policy(one.routes, changed, real, tolerance=share) == share
+    real[0, 0] = False
+    assert same_policy(one.routes, changed, real) == 0
+
+
+@pytest.mark.parametrize("replay", ["none", "R2"])
+def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
+    from moe_rl import study
+    from moe_rl.study.live_rows import new_rows
+
+    options = {"replay": replay, "run_folder": tmp_path / "runs"}
+    trainer = trained(routing_replay(GRPOTrainer), tmp_path / "trl", options=options)
+    data = study.load(tmp_path / "runs")
+    (run,) = data.runs
+    assert (run.arm, run.seed, run.replay, run.finished) == ("dapo" if replay == "none" else "dapo_r2", 1, replay, True)
+    assert data.rollouts.step.tolist() == [0, 1]
+    assert data.rollouts.reward.tolist() == list(logged(trainer, "reward").values())
+    keys = [(0, 1), (0, 2), (0, 3), (0, 4), (1, 1), (1, 2)]
+    for table in (data.updates, data.probes):
+        assert list(zip(table.step, table["update"], strict=True)) == keys
+    assert (data.updates.replayed_rows / data.updates.routed_rows.clip(lower=1)).tolist() == [float(replay == "R2")] * 6
+    slots = (data.probes.slots_changed / data.probes.slots).tolist()
+    assert slots == list(logged(trainer, "routing/slot_change").values())
+    assert data.updates.loss.tolist() == pytest.approx(list(logged(trainer, "loss").values()), abs=1e-4)
+    clipped = (data.updates.clipped_tokens / data.updates.tokens).tolist()
+    assert clipped == pytest.approx(list(logged(trainer, "clip_ratio/region_mean").values()))
+    assert data.updates.lr.tolist() == pytest.approx(list(logged(trainer, "learning_rate").values()))
+    assert data.updates.grad_norm.tolist() == pytest.approx(list(logged(trainer, "grad_norm").values()), rel=1e-3)
+    assert data.updates.k3[0] == 0 and data.updates.k3[1] > 0  # the ratio is 1 until a weight moves
+    assert len(new_rows(run.folder / "metrics.jsonl")["rows"]["probe"]) == 6
+    if replay == "R2":
+        assert study.figures.FIGURES["expert_change"](data).figure.axes
+
+
+def test_interrupted_run_goes_on_in_its_folder(tmp_path):
+    from transformers import TrainerCallback
+
+    from moe_rl import study
+
+    class Interrupted(TrainerCallback):
+        def on_step_end(self, args, state, *_, **__):
+            if state.global_step == 6:
+                raise KeyboardInterrupt
+
+    folder = tmp_path / "runs" / "mine" / "seed3"
+    options = {"run_folder": folder, "probe_sequences": 0}
+    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
+    trainer.add_callback(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    data = study.load(folder)
+    assert (data.runs[0].arm, data.runs[0].seed, data.runs[0].finished) == ("mine", 3, False)
+    assert list(zip(data.updates.step, data.updates["update"], strict=True))[4:] == [(1, 1), (1, 2)]
+    again = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
+    with pytest.raises(RoutingError, match="has rows of 2 batches, and training begins anew"):
+        again.train()
+    resumed = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    data = study.load(folder)
+    assert data.runs[0].finished and not data.notes
+    assert list(zip(data.updates.step, data.updates["update"], strict=True)) == [
+        (s, u) for s in (0, 1) for u in (1, 2, 3, 4)
+    ]

@@ -1,0 +1,183 @@
+"""What arithmetic alone changes: identities that hold exactly, and numbers by hand."""
+
+import copy
+import math
+
+import pytest
+import torch
+from transformers import (
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from moe_rl.measure.arithmetic import (
+    LAYOUTS,
+    SPLIT,
+    CannotRun,
+    arithmetic_floor,
+    compare,
+    experts_variants,
+    gap_split,
+    repadded,
+)
+from moe_rl.measure.scoring import TokenBatch, score_live
+from moe_rl.routing import find_sites, record_routes
+
+COMMON = {
+    "vocab_size": 30,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+
+
+def build(family, **changes):
+    torch.manual_seed(0)
+    common = COMMON | changes
+    if family == "granitemoe":
+        return GraniteMoeForCausalLM(GraniteMoeConfig(**common, num_local_experts=6, logits_scaling=4.0)).eval()
+    if family == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**common, num_local_experts=6, sliding_window=None)).eval()
+    config = Qwen3MoeConfig(**common, num_experts=6, moe_intermediate_size=16, head_dim=8, norm_topk_prob=True)
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+def text():
+    """Three sequences as a trainer lays them out: the prompt ends at column 4, padding on both sides."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 30, (3, 10), generator=generator)
+    column = torch.arange(10)
+    real = torch.stack([column >= 2, (column >= 1) & (column < 7), column < 9])
+    return TokenBatch(ids, real, real & (column >= 4))
+
+
+FAMILIES = ["qwen3_moe", "granitemoe", "mixtral"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_forward_again_is_zero_everywhere(family):
+    model, batch = build(family), text()
+    facts = compare(model, [batch, batch], [score_live(model, batch)] * 2, "repeat").facts()
+    assert (facts["slots_changed"], facts["slots"]) == (0, 2 * 14 * 2 * 2), "14 measured tokens, 2 sites, K = 2"
+    assert facts["measured"] == facts["tokens"] == 28
+    zeros = ("outside", "extreme_2", "gap_mean", "gap_p99", "gap_max", "m2", "k3", "chi2_token", "chi2_sequence")
+    assert all(facts[f"{name}{end}"] == 0 for name in zeros for end in ("", "_replayed"))
+    assert facts["ess_token"] == facts["ess_sequence_replayed"] == 1
+    assert all(math.isnan(facts[f"routing_share_{name}"]) for name in SPLIT), "of nothing there is no share"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_float64_every_layout_says_the_same_of_every_token(family):
+    """Tokens that came back to another place, or a cache that was fed wrongly, would differ by far more."""
+    model = build(family).double()
+    model.set_experts_implementation("eager")  # grouped_mm has no float64
+    found, left_out = arithmetic_floor(model, [text()])
+    assert set(found) | set(left_out) == {*LAYOUTS, "decode", *experts_variants(model, ("eager", "grouped_mm"))}
+    for name in (*LAYOUTS, "decode"):
+        assert found[name]["gap_max"] < 1e-12 and found[name]["sites_changed"] == 0, name
+        assert found[name]["measured"] == 14
+
+
+def test_where_only_the_selection_differs_replay_removes_the_whole_gap():
+    """With K = 1 a renormalised gate is exactly 1, so that a router acts through its choice and nothing else."""
+    model, batch = build("qwen3_moe", num_experts_per_tok=1), text()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for site in find_sites(other):
+            weight = site.module.weight
+            weight += 0.3 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+    facts = compare(other, [batch], [score_live(model, batch)], "same").facts()
+    assert 0 < facts["slots_changed"] < facts["slots"] and facts["gap_mean"] > 0.01 and facts["outside"] > 0
+    assert facts["gap_max_replayed"] == facts["outside_replayed"] == facts["k3_replayed"] == 0
+    assert all(facts[f"routing_share_{name}"] == 1 for name in SPLIT)
+
+
+def test_where_the_routes_stay_nothing_is_routing():
+    model, batch = build("granitemoe"), text()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.lm_head.weight *= 1.5  # after the last router
+    facts = compare(other, [batch], [score_live(model, batch)], "same").facts()
+    assert facts["slots_changed"] == 0 < facts["gap_mean"]
+    assert all(facts[f"routing_share_{name}"] == 0 for name in SPLIT)
+
+
+def test_a_share_of_the_gap_is_what_a_replayed_forward_leaves():
+    """bf16 against fp32, recounted from whole logits."""
+    model, batch = build("mixtral"), text()
+    with torch.no_grad():
+        model.lm_head.weight *= 8
+    coarse = copy.deepcopy(model).bfloat16()
+    facts = compare(coarse, [batch], [score_live(model, batch)], "same").facts()
+    inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    said, taken = [], []
+    for one in (model, coarse):
+        with torch.no_grad(), record_routes(one) as recording:
+            logits = one(**inputs).logits.float()
+        logps = logits.log_softmax(-1)[:, :-1].gather(2, batch.input_ids[:, 1:, None])[..., 0]
+        said.append(logps[batch.completion_mask[:, 1:]])
+        taken.append(recording.routes.ids[batch.completion_mask].sort(-1).values)
+    gap = (said[1] - said[0]).double()
+    assert facts["gap_mean"] == pytest.approx(float(gap.abs().mean()), rel=1e-5)
+    assert facts["outside"] == int(((gap.exp() < 0.9) | (gap.exp() > 1.1)).sum()) > 0
+    assert facts["sites_changed"] == int((taken[0] != taken[1]).any(-1).sum())
+    assert facts["routing_share_gap_mean"] == pytest.approx(1 - facts["gap_mean_replayed"] / facts["gap_mean"])
+
+
+def test_tails_and_shares_by_hand():
+    ratios = torch.tensor([[1.05, 1.2, 0.85, 1.0], [3.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[True] * 4, [True, False, False, False]])
+    replayed = torch.tensor([[1.05, 1.2, 1.0, 1.0], [1.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
+    facts = gap_split(ratios.log(), replayed.log(), mask)
+    assert (facts["measured"], facts["outside"], facts["outside_replayed"], facts["extreme_2"]) == (5, 3, 1, 1)
+    assert facts["outside_fraction"] == pytest.approx(3 / 5) and facts["routing_share_outside"] == pytest.approx(2 / 3)
+    sizes = [abs(math.log(r)) for r in (1.05, 1.2, 0.85, 1.0, 3.0)]
+    assert facts["gap_mean"] == pytest.approx(sum(sizes) / 5) and facts["gap_max"] == pytest.approx(math.log(3))
+    squares = [1.05**2, 1.2**2, 0.85**2, 1.0, 9.0]
+    assert facts["chi2_token"] == pytest.approx(sum(squares) / 5 - 1)
+    assert facts["ess_token"] == pytest.approx((1.05 + 1.2 + 0.85 + 1 + 3) ** 2 / (5 * sum(squares)))
+
+
+def test_padding_moves_and_tokens_keep_their_order():
+    batch = text()
+    for side in ("left", "right"):
+        moved = repadded(batch, side)
+        edge = moved.attention_mask.int().diff(dim=1)
+        assert bool((edge <= 0).all()) if side == "right" else bool((edge >= 0).all())
+        for a, b in zip(batch.input_ids[batch.attention_mask], moved.input_ids[moved.attention_mask], strict=True):
+            assert a == b
+        assert moved.completion_mask.sum(1).tolist() == batch.completion_mask.sum(1).tolist()
+        assert bool((moved.completion_mask <= moved.attention_mask).all())
+
+
+def test_decoding_measures_the_first_tokens_of_responses_only():
+    model, batch = build("qwen3_moe"), text()
+    facts = compare(model, [batch], [score_live(model, batch)], "decode", decode_tokens=2).facts()
+    assert facts["measured"] == facts["tokens"] == 6 and facts["gap_max"] < 1e-4
+
+
+def test_what_has_no_variant_says_why_and_leaves_the_model_as_it_was():
+    model, batch = build("qwen3_moe"), text()
+    row = batch.rows(2, 3)
+    alone = TokenBatch(row.input_ids[:, :9], row.attention_mask[:, :9], row.completion_mask[:, :9])
+    reference = [score_live(model, alone)]
+    for variant, why in (("batch_1", "one sequence"), ("padding_left", "no padding would move")):
+        with pytest.raises(CannotRun, match=why):
+            compare(model, [alone], reference, variant)
+    own = model.config._experts_implementation
+    with pytest.raises(CannotRun, match="'abacus'"):
+        compare(model, [alone], reference, "experts_abacus")
+    compare(model, [alone], reference, "experts_eager")
+    assert model.config._experts_implementation == own
+    assert experts_variants(model, ("eager", own)) == ["experts_eager"]

@@ -1,0 +1,89 @@
+"""The reliability campaign and the page that it writes: `make reliability`, or `python tests/reliability/campaign.py`.
+
+Every block of work adds one line to a record as it ends, so that a campaign that was stopped goes on where it was;
+`--only PART` runs one part, `--page` writes the page from the record alone.
+"""
+
+import argparse
+import dataclasses
+import json
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PARTS = ("kills", "operations", "faults", "fuzz", "soak", "scale")
+
+
+def blocks(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], Any]]]:
+    """Name of each block of a part, and what makes its result in a scratch folder. Imports torch."""
+    if part == "kills":
+        from kills import killed_runs
+        from small_runs import METHODS
+
+        for method in METHODS:
+            yield f"{method} x {options.runs}", lambda root, m=method: killed_runs(m, options.runs, root)
+    elif part == "operations":
+        from operations import WORTHWHILE, stopped_runs
+
+        for method in WORTHWHILE:
+            yield f"{method} x {options.stops}", lambda root, m=method: stopped_runs(m, root, options.stops or None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=PARTS, nargs="*", default=PARTS, help="parts to run; by default all")
+    parser.add_argument("--runs", type=int, default=3, help="kills: runs of each method")
+    parser.add_argument("--stops", type=int, default=0, help="operations: states of each method; 0: all")
+    parser.add_argument("--cases", type=int, default=20_000, help="fuzz: cases of all kinds together")
+    parser.add_argument("--steps", type=int, default=400, help="soak: steps")
+    parser.add_argument("--record", type=Path, default=Path("runs/reliability.jsonl"), help="what was done so far")
+    parser.add_argument("--page", action="store_true", help="write the page from the record, run nothing")
+    options = parser.parse_args()
+    for part in () if options.page else options.only:
+        run_part(part, options)
+    from page import write_page
+
+    write_page(options.record, HERE.parents[1] / "docs" / "reliability.md")
+
+
+def run_part(part: str, options: argparse.Namespace) -> None:
+    """Run the blocks of a part that the record does not have yet."""
+    options.record.parent.mkdir(parents=True, exist_ok=True)
+    done = {(line["part"], line["block"]) for line in read(options.record)}
+    warm = False
+    for name, act in blocks(part, options):
+        if (part, name) in done:
+            continue
+        root = Path(tempfile.mkdtemp(prefix="moe_rl-reliability-"))
+        if part in ("kills", "operations", "faults") and not warm:
+            from small_runs import warm_up
+
+            warm_up(root)
+            warm = True
+        before, began = used(), time.time()
+        result = dataclasses.asdict(act(root))
+        line = {"part": part, "block": name, "cpu": round(used() - before, 1), "wall": round(time.time() - began, 1)}
+        with open(options.record, "a") as file:
+            file.write(json.dumps({**line, **result}) + "\n")
+        print(json.dumps({**line, **result}), flush=True)
+        if not result.get("wrong"):
+            shutil.rmtree(root)
+
+
+def used() -> float:
+    """CPU seconds of this process and of those that it waited for."""
+    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in both)
+
+
+def read(record: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""A selection bias: the choice is of scores + bias, all else is of the scores alone."""
+
+import pytest
+import torch
+from routing_helpers import grads, hooked, moe, routes_of, tokens
+
+from moe_rl.routing import (
+    RoutingError,
+    UnsupportedModelError,
+    biased_routes,
+    noisy_routes,
+    record_margins,
+    record_routes,
+    replay_routes,
+)
+
+
+def bias_for(model, inputs, scale=0.1):
+    routes = routes_of(model, inputs)
+    shape = routes.shape[2], routes.num_experts
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(3))
+
+
+@torch.no_grad()
+def test_the_choice_is_the_top_k_of_score_plus_bias():
+    model, inputs = moe(), tokens()
+    bias = bias_for(model, inputs)
+    with biased_routes(model, bias), record_routes(model) as recording:
+        logits = model(input_ids=inputs, output_router_logits=True).router_logits
+    k = recording.routes.shape[-1]
+    for site, scores in enumerate(logits):
+        expected = (scores.softmax(-1) + bias[site]).topk(k).indices
+        found = recording.routes.site_ids(site).reshape(-1, k)
+        assert torch.equal(found.sort(-1).values, expected.sort(-1).values), site
+    plain = routes_of(model, inputs)
+    assert not recording.routes.equal(plain) and not hooked(model)
+
+
+def test_gates_and_gradients_are_those_of_a_replay_of_the_biased_choice():
+    model, inputs = moe(), tokens()
+    bias = bias_for(model, inputs)
+    with biased_routes(model, bias), record_routes(model) as recording:
+        out = model(input_ids=inputs).logits
+        out.square().sum().backward()
+    own = grads(model)
+    with replay_routes(model, recording.routes):
+        again = model(input_ids=inputs).logits
+        again.square().sum().backward()
+    assert torch.equal(out, again)
+    assert all(torch.equal(value, own[name]) for name, value in grads(model).items())
+
+
+@torch.no_grad()
+def test_no_bias_changes_no_bit_and_a_replay_and_noise_stand_above_it():
+    model, inputs = moe(), tokens()
+    plain, routes = model(input_ids=inputs).logits, routes_of(model, inputs)
+    with biased_routes(model) as bias:
+        assert torch.equal(model(input_ids=inputs).logits, plain)
+        bias += bias_for(model, inputs)
+        with replay_routes(model, routes):
+            assert torch.equal(model(input_ids=inputs).logits, plain)
+        biased = routes_of(model, inputs)
+        with noisy_routes(model, 0.0), record_routes(model) as recording:
+            model(input_ids=inputs)
+        assert recording.routes.equal(biased), "noise of size 0 leaves the biased choice"
+        live = type(routes)(torch.full(routes.shape, -1), routes.sites, routes.num_experts)
+        with replay_routes(model, live), record_routes(model) as recording:
+            model(input_ids=inputs)
+        assert recording.routes.equal(biased), "rows of -1 are left to the biased router"
+
+
+@torch.no_grad()
+def test_margins_are_of_the_biased_scores():
+    model, inputs = moe(), tokens()
+    bias = bias_for(model, inputs)
+    with biased_routes(model, bias), record_margins(model) as margins, record_routes(model) as recording:
+        logits = model(input_ids=inputs, output_router_logits=True).router_logits
+    k = recording.routes.shape[-1]
+    for site, scores in enumerate(logits):
+        best = (scores.softmax(-1) + bias[site]).sort(-1, descending=True).values
+        torch.testing.assert_close(margins.values[..., site].flatten(), best[:, k - 1] - best[:, k])
+
+
+def test_the_self_check_of_the_other_mode_sees_no_bias():
+    model, inputs = moe().eval(), tokens()
+    with biased_routes(model, bias_for(model, inputs, 10.0)), torch.no_grad():
+        model.train()
+        with record_routes(model) as recording:
+            model(input_ids=inputs)
+    assert recording.routes.shape[0] == len(inputs)
+
+
+def test_recomputation_finds_the_same_biased_choice():
+    model, inputs = moe().train(), tokens()
+    bias = bias_for(model, inputs)
+    with biased_routes(model, bias):
+        model(input_ids=inputs).logits.square().sum().backward()
+    plain = grads(model)
+    model.gradient_checkpointing_enable()
+    with biased_routes(model, bias):
+        model(input_ids=inputs).logits.square().sum().backward()
+    assert all(torch.equal(value, plain[name]) for name, value in grads(model).items())
+
+
+def test_what_cannot_have_a_bias_is_refused():
+    model = moe()
+    with pytest.raises(RoutingError, match=r"bias must be \[L,E\]"), biased_routes(model, torch.zeros(1, 3)):
+        pass
+    grouped = moe("DeepseekV3ForCausalLM")
+    with pytest.raises(UnsupportedModelError, match="e_score_correction_bias"), biased_routes(grouped):
+        pass

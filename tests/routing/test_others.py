@@ -1,0 +1,227 @@
+"""Routes from other programs' arrays and files: each in the form in which its producer writes it."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from routing_helpers import moe, routes_of, tokens
+from tiny_families import families, tiny_config, tiny_model
+
+from moe_rl.routing import RoutedExperts, RoutingError, UnsupportedModelError, slot_change
+from moe_rl.routing.skeleton import sites_of
+
+SITES = ["model.layers.1.mlp.gate", "model.layers.2.mlp.gate"]
+
+
+def padded():
+    """Two sequences of 3 and 2 tokens as verl pads them: prompts left, zeros; 3 layers, of which 0 is dense; K = 2.
+    The last token of each was never fed back."""
+    ids = torch.zeros(2, 5, 3, 2, dtype=torch.int32)
+    ids[0, 1, 1:] = torch.tensor([[1, 2], [3, 4]])
+    ids[0, 2, 1:] = torch.tensor([[5, 6], [7, 0]])
+    ids[1, 2, 1:] = torch.tensor([[0, 7], [2, 1]])
+    return ids, torch.tensor([[0, 1, 1, 1, 0], [0, 0, 1, 1, 0]])
+
+
+EXPECTED = [
+    [[[-1, -1]] * 2, [[1, 2], [3, 4]], [[5, 6], [7, 0]], [[-1, -1]] * 2, [[-1, -1]] * 2],
+    [[[-1, -1]] * 2, [[-1, -1]] * 2, [[0, 7], [2, 1]], [[-1, -1]] * 2, [[-1, -1]] * 2],
+]
+
+
+def test_padding_dense_layers_and_the_last_token_have_no_routes():
+    ids, mask = padded()
+    routes = RoutedExperts.from_padded(ids, mask, SITES, 8)
+    assert routes.ids.tolist() == EXPECTED
+    ids[0, 0], ids[0, 4], ids[1, :2] = 99, -7, 3  # garbage outside of the mask
+    assert RoutedExperts.from_padded(ids.numpy(), mask.bool().numpy(), SITES, 8).equal(routes)
+    assert RoutedExperts.from_padded(ids[:, :, 1:], mask, ["a", "b"]).num_experts == 8  # the largest id is 7
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda a, m: (a.float(), m), "integer ids, got torch.float32: router logits"),
+        (lambda a, m: (a[:, :, 0], m), r"\[B,T,layers,K\].* got \[2, 5, 2\]"),
+        (lambda a, m: (a, m[:, 1:]), r"mask \[2, 4\] does not fit ids \[2, 5, 3, 2\].*not a response mask"),
+        (lambda a, m: (a, m * 0), "False everywhere"),
+        (lambda a, m: (a * 0, m), r"site model\.layers\.1\.mlp\.gate \(layer 1 .*all zeros"),
+        (lambda a, m: (a.roll(1, 2), m), r"layers?\.?.*all zeros|layers \[0\] .* no site"),
+        (
+            lambda a, m: (a, torch.ones_like(m)),
+            r"sequence 0, token 0 has no routes \(zeros at every site\), nor have 4",
+        ),
+        (lambda a, m: (a + 5 * (a > 0), m), "names expert 8, expected 0..7"),
+        (lambda a, m: (a.where(a != 6, 5), m), r"sequence 0, token 2 names an expert twice: \[5, 5\]"),
+    ],
+)
+def test_an_array_that_cannot_be_right_is_refused(change, said):
+    with pytest.raises(RoutingError, match=said):
+        RoutedExperts.from_padded(*change(*padded()), SITES, 8)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Qwen3MoeForCausalLM",
+        "DeepseekV3ForCausalLM",  # dense layers first
+        "LongcatFlashForCausalLM",  # zero experts are ranked, too
+        "ZayaForCausalLM",  # a class for skipping
+        "DbrxForCausalLM",
+        "Gemma4ForCausalLM",
+        "InklingForCausalLM",
+    ],
+)
+def test_a_configuration_names_the_sites_as_a_recording_does(family):
+    if family not in families():
+        pytest.skip(f"{family} is not in this transformers")
+    recorded = routes_of(tiny_model(family), tokens(1, 4))
+    names, experts = sites_of(tiny_config(families()[family]))
+    assert names == recorded.sites
+    assert experts == (recorded.num_experts,) * len(names)
+
+
+def test_sites_come_from_a_folder_without_its_weights_and_a_dense_model_is_refused(tmp_path):
+    model = moe()
+    model.config.save_pretrained(tmp_path)
+    recorded = routes_of(model, tokens())
+    again = RoutedExperts.from_padded(recorded.ids, torch.ones(2, 7), tmp_path)
+    assert again.equal(recorded) and again.num_experts == recorded.num_experts
+    assert sites_of(model) == sites_of(str(tmp_path))
+    with pytest.raises(RoutingError, match="no configuration of a model there"):
+        sites_of(tmp_path / "nothing")
+    from transformers import LlamaConfig
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "vocab_size": 8}
+    with pytest.raises(UnsupportedModelError, match="registers no router"):
+        sites_of(LlamaConfig(**small, intermediate_size=8))
+
+
+def test_a_batch_of_verl():
+    ids, mask = padded()
+    input_ids = torch.arange(10).view(2, 5)
+    batch = {"routed_experts": ids, "attention_mask": mask, "input_ids": input_ids}
+    routes = RoutedExperts.from_verl(SimpleNamespace(batch=batch), SITES, 8)
+    assert routes.ids.tolist() == EXPECTED
+    assert routes.tokens.tolist() == [[-1, 1, 2, 3, -1], [-1, -1, 7, 8, -1]]
+    parts = [ids[0, 1:4], ids[1, 2:4]]
+    jagged = {"routed_experts": torch.nested.nested_tensor(parts, layout=torch.jagged)}
+    jagged["input_ids"] = torch.nested.nested_tensor([input_ids[0, 1:4], input_ids[1, 2:4]], layout=torch.jagged)
+    packed = RoutedExperts.from_verl(jagged, SITES, 8)
+    assert packed.tokens.tolist() == [[1, 2, 3], [7, 8, -1]]
+    assert packed.ids[1].tolist() == [[[0, 7], [2, 1]], [[-1, -1]] * 2, [[-1, -1]] * 2]
+    placed = RoutedExperts.from_verl({**jagged, "attention_mask": mask}, SITES, 8)
+    assert placed.ids[0, 1].tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(RoutingError, match="no routed_experts in the batch, but attention_mask, input_ids: is actor"):
+        RoutedExperts.from_verl({k: v for k, v in batch.items() if k != "routed_experts"}, SITES, 8)
+    with pytest.raises(RoutingError, match="no attention_mask"):
+        RoutedExperts.from_verl({"routed_experts": ids}, SITES, 8)
+
+
+def slime_samples():
+    ids, _ = padded()
+    a = {"tokens": [4, 5, 6], "rollout_routed_experts": ids[0, 1:3]}
+    b = SimpleNamespace(tokens=[7, 8], rollout_routed_experts=ids[1, 2:3].tolist())
+    return [[a], [b]]
+
+
+def test_samples_of_slime_and_their_dump(tmp_path):
+    routes = RoutedExperts.from_slime(slime_samples(), SITES, 8)
+    assert routes.tokens.tolist() == [[4, 5, 6], [7, 8, -1]]
+    assert routes.ids[0].tolist() == [[[1, 2], [3, 4]], [[5, 6], [7, 0]], [[-1, -1]] * 2]
+    flat = [{**s, "status": "completed"} if isinstance(s, dict) else vars(s) for (s,) in slime_samples()]
+    torch.save({"rollout_id": 0, "samples": flat}, tmp_path / "0.pt")
+    assert RoutedExperts.from_slime(tmp_path / "0.pt", SITES, 8).equal(routes)
+    torch.save({"samples": [SimpleNamespace()]}, tmp_path / "code.pt")
+    with pytest.raises(RoutingError, match=r"code\.pt: not read, damaged or with objects that could run code"):
+        RoutedExperts.from_slime(tmp_path / "code.pt", SITES, 8)
+    with pytest.raises(RoutingError, match="sample 1 has no rollout_routed_experts"):
+        RoutedExperts.from_slime([slime_samples()[0], {"tokens": [1]}], SITES, 8)
+    with pytest.raises(RoutingError, match="sequence 0: 2 rows of routes for 5 tokens"):
+        RoutedExperts.from_slime([{**flat[0], "tokens": [1, 2, 3, 4, 5]}], SITES, 8)
+
+
+def megatron(path, steps=2, layers=(1, 2), micro=2, T=3, B=2, K=2):
+    """A trace as #5220 writes it, position first; the ids say where they are from."""
+    with open(path, "w") as file:
+        for step in range(steps):
+            for m in range(micro):
+                for layer in layers:
+                    rows = [[10 * t + b + 100 * m, 500 + layer + 10 * step] for t in range(T) for b in range(B)]
+                    row = {"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": 0}
+                    file.write(json.dumps({**row, "num_tokens": T * B, "topk": K, "top_indices": rows}) + "\n")
+                extra = {"step": step, "block": "mtp", "mtp_idx": 0, "layer": 1, "num_tokens": 1, "topk": 1}
+                file.write(json.dumps({**extra, "top_indices": [[0]]}) + "\n")
+    return path
+
+
+def test_a_trace_of_megatron_is_position_first_and_micro_batches_follow(tmp_path):
+    path = megatron(tmp_path / "router_trace_rank0.jsonl")
+    routes = RoutedExperts.from_megatron_jsonl(tmp_path, None, 600, step=1, sequences=2)
+    assert routes.shape == (4, 3, 2, 2)
+    assert routes.sites == ("decoder.layers.1.mlp.router", "decoder.layers.2.mlp.router")
+    assert routes.ids[1, :, 0].tolist() == [[1, 511], [11, 511], [21, 511]]  # sequence 1 of micro-batch 0
+    assert routes.ids[2, :, 1].tolist() == [[100, 512], [110, 512], [120, 512]]
+    named = RoutedExperts.from_megatron_jsonl(path, [SITES[1]], 600, sequences=2)
+    assert torch.equal(named.ids[:, :, 0], RoutedExperts.from_megatron_jsonl(path, SITES, sequences=2).ids[:, :, 1])
+    with pytest.raises(RoutingError, match=r"no decoder layer of step 7; its steps are 0\.\.1"):
+        RoutedExperts.from_megatron_jsonl(path, step=7)
+    with pytest.raises(RoutingError, match="line 1: 6 tokens are not 4 sequences of one length"):
+        RoutedExperts.from_megatron_jsonl(path, sequences=4)
+    with pytest.raises(RoutingError, match=r"sites are of layers \[0\], .* has \[1, 2\]"):
+        RoutedExperts.from_megatron_jsonl(path, ["model.layers.0.gate"])
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:-2]) + "\n")
+    with pytest.raises(RoutingError, match=r"layer 2 has micro-batches .* ended in the middle of a step"):
+        RoutedExperts.from_megatron_jsonl(path, step=1, sequences=2)
+    path.write_text("\n".join(lines)[:-9])
+    with pytest.raises(RoutingError, match=f"line {len(lines)} is no record .* cut off"):
+        RoutedExperts.from_megatron_jsonl(path)
+    megatron(tmp_path / "router_trace_rank1.jsonl")
+    with pytest.raises(RoutingError, match="holds 2 ranks"):
+        RoutedExperts.from_megatron_jsonl(tmp_path)
+
+
+def flame(folder, seed, kind):
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    written = []
+    for layer in (2, 3):
+        ids = np.stack([rng.permutation(64)[:6] for _ in range(50)]).astype(np.int16)
+        scores = pa.array([[0.1] * 6] * 50, pa.list_(pa.float16()))
+        table = pa.table({"scores": scores, "indices": pa.array(ids.tolist(), kind)})
+        pq.write_table(table, folder / f"layer_{layer:02d}.parquet", row_group_size=16)
+        written.append(ids)
+    return np.stack(written, 1)
+
+
+@pytest.mark.parametrize("kind", [pa.list_(pa.int16()), pa.list_(pa.int16(), 6)])
+def test_traces_of_flame_are_read_in_part_and_compare_over_checkpoints(tmp_path, kind):
+    old = flame(tmp_path / "actives" / "iter_540", 0, kind)
+    new = flame(tmp_path / "actives" / "iter_1080", 1, kind)
+    samples = tmp_path / "samples"
+    samples.mkdir()
+    for part in range(2):
+        ids = pa.array(range(30 * part, 30 * part + 30), pa.int32())
+        pq.write_table(pa.table({"token_id": ids}), samples / f"{part:03d}.parquet")
+    a, b = (
+        RoutedExperts.from_flame(tmp_path / "actives" / name, samples, start=14, count=30)
+        for name in ("iter_540", "iter_1080")
+    )
+    assert a.ids[0].tolist() == old[14:44].tolist()
+    assert a.tokens.tolist() == [list(range(14, 44))]
+    assert a.sites == ("layer_02", "layer_03") and a.num_experts == 64
+    shared = sum(
+        len(set(x) & set(y)) for x, y in zip(old[14:44].reshape(-1, 6), new[14:44].reshape(-1, 6), strict=True)
+    )
+    assert float(slot_change(a, b).mean()) == pytest.approx(1 - shared / (30 * 2 * 6))
+    with pytest.raises(RoutingError, match="50 rows, asked for 40 to 60"):
+        RoutedExperts.from_flame(tmp_path / "actives" / "iter_540", start=40, count=20)
+    with pytest.raises(RoutingError, match="expected a folder actives/iter_NNNN"):
+        RoutedExperts.from_flame(samples)
+    with pytest.raises(RoutingError, match=r"has no column 'token_id', but scores, indices"):
+        RoutedExperts.from_flame(tmp_path / "actives" / "iter_540", tmp_path / "actives" / "iter_540", count=2)

@@ -1,0 +1,57 @@
+"""A headless browser for all tests of pages, and a small study that is served to it.
+
+Without a browser they are skipped on a developer's machine and fail under CI=true.
+"""
+
+import os
+
+import pytest
+from browser import NAMES, Browser, find_browser, serving
+from synthetic import write_study
+from token_files import write_step
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    path = find_browser()
+    if path is None:
+        message = f"no browser found (looked for {', '.join(NAMES)}); on Debian: apt-get install chromium"
+        if os.environ.get("CI", "").lower() in ("1", "true"):
+            pytest.fail(message)
+        pytest.skip(message)
+    browser = Browser(path)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(chromium):
+    chromium.complaints.clear()
+    chromium.requests.clear()
+    chromium.look(1400, 900)
+    yield chromium
+    chromium.open("about:blank")
+    assert chromium.complaints == []
+
+
+@pytest.fixture
+def study(tmp_path):
+    folder = write_study(
+        tmp_path / "s",
+        ("grpo", "grpo_replay", "gspo", "gspo_noise"),
+        (0, 1),
+        6,
+        tokens_every=99,
+        unfinished=(("gspo", 1),),
+    )
+    for path in folder.glob("*/seed*/tokens/*"):
+        path.unlink()
+    write_step(folder / "grpo" / "seed0", 3)
+    write_step(folder / "grpo" / "seed0", 5)
+    return folder
+
+
+@pytest.fixture
+def url(study):
+    with serving(study) as address:
+        yield address

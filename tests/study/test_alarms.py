@@ -1,0 +1,129 @@
+"""Alarms: what crosses a threshold, when, and what crossed before a collapse."""
+
+import json
+import math
+import random
+
+import pytest
+from synthetic import write_study
+
+from moe_rl.measure.catalogue import find
+from moe_rl.study import load
+from moe_rl.study.alarm_table import alarm_rows, collapses, study_alarms
+from moe_rl.study.alarms import ALARMS, DECAY, WARM_UP, AlarmError, RunAlarms, Spikes, alarms_of
+from moe_rl.study.config import ConfigError, parse_study
+from moe_rl.study.figures import FIGURES
+from moe_rl.study.report import render_report
+
+
+def rows(steps=20, **update):
+    """A run's rows whose reward falls at step 12 for good."""
+    for step in range(steps):
+        yield {"kind": "rollout", "step": step, "reward": 0.8 if step < 12 else 0.1}
+        yield {"kind": "update", "step": step, "update": 1, "tokens": 100, **{k: f(step) for k, f in update.items()}}
+
+
+def taken(found, alarms=ALARMS):
+    seen = RunAlarms(alarms)
+    for row in found:
+        seen.take(row)
+    return seen
+
+
+def test_every_alarm_watches_a_metric_of_the_catalogue_and_names_its_source():
+    for alarm in ALARMS:
+        assert find(alarm.kind, alarm.metric) and alarm.source and math.isfinite(alarm.threshold), alarm.name
+        assert not alarm.over or find(alarm.kind, alarm.over), alarm.name
+    assert len({alarm.name for alarm in ALARMS}) == len(ALARMS)
+
+
+def test_levels_are_crossed_on_their_side_and_counts_are_divided():
+    seen = taken(rows(ess_token=lambda s: 0.29 if s in (3, 4) else 0.3, extreme_2=lambda s: 11 if s >= 9 else 10))
+    assert seen.crossed["ess"] == [(3, 0.29), (4, 0.29)], "0.3 itself is not below 0.3"
+    assert [step for step, _ in seen.crossed["f2"]] == list(range(9, 20)), "11 of 100 is above a tenth, 10 is not"
+    assert seen.summary()["lacks"] == [a.name for a in ALARMS if a.name not in ("ess", "f2")]
+
+
+def test_a_step_is_listed_once_and_rows_of_other_pairs_and_broken_values_are_not_looked_at():
+    seen = RunAlarms()
+    for pair in ("engines_replayed", "rollout_to_new"):
+        seen.take({"kind": "engine", "step": 0, "pair": pair, "k3": 1.0})
+    for value in (None, True, "2", float("nan")):
+        seen.take({"kind": "engine", "step": 0, "pair": "engines", "k3": value})
+    assert seen.seen["engine_k3"] == 0
+    for value in (0.5, 0.7):
+        seen.take({"kind": "engine", "step": 1, "pair": "engines", "k3": value})
+    assert seen.crossed["engine_k3"] == [(1, 0.5)]
+
+
+def test_what_crossed_before_a_collapse_comes_in_the_order_of_its_first_steps():
+    seen = taken(
+        rows(k3=lambda s: 0.02 * (s >= 7), ess_token=lambda s: 1 - 0.8 * (s >= 4), extreme_2=lambda s: 50 * (s > 18))
+    )
+    end = seen.collapse
+    assert 12 < end <= 16, "half the best mean of five steps is lost after a few steps at 0.1"
+    assert [(alarm.name, step) for alarm, step in seen.before_collapse()] == [("ess", 4), ("k3", 7)]
+    assert seen.summary()["first"] == [["ess", 4], ["k3", 7]]
+    steady = taken({**row, "reward": 0.8} for row in rows(ess_token=lambda s: 0.1))
+    assert steady.collapse is None and steady.before_collapse() == []
+
+
+def test_a_spike_is_told_from_the_runs_own_past():
+    rng = random.Random(0)
+    norms = [1 + 0.1 * rng.gauss(0, 1) for _ in range(WARM_UP)]
+    spikes = Spikes(2.5)
+    assert not any(spikes.crosses(norm) for norm in norms)
+    mean = sum(norms) / WARM_UP
+    sd = math.sqrt(sum((x - mean) ** 2 for x in norms) / WARM_UP)
+    assert spikes.crosses(mean + 5 * sd) and not Spikes(2.5).crosses(1e9)
+    assert spikes.mean == pytest.approx(DECAY * mean + (1 - DECAY) * (mean + sd * 2.5**2 / 5)), (
+        "ZClip's reciprocal rule"
+    )
+    assert not spikes.crosses(mean)
+
+
+def test_a_study_sets_its_own_thresholds():
+    own = {alarm.name: alarm for alarm in alarms_of({"ess": 0.9, "k3": None})}
+    assert own["ess"].threshold == 0.9 and own["ess"].source.startswith("this study (0.3:") and "k3" not in own
+    assert taken(rows(ess_token=lambda s: 0.5), own.values()).crossed["ess"][0] == (0, 0.5)
+    with pytest.raises(AlarmError, match=r"alarms\.es: no such alarm.*did you mean 'ess'"):
+        alarms_of({"es": 1.0})
+    study = {"name": "s", "question": "?", "arms": {"a": {"label": "A"}}, "alarms": {"ess": 0.9}}
+    assert parse_study(study).alarms == {"ess": 0.9}
+    with pytest.raises(ConfigError, match=r"alarms\.ess"):
+        parse_study({**study, "alarms": {"ess": "low"}})
+    with pytest.raises(ConfigError, match="no such alarm"):
+        parse_study({**study, "alarms": {"none": 1}})
+
+
+@pytest.fixture
+def fallen(tmp_path):
+    """A study of two arms; grpo's first seed collapses at once after a low effective sample size."""
+    folder = write_study(tmp_path / "s", ("grpo", "gspo"), (0, 1), 20)
+    path = folder / "grpo" / "seed0" / "metrics.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in found:
+        if row["kind"] == "rollout":
+            row["reward"] = 0.8 if row["step"] < 10 else 0.1
+        if row["kind"] == "update":
+            row["ess_token"] = 0.1 if row["step"] == 6 else 0.9
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return folder
+
+
+def test_the_report_tells_what_crossed_and_what_crossed_first(fallen):
+    data = load(fallen)
+    (fall,) = collapses(data)
+    assert fall["run"] == "grpo/seed0" and ("Effective sample size", 6) in fall["first"]
+    ess = next(row for row in alarm_rows(data) if row["title"] == "Effective sample size")
+    assert [(arm["arm"], arm["crossed"], arm["of"], arm["first"]) for arm in ess["arms"]] == [
+        ("grpo", 1, 1, 6),
+        ("gspo", 0, 0, None),
+    ]
+    page = render_report(data, figures=[])
+    assert f"GRPO, seed 0 collapsed at step {fall['step']}; crossed by then: " in page
+    assert "Effective sample size (step 6)" in page and "verl, docs/algo/rollout_corr.md" in page
+    drawn = FIGURES["alarms"](data).frame
+    mark = drawn[(drawn["alarm"] == "ess") & (drawn["seed"] == 0)]
+    assert mark["step"].tolist() == [6] and mark["threshold"].tolist() == [0.3]
+    assert len(study_alarms(data)) == 4

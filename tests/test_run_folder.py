@@ -1,0 +1,218 @@
+"""Run folders written by other people's trainers: rows, resumes, crashes, wrong names."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from moe_rl.files import InUseError
+from moe_rl.measure.catalogue import CATALOGUE, find
+from moe_rl.run_rows import ROWS, RunFolderError
+from moe_rl.study import RunWriter, load
+from moe_rl.study.figures import FIGURES
+
+PAGE = (Path(__file__).parent.parent / "docs" / "run_folder.md").read_text()
+SETTINGS = {"objective": "grpo", "replay": "R2", "label": "TRL, replayed", "optim": {"steps": 3}}
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def write(run, steps):
+    for step in steps:
+        run.rollout(step, reward=0.1 * step)
+        run.update(step, 1, loss=torch.tensor(0.5, requires_grad=True), grad_norm=np.float32(2), **{"trl/kl": 0.25})
+        run.probe(step, 1, slots_changed=torch.tensor(3), slots=12)
+
+
+def test_what_was_written_is_what_the_laboratory_reads(tmp_path):
+    with RunWriter(tmp_path / "s", arm="mine", seed=2, config=SETTINGS) as run:
+        write(run, range(3))
+        assert not (run.folder / "DONE").exists()
+    assert run.folder == tmp_path / "s" / "mine" / "seed2"
+    data = load(tmp_path / "s")
+    assert data.rollouts["reward"].tolist() == [0.0, 0.1, 0.2]
+    assert data.updates[["step", "update", "loss", "grad_norm", "trl/kl"]].iloc[2].tolist() == [2, 1, 0.5, 2.0, 0.25]
+    assert data.probes["slots_changed"].sum() / data.probes["slots"].sum() == 0.25
+    arm = data.arms.loc["mine"]
+    assert (arm["label"], arm["method"], arm["seeds"], arm["finished"]) == ("TRL, replayed", "grpo_replay", [2], 1)
+    assert data.unfinished == []
+    assert "torch" in data.runs[0].environment["versions"]
+
+
+def test_the_path_of_the_run_itself_is_taken_as_it_is_and_must_agree(tmp_path):
+    with RunWriter(tmp_path / "mine" / "seed2", arm="mine", seed=2) as run:
+        run.rollout(0, reward=None)
+    assert run.folder == tmp_path / "mine" / "seed2"
+    assert len(load(run.folder).rollouts) == 1
+    for arm, seed in (("other", 2), ("mine", 3)):
+        with pytest.raises(RunFolderError, match=rf"not the folder of arm '{arm}', seed {seed}"):
+            RunWriter(tmp_path / "mine" / "seed2", arm=arm, seed=seed)
+    with pytest.raises(RunFolderError, match="a folder is named so"):
+        RunWriter(tmp_path, arm="a/b")
+
+
+def test_what_is_not_finite_is_null_and_no_row_is_lost_for_it(tmp_path):
+    with RunWriter(tmp_path, arm="a") as run:
+        run.update(0, 1, loss=float("nan"), grad_norm=torch.tensor(float("inf")))
+        run.probe(0, 1, site_names=("x", "y"), site_slots=[4, 4], site_router_kl=torch.tensor([0.5, float("nan")]))
+    assert rows(run.folder)[0] == {"kind": "update", "step": 0, "update": 1, "loss": None, "grad_norm": None}
+    assert rows(run.folder)[1]["site_router_kl"] == [0.5, None]
+    assert load(tmp_path).updates["loss"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (
+            lambda r: r.update(0, 1, gradnorm=1.0),
+            r"no metric 'gradnorm'; did you mean 'grad_norm'\?.*'mine/",
+        ),
+        (lambda r: r.update(0, 1, load_cv_mean=1.0), "no metric 'load_cv_mean'; it is one of probe rows"),
+        (lambda r: r.rollout(0, reward=[1.0]), r"reward: expected one value, got \[1.0\]"),
+        (lambda r: r.rollout(0, reward="high"), "reward: expected numbers, got 'high'"),
+        (lambda r: r.rollout(0, reward=object()), "expected a number, text or a list of them, got object"),
+        (lambda r: r.probe(0, 1, site_slots=3), "site_slots: expected a list, got 3"),
+        (lambda r: r.probe(0, 1, site_slots=[1, 2], site_max_vio=[1.0]), r"one length, got .*'site_max_vio': 1"),
+        (lambda r: r.probe(0, 0, slots=1), "update must be a whole number from 1 on, got 0"),
+        (lambda r: r.rollout(-1, reward=0), "step must be a whole number from 0 on, got -1"),
+        (lambda r: r.row("rolout", 0), "no kind of row 'rolout'; did you mean 'rollout'"),
+        (lambda r: r.row("engine", 0, update=0), "engine rows need 'pair'"),
+    ],
+)
+def test_a_row_that_cannot_be_right_is_refused_and_leaves_nothing(tmp_path, write, said):
+    with RunWriter(tmp_path, arm="a") as run:
+        with pytest.raises(RunFolderError, match=said):
+            write(run)
+        run.rollout(0, reward=1)
+    assert len(rows(run.folder)) == 1
+
+
+def test_a_crash_leaves_no_done_and_the_rows_and_says_why(tmp_path):
+    with pytest.raises(ZeroDivisionError), RunWriter(tmp_path, arm="a", config=SETTINGS) as run:
+        write(run, range(2))
+        1 / 0  # noqa: B018
+    assert not (run.folder / "DONE").exists()
+    assert (tmp_path / "logs" / "a_seed0.log").read_text().endswith("ZeroDivisionError: division by zero\n")
+    assert len(load(tmp_path).unfinished) == 1
+    with RunWriter(tmp_path, arm="a", config={**SETTINGS, "optim": {"steps": 9}}) as again:
+        assert again.next_step == 2
+        write(again, [2])
+    assert not (tmp_path / "logs" / "a_seed0.log").exists()
+    data = load(tmp_path)
+    assert data.rollouts["step"].tolist() == [0, 1, 2]
+    assert data.runs[0].config["optim"] == {"steps": 9}
+
+
+def test_a_row_is_written_once_and_a_checkpoint_rewinds(tmp_path):
+    run = RunWriter(tmp_path, arm="a")
+    write(run, range(4))
+    with pytest.raises(RunFolderError, match=r"update row of step 3, update 1 is there already.*rewind\(3\)"):
+        run.update(3, 1, loss=1.0)
+    with pytest.raises(RunFolderError, match=r"eval|rollout row of step 1 "):
+        run.rollout(1, reward=1.0)
+    run.close()  # killed
+    run = RunWriter(tmp_path, arm="a")  # it knows the rows of the file, too
+    with pytest.raises(RunFolderError, match="probe row of step 3, update 1 is there already"):
+        run.probe(3, 1, slots=1)
+    assert run.rewind(2) == 6
+    assert run.next_step == 2
+    write(run, [2, 3])
+    run.finish()
+    assert [row["step"] for row in rows(run.folder) if row["kind"] == "probe"] == [0, 1, 2, 3]
+    assert load(tmp_path).notes == ()
+
+
+def test_a_line_that_was_cut_off_is_removed_and_damage_before_it_is_refused(tmp_path):
+    run = RunWriter(tmp_path, arm="a")
+    write(run, range(2))
+    run.close()
+    path = run.folder / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"kind":"rollout","step":2')
+    RunWriter(tmp_path, arm="a").close()
+    assert path.read_bytes() == whole
+    path.write_bytes(whole.replace(b'"step":0', b'"st\xff":0', 1))
+    damaged = path.read_bytes()
+    with pytest.raises(RunFolderError, match=r"metrics.jsonl line 1 is damaged"):
+        RunWriter(tmp_path, arm="a")
+    assert path.read_bytes() == damaged
+
+
+def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
+    run = RunWriter(tmp_path, arm="a")
+    run.rollout(0, reward=1.0)
+    whole = (run.folder / "metrics.jsonl").read_bytes()
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"No space left on device.*metrics.jsonl"):
+            run.rollout(1, reward=1.0)
+    assert (run.folder / "metrics.jsonl").read_bytes() == whole
+    run.rollout(1, reward=1.0)  # not taken for written
+    run.close()
+
+
+def test_a_folder_has_one_writer_one_configuration_and_one_end(tmp_path):
+    with RunWriter(tmp_path, arm="a", config=SETTINGS) as run:
+        with pytest.raises(InUseError):
+            RunWriter(tmp_path, arm="a", config=SETTINGS)
+        write(run, [0])
+    with pytest.raises(RunFolderError, match="finished run"):
+        RunWriter(tmp_path, arm="a", config=SETTINGS)
+    (run.folder / "DONE").unlink()
+    with pytest.raises(RunFolderError, match=r"replay: 'R2' there, 'none' now"):
+        RunWriter(tmp_path, arm="a", config={**SETTINGS, "replay": "none"})
+    with pytest.raises(RunFolderError, match="is itself a run"):
+        RunWriter(make_run(tmp_path / "copied"), arm="a")
+    with pytest.raises(RunFolderError, match="plain values"):
+        RunWriter(tmp_path, arm="b", config={"optimizer": object()})
+    with pytest.raises(RunFolderError, match="this writer was closed"):
+        run.rollout(9, reward=1.0)
+
+
+def make_run(folder):
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("")
+    return folder
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_names_every_kind_of_row_its_keys_and_only_metrics_that_exist():
+    table = dict(
+        re.findall(
+            r"^\| `(\w+)` \| ([^|]*) \|", PAGE[PAGE.index("## Rows") : PAGE.index("## What figures need")], re.MULTILINE
+        )
+    )
+    named = {kind: tuple(re.findall(r"`(\w+)`", keys)) for kind, keys in table.items() if kind in ROWS}
+    assert named == {kind: ("step", *keys) for kind, keys in ROWS.items()}
+    for kind, name in re.findall(r"`(\w+)\.(\w+)`", PAGE):
+        assert kind not in CATALOGUE or find(kind, name), f"{kind}.{name}"
+
+
+def test_the_page_says_what_every_figure_needs():
+    lines = []
+    for name, figure in FIGURES.items():
+        needs = "; ".join(f"{table}: {', '.join(f'`{c}`' for c in columns)}" for table, columns in figure.needs.items())
+        lines.append(f"| `{name}` | {needs} |")
+    assert "\n".join(lines) in PAGE, "\n".join(lines)
+
+
+def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1]
+    exec(compile(code, "docs/run_folder.md", "exec"), {})
+    data = load(tmp_path / "runs" / "mine")
+    assert data.unfinished == []
+    assert (data.probes["slots_changed"] > 0).all()
+    assert {"k3", "grad_norm", "trl/kl"} <= set(data.updates)

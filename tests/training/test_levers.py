@@ -1,0 +1,173 @@
+"""Levers on the routers: a bias that balances loads, a part of the routes that is replayed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from micro import MICRO, rows
+
+from moe_rl.objectives import group_advantages
+from moe_rl.routing import RoutedExperts, change_counts, expert_load, load_cv, record_routes
+from moe_rl.training import MethodConfig, ProbeConfig, run, validate
+from moe_rl.training.arm_routing import update_routing
+from moe_rl.training.levers import ExpertBias, kept_rows, only
+from moe_rl.training.loop import collect_batch
+
+QUIET = replace(MICRO, probe=ProbeConfig(every=0))
+
+
+def with_optim(config=QUIET, **changes):
+    return replace(config, optim=replace(config.optim, **changes))
+
+
+def weights(state):
+    return {name: value.clone() for name, value in state.policy.state_dict().items()}
+
+
+def test_the_bias_follows_the_sign_of_the_load_error():
+    bias = ExpertBias.__new__(ExpertBias)
+    bias.rate, bias.values = 0.5, torch.zeros(2, 4)
+    bias.update(torch.tensor([[8, 0, 2, 2], [3, 3, 3, 3]]))
+    bias.update(torch.tensor([[3, 3, 3, 3], [0, 0, 0, 4]]))
+    assert bias.values.tolist() == [[-0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 0.5, -0.5]]
+
+
+def test_a_bias_evens_out_the_loads_of_a_policy_that_does_not_learn(state_of, tmp_path):
+    """Learning rate near 0: what moves the loads is the bias."""
+    config = with_optim(expert_bias_rate=0.002, learning_rate=1e-12, steps=6, num_minibatches=4)
+    state = state_of(config, tmp_path)
+    first = collect_batch(state)
+    mask = first.attention_mask.bool()
+
+    def unevenness():
+        with state.expert_bias.applied(state.policy), torch.no_grad(), record_routes(state.policy) as recording:
+            state.policy(input_ids=first.input_ids, attention_mask=mask.long())
+        return float(load_cv(expert_load(recording.routes, mask)).mean())
+
+    before = unevenness()
+    run(state)
+    assert unevenness() < 0.8 * before
+
+
+def test_a_run_with_a_bias_resumes_to_the_same_numbers(state_of, tmp_path):
+    config = with_optim(expert_bias_rate=0.01)
+    run(whole := state_of(config, tmp_path / "whole"))
+    run(state_of(replace(config, optim=replace(config.optim, steps=1)), tmp_path / "broken"))
+    resumed = state_of(config, tmp_path / "broken")
+    run(resumed)
+    assert torch.equal(whole.expert_bias.values, resumed.expert_bias.values)
+    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(whole).items())
+    assert rows(tmp_path / "whole", "update") == rows(tmp_path / "broken", "update")
+
+
+def test_kept_rows_are_those_of_the_least_margin_by_site():
+    margins = torch.tensor([[[0.3, 1.0], [0.1, 2.0], [0.2, 3.0], [0.0, 0.0]]])
+    tokens = torch.tensor([[True, True, True, False]])
+    kept = kept_rows(margins, tokens, 2 / 3)
+    assert kept[0].tolist() == [[False, True], [True, True], [True, False], [False, False]]
+    drawn = kept_rows(margins, tokens, 2 / 3, torch.Generator().manual_seed(0))
+    assert drawn.sum((0, 1)).tolist() == [2, 2] and not bool(drawn[0, 3].any())
+    routes = only(RoutedExperts(torch.arange(8).view(1, 4, 2, 1), ("a", "b"), 8), kept)
+    assert routes.ids[0, :, :, 0].tolist() == [[-1, 1], [2, 3], [4, -1], [-1, -1]]
+
+
+def test_part_of_the_routes_is_replayed_and_the_rest_is_live(state_of, tmp_path):
+    """Under heavy noise, which replay ignores: kept rows are the old policy's, others mostly are not."""
+    method = MethodConfig(replay="R2", keep=0.5, noise=5.0)
+    state = state_of(replace(QUIET, method=method), tmp_path)
+    batch = collect_batch(state)
+    tokens = batch.attention_mask.bool()
+    assert batch.kept.sum((0, 1)).tolist() == [round(0.5 * int(tokens.sum()))] * 2
+    noise = torch.Generator().manual_seed(0)
+    with (
+        torch.no_grad(),
+        update_routing(state.policy, method, batch, noise) as count,
+        record_routes(state.policy) as seen,
+    ):
+        state.policy(input_ids=batch.input_ids, attention_mask=tokens.long())
+    assert count.replayed_rows == int(batch.kept.sum())
+    same = (seen.routes.ids.sort(-1).values == batch.routes.ids.sort(-1).values).all(-1)
+    assert bool(same[batch.kept].all()) and not bool(same[tokens[..., None] & ~batch.kept].all())
+    assert int(count.load.sum()) == int(tokens.sum()) * batch.routes.shape[2] * batch.routes.shape[3]
+    assert count.slots_changed == change_counts(batch.routes, seen.routes, batch.completion_mask).slots_changed
+
+
+def test_a_part_of_all_is_all(state_of, tmp_path):
+    run(state_of(replace(QUIET, method=MethodConfig(replay="R2")), tmp_path / "all"))
+    state = state_of(replace(QUIET, method=MethodConfig(replay="R2", keep=1 - 1e-9)), tmp_path / "part")
+    run(state)
+
+    whole, part = (rows(tmp_path / name, "update") for name in ("all", "part"))
+    assert [row["slots_changed"] for row in part] == [0] * len(whole)
+    for name in ("loss", "grad_norm", "k3"):  # padding is live, so that experts sum over other rows
+        assert [row[name] for row in part] == pytest.approx([row[name] for row in whole], rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (replace(QUIET, method=MethodConfig(keep=0.5)), "method.keep: the part of the routes that R2 replays"),
+        (replace(QUIET, method=MethodConfig(replay="R2", keep_by="random")), "method.keep_by"),
+        (with_optim(expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
+        (
+            replace(
+                with_optim(expert_bias_rate=0.1),
+                rollout=replace(QUIET.rollout, engine=replace(QUIET.rollout.engine, kind="hf")),
+            ),
+            "rollout.engine.kind",
+        ),
+    ],
+)
+def test_levers_that_mean_nothing_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        validate(config)
+
+
+# -- what DAPO adds to the rollout -------------------------------------------------------------------------------------
+
+
+def test_dynamic_sampling_trains_on_groups_with_a_signal_and_counts(state_of, tmp_path):
+    method = MethodConfig(objective="dapo")
+    rollout = replace(QUIET.rollout, group_size=2, dynamic_sampling=5)
+    run(state_of(replace(QUIET, method=method, rollout=replace(rollout, dynamic_sampling=0)), tmp_path / "plain"))
+    run(state_of(replace(QUIET, method=method, rollout=rollout), tmp_path / "refilled"))
+    plain, full = (rows(tmp_path / name, "rollout") for name in ("plain", "refilled"))
+    assert any(row["groups_equal"] for row in plain), "else there is nothing to see"
+    assert full[0]["groups_replaced"] > 0 and full[0]["groups_equal"] < plain[0]["groups_equal"]
+    for row in full:
+        assert row["refills"] <= 5 and row["reward_n"] == 2 * row["groups_sampled"] >= 8
+        assert row["kept_reward"] == pytest.approx(0.5) or row["groups_equal"] > 0, "pairs of 0 and 1"
+    assert "refills" not in plain[0]
+
+
+def test_overlong_responses_pay_in_the_advantages_and_not_in_the_reward(state_of, tmp_path):
+    rollout = replace(QUIET.rollout, overlong_buffer=3)
+    state = state_of(replace(QUIET, rollout=rollout), tmp_path / "on")
+    batch = collect_batch(state)
+    plain = collect_batch(state_of(QUIET, tmp_path / "off"))
+    assert torch.equal(batch.rewards, plain.rewards) and torch.equal(batch.input_ids, plain.input_ids)
+    lengths = batch.completion_mask.sum(1)
+    paid = batch.rewards - ((lengths - (state.max_new_tokens - 3)) / 3).clamp(0, 1)
+    torch.testing.assert_close(batch.advantages, group_advantages(paid, 4))
+    assert not torch.equal(batch.advantages, plain.advantages)
+    (row,) = rows(tmp_path / "on", "rollout")
+    assert row["overlong_penalty"] == pytest.approx(float((paid - batch.rewards).mean())) and row["overlong"] > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            replace(QUIET, method=MethodConfig(objective="ppo"), rollout=replace(QUIET.rollout, dynamic_sampling=1)),
+            "gae",
+        ),
+        (replace(QUIET, rollout=replace(QUIET.rollout, overlong_buffer=999)), "at most the length limit"),
+        (
+            replace(QUIET, method=MethodConfig(objective="sft"), rollout=replace(QUIET.rollout, overlong_buffer=1)),
+            "'one'",
+        ),
+    ],
+)
+def test_options_of_dapo_that_mean_nothing_are_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        validate(config)
