@@ -121,7 +121,7 @@ def page_requests(root: Path) -> Case:
             raise Wrong(f"{problems.pop()}: {request[:200]!r}")
         head = answer.split(b"\r\n\r\n")[0]
         status = int(head.split()[1]) if head.startswith(b"HTTP/1.1 ") else 400  # HTTP/0.9 has no status
-        if status >= 500 or (head.startswith(b"HTTP") and b"Content-Security-Policy" not in head):
+        if status >= 500 or (head.startswith(b"HTTP/") and b"Content-Security-Policy" not in head):
             raise Wrong(f"{request[:200]!r}: {answer[:300]!r}")
         if status == 200 and b"evil" in request.split(b"Host:")[-1]:
             raise Wrong(f"a stranger was answered: {request[:200]!r}")
@@ -151,11 +151,11 @@ def damaged_folders(root: Path) -> Case:
 
     def drift(folder: Path) -> None:
         pair = [str(folder / arm / "seed0") for arm in ("grpo", "gspo")]
-        check(*pair)
+        check(dict(zip(("OLD", "NEW"), pair, strict=True)))
         load_checkpoint_of("NEW", pair[1], "float32", "cpu", False)
 
     def page(folder: Path) -> None:
-        api = watch.Api(watch.LiveStudy(folder))
+        api = watch.Api(watch.LiveStudies(folder))
         for query in ("study", "run?run=grpo/seed0", "sites?run=grpo/seed0", "tokens?run=grpo/seed0&step=1"):
             name, _, rest = query.partition("?")
             watch._answer(api, name, rest)
