@@ -35,7 +35,9 @@ def write_page(record: Path, target: Path) -> None:
         "soak": soak,
         "scale": scale,
     }
-    text = [HEAD, *(makers[part](parts[part]) for part in makers if part in parts), foot(lines)]
+    absent = [part for part in makers if part not in parts]
+    note = f"**Not run yet:** {', '.join(absent)}.\n" if absent else ""
+    text = [HEAD, *(makers[part](parts[part]) for part in makers if part in parts), note + foot(lines)]
     target.write_text("\n".join(text))
 
 
