@@ -39,6 +39,7 @@ from moe_rl.run_rows import (
     words_of,
 )
 from moe_rl.tables import write_table
+from moe_rl.yaml_files import parse_yaml
 
 PACKAGES = ("moe_rl", "torch", "transformers", "trl", "ms_swift", "verl", "vllm", "sglang", "peft", "accelerate")
 
@@ -242,8 +243,8 @@ class RunWriter:
             write_atomic(path, yaml.safe_dump(config, sort_keys=False))
             return
         try:
-            there = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
+            there = parse_yaml(path.read_bytes())
+        except (OSError, ValueError) as error:
             raise RunFolderError(f"{path} is damaged: {error}. Move {self.folder} away to run again.") from error
         a, b = (_without_steps(c) if isinstance(c, dict) else {} for c in (there, config))
         changed = [name for name in {**a, **b} if a.get(name) != b.get(name)]

@@ -1,12 +1,12 @@
 """Rows of `metrics.jsonl`: their kinds, the keys that tell them apart, and what a metric may hold."""
 
-import json
 import math
 import operator
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+from moe_rl.checks import parse_json
 from moe_rl.names import nearest
 
 ROWS: dict[str, tuple[str, ...]] = {
@@ -99,7 +99,7 @@ def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 if not isinstance(row["kind"], str) or not isinstance(row["step"], int):
                     raise TypeError
             except (ValueError, TypeError, KeyError):
