@@ -11,8 +11,8 @@ import pandas as pd
 from pandas.api.types import is_object_dtype
 
 from moe_rl.checks import parse_json
+from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.run_rows import ROWS
-from moe_rl.study.done import NAME, remedy, what_is_lost
 from moe_rl.tables import DamagedTableError, read_table
 from moe_rl.yaml_files import YamlError, parse_yaml
 

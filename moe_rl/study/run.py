@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
+from moe_rl.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.files import sole_writer, sweep, write_atomic
 from moe_rl.policy.models import check_machine, seeded
+from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.rollout.user_code import checked_reward, user_code
 from moe_rl.study.config import ConfigError, differences, dump_run
-from moe_rl.study.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
@@ -58,7 +59,8 @@ def run_one(
         InUseError: another process runs in the folder.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
-    choose_threads(config)
+    if config.model.path is None:
+        suit_small_model()
     config = dataclasses.replace(config, model=seeded(config.model, config.seed))
     validate(config)
     check_here(config)
@@ -121,13 +123,6 @@ def _try_task(config: RunConfig) -> None:
             problem = task.problem(random.Random(0), held_out=held_out)
         with user_code(task, "reward", problem, problem.answer, config.task.verifier_seconds):
             checked_reward(task.reward(problem, problem.answer))
-
-
-def choose_threads(config: RunConfig) -> None:
-    """One thread for the tiny policy, whose matrices are too small to share: on a busy machine two are far slower than
-    one. OMP_NUM_THREADS, where it is set, decides instead."""
-    if config.model.path is None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:

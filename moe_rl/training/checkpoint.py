@@ -152,11 +152,11 @@ def load_checkpoint(state: State) -> Mark | None:
     state.waiting.clear()
     for index, step in enumerate(manifest["queue_steps"]):
         tensors = {k: v.to(state.ranks.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
-        routes = RoutedExperts.load(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
+        routes = _load_routes(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
         optional: dict[str, Any] = {"ref_logps": None, **tensors}
         path = folder / f"batch_{index}_rollout_routes.safetensors"
         if path.exists():
-            optional["rollout_routes"] = RoutedExperts.load(path).to(state.ranks.device)
+            optional["rollout_routes"] = _load_routes(path).to(state.ranks.device)
         state.waiting.append(Batch(**optional, routes=routes, step=step))
     torch.set_rng_state(_load(folder / "rng.safetensors")["torch"])
     state.step = manifest["step"]
@@ -184,6 +184,13 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     return dict(_stream(path))
+
+
+def _load_routes(path: Path) -> RoutedExperts:
+    """As they were before they were saved: reading notes who wrote them, which would go to the files of the run."""
+    read = RoutedExperts.load(path)
+    meta = {key: value for key, value in read.meta.items() if key != "written_by"}
+    return RoutedExperts(read.ids, read.sites, read.num_experts, tokens=read.tokens, meta=meta)
 
 
 def _stream(path: Path) -> Iterator[tuple[str, Tensor]]:

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 import socket
 import threading
 from collections.abc import Callable
@@ -83,6 +84,7 @@ def metrics_lines(root: Path) -> Case:
     """One line, or the bytes, of metrics.jsonl of an unfinished run."""
     whole = small_study(root) / "grpo" / "seed0"
     (whole / "DONE").unlink()
+    shutil.rmtree(whole / "checkpoint")  # which would know the rows again: here each must be looked at
     path, lines = whole / "metrics.jsonl", (whole / "metrics.jsonl").read_text().splitlines()
 
     def case(rng: random.Random) -> str:
@@ -218,11 +220,12 @@ def route_files(root: Path) -> Case:
 
 # -- the command line, the page ----------------------------------------------------------------------------------------
 
-VERBS = ("study", "run", "figures", "watch", "drift", "doctor", "help", "stdy", "--version", "-h", "")
-OPTIONS = """small/study.yaml quick small small/grpo/seed0 nowhere --arm --arms --seed --seeds grpo gspo --output --workers
---prompts --port --trust --help --help-all --optim.steps --optim.betas --optim.learning-rate --method.objective
---method.replay --method.corrections --rollout.group-size --task.name --task.options --model.path --model.dtype
---checkpoint-every --probe.sequences --json --no-figures --figures --rounding --cold-starts --devices --memory -- - ="""
+VERBS = ("study", "run", "figures", "watch", "drift", "doctor", "help", "stdy", "--version", "-h")
+OPTIONS = """small/study.yaml quick small small/grpo/seed0 nowhere --arm --arms --seed --seeds grpo gspo --output
+--workers --prompts --port --trust --help --help-all --optim.steps --optim.betas --optim.learning-rate
+--method.objective --method.replay --method.corrections --rollout.group-size --task.name --task.options --model.path
+--model.dtype --checkpoint-every --probe.sequences --json --no-figures --figures --rounding --cold-starts --devices
+--memory -- - ="""
 WORDS = OPTIONS.split()
 
 
@@ -266,7 +269,7 @@ def page_requests(root: Path) -> Case:
     """Raw requests to the server of `moe-rl watch`: never status 500, nothing printed, strangers refused."""
     server = watch.make_server(small_study(root))
     problems: list[str] = []
-    server.handle_error = lambda request, address: problems.append("the server's thread failed")  # type: ignore[method-assign]
+    server.handle_error = lambda request, address: problems.append("the server's thread failed")
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def case(rng: random.Random) -> str:
