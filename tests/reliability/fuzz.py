@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from fuzz_kinds import KINDS, Kind, Wrong
+from fuzz_kinds import KINDS, Kind
 from small_runs import start, wait
+from small_study import Wrong
 
 SECONDS = 20.0  # of CPU, for one case; a folder's figures take some
 
