@@ -182,7 +182,7 @@ class Api:
     def response(self, query: dict[str, str]) -> dict[str, Any]:
         """The tokens of `run`, `step`, response `seq` after `update`."""
         with self.lock:
-            return self._step(query).response(_whole(query, "seq"), _whole(query, "update"))
+            return self._step(query).response(_whole(query, "seq"), _whole(query, "update"), routers=True)
 
     def _live(self, query: dict[str, str]) -> LiveStudy:
         return self.studies.study(query.get("study", ""))
