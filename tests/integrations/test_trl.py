@@ -89,7 +89,9 @@ def test_gmpo_is_replayed(tmp_path):
 
 
 def test_compiled_model_carries_its_hooks(tmp_path):
-    settings = {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
+    # torch.compile cannot trace the shape checks of the tests in our own experts implementation
+    model = build_tiny(TINY, TOKENIZER, experts_implementation="grouped_mm")
+    settings = {"model": model, "torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2}
     trainer = trained(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R2"}, **settings)
     assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
     assert max(logged(trainer, CHANGES[0]).values()) > 0
