@@ -138,6 +138,20 @@ def still_written(folder: Path) -> bool | None:
     return True
 
 
+@contextmanager
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Wait for the file lock `path`, which the system frees if its holder dies; where there are none (Windows), go
+    without."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def write_json(path: Path, value: Any) -> Path:
     """`write_atomic` of JSON that a person can read."""
     return write_atomic(path, json.dumps(value, indent=1) + "\n")

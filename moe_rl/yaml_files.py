@@ -1,7 +1,7 @@
 """YAML as data: nothing in it is code, nothing in it is lost, and a few lines of it are not millions of values. Every
 room may use it; it knows none of them."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -29,7 +29,10 @@ def parse_yaml(text: str | bytes) -> Any:
         raise YamlError("not valid YAML: nested too deeply") from error
 
 
-_Safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
+if TYPE_CHECKING:
+    _Safe = yaml.SafeLoader
+else:
+    _Safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
 
 
 class _Loader(_Safe):

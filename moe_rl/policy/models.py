@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from moe_rl.checks import changed_since, digests, parse_json, sealed
+from moe_rl.files import one_at_a_time
 from moe_rl.policy.lora import LoraConfig, add_lora
 from moe_rl.policy.tiny import (
     TINY_EXPERTS,
@@ -307,7 +308,7 @@ def _load_cached(
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ModelError(f"cannot keep cold-started models in {root}: {error}. Choose another folder.") from error
-    with _lock(root / f"{key}.lock"):
+    with one_at_a_time(root / f"{key}.lock"):
         if not folder.exists():
             _make(config, task, recipe, folder, progress)
     remedy = "Delete the folder: it will be made anew."
@@ -394,16 +395,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold a file lock, which the system frees if this process dies; where there are none (Windows), go without."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -12,9 +12,9 @@ from typing import Any
 
 import pandas as pd
 
+from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
 from moe_rl.study.data import Run, StudyData, StudyDataError
-from moe_rl.study.done import NAME, remedy, what_is_lost
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.live_rows import LiveError

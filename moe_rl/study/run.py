@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from moe_rl.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.files import sole_writer, sweep, write_atomic
 from moe_rl.policy.models import check_machine, seeded
 from moe_rl.processes import suit_small_model
@@ -23,7 +24,6 @@ from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.rollout.user_code import checked_reward, user_code
 from moe_rl.study.config import ConfigError, differences, dump_run
-from moe_rl.study.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares

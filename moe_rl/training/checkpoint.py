@@ -26,6 +26,7 @@ from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.unwrap import hf_model
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.batch import Batch
+from moe_rl.training.partial import load_draft, save_draft
 from moe_rl.training.runlog import Mark
 from moe_rl.training.sharding import as_placed, load_whole, whole
 from moe_rl.training.state import State
@@ -84,6 +85,8 @@ def _write(state: State, staging: Path) -> None:
         if batch.rollout_routes is not None:
             batch.rollout_routes.save(staging / f"batch_{index}_rollout_routes.safetensors")
         queue.append(batch.step)
+    for index, draft in enumerate(state.drafts):
+        save_draft(staging, index, draft)
     write_tensors(staging / "rng.safetensors", {"torch": torch.get_rng_state()})
     if hasattr(state.tokenizer, "save_pretrained"):
         state.tokenizer.save_pretrained(staging)
@@ -152,12 +155,16 @@ def load_checkpoint(state: State) -> Mark | None:
     state.waiting.clear()
     for index, step in enumerate(manifest["queue_steps"]):
         tensors = {k: v.to(state.ranks.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
-        routes = RoutedExperts.load(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
+        routes = _load_routes(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
         optional: dict[str, Any] = {"ref_logps": None, **tensors}
         path = folder / f"batch_{index}_rollout_routes.safetensors"
         if path.exists():
-            optional["rollout_routes"] = RoutedExperts.load(path).to(state.ranks.device)
+            optional["rollout_routes"] = _load_routes(path).to(state.ranks.device)
         state.waiting.append(Batch(**optional, routes=routes, step=step))
+    state.drafts.clear()
+    for index in range(len(list(folder.glob("draft_*.json")))):
+        tensors = _load(folder / f"draft_{index}.safetensors")
+        state.drafts.append(load_draft(folder, index, tensors, state.ranks.device))
     torch.set_rng_state(_load(folder / "rng.safetensors")["torch"])
     state.step = manifest["step"]
     return Mark(**manifest["metrics"])
@@ -184,6 +191,13 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     return dict(_stream(path))
+
+
+def _load_routes(path: Path) -> RoutedExperts:
+    """As they were before they were saved: reading notes who wrote them, which would go to the files of the run."""
+    read = RoutedExperts.load(path)
+    meta = {key: value for key, value in read.meta.items() if key != "written_by"}
+    return RoutedExperts(read.ids, read.sites, read.num_experts, tokens=read.tokens, meta=meta)
 
 
 def _stream(path: Path) -> Iterator[tuple[str, Tensor]]:

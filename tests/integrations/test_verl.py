@@ -1,5 +1,6 @@
 """verl's FSDP engine: on a stand-in with its signatures, and on the real class where verl is installed."""
 
+import inspect
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -180,10 +181,51 @@ def test_errors(installed):
     assert made[2].enable_routing_replay
 
 
-def test_signatures_are_verls():
-    import inspect
-
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_real_engine(packed, monkeypatch):
+    """verl's own forward_step on its own TensorDict, without ray and FSDP around it."""
     real = pytest.importorskip("verl.workers.engine.fsdp.transformer_impl", reason="verl is not installed")
-    for name in ("forward_step", "optimizer_step", "_get_packed_pad_size"):
-        theirs = inspect.signature(getattr(real.FSDPEngineWithLMHead, name)).parameters
-        assert list(theirs) == list(inspect.signature(getattr(stand_in(False), name)).parameters)
+    from verl.utils.tensordict_utils import get_tensordict
+
+    kind = real.FSDPEngineWithLMHead
+    for name in ("forward_step", "optimizer_step", "_get_packed_pad_size"):  # the stand-in is called as the real one
+        theirs, ours = (inspect.signature(getattr(one, name)).parameters for one in (kind, stand_in(packed)))
+        assert list(theirs) == list(ours)
+    for name in ("get_device_id", "get_device_name"):
+        monkeypatch.setattr(real, name, lambda: "cpu")
+    step = integration.forward_step(kind.forward_step, "R2", 0.0)
+    engine = object.__new__(kind)
+    engine.module = build_tiny(TINY, char_tokenizer("0123456789+=^$"), attn_implementation="sdpa").train()
+    engine.engine_config = SimpleNamespace(entropy_checkpointing=False, entropy_from_logits_with_chunking=False)
+    engine.use_ulysses_sp, engine.ulysses_sequence_parallel_size, engine.pad_to_length = False, 1, False
+    engine._autocast_dtype, engine.get_data_parallel_group = torch.float32, lambda: None
+    optimizer = torch.optim.SGD(engine.module.parameters(), lr=2.0)
+    settings = {
+        "use_remove_padding": packed, "temperature": 1.0, "use_fused_kernels": False, "calculate_entropy": False,
+        "enable_routing_replay": True, "pad_token_id": 0,
+    }  # fmt: skip
+
+    def data(**more):
+        position = nested([torch.arange(n) for n in LENGTHS])
+        return get_tensordict({"input_ids": batch(packed)["input_ids"], "position_ids": position, **more}, settings)
+
+    def loss(model_output, data, dp_group=None):
+        return -model_output["log_probs"].values().mean(), {"actor/loss": 1.0}
+
+    with torch.no_grad():
+        _, output = step(engine, data(), None, True)
+    parts = [part.clone() for part in output["model_output"]["routed_experts"].unbind()]
+    assert [tuple(part.shape) for part in parts] == [(n, 2, 2) for n in LENGTHS]
+    for update in range(3):
+        with record_routes(engine.module) as recording:
+            value, output = step(engine, data(routed_experts=nested(parts)), loss, False)
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.routing_steps = update + 1
+        used = recording.routes.ids
+        rows = used[0].split(LENGTHS) if packed else [used[i, :n] for i, n in enumerate(LENGTHS)]
+        assert all(torch.equal(row, part.long()) for row, part in zip(rows, parts, strict=True))
+        metrics = output["metrics"]
+        assert metrics["routing/replayed_fraction"] == 1
+        assert (metrics["routing/shadow_slot_change"] > 0) == (update > 0) == ("routing/first_change" not in metrics)

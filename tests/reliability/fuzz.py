@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from fuzz_kinds import KINDS, Kind, Wrong
+from fuzz_kinds import KINDS, Kind
 from small_runs import start, wait
+from small_study import Wrong
 
 SECONDS = 20.0  # of CPU, for one case; a folder's figures take some
-BLOCK = 250
 
 
 class Hang(BaseException):
@@ -26,6 +26,7 @@ class Fuzzed:
     """Of one kind: cases, how they ended, and for each that ended badly how to have it again."""
 
     kind: str
+    what: str
     cases: int = 0
     answered: int = 0
     refused: int = 0
@@ -39,14 +40,18 @@ def fuzzed(name: str, first: int, cases: int, root: Path) -> Fuzzed:
     root.mkdir(parents=True, exist_ok=True)
     child = start(lambda: _cases(name, first, cases, root), root / "log")
     status = wait(child, 3600)
-    found = Fuzzed(**json.loads((root / "found.json").read_text())) if (root / "found.json").exists() else Fuzzed(name)
+    found = (
+        Fuzzed(**json.loads((root / "found.json").read_text()))
+        if (root / "found.json").exists()
+        else Fuzzed(name, KINDS[name].what)
+    )
     if status:
         found.tracebacks.append(f"cases {first}..{first + cases}: the process ended with {status}: see {root / 'log'}")
     return found
 
 
 def _cases(name: str, first: int, cases: int, root: Path) -> None:
-    kind, found = KINDS[name], Fuzzed(name)
+    kind, found = KINDS[name], Fuzzed(name, KINDS[name].what)
     case = kind.prepare(root)
     signal.signal(signal.SIGPROF, _stop)
     for number in range(first, first + cases):
@@ -81,6 +86,11 @@ def _place() -> str:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise Hang
+
+
+def block_of(name: str) -> int:
+    """Cases of a kind that are recorded together: less than a minute's."""
+    return 800 if KINDS[name].weight > 2 else 100
 
 
 def shares(cases: int) -> dict[str, int]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import random
 import socket
@@ -12,36 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from damage import ODD, damaged_bytes, damaged_file, damaged_text, damaged_value, flipped, restored
-from small_runs import BASE
+from damage import ODD, damaged_bytes, damaged_file, restored
+from fuzz_files import metrics_lines, prompt_files, route_files, study_files, task_lines
+from small_study import Case, Wrong, small_study
 
 from moe_rl.cli import main
 from moe_rl.drift.checkpoints import check
 from moe_rl.drift.checkpoints import load as load_checkpoint_of
 from moe_rl.drift.errors import DriftError
-from moe_rl.drift.prompts import Skipped, check_file, examples
-from moe_rl.policy.tiny import char_tokenizer
 from moe_rl.rollout import TaskError
-from moe_rl.rollout.jsonl_task import JsonLines
-from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.routing import RoutingError
 from moe_rl.study import grid, watch
 from moe_rl.study import run as study_run
-from moe_rl.study.config import ConfigError, dump_study, load_study, parse_study
+from moe_rl.study.config import ConfigError, load_study
 from moe_rl.study.data import StudyDataError, load
-from moe_rl.study.live_rows import LiveError, read_since
-from moe_rl.study.shipped import StudyFileError, outline
-from moe_rl.study.summary import final_rewards
+from moe_rl.study.shipped import StudyFileError
 from moe_rl.study.token_view import TokenStep
 from moe_rl.training import CheckpointError, begin, resume, validate
-from moe_rl.training.route_tables import read_route_table, write_route_table
+from moe_rl.training.route_tables import read_route_table
 from moe_rl.training.runlog import DamagedMetricsError
-
-Case = Callable[[random.Random], str]
-
-
-class Wrong(AssertionError):
-    """Damage that passed for a result, or an answer that must not be given."""
 
 
 @dataclass(frozen=True)
@@ -55,174 +43,14 @@ class Kind:
     what: str
 
 
-def small_study(root: Path) -> Path:
-    """A study of two finished runs, made by the command line's own functions."""
-    base = {
-        "model": {"tiny": vars(BASE.model.tiny), "cold_start": None},
-        "task": {"name": "mod_chain", "options": {"steps": 1}},
-        "rollout": {"prompts": 4, "group_size": 4},
-        "optim": {"steps": 2, "num_minibatches": 2, "warmup_updates": 2},
-        "eval": {"prompts": 4},
-        "probe": {"sequences": 4, "tokens_every": 1, "floor": False},
-        "checkpoint_every": 1,
-    }
-    arms = {"grpo": {"label": "GRPO"}, "gspo": {"method": {"objective": "gspo", "replay": "R2"}}}
-    study = parse_study({"name": "small", "question": "?", "seeds": [0], "base": base, "arms": arms})
-    folder = root / "small"
-    folder.mkdir()
-    (folder / "study.yaml").write_text(dump_study(study))
-    for arm in arms:
-        study_run.run_one(study.resolve(arm, 0), folder / arm / "seed0")
-    return folder
-
-
-# -- single files ------------------------------------------------------------------------------------------------------
-
-
-def metrics_lines(root: Path) -> Case:
-    """One line, or the bytes, of metrics.jsonl of an unfinished run."""
-    whole = small_study(root) / "grpo" / "seed0"
-    (whole / "DONE").unlink()
-    path, lines = whole / "metrics.jsonl", (whole / "metrics.jsonl").read_text().splitlines()
-
-    def case(rng: random.Random) -> str:
-        changed = list(lines)
-        place = rng.randrange(len(lines))
-        if rng.random() < 0.6:
-            changed[place] = json.dumps(damaged_value(rng, json.loads(lines[place])))
-            path.write_text("\n".join(changed) + "\n")
-        else:
-            path.write_bytes(damaged_bytes(rng, ("\n".join(changed) + "\n").encode()))
-        with contextlib.suppress(LiveError):
-            read_since(path, rng.choice(["", "5-00000000", "999999999999999-ffffffff"]))
-        data = load(whole)
-        final_rewards(data) if len(data.rollouts) else None
-        return "answered"
-
-    return case
-
-
-def study_files(root: Path) -> Case:
-    """The text, or the values, of a study file."""
-    path = root / "study.yaml"
-    text = (small_study(root) / "study.yaml").read_text()
-    values = yaml.safe_load(text)
-
-    def case(rng: random.Random) -> str:
-        if rng.random() < 0.5:
-            path.write_text(damaged_text(rng, text), errors="surrogateescape")
-        else:
-            path.write_text(yaml.safe_dump(damaged_value(rng, values), allow_unicode=True))
-        outline(path)
-        study = load_study(path)
-        for arm, seed in study.runs()[:3]:
-            study.resolve(arm, seed)
-        return "answered"
-
-    return case
-
-
-LINES = (
-    {"prompt": "What is 12 * 12?", "answer": "144"},
-    {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": 4},
-    {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "7?"}], "answer": "7.0"},
-)
-
-
-def task_lines(root: Path) -> Case:
-    """A file of prompts and answers, and what its verifiers say to odd completions."""
-    path = root / "task.jsonl"
-
-    def case(rng: random.Random) -> str:
-        given = [LINES[0]] * 40 + [rng.choice(LINES) for _ in range(20)]
-        own = [{**row, "prompt": f"{i}?"} if "prompt" in row else row for i, row in enumerate(given)]
-        rows = [json.dumps(row) for row in own]
-        if rng.random() < 0.5:
-            rows[rng.randrange(60)] = json.dumps(damaged_value(rng, rng.choice(LINES)))
-        data = ("\n".join(rows) + "\n").encode()
-        path.write_bytes(data if rng.random() < 0.8 else damaged_bytes(rng, data))
-        verifier = rng.choice(["exact_match", "last_answer"])
-        task = JsonLines(str(path), verifier=verifier, held_out=rng.choice(["", "", "", "", str(path)]))
-        problem = task.problem(rng)
-        odd = [r"\boxed{" * rng.choice([1, 20_000]), "1" * 5000, str(rng.choice(ODD)), "{" * 50_000, "1,2,3.4.5", "-"]
-        for completion in (*rng.sample(odd, 2), damaged_text(rng, problem.prompt + r" \boxed{4} 7.")):
-            task.reward(problem, completion)
-        return "answered"
-
-    return case
-
-
-PROMPTS = (
-    {"text": "The quick brown fox."},
-    {"prompt": "12+34=", "completion": "46"},
-    {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
-    {"prompt": [{"role": "user", "content": "hi"}], "completion": "ho"},
-)
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-
-
-def prompt_files(root: Path) -> Case:
-    """What `moe-rl drift --prompts` reads."""
-    path = root / "prompts.jsonl"
-    tokenizer = char_tokenizer("\n" + "".join(map(chr, range(32, 127))))
-    plain = char_tokenizer("abc")
-    tokenizer.chat_template = TEMPLATE
-
-    def case(rng: random.Random) -> str:
-        rows = [json.dumps(rng.choice(PROMPTS)) for _ in range(5)]
-        if rng.random() < 0.5:
-            rows[rng.randrange(5)] = json.dumps(damaged_value(rng, rng.choice(PROMPTS)))
-        data = "\n".join(rows).encode()
-        path.write_bytes(data if rng.random() < 0.8 else damaged_bytes(rng, data))
-        chosen = tokenizer if rng.random() < 0.9 else plain
-        check_file(path, chosen)
-        list(examples(path, chosen, rng.choice([2, 64]), Skipped()))
-        return "answered"
-
-    return case
-
-
-def route_files(root: Path) -> Case:
-    """Files of RoutedExperts.save, with and without a checksum, and route tables: no flipped bit passes."""
-    import torch
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    ids = torch.rand(2, 9, 3, 300, generator=torch.Generator().manual_seed(0)).topk(4).indices
-    routes = RoutedExperts(ids, ("a.gate", "b.gate", "c.gate"), 300, tokens=torch.arange(18).view(2, 9))
-    path, table = root / "routes.safetensors", root / "routes.parquet"
-    routes.save(path)
-    write_route_table(table, routes)
-    with safe_open(path, "pt") as file:
-        header = {k: v for k, v in file.metadata().items() if k != "sha256"} | {"format_version": "1"}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    whole, rows = path.read_bytes(), table.read_bytes()
-
-    def case(rng: random.Random) -> str:
-        kind = rng.randrange(4)
-        if kind == 0:  # as the first version wrote them: without a checksum, any header
-            values = {key: damaged_value(rng, json.loads(value)) for key, value in header.items() if key != "format"}
-            changed = {key: json.dumps(value) for key, value in values.items()}
-            save_file(tensors, path, {**changed, "format": header["format"]})
-            RoutedExperts.load(path)
-            return "answered"
-        target, data = (path, whole) if kind == 1 else (table, rows)
-        target.write_bytes(flipped(rng, data) if rng.random() < 0.5 else damaged_bytes(rng, data))
-        read = RoutedExperts.load(path) if kind == 1 else read_route_table(table)
-        if not read.equal(routes):
-            raise Wrong("other routes were read")
-        return "answered"
-
-    return case
-
-
 # -- the command line, the page ----------------------------------------------------------------------------------------
 
-VERBS = ("study", "run", "figures", "watch", "drift", "doctor", "help", "stdy", "--version", "-h", "")
-OPTIONS = """small/study.yaml quick small small/grpo/seed0 nowhere --arm --arms --seed --seeds grpo gspo --output --workers
---prompts --port --trust --help --help-all --optim.steps --optim.betas --optim.learning-rate --method.objective
---method.replay --method.corrections --rollout.group-size --task.name --task.options --model.path --model.dtype
---checkpoint-every --probe.sequences --json --no-figures --figures --rounding --cold-starts --devices --memory -- - ="""
+VERBS = ("study", "run", "figures", "watch", "drift", "doctor", "help", "stdy", "--version", "-h")
+OPTIONS = """small/study.yaml quick small small/grpo/seed0 nowhere --arm --arms --seed --seeds grpo gspo --output
+--workers --prompts --port --trust --help --help-all --optim.steps --optim.betas --optim.learning-rate
+--method.objective --method.replay --method.corrections --rollout.group-size --task.name --task.options --model.path
+--model.dtype --checkpoint-every --probe.sequences --json --no-figures --figures --rounding --cold-starts --devices
+--memory -- - ="""
 WORDS = OPTIONS.split()
 
 
@@ -266,7 +94,7 @@ def page_requests(root: Path) -> Case:
     """Raw requests to the server of `moe-rl watch`: never status 500, nothing printed, strangers refused."""
     server = watch.make_server(small_study(root))
     problems: list[str] = []
-    server.handle_error = lambda request, address: problems.append("the server's thread failed")  # type: ignore[method-assign]
+    server.handle_error = lambda request, address: problems.append("the server's thread failed")
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
     def case(rng: random.Random) -> str:

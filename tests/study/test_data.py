@@ -123,6 +123,10 @@ def test_an_interrupted_last_line_is_left_out_with_a_note(copy, tail):
         ("[1, 2]", "expected an object, got list"),
         ('{"kind":"update","step":0}', "lacks update"),
         ('{"step":0}', "lacks kind"),
+        ('{"kind":["x"],"step":0}', "lacks kind"),
+        ('{"kind":"rollout","step":0,"reward":"good"}', "reward cannot be 'good'"),
+        ('{"kind":"update","step":{},"update":1}', "step cannot be {}"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_other_damage_names_file_and_line(copy, damage, words):

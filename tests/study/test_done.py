@@ -6,9 +6,9 @@ import pytest
 from synthetic import write_study
 
 from moe_rl.checks import sealed, sha256_of_bytes
+from moe_rl.done import what_is_lost, write_done
 from moe_rl.files import write_json
 from moe_rl.study.data import StudyDataError, load
-from moe_rl.study.done import what_is_lost, write_done
 from moe_rl.study.live import LiveStudy
 
 

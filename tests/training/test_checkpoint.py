@@ -84,6 +84,7 @@ def held(folder):
     if mark is None:
         return None
     rows = tuple(json.loads(line)["step"] for line in state.log.path.read_text().splitlines())
+    assert state.waiting[0].routes.meta == {}, "as before it was saved"
     assert not [p for p in folder.iterdir() if p.name in ("checkpoint.new", "checkpoint.old")]
     return state.step, state.policy.weight[0, 0].item(), int(state.waiting[0].routes.ids[0, 0, 0, 0]), rows
 
