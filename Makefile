@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: study quick test check figures clean
+.PHONY: study quick test check figures reliability clean
 study: .venv/.installed   ## replay against GSPO: all runs, figures, report (a quarter of an hour on two idle cores)
 	$(BIN)/moe-rl study experiments/replay_vs_gspo.yaml
 
@@ -20,6 +20,9 @@ check: .venv/.installed   ## lint, format, types, import arrows
 
 figures: .venv/.installed ## redraw figures and report of the main study
 	$(BIN)/moe-rl figures runs/replay_vs_gspo
+
+reliability: .venv/.installed ## kills, faults and random input by the thousand; writes docs/reliability.md (20 CPU minutes)
+	$(BIN)/python tests/reliability/campaign.py
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -27,11 +27,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from moe_rl.routing.experts import register_experts
 
 LAYERS = {  # hidden size, expert width, experts, experts per token
+    "tiny": (48, 32, 16, 2),
     "small": (128, 64, 16, 4),
     "olmoe-1b-7b": (2048, 1024, 64, 8),
     "qwen3-30b-a3b": (2048, 768, 128, 8),
 }
-IMPLEMENTATIONS = ["eager", "grouped_mm", "megablocks_reference"]
+IMPLEMENTATIONS = ["eager", "grouped_mm", "megablocks_reference", "sorted_mm"]
 
 
 class Problem:

@@ -8,6 +8,14 @@ from pathlib import Path
 from typing import Any
 
 
+def parse_json(text: str | bytes) -> Any:
+    """`json.loads`, of which whatever goes wrong is a ValueError: damage can be a million brackets."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     """`content`, which is to be JSON, with its own SHA-256 sum under `sha256`."""
     return {**content, "sha256": sha256_of_bytes(json.dumps(content, sort_keys=True).encode())}
@@ -48,7 +56,7 @@ def changed_since(folder: Path, *manifests: str) -> str:
     under `files`; in words, empty if there is nothing, or none of `manifests`."""
     for path in (folder / name for name in manifests if (folder / name).is_file()):
         try:
-            stored = json.loads(path.read_bytes())
+            stored = parse_json(path.read_bytes())
         except ValueError as error:
             return f"{path} is damaged ({error})"
         if isinstance(stored, dict) and "files" in stored:
@@ -56,6 +64,18 @@ def changed_since(folder: Path, *manifests: str) -> str:
             if wrong:
                 return wrong
     return ""
+
+
+def damage_of(rows: bytes, size: int) -> str:
+    """What is wrong with the `size` bytes of JSON lines of which these are left, and where it shows first."""
+    for number, line in enumerate(rows.splitlines(), start=1):
+        try:
+            parse_json(line)
+        except ValueError:
+            return f"line {number} is damaged"
+    if len(rows) < size:
+        return f"it has {len(rows)} of the {size} bytes that were written (missing or cut off)"
+    return "a line is not what was written, though all can be read: a changed number, or rows in another order"
 
 
 def sizes(folder: Path, *patterns: str) -> dict[str, int]:

@@ -23,9 +23,23 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, SupportsIndex
 
+from moe_rl.done import NAME as DONE
+from moe_rl.done import write_done
 from moe_rl.files import atomic_file, naming, sole_writer, write_atomic, write_json
 from moe_rl.names import nearest
-from moe_rl.run_rows import FOREIGN, ROWS, RunFolderError, check_lists, checked, index_of, read_rows, words_of
+from moe_rl.run_rows import (
+    FOREIGN,
+    ROWS,
+    RunFolderError,
+    check_lists,
+    checked,
+    index_of,
+    read_rows,
+    token_columns,
+    words_of,
+)
+from moe_rl.tables import write_table
+from moe_rl.yaml_files import parse_yaml
 
 PACKAGES = ("moe_rl", "torch", "transformers", "trl", "ms_swift", "verl", "vllm", "sglang", "peft", "accelerate")
 
@@ -67,7 +81,7 @@ class RunWriter:
         command = shlex.join(sys.argv)
         with ExitStack() as stack:
             stack.enter_context(sole_writer(self.folder, command))
-            if (self.folder / "DONE").exists():
+            if (self.folder / DONE).exists():
                 raise RunFolderError(
                     f"{self.folder} holds a finished run. Choose another folder, or delete its file DONE to go on."
                 )
@@ -100,6 +114,17 @@ class RunWriter:
     def engine(self, step: SupportsIndex, pair: str, *, update: SupportsIndex = 0, **metrics: Any) -> None:
         """The gap between two engines' scores of the same tokens: `pair` engines, engines_replayed, rollout_to_new."""
         self.row("engine", step, pair=pair, update=update, **metrics)
+
+    def tokens(self, step: SupportsIndex, **columns: Any) -> None:
+        """`tokens/step_NNNNNN.parquet`: a row per response token and update, for the figures and views of tokens.
+
+        columns: arrays of one length, named as in the section "tokens" of docs/metrics.md: `seq`, `pos`, `token`,
+            `update`, `flips`, `old_logp` and `logp_natural` are needed; `logp_replayed`, `reward` and `text` where they
+            are known. A step's file is replaced when it is written again.
+        """
+        self._open()
+        number = index_of(step, "step", "tokens", 0)
+        write_table(self.folder / "tokens" / f"step_{number:06d}.parquet", token_columns(columns))
 
     def row(self, kind: str, step: SupportsIndex, /, **metrics: Any) -> None:
         """A row of any kind of `ROWS`, with its keys among the metrics."""
@@ -146,8 +171,7 @@ class RunWriter:
     def finish(self) -> None:
         """The run is complete: write DONE and let go of the folder."""
         self._open()
-        seconds = round(time.time() - self._started, 1)
-        write_atomic(self.folder / "DONE", json.dumps({"seconds": seconds, "rows": len(self._seen)}) + "\n")
+        write_done(self.folder, seconds=round(time.time() - self._started, 1))
         self.close()
 
     def close(self) -> None:
@@ -219,8 +243,8 @@ class RunWriter:
             write_atomic(path, yaml.safe_dump(config, sort_keys=False))
             return
         try:
-            there = yaml.safe_load(path.read_text())
-        except yaml.YAMLError as error:
+            there = parse_yaml(path.read_bytes())
+        except (OSError, ValueError) as error:
             raise RunFolderError(f"{path} is damaged: {error}. Move {self.folder} away to run again.") from error
         a, b = (_without_steps(c) if isinstance(c, dict) else {} for c in (there, config))
         changed = [name for name in {**a, **b} if a.get(name) != b.get(name)]

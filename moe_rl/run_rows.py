@@ -1,12 +1,12 @@
 """Rows of `metrics.jsonl`: their kinds, the keys that tell them apart, and what a metric may hold."""
 
-import json
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+from moe_rl.checks import parse_json
 from moe_rl.names import nearest
 
 ROWS: dict[str, tuple[str, ...]] = {
@@ -99,7 +99,7 @@ def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 if not isinstance(row["kind"], str) or not isinstance(row["step"], int):
                     raise TypeError
             except (ValueError, TypeError, KeyError):
@@ -107,3 +107,37 @@ def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                     f"{path} line {number} is damaged. Restore the file, or move the run folder away to run it again."
                 ) from None
             yield line, row
+
+
+TOKEN_COLUMNS = ("seq", "pos", "token", "update", "flips", "old_logp", "logp_natural")
+"""Columns of tokens/*.parquet that are needed."""
+MORE_TOKEN_COLUMNS = ("logp_replayed", "reward", "text")
+_WHOLE = TOKEN_COLUMNS[:5]
+
+
+def token_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns of a table of tokens, checked: names, one length, kinds of values; numbers that are left out are NaN."""
+    import numpy as np
+
+    for name in columns:
+        if name not in (*TOKEN_COLUMNS, *MORE_TOKEN_COLUMNS):
+            raise RunFolderError(f"tokens: no column {name!r}{nearest(name, (*TOKEN_COLUMNS, *MORE_TOKEN_COLUMNS))}")
+    if missing := [name for name in TOKEN_COLUMNS if name not in columns]:
+        raise RunFolderError(f"tokens: {missing[0]} is missing; needed are {', '.join(TOKEN_COLUMNS)}")
+    found: dict[str, Any] = {}
+    for name, value in columns.items():
+        plain = _plain(value, f"tokens, {name}")
+        if name not in (*_WHOLE, "text") and isinstance(plain, list):
+            plain = [math.nan if item is None else item for item in plain]
+        array = np.asarray(plain, dtype=object if name == "text" else None)
+        kinds = "O" if name == "text" else "iu" if name in _WHOLE else "iuf"
+        if array.ndim != 1 or array.dtype.kind not in kinds:
+            wanted = "texts" if name == "text" else "whole numbers" if name in _WHOLE else "numbers"
+            raise RunFolderError(f"tokens: {name} must be a list of {wanted}, got {array.dtype} {list(array.shape)}")
+        found[name] = array if kinds == "O" else array.astype(np.int32 if name in _WHOLE else np.float32)
+    lengths = {name: len(array) for name, array in found.items()}
+    if len(set(lengths.values())) > 1:
+        raise RunFolderError(f"tokens: columns must have one length, got {lengths}")
+    for name in ("logp_replayed", "reward"):
+        found.setdefault(name, np.full(lengths["seq"], np.nan, np.float32))
+    return found

@@ -208,7 +208,7 @@ def test_a_run_resumes_and_a_folder_of_another_configuration_is_refused(study, c
     assert "optim.steps: 2 there, 5 now" in message and "Nothing was overwritten" in message
     table = next((folder / "tokens").iterdir())
     table.rename(folder / "elsewhere")
-    assert f"{Path('out/tokens') / table.name} is missing. The run is not done without it" in refused(capsys, *run)
+    assert f"{Path('out/tokens') / table.name} is missing. Without it the run is not" in refused(capsys, *run)
     (folder / "elsewhere").rename(table)
     (folder / "DONE").unlink()
     (folder / "checkpoint" / "model.safetensors").write_bytes(b"short")

@@ -1,6 +1,5 @@
 """The text that is measured on: JSONL, Parquet or plain text, checked whole before a model is loaded, then streamed."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
+from moe_rl.checks import parse_json
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.scoring import TokenBatch
 
@@ -154,7 +154,7 @@ def _lines(path: Path, plain: bool) -> Iterator[tuple[int, Any]]:
                 continue
             try:
                 text = line.decode("utf-8-sig")
-                row = {"text": text.rstrip("\r\n")} if plain else json.loads(text)
+                row = {"text": text.rstrip("\r\n")} if plain else parse_json(text)
             except ValueError as error:  # json's and unicode's errors are ValueErrors
                 what, wanted = ("UTF-8 text", "one text per line") if plain else ("JSON", FORMS)
                 raise DriftError(f"{path} line {number} is not {what} ({error}); expected {wanted}") from error

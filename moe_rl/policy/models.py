@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
-from moe_rl.checks import changed_since, digests, sealed
+from moe_rl.checks import changed_since, digests, parse_json, sealed
 from moe_rl.policy.lora import LoraConfig, add_lora
 from moe_rl.policy.tiny import (
     TINY_EXPERTS,
@@ -312,7 +312,7 @@ def _load_cached(
             _make(config, task, recipe, folder, progress)
     remedy = "Delete the folder: it will be made anew."
     try:
-        stored = json.loads((folder / COLD_START).read_text())
+        stored = parse_json((folder / COLD_START).read_bytes())
         if stored["recipe"] != recipe:
             raise ModelError(f"{folder} holds a cold-started model of another recipe. {remedy}")
         reached = {"seed": recipe["cold_start"]["seed"], "steps": stored["steps"], "reward": stored["pass@1"]}

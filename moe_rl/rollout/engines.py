@@ -24,6 +24,10 @@ from moe_rl.routing.experts import check_experts_name, check_megablocks
 ENGINE_KINDS = ("self", "hf")
 ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUTER_FORMATS = ("int4", "e5m2")
+WEIGHT_FORMATS = {"fp8": 0.5, "int4": 1.0}
+"""Emulated formats of weights, and by how much each adds to what arithmetic explains (nats per token)."""
+GROUP = 128
+"""Entries of a row that share a scale in int4 (AWQ's and GPTQ's default)."""
 ARITHMETIC = {torch.float32: EXACT, torch.float16: Tolerance(5e-3, 0.1), torch.bfloat16: Tolerance(2e-2, 0.5)}
 """What each dtype explains."""
 
@@ -48,6 +52,10 @@ class EngineConfig:
     router_format: str | None = None
     """`hf` only: round the routers' weights to `int4` (a scale for each expert) or `e5m2` (float8). An emulation: it
     stands for an engine of coarser routers, products stay in `dtype`."""
+    weight_format: str | None = None
+    """`hf` only: round the weights of linear layers and experts to `fp8` (e4m3, a scale for each row) or `int4` (a
+    scale for each 128 entries of a row); routers, embeddings, head and adapters stay. An emulation of engines with
+    quantised weights: products stay in `dtype`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of an engine of your own."""
 
@@ -62,7 +70,8 @@ class HuggingFaceEngine(ModelEngine):
         device: where it runs; None: where `model` is.
 
     Raises:
-        EngineError: an unknown dtype or router format, an experts implementation that transformers does not know.
+        EngineError: an unknown dtype, router or weight format, or an experts implementation that transformers does
+            not know.
     """
 
     model: nn.Module
@@ -81,13 +90,14 @@ class HuggingFaceEngine(ModelEngine):
                     f"rollout.engine.experts_implementation: {config.experts_implementation!r} cannot be had here: "
                     f"{error}"
                 ) from error
-        self._round_routers()
+        self._round_weights()
         least, most = ARITHMETIC[ENGINE_DTYPES[config.dtype]]
-        self.tolerance = Tolerance(least, most + (0.5 if config.router_format else 0.0))
+        most += (0.5 if config.router_format else 0.0) + WEIGHT_FORMATS.get(config.weight_format or "", 0.0)
+        self.tolerance = Tolerance(least, most)
 
     @torch.no_grad()
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Copy every tensor, cast to the engine's dtype; then round the routers if that is asked for.
+        """Copy every tensor, cast to the engine's dtype; then round what is asked for.
 
         Raises:
             EngineError: names or shapes that are not the engine's.
@@ -107,19 +117,22 @@ class HuggingFaceEngine(ModelEngine):
                 )
         for name, tensor in own.items():
             tensor.copy_(gathered(weights[name]))
-        self._round_routers()
+        self._round_weights()
         self.version = version
 
     def close(self) -> None:
         del self.model
 
     @torch.no_grad()
-    def _round_routers(self) -> None:
+    def _round_weights(self) -> None:
+        routers = [weight for site in routing_sites(self.model) for weight in site.module.parameters()]
         if self.config.router_format is not None:
-            for site in routing_sites(self.model):
-                for weight in site.module.parameters():
-                    if weight.ndim >= 2:
-                        weight.copy_(rounded(weight, self.config.router_format))
+            for weight in routers:
+                if weight.ndim >= 2:
+                    weight.copy_(rounded(weight, self.config.router_format))
+        if self.config.weight_format is not None:
+            for weight in _layers(self.model, routers):
+                weight.copy_(rounded_layer(weight, self.config.weight_format))
 
 
 def make_engine(
@@ -164,6 +177,7 @@ def check_engine(config: EngineConfig) -> None:
         ("kind", config.kind if ":" not in config.kind else "self", ENGINE_KINDS),
         ("dtype", config.dtype, tuple(ENGINE_DTYPES)),
         ("router_format", config.router_format, (None, *ROUTER_FORMATS)),
+        ("weight_format", config.weight_format, (None, *WEIGHT_FORMATS)),
     ):
         if value not in names:
             listed = ", ".join("null" if known is None else known for known in names)
@@ -213,3 +227,34 @@ def rounded(weight: Float[Tensor, "E D"], router_format: str) -> Float[Tensor, "
         return weight.to(torch.float8_e5m2).to(weight.dtype)
     scale = (weight.float().abs().amax(-1, keepdim=True) / 7).clamp(min=torch.finfo(torch.float32).tiny)
     return ((weight.float() / scale).round() * scale).to(weight.dtype)
+
+
+@torch.no_grad()
+def rounded_layer(weight: Float[Tensor, "*rows D"], weight_format: str) -> Float[Tensor, "*rows D"]:
+    """A layer's weights rounded to a coarser format, in their own dtype; scales are kept in fp32.
+
+    fp8: `s e4m3(w / s)` with s = max|w| / 448 for each row. int4: `s round(w / s)`, s = max|w| / 7 for each group of
+    128 entries of a row (the last of a row may be shorter), 15 levels.
+
+    >>> rounded_layer(torch.tensor([[448.0, 17.0, -1.06]]), "fp8")  # three bits of mantissa: 16, 18, 20, ...
+    tensor([[448.,  16.,  -1.]])
+    """
+    values = weight.float()
+    tiny = torch.finfo(torch.float32).tiny
+    if weight_format == "fp8":
+        scale = (values.abs().amax(-1, keepdim=True) / 448).clamp(min=tiny)
+        return ((values / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
+    groups = []
+    for group in values.split(GROUP, -1):
+        scale = (group.abs().amax(-1, keepdim=True) / 7).clamp(min=tiny)
+        groups.append((group / scale).round() * scale)
+    return torch.cat(groups, -1).to(weight.dtype)
+
+
+def _layers(model: nn.Module, routers: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Weights of linear layers and experts: what has rows, but for routers, embeddings, head and LoRA adapters."""
+    inner: Any = hf_model(model)
+    ends = [module for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None]
+    kept = {id(weight) for weight in (*routers, *(p for module in ends for p in module.parameters()))}
+    named = model.named_parameters()
+    return [p for name, p in named if p.ndim >= 2 and id(p) not in kept and "lora_" not in name]

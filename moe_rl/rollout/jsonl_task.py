@@ -6,13 +6,13 @@
 Other fields are ignored. The file is read once, when it is first needed.
 """
 
-import json
 import random
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from moe_rl.checks import parse_json
 from moe_rl.rollout.character_tasks import BOS, EOS
 from moe_rl.rollout.chat import as_problem
 from moe_rl.rollout.task import Messages, Problem, TaskError, is_held_out
@@ -111,7 +111,7 @@ class JsonLines:
 
     def _problem(self, line: str, where: str) -> Problem:
         try:
-            data = json.loads(line)
+            data = parse_json(line)
         except ValueError as error:
             raise TaskError(f"{where}: not JSON ({error}): {line[:80]!r}") from error
         if not isinstance(data, dict):

@@ -18,11 +18,10 @@ from moe_rl.study.alarms import AlarmError, alarms_of
 from moe_rl.training import RunConfig, validate
 from moe_rl.training.method import resolved_objective
 from moe_rl.training.ranges import SEED
+from moe_rl.yaml_files import YamlError, parse_yaml
 
 RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json")
 """What a study's folder holds besides its arms."""
-LARGEST = 100_000
-"""Values in a study file, aliases counted each time: a few lines of them can stand for more than any memory holds."""
 
 
 class ConfigError(ValueError):
@@ -94,10 +93,8 @@ def load_study(path: str | Path) -> StudyConfig:
         near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
         raise ConfigError(f"{path}: no such study file{near}")
     try:
-        return parse_study(yaml.load(path.read_text(encoding="utf-8"), _OnceOnly))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    except ConfigError as error:
+        return parse_study(parse_yaml(path.read_bytes()))
+    except (ConfigError, YamlError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
@@ -155,33 +152,6 @@ def _check_comparisons(study: StudyConfig) -> None:
             raise ConfigError(f"comparisons[{i}]: {pair[0]!r} is compared with itself")
         if pair in pairs[:i] or pair[::-1] in pairs[:i]:
             raise ConfigError(f"comparisons[{i}]: {pair[0]!r} and {pair[1]!r} are compared twice")
-
-
-class _OnceOnly(yaml.SafeLoader):
-    """The safe loader, which would let the second of two equal keys win: here an arm or a field would vanish."""
-
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None and _expanded(node, {}) > LARGEST:
-            raise ConfigError(f"more than {LARGEST} values, aliases expanded: no study needs so many")
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
-        again = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if again is not None:
-            raise ConfigError(f"{again!r} is there twice in the mapping of line {node.start_mark.line + 1}")
-        return super().construct_mapping(node, deep)
-
-
-def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
-    """Scalars below a node, those behind aliases counted each time."""
-    if id(node) not in known:
-        known[id(node)] = 1  # a node inside itself
-        children = node.value if isinstance(node, yaml.CollectionNode) else ()
-        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
-        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
-    return known[id(node)]
 
 
 def _check_name(what: str, name: Any) -> None:

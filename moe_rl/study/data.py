@@ -6,14 +6,18 @@
 It reads folders only, never a model, so a study that was copied from a cluster loads the same.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from moe_rl.names import nearest
+from moe_rl.study import shown
 from moe_rl.study.folders import (
     KINDS,
     SEED_FOLDER,
@@ -91,6 +95,53 @@ class StudyData:
             row["finished"] += run.finished
         order = [arm for arm in declared if arm in rows] + [arm for arm in rows if arm not in declared]
         return pd.DataFrame.from_dict({arm: rows[arm] for arm in order}, orient="index").rename_axis("arm")
+
+    def __repr__(self) -> str:
+        return f"{self._title}\n{self._overview.to_string(float_format='{:.3f}'.format)}"
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(self._title)}</p>{self._overview.to_html(float_format='{:.3f}'.format)}"
+
+    @property
+    def _title(self) -> str:
+        tables = {name: getattr(self, name) for name in FIELDS.values() if name != "timings"}
+        return shown.title(self.name, len(self.runs) - len(self.unfinished), len(self.runs), tables, len(self.notes))
+
+    @cached_property
+    def _overview(self) -> pd.DataFrame:
+        return shown.overview(self.arms, self.rollouts, self.probes)
+
+    def rates(
+        self, level: str = "slot", by: str | Sequence[str] = ("arm", "update"), table: str = "probes"
+    ) -> pd.DataFrame:
+        """Expert-change rates: the share of slots, of (token, site) pairs or of tokens that changed.
+
+        Counts are summed before they are divided. One row per group, with `rate`, `changed` and `total`.
+
+        Args:
+            level: `slot`, `site` or `token`.
+            by: columns, e.g. `arm`, `seed`, `step`, `update`; `routing_site` gives each site its row (slots only).
+            table: `probes` (old policy against new, routed live), `updates` (what the update forward routed otherwise
+                than the old policy), `engines` or `floors`.
+
+        Raises StudyDataError: an unknown word, or rows without these counts.
+
+        >>> data.rates("slot", by=["arm", "update"])                               # doctest: +SKIP
+        """
+        if table not in shown.TABLES:
+            raise StudyDataError(f"rates: no table {table!r}{nearest(table, shown.TABLES)}")
+        return shown.rates(getattr(self, table), level, by, table)
+
+    @staticmethod
+    def describe(name: str) -> "shown.Described":
+        """Definition, unit, quotient and source of a metric, in every kind of row that has it; shows itself in a
+        notebook. Raises StudyDataError for an unknown name, with the nearest.
+
+        >>> StudyData.describe("grad_norm")
+        grad_norm, update rows [1]: global L2 norm of the gradient before clipping
+          (r = new / old probability of a token, d = log r (nats), s = exp(mean of d over a sequence))
+        """
+        return shown.describe(name)
 
     @cached_property
     def environment(self) -> dict[str, Any]:

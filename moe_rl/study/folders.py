@@ -1,6 +1,5 @@
 """One run folder: its configuration, environment and metrics, read and checked line by line."""
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -9,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-import yaml
 from pandas.api.types import is_object_dtype
 
+from moe_rl.checks import parse_json
+from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.run_rows import ROWS
-from moe_rl.study.done import NAME, remedy, what_is_lost
 from moe_rl.tables import DamagedTableError, read_table
+from moe_rl.yaml_files import YamlError, parse_yaml
 
 if TYPE_CHECKING:
     import pyarrow
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 KINDS = tuple(ROWS)
 _KEYS = {kind: ["arm", "seed", "step", *more] for kind, more in ROWS.items()}
 _NEEDED = {kind: ("step", *more) for kind, more in ROWS.items()}
+_TYPES: dict[str, Any] = {"step": int, "update": int, "pair": str, "variant": str, "reward": int | float | None}
+"""What these must be where they are; the others are numbers, texts and lists."""
 SEED_FOLDER = re.compile(r"seed(\d+)")
 SOURCES = {"sft": "demonstrations", "rft": "initial", "dpo": "initial"}
 """Objectives that learn from others' responses than their own policy's, unless `method.source` says otherwise."""
-_Yaml = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
 
 
 class StudyDataError(ValueError):
@@ -143,15 +144,12 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     unknown = set()
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if not isinstance(row, dict):
                 raise ValueError(f"expected an object, got {type(row).__name__}")
-            kind = row.get("kind")
-            missing = [name for name in _NEEDED.get(str(kind), ("step",)) if row.get(name) is None]
-            if kind == "rollout" and "reward" not in row:
-                missing.append("reward")
-            if kind is None or missing:
-                raise ValueError(f"lacks {', '.join(missing) or 'kind'}")
+            problem = _problem(row)
+            if problem:
+                raise ValueError(problem)
         except ValueError as error:  # json's and unicode's errors are ValueErrors
             if number == len(lines):
                 notes.append(f"{path.name} line {number} is cut off (interrupted write) and was left out")
@@ -160,6 +158,7 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
                 f"{path} line {number}: not a metrics row ({error}). The file was damaged after it was "
                 "written: restore it, or delete this run's folder and run the study again (the rest is kept)."
             ) from error
+        kind = row["kind"]
         if kind in KINDS:
             yield row
         elif kind not in unknown:
@@ -167,12 +166,28 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
             notes.append(f"rows of kind {kind!r} were left out (written by another version?)")
 
 
+def _problem(row: dict[str, Any]) -> str:
+    """Why a row cannot be one that a run wrote; empty if it can."""
+    kind = row.get("kind")
+    if not isinstance(kind, str):
+        return "lacks kind"
+    missing = [name for name in _NEEDED.get(kind, ("step",)) if row.get(name) is None]
+    if kind == "rollout" and "reward" not in row:
+        missing.append("reward")
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    for name, wanted in _TYPES.items():
+        if name in row and (not isinstance(row[name], wanted) or isinstance(row[name], bool)):
+            return f"{name} cannot be {row[name]!r:.80}"
+    return next((f"{name} cannot be {value!r:.80}" for name, value in row.items() if type(value) is dict), "")
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """A mapping from a YAML file; StudyDataError naming the file otherwise."""
     try:
-        content = yaml.load(path.read_text(), _Yaml)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StudyDataError(f"{path}: not valid YAML: {error}") from error
+        content = parse_yaml(path.read_bytes())
+    except (OSError, YamlError) as error:
+        raise StudyDataError(f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise StudyDataError(f"{path}: expected a mapping of settings, got {type(content).__name__}")
     return content
@@ -181,8 +196,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """A mapping from a JSON file; StudyDataError naming the file otherwise."""
     try:
-        content = json.loads(path.read_text())
-    except ValueError as error:
+        content = parse_json(path.read_text())
+    except (OSError, ValueError) as error:
         raise StudyDataError(f"{path}: not valid JSON: {error}") from error
     return content if isinstance(content, dict) else {"value": content}
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from moe_rl.checks import parse_json
 from moe_rl.files import sole_writer, write_atomic
 from moe_rl.study.config import ConfigError, StudyConfig, dump_study
 from moe_rl.study.progress import clock, number, percent
@@ -89,7 +90,7 @@ class Run:
                     break
                 self.offset += len(line)
                 with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line: the run itself says so
-                    self.take(json.loads(line))
+                    self.take(parse_json(line))
 
     def take(self, row: dict[str, Any]) -> None:
         if row["kind"] == "rollout":

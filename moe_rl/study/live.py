@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import yaml
 
+from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
 from moe_rl.study.data import Run, StudyData, StudyDataError
-from moe_rl.study.done import NAME, remedy, what_is_lost
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.live_rows import LiveError
 from moe_rl.study.summary import arm_settings, full_label
+from moe_rl.yaml_files import parse_yaml
 
 _SEED = re.compile(r"seed(\d+)")
 
@@ -233,7 +233,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 @lru_cache(maxsize=256)
 def _parsed(path: Path, _changed: int, _size: int) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        content = parse_yaml(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -4,14 +4,15 @@
 longer fits, and the answer says `reset`.
 """
 
-import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_rl.checks import parse_json
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.floors import FLOORS
 
@@ -94,13 +95,13 @@ def read_since(path: Path, since: str = "") -> tuple[list[dict[str, Any]], dict[
     the file (a resume rewrote it), forget it; `damaged`: lines that are not rows, left out. A last line without its
     end is left for later. A missing file has no rows. Raises LiveError for a cursor that is none.
     """
-    match = re.fullmatch(r"(?:(\d{1,18})-([0-9a-f]{8}))?", since)
+    match = re.fullmatch(r"(?:(\d{1,15})-([0-9a-f]{8}))?", since)
     if not match:
         raise LiveError(f"since: expected a cursor from an earlier answer, got {since!r}")
     offset, check = int(match[1] or 0), int(match[2] or "0", 16)
     try:
         with open(path, "rb") as file:
-            reset = offset > 0 and _before(file, offset) != check
+            reset = offset > os.fstat(file.fileno()).st_size or (offset > 0 and _before(file, offset) != check)
             offset = 0 if reset else offset
             file.seek(offset)
             data = file.read(CHUNK)
@@ -115,7 +116,7 @@ def read_since(path: Path, since: str = "") -> tuple[list[dict[str, Any]], dict[
     rows, damaged = [], 0
     for line in data.splitlines():
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError:  # json's and unicode's
             row = None
         if isinstance(row, dict):

@@ -11,6 +11,7 @@ A page asks for a table with a pair of markers, between which nothing is written
 """
 
 import json
+import math
 import re
 import shlex
 import sys
@@ -24,9 +25,12 @@ from moe_rl.files import write_atomic
 from moe_rl.study.arms import condition_label, flatten
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData, load
+from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
+from moe_rl.study.figures.gallery.engine_mismatch import engine_table
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.roundings import component_table, conclusion_table
-from moe_rl.study.summary import change_rates, factor_table
+from moe_rl.study.statistics import seed_interval
+from moe_rl.study.summary import change_rates, factor_table, routing_noise_ratios
 from moe_rl.study.words import minus, probability
 
 RESULTS = Path("docs") / "results"
@@ -40,7 +44,8 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     """The summary tables of a study, by name; those that its runs have no data for are left out.
 
     final_reward, comparisons, runs (how every run ended), change_rates, factors; with other roundings also roundings
-    and variance_components. Columns as in the functions that make them, with labels and conditions beside the names.
+    and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine, engines.
+    Columns as in the functions that make them, with labels and conditions beside the names.
     """
     finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
     finals.insert(2, "condition", [condition_label(data, noise) for noise in finals["noise"]])
@@ -58,7 +63,37 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         "roundings": conclusion_table(data),
         "variance_components": component_table(data),
     }
+    if len(data.decompositions):
+        shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
+        found["decomposition"] = _over_seeds(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
+        found["routing_noise"] = _noise_ratios(data)
+    if len(data.engines):
+        engines = engine_table(data)
+        measured = [name for name in engines.columns[3:] if name != "clip_low"]
+        found["engines"] = _over_seeds(engines, ["arm", "routing"], measured)
     return {name: table for name, table in found.items() if len(table)}
+
+
+def _over_seeds(table: pd.DataFrame, keys: list[str], names: list[str]) -> pd.DataFrame:
+    """Mean over seeds of each column, with its interval in `_low` and `_high`."""
+    rows = []
+    for key, part in table.groupby(keys, sort=False):
+        row: dict[str, Any] = {**dict(zip(keys, key, strict=True)), "n": part["seed"].nunique()}
+        for name in names:
+            found = seed_interval(part[name].to_numpy(dtype=float))
+            row |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _noise_ratios(data: StudyData) -> pd.DataFrame:
+    """By how much the routing variance under one method's training is that under another's (`routing_noise_ratios`)."""
+    rows = []
+    for pair in routing_noise_ratios(data):
+        found = pair.result.difference
+        ends = {name: math.exp(value) for name, value in (("low", found.low), ("high", found.high))}
+        rows.append({"arm": pair.arm, "other": pair.other, "n": found.n, "ratio": math.exp(found.estimate), **ends})
+    return pd.DataFrame(rows)
 
 
 def environment_of(data: StudyData) -> dict[str, Any]:
@@ -130,9 +165,9 @@ def _interval(row: dict[str, Any], name: str, low: str, high: str, form: str) ->
     return minus(f"{row[name]:{form}}{ends}".replace("[+", "[").replace(", +", ", "))
 
 
-def _percent(row: dict[str, Any], name: str) -> str:
-    ends = "" if pd.isna(row[f"{name}_low"]) else f" [{100 * row[f'{name}_low']:.1f}, {100 * row[f'{name}_high']:.1f}]"
-    return f"{100 * row[name]:.1f}{ends}"
+def _percent(row: dict[str, Any], name: str, digits: int = 1) -> str:
+    shares = {f"{name}{end}": 100 * row[f"{name}{end}"] for end in ("", "_low", "_high")}
+    return _interval(shares, name, f"{name}_low", f"{name}_high", f".{digits}f")
 
 
 Column = Callable[[dict[str, Any]], str]
@@ -162,6 +197,31 @@ PAGES: dict[str, dict[str, Column]] = {
         "slots, %": lambda row: _percent(row, "slot"),
         "sites, %": lambda row: _percent(row, "site"),
         "tokens, %": lambda row: _percent(row, "token"),
+    },
+    "decomposition": {
+        "arm": lambda row: row["arm"],
+        "level": lambda row: row["level"],
+        "update": lambda row: str(row["update"]),
+        "n": lambda row: str(row["n"]),
+        "weights, %": lambda row: _percent(row, "weight", 0),
+        "routing, %": lambda row: _percent(row, "routing", 0),
+        "interaction, %": lambda row: _percent(row, "interaction", 0),
+    },
+    "routing_noise": {
+        "difference": lambda row: f"{row['arm']} / {row['other']}",
+        "n": lambda row: str(row["n"]),
+        "ratio of Var(routing)": lambda row: _interval(row, "ratio", "low", "high", ".2f"),
+    },
+    "engines": {
+        "arm": lambda row: row["arm"],
+        "routing": lambda row: row["routing"],
+        "n": lambda row: str(row["n"]),
+        "slots changed, %": lambda row: _percent(row, "slots_changed_share", 2),
+        "Var(token), nats²": lambda row: _interval(row, "var_token", "var_token_low", "var_token_high", ".1e"),
+        "Var(sequence), nats²": lambda row: _interval(
+            row, "var_sequence", "var_sequence_low", "var_sequence_high", ".1e"
+        ),
+        "clipped at the first update, %": lambda row: _percent(row, "clipped_first", 2),
     },
     "roundings": {
         "difference": lambda row: f"{row['arm']} − {row['other']}",

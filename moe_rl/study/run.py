@@ -15,19 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
+from moe_rl.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.files import sole_writer, sweep, write_atomic
 from moe_rl.policy.models import check_machine, seeded
+from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.rollout.user_code import checked_reward, user_code
 from moe_rl.study.config import ConfigError, differences, dump_run
-from moe_rl.study.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
 from moe_rl.training.trackers import check_tracker
+from moe_rl.yaml_files import parse_yaml
 
 PACKAGES = (
     "moe_rl",
@@ -58,7 +59,8 @@ def run_one(
         InUseError: another process runs in the folder.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
-    choose_threads(config)
+    if config.model.path is None:
+        suit_small_model()
     config = dataclasses.replace(config, model=seeded(config.model, config.seed))
     validate(config)
     check_here(config)
@@ -123,23 +125,16 @@ def _try_task(config: RunConfig) -> None:
             checked_reward(task.reward(problem, problem.answer))
 
 
-def choose_threads(config: RunConfig) -> None:
-    """One thread for the tiny policy, whose matrices are too small to share: on a busy machine two are far slower than
-    one. OMP_NUM_THREADS, where it is set, decides instead."""
-    if config.model.path is None and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-
-
 def check_folder(config: RunConfig, folder: Path) -> bool:
     """True if there is work left to do in `folder`; ConfigError if it belongs to another configuration, or is DONE and
     has lost some of what it wrote."""
     stored = folder / "config.yaml"
     if stored.exists():
         try:
-            old = yaml.safe_load(stored.read_text())
-        except yaml.YAMLError as error:
+            old = parse_yaml(stored.read_bytes())
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{stored} is damaged: {error}. Move {folder} away to run again.") from error
-        changed = differences(old, yaml.safe_load(dump_run(config)))
+        changed = differences(old, parse_yaml(dump_run(config)))
         if changed:
             listed = "; ".join(f"{name}: {a!r} there, {b!r} now" for name, (a, b) in list(changed.items())[:5])
             more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""

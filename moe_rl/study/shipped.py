@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moe_rl.names import nearest
+from moe_rl.yaml_files import YamlError, parse_yaml
 
 
 class StudyFileError(ValueError):
@@ -71,9 +70,9 @@ def outline(path: Path) -> Outline:
     if path.is_dir():
         raise StudyFileError(f"{path} is a folder; a study file is YAML")
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise StudyFileError(f"{path}: not valid YAML: {error}") from error
+        data = parse_yaml(path.read_bytes())
+    except (OSError, YamlError) as error:
+        raise StudyFileError(f"{path}: {error}") from error
     data = data if isinstance(data, dict) else {}
     arms = data.get("arms")
     arms = arms if isinstance(arms, dict) else {}

@@ -182,7 +182,13 @@ class Api:
     def response(self, query: dict[str, str]) -> dict[str, Any]:
         """The tokens of `run`, `step`, response `seq` after `update`."""
         with self.lock:
-            return self._step(query).response(_whole(query, "seq"), _whole(query, "update"), routers=True)
+            stored, seq, update = self._step(query), _whole(query, "seq"), _whole(query, "update")
+            if seq not in stored.sequences or update not in stored.updates:
+                raise LiveError(
+                    f"no response {seq} after update {update} of step {stored.step}; stored are responses "
+                    f"{stored.sequences} and updates {stored.updates}"
+                )
+            return stored.response(seq, update, routers=True)
 
     def _live(self, query: dict[str, str]) -> LiveStudy:
         return self.studies.study(query.get("study", ""))
@@ -237,6 +243,12 @@ class Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"read only\n", {"Allow": "GET, HEAD"})
 
     do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _refuse
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the library itself refuses: no method that it knows, no request at all."""
+        self.close_connection = True
+        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
+        self._send(status, "text/plain", f"{status.phrase}\n".encode())
 
     def _send(self, status: HTTPStatus, kind: str, body: bytes, more: dict[str, str] | None = None) -> None:
         self.send_response(status)

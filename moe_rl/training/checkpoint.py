@@ -10,7 +10,6 @@ One protocol, so that an interruption at any moment leaves a complete checkpoint
 (`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -22,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from moe_rl.checks import digests, is_sealed, other_content, sealed
+from moe_rl.checks import digests, is_sealed, other_content, parse_json, sealed
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.unwrap import hf_model
 from moe_rl.routing import RoutedExperts
@@ -156,11 +155,11 @@ def load_checkpoint(state: State) -> Mark | None:
     state.waiting.clear()
     for index, step in enumerate(manifest["queue_steps"]):
         tensors = {k: v.to(state.ranks.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
-        routes = RoutedExperts.load(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
+        routes = _load_routes(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
         optional: dict[str, Any] = {"ref_logps": None, **tensors}
         path = folder / f"batch_{index}_rollout_routes.safetensors"
         if path.exists():
-            optional["rollout_routes"] = RoutedExperts.load(path).to(state.ranks.device)
+            optional["rollout_routes"] = _load_routes(path).to(state.ranks.device)
         state.waiting.append(Batch(**optional, routes=routes, step=step))
     state.drafts.clear()
     for index in range(len(list(folder.glob("draft_*.json")))):
@@ -174,7 +173,7 @@ def load_checkpoint(state: State) -> Mark | None:
 def _read_state(folder: Path) -> dict[str, Any]:
     remedy = f"Delete {folder} to start this run again, or restore the folder from a copy."
     try:
-        state = json.loads((folder / "state.json").read_text())
+        state = parse_json((folder / "state.json").read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: state.json is missing or unreadable ({error}). {remedy}") from error
     version = state.get("version") if isinstance(state, dict) else None
@@ -192,6 +191,13 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     return dict(_stream(path))
+
+
+def _load_routes(path: Path) -> RoutedExperts:
+    """As they were before they were saved: reading notes who wrote them, which would go to the files of the run."""
+    read = RoutedExperts.load(path)
+    meta = {key: value for key, value in read.meta.items() if key != "written_by"}
+    return RoutedExperts(read.ids, read.sites, read.num_experts, tokens=read.tokens, meta=meta)
 
 
 def _stream(path: Path) -> Iterator[tuple[str, Tensor]]:

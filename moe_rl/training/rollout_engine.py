@@ -50,11 +50,11 @@ def guard_of(
 @torch.no_grad()
 def rebuilt(engine: Any, model: nn.Module) -> Engine:
     """The engine of a sharded model, which cannot be copied, as if built anew: a copy whose every tensor is replaced by
-    the model's, past the engine's own sync (whose rounding of routers follows)."""
+    the model's, past the engine's own sync (whose rounding follows)."""
     fresh = copy.copy(engine)
     fresh.model = copy.deepcopy(engine.model)
     weights = model.state_dict()
     for name, tensor in fresh.model.state_dict().items():
         tensor.copy_(gathered(weights[name]))
-    fresh._round_routers()
+    fresh._round_weights()
     return fresh

@@ -1,7 +1,7 @@
-"""Routes as Parquet, the form in which run folders keep them: one row per token, one binary column per routing site.
+"""Routes as Parquet, the form in which run folders keep them: one row per token, one column of lists per routing site.
 
-A site's cell holds the token's K expert ids, little-endian, in the smallest unsigned dtype that holds them; its largest
-value means "no route". `numpy.frombuffer(cell, dtype)` reads one; `read_route_table` reads a file back whole.
+A site's cell is the list of the token's K expert ids, null where there is no route, so that pandas, polars and DuckDB
+read it as it is; `read_route_table` reads a file back whole. Earlier files, whose cells are bytes, are read.
 """
 
 from pathlib import Path
@@ -21,9 +21,8 @@ def write_route_table(path: Path, routes: RoutedExperts) -> None:
     """Write `routes` `[B,T,L,K]` as B*T rows: sequence, position, token (-1 where unknown) and a column per site."""
     import pyarrow as pa
 
-    packed = np.ascontiguousarray(routes.packed.cpu().numpy())
+    packed, live = routes.packed.cpu().numpy(), routes.live.cpu().numpy()
     B, T, L, K = packed.shape
-    cell = pa.binary(K * packed.itemsize)
     tokens = torch.full((B, T), -1, dtype=torch.int32) if routes.tokens is None else routes.tokens.cpu()
     columns = {
         SEQUENCE: np.repeat(np.arange(B, dtype=np.int32), T),
@@ -31,8 +30,12 @@ def write_route_table(path: Path, routes: RoutedExperts) -> None:
         TOKEN: tokens.reshape(-1).numpy(),
     }
     for index, site in enumerate(routes.sites):
-        data = pa.py_buffer(np.ascontiguousarray(packed[:, :, index]).tobytes())
-        columns[site] = pa.Array.from_buffers(cell, B * T, [None, data])
+        known = ~live[:, :, index].reshape(-1)
+        ends = np.concatenate([[0], np.cumsum(known * K)]).astype(np.int32)
+        offsets = pa.array(ends, mask=np.append(~known, False))
+        columns[site] = pa.ListArray.from_arrays(
+            offsets, pa.array(packed[:, :, index].reshape(-1, K)[known].reshape(-1))
+        )
     facts = {"format": FORMAT, "shape": [B, T, L, K], "dtype": str(packed.dtype), "num_experts": routes.num_experts}
     write_table(path, columns, {**facts, "sites": routes.sites, "meta": dict(routes.meta or {})})
 
@@ -57,9 +60,7 @@ def _routes(table: Any, facts: dict[str, Any]) -> RoutedExperts:
     dtype, sites, experts = np.dtype(facts["dtype"]), facts["sites"], facts["num_experts"]
     ids = np.empty((B, T, len(sites), K), dtype=np.int64)
     for index, site in enumerate(sites):
-        cells = table[site].combine_chunks()
-        raw = np.frombuffer(cells.buffers()[1], dtype=dtype, count=B * T * K)
-        ids[:, :, index] = np.where(raw == np.iinfo(dtype).max, -1, raw.astype(np.int64)).reshape(B, T, K)
+        ids[:, :, index] = _cells(table[site].combine_chunks(), B * T, K, dtype).reshape(B, T, K)
     tokens = torch.from_numpy(table[TOKEN].to_numpy().reshape(B, T).copy())
     return RoutedExperts(
         torch.from_numpy(ids),
@@ -68,3 +69,22 @@ def _routes(table: Any, facts: dict[str, Any]) -> RoutedExperts:
         tokens=None if bool((tokens == -1).all()) else tokens,
         meta=facts["meta"] or None,
     )
+
+
+def _cells(cells: Any, rows: int, K: int, dtype: np.dtype[Any]) -> np.ndarray:
+    """Ids [rows, K] of a column, -1 where there is no route."""
+    import pyarrow as pa
+
+    if len(cells) != rows:
+        raise ValueError(f"{len(cells)} rows instead of {rows}")
+    if pa.types.is_fixed_size_binary(cells.type):  # of earlier versions
+        raw = np.frombuffer(cells.buffers()[1], dtype=dtype, count=rows * K)
+        return np.where(raw == np.iinfo(dtype).max, -1, raw.astype(np.int64)).reshape(rows, K)
+    if not pa.types.is_list(cells.type):
+        raise ValueError(f"cells of {cells.type} instead of lists of ids")
+    known = cells.is_valid().to_numpy(zero_copy_only=False)
+    if set(cells.value_lengths().drop_null().unique().to_pylist()) - {K}:
+        raise ValueError(f"cells that do not hold {K} ids")
+    found = np.full((rows, K), -1, np.int64)
+    found[known] = cells.flatten().to_numpy().reshape(-1, K)
+    return found

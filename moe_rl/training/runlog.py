@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_rl.checks import other_size, sizes
+from moe_rl.checks import damage_of, other_size, sizes
 from moe_rl.files import atomic_file, naming, sync_folder
 from moe_rl.tables import TABLES
 
@@ -74,7 +74,7 @@ class RunLog:
         kept = written[:size]
         wrong = other_size(self.path.parent, tables or {})
         if len(kept) < size or hashlib.sha256(kept).hexdigest() != sha256:
-            wrong = f"{self.path}: {_damage(kept, size)}"
+            wrong = f"{self.path}: {damage_of(kept, size)}"
         if wrong:
             raise DamagedMetricsError(
                 f"{wrong}. The run cannot go on without what it wrote; nothing was changed. Restore the file from a "
@@ -87,18 +87,6 @@ class RunLog:
                 file.write(kept)
         self._bytes, self._digest = size, hashlib.sha256(kept)
         return len(written) > size
-
-
-def _damage(kept: bytes, size: int) -> str:
-    """What is wrong with the rows that a checkpoint saw, and where it shows first."""
-    for number, line in enumerate(kept.splitlines(), start=1):
-        try:
-            json.loads(line)
-        except ValueError:
-            return f"line {number} is damaged"
-    if len(kept) < size:
-        return f"it has {len(kept)} of the {size} bytes that were there at the last checkpoint (missing or cut off)"
-    return "a line is not what was written, though all can be read: a changed number, or rows in another order"
 
 
 class NoLog(RunLog):

@@ -1,4 +1,4 @@
-"""The reliability campaign, and the page that it writes: `python tests/reliability/campaign.py` (or `make reliability`).
+"""The reliability campaign and the page that it writes: `make reliability`, or `python tests/reliability/campaign.py`.
 
 Every block of work adds one line to a record as it ends, so that a campaign that was stopped goes on where it was;
 `--only PART` runs one part, `--page` writes the page from the record alone.
@@ -32,15 +32,39 @@ def blocks(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Callab
 
         for method in WORTHWHILE:
             yield f"{method} x {options.stops}", lambda root, m=method: stopped_runs(m, root, options.stops or None)
+    elif part == "faults":
+        from faults import FAULTS, faulted_runs
+
+        for fault in FAULTS:
+            yield f"{fault} x {options.faults}", lambda root, f=fault: faulted_runs(f, options.faults, root)
+    elif part == "fuzz":
+        from fuzz import block_of, fuzzed, shares
+
+        for kind, cases in shares(options.cases).items():
+            for first in range(0, cases if not options.kinds or kind in options.kinds else 0, block_of(kind)):
+                some = min(block_of(kind), cases - first)
+                yield f"{kind} {first}+{some}", lambda root, k=kind, f=first, n=some: fuzzed(k, f, n, root)
+    elif part == "soak":
+        from soak import soaked
+
+        yield f"{options.steps} steps", lambda root: soaked("grpo + R2", options.steps, root)
+    elif part == "scale":
+        from soak import scaled
+
+        for seeds in options.seeds:
+            yield f"{seeds} seeds", lambda root, s=seeds: scaled(s, 32, root)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, nargs="*", default=PARTS, help="parts to run; by default all")
     parser.add_argument("--runs", type=int, default=3, help="kills: runs of each method")
-    parser.add_argument("--stops", type=int, default=0, help="operations: states of each method; 0: all")
+    parser.add_argument("--stops", type=int, default=60, help="operations: states of each method; 0: all")
+    parser.add_argument("--faults", type=int, default=12, help="faults: cases of each kind")
     parser.add_argument("--cases", type=int, default=20_000, help="fuzz: cases of all kinds together")
+    parser.add_argument("--kinds", nargs="*", help="fuzz: only these kinds, of their share of the cases")
     parser.add_argument("--steps", type=int, default=400, help="soak: steps")
+    parser.add_argument("--seeds", type=int, nargs="*", default=(6, 60), help="scale: seeds of each of five arms")
     parser.add_argument("--record", type=Path, default=Path("runs/reliability.jsonl"), help="what was done so far")
     parser.add_argument("--page", action="store_true", help="write the page from the record, run nothing")
     options = parser.parse_args()
@@ -60,7 +84,7 @@ def run_part(part: str, options: argparse.Namespace) -> None:
         if (part, name) in done:
             continue
         root = Path(tempfile.mkdtemp(prefix="moe_rl-reliability-"))
-        if part in ("kills", "operations", "faults") and not warm:
+        if part not in ("scale",) and not warm:
             from small_runs import warm_up
 
             warm_up(root)
@@ -71,8 +95,8 @@ def run_part(part: str, options: argparse.Namespace) -> None:
         with open(options.record, "a") as file:
             file.write(json.dumps({**line, **result}) + "\n")
         print(json.dumps({**line, **result}), flush=True)
-        if not result.get("wrong"):
-            shutil.rmtree(root)
+        if not any(result.get(name) for name in ("wrong", "tracebacks", "hangs")):
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def used() -> float:

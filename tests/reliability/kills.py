@@ -25,7 +25,7 @@ class Twin:
 
 @dataclass
 class Kills:
-    """Of one method: runs that were killed, kills by signal, and runs that did not end as their twin, with the files."""
+    """Of one method: runs, kills by signal, and runs that did not end as their twin, with the files that differ."""
 
     method: str
     runs: int = 0
@@ -43,14 +43,14 @@ def twin_of(method: str, root: Path) -> Twin:
 
 
 def killed_runs(method: str, runs: int, root: Path, seed: int = 0) -> Kills:
-    """`runs` runs, each killed one to three times at random moments and then left alone."""
+    """`runs` runs, each killed up to four times at random moments and then left alone."""
     twin, found = twin_of(method, root), Kills(method)
     for index in range(runs):
         rng = random.Random(f"{seed} {method} {index}")
         folder = root / f"run{index}"
-        for _ in range(rng.randint(1, 3)):
+        for _ in range(rng.randint(2, 4)):
             child = start(lambda folder=folder: run_one(METHODS[method], folder), log_of(folder))
-            if ended(child, rng.uniform(0, 1.1 * twin.seconds)) is not None:
+            if ended(child, rng.uniform(0, 0.8 * twin.seconds)) is not None:
                 break
             number = rng.choice(SIGNALS)
             os.kill(child, number)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kills import twin_of
-from small_runs import METHODS, complete, differing, log_of, start, wait
+from small_runs import METHODS, STEPS, complete, differing, log_of, start, wait
 
 from moe_rl.study.run import run_one
 
@@ -62,12 +62,14 @@ def keep_states(folder: Path, kept: Path) -> None:
         if busy[0]:
             return
         busy[0] = True
-        found = state_of(folder)
-        if found and found != last[0]:
-            shutil.copytree(folder, kept / str(counts[1]))
-            last[0] = found
-            counts[1] += 1
-        busy[0] = False
+        try:
+            found = state_of(folder)
+            if found != last[0]:
+                shutil.copytree(folder, kept / str(counts[1]))
+                last[0] = found
+                counts[1] += 1
+        finally:
+            busy[0] = False
 
     def before() -> None:
         counts[0] += not busy[0]
@@ -80,7 +82,9 @@ def keep_states(folder: Path, kept: Path) -> None:
 
 
 def state_of(folder: Path) -> str:
-    paths = sorted(folder.rglob("*")) if folder.exists() else []
+    if not folder.exists():
+        return ""
+    paths = sorted(folder.rglob("*"))
     stats = [(path, path.lstat()) for path in paths]
     return repr([(str(path), stat.st_size, stat.st_ino, stat.st_mtime_ns) for path, stat in stats])
 
@@ -92,6 +96,7 @@ def stopped_runs(method: str, root: Path, most: int | None = None, seed: int = 0
     child = start(lambda: keep_states(place / "run", place / "states"), place / "run.log")
     assert wait(child, 600) == 0, (place / "run.log").read_text()
     operations, states = map(int, (place / "states" / "counts").read_text().split())
+    assert states > STEPS, f"{operations} operations left {states} states"
     found = Stops(method, operations, states)
     chosen = range(states) if most is None else random.Random(seed).sample(range(states), min(most, states))
     for number in chosen:

@@ -1,2 +1,157 @@
-def write_page(record, target):
-    pass
+"""docs/reliability.md from the record of a campaign: no number in it is written by hand."""
+
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+COMMAND = "python tests/reliability/campaign.py"
+Line = dict[str, Any]
+
+HEAD = """# What a run survives
+
+After any interruption or fault there is either the identical result, or a clear refusal with nothing lost; no NaN, no
+corruption and no second writer passes for a result. This page is what a campaign against that promise found. The
+campaign writes it (`make reliability`), and goes on where it was stopped; each part can be run alone by the command
+that stands with it. *Identical* means: metrics but for their times, and every byte of weights, optimizers, random
+numbers, waiting batches, token tables and route tables, are those of a run that nothing interrupted. Runs are small
+(two layers, three steps), each in a process of its own.
+"""
+
+
+def write_page(record: Path, target: Path) -> None:
+    """Write `target` from the lines of `record`."""
+    lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+    parts: dict[str, list[Line]] = {}
+    for line in lines:
+        parts.setdefault(line["part"], []).append(line)
+    makers = {
+        "kills": kills,
+        "operations": operations,
+        "faults": faults,
+        "fuzz": fuzz,
+        "soak": soak,
+        "scale": scale,
+    }
+    text = [HEAD, *(makers[part](parts[part]) for part in makers if part in parts), foot(lines)]
+    target.write_text("\n".join(text))
+
+
+def table(head: list[str], rows: list[list[Any]]) -> str:
+    cells = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in row) + " |" for row in cells) + "\n"
+
+
+def total(lines: list[Line], *keys: str) -> list[int]:
+    return [sum(line[key] if isinstance(line[key], int) else len(line[key]) for line in lines) for key in keys]
+
+
+def part_of(title: str, about: str, command: str, lines: list[Line], body: str) -> str:
+    cpu = sum(line["cpu"] for line in lines)
+    return f"## {title}\n\n{about}\n\n`{COMMAND} --only {command}` ({cpu / 60:.1f} CPU minutes)\n\n{body}"
+
+
+def kills(lines: list[Line]) -> str:
+    signals = list(lines[0]["kills"])
+    rows = [
+        [line["method"], line["runs"], *(line["kills"][name] for name in signals), len(line["wrong"])] for line in lines
+    ]
+    sums = [sum(line["kills"][name] for line in lines) for name in signals]
+    runs, wrong = total(lines, "runs", "wrong")
+    rows.append(["**all**", runs, *sums, wrong])
+    return part_of(
+        "Random kills",
+        f"{sum(sums)} kills at random moments of {runs} runs of {len(lines)} methods; a run is killed up to four "
+        "times, and goes on each time. The last column counts runs that did not end identical.",
+        "kills",
+        lines,
+        table(["method", "runs", *signals, "not identical"], rows),
+    )
+
+
+def operations(lines: list[Line]) -> str:
+    rows = [[x["method"], x["operations"], x["states"], x["finished"], len(x["wrong"])] for x in lines]
+    rows.append(["**all**", *total(lines, "operations", "states", "finished", "wrong")])
+    return part_of(
+        "A kill at every file operation",
+        "The folder is copied before and after every file operation of a whole run: each copy is what a kill at that "
+        "moment leaves. The different ones, or as many of them as were asked for, drawn at random, are then run to the "
+        "end.",
+        "operations",
+        lines,
+        table(["method", "file operations", "different states", "run to the end", "not identical"], rows),
+    )
+
+
+def faults(lines: list[Line]) -> str:
+    rows = [[x["fault"], x["cases"], x["met"], len(x["wrong"])] for x in lines]
+    return part_of(
+        "Faults of the machine",
+        "Each case meets the fault at a random moment and must end with an error that names the file, or as if nothing "
+        "had happened; the same command then goes on without the fault.",
+        "faults",
+        lines,
+        table(["fault", "cases", "met it", "not identical, or no file named"], rows),
+    )
+
+
+def fuzz(lines: list[Line]) -> str:
+    kinds: dict[str, list[Line]] = {}
+    for line in lines:
+        kinds.setdefault(line["kind"], []).append(line)
+    names = ("cases", "answered", "refused", "wrong", "tracebacks", "hangs")
+    rows = [[of[0]["what"], *total(of, *names)] for of in kinds.values()]
+    rows.append(["**all**", *total(lines, *names)])
+    return part_of(
+        "Random input",
+        "*Answered*: it was still good input, or the command does not read what was damaged. *Refused*: one of our own "
+        "messages. *Wrong*: damage that passed for a result, an answer that must not be given, or a traceback among "
+        "what was printed. A traceback is any other exception, or a crash; a hang is more than 20 CPU seconds.",
+        "fuzz",
+        lines,
+        table(["input", *names], rows),
+    )
+
+
+def soak(lines: list[Line]) -> str:
+    rows = [
+        [
+            x["method"],
+            x["steps"],
+            f"{x['memory_before']:.0f}",
+            f"{x['memory_after']:.0f}",
+            f"{x['kb_per_step']:+.2f}",
+            f"{x['files_before']}, {x['files_after']}",
+        ]
+        for x in lines
+    ]
+    return part_of(
+        "A long run",
+        "Resident memory after a quarter of the steps and at the end, and the slope of a line through what lies "
+        "between.",
+        "soak",
+        lines,
+        table(["method", "steps", "MB before", "MB after", "kB per step", "open files before, after"], rows),
+    )
+
+
+def scale(lines: list[Line]) -> str:
+    rows = [[x["runs"], x["steps"], f"{x['load']:.1f}", f"{x['report']:.1f}"] for x in lines]
+    return part_of(
+        "Many runs",
+        "CPU seconds to read the folders of a study, and to draw all figures and the report.",
+        "scale",
+        lines,
+        table(["runs", "steps each", "read", "figures and report"], rows),
+    )
+
+
+def foot(lines: list[Line]) -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "pyarrow"))
+    cpu = sum(line["cpu"] for line in lines)
+    return (
+        f"Everything above took {cpu / 60:.0f} CPU minutes on {os.cpu_count()} cores, one thread each: Python "
+        f"{platform.python_version()}, {packages}, {platform.system()}.\n"
+    )

@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from micro import MICRO, judged
+from safetensors import safe_open
 
 from moe_rl.files import InUseError
 from moe_rl.objectives import OBJECTIVES
@@ -48,8 +49,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
 }
 METHODS: dict[str, RunConfig] = {name: replace(BASE, **changes) for name, changes in CHANGES.items()}
-if "judged" not in vars(state):  # a random model under a task that it cannot solve would have no reward to learn from
-    state.make_task, state.judged = judged(state.make_task), True
 
 
 def start(act: Callable[[], Any], log: Path) -> int:
@@ -62,6 +61,9 @@ def start(act: Callable[[], Any], log: Path) -> int:
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if not getattr(state.make_task, "judged", False):  # a random model has no reward of a task that it cannot solve
+            state.make_task = judged(state.make_task)
+            state.make_task.judged = True
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(file, 1)
         os.dup2(file, 2)
@@ -111,8 +113,8 @@ def log_of(folder: Path) -> Path:
 
 
 def content(folder: Path) -> dict[str, str]:
-    """What a finished run is, by file: metrics without times, every byte of tables and of the checkpoint. Equal for two
-    runs exactly if weights, optimizers, random numbers, tokens, routes and metrics are."""
+    """What a finished run is, by file: metrics without times, every tensor of the checkpoint, every byte of the rest.
+    Equal for two runs exactly if weights, optimizers, random numbers, tokens, routes and metrics are."""
     found = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -120,11 +122,25 @@ def content(folder: Path) -> dict[str, str]:
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             kept = [row if row["kind"] != "step" else {"kind": "step", "step": row["step"]} for row in rows]
             found[name] = json.dumps(kept)
+        elif path.suffix == ".safetensors":
+            found[name] = tensors_of(path)
         elif name in (".lock", "env.json", "DONE", "checkpoint/state.json"):  # they hold times
             found[name] = "there"
         else:
             found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
+
+
+def tensors_of(path: Path) -> str:
+    """Every tensor and fact of a file; the order in which safetensors writes the facts is another in each process."""
+    with safe_open(path, "pt") as file:
+        facts = sorted((file.metadata() or {}).items())
+        digest = hashlib.sha256(json.dumps([fact for fact in facts if fact[0] != "sha256"]).encode())
+        for name in sorted(file.keys()):
+            tensor = file.get_tensor(name)
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def differing(folder: Path, twin: dict[str, str]) -> list[str]:

@@ -10,7 +10,15 @@ import torch
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engine import ModelEngine, forward_logps
-from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine, check_engine, make_engine, rounded
+from moe_rl.rollout.engines import (
+    EngineConfig,
+    EngineError,
+    HuggingFaceEngine,
+    check_engine,
+    make_engine,
+    rounded,
+    rounded_layer,
+)
 from moe_rl.rollout.tasks import TaskConfig
 
 TASK = make_task(TaskConfig(name="mod_chain", options={"steps": 1}))
@@ -75,7 +83,9 @@ def test_logps_of_given_completions_are_those_of_sampling_at_its_temperature(mod
     assert (engine.logps(rollout, 1.0) - rollout.logps).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("changes", [{}, {"router_format": "int4"}, {"router_format": "e5m2", "dtype": "float32"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"router_format": "int4"}, {"router_format": "e5m2", "dtype": "float32"}, {"weight_format": "int4"}]
+)
 def test_a_synced_engine_is_one_built_anew_from_the_new_weights(model, changes):
     engine, other = engine_of(model, **changes), moved(model)
     assert engine.version == -1
@@ -117,6 +127,41 @@ def test_router_formats_round_routers_and_nothing_else(model):
         for name in changed:
             assert torch.equal(rounded(coarse[name], router_format), coarse[name]), "rounding twice changes nothing"
             assert levels is None or all(len(row.unique()) <= levels for row in coarse[name])
+
+
+def test_weight_formats_round_layers_and_experts_and_nothing_else(model):
+    plain = engine_of(model, dtype="float32").model.state_dict()
+    layers = [
+        "self_attn.q_proj.weight",
+        "self_attn.k_proj.weight",
+        "self_attn.v_proj.weight",
+        "self_attn.o_proj.weight",
+    ]
+    layers += ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    rollout = respond(ModelEngine(model, TOKENIZER))
+    for weight_format, levels in (("int4", 15), ("fp8", 256)):
+        engine = engine_of(model, dtype="float32", weight_format=weight_format)
+        coarse = engine.model.state_dict()
+        changed = {name for name in plain if not torch.equal(plain[name], coarse[name])}
+        assert changed == {f"model.layers.{i}.{name}" for i in range(2) for name in layers}
+        for name in changed:
+            assert all(len(row.unique()) <= levels for row in coarse[name].flatten(0, -2))
+        mask = rollout.completion_mask
+        gap = (engine.logps(rollout, 1.0) - forward_logps(model, rollout))[mask].abs().mean()
+        assert 0 < gap < engine.tolerance.most
+
+
+def test_layers_are_rounded_by_hand():
+    # int4, groups of 128: the 129th entry has a scale of its own and stays; of the first, max 14 is 7 steps of 2.
+    weight = torch.zeros(1, 129)
+    weight[0, 0], weight[0, 1], weight[0, 128] = 14.0, 3.1, 0.3
+    coarse = rounded_layer(weight, "int4")
+    assert coarse[0, [0, 1, 2, 128]].tolist() == pytest.approx([14.0, 4.0, 0.0, 0.3])
+    # e4m3 between 256 and 448 has steps of 32; the scale of row 1 is 1 / 448, so that 0.6 is 268.8 of them: 256.
+    rows = torch.tensor([[448.0, 300.0, -271.0], [1.0, 0.6, 0.0]])
+    assert rounded_layer(rows, "fp8").flatten().tolist() == pytest.approx([448, 288, -256, 1.0, 256 / 448, 0.0])
+    assert rounded_layer(weight.bfloat16(), "fp8").dtype == torch.bfloat16
+    assert rounded_layer(torch.zeros(2, 3), "int4").tolist() == [[0.0] * 3] * 2
 
 
 def test_rounding_by_hand():
@@ -168,6 +213,7 @@ def test_a_closed_engine_has_let_go_of_its_model(model):
         ({"kind": "vlm"}, r"rollout\.engine\.kind: expected one of self, hf, got 'vlm'"),
         ({"dtype": "bf16"}, r"rollout\.engine\.dtype: expected one of float32, bfloat16, float16, got 'bf16'"),
         ({"router_format": "int8"}, r"rollout\.engine\.router_format: expected one of null, int4, e5m2, got 'int8'"),
+        ({"weight_format": "int8"}, r"rollout\.engine\.weight_format: expected one of null, fp8, int4, got 'int8'"),
         ({"max_batch": 0}, r"rollout\.engine\.max_batch: at least 1, got 0"),
     ],
 )

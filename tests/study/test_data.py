@@ -1,12 +1,13 @@
 """Loading run folders: tidy tables, unfinished and damaged runs, folders copied from elsewhere."""
 
 import json
+import re
 import shutil
 
 import numpy as np
 import pandas as pd
 import pytest
-from synthetic import ARMS, write_study
+from synthetic import ARMS, SITES, write_study
 
 from moe_rl.study import StudyDataError, join, load
 
@@ -122,6 +123,10 @@ def test_an_interrupted_last_line_is_left_out_with_a_note(copy, tail):
         ("[1, 2]", "expected an object, got list"),
         ('{"kind":"update","step":0}', "lacks update"),
         ('{"step":0}', "lacks kind"),
+        ('{"kind":["x"],"step":0}', "lacks kind"),
+        ('{"kind":"rollout","step":0,"reward":"good"}', "reward cannot be 'good'"),
+        ('{"kind":"update","step":{},"update":1}', "step cannot be {}"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_other_damage_names_file_and_line(copy, damage, words):
@@ -211,3 +216,53 @@ def test_rows_of_three_hundred_runs_load_in_seconds(folder, tmp_path):
 
     few, more = seconds(30), seconds(300)
     assert more < 25 * few and more < 10
+
+
+def test_a_study_shows_itself(folder):
+    data = load(folder)
+    text, html = repr(data), data._repr_html_()
+    assert "16 of 16 runs finished; rows: rollouts 96, updates 384, probes 384" in text
+    for arm in ARMS:
+        assert arm in text and f"<th>{arm}</th>" in html
+    reward = data.rollouts.query("arm == 'gspo' and step >= 1")["reward"].mean()  # the last five of six steps
+    assert re.search(rf"gspo +GSPO +gspo .* {reward:.3f} ", text)
+    assert "<script" not in html and len(text.splitlines()) == len(ARMS) + 3
+
+
+def test_rates_are_sums_over_sums(folder):
+    data = load(folder)
+    found = data.rates("slot", by=["arm", "update"]).set_index(["arm", "update"])
+    part = data.probes.query("arm == 'gspo' and update == 2")
+    assert found.loc[("gspo", 2), "rate"] == part["slots_changed"].sum() / part["slots"].sum()
+    assert found.loc[("gspo", 2), "total"] == part["slots"].sum()
+    assert len(found) == len(ARMS) * 4
+    whole = data.rates("token", by=[])
+    assert whole["rate"].item() == data.probes["tokens_changed"].sum() / data.probes["tokens"].sum()
+    sites = data.rates("slot", by="routing_site")
+    assert sites["changed"].sum() == data.probes["slots_changed"].sum()
+    assert sites["routing_site"].tolist() == SITES
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda d: d.rates("slots"), "no level 'slots'; did you mean 'slot'"),
+        (lambda d: d.rates("slot", by=["arms"]), "cannot group by 'arms'; did you mean 'arm'"),
+        (lambda d: d.rates("slot", by=["site_slots"]), "cannot group by 'site_slots'"),
+        (lambda d: d.rates("slot", by=["arm"], table="floors"), "the floors of this study have no slots_changed"),
+        (lambda d: d.rates("token", by=["routing_site"]), "by routing site only slots"),
+        (lambda d: d.describe("kl3"), "no metric 'kl3'; did you mean 'k3'"),
+    ],
+)
+def test_what_is_asked_wrongly_is_said(folder, ask, said):
+    with pytest.raises(StudyDataError, match=said):
+        ask(load(folder))
+
+
+def test_a_metric_is_described_from_the_catalogue(folder):
+    said = load(folder).describe("slots_changed")
+    text, html = repr(said), said._repr_html_()
+    for kind in ("probe", "update", "engine", "floor"):
+        assert f"slots_changed, {kind} rows [count]" in text and f"<td>{kind}</td>" in html
+    assert "= over slots: slot rate" in text and "arXiv 2507.18071" in text
+    assert "never negative" in repr(load(folder).describe("k3"))

@@ -5,8 +5,10 @@ import shutil
 import pytest
 from synthetic import write_study
 
+from moe_rl.checks import sealed, sha256_of_bytes
+from moe_rl.done import what_is_lost, write_done
+from moe_rl.files import write_json
 from moe_rl.study.data import StudyDataError, load
-from moe_rl.study.done import what_is_lost, write_done
 from moe_rl.study.live import LiveStudy
 
 
@@ -54,7 +56,9 @@ def remove(path):
 def test_what_is_missing_is_named_by_every_reader(run, name, damage):
     assert what_is_lost(run, checkpoint=True) == ""
     damage(run / name)
-    with pytest.raises(StudyDataError, match=rf"{name}.*(missing|damaged|cannot be read).*not done without it"):
+    with pytest.raises(
+        StudyDataError, match=rf"{name}.*(missing|damaged|cut off|not what|cannot be read).*Without it the run is not"
+    ):
         load(run.parents[1])
     state = LiveStudy(run.parents[1]).overview()["runs"][0]
     assert state["state"] == "failed" and name in state["problem"]
@@ -65,6 +69,21 @@ def test_a_lost_checkpoint_is_missed_by_who_resumes_and_not_by_who_draws(run, na
     damage(run / "checkpoint" / name)
     assert name in what_is_lost(run, checkpoint=True)
     assert load(run.parents[1]).runs[0].finished
+
+
+def test_an_unfinished_run_is_asked_for_what_its_checkpoint_saw(run):
+    (run / "DONE").unlink()
+    rows = (run / "metrics.jsonl").read_bytes()
+    seen = rows[: rows.index(b"\n", len(rows) // 2) + 1]
+    mark = {"bytes": len(seen), "sha256": sha256_of_bytes(seen), "tables": {}}
+    write_json(run / "checkpoint" / "state.json", sealed({"metrics": mark}))
+    assert len(load(run.parents[1]).unfinished) == 1
+    (run / "metrics.jsonl").write_bytes(rows.replace(b'"lag": 0', b'"lag": 9', 1))
+    with pytest.raises(StudyDataError, match=r"metrics\.jsonl is not what was written: a line is not"):
+        load(run.parents[1])
+    (run / "metrics.jsonl").write_bytes(rows.replace(b'{"kind"', b'{"kind', 1))
+    with pytest.raises(StudyDataError, match=r"metrics\.jsonl is not what was written: line 1 is damaged"):
+        load(run.parents[1])
 
 
 def test_a_run_that_an_earlier_version_finished_is_done(run):

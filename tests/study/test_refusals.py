@@ -3,8 +3,10 @@
 import pytest
 
 from moe_rl.study.config import ConfigError, load_study, parse_study
+from moe_rl.study.folders import read_yaml
 from moe_rl.study.grid import check_labels
 from moe_rl.study.run import check_here
+from moe_rl.study.shipped import outline
 from moe_rl.training import RunConfig
 
 
@@ -36,6 +38,15 @@ def test_a_few_lines_that_stand_for_millions(tmp_path):
     path.write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="more than 100000 values"):
         load_study(path)
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "a: 2001-99-99", "a: " + "9" * 5000, "\x00", "{a: {b: 1, b: 2}}"])
+def test_yaml_that_is_none_is_one_message_for_every_reader(tmp_path, content):
+    path = tmp_path / "study.yaml"
+    path.write_text(content)
+    for read in (load_study, outline, read_yaml):
+        with pytest.raises(ValueError, match=r"study\.yaml: "):
+            read(path)
 
 
 def test_a_task_that_gives_no_reward_is_found_before_the_first_step(monkeypatch):

@@ -75,6 +75,7 @@ def test_the_api_answers(server):
         ("run", "run=ARM/seedN is missing"),
         ("run?run=../../etc", "no run '../../etc'; there are grpo/seed0, gspo/seed0"),
         ("run?run=grpo/seed0&since=x", "since: expected a cursor"),
+        ("run?run=grpo/seed0&since=999999999999999999-00000000", "since: expected a cursor"),
         ("tokens?run=grpo/seed0&step=1", r"stored no tokens of step 1; stored are [2]"),
         ("tokens?run=grpo/seed0&step=../2", "step: expected a whole number"),
         ("response?run=grpo/seed0&step=2&seq=7&update=2", "no response 7 after update 2"),
@@ -82,7 +83,23 @@ def test_the_api_answers(server):
 )
 def test_what_is_not_there_is_named(server, path, message):
     status, content = api(server, path)
-    assert status in (404, 500) and message in content["error"]
+    assert status == 404 and message in content["error"]
+
+
+def test_a_cursor_behind_the_end_begins_again(server):
+    status, run = api(server, "run?run=grpo/seed0&since=999999999999999-00000000")
+    assert status == 200 and run["reset"] and len(run["rows"]["rollout"]) == 3
+
+
+@pytest.mark.parametrize(
+    "request_line", [b"BREW / HTTP/1.1", b"\xff / HTTP/1.1", b"GET / HTTP/x", b"GET " + b"/" * 70_000]
+)
+def test_what_is_no_request_gets_an_answer_with_the_same_headers(server, request_line):
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as line:
+        line.sendall(request_line + b"\r\nHost: localhost\r\n\r\n")
+        line.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: line.recv(1 << 16), b""))
+    assert answer.split(b" ", 2)[1].startswith(b"4") and b"default-src 'none'" in answer
 
 
 def test_strangers_writers_and_climbers_are_refused(server):

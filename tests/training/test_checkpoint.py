@@ -84,6 +84,7 @@ def held(folder):
     if mark is None:
         return None
     rows = tuple(json.loads(line)["step"] for line in state.log.path.read_text().splitlines())
+    assert state.waiting[0].routes.meta == {}, "as before it was saved"
     assert not [p for p in folder.iterdir() if p.name in ("checkpoint.new", "checkpoint.old")]
     return state.step, state.policy.weight[0, 0].item(), int(state.waiting[0].routes.ids[0, 0, 0, 0]), rows
 
@@ -162,7 +163,7 @@ def test_an_edited_state_is_refused(tmp_path):
     ("damage", "said"),
     [
         (lambda lines: [lines[0], lines[1][:9] + b"\x00" + lines[1][10:], *lines[2:]], "line 2 is damaged"),
-        (lambda lines: lines[:2], "of the .* bytes that were there"),
+        (lambda lines: lines[:2], "of the .* bytes that were written"),
         (lambda lines: [], "it has 0 of the"),
         (lambda lines: [lines[0].replace(b"0.5", b"0.6"), *lines[1:]], "not what was written"),
     ],

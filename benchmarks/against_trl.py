@@ -1,0 +1,203 @@
+"""CPU seconds of a GRPO cycle against TRL's GRPOTrainer on the same work, side by side.
+
+    python benchmarks/against_trl.py                 # completions of one length
+    python benchmarks/against_trl.py --ragged        # an end token may end them
+    python benchmarks/against_trl.py --python OTHER/bin/python     # an environment that has trl beside moe_rl
+
+A cycle is one batch of 8 prompts x 8 completions of up to 24 tokens and four updates on 16 completions each, of a
+Qwen3-MoE of 3.4 M parameters with random weights (hidden 128, 4 layers, 16 experts of width 128, 4 per token), AdamW,
+one thread. Ours is `examples/grpo_replay.py`: sampling, a scoring pass that records the routes, four updates under
+replay, with transformers' experts and with `sorted_mm`; TRL's has no routes. Each trainer runs in processes of its own,
+which take turns; a figure is the CPU time of the cycles after the first two, per cycle, and the ratio that of
+neighbouring processes.
+"""
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PROMPTS, GROUP, LENGTH, UPDATES, WARMUP = 8, 8, 24, 4, 2
+SIDES = ("trl", "ours", "ours, sorted_mm")
+
+
+class Sums:
+    """Sums of two numbers; right digits earn a little, so that a random policy has groups with unequal rewards."""
+
+    name, alphabet, max_new_tokens = "sums", "^$0123456789+=", LENGTH
+
+    def problem(self, rng: random.Random, held_out: bool = False) -> Any:
+        from moe_rl.rollout.task import Problem
+
+        a, b = rng.randint(10, 99), rng.randint(10, 99)
+        return Problem(f"^{a}+{b}=", str(a + b))
+
+    def reward(self, problem: Any, completion: str) -> float:
+        return sum(c.isdigit() for c in completion[:4]) / 4
+
+
+def parts(experts: str | None, ragged: bool) -> tuple[Any, Any]:
+    """Model and tokenizer; without `ragged` the model knows no end token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from moe_rl.policy import char_tokenizer
+    from moe_rl.routing.experts import register_experts
+
+    register_experts()
+    tokenizer = char_tokenizer(Sums.alphabet)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id if ragged else None,
+    )
+    if experts:
+        config._experts_implementation = experts
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config), tokenizer
+
+
+def ours(experts: str | None, ragged: bool, cycles: int) -> list[float]:
+    """CPU seconds at the end of each cycle."""
+    from moe_rl.processes import keep_freed_memory
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    from grpo_replay import train
+
+    keep_freed_memory()
+    model, tokenizer = parts(experts, ragged)
+    if not ragged:
+        tokenizer.eos_token = None
+    ends = [time.process_time()]
+
+    class Clock(io.StringIO):
+        def write(self, text: str) -> int:  # the example prints a line at the end of each step
+            if text.strip():
+                ends.append(time.process_time())
+            return len(text)
+
+    with contextlib.redirect_stdout(Clock()):
+        train(model, tokenizer, Sums(), steps=cycles, prompts=PROMPTS, group_size=GROUP, num_minibatches=UPDATES)
+    return ends
+
+
+def trl(ragged: bool, cycles: int) -> list[float]:
+    from datasets import Dataset, disable_progress_bars
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    disable_progress_bars()
+    model, tokenizer = parts(None, True)
+    task, rng = Sums(), random.Random(0)
+    problems = [task.problem(rng) for _ in range(PROMPTS * cycles)]
+    ends: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % UPDATES == 0:
+                ends.append(time.process_time())
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            ends.append(time.process_time())
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=PROMPTS * GROUP // UPDATES,
+            gradient_accumulation_steps=1,
+            steps_per_generation=UPDATES,
+            num_generations=GROUP,
+            max_completion_length=LENGTH,
+            max_steps=UPDATES * cycles,
+            learning_rate=5e-4,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            loss_type="grpo",
+            router_aux_loss_coef=0.0,
+            generation_kwargs=None if ragged else {"min_new_tokens": LENGTH},
+            report_to="none",
+            save_strategy="no",
+            logging_steps=10**9,
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=lambda prompts, completions, **_: [task.reward(None, text) for text in completions],
+            args=config,
+            train_dataset=Dataset.from_list([{"prompt": p.prompt} for p in problems]),
+            processing_class=tokenizer,
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    return ends
+
+
+def one_side(side: str, ragged: bool, cycles: int) -> None:
+    torch.set_num_threads(1)
+    ends = trl(ragged, cycles) if side == "trl" else ours("sorted_mm" if "sorted" in side else None, ragged, cycles)
+    print("RESULT", json.dumps([b - a for a, b in itertools.pairwise(ends)][WARMUP:]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ragged", action="store_true", help="an end token may end a completion")
+    parser.add_argument("--rounds", type=int, default=2, help="processes of each side")
+    parser.add_argument(
+        "--cycles", type=int, default=8, help="cycles of each process, the first two of which are not counted"
+    )
+    parser.add_argument("--python", default=sys.executable, help="an interpreter that has trl, torch and transformers")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.cycles <= WARMUP:
+        parser.error(f"--cycles: more than {WARMUP}, which are not counted")
+    if options.side:
+        one_side(options.side, options.ragged, options.cycles)
+        return
+    command = [options.python, __file__, "--cycles", str(options.cycles), *(["--ragged"] if options.ragged else [])]
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": root}
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    for _ in range(options.rounds):
+        for side in SIDES:
+            done = subprocess.run([*command, "--side", side], env=environment, capture_output=True, text=True)
+            lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+            if done.returncode or not lines:
+                parser.exit(1, f"{side} failed:\n{done.stderr[-2000:]}\n")
+            times[side].append(statistics.median(json.loads(lines[0].removeprefix("RESULT"))))
+    print(
+        f"{'ragged' if options.ragged else 'one length'}, CPU seconds per cycle, one thread, torch {torch.__version__}"
+    )
+    for side in SIDES:
+        ratios = [a / b for a, b in zip(times[side], times["trl"], strict=True)]
+        spread = f"[{min(ratios):.2f}, {max(ratios):.2f}]"
+        print(f"  {side:18} {statistics.median(times[side]):.3f} s   {statistics.median(ratios):.2f} of TRL's {spread}")
+
+
+if __name__ == "__main__":
+    main()

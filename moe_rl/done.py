@@ -1,0 +1,83 @@
+"""`DONE`: the last file of a run. It says what the run wrote, so that a run with data missing does not pass for one
+that is done. Every room may use it; it knows none of them."""
+
+from pathlib import Path
+from typing import Any
+
+from moe_rl.checks import damage_of, is_sealed, other_size, parse_json, sealed, sha256_of_bytes, sizes
+from moe_rl.files import write_json
+from moe_rl.tables import TABLES
+
+NAME = "DONE"
+
+
+def write_done(folder: Path, **facts: Any) -> None:
+    """Write `folder`/DONE: `facts`; number of rows, bytes and SHA-256 of `metrics.jsonl`; bytes of every table (which
+    have checksums of their own) and of every file of the checkpoint, with the SHA-256 of its `state.json`, which has
+    those of the others."""
+    metrics = _bytes(folder / "metrics.jsonl")
+    covered = {
+        **facts,
+        "metrics": {"rows": metrics.count(b"\n"), "bytes": len(metrics), "sha256": sha256_of_bytes(metrics)},
+        "tables": sizes(folder, *TABLES),
+        "checkpoint": sizes(folder, "checkpoint/*"),
+        "state_sha256": sha256_of_bytes(_bytes(folder / "checkpoint" / "state.json")),
+    }
+    write_json(folder / NAME, sealed(covered))
+
+
+def what_is_lost(folder: Path, checkpoint: bool = False) -> str:
+    """What a run no longer has as it wrote it, in words with the file; empty if nothing.
+
+    A run that is DONE is asked for all that it wrote, any other for what its checkpoint saw; one of an earlier version,
+    which did not say, for nothing.
+
+    Args:
+        checkpoint: whether that of a run that is DONE is missed, too; what reads numbers only does without.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return _behind_checkpoint(folder)
+    try:
+        done = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        return f"{path} cannot be read ({error})"
+    if isinstance(done, dict) and set(done) <= {"seconds", "rows"}:
+        return ""
+    if not is_sealed(done):
+        return f"{path} is damaged: its content is not what was written"
+    lost = _lost_rows(folder, done["metrics"]) or other_size(folder, done["tables"])
+    if lost or not checkpoint:
+        return lost
+    state = folder / "checkpoint" / "state.json"
+    lost = other_size(folder, done["checkpoint"])
+    if not lost and sha256_of_bytes(_bytes(state)) != done["state_sha256"]:
+        lost = f"{state} is damaged: its content is not what was written"
+    return lost
+
+
+def _behind_checkpoint(folder: Path) -> str:
+    try:
+        state = parse_json(_bytes(folder / "checkpoint" / "state.json"))
+    except (OSError, ValueError):  # none yet, or being replaced; or damaged, which who goes on from it will say
+        return ""
+    if not is_sealed(state):
+        return ""
+    return _lost_rows(folder, state["metrics"]) or other_size(folder, state["metrics"].get("tables") or {})
+
+
+def _lost_rows(folder: Path, written: dict[str, Any]) -> str:
+    path = folder / "metrics.jsonl"
+    rows = _bytes(path)[: written["bytes"]]
+    if sha256_of_bytes(rows) == written["sha256"]:
+        return ""
+    return f"{path} is not what was written: {damage_of(rows, written['bytes'])}"
+
+
+def remedy(folder: Path) -> str:
+    """What to do about a run that lost something."""
+    return f"Without it the run is not what it was. Restore it from a copy, or move {folder} away to run it again."
+
+
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""

@@ -1,0 +1,173 @@
+"""Routing Replay (R2) and routing diagnostics inside verl's FSDP engine; verl replays on Megatron, VeOmni.
+
+A module of two lines on the workers' path, named in the configuration (`...model.external_lib=my_replay`):
+
+    from moe_rl.integrations.verl import install
+    install(replay="R2")
+
+verl has no registry to enter: its engines' keys are unique. `install` therefore replaces attributes of its classes.
+`FSDPEngineWithLMHead.forward_step` records the routes in the pass of the old log-probabilities, returns them as
+`routed_experts`, which verl's trainer carries through batches as it does for its other engines, and replays them where
+the actor is updated. `ActorRolloutRefWorker.enable_routing_replay` is true, so that verl marks these passes; reference
+and critic stay as they are.
+
+In verl's metrics, means over micro-batches, on prompt and response tokens:
+
+- `routing/slot_change`, `routing/site_change`, `routing/token_change` ("none"): old policy against the weights at this
+  update, both routing live
+- `routing/shadow_slot_change` ("R2"): what the routers would have chosen at hidden states that follow the replay;
+  another quantity, because behind the first site it is not the change without replay
+- `routing/replayed_fraction`: proven
+- `routing/first_change`: as long as no weight moved since the batch was scored; asserted
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.integrations.old_policy import refuse_random, same_policy
+from moe_rl.routing import RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
+
+VERSIONS = ("0.9.1", "0.10.0.dev")
+"""Of verl, whose engine was read."""
+KINDS = ("none", "R2")
+FIELD, FLAG = "routed_experts", "enable_routing_replay"
+_STRATEGIES = ("fsdp", "fsdp2")
+
+
+def install(replay: str = "R2", first_change_tolerance: float = 0.0) -> None:
+    """Replay (or, with "none", only measure) in every FSDP actor of this process; see the module.
+
+    first_change_tolerance: as in `moe_rl.integrations.trl`; bf16 kernels on a GPU may need more than 0, because verl
+    composes its micro-batches anew for the update.
+
+    Raises RoutingError for another kind of replay, a version of verl that is not known, and a second installation.
+    """
+    import verl
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    if replay not in KINDS:
+        raise RoutingError(f"replay must be one of {', '.join(KINDS)} in verl's FSDP engine, got {replay!r}")
+    version = getattr(verl, "__version__", "unknown")
+    if version not in VERSIONS:
+        raise RoutingError(
+            f"verl {version} is not known here ({', '.join(VERSIONS)} are): its engine may score and train elsewhere. "
+            "Install one of these, or compare workers/engine/fsdp/transformer_impl.py and add the version to "
+            "moe_rl.integrations.verl.VERSIONS"
+        )
+    if isinstance(vars(ActorRolloutRefWorker).get(FLAG), _Marked):
+        raise RoutingError("routing replay was installed in this process already")
+    setattr(ActorRolloutRefWorker, FLAG, _Marked())
+    FSDPEngineWithLMHead.forward_step = forward_step(FSDPEngineWithLMHead.forward_step, replay, first_change_tolerance)
+    FSDPEngineWithLMHead.optimizer_step = counted(FSDPEngineWithLMHead.optimizer_step)
+
+
+class _Marked:
+    """`enable_routing_replay` of a worker: true for FSDP actors; it stands before what the instance set itself."""
+
+    def __get__(self, worker: Any, owner: type | None = None) -> Any:
+        if worker is None:
+            return self
+        return worker.config.actor.strategy in _STRATEGIES or vars(worker).get(FLAG, False)
+
+    def __set__(self, worker: Any, value: bool) -> None:
+        vars(worker)[FLAG] = value
+
+
+def counted(original: Any) -> Any:
+    """verl's `optimizer_step`, counting."""
+
+    def optimizer_step(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        engine.routing_steps = getattr(engine, "routing_steps", 0) + 1
+        return original(engine, *args, **kwargs)
+
+    return optimizer_step
+
+
+def forward_step(original: Any, replay: str, tolerance: float) -> Any:
+    """verl's `forward_step`, which records where the old policy scores and replays where the actor learns."""
+
+    def forward_step(engine: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        marked = bool(_plain(micro_batch, FLAG, False)) and not hasattr(engine, "_router_replay")  # VeOmni has its own
+        if not marked:
+            return original(engine, micro_batch, loss_function=loss_function, forward_only=forward_only)
+        if getattr(engine, "use_ulysses_sp", False):
+            raise RoutingError("routing replay in verl's FSDP engine: sequence parallelism (ulysses) is not supported")
+        if forward_only:
+            if not hasattr(engine, "routing_sites"):
+                refuse_random(engine.module)
+            with record_routes(engine.module) as recording:
+                loss, output = original(engine, micro_batch, loss_function=loss_function, forward_only=True)
+            ids = recording.routes
+            engine.routing_sites = ids.sites, ids.num_experts
+            engine.routing_scored_at = getattr(engine, "routing_steps", 0)
+            output["model_output"][FIELD] = as_jagged(ids, micro_batch["input_ids"].offsets())
+            return loss, output
+        routes, real = routes_of(engine, micro_batch)
+        first = getattr(engine, "routing_steps", 0) == engine.routing_scored_at
+        if replay == "none":
+            with record_routes(engine.module) as recording:
+                loss, output = original(engine, micro_batch, loss_function=loss_function, forward_only=False)
+            now, fraction = recording.routes, 0.0
+        else:
+            with replay_routes(engine.module, routes, shadow=True) as forced:
+                loss, output = original(engine, micro_batch, loss_function=loss_function, forward_only=False)
+            now, fraction = forced.shadow, forced.replayed_rows / int((~routes.live).sum())
+            if fraction != 1:
+                raise RoutingError(f"only {fraction:.3%} of the (token, site) rows with a route were replayed")
+        rates = change_counts(routes, now, real).rates()
+        names = {"slot_change": "shadow_slot_change"} if replay == "R2" else dict.fromkeys(_RATES)
+        metrics = {f"routing/{ours or name}": rates[name] for name, ours in names.items()}
+        if first:
+            metrics["routing/first_change"] = same_policy(routes, now, real, tolerance)
+        output["metrics"] = {**output["metrics"], **metrics, "routing/replayed_fraction": fraction}
+        return loss, output
+
+    return forward_step
+
+
+_RATES = ("slot_change", "site_change", "token_change")
+
+
+def as_jagged(routes: RoutedExperts, offsets: Tensor) -> Tensor:
+    """Routes of a forward, packed or padded on the right, as verl's nested `[B,j,L,K]`, int16; -1 is "no route"."""
+    ids, lengths = routes.ids.to(torch.int16), offsets.diff()
+    if len(ids) == 1 and int(offsets[-1]) <= ids.shape[1] and len(lengths) != 1:
+        values = ids[0, : int(offsets[-1])]
+    else:
+        values = ids[torch.arange(ids.shape[1], device=ids.device) < lengths[:, None].to(ids.device)]
+    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets.to(values.device))
+
+
+def routes_of(engine: Any, micro_batch: Any) -> tuple[RoutedExperts, Tensor]:
+    """The routes that came with a micro-batch, laid out as the engine will lay out its tokens, and where these are.
+
+    Raises RoutingError where none came, or this engine recorded none.
+    """
+    nested = micro_batch.get(FIELD, None)
+    if nested is None or not hasattr(engine, "routing_sites"):
+        raise RoutingError(
+            "an update of the actor without routes of the old policy: the pass of the old log-probabilities was left "
+            "out (algorithm.rollout_correction.bypass_mode?), or made by another engine. Nothing would be replayed"
+        )
+    tokens, offsets = micro_batch["input_ids"], micro_batch["input_ids"].offsets()
+    values, ids = nested.values(), tokens.values()
+    if _plain(micro_batch, "use_remove_padding", True):
+        pad = engine._get_packed_pad_size(len(ids)) if hasattr(engine, "_get_packed_pad_size") else 0
+        routes = torch.nn.functional.pad(values.long(), (0, 0, 0, 0, 0, pad), value=-1)[None]
+        known = torch.nn.functional.pad(ids, (0, pad), value=-1)[None]
+    else:
+        where = torch.arange(int(offsets.diff().max()), device=ids.device) < offsets.diff()[:, None]
+        routes = torch.full((*where.shape, *values.shape[1:]), -1, device=values.device)
+        routes[where] = values.long()
+        known = torch.full(where.shape, -1, device=ids.device).masked_scatter(where, ids)
+    sites, experts = engine.routing_sites
+    return RoutedExperts(routes, sites, experts, tokens=known), known >= 0
+
+
+def _plain(micro_batch: Any, key: str, default: Any) -> Any:
+    """A setting that verl keeps among a batch's tensors."""
+    value = micro_batch.get(key, default)
+    return getattr(value, "data", value)

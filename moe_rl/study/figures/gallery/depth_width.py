@@ -1,0 +1,166 @@
+"""Change of routes, and the variance that replay removes, against layers, experts and experts per token."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, log_y, plain
+from moe_rl.study.statistics import seed_interval
+
+AXES = {"num_layers": "layers", "num_experts": "experts", "num_experts_per_tok": "experts per token, k"}
+"""Field of `model.tiny` -> words."""
+QUANTITIES = {
+    "slot_change": ("slots", "#D55E00", "o"),
+    "site_change": ("sites", "#0B4A8F", "s"),
+    "token_change": ("tokens", "#27B08B", "^"),
+    "removed": ("variance that replay removes", "#7B3F98", "D"),
+}
+EQUAL_REWARD = (0.4, 0.6)
+"""Mean rewards of the batches that count: sizes are compared at what they can do, not at when they could."""
+FEWEST = 3
+"""Fewer sizes are no curve."""
+
+
+@figure(
+    title="Depth and width.",
+    caption=(
+        "Upper: share of slots, sites and tokens that changed after the last update of a step; lower: variance of the "
+        "token log-ratio that replay of the old routes removes (natural - replayed), nats²; log axes, where 0 has no "
+        f"place. Only steps whose batch has a mean reward from {EQUAL_REWARD[0]} to {EQUAL_REWARD[1]}, the same for "
+        "all sizes. Lines: power laws, fitted on logarithms by seed; exponents with their interval over seeds. What is "
+        "not on the axis is held at the value that most arms have. Large: mean over seeds; small: seeds."
+    ),
+    needs={"probes": ["slots_changed", "slots", "var_token_natural", "var_token_replayed"], "rollouts": ["reward"]},
+    rank=26,
+    special=True,
+)
+def depth_width(data: StudyData) -> Drawing:
+    """Change rates and what replay removes against layers, experts and k, with power laws; drawn where a study has
+    three sizes along one of them."""
+    rows, left_out = size_rows(data)
+    axes_there = {axis: part for axis in AXES if len(part := along(rows, axis)) and part[axis].nunique() >= FEWEST}
+    if not axes_there:
+        raise NothingToDraw(f"depth_width: no {FEWEST} sizes along layers, experts or experts per token among the arms")
+    drawn = Figure(figsize=(PAGE, 4.4))
+    axes = drawn.subplots(2, len(axes_there), squeeze=False, sharex="col", sharey="row")
+    parts, fits = [], []
+    for column, (axis, part) in enumerate(axes_there.items()):
+        for name, (label, colour, marker) in QUANTITIES.items():
+            ax = axes[0 if name.endswith("change") else 1, column]
+            fit = power_law(part, axis, name)
+            if fit is None:
+                continue
+            _draw(ax, part, axis, name, label, colour, marker, fit)
+            fits.append({"axis": axis, "quantity": name, **fit})
+            means = part.groupby(axis)[name].agg(["mean", "count"]).reset_index()
+            parts.append(means.rename(columns={axis: "size"}).assign(axis=axis, quantity=name))
+        axes[1, column].set_xlabel(AXES[axis])
+        sizes = sorted(part[axis].unique())
+        axes[1, column].set_xscale("log")
+        axes[1, column].set_xticks(sizes)
+        axes[1, column].xaxis.set_major_formatter(FuncFormatter(plain))
+        axes[1, column].xaxis.set_minor_locator(NullLocator())
+    for row, text in enumerate(("changed, %", "variance removed, nats²")):
+        axes[row, 0].set_ylabel(text)
+        log_y(axes[row, 0])
+    legend_above(drawn, axes)
+    said = [f"Exponents: {'; '.join(_words(fit) for fit in fits)}."] if fits else []
+    said += [f"Left out, without a step at that reward: {', '.join(left_out)}."] if left_out else []
+    frame = pd.concat(parts, ignore_index=True) if parts else rows
+    return Drawing(drawn, frame, " ".join(said), tables={"fits": pd.DataFrame(fits), "by_seed": rows})
+
+
+def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
+    """One row per run at equal reward: its sizes (the fields of AXES), rates pooled over steps, `removed` (mean over
+    steps, nats²); and the runs, as ARM/seedN, that have no step at that reward."""
+    sizes = {run.arm: {axis: _tiny(run.config).get(axis) for axis in AXES} for run in data.runs}
+    low, high = EQUAL_REWARD
+    rewards = data.rollouts.groupby(["arm", "seed", "step"])["reward"].mean()
+    equal = rewards[(rewards >= low) & (rewards <= high)].index
+    probes = data.probes[data.probes["update"] == data.probes.groupby("arm")["update"].transform("max")]
+    probes = probes.set_index(["arm", "seed", "step"])
+    kept = probes[probes.index.isin(equal)].reset_index()
+    found = []
+    for (arm, seed), part in kept.groupby(["arm", "seed"], sort=False):
+        row = {"arm": arm, "seed": seed, **sizes.get(str(arm), {}), "steps": part["step"].nunique()}
+        for unit in ("slot", "site", "token"):
+            if f"{unit}s_changed" in part:
+                row[f"{unit}_change"] = part[f"{unit}s_changed"].sum() / part[f"{unit}s"].sum()
+        row["removed"] = float((part["var_token_natural"] - part["var_token_replayed"]).mean())
+        found.append(row)
+    there = {(row["arm"], row["seed"]) for row in found}
+    every = probes.reset_index()[["arm", "seed"]].drop_duplicates().itertuples(index=False)
+    missing = [f"{arm}/seed{seed}" for arm, seed in every if (arm, seed) not in there]
+    columns = ["arm", "seed", *AXES, "steps", *QUANTITIES]
+    return pd.DataFrame(found, columns=columns).dropna(subset=list(AXES)), missing
+
+
+def along(rows: pd.DataFrame, axis: str) -> pd.DataFrame:
+    """The runs that differ along one axis: those with the value that most arms have in the others."""
+    arms = rows.drop_duplicates("arm")
+    for other in AXES:
+        if other != axis and len(arms):
+            rows = rows[rows[other] == Counter(arms[other]).most_common(1)[0][0]]
+    return rows
+
+
+def power_law(rows: pd.DataFrame, axis: str, quantity: str) -> dict[str, float | int] | None:
+    """quantity = a size^b, by least squares on logarithms for each seed with two sizes or more: `exponent` (mean over
+    seeds) with `low` and `high`, `level` (geometric mean of a), `seeds`. None where nothing is above 0."""
+    exponents, levels = [], []
+    for _, part in rows[rows[quantity] > 0].groupby("seed"):
+        if part[axis].nunique() >= 2:
+            slope, level = np.polyfit(np.log(part[axis].to_numpy(float)), np.log(part[quantity].to_numpy(float)), 1)
+            exponents.append(slope)
+            levels.append(level)
+    if not exponents:
+        return None
+    found = seed_interval(np.array(exponents))
+    return {
+        "exponent": found.estimate,
+        "low": found.low,
+        "high": found.high,
+        "level": float(np.exp(np.mean(levels))),
+        "seeds": len(exponents),
+    }
+
+
+def _draw(
+    ax: Axes,
+    rows: pd.DataFrame,
+    axis: str,
+    name: str,
+    label: str,
+    colour: str,
+    marker: str,
+    fit: dict[str, float | int],
+) -> None:
+    scale = 100 if name.endswith("change") else 1
+    shown = rows[rows[name] > 0]
+    ax.plot(shown[axis], scale * shown[name], marker, color=colour, ms=2.4, alpha=0.45, mew=0, ls="")
+    means = shown.groupby(axis)[name].mean()
+    ax.plot(means.index, scale * means, marker, color=colour, mec="white", ms=5.5, ls="", label=label)
+    x = np.array([means.index.min(), means.index.max()], float)
+    ax.plot(x, scale * fit["level"] * x ** fit["exponent"], color=colour, lw=0.9, ls=(0, (4, 2)))
+
+
+def _words(fit: Mapping[str, Any]) -> str:
+    interval = f" [{fit['low']:.2g}, {fit['high']:.2g}]" if np.isfinite(fit["low"]) else ""
+    return f"{QUANTITIES[fit['quantity']][0]} ~ {AXES[fit['axis']]}^{fit['exponent']:.2g}{interval}".replace("-", "−")
+
+
+def _tiny(config: dict) -> dict:
+    """The tiny policy's sizes; empty for a model that was loaded."""
+    model = config.get("model") or {}
+    return {} if model.get("path") else model.get("tiny") or {}
+
+
+__all__ = ["along", "depth_width", "power_law", "size_rows"]

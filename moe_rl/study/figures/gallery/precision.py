@@ -1,0 +1,115 @@
+"""What engines of several precisions re-route at equal weights, step by step, and how much of their gap is routing."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.curves import draw_seeds, seed_tables, summarise
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, step_axis
+from moe_rl.study.statistics import seed_interval
+
+FORMATS: dict[str, Look] = {
+    "float32": Look("#4D4D4D", (0, (2, 2)), "*"),
+    "float16": Look("#27B08B", (0, (5, 1.4, 1.2, 1.4)), "^"),
+    "bfloat16": Look("#D55E00", "-", "o"),
+    "fp8": Look("#0B4A8F", (0, (5, 1.6)), "s"),
+    "int4": Look("#CC79A7", (0, (6, 2, 1, 2, 1, 2)), "D"),
+}
+"""One look per format of the engine; lines of an engine whose training computes in it too are dotted."""
+PANELS = {
+    "slot_change": "slots changed, %",
+    "k3": "k3, nats per token",
+    "routing_share": "routing share of\nthe mean gap, %",
+}
+
+
+@figure(
+    title="Engine precision.",
+    caption=(
+        "The engine that sampled against the training engine's old policy at equal weights, before the first update of "
+        "each step. Upper: share of expert slots that differ; middle: k3 of their log-probabilities (geometric mean); "
+        "log axes, where 0 has no place. Lower: what forcing the engine's routes on the training engine removes of the "
+        "mean |d log p|; below 0, forcing widens it. fp8 and int4 weights are emulated, products in bf16. Dotted: "
+        "training computes in the engine's dtype as well."
+    ),
+    needs={"engines": ["slots_changed", "slots", "k3", "gap_mean", "pair"]},
+    rank=24,
+    special=True,
+)
+def precision(data: StudyData) -> Drawing:
+    """Slots changed, k3 and routing share by step, one line per engine format; drawn where arms have three or more."""
+    formats = {run.arm: engine_format(run.config) for run in data.runs}
+    if len({name for name, _ in formats.values() if name}) < 3:
+        raise NothingToDraw("precision: fewer than three formats of a rollout engine among the arms")
+    rows = precision_rows(data)
+    drawn = Figure(figsize=(PAGE, 5.6))
+    axes = drawn.subplots(len(PANELS), 1, sharex=True)
+    parts = []
+    for arm in [str(arm) for arm in data.arms.index if formats.get(str(arm), ("", False))[0]]:
+        name, both = formats[arm]
+        look = FORMATS.get(name, Look("#6b6b6b", "-", "o"))
+        look = Look(look.colour, (0, (1, 1.2)), look.marker) if both else look
+        for ax, (column, scale) in zip(axes, {"slot_change": 100, "k3": 1, "routing_share": 100}.items(), strict=True):
+            shown = rows[rows["arm"] == arm].dropna(subset=[column])
+            geometric = column == "k3"
+            shown = shown[shown[column] > 0] if geometric else shown
+            if shown.empty:
+                continue
+            (table,) = seed_tables(shown, "step", column).values()
+            draw_seeds(ax, table, look, str(data.arms.loc[arm, "label"]), thin=False, scale=scale, geometric=geometric)
+            parts.append(summarise(table, geometric=geometric, arm=arm, quantity=column))
+    for ax, label in zip(axes, PANELS.values(), strict=True):
+        ax.set_ylabel(label)
+    for ax in axes[:2]:
+        log_y(ax)
+    step_axis(axes[-1])
+    legend_above(drawn, axes)
+    ratio = flip_ratio(data, formats)
+    said = "" if ratio is None else f"fp16 changes {ratio} of the slots that bf16 changes, mean over seeds."
+    frame = pd.concat(parts, ignore_index=True) if parts else rows
+    return Drawing(drawn, frame, said, interval="band", tables={"by_seed": rows})
+
+
+def precision_rows(data: StudyData) -> pd.DataFrame:
+    """By arm, seed and step: `slot_change` with `slots_changed` and `slots`, `k3`, `gap_mean` (nats) of live routing,
+    and `routing_share` = 1 - gap_mean under the engine's routes / gap_mean; NaN where there is no gap."""
+    keys = ["arm", "seed", "step"]
+    live = data.engines[data.engines["pair"] == "engines"].set_index(keys)
+    forced = data.engines[data.engines["pair"] == "engines_replayed"].set_index(keys)["gap_mean"]
+    table = live[["slots_changed", "slots", "k3", "gap_mean"]].astype(float)
+    table["slot_change"] = table["slots_changed"] / table["slots"].where(table["slots"] > 0)
+    gap = table["gap_mean"].where(table["gap_mean"] > 0)
+    table["routing_share"] = 1 - forced.reindex(table.index).astype(float) / gap
+    return table.reset_index()
+
+
+def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | None:
+    """Slots that fp16 changes over those that bf16 changes, by seed over all steps: mean and interval in words; None
+    where one of the two engines is not there."""
+    rows = precision_rows(data)
+    rates = {}
+    for name in ("float16", "bfloat16"):
+        arms = [arm for arm, (own, both) in formats.items() if own == name and not both]
+        sums = rows[rows["arm"].isin(arms)].groupby("seed")[["slots_changed", "slots"]].sum()
+        rates[name] = sums["slots_changed"] / sums["slots"]
+    ratios = (rates["float16"] / rates["bfloat16"]).replace([np.inf, -np.inf], np.nan).dropna()
+    if ratios.empty:
+        return None
+    found = seed_interval(ratios.to_numpy(dtype=float))
+    interval = f" [{found.low:.2g}, {found.high:.2g}]" if np.isfinite(found.low) else ""
+    return f"{found.estimate:.2g}{interval}"
+
+
+def engine_format(config: dict) -> tuple[str, bool]:
+    """The format of a run's rollout engine (that of its weights where these are rounded), and whether training computes
+    in a 16-bit dtype too; empty where the model itself samples or routers alone are rounded."""
+    engine = (config.get("rollout") or {}).get("engine") or {}
+    if engine.get("kind") != "hf" or engine.get("router_format"):
+        return "", False
+    both = (config.get("model") or {}).get("dtype", "float32") != "float32"
+    return str(engine.get("weight_format") or engine.get("dtype") or ""), both
+
+
+__all__ = ["engine_format", "flip_ratio", "precision", "precision_rows"]

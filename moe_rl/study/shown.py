@@ -1,0 +1,129 @@
+"""What a study shows of itself in a notebook: an overview, rates of change, and what a metric's name means."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from moe_rl.names import nearest
+from moe_rl.study.folders import StudyDataError
+
+if TYPE_CHECKING:
+    from moe_rl.measure.catalogue import Metric
+
+LEVELS = ("slot", "site", "token")
+TABLES = ("probes", "updates", "engines", "floors")
+LAST = 5
+"""Steps at the end of a run that the overview's reward is the mean of."""
+SYMBOLS = "r = new / old probability of a token, d = log r (nats), s = exp(mean of d over a sequence)"
+
+
+def overview(arms: pd.DataFrame, rollouts: pd.DataFrame, probes: pd.DataFrame) -> pd.DataFrame:
+    """One row per arm: label, method, noise, runs, how many are finished, steps, the mean reward of the last five
+    steps, and the share of expert slots that changed, pooled over its probes (NaN without)."""
+    table = arms.assign(runs=arms["seeds"].map(len))[["label", "method", "noise", "runs", "finished"]]
+    if not (table["noise"] > 0).any():
+        table = table.drop(columns="noise")
+    if len(rollouts):
+        end = rollouts.groupby(["arm", "seed"], observed=True)["step"].transform("max")
+        table["steps"] = (rollouts.groupby("arm", observed=True)["step"].max() + 1).reindex(table.index)
+        late = rollouts[rollouts["step"] > end - LAST]
+        table["reward"] = late.groupby("arm", observed=True)["reward"].mean().reindex(table.index)
+    if {"slots_changed", "slots"} <= set(probes):
+        table["slot_change"] = rates(probes, "slot", ["arm"]).set_index("arm")["rate"].reindex(table.index)
+    return table
+
+
+def rates(rows: pd.DataFrame, level: str, by: str | Sequence[str], table: str = "probes") -> pd.DataFrame:
+    """See `StudyData.rates`; `rows` are those of the table."""
+    if level not in LEVELS:
+        raise StudyDataError(f"rates: no level {level!r}{nearest(level, LEVELS)}")
+    keys = [by] if isinstance(by, str) else list(by)
+    changed, total = f"{level}s_changed", f"{level}s"
+    if "routing_site" in keys:
+        if level != "slot":
+            raise StudyDataError("rates: by routing site only slots are counted")
+        rows, changed, total = _by_site(rows), "site_slots_changed", "site_slots"
+    if not {changed, total} <= set(rows):
+        raise StudyDataError(f"rates: the {table} of this study have no {changed} and {total}")
+    known = [str(name) for name in rows if rows[name].map(_is_key).all()]
+    for name in keys:
+        if name not in known:
+            raise StudyDataError(f"rates: cannot group by {name!r}{nearest(name, [*known, 'routing_site'])}")
+    if keys:
+        sums = rows.groupby(keys, sort=False, observed=True)[[changed, total]].sum().reset_index()
+    else:
+        sums = rows[[changed, total]].sum().to_frame().T
+    found = sums.rename(columns={changed: "changed", total: "total"})
+    found["rate"] = found["changed"] / found["total"].where(found["total"] > 0)
+    return found[[*keys, "rate", "changed", "total"]]
+
+
+def _by_site(rows: pd.DataFrame) -> pd.DataFrame:
+    """A row per routing site, named."""
+    needed = ["site_names", "site_slots_changed", "site_slots"]
+    if not set(needed) <= set(rows):
+        raise StudyDataError("rates: this table has no counts by routing site")
+    rows = rows.dropna(subset=needed).explode(needed, ignore_index=True)
+    rows = rows.astype({"site_slots_changed": float, "site_slots": float})
+    return rows.rename(columns={"site_names": "routing_site"})
+
+
+def _is_key(value: object) -> bool:
+    return (
+        isinstance(value, str | int) or (isinstance(value, float) and value == int(value)) if value == value else False
+    )
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a name means in each kind of row that has it."""
+
+    name: str
+    metrics: "tuple[tuple[str, Metric], ...]"
+
+    def __repr__(self) -> str:
+        parts = []
+        for kind, metric in self.metrics:
+            lines = [f"{self.name}, {kind} rows [{metric.unit}]: {metric.definition}"]
+            lines += [f"  = {metric.over}"] if metric.over else []
+            lines += [f"  only with: {metric.when}"] if metric.when else []
+            lines += [f"  source: {metric.source}"] if metric.source else []
+            parts.append("\n".join(lines))
+        return "\n".join((*parts, f"  ({SYMBOLS})"))
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td>{escape(kind)}</td>"
+            + "".join(f"<td>{escape(text or '–')}</td>" for text in (m.unit, m.definition, m.over, m.when, m.source))
+            + "</tr>"
+            for kind, m in self.metrics
+        )
+        head = "".join(f"<th>{word}</th>" for word in ("rows", "unit", "definition", "quotient", "only with", "source"))
+        return (
+            f"<b><code>{escape(self.name)}</code></b><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+            f"<small>{escape(SYMBOLS)}</small>"
+        )
+
+
+def describe(name: str) -> Described:
+    """See `StudyData.describe`."""
+    from moe_rl.measure.catalogue import CATALOGUE, find
+
+    found = tuple((kind, metric) for kind in CATALOGUE if (metric := find(kind, name)) is not None)
+    if not found:
+        known = {metric.name for metrics in CATALOGUE.values() for metric in metrics}
+        raise StudyDataError(
+            f"no metric {name!r}{nearest(name, known, listed=False)}; docs/metrics.md has all. A name with a slash is "
+            "of the trainer that wrote it"
+        )
+    return Described(name, found)
+
+
+def title(name: str, finished: int, runs: int, tables: Mapping[str, pd.DataFrame], notes: int) -> str:
+    """One line: what was loaded."""
+    rows = ", ".join(f"{of} {len(table)}" for of, table in tables.items() if len(table))
+    more = f"; {notes} notes" if notes else ""
+    return f"{name}: {finished} of {runs} runs finished; rows: {rows or 'none'}{more}"

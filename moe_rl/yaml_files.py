@@ -1,0 +1,62 @@
+"""YAML as data: nothing in it is code, nothing in it is lost, and a few lines of it are not millions of values. Every
+room may use it; it knows none of them."""
+
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+LARGEST = 100_000
+"""Values in a file, aliases counted each time: a few lines of them can stand for more than any memory holds."""
+
+
+class YamlError(ValueError):
+    """A text that is no YAML, or none that we take; the message says where."""
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """The value that a text stands for.
+
+    Raises:
+        YamlError: not YAML; a mapping with a key twice, of which one would be lost; more than `LARGEST` values.
+    """
+    try:
+        return yaml.load(text.decode() if isinstance(text, bytes) else text, _Loader)
+    except YamlError:
+        raise
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # bytes, dates and numbers that are none
+        raise YamlError(f"not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise YamlError("not valid YAML: nested too deeply") from error
+
+
+if TYPE_CHECKING:
+    _Safe = yaml.SafeLoader
+else:
+    _Safe = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times faster
+
+
+class _Loader(_Safe):
+    """The safe loader, which would let the second of two equal keys win: a field would vanish."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None and _expanded(node, {}) > LARGEST:
+            raise YamlError(f"more than {LARGEST} values, aliases expanded: no file of ours needs so many")
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"]
+        if len(set(keys)) < len(keys):
+            again = next(key for i, key in enumerate(keys) if key in keys[:i])
+            raise YamlError(f"{again!r} is there twice in the mapping of line {node.start_mark.line + 1}")
+        return super().construct_mapping(node, deep)
+
+
+def _expanded(node: yaml.Node, known: dict[int, int]) -> int:
+    """Scalars below a node, those behind aliases counted each time."""
+    if id(node) not in known:
+        known[id(node)] = LARGEST + 1  # a node inside itself
+        children = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+        known[id(node)] = 1 + sum(_expanded(part, known) for part in parts)
+    return known[id(node)]

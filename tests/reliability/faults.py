@@ -1,0 +1,165 @@
+"""Faults of the machine: a full or read-only disk, a second writer, a parent that is killed. Afterwards the same
+command goes on, and the run ends as one that met none."""
+
+import builtins
+import errno
+import io
+import os
+import random
+import resource
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kills import Twin, twin_of
+from small_runs import IN_USE, METHODS, complete, differing, ended, log_of, start, wait
+
+from moe_rl.processes import end_with_parent
+from moe_rl.study.run import run_one
+
+METHOD = "ppo"  # two models, two optimizers
+WRITING = os.O_CREAT | os.O_WRONLY | os.O_RDWR
+
+
+@dataclass
+class Faults:
+    """Of one kind: cases, how many of them met the fault, and those that did not end as the twin or did not name a
+    file."""
+
+    fault: str
+    cases: int = 0
+    met: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+def refusing(number: int, at: int) -> None:
+    """From the `at`-th writing operation of this process on, all of them fail with an error of the system."""
+    done = [0]
+
+    def wrapped(operation: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
+        def act(*args: Any, **options: Any) -> Any:
+            if writes(*args, **options):
+                done[0] += 1
+                if done[0] > at:
+                    raise OSError(number, os.strerror(number))
+            return operation(*args, **options)
+
+        return act
+
+    def opened(path: Any, mode: str = "r", *_: Any, **__: Any) -> bool:
+        return bool(set(mode) & set("wax+"))
+
+    for name in ("fsync", "replace", "rename", "mkdir"):
+        setattr(os, name, wrapped(getattr(os, name), lambda *_, **__: True))
+    os.open = wrapped(os.open, lambda path, flags, *_, **__: bool(flags & WRITING))
+    builtins.open = wrapped(builtins.open, opened)
+    io.open = wrapped(io.open, opened)
+
+
+def full(folder: Path, rng: random.Random) -> None:
+    refusing(errno.ENOSPC, rng.randrange(150))
+    run_one(METHODS[METHOD], folder)
+
+
+def read_only(folder: Path, rng: random.Random) -> None:
+    refusing(errno.EROFS, rng.randrange(150))
+    run_one(METHODS[METHOD], folder)
+
+
+def short_files(folder: Path, rng: random.Random) -> None:
+    """The system refuses to make a file longer than so many bytes, in whatever language it is written."""
+    limit = int(10 ** rng.uniform(2, 5))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    run_one(METHODS[METHOD], folder)
+
+
+def named(act: Callable[[Path, random.Random], None], folder: Path, rng: random.Random) -> Callable[[], None]:
+    """`act`, whose OSError ends the process with status 3 if it names a file, else with 4."""
+
+    def run() -> None:
+        try:
+            act(folder, rng)
+        except OSError as error:
+            print(error, flush=True)
+            os._exit(3 if error.filename else 4)
+
+    return run
+
+
+def disk(act: Callable[[Path, random.Random], None], folder: Path, rng: random.Random, found: Faults) -> str:
+    status = wait(start(named(act, folder, rng), log_of(folder)))
+    found.met += status != 0
+    return "" if status in (0, 3) else f"status {status}: {log_of(folder)}"
+
+
+def two_writers(folder: Path, rng: random.Random, found: Faults, seconds: float) -> str:
+    first = start(lambda: run_one(METHODS[METHOD], folder), log_of(folder))
+    time.sleep(rng.uniform(0, 0.7 * seconds))
+    second = start(lambda: run_one(METHODS[METHOD], folder), log_of(folder))
+    both = sorted([wait(first), wait(second)])
+    found.met += both == [0, IN_USE]
+    return "" if both in ([0, IN_USE], [0, 0]) else f"statuses {both}"  # twice 0: the first was done before
+
+
+def orphan(folder: Path, rng: random.Random, found: Faults, seconds: float) -> str:
+    """A parent is killed while its child runs: the child ends, and the folder is free at once."""
+    note = folder.with_name(f"{folder.name}.child")
+
+    def parent() -> None:
+        own = os.getpid()
+
+        def child() -> None:
+            end_with_parent(own)
+            run_one(METHODS[METHOD], folder)
+
+        number = start(child, log_of(folder))
+        note.write_text(str(number))
+        wait(number)
+
+    killed = start(parent, log_of(folder))
+    if ended(killed, rng.uniform(0.1, 0.7) * seconds) is None:
+        os.kill(killed, signal.SIGKILL)
+        wait(killed)
+        found.met += 1
+    child = int(note.read_text()) if note.exists() else 0
+    deadline = time.monotonic() + 10
+    while child and alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return "the child lives on" if child and alive(child) else ""
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+FAULTS: dict[str, Callable[[Path, random.Random, Faults, float], str]] = {
+    "the disk is full from some file operation on": lambda *of: disk(full, *of[:3]),
+    "no file may be longer than 100 bytes to 100 kB": lambda *of: disk(short_files, *of[:3]),
+    "the disk is read-only from some file operation on": lambda *of: disk(read_only, *of[:3]),
+    "a second process writes to the same folder": two_writers,
+    "the parent process is killed": orphan,
+}
+
+
+def faulted_runs(fault: str, cases: int, root: Path, seed: int = 0) -> Faults:
+    """Runs that meet a fault at a random moment, then go on without it."""
+    twin: Twin = twin_of(METHOD, root)
+    found = Faults(fault)
+    for index in range(cases):
+        folder = root / f"run{index}"
+        wrong = FAULTS[fault](folder, random.Random(f"{seed} {fault} {index}"), found, twin.seconds)
+        status = complete(METHODS[METHOD], folder)
+        wrong = wrong or (", ".join(differing(folder, twin.content)) if status == 0 else f"exit status {status}")
+        found.cases += 1
+        if wrong:
+            found.wrong.append(f"case {index}: {wrong}")
+        else:
+            shutil.rmtree(folder)
+    return found

@@ -1,0 +1,163 @@
+"""The figures of the studies `precision` and `depth_width`: what they read, by hand, and where they are absent."""
+
+import json
+
+import pandas as pd
+import pytest
+import yaml
+
+from moe_rl.study.config import load_study
+from moe_rl.study.data import load
+from moe_rl.study.figures import depth_width, precision
+from moe_rl.study.figures.gallery.depth_width import along, power_law, size_rows
+from moe_rl.study.figures.gallery.precision import engine_format, flip_ratio, precision_rows
+from moe_rl.study.figures.style import NothingToDraw
+from moe_rl.study.shipped import find_study
+
+
+def write_run(folder, arm, seed, config, rows):
+    place = folder / arm / f"seed{seed}"
+    place.mkdir(parents=True)
+    config = {
+        "arm": arm,
+        "label": arm,
+        "seed": seed,
+        "method": {"objective": "grpo", "replay": "none", "noise": 0.0},
+        **config,
+    }
+    (place / "config.yaml").write_text(yaml.safe_dump(config))
+    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def engine_rows(step, changed, gap, forced):
+    both = {
+        "kind": "engine",
+        "step": step,
+        "update": 0,
+        "var_token": gap**2,
+        "var_sequence": 0.0,
+        "extreme_fraction": 0.0,
+    }
+    live = {"pair": "engines", "slots_changed": changed, "slots": 1000, "gap_mean": gap, "k3": gap**2 / 2}
+    live |= {"sites_changed": 0, "sites": 1, "tokens_changed": 0, "tokens": 1}
+    return [both | live, both | {"pair": "engines_replayed", "gap_mean": forced, "k3": forced**2 / 2}]
+
+
+@pytest.fixture
+def engines(tmp_path):
+    formats = {
+        "fp32": ({"dtype": "float32"}, 0, 0.0),
+        "fp16": ({"dtype": "float16"}, 10, 0.01),
+        "bf16": ({"dtype": "bfloat16"}, 80, 0.08),
+        "int4": ({"dtype": "bfloat16", "weight_format": "int4"}, 300, 0.3),
+    }
+    for arm, (engine, changed, gap) in formats.items():
+        for seed in (0, 1):
+            rows = [row for step in (0, 1) for row in engine_rows(step, changed * (1 + seed), gap, gap / 4)]
+            rows += [{"kind": "rollout", "step": step, "reward": 0.5} for step in (0, 1)]
+            write_run(tmp_path, arm, seed, {"rollout": {"engine": {"kind": "hf", **engine}}}, rows)
+    return tmp_path
+
+
+def test_engines_of_several_formats_are_told_apart_by_their_flips_and_shares(engines):
+    data = load(engines)
+    rows = precision_rows(data).set_index(["arm", "seed", "step"])
+    assert rows.loc[("bf16", 1, 0), "slot_change"] == pytest.approx(0.16)
+    assert rows.loc[("bf16", 0, 1), "routing_share"] == pytest.approx(0.75), "of 0.08 nats a quarter is left"
+    assert pd.isna(rows.loc[("fp32", 0, 0), "routing_share"]), "of no gap there is no share"
+    formats = {run.arm: engine_format(run.config) for run in data.runs}
+    assert formats["int4"] == ("int4", False) and formats["fp16"] == ("float16", False)
+    assert flip_ratio(data, formats) == "0.12 [0.12, 0.12]", "an eighth in both seeds"
+    figure = precision(data)
+    assert "fp16 changes 0.12" in figure.caption and len(figure.figure.axes) == 3
+    drawn = figure.frame[(figure.frame["arm"] == "int4") & (figure.frame["quantity"] == "slot_change")]
+    assert drawn["mean"].tolist() == pytest.approx([0.45, 0.45])
+
+
+def test_what_an_engine_computes_in_is_read_from_its_configuration():
+    def of(engine, **model):
+        return engine_format({"rollout": {"engine": engine}, "model": model})
+
+    assert of({"kind": "self"}) == of({"kind": "hf", "router_format": "int4"}) == ("", False)
+    assert of({"kind": "hf", "dtype": "bfloat16"}, dtype="bfloat16") == ("bfloat16", True)
+    assert of({"kind": "hf", "dtype": "bfloat16", "weight_format": "fp8"}) == ("fp8", False)
+
+
+@pytest.fixture
+def sizes(tmp_path):
+    """Slot change 0.01 L, whatever the seed; the variance that replay removes 1e-3 L²; one run never at that reward."""
+    for arm, layers, experts in (("base", 4, 16), ("deep", 8, 16), ("deeper", 16, 16), ("wide", 4, 64)):
+        for seed in (0, 1):
+            tiny = {"num_layers": layers, "num_experts": experts, "num_experts_per_tok": 2}
+            rows = []
+            for step, reward in enumerate((0.2, 0.5, 0.9)):
+                if (arm, seed) == ("deeper", 1):
+                    reward = 0.9
+                rows.append({"kind": "rollout", "step": step, "reward": reward})
+                wild = 1 if reward == 0.5 else 5  # what happens at other rewards is not read
+                for update in (1, 2):
+                    probe = {
+                        "kind": "probe",
+                        "step": step,
+                        "update": update,
+                        "slots": 1000,
+                        "sites": 500,
+                        "tokens": 100,
+                    }
+                    probe |= {
+                        "slots_changed": 10 * layers * wild * update // 2,
+                        "sites_changed": 50,
+                        "tokens_changed": 50,
+                    }
+                    probe |= {"var_token_natural": 1e-3 * layers**2 * wild + 0.5, "var_token_replayed": 0.5}
+                    rows.append(probe)
+            write_run(tmp_path, arm, seed, {"model": {"tiny": tiny}}, rows)
+    return tmp_path
+
+
+def test_rates_are_read_at_equal_reward_after_the_last_update_and_fitted_by_seed(sizes):
+    rows, left_out = size_rows(load(sizes))
+    assert left_out == ["deeper/seed1"]
+    row = rows.set_index(["arm", "seed"]).loc[("deep", 0)]
+    assert row["slot_change"] == pytest.approx(0.08) and row["steps"] == 1 and row["site_change"] == pytest.approx(0.1)
+    assert row["removed"] == pytest.approx(1e-3 * 64)
+    layers = along(rows, "num_layers")
+    assert sorted(layers["arm"].unique()) == ["base", "deep", "deeper"], "the wide one is of another width"
+    fit = power_law(layers, "num_layers", "slot_change")
+    assert fit["exponent"] == pytest.approx(1) and fit["level"] == pytest.approx(0.01) and fit["seeds"] == 2
+    assert power_law(layers, "num_layers", "removed")["exponent"] == pytest.approx(2)
+    assert power_law(layers, "num_layers", "site_change")["exponent"] == pytest.approx(0)
+
+
+def test_the_figure_has_the_axes_that_have_three_sizes_and_says_the_exponents(sizes):
+    figure = depth_width(load(sizes))
+    assert len(figure.figure.axes) == 2 and "deeper/seed1" in figure.caption
+    assert "slots ~ layers^1 [1, 1]" in figure.caption and "removes ~ layers^2" in figure.caption
+    assert set(figure.tables) == {"fits", "by_seed"} and len(figure.tables["fits"]) == 4
+
+
+def test_other_studies_have_neither_figure(sizes):
+    with pytest.raises(NothingToDraw, match="no 3 sizes"):
+        depth_width(load(sizes / "base" / "seed0"))
+    with pytest.raises(NothingToDraw):
+        precision(load(sizes / "base" / "seed0"))
+
+
+@pytest.mark.parametrize("name", ["precision", "depth_width"])
+def test_the_study_files_resolve_and_every_arm_is_another_engine_or_size(name):
+    study = load_study(find_study(name))
+    configs = {arm: study.resolve(arm, 0) for arm in study.arms}
+    if name == "precision":
+        engines = {
+            arm: (c.rollout.engine.dtype, c.rollout.engine.weight_format, c.model.dtype) for arm, c in configs.items()
+        }
+        assert len(set(engines.values())) == len(study.arms) == 7 and engines["int4"] == ("bfloat16", "int4", "float32")
+    else:
+        tiny = [c.model.tiny for c in configs.values()]
+        assert {t.num_layers for t in tiny} == {2, 4, 8, 16, 24} and {t.num_experts_per_tok for t in tiny} == {
+            1,
+            2,
+            4,
+            8,
+        }
+        assert {t.num_experts for t in tiny} == {8, 16, 32, 64, 128}
