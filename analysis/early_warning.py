@@ -7,16 +7,17 @@ import argparse
 from pathlib import Path
 
 from moe_rl.study import load
-from moe_rl.study.early_warning import early_warning
+from moe_rl.study.early_warning import PREFIXES, early_warning
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How well signals of the first steps tell how runs end.")
     parser.add_argument("folders", type=Path, nargs="+", help="study folders, e.g. runs/q4")
     parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser.add_argument("--steps", type=int, nargs="+", default=PREFIXES, help="after so many steps (default 5 10 20)")
     options = parser.parse_args()
     try:
-        table = early_warning([load(folder) for folder in options.folders])
+        table = early_warning([load(folder) for folder in options.folders], options.steps)
     except ValueError as error:
         parser.exit(1, f"{error}\n")
     print(table.to_string(index=False, float_format="%.2f"))

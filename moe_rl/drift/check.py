@@ -137,7 +137,7 @@ def _scored(model: nn.Module, tokens: Sequence[np.ndarray], batch_size: int) -> 
         measured = mask.clone()
         measured[:, 0] = False  # the first token follows nothing
         routes = score_live(model, TokenBatch(ids, mask, measured)).routes
-        found += [routes.ids[row, mask[row]].numpy() for row in range(len(ids))]
+        found += [routes.ids[row, mask[row]].to(torch.int32).numpy() for row in range(len(ids))]
     return found, routes
 
 

@@ -30,7 +30,7 @@ from moe_rl.drift.output import (
 )
 from moe_rl.drift.prompts import Example, Skipped, aligned, check_file, examples
 from moe_rl.files import write_atomic
-from moe_rl.measure.arithmetic import DECODE, LAYOUTS, CannotRun, GapTally, compare, experts_variants
+from moe_rl.measure.arithmetic import DECODE, LAYOUTS, CannotRun, GapTally, check_finite, compare, experts_variants
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
 from moe_rl.routing import RoutingError
 
@@ -150,27 +150,32 @@ def _measure(
     tick: Tick,
 ) -> None:
     """Every dtype's variants; one model in memory at a time."""
-    first: list[Scored] | None = None
+    first: tuple[str, list[Scored]] | None = None
     for dtype in options.dtypes:
         model = load(source, dtype, options.experts_implementation, device, options.trust_remote_code)
         try:
             reference = [_ticked(score_live(model, text), tick) for text in texts]
+            check_finite(reference)
         except (RuntimeError, MemoryError, RoutingError) as error:
-            remedy = " (--experts-implementation eager may do)" if options.experts_implementation is None else ""
+            kernels = options.experts_implementation is None and not isinstance(error, CannotRun)
+            remedy = " (--experts-implementation eager may do)" if kernels else ""
             found.skip(dtype, "all", f"{_brief(error)}{remedy}")
             keep()
             continue
         if first is not None:
-            _one(model, texts, first, dtype, "dtype", f"{options.dtypes[0]} and {dtype}", found, tick)
+            _one(model, texts, first[1], dtype, "dtype", f"{first[0]} and {dtype}", found, tick)
             keep()
         for variant, detail in _variants(model, options):
             _one(model, texts, reference, dtype, variant, detail, found, tick, options.decode_tokens)
             keep()
         if source.adapter is not None:  # last: in 16 bits merging rounds the weights for good
-            model.merge_adapter()
-            _one(model, texts, reference, dtype, "merged", "adapters beside and in the weights", found, tick)
+            try:
+                model.merge_adapter()
+                _one(model, texts, reference, dtype, "merged", "adapters beside and in the weights", found, tick)
+            except (RuntimeError, ValueError, NotImplementedError) as error:  # PEFT's, of kinds that do not merge
+                found.skip(dtype, "merged", _brief(error))
             keep()
-        first = first or reference
+        first = first or (dtype, reference)
         del model
 
 

@@ -77,6 +77,7 @@ class ReplayTrainer(Trainer):
                 f"an update of one forward, all of it replayed, was expected; {len(forwards)} forwards were made, and "
                 f"{found.replayed_rows} of {found.routed_rows} (token, site) rows with a route were replayed"
             )
+        found.routed_rows = found.routed_rows or old.routes.live.numel()
         if now is not None:
             found.first_change = old.prove(now, real, self.first_change_tolerance)
         found.logps = forwards[0]

@@ -24,7 +24,7 @@ class Ranks:
         self.accelerator, self.main = accelerator, bool(accelerator.is_main_process)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Elementwise sum over processes, float64 on the CPU."""
+        """Elementwise sum over processes, on the CPU."""
         return self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").cpu()
 
     def rows(self, values: Shaped[Tensor, "B T"]) -> Shaped[Tensor, "B2 T2"]:

@@ -106,7 +106,7 @@ class _RoutingReplay(ReplayTrainer):
             super().__init__(*args, **kwargs)
         if self._is_vlm:
             raise RoutingError(
-                "models with images are not supported: their chunks of a batch are not rows of tokens alone"
+                "models with images are not supported: replay with more than rows of tokens was not tried"
             )
         if replay == "R3":
             refuse_unsampled(self)
@@ -130,7 +130,9 @@ class _RoutingReplay(ReplayTrainer):
 
     def _generate(self: Any, prompts: Any) -> Any:
         generated = super()._generate(prompts)
-        if self.replay == "R3" and self.model.training:
+        if not self.model.training:
+            self._sampled.forget()
+        elif self.replay == "R3":
             prompt_ids, completion_ids, *_ = generated
             fields = generated[5] if self.rollout_func is not None else {}
             self._sampled.take(fields, prompt_ids, completion_ids)

@@ -46,6 +46,10 @@ class SampledRoutes:
 
         engine.generate = listening
 
+    def forget(self) -> None:
+        """What was sampled for an evaluation."""
+        self._collected = []
+
     def take(
         self, fields: Mapping[str, Any], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
     ) -> None:

@@ -149,9 +149,15 @@ def compare(
         with _experts(model, variant):
             for text, before in zip(texts, reference, strict=True):
                 if variant == "decode":
-                    tally.add(before, *_decoded(model, text, before, decode_tokens))
+                    own, replayed, mask = _decoded(model, text, before, decode_tokens)
                 elif pieces := _pieces(variant, text):
-                    tally.add(before, *_rescored(model, text, before, pieces), text.completion_mask.cpu())
+                    own, replayed = _rescored(model, text, before, pieces)
+                    mask = text.completion_mask.cpu()
+                else:
+                    tick()
+                    continue
+                check_finite([own, Scored(replayed, own.routes)])
+                tally.add(before, own, replayed, mask)
                 tick()
     except (RuntimeError, MemoryError, RoutingError) as error:
         raise CannotRun(next(iter(str(error).splitlines()), type(error).__name__)) from error
@@ -161,6 +167,12 @@ def compare(
     return tally
 
 
+def check_finite(scored: Iterable[Scored]) -> None:
+    """Raises CannotRun where a log-probability is not finite: it would compare as unchanged."""
+    if not all(bool(torch.isfinite(one.logps).all()) for one in scored):
+        raise CannotRun("log-probabilities are not all finite: an overflow in this dtype?")
+
+
 def arithmetic_floor(
     model: nn.Module,
     texts: Sequence[TokenBatch],
@@ -168,7 +180,8 @@ def arithmetic_floor(
     experts: Iterable[str] = EXPERTS,
     decode_tokens: int = 64,
 ) -> tuple[dict[str, dict[str, float | int]], dict[str, str]]:
-    """Every variant of a model at hand: name -> facts (`GapTally.facts`), and name -> why it could not be run.
+    """Every variant of a model at hand: name -> facts (`GapTally.facts`), and name -> why it could not be run. Raises
+    CannotRun where the model's log-probabilities are not finite to begin with.
 
     >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     >>> sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
@@ -180,6 +193,7 @@ def arithmetic_floor(
     (0.0, 0, True)
     """
     reference = [score_live(model, text) for text in texts]
+    check_finite(reference)
     found, left_out = {}, {}
     for name in (*LAYOUTS, "decode", *experts_variants(model, experts)):
         try:

@@ -138,6 +138,10 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("refills", "count", "samplings beyond the first", when="rollout.dynamic_sampling"),
         M("groups_sampled", "count", "groups sampled in all", when="rollout.dynamic_sampling"),
         M("groups_replaced", "count", "groups without a signal that were replaced", "over groups_sampled", "DAPO, arXiv 2503.14476 eq. 11", "rollout.dynamic_sampling"),
+        M("version_age", "steps", "how many versions of the weights ago a token was written, mean", "Σ / response tokens", when="rollout.segment"),
+        M("version_age_max", "steps", "the oldest token's", when="rollout.segment"),
+        M("old_tokens", "fraction", "tokens that an older version wrote", "such tokens / response tokens", when="rollout.segment"),
+        M("mixed_responses", "fraction", "responses that several versions wrote", "such responses / responses", when="rollout.segment"),
         M("overlong_penalty", "reward", "mean soft overlong punishment; not in reward", source="DAPO, arXiv 2503.14476 eq. 13", when="rollout.overlong_buffer"),
         M("overlong", "fraction", "responses that are punished", "such responses / responses", when="rollout.overlong_buffer"),
         M("value", "reward", "mean value on response tokens", when="advantage gae"),
@@ -254,6 +258,8 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("logp_replayed", "nats", "after the update, the old routes"),
         M("flips", "count", "sites changed at this token (they shape the prediction of the next)", "over L"),
         M("reward", "reward", "of the token's response"),
+        *(M(f"{which}_gates", "fraction", f"share of the softmax over all experts that each expert of {routes} has, lists [sites x K]", when="router logits") for which, routes in (("old", "the old routes"), ("new", "the live routes"))),
+        *(M(f"{which}_margins", "logits", f"s_(k) - s_(k+1) of {weights}, lists by site; no selection bias", when="router logits") for which, weights in (("old", "the weights before the step"), ("new", "the weights after the update"))),
     ),
 }  # fmt: skip
 """Kind of row -> its metrics, in the order in which they are written; `kind` and `step` are in every row."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moe_rl.measure.peer_metrics import load_violation
@@ -77,6 +77,27 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
         "margin_median": margin.median(),
         "shift_over_margin": shift.median(),
     }
+
+
+def router_facts(
+    logits: Sequence[Float[Tensor, "n E"]], ids: Int[Tensor, "n L K"]
+) -> tuple[Float[Tensor, "n L K"], Float[Tensor, "n L"]]:
+    """Of n tokens at L sites: the share that each chosen expert has in the softmax over all experts (NaN where there is
+    no route), and the boundary margin s_(k) - s_(k+1) in logits (infinite where all experts are chosen).
+
+    >>> shares, margins = router_facts([torch.tensor([[3.0, 1.0, 1.0]]).log()], torch.tensor([[[0, 2]]]))
+    >>> shares, margins
+    (tensor([[[0.6000, 0.2000]]]), tensor([[0.]]))
+    """
+    k = ids.shape[-1]
+    shares, margins = [], []
+    for site, scores in enumerate(logits):
+        own = ids[:, site].to(scores.device)
+        share = scores.float().softmax(-1).gather(-1, own.clamp(min=0).long())
+        shares.append(share.masked_fill(own < 0, torch.nan))
+        whole = k >= scores.shape[-1]
+        margins.append(torch.full_like(share[:, 0], torch.inf) if whole else boundary_margin(scores.float(), k))
+    return torch.stack(shares, 1), torch.stack(margins, 1)
 
 
 def _shift_over_margin(old: Float[Tensor, "n E"], new: Float[Tensor, "n E"], k: int) -> Float[Tensor, "n"]:

@@ -25,6 +25,7 @@ from transformers import (
 
 from moe_rl.rollout import Task, sample, score
 from moe_rl.rollout.character_tasks import BOS, EOS
+from moe_rl.rollout.continuing import converse, extend
 from moe_rl.routing.experts import register_experts
 from moe_rl.routing.sites import find_sites
 
@@ -272,7 +273,13 @@ def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int) -> float:
     rng = random.Random("cold-start/held-out")
     asked = [task.problem(rng, held_out=True) for _ in range(problems)]
     generator = torch.Generator().manual_seed(0)
-    rollout = sample(model, tokenizer, asked, group_size=1, max_new_tokens=task.max_new_tokens, generator=generator)
+    longest = task.max_new_tokens
+    rollout = sample(model, tokenizer, asked, group_size=1, max_new_tokens=longest, generator=generator)
+    if hasattr(task, "reply"):  # several turns
+        options: dict[str, Any] = {"tokens": longest, "longest": longest, "temperature": 1.0, "generator": generator}
+        rollout = converse(
+            rollout, task, tokenizer, lambda told, turn: extend(model, tokenizer, told, **options), longest
+        )
     return float(score(task, rollout).rewards.mean())
 
 

@@ -22,6 +22,7 @@ class Rollout:
         input_ids: prompt (left-padded) and completion (right-padded); the end token is part of the completion.
         attention_mask: False on padding.
         completion_mask: True on completion tokens.
+        versions: of the weights that wrote each completion token, -1 elsewhere; None where one version wrote all.
         logps: nats; the sampler's own log-probability of each completion token under the distribution that it was
             drawn from (at the sampling temperature; for greedy decoding: at temperature 1); 0 elsewhere. Detached.
         rewards: one per completion; NaN until `score` fills them.
@@ -43,6 +44,7 @@ class Rollout:
     problems: list[Problem]
     completions: list[str]
     routes: RoutedExperts | None = None
+    versions: Int[Tensor, "B T"] | None = None
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -62,17 +64,24 @@ class Rollout:
             problems=[self.problems[i] for i in where],
             completions=[self.completions[i] for i in where],
             routes=None if self.routes is None else self.routes.rows(index),
+            versions=None if self.versions is None else self.versions[index],
         )
 
     def to(self, device: torch.device | str) -> "Rollout":
         """The same rollout on another device."""
         moved = {name: getattr(self, name).to(device) for name in _TENSORS}
-        return replace(self, **moved, routes=None if self.routes is None else self.routes.to(device))
+        routes, versions = self.routes, self.versions
+        return replace(
+            self,
+            **moved,
+            routes=None if routes is None else routes.to(device),
+            versions=None if versions is None else versions.to(device),
+        )
 
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Rollouts of one group size as one, in order: prompts padded on the left and completions on the right to the
-    widest. Padding tokens are 0, which nothing reads."""
+    """Rollouts of one group size and one version as one, in order: prompts padded on the left and completions on the
+    right to the widest. Padding tokens are 0, which nothing reads."""
     firsts = [int(part.completion_mask.any(0).int().argmax()) for part in parts]
     left = max(firsts)
     right = max(part.input_ids.shape[1] - first for part, first in zip(parts, firsts, strict=True))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.rollout.completions import Rollout
+from moe_rl.rollout.continuing import extend
 from moe_rl.rollout.sampler import sample
 from moe_rl.rollout.task import Problem
 
@@ -104,6 +105,31 @@ class ModelEngine:
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             generator=generator,
+            record=record_routes,
+            max_batch=self.max_batch,
+        )
+
+    def extend(
+        self,
+        rollout: Rollout,
+        *,
+        tokens: int,
+        longest: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+        version: int | None = None,
+        record_routes: bool = False,
+    ) -> Rollout:
+        """Unfinished responses go on, see `moe_rl.rollout.continuing.extend`."""
+        return extend(
+            self.model,
+            self.tokenizer,
+            rollout,
+            tokens=tokens,
+            longest=longest,
+            temperature=temperature,
+            generator=generator,
+            version=version,
             record=record_routes,
             max_batch=self.max_batch,
         )

@@ -72,21 +72,12 @@ def sample(
     ends = end_tokens(model, tokenizer).to(device)
     prompt = torch.arange(B, device=device) // group_size
 
-    tokens = torch.full((B, N), UNWRITTEN, device=device)
-    logps = torch.zeros(B, N, device=device)
-    traces: list[_Trace] = []
-    with torch.no_grad(), evaluating(model):
-        for rows in torch.arange(B, device=device).split(max_batch or B):
-            with record_routes(model) if record else nullcontext() as recording:
-                chunk = _Chunk(model, prompts, prompt_mask, prompt[rows], rows)
-                chunk.decode(tokens, logps, uniform, ends, temperature)
-            if recording is not None:
-                traces += zip(chunk.fed, recording.steps, strict=True)
+    tokens, logps, traces = decode(model, prompts, prompt_mask, prompt, uniform, ends, temperature, record, max_batch)
     written = tokens != UNWRITTEN
     N = int(written.sum(1).max())
     tokens, written, logps = tokens[:, :N], written[:, :N], logps[:, :N]
     ended = torch.isin(tokens, ends)
-    ids = torch.cat([prompts[prompt], tokens.masked_fill(~written, _padding_token(tokenizer))], 1)
+    ids = torch.cat([prompts[prompt], tokens.masked_fill(~written, padding_token(tokenizer))], 1)
     attention_mask = torch.cat([prompt_mask[prompt], written], 1)
     return Rollout(
         input_ids=ids,
@@ -97,9 +88,36 @@ def sample(
         finished=ended.any(1),
         group_size=group_size,
         problems=[problem for problem in problems for _ in range(group_size)],
-        completions=_decode_text(tokenizer, tokens, (written & ~ended).sum(1)),
-        routes=_assemble(traces, ids, attention_mask) if record else None,
+        completions=decode_text(tokenizer, tokens, (written & ~ended).sum(1)),
+        routes=assemble(traces, ids, attention_mask) if record else None,
     )
+
+
+def decode(
+    model: nn.Module,
+    prompts: Int[Tensor, "N P"],
+    prompt_mask: Bool[Tensor, "N P"],
+    prompt: Int[Tensor, "B"],
+    uniform: Float[Tensor, "B M"],
+    ends: Int[Tensor, "e"],
+    temperature: float,
+    record: bool,
+    max_batch: int | None,
+) -> tuple[Int[Tensor, "B M"], Float[Tensor, "B M"], list["Trace"]]:
+    """Tokens (`UNWRITTEN` past a row's end), their log-probabilities, and what each call of the model routed. Row b
+    goes on from prompt `prompt[b]`, left-padded, and draws token t by `uniform[b, t]`."""
+    B, M = uniform.shape
+    tokens = torch.full((B, M), UNWRITTEN, device=prompts.device)
+    logps = torch.zeros(B, M, device=prompts.device)
+    traces: list[Trace] = []
+    with torch.no_grad(), evaluating(model):
+        for rows in torch.arange(B, device=prompts.device).split(max_batch or B):
+            with record_routes(model) if record else nullcontext() as recording:
+                chunk = _Chunk(model, prompts, prompt_mask, prompt[rows], rows)
+                chunk.decode(tokens, logps, uniform, ends, temperature)
+            if recording is not None:
+                traces += zip(chunk.fed, recording.steps, strict=True)
+    return tokens, logps, traces
 
 
 @dataclass(frozen=True)
@@ -111,12 +129,10 @@ class _Fed:
     column: int  # where the call's first token stands in the result
 
 
-_Trace = tuple[_Fed, RoutedExperts]
+Trace = tuple[_Fed, RoutedExperts]
 
 
-def _assemble(
-    traces: list[_Trace], input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]
-) -> RoutedExperts:
+def assemble(traces: list[Trace], input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> RoutedExperts:
     """Routes of the result from those of the calls; -1 on padding and on each row's last token."""
     like = traces[0][1]
     ids = input_ids.new_full((*input_ids.shape, *like.shape[2:]), -1, dtype=torch.int16)
@@ -236,13 +252,13 @@ def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Ten
     if empty:
         raise ValueError(f"problem {empty[0]}: the prompt {problems[empty[0]].prompt!r} has no tokens")
     width = max(map(len, encoded))
-    padding = _padding_token(tokenizer)
+    padding = padding_token(tokenizer)
     ids = torch.tensor([[padding] * (width - len(row)) + row for row in encoded])
     lengths = torch.tensor([len(row) for row in encoded])
     return ids, torch.arange(width) >= width - lengths[:, None]
 
 
-def _padding_token(tokenizer: Any) -> int:
+def padding_token(tokenizer: Any) -> int:
     """Any valid token serves: padding is masked everywhere."""
     ids = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)
     return next(int(token) for token in ids if token is not None)
@@ -257,7 +273,7 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, "e"]:
     return torch.tensor(sorted(ends), dtype=torch.int64)
 
 
-def _decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
+def decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
     """Special tokens inside a completion stay visible: a verifier must not be blind to them."""
     rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -42,6 +42,9 @@ class Task(Protocol):
     - `step_rewards(problem, completion) -> list[tuple[int, float]]`: for each step, how many characters of the
       completion end with it, and its reward. For process supervision.
     - `chats`: true if its problems hold messages, so that a tokenizer without a chat template is refused early.
+    - `reply(problem, transcript) -> str | None`: for several turns. `transcript` is everything after the prompt, end
+      tokens of earlier turns included; the reply is appended (no loss, ratio or length counts its tokens) and the
+      policy goes on; None ends the conversation. `max_turns`: turns of the policy at most (4).
     - `rewards(problem, completion) -> dict[str, float]`: several rewards, the same names for every completion. For
       multi-reward advantages.
     """

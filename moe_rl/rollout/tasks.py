@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_rl.names import load_class, nearest
-from moe_rl.rollout.character_tasks import Add, Copy, ModChain, Parity, Reverse, Sort
+from moe_rl.rollout.character_tasks import Add, Calculator, Copy, ModChain, Parity, Reverse, Sort
 from moe_rl.rollout.gym_task import ReasoningGym
 from moe_rl.rollout.jsonl_task import JsonLines
 from moe_rl.rollout.task import TaskError
 
 TASKS: Mapping[str, type] = {
-    cls.name: cls for cls in (ModChain, Copy, Reverse, Sort, Parity, Add, JsonLines, ReasoningGym)
+    cls.name: cls for cls in (ModChain, Calculator, Copy, Reverse, Sort, Parity, Add, JsonLines, ReasoningGym)
 }
 """The tasks that come along, by name."""
 

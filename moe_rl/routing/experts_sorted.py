@@ -100,15 +100,13 @@ def _is_swiglu(experts: Any) -> bool:
 
 def _run(node: Any, *inputs: Any) -> Tensor:
     """The node, without the cost of autograd where no gradient is wanted."""
-    return node.apply(*inputs) if torch.is_grad_enabled() else node.forward(_Untaped, *inputs)
+    return node.apply(*inputs) if torch.is_grad_enabled() else node.forward(_Untaped(), *inputs)
 
 
 class _Untaped:
-    slots: Any = None
-    transposed = False
+    """The context of a node that is never asked for gradients."""
 
-    @staticmethod
-    def save_for_backward(*_: Tensor) -> None:
+    def save_for_backward(self, *_: Tensor) -> None:
         pass
 
 

@@ -56,8 +56,10 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(ranks)[0, 1]) if (ranks.std(axis=1) > 0).all() else float("nan")
 
 
-def early_warning(studies: Sequence[StudyData], resamples: int = 1000) -> pd.DataFrame:
-    """How well each signal tells, after the first 5, 10 and 20 steps, how a run will end.
+def early_warning(
+    studies: Sequence[StudyData], prefixes: Sequence[int] = PREFIXES, resamples: int = 1000
+) -> pd.DataFrame:
+    """How well each signal tells, after the first so many steps, how a run will end.
 
     Columns: signal, steps, runs, bad (runs that failed, ended below their start or collapsed, see `run_outcomes`),
     `auc` of telling them apart, `correlation` (Spearman's, with the final reward); each with a 95 % interval by
@@ -68,13 +70,13 @@ def early_warning(studies: Sequence[StudyData], resamples: int = 1000) -> pd.Dat
     for number, data in enumerate(studies):
         runs = run_outcomes(data).set_index(["arm", "seed"])
         runs = runs[runs["finished"].astype(bool)]
-        for steps in PREFIXES:
+        for steps in prefixes:
             table = runs.join(signals(data, steps), how="inner").reset_index()
             parts.append(table.assign(steps=steps, cluster=[f"{number}/{seed}" for seed in table["seed"]]))
     everything = pd.concat(parts, ignore_index=True)
     everything["bad"] = everything[list(OUTCOMES)].any(axis=1)
     rows = []
-    for steps in PREFIXES:
+    for steps in prefixes:
         table = everything[everything["steps"] == steps]
         bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)
         clusters = [np.flatnonzero(table["cluster"] == c) for c in table["cluster"].unique()]

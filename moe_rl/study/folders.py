@@ -211,13 +211,13 @@ def read_parquet(path: Path) -> "pyarrow.Table":
 
 
 def stacked(tables: "list[pyarrow.Table]") -> pd.DataFrame:
-    """Many small tables as one frame; converting them one by one costs far more."""
+    """Many small tables as one frame, without columns of lists (those are for the token view, one step at a time);
+    converting them one by one costs far more."""
     import pyarrow
 
     whole = pyarrow.concat_tables(tables, promote_options="permissive")
-    return whole.drop_columns([n for n in whole.column_names if n.startswith("__index")]).to_pandas(
-        ignore_metadata=True
-    )
+    left_out = [f.name for f in whole.schema if f.name.startswith("__index") or pyarrow.types.is_nested(f.type)]
+    return whole.drop_columns(left_out).to_pandas(ignore_metadata=True)
 
 
 def step_of(path: Path) -> int:

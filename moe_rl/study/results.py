@@ -223,6 +223,16 @@ PAGES: dict[str, dict[str, Column]] = {
         ),
         "clipped at the first update, %": lambda row: _percent(row, "clipped_first", 2),
     },
+    "early_warning": {
+        "signal": lambda row: row["signal"],
+        "after steps": lambda row: str(row["steps"]),
+        "runs": lambda row: str(row["runs"]),
+        "ended badly": lambda row: str(row["bad"]),
+        "area under ROC": lambda row: _interval(row, "auc", "auc_low", "auc_high", ".2f"),
+        "rank correlation with final reward": lambda row: _interval(
+            row, "correlation", "correlation_low", "correlation_high", ".2f"
+        ),
+    },
     "roundings": {
         "difference": lambda row: f"{row['arm']} − {row['other']}",
         "rounding": lambda row: row["rounding"],

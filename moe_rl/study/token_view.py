@@ -81,8 +81,12 @@ class TokenStep:
             **about,
         }
 
-    def response(self, seq: int, update: int, most: int = MOST_TOKENS) -> dict[str, Any]:
+    def response(self, seq: int, update: int, most: int = MOST_TOKENS, routers: bool = False) -> dict[str, Any]:
         """One response after one update; lists have one entry per token, the first `most` of them.
+
+        routers: with what the routers said, where it was kept: `old_gates`, `new_gates` [T][L][K], the share that each
+            chosen expert has in the softmax over all experts, in the order of the routes; `old_margins`, `new_margins`
+            [T][L], s_(k) - s_(k+1) in logits.
 
         `old_experts`: [T][L][K] ids, -1 where no route is known; `new_experts`: per token only the sites whose set
         changed, {site index: [K]}; both null where routes were not kept.
@@ -110,6 +114,12 @@ class TokenStep:
             found["new_experts"] = [
                 {int(site): new[t, site].tolist() for site in np.flatnonzero(differ[t])} for t in range(len(old))
             ]
+            if routers and "old_gates" in rows:
+                for name, shape in (("gates", old.shape[1:]), ("margins", old.shape[1:2])):
+                    for which in ("old", "new"):
+                        values = np.stack([np.asarray(x, dtype=float) for x in rows[f"{which}_{name}"]])
+                        found[f"{which}_{name}"] = _rounded(values.reshape(len(old), *shape))
+                found["new_sets"] = new.tolist()  # gates are in the order of these
         return found
 
     def rows(self, seq: int, update: int) -> pd.DataFrame:
@@ -266,6 +276,11 @@ def _dump(content: Any) -> str:
     """JSON that may stand inside <script>: no `<`, so no tag can begin or end in it."""
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+
+
+def _rounded(values: np.ndarray) -> list[Any]:
+    """Nested lists in four digits; null where there is no number."""
+    return [_rounded(x) if x.ndim else None if not np.isfinite(x) else float(f"{x:.4g}") for x in values]
 
 
 def _plain(value: Any) -> float | None:

@@ -188,7 +188,7 @@ class Api:
                     f"no response {seq} after update {update} of step {stored.step}; stored are responses "
                     f"{stored.sequences} and updates {stored.updates}"
                 )
-            return stored.response(seq, update)
+            return stored.response(seq, update, routers=True)
 
     def _live(self, query: dict[str, str]) -> LiveStudy:
         return self.studies.study(query.get("study", ""))

@@ -33,6 +33,7 @@ class Batch:
         natural_logps: nats; the old policy's under natural routing where `old_logps` are not (R3), else None.
         rollout_routes: the experts that the rollout engine chose; -1 on padding and on each row's last token. None
             unless recorded.
+        versions: of the weights that wrote each token, as steps; -1 outside the response. None: all of `step`'s.
         kept: the (token, site) rows of `routes` that R2 forces; None: all.
     """
 
@@ -52,6 +53,7 @@ class Batch:
     natural_logps: Float[Tensor, "B T"] | None = None
     rollout_routes: RoutedExperts | None = None
     kept: Bool[Tensor, "B T L"] | None = None
+    versions: Int[Tensor, "B T"] | None = None
 
     @property
     def live_old_logps(self) -> Float[Tensor, "B T"]:

@@ -26,6 +26,7 @@ from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.unwrap import hf_model
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.batch import Batch
+from moe_rl.training.partial import load_draft, save_draft
 from moe_rl.training.runlog import Mark
 from moe_rl.training.sharding import as_placed, load_whole, whole
 from moe_rl.training.state import State
@@ -84,6 +85,8 @@ def _write(state: State, staging: Path) -> None:
         if batch.rollout_routes is not None:
             batch.rollout_routes.save(staging / f"batch_{index}_rollout_routes.safetensors")
         queue.append(batch.step)
+    for index, draft in enumerate(state.drafts):
+        save_draft(staging, index, draft)
     write_tensors(staging / "rng.safetensors", {"torch": torch.get_rng_state()})
     if hasattr(state.tokenizer, "save_pretrained"):
         state.tokenizer.save_pretrained(staging)
@@ -158,6 +161,10 @@ def load_checkpoint(state: State) -> Mark | None:
         if path.exists():
             optional["rollout_routes"] = _load_routes(path).to(state.ranks.device)
         state.waiting.append(Batch(**optional, routes=routes, step=step))
+    state.drafts.clear()
+    for index in range(len(list(folder.glob("draft_*.json")))):
+        tensors = _load(folder / f"draft_{index}.safetensors")
+        state.drafts.append(load_draft(folder, index, tensors, state.ranks.device))
     torch.set_rng_state(_load(folder / "rng.safetensors")["torch"])
     state.step = manifest["step"]
     return Mark(**manifest["metrics"])

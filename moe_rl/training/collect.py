@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from moe_rl.rollout import Rollout, score
 from moe_rl.rollout.completions import unrouted_tokens
+from moe_rl.rollout.continuing import converse
 from moe_rl.rollout.engine import Engine
 from moe_rl.rollout.user_code import user_code
 from moe_rl.routing import RoutedExperts, RoutingError
@@ -27,6 +29,9 @@ def respond(
     max_new_tokens: int,
     temperature: float,
     record_routes: bool = False,
+    task: Any = None,
+    tokenizer: Any = None,
+    seconds: float | None = None,
 ) -> Rollout:
     """`group_size` responses of `engine` to each problem, without rewards; on every rank, padded as if by one process.
 
@@ -34,6 +39,7 @@ def respond(
         generator: one uniform number for each token of each response is drawn from it, in the order of rows (see
             `moe_rl.rollout.sample`), so that a response depends neither on the number of ranks nor on which samples it.
         record_routes: also the routes that the engine took.
+        task, tokenizer, seconds: of a task with several turns (`reply`); `max_new_tokens` is then of all its turns.
 
     Raises:
         DistributedError: ranks whose problems differ.
@@ -48,6 +54,10 @@ def respond(
     }
     if ranks.size == 1:
         rollout = engine.sample(problems, **options)
+        if hasattr(task, "reply"):
+            more = {"tokens": max_new_tokens, "longest": max_new_tokens, "temperature": temperature}
+            go_on = partial(_turn, engine, {**more, "generator": generator, "record_routes": record_routes})
+            rollout = converse(rollout, task, tokenizer, go_on, max_new_tokens, seconds)
     else:
         ranks.agree("the prompts", digest([(p.prompt, p.answer) for p in problems]))
         mine = ranks.share(len(problems))
@@ -58,6 +68,10 @@ def respond(
     if record_routes:
         check_routes(rollout)
     return rollout
+
+
+def _turn(engine: Any, options: dict[str, Any], rollout: Rollout, turn: int) -> Rollout:
+    return engine.extend(rollout, **options)
 
 
 def problems_of(task: Any, rng: random.Random, count: int, held_out: bool = False) -> list[Any]:

@@ -120,6 +120,12 @@ class RolloutConfig:
     """Length limit of a response in tokens; None takes the task's."""
     lag: int = 0
     """Train on batches that the policy sampled this many steps ago (0: on its own)."""
+    segment: int | None = None
+    """Partial rollouts: a response is written this many tokens at a time, and after each step of training the new
+    weights go on with it, so that several versions of the weights write one response (every token's is kept). Old
+    log-probabilities, and the routes that R2 replays, are those of the weights with which the batch's first update
+    begins; R3 replays each token's route as it was when the token after it was written. None: one version writes
+    all."""
     dynamic_sampling: int = 0
     """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): groups whose rewards are all equal, and teach nothing, are
     replaced by groups of new prompts, in at most this many further samplings per batch; what is left stays. 0: none."""

@@ -23,13 +23,14 @@ from moe_rl.rollout.randomness import seeded_random
 from moe_rl.training.advantages import make_advantages
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
-from moe_rl.training.collect import problems_of, respond, verify
+from moe_rl.training.collect import check_routes, problems_of, respond, verify
 from moe_rl.training.config import RunConfig
 from moe_rl.training.distributed import digest
 from moe_rl.training.dpo import best_and_worst, preferences
 from moe_rl.training.incidents import keep_incident
 from moe_rl.training.levers import kept_rows
 from moe_rl.training.memory import memory_metrics
+from moe_rl.training.partial import advance, version_metrics
 from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
 from moe_rl.training.score import Scores, engine_rows, make_batch, score_rollout
 from moe_rl.training.state import Listener, State, begin
@@ -123,8 +124,10 @@ def collect_batch(state: State) -> Batch:
     config, method, ranks = state.config, state.method, state.ranks
     index = len(state.waiting)
     rng = seeded_random(config.seed, "prompts", state.step, index)
-    rollout = responses(state, rng, state.generator("sample", index))
     sampled: dict[str, Any] = {}
+    rollout = responses(state, rng, state.generator("sample", index))
+    if rollout.versions is not None:
+        sampled = version_metrics(rollout, state.step)
     if config.rollout.dynamic_sampling:
         rollout, sampled = refill(
             rollout,
@@ -169,16 +172,21 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
     else:
         if source == "policy" and guard and state.engine.version != state.step:
             guard.sync(state.step)
-        rollout = respond(
-            state.engine if source == "policy" else state.self_engine(state.initial),
-            problems_of(task, rng, config.prompts if prompts is None else max(prompts, state.ranks.size)),
-            state.ranks,
-            generator,
-            group_size=config.group_size,
-            max_new_tokens=state.max_new_tokens,
-            temperature=config.temperature,
-            record_routes=source == "policy" and (guard is not None or state.config.method.replay == "R3"),
-        )
+        record = source == "policy" and (guard is not None or state.config.method.replay == "R3")
+        if config.segment is not None:
+            rollout = partial_responses(state, rng, config.segment, record)
+        else:
+            rollout = respond(
+                state.engine if source == "policy" else state.self_engine(state.initial),
+                problems_of(task, rng, config.prompts if prompts is None else max(prompts, state.ranks.size)),
+                state.ranks,
+                generator,
+                group_size=config.group_size,
+                max_new_tokens=state.max_new_tokens,
+                temperature=config.temperature,
+                record_routes=record,
+                **state.turns,
+            )
     return verify(task, rollout, state.ranks, state.config.task.verifier_seconds).to(state.ranks.device)
 
 
@@ -189,6 +197,34 @@ def part_to_replay(state: State, rollout: Rollout, scores: Scores) -> Tensor | N
         return None
     generator = state.generator("keep", len(state.waiting)) if own.keep_by == "random" else None
     return kept_rows(scores.margins, rollout.attention_mask.bool(), own.keep, generator)
+
+
+def partial_responses(state: State, rng: Any, segment: int, record: bool) -> Rollout:
+    """The batch whose last segment the current weights wrote (`rollout.segment`)."""
+    config, engine, version = state.config.rollout, state.engine, state.step
+
+    def start(number: int) -> Rollout:
+        problems, generator = problems_of(state.task, rng, config.prompts), state.generator("sample", number)
+        options: dict[str, Any] = {
+            "max_new_tokens": segment,
+            "temperature": config.temperature,
+            "record_routes": record,
+        }
+        return engine.sample(problems, group_size=config.group_size, generator=generator, **options)
+
+    def go_on(draft: Rollout, number: int) -> Rollout:
+        options: dict[str, Any] = {
+            "tokens": segment,
+            "longest": state.max_new_tokens,
+            "temperature": config.temperature,
+        }
+        generator = state.generator("sample", number)
+        return engine.extend(draft, generator=generator, version=version, record_routes=record, **options)  # type: ignore[attr-defined]  # validated
+
+    rollout = advance(state.drafts, start, go_on, state.max_new_tokens, version)
+    if record:
+        check_routes(rollout)
+    return rollout
 
 
 def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
@@ -284,6 +320,7 @@ def evaluate(state: State) -> None:
         group_size=1,
         max_new_tokens=state.max_new_tokens,
         temperature=state.config.rollout.temperature,
+        **state.turns,
     )
     rewards = verify(state.task, rollout, state.ranks, state.config.task.verifier_seconds).rewards
     state.log.append("eval", state.step, reward=rewards.mean(), reward_n=count, greedy=False)

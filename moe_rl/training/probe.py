@@ -5,7 +5,7 @@ policy's routes on the same weights. The difference between the two is what rout
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
 from moe_rl.measure.peer_metrics import engine_metrics, routing_confidence
 from moe_rl.measure.ratio_metrics import ratio_metrics
-from moe_rl.measure.routing_metrics import change_metrics, load_metrics, router_metrics
+from moe_rl.measure.routing_metrics import change_metrics, load_metrics, router_facts, router_metrics
 from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.measure.weights import copy_weights
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
@@ -32,12 +32,14 @@ Row = tuple[str, dict[str, Any]]
 @dataclass(frozen=True)
 class Observation:
     """The probed responses after one update: log-probabilities (nats) under live and under the old routes, and the live
-    routes."""
+    routes. `facts`: what the routers said of the n response tokens, old and new (`router_facts`): `old_gates`,
+    `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L]; empty for a family that returns no router logits."""
 
     update: int
     natural: Float[Tensor, "B T"]
     replayed: Float[Tensor, "B T"]
     routes: RoutedExperts
+    facts: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Probe:
@@ -100,14 +102,20 @@ class Probe:
             metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
         metrics |= load_metrics(part.routes, routes, mask)
         logits = self._response_logits(live)
+        facts: dict[str, Tensor] = {}
         if logits and self.old_logits and len(logits) == len(self.old_logits):
             metrics |= router_metrics(self.old_logits, logits, part.routes.shape[-1])
-            chosen = routes.ids.to(mask.device)[mask].unbind(1)
+            chosen = routes.ids.to(mask.device)[mask]
             metrics["site_routing_confidence"] = [
                 float(routing_confidence(scores.softmax(-1), ids.to(scores.device)))
-                for scores, ids in zip(logits, chosen, strict=True)
+                for scores, ids in zip(logits, chosen.unbind(1), strict=True)
             ]
-        return metrics, Observation(update, natural, replayed, routes)
+            for name, scores, ids in (
+                ("old", self.old_logits, part.routes.ids.to(mask.device)[mask]),
+                ("new", logits, chosen),
+            ):
+                facts[f"{name}_gates"], facts[f"{name}_margins"] = router_facts(scores, ids)
+        return metrics, Observation(update, natural, replayed, routes, facts)
 
     def _from_engine(self, seen: Observation) -> dict[str, Any]:
         """mu -> pi, live routing: engine and staleness together."""

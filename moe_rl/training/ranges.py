@@ -50,6 +50,7 @@ RANGES: dict[str, Range] = {
     "rollout.temperature": POSITIVE,
     "rollout.max_new_tokens": COUNT,
     "rollout.lag": COUNT_OR_NONE,
+    "rollout.segment": COUNT,
     "rollout.dynamic_sampling": COUNT_OR_NONE,
     "rollout.overlong_buffer": COUNT_OR_NONE,
     "rollout.max_batch": COUNT,

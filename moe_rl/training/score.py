@@ -142,6 +142,7 @@ def make_batch(
         natural_logps=natural,
         rollout_routes=rollout.routes,
         kept=kept,
+        versions=rollout.versions,
     )
 
 
@@ -153,11 +154,15 @@ def engine_rows(
     - "engines"           mu -> pi_old, equal weights, live routing in both: what the engine alone does
     - "engines_replayed"  the same with the rollout's routes forced on pi_old: what is left of it under R3
 
-    The last token of a response has no route of the engine's and counts in no change rate.
+    The last token of a response has no route of the engine's and counts in no change rate. Of a partial rollout only
+    the tokens that the current weights wrote count: the others differ by more than the engine. Their replayed scores
+    still follow older versions' routes at the tokens before them.
     """
     if batch.rollout_routes is None:
         return []
     mask = batch.completion_mask
+    if batch.versions is not None:
+        mask = mask & (batch.versions == batch.step)
     sync = {"sync_gap": guard.gap, "sync_tolerance": guard.tolerance} if guard else {}
     changes = change_metrics(change_counts(batch.rollout_routes, batch.routes, mask, pair="engines"))
     gap = engine_metrics(batch.live_old_logps, batch.rollout_logps, mask)

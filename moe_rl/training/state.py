@@ -13,7 +13,7 @@ from torch import nn
 from moe_rl.policy.lora import frozen_reference
 from moe_rl.policy.models import load_policy, seeded
 from moe_rl.policy.router_precision import keep_routers_fp32
-from moe_rl.rollout import make_task
+from moe_rl.rollout import Rollout, make_task
 from moe_rl.rollout.engine import Engine, ModelEngine
 from moe_rl.rollout.randomness import seeded_generator
 from moe_rl.training.batch import Batch
@@ -46,6 +46,7 @@ class State:
         max_new_tokens: length limit of a response.
         expert_bias: the selection bias of `optim.expert_bias_rate`; None without.
         waiting: scored batches that were not yet trained on; more than one under `rollout.lag`.
+        drafts: batches whose responses are not finished, oldest first (`rollout.segment`).
         step: RL steps done.
     """
 
@@ -67,6 +68,7 @@ class State:
     reward_model: RewardModel | None = None
     expert_bias: ExpertBias | None = None
     waiting: deque[Batch] = field(default_factory=deque)
+    drafts: deque[Rollout] = field(default_factory=deque)
     step: int = 0
 
     @property
@@ -84,6 +86,11 @@ class State:
         if self.reward_model:
             found["reward"] = (self.reward_model.model, self.reward_model.optimizer)
         return {name: (self.ranks.unwrap_model(m), optimizer) for name, (m, optimizer) in found.items()}
+
+    @property
+    def turns(self) -> dict[str, Any]:
+        """What `respond` needs of a task with several turns."""
+        return {"task": self.task, "tokenizer": self.tokenizer, "seconds": self.config.task.verifier_seconds}
 
     def self_engine(self, model: nn.Module | None = None) -> ModelEngine:
         """The current policy, or another model, that samples by itself, whatever `rollout.engine` is."""

@@ -27,7 +27,7 @@ def write_probe_tables(
     for seen in observations:
         write_route_table(folder / "routes" / f"{name}_update_{seen.update}.parquet", seen.routes)
     columns = [token_columns(part, seen, rows) for seen in observations]
-    table: dict[str, Any] = {key: torch.cat([c[key] for c in columns]).cpu().numpy() for key in columns[0]}
+    table: dict[str, Any] = {key: _column(torch.cat([c[key] for c in columns])) for key in columns[0]}
     tokens = table["token"].tolist()
     pieces = token_pieces(tokenizer, tokens)
     table["text"] = [pieces[token] for token in tokens]
@@ -79,4 +79,13 @@ def token_columns(part: Batch, seen: Observation, rows: Tensor) -> dict[str, Ten
         "logp_replayed": take(seen.replayed).float(),
         "flips": take(flips).int(),
         "reward": take(part.rewards[:, None]).float(),
+        **{name: values.flatten(1).float() for name, values in seen.facts.items()},
     }
+
+
+def _column(values: Tensor) -> Any:
+    """One number per row as an array, several as a list of fixed size."""
+    import pyarrow as pa
+
+    array = values.cpu().numpy()
+    return array if array.ndim == 1 else pa.FixedSizeListArray.from_arrays(pa.array(array.ravel()), array.shape[1])

@@ -3,7 +3,7 @@
 from moe_rl.objectives.bounds import unknown
 from moe_rl.objectives.presets import OBJECTIVES
 from moe_rl.rollout import make_task
-from moe_rl.rollout.engines import EngineError, check_engine
+from moe_rl.rollout.engines import ENGINE_KINDS, EngineError, check_engine
 from moe_rl.training.config import DPO, IN_GROUPS, RunConfig
 from moe_rl.training.method import Method, overrides, resolve_method
 from moe_rl.training.ranges import check_settings
@@ -29,6 +29,8 @@ def validate(config: RunConfig) -> None:
     _reward(config, method)
     _dapo(config, method)
     _levers(config)
+    _partial(config, method)
+    _turns(config, method)
 
 
 def require(ok: bool, message: str) -> None:
@@ -187,3 +189,42 @@ def _dapo(config: RunConfig, method: Method) -> None:
             rollout.overlong_buffer <= longest,
             f"rollout.overlong_buffer: at most the length limit ({longest} tokens), got {rollout.overlong_buffer}",
         )
+
+
+def _partial(config: RunConfig, method: Method) -> None:
+    rollout = config.rollout
+    if rollout.segment is None:
+        return
+    for field, ok in (
+        ("rollout.lag: batches that wait already have one version each; set 0", rollout.lag == 0),
+        ("rollout.dynamic_sampling: groups of other versions would fill up; set 0", not rollout.dynamic_sampling),
+        ("distributed.strategy: one process writes the segments; set none", config.distributed.strategy == "none"),
+        ("rollout.engine.kind: self or hf, which can go on with a text", rollout.engine.kind in ENGINE_KINDS),
+        ("reward.model: verifier", config.reward.model == "verifier"),
+        ("method.source: the policy's own responses", method.source == "policy"),
+        ("method: pairs (dpo) are of one version", not method.pairs),
+    ):
+        require(ok, f"rollout.segment does not go with this {field}")
+    require(
+        config.method.replay == "none" or method.objective.anchor == "old",
+        "method.replay: under rollout.segment the tokens that one version wrote were scored with its own routes over "
+        "the whole text before them, and the next version's with others; no one set of routes gives the sampler's "
+        "log-probabilities back, so that a ratio anchored at the rollout is not defined under replay. Use anchor old",
+    )
+
+
+def _turns(config: RunConfig, method: Method) -> None:
+    if not hasattr(make_task(config.task), "reply"):
+        return
+    for field, ok in (
+        ("rollout.segment: a turn is written by one version; leave it out", config.rollout.segment is None),
+        ("distributed.strategy: one process; set none", config.distributed.strategy == "none"),
+        ("rollout.engine.kind: self or hf, which can go on with a text", config.rollout.engine.kind in ENGINE_KINDS),
+        (
+            f"method.advantage: {method.advantage!r} follows the tokens of one turn; use group or leave_one_out",
+            method.advantage in ("group", "leave_one_out"),
+        ),
+        (f"method.source: {method.source!r} responses; use policy", method.source == "policy"),
+        ("reward.model: verifier", config.reward.model == "verifier"),
+    ):
+        require(ok, f"task.name: {config.task.name} has several turns, which does not go with this {field}")

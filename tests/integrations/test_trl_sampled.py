@@ -106,6 +106,8 @@ def test_vllm_is_asked_for_routes_and_heard(monkeypatch):
     with sampled.asked_of_vllm(False):
         assert vllm_generation.LLM is LLM
     sampled.listen(engine)
+    engine.generate([9])
+    sampled.forget()  # of an evaluation
     answers = engine.generate([3, 5], sampling_params=None, use_tqdm=False)
     assert len(answers) == 2
     sampled.take({}, [[1, 2], [1, 2, 3]], [[1, 2, 3], [1, 2]])

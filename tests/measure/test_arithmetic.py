@@ -161,6 +161,17 @@ def test_padding_moves_and_tokens_keep_their_order():
         assert bool((moved.completion_mask <= moved.attention_mask).all())
 
 
+def test_numbers_that_are_not_finite_are_no_floor_of_zero():
+    model, batch = build("qwen3_moe"), text()
+    reference = [score_live(model, batch)]
+    with torch.no_grad():
+        model.lm_head.weight[3] = float("nan")
+    with pytest.raises(CannotRun, match="not all finite"):
+        compare(model, [batch], reference, "same")
+    with pytest.raises(CannotRun, match="not all finite"):
+        arithmetic_floor(model, [batch])
+
+
 def test_decoding_measures_the_first_tokens_of_responses_only():
     model, batch = build("qwen3_moe"), text()
     facts = compare(model, [batch], [score_live(model, batch)], "decode", decode_tokens=2).facts()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from moe_rl.measure.routing_metrics import change_metrics, load_metrics, position_metrics, router_metrics
+from moe_rl.measure.routing_metrics import change_metrics, load_metrics, position_metrics, router_facts, router_metrics
 from moe_rl.routing import RoutedExperts, change_counts
 
 LN2 = math.log(2)
@@ -65,3 +65,14 @@ def test_changes_by_site_and_position_of_two_responses():
     assert metrics["deviation_histogram"].tolist() == [2, 3, 1]  # pairs of 0, 1, 2 changed slots
     by_position = {name: values.tolist() for name, values in position_metrics(*routes, mask).items()}
     assert by_position == {"position_sites_changed": [3, 1], "position_sites": [4, 2]}
+
+
+def test_router_facts_are_of_the_chosen_experts():
+    """Site 0 scores 5, 3, 1, 1 of 10, site 1 evenly; the second token has no route at site 1."""
+    logits = [torch.tensor([[5.0, 3.0, 1.0, 1.0], [1.0, 1.0, 3.0, 5.0]]).log(), torch.zeros(2, 4)]
+    ids = torch.tensor([[[1, 0], [2, 3]], [[3, 2], [-1, -1]]])
+    shares, margins = router_facts(logits, ids)
+    torch.testing.assert_close(shares[:, 0], torch.tensor([[0.3, 0.5], [0.5, 0.3]]))
+    assert shares[0, 1].tolist() == [0.25, 0.25] and bool(shares[1, 1].isnan().all())
+    torch.testing.assert_close(margins, torch.tensor([[math.log(3), 0.0], [math.log(3), 0.0]]))
+    assert bool(router_facts([logits[0]], torch.zeros(2, 1, 4, dtype=torch.long))[1].isinf().all())

@@ -101,7 +101,7 @@ def test_rows_are_aligned_and_padding_is_empty():
 
 def test_special_tokens_inside_a_completion_stay_visible():
     tokens = torch.tensor([[4, 0, 5, TOKENIZER.bos_token_id, TOKENIZER.eos_token_id]])
-    text = sampler._decode_text(TOKENIZER, tokens, torch.tensor([4]))
+    text = sampler.decode_text(TOKENIZER, tokens, torch.tensor([4]))
     assert text == [TOKENIZER.decode(4) + "<pad>" + TOKENIZER.decode(5) + "^"]
 
 

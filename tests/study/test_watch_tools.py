@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from browser import lines, serving, text
 from synthetic import write_study
-from token_files import routes
+from token_files import routes, write_step
 
 from moe_rl.study import load
 from moe_rl.study.live_experts import expert_counts
@@ -191,3 +191,25 @@ def test_chosen_values_come_with_their_denominators_and_of_one_pair_of_engines(t
     assert chosen == {"update.clipped_tokens": [[0, 3, 12]], "engine.k3": [[0, 0.25, None]]}
     assert known["update.clipped_tokens"]["over"] == "tokens" and known["engine.k3"]["over"] == ""
     assert not [name for name in known if "site_names" in name or "histogram" in name or "<" in name]
+
+
+def test_the_token_view_shows_gates_and_margins_where_they_were_kept(browser, url, study):
+    browser.open(url)
+    browser.click("[data-update='2'] [data-token='1']")
+    browser.wait("document.querySelector('.tv-detail table + p') && document.querySelectorAll('.tv-came').length")
+    assert browser.js("document.querySelectorAll('.tv-gate').length") == 0 and "margin" not in text(
+        browser, ".tv-detail"
+    )
+    write_step(study / "grpo" / "seed0", 4, routers=True)
+    with open(study / "grpo" / "seed0" / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "step", "step": 6, "seconds": 1.0}) + "\n")
+    browser.wait("[...document.querySelectorAll('.tv-controls select')][0].options.length === 3")
+    choose(browser, ".tv-controls select", "4")
+    browser.click("[data-update='2'] [data-token='1']")
+    browser.wait("document.querySelectorAll('.tv-gate').length === 8")
+    assert browser.js("[...document.querySelectorAll('.tv-gate')].slice(0, 4).map(e => e.textContent)") == [
+        "40 %", "20 %", "50 %", "30 %",
+    ]  # fmt: skip
+    assert "0.25 → 1.5" in text(browser, ".tv-detail")
+    frame = load(study).tokens
+    assert not [name for name in frame if name.endswith(("gates", "margins"))], "lists stay in the files"

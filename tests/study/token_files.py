@@ -29,8 +29,9 @@ def routes(update: int) -> RoutedExperts:
     return RoutedExperts(ids, SITES, 6, tokens=TOKENS)
 
 
-def write_step(folder: Path, step: int, texts: bool = True, kept: bool = True) -> None:
-    """tokens/step_*.parquet with log-probabilities that are easy to follow, and routes/ of updates 0 to 2."""
+def write_step(folder: Path, step: int, texts: bool = True, kept: bool = True, routers: bool = False) -> None:
+    """tokens/step_*.parquet with log-probabilities that are easy to follow, and routes/ of updates 0 to 2. With
+    `routers` also gates, 40 and 20 % of old experts, 50 and 30 % of new ones at every site; margins 0.25 and 1.5."""
     columns: dict[str, list] = {
         name: []
         for name in (
@@ -53,6 +54,10 @@ def write_step(folder: Path, step: int, texts: bool = True, kept: bool = True) -
                 values = [seq, pos, int(TOKENS[row, 2 + pos]), update, -1.0, -1.0 + 0.25 * flips, -1.0, flips]
                 for name, value in zip(columns, [*values, float(seq == 3), text], strict=True):
                     columns[name].append(value)
+    if routers:
+        many = len(columns["seq"])
+        columns |= {"old_gates": [[0.4, 0.2] * 2] * many, "new_gates": [[0.5, 0.3] * 2] * many}
+        columns |= {"old_margins": [[0.25, 0.25]] * many, "new_margins": [[1.5, 1.5]] * many}
     if not texts:
         del columns["text"]
     about = {"seq": [0, 3], "prompt": ["^1=", "^12="], "first": [2, 2]} if texts else None

@@ -22,6 +22,7 @@ RUNS = {
     "ppo": config_of("ppo", optim=ONE),
     "iterative": config_of("iterative_grpo", optim=replace(ONE, reference_reset_every=1)),
     "dapo": config_of("dapo", optim=ONE, rollout=replace(MICRO.rollout, dynamic_sampling=1, overlong_buffer=2)),
+    "partial": config_of("grpo", optim=ONE, rollout=replace(MICRO.rollout, segment=3)),
     "rspo": config_of("rspo_replay", optim=ONE),
     "corrected": config_of("minirl", optim=ONE),
     "process": config_of("gspo_token_process", optim=ONE),

@@ -275,25 +275,29 @@ var moeRL = window.moeRL || (window.moeRL = {});
     }
 
     experts(t) {
-      const { make } = moeRL;
+      const { make, number } = moeRL;
       const { response, index } = this;
-      const old = response.old_experts[t], changes = response.new_experts[t];
+      const old = response.old_experts[t], changes = response.new_experts[t], shares = Boolean(response.old_gates);
+      const percent = (share) => (share === null ? "" : `${number(100 * share, 2)} %`);
       const chip = (id, kind, word) => make("span", { class: `tv-expert ${kind}`, title: word }, id < 0 ? "live" : String(id));
       const order = old.map((_, l) => l);
       if (old.length > 16) order.sort((a, b) => (b in changes) - (a in changes) || a - b); // many sites: changed ones first
       const rows = order.map((l) => {
-        const now = changes[l] || old[l];
-        const gone = old[l].map((id) => chip(id, now.includes(id) ? "" : "tv-gone", now.includes(id) ? "kept" : "gone"));
-        const came = now.map((id) => chip(id, old[l].includes(id) ? "" : "tv-came", old[l].includes(id) ? "kept" : "new"));
+        const now = response.new_sets?.[t][l] || changes[l] || old[l];
+        const gate = (which, k) => shares ? make("span", { class: "tv-gate" }, percent(response[`${which}_gates`][t][l][k])) : null;
+        const gone = old[l].flatMap((id, k) => [chip(id, now.includes(id) ? "" : "tv-gone", now.includes(id) ? "kept" : "gone"), gate("old", k)]);
+        const came = now.flatMap((id, k) => [chip(id, old[l].includes(id) ? "" : "tv-came", old[l].includes(id) ? "kept" : "new"), gate("new", k)]);
         const count = now.filter((id) => !old[l].includes(id)).length;
-        return make("tr", {}, make("td", { title: index.sites[l] }, index.labels[l]), make("td", {}, ...gone),
-          make("td", {}, ...came), make("td", { class: "tv-n" }, count ? `${count} of ${old[l].length}` : "–"));
+        const margins = shares ? [make("td", { class: "tv-n" }, `${number(response.old_margins[t][l], 2)} → ${number(response.new_margins[t][l], 2)}`)] : [];
+        return make("tr", {}, make("td", { title: index.sites[l] }, index.labels[l]), make("td", {}, ...gone.filter(Boolean)),
+          make("td", {}, ...came.filter(Boolean)), ...margins, make("td", { class: "tv-n" }, count ? `${count} of ${old[l].length}` : "–"));
       });
-      const head = make("tr", {}, ...["site", "old experts", "new experts", "changed"].map((name, i) =>
-        make("th", { scope: "col", class: i === 3 ? "tv-n" : null }, name)));
+      const names = ["site", "old experts", "new experts", ...(shares ? ["margin, logits"] : []), "changed"];
+      const head = make("tr", {}, ...names.map((name, i) => make("th", { scope: "col", class: i > 2 ? "tv-n" : null }, name)));
       return make("div", { class: "tv-scroll", tabindex: 0, role: "region", "aria-label": "experts by site" },
         make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)),
         make("p", { class: "tv-message" }, `Struck: no longer chosen; bold: newly chosen. Sites: ${index.common || index.sites[0]}, shallow to deep. ` +
+          (shares ? "Beside an expert: its share of the softmax over all experts; margin: between the last chosen and the first not chosen, old and new. " : "") +
           "These experts process this token and shape what comes after it; its own probability was made at the tokens before it."));
     }
   };

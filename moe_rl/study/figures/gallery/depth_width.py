@@ -48,7 +48,10 @@ def depth_width(data: StudyData) -> Drawing:
     rows, left_out = size_rows(data)
     axes_there = {axis: part for axis in AXES if len(part := along(rows, axis)) and part[axis].nunique() >= FEWEST}
     if not axes_there:
-        raise NothingToDraw(f"depth_width: no {FEWEST} sizes along layers, experts or experts per token among the arms")
+        why = f"; without a step at rewards from {EQUAL_REWARD[0]} to {EQUAL_REWARD[1]}: {', '.join(left_out)}"
+        raise NothingToDraw(
+            f"depth_width: no {FEWEST} sizes along layers, experts or experts per token{why if left_out else ''}"
+        )
     drawn = Figure(figsize=(PAGE, 4.4))
     axes = drawn.subplots(2, len(axes_there), squeeze=False, sharex="col", sharey="row")
     parts, fits = [], []

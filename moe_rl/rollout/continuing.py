@@ -1,0 +1,184 @@
+"""Responses that go on: with other weights (partial rollouts), or after text that is not the policy's (several turns).
+
+The text so far is prefilled anew by whoever goes on, so that nothing of a KV cache of other weights is used.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from moe_rl.rollout.completions import Rollout
+from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token
+from moe_rl.rollout.user_code import user_code
+from moe_rl.routing import RoutedExperts
+
+TURNS = 4
+"""Turns of the policy in one response, where the task does not say how many (`max_turns`)."""
+
+
+def unfinished(rollout: Rollout, longest: int) -> Bool[Tensor, "B"]:
+    """Responses without an end token that have fewer than `longest` tokens of the policy's own."""
+    return ~rollout.finished & (rollout.lengths < longest)
+
+
+def extend(
+    model: nn.Module,
+    tokenizer: Any,
+    rollout: Rollout,
+    *,
+    tokens: int,
+    longest: int,
+    temperature: float,
+    generator: torch.Generator | None = None,
+    version: int | None = None,
+    record: bool = False,
+    max_batch: int | None = None,
+) -> Rollout:
+    """The rollout with every unfinished response gone on by up to `tokens` tokens of `model`.
+
+    Routes, where they are recorded: a token keeps the route that it had when the token after it was written, so that
+    each row of routes is of the weights that drew from it (`versions` of the next token). Routes of a token that had
+    none yet (the last one before, tool text) are those of this call.
+
+    Args:
+        longest: tokens of the policy's own that a response may have.
+        generator: one uniform number per response and position is drawn from it, finished ones included.
+        version: of the model's weights, noted for the new tokens; None where versions are not kept.
+
+    Raises:
+        ValueError: versions that are kept for some tokens and not for others.
+    """
+    if (version is None) != (rollout.versions is None):
+        raise ValueError("versions are kept for all tokens of a rollout or for none")
+    device, B = rollout.input_ids.device, len(rollout)
+    source = "cpu" if generator is None else generator.device
+    uniform = torch.rand(B, tokens, generator=generator, dtype=torch.float64, device=source).to(device)
+    rows = unfinished(rollout, longest).nonzero()[:, 0]
+    if not len(rows):
+        return rollout
+    prefix, prefix_mask = right_aligned(rollout.input_ids[rows], rollout.attention_mask[rows])
+    ends = end_tokens(model, tokenizer).to(device)
+    each = torch.arange(len(rows), device=device)
+    drawn, logps, traces = decode(model, prefix, prefix_mask, each, uniform[rows], ends, temperature, record, max_batch)
+    room = (longest - rollout.lengths[rows])[:, None]
+    new = (drawn != UNWRITTEN) & (torch.arange(tokens, device=device) < room)
+    wide, at = _placed(rollout, rows, new, padding_token(tokenizer))
+    wide.input_ids[at], wide.attention_mask[at], wide.completion_mask[at] = drawn[new], True, True
+    wide.logps[at] = logps[new]
+    wide.finished[rows] = (torch.isin(drawn, ends) & new).any(1)
+    if wide.versions is not None and version is not None:
+        wide.versions[at] = version
+    routes = wide.routes
+    if record:
+        own = assemble(traces, torch.cat([prefix, drawn.clamp(min=0)], 1), torch.cat([prefix_mask, new], 1))
+        part = own.realign(torch.cat([prefix_mask, new], 1), wide.attention_mask[rows])
+        ids = torch.full((*wide.input_ids.shape, *part.shape[2:]), -1, device=device)
+        if routes is not None:
+            ids[:, : routes.shape[1]] = routes.ids
+        ids[rows] = torch.where(ids[rows] >= 0, ids[rows], part.ids)
+        routes = RoutedExperts(ids, own.sites, own.num_experts, tokens=wide.input_ids, meta=own.meta)
+    return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
+
+
+def append_text(rollout: Rollout, tokenizer: Any, texts: Mapping[int, str]) -> Rollout:
+    """The rollout with text after the responses of some rows, which then go on: its tokens are attended to and are no
+    completion tokens, so that no loss, ratio or length counts them; log-probability 0, version -1, no route yet."""
+    device = rollout.input_ids.device
+    encoded = {row: tokenizer(text, add_special_tokens=False)["input_ids"] for row, text in texts.items()}
+    rows = torch.tensor(sorted(row for row, ids in encoded.items() if ids), dtype=torch.int64, device=device)
+    if not len(rows):
+        return rollout
+    lengths = [len(encoded[row]) for row in rows.tolist()]
+    new = torch.arange(max(lengths), device=device) < torch.tensor(lengths, device=device)[:, None]
+    wide, at = _placed(rollout, rows, new, padding_token(tokenizer))
+    wide.input_ids[at] = torch.tensor([token for row in rows.tolist() for token in encoded[row]], device=device)
+    wide.attention_mask[at] = True
+    wide.finished[rows] = False
+    routes = wide.routes
+    if routes is not None:
+        ids = F.pad(routes.ids, (0, 0, 0, 0, 0, wide.input_ids.shape[1] - routes.shape[1]), value=-1)
+        routes = RoutedExperts(ids, routes.sites, routes.num_experts, tokens=wide.input_ids, meta=routes.meta)
+    return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
+
+
+def converse(
+    rollout: Rollout,
+    task: Any,
+    tokenizer: Any,
+    go_on: Callable[[Rollout, int], Rollout],
+    longest: int,
+    seconds: float | None = None,
+) -> Rollout:
+    """Several turns: to every response that ended its turn the task may reply (`reply(problem, transcript)`, None ends
+    the conversation); after the reply the policy goes on.
+
+    Args:
+        longest: tokens of the policy's own that a response may have; one that has them gets no reply.
+        go_on: (rollout, turn from 2 on) -> the same with its unfinished responses gone on.
+        seconds: how long a reply may take; None: no limit.
+
+    Raises:
+        TaskError: the task's code failed; names the prompt and the transcript.
+    """
+    turns = int(getattr(task, "max_turns", TURNS))
+    for turn in range(2, turns + 1):
+        replies: dict[int, str] = {}
+        for row in (rollout.finished & (rollout.lengths < longest)).nonzero()[:, 0].tolist():
+            problem, transcript = rollout.problems[row], rollout.completions[row]
+            with user_code(task, "reply", problem, transcript, seconds):
+                reply = task.reply(problem, transcript)
+            if reply is not None:
+                replies[row] = str(reply)
+        if not any(replies.values()):
+            return rollout
+        rollout = go_on(append_text(rollout, tokenizer, replies), turn)
+    return rollout
+
+
+def right_aligned(ids: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> tuple[Int[Tensor, "n T"], Bool[Tensor, "n T"]]:
+    """The tokens of each row moved to its right end, in order.
+
+    >>> right_aligned(torch.tensor([[0, 5, 6, 0]]), torch.tensor([[False, True, True, False]]))[0]
+    tensor([[0, 0, 5, 6]])
+    """
+    order = mask.int().sort(dim=1, stable=True).indices
+    moved = mask.gather(1, order)
+    return ids.gather(1, order) * moved, moved
+
+
+def _placed(
+    rollout: Rollout, rows: Int[Tensor, "n"], new: Bool[Tensor, "n M"], padding: int
+) -> tuple[Rollout, tuple[Tensor, Tensor]]:
+    """A copy of the rollout that is wide enough, and where the new tokens of `rows` stand in it: behind each row's
+    last token."""
+    T = rollout.input_ids.shape[1]
+    positions = torch.arange(T, device=rows.device)
+    last = torch.where(rollout.attention_mask[rows], positions, -1).amax(1)
+    extra = max(0, int((last + new.sum(1)).max()) + 1 - T)
+
+    def widened(x: Tensor, value: int = 0) -> Tensor:
+        return F.pad(x, (0, extra), value=value)
+
+    row, offset = new.nonzero(as_tuple=True)
+    wide = replace(
+        rollout,
+        input_ids=widened(rollout.input_ids, padding),
+        attention_mask=widened(rollout.attention_mask),
+        completion_mask=widened(rollout.completion_mask),
+        logps=widened(rollout.logps),
+        finished=rollout.finished.clone(),
+        versions=None if rollout.versions is None else widened(rollout.versions, -1),
+    )
+    return wide, (rows[row], last[row] + 1 + offset)
+
+
+def _texts(rollout: Rollout, tokenizer: Any) -> list[str]:
+    """Everything after the prompts, tool text included, without the end token that closes a row."""
+    first = int(rollout.completion_mask.any(0).int().argmax())
+    tokens, mask = rollout.input_ids[:, first:], rollout.attention_mask[:, first:]
+    return decode_text(tokenizer, tokens, mask.sum(1) - rollout.finished.long())

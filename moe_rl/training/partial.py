@@ -1,0 +1,88 @@
+"""Partial rollouts: batches of responses that are written a segment per step, each by the weights of its step."""
+
+import json
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.files import write_json, write_tensors
+from moe_rl.rollout import Problem, Rollout
+from moe_rl.rollout.continuing import unfinished
+from moe_rl.routing import RoutedExperts
+
+_TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished", "versions")
+
+
+def advance(
+    drafts: deque[Rollout],
+    start: Callable[[int], Rollout],
+    go_on: Callable[[Rollout, int], Rollout],
+    longest: int,
+    version: int,
+) -> Rollout:
+    """The oldest batch, finished; all others in `drafts` are one segment further, and a new one has begun.
+
+    A batch takes as many calls as its longest response has segments; before the first is finished, several are begun
+    under one version, so that from then on one is finished at every step.
+
+    Args:
+        start: (number) -> the first segment of a new batch.
+        go_on: (batch, number) -> the batch with one segment more.
+        version: of the weights that write now.
+    """
+    number = 0
+    while True:
+        for index, draft in enumerate(drafts):
+            drafts[index] = go_on(draft, number := number + 1)
+        begun = start(number := number + 1)
+        drafts.append(replace(begun, versions=torch.where(begun.completion_mask, version, -1)))
+        if not bool(unfinished(drafts[0], longest).any()):
+            return drafts.popleft()
+
+
+def version_metrics(rollout: Rollout, version: int) -> dict[str, float]:
+    """How old a rollout's tokens are, in versions (= steps) before the present one, and how mixed its responses."""
+    assert rollout.versions is not None
+    ages = version - rollout.versions[rollout.completion_mask]
+    rows = [row[mask].unique().numel() for row, mask in zip(rollout.versions, rollout.completion_mask, strict=True)]
+    counts = torch.tensor(rows, dtype=torch.float64)
+    return {
+        "version_age": float(ages.double().mean()),
+        "version_age_max": float(ages.max()),
+        "old_tokens": float((ages > 0).double().mean()),
+        "mixed_responses": float((counts > 1).double().mean()),
+    }
+
+
+def save_draft(folder: Path, index: int, draft: Rollout) -> None:
+    """One unfinished batch as `draft_I.safetensors`, `draft_I.json` and, with routes, `draft_I_routes.safetensors`."""
+    tensors = {name: getattr(draft, name) for name in _TENSORS if getattr(draft, name) is not None}
+    write_tensors(folder / f"draft_{index}.safetensors", {name: t.cpu().contiguous() for name, t in tensors.items()})
+    problems = [asdict(problem) for problem in draft.problems]
+    about = {"group_size": draft.group_size, "problems": problems, "completions": draft.completions}
+    write_json(folder / f"draft_{index}.json", about)
+    if draft.routes is not None:
+        draft.routes.save(folder / f"draft_{index}_routes.safetensors")
+
+
+def load_draft(folder: Path, index: int, tensors: dict[str, Tensor], device: torch.device | str) -> Rollout:
+    """What `save_draft` wrote, with its tensors as they were read."""
+    about: dict[str, Any] = json.loads((folder / f"draft_{index}.json").read_text())
+    path = folder / f"draft_{index}_routes.safetensors"
+    return Rollout(
+        **tensors,
+        group_size=about["group_size"],
+        problems=[_problem(problem) for problem in about["problems"]],
+        completions=about["completions"],
+        routes=RoutedExperts.load(path) if path.exists() else None,
+    ).to(device)
+
+
+def _problem(facts: dict[str, Any]) -> Problem:
+    messages = facts.get("messages")
+    return Problem(**{**facts, "messages": None if messages is None else tuple(tuple(m) for m in messages)})

@@ -1,0 +1,160 @@
+"""Responses that go on: with the same weights nothing changes, with others each token is its writer's; turns."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_rl.measure import token_logps
+from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
+from moe_rl.rollout import TaskConfig, make_task, sample
+from moe_rl.rollout.continuing import append_text, converse, extend, right_aligned, unfinished
+from moe_rl.rollout.task import TaskError
+from moe_rl.routing import replay_routes
+
+TASK = make_task(TaskConfig("calculator"))
+TOKENIZER = char_tokenizer(TASK.alphabet)
+SHAPE = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
+
+
+def model(seed=0):
+    return build_tiny(replace(SHAPE, seed=seed), TOKENIZER)
+
+
+def problems(count=3):
+    return [TASK.problem(random.Random(number)) for number in range(count)]
+
+
+def begun(policy, tokens=4, record=True, group_size=2):
+    generator = torch.Generator().manual_seed(1)
+    options = {"group_size": group_size, "max_new_tokens": tokens, "generator": generator, "record": record}
+    return sample(policy, TOKENIZER, problems(), **options)
+
+
+def gone_on(policy, rollout, tokens=5, longest=9, seed=2, **options):
+    generator = torch.Generator().manual_seed(seed)
+    options = {"record": True, "temperature": 1.0, **options}
+    return extend(policy, TOKENIZER, rollout, tokens=tokens, longest=longest, generator=generator, **options)
+
+
+def scored(policy, rollout):
+    tokens = rollout.input_ids, rollout.attention_mask, rollout.completion_mask
+    with torch.no_grad():
+        return token_logps(policy, *tokens).logps
+
+
+def text_of(rollout, row):
+    mask = rollout.completion_mask[row]
+    return rollout.input_ids[row][mask].tolist()
+
+
+def test_tokens_are_moved_right_in_order():
+    ids, mask = torch.tensor([[9, 5, 6, 0], [0, 0, 0, 7]]), torch.tensor([[1, 1, 1, 0], [0, 0, 0, 1]]).bool()
+    moved, kept = right_aligned(ids, mask)
+    assert moved.tolist() == [[0, 9, 5, 6], [0, 0, 0, 7]] and kept.tolist() == mask.flip(1).sort(1).values.tolist()
+
+
+def test_what_goes_on_keeps_what_was_written_and_is_scored_as_one_text():
+    policy = model()
+    first = begun(policy)
+    whole = gone_on(policy, first)
+    assert int(whole.lengths.max()) > 4
+    for row in range(len(first)):
+        before, after = text_of(first, row), text_of(whole, row)
+        assert after[: len(before)] == before
+        assert (after == before) == bool(first.finished[row]), "only what had no end goes on"
+        assert len(after) <= 9 and bool(whole.finished[row]) == (after[-1] == TOKENIZER.eos_token_id)
+    torch.testing.assert_close(whole.logps, scored(policy, whole), atol=1e-5, rtol=1e-5)
+    assert bool((unfinished(whole, 9) == (~whole.finished & (whole.lengths < 9))).all())
+    again = gone_on(policy, whole, seed=3)
+    assert again is whole or bool(unfinished(whole, 9).any()), "at its limit nothing goes on"
+
+
+def test_routes_of_one_version_are_those_of_its_forward_and_the_last_token_has_none():
+    policy = model()
+    whole = gone_on(policy, begun(policy))
+    with torch.no_grad(), replay_routes(policy, whole.routes):
+        replayed = token_logps(policy, whole.input_ids, whole.attention_mask, whole.completion_mask).logps
+    torch.testing.assert_close(replayed, whole.logps, atol=1e-5, rtol=1e-5)
+    last = torch.where(whole.attention_mask, torch.arange(whole.input_ids.shape[1]), -1).amax(1)
+    live = whole.routes.live.all(-1)
+    expected = ~whole.attention_mask
+    expected[torch.arange(len(whole)), last] = True
+    assert torch.equal(live, expected)
+
+
+def test_every_token_has_the_version_and_the_log_probability_of_its_writer():
+    old, new = model(0), model(7)
+    first = begun(old)
+    first = replace(first, versions=torch.where(first.completion_mask, 0, -1))
+    mixed = gone_on(new, first, version=1)
+    assert torch.equal(mixed.versions >= 0, mixed.completion_mask)
+    by_old, by_new = mixed.versions == 0, mixed.versions == 1
+    assert bool(by_new.any()) and torch.equal(by_old.sum(1), first.lengths)
+    for policy, own in ((old, by_old), (new, by_new)):
+        torch.testing.assert_close(mixed.logps[own], scored(policy, mixed)[own], atol=1e-5, rtol=1e-5)
+    width = first.input_ids.shape[1]
+    known = ~first.routes.live
+    assert torch.equal(mixed.routes.ids[:, :width][known], first.routes.ids[known]), (
+        "the route its next token was drawn by"
+    )
+    with pytest.raises(ValueError, match="for all tokens"):
+        gone_on(new, mixed)
+
+
+def test_text_that_is_not_the_policys_is_attended_and_counts_nowhere():
+    policy = model()
+    first = begun(policy)
+    row = 1
+    told = append_text(first, TOKENIZER, {row: "5;"})
+    assert int(told.attention_mask[row].sum()) == int(first.attention_mask[row].sum()) + 2
+    assert torch.equal(told.lengths, first.lengths) and not bool(told.finished[row])
+    whole = gone_on(policy, told)
+    assert "5;" in whole.completions[row] and float(whole.logps[~whole.completion_mask].abs().max()) == 0
+    torch.testing.assert_close(whole.logps, scored(policy, whole), atol=1e-5, rtol=1e-5)
+
+
+def test_the_calculator_answers_questions_and_judges_the_last_turn():
+    problem = replace(TASK.problem(random.Random(0)), prompt="^3+4*5=", answer="0")
+    assert TASK.reply(problem, "3+4") == "0;" and TASK.reply(problem, "3+4$0;0*5") == "0;"
+    assert TASK.reply(problem, "3+9") == "?;" == TASK.reply(problem, "") == TASK.reply(problem, "3+4$0;hello")
+    assert TASK.reply(problem, "3+4$0;!0") is None
+    assert [TASK.reward(problem, text) for text in ("3+4$0;0*5$0;!0", "!0", "!1", "3+4$0;", "")] == [1, 1, 0, 0, 0]
+    clean = TASK.demonstration(problem, random.Random(0))
+    assert clean == "3+4$0;0*5$0;!0" and TASK.reward(problem, clean) == 1
+    assert len(clean.replace("0;", "")) + 1 == TASK.max_new_tokens, "what the policy itself must write"
+
+
+class Scripted:
+    """A task whose replies are listed by turn, for one row."""
+
+    name, max_turns = "scripted", 3
+
+    def __init__(self, fails=False):
+        self.fails, self.asked = fails, []
+
+    def reply(self, problem, transcript):
+        if self.fails:
+            raise RuntimeError("the tool is down")
+        self.asked.append(transcript)
+        return "1;"
+
+
+def test_a_conversation_has_as_many_turns_as_the_task_says():
+    policy = model()
+    rollout = begun(policy, record=False)
+    ended = replace(rollout, finished=torch.ones_like(rollout.finished))
+    turns = []
+
+    def go_on(told, turn):
+        turns.append(turn)
+        return replace(told, finished=torch.ones_like(told.finished))
+
+    task = Scripted()
+    whole = converse(ended, task, TOKENIZER, go_on, longest=9)
+    assert turns == [2, 3] and all(text.count("1;") >= 2 for text in whole.completions) and len(task.asked) == 12
+    with pytest.raises(TaskError, match="scripted, reply: RuntimeError: the tool is down"):
+        converse(ended, Scripted(fails=True), TOKENIZER, go_on, longest=9)
+    spent = Scripted()
+    assert converse(ended, spent, TOKENIZER, go_on, longest=1) is ended and not spent.asked, "no tokens are left"
