@@ -9,6 +9,10 @@ LARGEST = 100_000
 """Values in a file, aliases counted each time: a few lines of them can stand for more than any memory holds."""
 
 
+DEEPEST = 100
+"""Levels of nesting. libyaml's reader calls itself for each, and a hundred thousand of them end the process."""
+
+
 class YamlError(ValueError):
     """A text that is no YAML, or none that we take; the message says where."""
 
@@ -17,10 +21,17 @@ def parse_yaml(text: str | bytes) -> Any:
     """The value that a text stands for.
 
     Raises:
-        YamlError: not YAML; a mapping with a key twice, of which one would be lost; more than `LARGEST` values.
+        YamlError: not YAML; a mapping with a key twice, of which one would be lost; more than `LARGEST` values; nested
+            deeper than `DEEPEST`.
     """
     try:
-        return yaml.load(text.decode() if isinstance(text, bytes) else text, _Loader)
+        text = text.decode() if isinstance(text, bytes) else text
+        depth = 0
+        for event in yaml.parse(text, _Safe):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEEPEST:
+                raise YamlError(f"not valid YAML: nested deeper than {DEEPEST} levels")
+        return yaml.load(text, _Loader)
     except YamlError:
         raise
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # bytes, dates and numbers that are none
