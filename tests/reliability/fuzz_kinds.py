@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from damage import ODD, damaged_bytes, damaged_file, restored
 from fuzz_files import metrics_lines, prompt_files, route_files, study_files, task_lines
 from small_study import Case, Wrong, small_study
@@ -152,7 +153,7 @@ def damaged_folders(root: Path) -> Case:
     def drift(folder: Path) -> None:
         pair = [str(folder / arm / "seed0") for arm in ("grpo", "gspo")]
         check(dict(zip(("OLD", "NEW"), pair, strict=True)))
-        load_checkpoint_of("NEW", pair[1], "float32", "cpu", False)
+        load_checkpoint_of("NEW", pair[1], "float32", torch.device("cpu"), False)
 
     def page(folder: Path) -> None:
         api = watch.Api(watch.LiveStudies(folder))

@@ -66,6 +66,8 @@ def test_every_figure_says_what_it_plots(data, name):
     assert ("their range" in under) == ("the range of the 3 seeds" in figure.caption)
     arms = set(figure.frame["arm"].dropna())
     assert arms <= set(data.arms.index)
+    if name == "alarms":  # has the runs that crossed a threshold
+        return
     assert {"grpo", "grpo_replay", "gspo"} <= arms
     if name != "variance_factors":  # of natural arms only
         assert "stress test" in figure.caption and {"grpo_noise", "gspo_noise"} <= arms

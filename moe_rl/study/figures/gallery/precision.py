@@ -35,7 +35,7 @@ PANELS = {
         "training computes in the engine's dtype as well."
     ),
     needs={"engines": ["slots_changed", "slots", "k3", "gap_mean", "pair"]},
-    rank=24,
+    rank=28,
     special=True,
 )
 def precision(data: StudyData) -> Drawing:
