@@ -187,7 +187,7 @@ PAGES: dict[str, dict[str, Column]] = {
         "difference": lambda row: f"{row['label']} − {row['other_label']}",
         "n": lambda row: str(row["n"]),
         "final reward": lambda row: _interval(row, "difference", "low", "high", "+.3f"),
-        "p": lambda row: "–" if pd.isna(row["p_adjusted"]) else probability(row["p_adjusted"]),
+        "p": lambda row: "–" if pd.isna(row["p_adjusted"]) else probability(float(row["p_adjusted"])),
         "held out": lambda row: _interval(row, "held_out_difference", "held_out_low", "held_out_high", "+.3f"),
         "verdict": lambda row: row["verdict"],
     },
