@@ -60,9 +60,9 @@ def _maps(
     for ax, alarm in zip(axes, shown, strict=True):
         share = np.zeros((len(arms), steps))
         own = frame[frame["alarm"] == alarm.name] if alarm else frame
-        for (arm, step), part in own.groupby(["arm", "step"], observed=True):
-            if arm in arms:
-                share[arms.index(str(arm)), int(step)] = len(part) / count[str(arm)]
+        for row in own.to_dict("records"):  # a run crosses once a step
+            if row["arm"] in arms:
+                share[arms.index(row["arm"]), row["step"]] += 1 / count[row["arm"]]
         mesh = ax.imshow(share, aspect="auto", interpolation="nearest", cmap="Oranges", vmin=0, vmax=1)
         for arm, step in falls:
             if arm in arms:
