@@ -53,7 +53,7 @@ def _maps(
     data: StudyData, frame: pd.DataFrame, crossed: list[Alarm], steps: int, falls: list[tuple[str, int]]
 ) -> Figure:
     arms = drawn_arms(data)
-    shown = crossed or [None]  # collapses alone
+    shown: list[Alarm | None] = [*crossed] or [None]  # None: collapses alone
     drawn = Figure(figsize=(PAGE, 0.6 + len(shown) * (0.3 + 0.125 * len(arms))))
     axes = drawn.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
     count = Counter(run.arm for run in data.runs)
