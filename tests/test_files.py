@@ -17,7 +17,7 @@ from pathlib import Path
 from moe_rl.files import sole_writer
 with sole_writer(Path(sys.argv[1]), "moe-rl run x"):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -78,11 +78,11 @@ import sys, time
 from moe_rl.processes import end_with_parent
 end_with_parent(int(sys.argv[1]))
 print("up", flush=True)
-time.sleep(60)
+time.sleep(600)
 ''', str(os.getpid())], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -92,7 +92,7 @@ def test_a_process_ends_with_the_one_that_started_it():
     child = int(parent.stdout.readline())
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while _lives(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _lives(child)

@@ -75,30 +75,29 @@ class Run:
         return same and self.config.model.path is None and self.config.model.cold_start is not None
 
     def read(self) -> None:
-        """Take in what the run wrote to metrics.jsonl since the last call."""
-        path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return
-        with open(path, "rb") as file:
+        """Take in what the run wrote to metrics.jsonl since the last call. What is wrong with the file, or with a line
+        of it, the run itself says: here it stops nothing."""
+        with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "rb") as file:
             # A resume rewrites the file: whatever it was, what was read before no longer ends where it did.
-            if self.offset and (os.fstat(file.fileno()).st_ino != self.inode or not _ends_line(file, self.offset)):
-                self.offset = 0
-            self.inode = os.fstat(file.fileno()).st_ino
+            inode = os.fstat(file.fileno()).st_ino
+            if self.offset and (inode != self.inode or not _ends_line(file, self.offset)):
+                self.offset, self.step, self.reward, self.change = 0, 0, None, None
+            self.inode = inode
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self.offset += len(line)
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line: the run itself says so
+                with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
                     self.take(parse_json(line))
 
     def take(self, row: dict[str, Any]) -> None:
         if row["kind"] == "rollout":
-            self.reward = row["reward"]
+            self.reward = None if row["reward"] is None else float(row["reward"])
         elif row["kind"] == "probe":
             self.change = row["slots_changed"] / row["slots"] if row["slots"] else None
         elif row["kind"] == "step":
-            self.step = row["step"] + 1
+            self.step = min(int(row["step"]) + 1, self.steps)
             if self.first_step is None and self.worker is not None:
                 self.first_step, self.began = self.step, time.monotonic()
 

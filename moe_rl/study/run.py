@@ -23,7 +23,8 @@ from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.rollout.user_code import checked_reward, user_code
-from moe_rl.study.config import ConfigError, differences, dump_run
+from moe_rl.settings import listed
+from moe_rl.study.config import ConfigError, changed_settings, dump_run
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
@@ -134,12 +135,10 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
             old = parse_yaml(stored.read_bytes())
         except (OSError, ValueError) as error:
             raise ConfigError(f"{stored} is damaged: {error}. Move {folder} away to run again.") from error
-        changed = differences(old, parse_yaml(dump_run(config)))
+        changed = changed_settings(old, config)
         if changed:
-            listed = "; ".join(f"{name}: {a!r} there, {b!r} now" for name, (a, b) in list(changed.items())[:5])
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
             raise ConfigError(
-                f"{folder} holds a run of another configuration ({listed}{more}). Nothing was overwritten: choose "
+                f"{folder} holds a run of another configuration ({listed(changed)}). Nothing was overwritten: choose "
                 "another --output, or move the folder away."
             )
     elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):

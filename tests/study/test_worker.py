@@ -11,7 +11,7 @@ from moe_rl.study.worker import Worker
 
 
 def wait(worker):
-    for _ in range(600):
+    for _ in range(6000):
         status = worker.ended()
         if status is not None:
             return status
@@ -51,7 +51,7 @@ def test_stopping_a_worker_ends_its_run(worker, tmp_path):
     (tmp_path / "study" / "study.yaml").write_text("name: x\narms: {a: {}}\n")
     log = tmp_path / "log"
     worker.begin(["watch", tmp_path / "study"], log)  # a server, which would go on for ever
-    for _ in range(600):
+    for _ in range(6000):
         if log.exists() and log.read_text():
             break
         time.sleep(0.1)

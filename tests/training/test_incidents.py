@@ -82,11 +82,11 @@ def test_an_exception_or_an_exit_in_a_verifier_is_no_success(tmp_path, monkeypat
 
 
 def test_a_verifier_that_does_not_return_is_stopped(tmp_path, monkeypatch):
-    failing(monkeypatch, lambda self, problem, completion: time.sleep(60))
+    failing(monkeypatch, lambda self, problem, completion: time.sleep(600))
     began = time.monotonic()
     with pytest.raises(TaskError, match=r"did not return within 0\.2 seconds \(task\.verifier_seconds\); prompt"):
         train(replace(MICRO, task=replace(MICRO.task, verifier_seconds=0.2)), tmp_path)
-    assert time.monotonic() - began < 50
+    assert time.monotonic() - began < 500
 
 
 def test_a_run_whose_task_failed_goes_on_where_it_stopped(tmp_path, monkeypatch):
