@@ -1,6 +1,7 @@
 """Files written whole or not at all, and folders with one writer."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -76,10 +77,11 @@ import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", '''
 import sys, time
 from moe_rl.processes import end_with_parent
+sys.platform = sys.argv[2]
 end_with_parent(int(sys.argv[1]))
 print("up", flush=True)
 time.sleep(600)
-''', str(os.getpid())], stdout=subprocess.PIPE, text=True)
+''', str(os.getpid()), sys.argv[1]], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
 print(child.pid, flush=True)
 time.sleep(600)
@@ -87,10 +89,15 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at /proc")
-def test_a_process_ends_with_the_one_that_started_it():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("number", "platform"),
+    [("SIGKILL", sys.platform), ("SIGTERM", sys.platform), ("SIGHUP", sys.platform), ("SIGKILL", "darwin")],
+)
+def test_a_process_ends_with_the_one_that_started_it(number, platform):
+    """By the kernel on Linux; as elsewhere, by looking."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, platform], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
-    parent.kill()
+    parent.send_signal(signal.Signals[number])
     parent.wait()
     deadline = time.monotonic() + 100
     while _lives(child) and time.monotonic() < deadline:

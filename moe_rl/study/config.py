@@ -30,6 +30,10 @@ class ConfigError(ValueError):
     """A study file that cannot be used; the message names the file, the field and the remedy."""
 
 
+class DamagedRunError(ConfigError):
+    """A run folder that lost some of what was written; the message names the file and the remedy."""
+
+
 @dataclass(frozen=True)
 class Arm:
     """One arm: what it changes in the base configuration."""

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moe_rl.checks import parse_json
 from moe_rl.files import sole_writer, write_atomic
-from moe_rl.study.config import ConfigError, StudyConfig, dump_study
+from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study
 from moe_rl.study.progress import clock, number, percent
 from moe_rl.study.run import check_folder, check_here, environment
 from moe_rl.study.worker import Worker
@@ -49,6 +49,7 @@ class Run:
     first_step: int | None = None
     reward: float | None = None
     change: float | None = None
+    refusal: str = ""
     offset: int = field(default=0, repr=False)
     inode: int = field(default=0, repr=False)
 
@@ -64,6 +65,11 @@ class Run:
     def starting(self) -> bool:
         """Running, and before its first step: where it makes a cold start, or waits for one."""
         return self.state == "running" and self.reward is None
+
+    @property
+    def said(self) -> str:
+        """Why it failed: the last line of its log, unless it could not even begin."""
+        return self.refusal or f"{_last_line(self.log)} (log: {self.log})"
 
     def begins_like(self, other: "Run") -> bool:
         """Whether both need the same cold start."""
@@ -136,7 +142,7 @@ def run_study(
             nothing is started.
         ModelError, EngineError: an arm that this machine cannot run; nothing is started.
         InUseError: another process runs this study.
-        StudyFailed: runs that ended with an error, after all the others were finished.
+        StudyFailed: runs that ended with an error, or whose folder is damaged, after all the others were finished.
     """
     check_labels(study)
     check_roundings(roundings, torch.backends.cpu.get_cpu_capability())
@@ -161,7 +167,7 @@ def _run_all(
             display.show()
     failed = [run for run in runs if run.state == "failed"]
     if failed:
-        reasons = "\n".join(f"  {run.name}: {_last_line(run.log)} (log: {run.log})" for run in failed)
+        reasons = "\n".join(f"  {run.name}: {run.said}" for run in failed)
         raise StudyFailed(
             f"{len(failed)} of {len(runs)} runs did not finish:\n{reasons}\n"
             "The others are complete. The same command goes on from the last checkpoints."
@@ -202,7 +208,10 @@ def _runs(study: StudyConfig, place: Path, rounding: str) -> list[Run]:
         config = study.resolve(arm, seed)
         folder = place / arm / f"seed{seed}"
         run = Run(arm, seed, folder, place / "logs" / f"{arm}_seed{seed}.log", config, rounding)
-        run.state = "waiting" if check_folder(config, folder) else "done"
+        try:
+            run.state = "waiting" if check_folder(config, folder) else "done"
+        except DamagedRunError as error:
+            run.state, run.refusal = "failed", str(error)
         if run.state == "waiting":
             check_here(config)
         if run.state == "waiting" and (config.distributed.strategy != "none" or launched_processes() > 1):
@@ -358,7 +367,7 @@ class _Plain:
             if run.state in ("done", "failed") and run.name not in self.told:
                 self.told.add(run.name)
                 end = f"done in {clock(run.seconds)}, reward {number(run.reward)}"
-                self.say(f"{run.name}: {end if run.state == 'done' else _last_line(run.log)} | {total}")
+                self.say(f"{run.name}: {end if run.state == 'done' else run.said} | {total}")
         if time.monotonic() - self.last >= PLAIN_SECONDS:
             self.last = time.monotonic()
             for run in self.runs:

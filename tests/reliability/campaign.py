@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, nargs="*", default=PARTS, help="parts to run; by default all")
     parser.add_argument("--runs", type=int, default=3, help="kills: runs of each method")
     parser.add_argument(
-        "--stops", type=int, default=8, help="operations: states of methods whose files others have; 0: all"
+        "--stops", type=int, default=4, help="operations: states of methods whose files others have; 0: all"
     )
     parser.add_argument("--faults", type=int, default=12, help="faults: cases of each kind")
     parser.add_argument("--cases", type=int, default=20_000, help="fuzz: cases of all kinds together")
