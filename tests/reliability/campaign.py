@@ -25,16 +25,16 @@ def blocks(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Callab
         from kills import killed_runs
         from small_runs import METHODS
 
-        for method in METHODS:
+        for method in options.methods or METHODS:
             yield f"{method} x {options.runs}", lambda root, m=method: killed_runs(m, options.runs, root)
     elif part == "operations":
         from operations import WHOLE, stopped_runs
         from small_runs import METHODS
 
-        for method in METHODS:
+        for method in options.methods or METHODS:
             most = options.stops if options.stops and method not in WHOLE else None
             yield f"{method} x {most or 'all'}", lambda root, m=method, most=most: stopped_runs(m, root, most)
-        for method in WHOLE:
+        for method in (name for name in WHOLE if name in (options.methods or WHOLE)):
             yield f"{method}, second kill", lambda root, m=method: stopped_runs(m, root, second=True)
     elif part == "faults":
         from faults import FAULTS, faulted_runs
@@ -62,6 +62,7 @@ def blocks(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Callab
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, nargs="*", default=PARTS, help="parts to run; by default all")
+    parser.add_argument("--methods", nargs="*", help="kills, operations: only these")
     parser.add_argument("--runs", type=int, default=3, help="kills: runs of each method")
     parser.add_argument(
         "--stops", type=int, default=4, help="operations: states of methods whose files others have; 0: all"
