@@ -1,6 +1,6 @@
 """Speed of the change metrics on one core, against the memory floor and against the obvious ways.
 
-    python benchmarks/change_metrics.py [--tokens 100000] [--sites 48] [--k 8] [--experts 128] [--rounds 7] [--json FILE]
+    python benchmarks/change_metrics.py [--tokens 100000] [--sites 48] [--k 8] [--experts 128] [--rounds 7]
 
 A row is one (token, site) pair: K ids before, K ids after. Times are CPU seconds of one thread, which a busy machine
 disturbs less than the clock on the wall; methods take turns within each round, so that a disturbance meets all of

@@ -4,7 +4,7 @@
 - `us`: median microseconds of one call; CPU time unless `note` says otherwise
 - `limit_us`: what the same work cannot be quicker than, measured or computed beside it; null where none is known
 - `peer`, `peer_us`: what it is compared with, and the median microseconds of that
-- `ratio`, `spread`: median and [lower, upper] quartile of us / peer_us of the same round; with few rounds their extremes
+- `ratio`, `spread`: median and [lower, upper] quartile of us / peer_us within a round; the extremes of few rounds
 - `note`: sizes, units, what differs
 """
 

@@ -20,6 +20,7 @@ denominators. Nothing carries gradient.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -254,8 +255,9 @@ def _count(
     tokens, sites, k = old.shape
     index, changed, routed = differing_rows(old.reshape(-1, k), new.reshape(-1, k))
     here = old.device.type == "cpu"  # numpy divides and counts whole numbers several times faster than torch does there
-    where, count = (index.numpy(), changed.numpy()) if here else (index, changed)
-    bincount = np.bincount if here else torch.bincount
+    where: Any = index.numpy() if here else index
+    count: Any = changed.numpy() if here else changed
+    bincount: Any = np.bincount if here else torch.bincount
     token = where // sites
     site = where - token * sites
     if mask is not None:

@@ -301,7 +301,7 @@ def test_the_device_kernel_and_chunk_sizes_agree_with_the_cpu_kernel(pair, rows,
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 8, 10, 16])
 @pytest.mark.parametrize("experts", [40, 300])
 def test_rows_of_every_width_compare(k, experts):
-    """Rows are compared as words: of 1, 2, 4 or 8 bytes, one or several of them. One slot is exchanged, at every place."""
+    """Rows are compared as words: of 1, 2, 4 or 8 bytes, one or several. One slot is exchanged, at every place."""
     old = torch.arange(20, 20 + k).repeat(2 * k, 1, 1)
     new = old.clone()
     new[range(k), 0, range(k)] = torch.arange(k) % 20
