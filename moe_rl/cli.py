@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 
 from moe_rl.arguments import arm_and_seed, fail, load, parse, study_file
 from moe_rl.names import nearest
+from moe_rl.processes import waiting_threads_sleep
 
 LABORATORY = ("accelerate", "pandas", "pyarrow", "matplotlib", "scipy", "rich", "tyro", "yaml", "jinja2", "tokenizers")
 """What the commands need beyond the instrument: the extra `lab`."""
@@ -37,6 +38,7 @@ def verb(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Expected errors are one message on stderr and exit status 1; wrong usage is 2."""
+    waiting_threads_sleep()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments == ["--version"]:
         from moe_rl import __version__
