@@ -86,11 +86,10 @@ def test_parts_that_are_not_run_again_stay(benchmark, tmp_path):
 
 def test_every_benchmark_is_run_and_together_in_time(benchmark):
     bench, gpu = benchmark("bench"), benchmark("gpu")
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")}
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if 'add_argument("--json"' in path.read_text()}
     assert len({part.name for part in bench.parts()}) == len(bench.parts())
     run = {part.command.split()[0].split("/")[1] for part in (*bench.parts(), *gpu.parts(megablocks=True))}
-    assert run <= scripts
-    assert scripts - run == {"bench.py", "bench_page.py", "bench_rows.py", "gpu.py"}
+    assert run == scripts >= {"against_trl.py", "cost.py", "experts.py", "host_syncs.py", "routing_overhead.py"}
     assert sum(part.seconds for part in gpu.parts(megablocks=True)) < 30 * 60
     assert "not installed" in next(p.needs for p in gpu.parts(megablocks=False) if p.name == "megablocks")
 
