@@ -34,7 +34,7 @@ gpu-here:
 	@command -v nvidia-smi >/dev/null && nvidia-smi -L | grep -q GPU || \
 		{ echo "make gpu: no NVIDIA GPU on this machine (nvidia-smi lists none); nothing was installed or written" >&2; exit 1; }
 
-.venv-gpu/.installed: pyproject.toml constraints.txt
+.venv-gpu/.installed: pyproject.toml constraints.txt | gpu-here
 	$(PYTHON) -m venv --system-site-packages .venv-gpu
 	grep -v '^torch==' constraints.txt >.venv-gpu/constraints.txt
 	.venv-gpu/bin/python -m pip install --quiet -c .venv-gpu/constraints.txt -e ".[dev]"

@@ -134,7 +134,7 @@ def machine() -> dict[str, Any]:
 
     facts = environment("")
     kept = ("git_commit", "git_dirty", "cpu", "cpus", "kernels", "device", "cuda", "started")
-    versions = {name: facts["versions"][name] for name in ("torch", "transformers", "moe_rl")}
+    versions = {name: facts["versions"][name] for name in ("torch", "transformers")}
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         **{name: facts[name] for name in kept},
@@ -149,7 +149,7 @@ def described(parts: Sequence[dict[str, Any]]) -> str:
     said: dict[str, list[str]] = {}
     for part in parts:
         facts = part["machine"]
-        versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+        versions = ", ".join(f"{name} {facts['versions'][name]}" for name in ("torch", "transformers"))
         commit = f"{(facts['git_commit'] or 'none')[:10]}{' with changes' if facts['git_dirty'] else ''}"
         gpus = f"{', '.join(facts['gpus'])}, CUDA {facts['cuda']}; " if facts["gpus"] else ""
         where = f"{gpus}{facts['cpu']}, {facts['cpus']} cores, {facts['kernels']} kernels"

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -100,6 +101,14 @@ def test_without_a_gpu_nothing_is_run_or_written(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "sees no GPU here; nothing was run or written" in done.stderr
     assert not (tmp_path / "docs").exists()
+
+
+@pytest.mark.skipif(not shutil.which("make") or shutil.which("nvidia-smi"), reason="needs make, and no GPU")
+def test_make_gpu_installs_nothing_where_there_is_no_gpu(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    done = subprocess.run(["make", "gpu"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and "no NVIDIA GPU on this machine" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["Makefile"]
 
 
 def test_a_row_holds_the_median_and_spread_of_its_ratios(benchmark):
