@@ -102,7 +102,8 @@ class State:
         return seeded_generator(self.config.seed, purpose, self.step, index)
 
     def close(self) -> None:
-        """Tell the tracker, if there is one, that the run is over."""
+        """The run is over: free the rollout engine, tell the tracker, if there is one."""
+        self.engine.close()
         for tracker in self.ranks.trackers:
             tracker.finish()
 
