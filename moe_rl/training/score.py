@@ -49,7 +49,7 @@ class Scores:
     route_scores: Float[Tensor, "B T L K"] | None = None
     ref_logps: Float[Tensor, "B T"] | None = None
     values: Float[Tensor, "B T"] | None = None
-    learned_rewards: Float[Tensor, "B"] | None = None
+    learned_rewards: Float[Tensor, " B"] | None = None
     margins: Float[Tensor, "B T L"] | None = None
 
 
@@ -112,7 +112,7 @@ def score_rollout(
 def make_batch(
     rollout: Rollout,
     scores: Scores,
-    advantages: Float[Tensor, "B"] | Float[Tensor, "B T"],
+    advantages: Float[Tensor, " B"] | Float[Tensor, "B T"],
     *,
     replay: str,
     step: int,
