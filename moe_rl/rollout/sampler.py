@@ -87,7 +87,7 @@ def made_of(
     prompt_mask: Bool[Tensor, "B P"],
     tokens: Int[Tensor, "B M"],
     logps: Float[Tensor, "B M"],
-    ends: Int[Tensor, "e"],
+    ends: Int[Tensor, " e"],
 ) -> Rollout:
     """The rollout of left-padded prompts and what was drawn after them (`UNWRITTEN` past a row's end), no routes."""
     written = tokens != UNWRITTEN

@@ -23,7 +23,7 @@ LENGTHS = struct.Struct("<QQ")  # of header and tensors, bytes
 VERSIONS = ("0.32",)
 """vLLM releases whose interfaces were read and run."""
 WIDTH = 32
-"""What the sizes of experts are multiples of in vLLM's CPU kernels; others end in an error that names no size."""
+"""What hidden sizes are multiples of in vLLM's CPU kernels for experts; its own error names no size."""
 CPU_CACHE = 2**28
 """Bytes of vLLM's KV cache on a CPU, unless the settings say."""
 
@@ -50,10 +50,9 @@ class CpuEngine:
         from vllm import LLM
 
         with open(os.path.join(model, "config.json"), encoding="utf-8") as file:
-            config = json.load(file)
-        for name in ("hidden_size", "moe_intermediate_size"):
-            if config.get(name, 0) % WIDTH:
-                raise ValueError(f"vLLM's CPU kernels want {name} divisible by {WIDTH}, the model has {config[name]}")
+            hidden = json.load(file).get("hidden_size", 0)
+        if hidden % WIDTH:
+            raise ValueError(f"vLLM's CPU kernels want hidden_size divisible by {WIDTH}, the model has {hidden}")
         # Every prompt is computed for every sequence: tokens from a prefix cache would have no routes.
         fixed = {"enforce_eager": True, "enable_prefix_caching": False, "distributed_executor_backend": "uni"}
         sized = settings.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
@@ -138,7 +137,10 @@ class CpuEngine:
         for layer, start, part in pieces:
             part = part[: len(ids) - start]  # the last token may have been fed by a step that ran ahead
             if (ids[start : start + len(part), layer] != -1).any():
-                raise RuntimeError(f"vLLM routed request {answer.request_id} twice in layer {layer}, token {start}")
+                raise RuntimeError(
+                    f"vLLM routed request {answer.request_id} twice in layer {layer}, token {start}: preempted for "
+                    "lack of KV cache? Give it more (kv_cache_memory_bytes), or fewer sequences at a time (max_batch)"
+                )
             ids[start : start + len(part), layer] = part
         lost = int((ids[:, self.routers] == -1).any(2).sum())
         if lost:

@@ -102,10 +102,10 @@ class State:
         return seeded_generator(self.config.seed, purpose, self.step, index)
 
     def close(self) -> None:
-        """The run is over: free the rollout engine, tell the tracker, if there is one."""
-        self.engine.close()
+        """The run is over: tell the tracker, if there is one, and free the rollout engine."""
         for tracker in self.ranks.trackers:
             tracker.finish()
+        self.engine.close()
 
 
 def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listener: Listener | None = None) -> State:
