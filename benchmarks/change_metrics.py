@@ -5,32 +5,56 @@
 A row is one (token, site) pair: K ids before, K ids after. Times are CPU seconds of one thread, which a busy machine
 disturbs less than the clock on the wall; methods take turns within each round, so that a disturbance meets all of
 them. Slow methods get fewer rows. Every method's result is checked against Python sets before it is timed.
+
+What a comparison costs depends on how many rows are equal word for word, hence the cases. `ascending`: the ids of a
+row in ascending order, as route tables hold them, and one slot exchanged in a share of the rows. `by score`: in the
+order of the router's scores, as they are recorded, old and new from the same scores plus noise; where the set stays the
+order often does not. `other order`: the same sets, every row in another order: the worst case.
 """
 
 import argparse
 import platform
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
+from rows import add_option, quartiles, row, write
 
 from moe_rl.routing.change import change_counts, site_change, slot_change
-from moe_rl.routing.packing import changed_slots
+from moe_rl.routing.packing import changed_slots, packed_dtype
 from moe_rl.routing.routes import RoutedExperts
 
-TARGET = 40.0  # million rows per second and core at K = 8
+CASES = {  # share of rows with one slot exchanged; or the noise, as a share of the scores' standard deviation
+    "ascending, 0 % of rows changed": 0.0,
+    "ascending, 1 %": 0.01,
+    "ascending, 10 %": 0.10,
+    "ascending, 50 %": 0.50,
+    "by score": None,
+    "other order, 10 %": 0.10,
+}
+MAIN = "ascending, 10 %"  # the case of the slower functions and of the obvious ways
+NOISE = 0.011
 
 
-def two_policies(tokens: int, sites: int, k: int, experts: int, changed: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed ids of two policies, slots in different order, one slot exchanged in a share `changed` of the rows."""
+def policies(case: str, tokens: int, sites: int, k: int, experts: int) -> Iterator[RoutedExperts]:
+    """Routes of an old and a new policy; a thousand different tokens, repeated."""
     g = torch.Generator().manual_seed(0)
-    base = torch.rand(min(tokens, 2000), sites, experts, generator=g).topk(k + 1).indices.to(torch.int16)
-    rows = base.repeat(-(-tokens // len(base)), 1, 1)[:tokens]
-    old, new = rows[..., :k], rows[..., :k].flip(-1).contiguous()
-    hit = torch.rand(tokens, sites, generator=g) < changed
-    new[..., 0] = torch.where(hit, rows[..., k], new[..., 0])
-    return tuple(RoutedExperts(x[None], [f"site.{i}" for i in range(sites)], experts).packed for x in (old, new))
+    scores = torch.randn(min(tokens, 1000), sites, experts, generator=g)
+    ids = scores.topk(k + 1).indices
+    old, share = ids[..., :k], CASES[case]
+    if share is None:
+        new = (scores + NOISE * torch.randn(scores.shape, generator=g)).topk(k).indices
+    else:
+        new = old.clone()
+        hit = torch.rand(new.shape[:2], generator=g) < share
+        new[..., 0] = torch.where(hit, ids[..., k], new[..., 0])
+        old, new = old.sort(-1).values, new.sort(-1, descending=case.startswith("other")).values
+    names = tuple(f"site.{i}" for i in range(sites))
+    for x in (old, new):
+        packed = x.to(packed_dtype(experts)).repeat(-(-tokens // len(x)), 1, 1)[None, :tokens].contiguous()
+        yield RoutedExperts._trusted(packed, names, experts, has_live=False)
 
 
 def python_sets(old: torch.Tensor, new: torch.Tensor) -> np.ndarray:
@@ -46,6 +70,58 @@ def one_shot_torch(old: torch.Tensor, new: torch.Tensor) -> np.ndarray:
     return (old[..., :, None] == new[..., None, :]).sum((-1, -2)).flatten().numpy()
 
 
+def read_both(old: torch.Tensor, new: torch.Tensor) -> None:
+    for x in (old, new):  # numpy sums 8-byte words about as fast as one core can read
+        x.numpy().reshape(-1).view(np.uint64).sum()
+
+
+def check(old: RoutedExperts, new: RoutedExperts) -> None:
+    """Every method against Python's own sets."""
+    k = old.shape[-1]
+    expected = python_sets(old.packed, new.packed)
+    for method in (one_shot_numpy, one_shot_torch, lambda a, b: k - changed_slots(a, b)[0].flatten().numpy()):
+        assert np.array_equal(method(old.packed, new.packed), expected)
+    assert np.array_equal(slot_change(old, new).flatten().numpy(), (1 - expected / k).astype(np.float32))
+    counts = change_counts(old, new)
+    assert counts.deviation.tolist() == np.bincount(k - expected, minlength=k + 1).tolist()
+    changed = (expected < k).reshape(-1, old.shape[2])
+    assert counts.per_site_changed.tolist() == changed.sum(0).tolist()
+    assert counts.tokens_changed == changed.any(1).sum()
+
+
+def methods(args: argparse.Namespace) -> tuple[dict[str, tuple[int, Callable[[], object]]], list[str]]:
+    """Name -> rows that a call compares, and the call; and a line on each case."""
+    found: dict[str, tuple[int, Callable[[], object]]] = {}
+    lines = []
+    rows, few = args.tokens * args.sites, max(1, args.tokens // 200)
+    for case in CASES:
+        old, new = policies(case, args.tokens, args.sites, args.k, args.experts)
+        part = [
+            RoutedExperts._trusted(x.packed[:, :few].contiguous(), x.sites, args.experts, has_live=False)
+            for x in (old, new)
+        ]
+        check(*part)
+        same = float((part[0].packed == part[1].packed).all(-1).float().mean())
+        lines.append(
+            f"{case}: {change_counts(*part).rates()['site_change']:.1%} of sets differ, {same:.1%} of rows equal"
+        )
+        if not found:
+            found["read both (floor)"] = rows, lambda a=old, b=new: read_both(a.packed, b.packed)
+        found[f"change_counts, {case}"] = rows, lambda a=old, b=new: change_counts(a, b)
+        if case == MAIN:
+            least = few * args.sites
+            ids = [x.packed[:, : args.tokens // 4].long() for x in (old, new)]
+            found |= {
+                f"slot_change, {case}": (rows, lambda a=old, b=new: slot_change(a, b)),
+                f"site_change, {case}": (rows, lambda a=old, b=new: site_change(a, b)),
+                f"slot_change of int64 ids, {case}": (ids[0].numel() // args.k, lambda ids=ids: slot_change(*ids)),
+                "torch [n,k,k] in one shot": (least, lambda part=part: one_shot_torch(*(x.packed for x in part))),
+                "numpy [n,k,k] in one shot": (least, lambda part=part: one_shot_numpy(*(x.packed for x in part))),
+                "python sets": (least, lambda part=part: python_sets(*(x.packed for x in part))),
+            }
+    return found, lines
+
+
 def cpu_seconds(call: Callable[[], object]) -> float:
     start = time.process_time()
     call()
@@ -56,55 +132,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("tokens", 100_000), ("sites", 48), ("k", 8), ("experts", 128), ("rounds", 7)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    add_option(parser)
     args = parser.parse_args()
     torch.set_num_threads(1)
 
-    old, new = two_policies(args.tokens, args.sites, args.k, args.experts, changed=0.1)
-    names = [f"site.{i}" for i in range(args.sites)]
-    before, after = (RoutedExperts._trusted(x, tuple(names), args.experts, has_live=False) for x in (old, new))
-    wide = [x.to(torch.int16)[:, : args.tokens // 4].long() for x in (old, new)]
-    few = [x[:, : args.tokens // 50].contiguous() for x in (old, new)]
-
-    expected = python_sets(*few)
-    for method in (one_shot_numpy, one_shot_torch, lambda a, b: args.k - changed_slots(a, b)[0].flatten().numpy()):
-        assert np.array_equal(method(*few), expected)
-    distance = slot_change(*(x.long() for x in few)).flatten().numpy()
-    assert np.array_equal(distance, (1 - expected / args.k).astype(np.float32))
-
-    def read_both() -> None:  # numpy sums 8-byte words about as fast as one core can read
-        for x in (old, new):
-            x.numpy().reshape(-1).view(np.uint64).sum()
-
-    rows, some, least = (x.numel() // args.k for x in (old, wide[0], few[0]))
-    methods: dict[str, tuple[int, Callable[[], object]]] = {
-        "read both (floor)": (rows, read_both),
-        "changed_slots (kernel)": (rows, lambda: changed_slots(old, new)),
-        "slot_change": (rows, lambda: slot_change(before, after)),
-        "site_change": (rows, lambda: site_change(before, after)),
-        "change_counts": (rows, lambda: change_counts(before, after)),
-        "slot_change, int64 ids": (some, lambda: slot_change(*wide)),
-        "torch [n,k,k] in one shot": (least, lambda: one_shot_torch(*few)),
-        "numpy [n,k,k] in one shot": (least, lambda: one_shot_numpy(*few)),
-        "python sets": (least, lambda: python_sets(*few)),
-    }
-    times: dict[str, list[float]] = {name: [] for name in methods}
+    calls, lines = methods(args)
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(args.rounds):
-        for name, (count, call) in methods.items():
+        for name, (count, call) in calls.items():
             times[name].append(cpu_seconds(call) / count)
 
+    rows = args.tokens * args.sites
     print(
-        f"{rows:,} rows, K={args.k}, E={args.experts} ({old.dtype}), {args.rounds} interleaved rounds; one thread of "
+        f"{rows:,} rows, K={args.k}, E={args.experts}, {args.rounds} interleaved rounds; one thread of "
         f"{platform.processor() or platform.machine()}, torch {torch.__version__}, numpy {np.__version__}"
     )
-    print(f"{'':27}{'M rows/s':>9}{'best':>9}{'worst':>9}{'x floor':>9}{'x python':>10}")
-    floor, python = (float(np.median(times[name])) for name in ("read both (floor)", "python sets"))
+    print("\n".join(lines))
+    print(f"{'':47}{'M rows/s':>9}{'quartiles':>18}{'x floor':>9}{'x python':>10}")
+    floor, python = times["read both (floor)"], times["python sets"]
+    results = []
     for name, seconds in times.items():
-        middle = float(np.median(seconds))
-        speeds = [1e-6 / x for x in (middle, min(seconds), max(seconds))]
-        print(f"{name:27}{speeds[0]:9.1f}{speeds[1]:9.1f}{speeds[2]:9.1f}{middle / floor:9.1f}{python / middle:10.1f}")
-    kernel = 1e-6 / float(np.median(times["changed_slots (kernel)"]))
-    if args.k == 8:
-        print(f"target {TARGET:.0f} M rows/s: kernel {'meets' if kernel >= TARGET else 'MISSES'} it at {kernel:.1f}")
+        middle = statistics.median(seconds)
+        slow, fast = (1e-6 / x for x in reversed(quartiles(seconds)))
+        over = statistics.median(a / b for a, b in zip(seconds, floor, strict=True))
+        faster = statistics.median(python) / middle
+        print(f"{name:47}{1e-6 / middle:9.1f}{slow:9.1f}{fast:9.1f}{over:9.1f}{faster:10.1f}")
+        count = calls[name][0]
+        note = (
+            f"{count:,} rows of {args.k} of {args.experts} experts; limit: reading both; {1e-6 / middle:.0f} M rows/s"
+        )
+        whole, sets = [x * count for x in seconds], [x * count for x in python]
+        results.append(row("change_metrics", name, whole, "python sets", sets, statistics.median(floor) * count, note))
+    write(args.json, results)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,16 @@ unchanged and is in no denominator. Rates come from `change_counts`, which keeps
 denominators. Nothing carries gradient.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, UInt
+from jaxtyping import Bool, Float, Int, Integer, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import changed_slots, compact
+from moe_rl.routing.packing import changed_slots, compact, differing_rows, rows_at_once
 from moe_rl.routing.router_stats import (
     active_set_churn,
     boundary_margin,
@@ -229,26 +231,50 @@ def change_counts(
 
     Raises RoutingError if shapes, sites, or, where both know them, the counted tokens differ.
     """
-    changed, both, k = _changed_slots(old, new)
+    a, b = _aligned(old, new)
+    sites, k = a.shape[-2:]
     if mask is not None:
-        if mask.shape != both.shape[:-1]:
-            raise RoutingError(f"mask must have the shape {list(both.shape[:-1])} of tokens, got {list(mask.shape)}")
-        mask = mask.to(both.device)
-        both = both & mask[..., None]
+        if mask.shape != a.shape[:-2]:
+            raise RoutingError(f"mask must have the shape {list(a.shape[:-2])} of tokens, got {list(mask.shape)}")
+        mask = mask.to(a.device)
     _refuse_other_tokens(old, new, mask)
-    sites = changed.shape[-1]
-    changed, both = changed.reshape(-1, sites), both.reshape(-1, sites)
-    code = torch.where(both, changed, k + 1)  # one bin more for what does not count
-    deviation = torch.stack([torch.bincount(site, minlength=k + 2)[: k + 1] for site in code.unbind(-1)])
-    compared = both.sum(-1, dtype=torch.int32)
-    flips = ((changed > 0) & both).sum(-1, dtype=torch.int32)[compared > 0]
-    return ChangeCounts(
-        deviation.cpu(),
-        torch.bincount(flips, minlength=sites + 1).cpu(),
-        int(((compared > 0) & (compared < sites)).sum()),
-        old.sites if isinstance(old, RoutedExperts) else (),
-        pair=pair,
-    )
+    counted = None if mask is None else mask.reshape(-1)
+    a, b = a.reshape(-1, sites, k), b.reshape(-1, sites, k)
+    total = ChangeCounts(torch.zeros(sites, k + 1, dtype=torch.int64), torch.zeros(sites + 1, dtype=torch.int64))
+    step = max(1, min(rows_at_once(x) for x in (a, b)) // max(1, sites))
+    for start in range(0, len(a), step):
+        part = slice(start, start + step)
+        total += _count(a[part], b[part], None if counted is None else counted[part])
+    return replace(total, sites=old.sites if isinstance(old, RoutedExperts) else (), pair=pair)
+
+
+def _count(
+    old: Integer[Tensor, "N L K"], new: Integer[Tensor, "N L K"], mask: Bool[Tensor, "N"] | None
+) -> ChangeCounts:
+    """The counts of a part of the tokens that is small enough to hold some numbers for each of its rows."""
+    tokens, sites, k = old.shape
+    index, changed, routed = differing_rows(old.reshape(-1, k), new.reshape(-1, k))
+    here = old.device.type == "cpu"  # numpy divides and counts whole numbers several times faster than torch does there
+    where: Any = index.numpy() if here else index
+    count: Any = changed.numpy() if here else changed
+    bincount: Any = np.bincount if here else torch.bincount
+    token = where // sites
+    site = where - token * sites
+    if mask is not None:
+        kept = (mask.numpy() if here else mask)[token]
+        token, site, count = token[kept], site[kept], count[kept]
+    flips = torch.as_tensor(bincount(token, minlength=tokens))
+    deviation = torch.as_tensor(bincount(site * (k + 1) + count, minlength=sites * (k + 1))).view(sites, k + 1).cpu()
+    if routed is None:
+        flips = flips if mask is None else flips[mask]
+        compared, incomplete = torch.full((sites,), len(flips)), 0
+    else:
+        both = routed.view(tokens, sites) if mask is None else routed.view(tokens, sites) & mask[:, None]
+        per_token = both.sum(-1)
+        flips, compared = flips[per_token > 0], both.sum(0).cpu()
+        incomplete = int(((per_token > 0) & (per_token < sites)).sum())
+    deviation[:, 0] = compared - deviation.sum(-1)
+    return ChangeCounts(deviation, torch.bincount(flips, minlength=sites + 1).cpu(), incomplete)
 
 
 def _changed_slots(old: Routes, new: Routes) -> tuple[UInt[Tensor, "*rows L"], Bool[Tensor, "*rows L"], int]:

@@ -1,5 +1,6 @@
 """Expert ids <-> their compact storage, the check that ids are what they claim to be, and how two rows compare."""
 
+import math
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -11,7 +12,8 @@ from moe_rl.routing.errors import RoutingError
 
 LIVE = -1  # "no route: the router decides for itself"; in packed form the largest value of the dtype
 _CHUNK = 1 << 20  # ids validated at a time, so that the int64 temporaries stay small
-_CPU_ROWS = 32768  # rows at a time: at K = 8 the planes of both sides (512 KiB) stay in the L2 cache
+_CPU_ROWS = 1 << 19  # rows that are compared in one call
+_BLOCK_ROWS = 1 << 16  # of these at a time, so that rows and what is made of them stay in the L2 cache
 _DEVICE_ROWS = 1 << 24
 
 
@@ -164,43 +166,100 @@ def changed_slots(
 ) -> tuple[UInt[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
     """K - |old ∩ new| of each row as uint8, and whether both rows have a route; without, the count is 0.
 
-    Ids are distinct within a row, so that a slot of `old` is shared if it equals any slot of `new`: K·K
-    comparisons, done on planes (one slot of many rows) because those vectorise. Per row 2K ids are read and 2
-    bytes written. Unsigned ids are taken as packed (`pack_ids`), signed ones are packed on the way.
+    Unsigned ids are taken as packed (`pack_ids`), signed ones are packed on the way.
     """
     rows, k = old.shape[:-1], old.shape[-1]
-    changed = torch.empty(rows.numel(), dtype=torch.uint8, device=old.device)
-    both = torch.empty(rows.numel(), dtype=torch.bool, device=old.device)
-    match, step = (_match_numpy, _CPU_ROWS) if old.device.type == "cpu" else (_match_torch, _DEVICE_ROWS)
+    changed = torch.zeros(rows.numel(), dtype=torch.uint8, device=old.device)
+    both = torch.ones(rows.numel(), dtype=torch.bool, device=old.device)
     flat_old, flat_new = old.reshape(-1, k), new.reshape(-1, k)
+    step = rows_at_once(old)
     for start in range(0, len(changed), step):
         part = slice(start, start + step)
-        a, b = (compact(x[part]) if x.dtype.is_signed else x[part] for x in (flat_old, flat_new))
-        if a.dtype != b.dtype:  # their sentinels differ
-            a, b = _widened(a), _widened(b)
-        match(a, b, changed[part], both[part])
+        index, count, routed = differing_rows(flat_old[part], flat_new[part])
+        changed[part][index] = count
+        if routed is not None:
+            both[part] = routed
     return changed.view(rows), both.view(rows)
 
 
-def _match_numpy(old: Tensor, new: Tensor, changed: Tensor, both: Tensor) -> None:
-    # numpy transposes bytes five times faster than torch does on the CPU, which is most of the work.
-    a, b = (np.ascontiguousarray(x.numpy().T) for x in (old, new))
+def rows_at_once(ids: Tensor) -> int:
+    """How many rows of such ids `differing_rows` is best given at a time, so that what it needs besides stays small."""
+    if ids.device.type != "cpu":
+        return _DEVICE_ROWS
+    return _BLOCK_ROWS if ids.dtype.is_signed else _CPU_ROWS  # signed ids are packed on the way
+
+
+def differing_rows(
+    old: Integer[Tensor, "N K"], new: Integer[Tensor, "N K"]
+) -> tuple[Int[Tensor, "D"], UInt[Tensor, "D"], Bool[Tensor, "N"] | None]:
+    """Rows whose sets differ, K - |old ∩ new| of each, and which rows have a route on both sides (None: all).
+
+    Rows are first compared as machine words, 16 bytes read and one written for K = 8 of up to 255 experts; what is
+    left, rows of other sets and of the same set in another order, slot by slot. Rows in ascending order, and others
+    where the order stayed, therefore cost little more than reading them.
+    """
+    a, b = (compact(x) if x.dtype.is_signed else x for x in (old, new))
+    if a.dtype != b.dtype:  # their sentinels differ
+        a, b = _widened(a), _widened(b)
+    return (_differing_numpy if a.device.type == "cpu" else _differing_torch)(a, b)
+
+
+def _differing_numpy(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    old_rows, new_rows = old.contiguous().numpy(), new.contiguous().numpy()
+    a, b = _row_words(old_rows), _row_words(new_rows)
+    live = np.iinfo(a[0].dtype).max  # a row without a route is the sentinel in every slot
+    some_live = False
+    found = [(np.empty(0, np.int64), np.empty(0, np.uint8))]
+    for start in range(0, len(old_rows), _BLOCK_ROWS):
+        block = slice(start, start + _BLOCK_ROWS)
+        differ = a[0][block] != b[0][block]
+        for x, y in zip(a[1:], b[1:], strict=True):
+            differ |= x[block] != y[block]
+        some_live = some_live or a[0][block].max() == live or b[0][block].max() == live
+        if 2 * np.count_nonzero(differ) > len(differ):  # picking rows would cost more than comparing the others too
+            changed = _changed_by_slot(old_rows[block], new_rows[block])
+            index = np.flatnonzero(changed)
+            found.append((index + start, changed.take(index)))
+        elif len(index := np.flatnonzero(differ)):
+            index += start
+            found.append((index, _changed_by_slot(old_rows.take(index, 0), new_rows.take(index, 0))))
+    index, changed = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    routed = (a[0] != live) & (b[0] != live) if some_live else None
+    if routed is not None:
+        changed *= routed.take(index)
+    if not changed.all():
+        kept = np.flatnonzero(changed)
+        index, changed = index.take(kept), changed.take(kept)
+    return torch.from_numpy(index), torch.from_numpy(changed), None if routed is None else torch.from_numpy(routed)
+
+
+def _row_words(rows: np.ndarray) -> list[np.ndarray]:
+    """Rows of ids as columns of the largest words that divide a row."""
+    size = math.gcd(rows.shape[1] * rows.itemsize, 8)
+    return list(rows.view(f"u{size}").T)
+
+
+def _changed_by_slot(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    # A slot of `old` is shared if it equals any slot of `new`: K·K comparisons of planes (one slot of many rows), which
+    # vectorise. numpy transposes bytes five times faster than torch does on the CPU, which is much of the work.
+    a, b = (np.ascontiguousarray(x.T) for x in (old, new))
     hit = a == b[0]
     for plane in b[1:]:
         hit |= a == plane
-    live = np.iinfo(a.dtype).max
-    routed = np.logical_and(a[0] != live, b[0] != live, out=both.numpy())
-    shared = np.add.reduce(hit.view(np.uint8), axis=0, dtype=np.uint8)
-    np.multiply(len(b) - shared, routed, out=changed.numpy())
+    return len(b) - np.add.reduce(hit.view(np.uint8), axis=0, dtype=np.uint8)
 
 
-def _match_torch(old: Tensor, new: Tensor, changed: Tensor, both: Tensor) -> None:
-    both.copy_(~is_live(old[:, 0]) & ~is_live(new[:, 0]))
+def _differing_torch(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    routed = ~is_live(old[:, 0]) & ~is_live(new[:, 0])
     old, new = words(old), words(new)
-    hit = old == new[:, :1]
-    for slot in range(1, new.shape[1]):
-        hit |= old == new[:, slot, None]
-    changed.copy_((new.shape[1] - hit.sum(-1)) * both)
+    index = (old != new).any(-1).nonzero()[:, 0]
+    a, b = old[index], new[index]
+    hit = a == b[:, :1]
+    for slot in range(1, b.shape[1]):
+        hit |= a == b[:, slot, None]
+    changed = ((b.shape[1] - hit.sum(-1)) * routed[index]).to(torch.uint8)
+    kept = changed > 0
+    return index[kept], changed[kept], routed
 
 
 def _widened(packed: UInt[Tensor, "*rows K"]) -> UInt[Tensor, "*rows K"]:

@@ -281,18 +281,55 @@ def test_ids_in_two_packings_still_compare():
 
 
 @settings(deadline=None, max_examples=60)
-@given(cases, st.integers(1, 40))
-def test_the_device_kernel_and_chunk_sizes_agree_with_the_cpu_kernel(pair, rows):
-    old, new = (packing.compact(x) for x in pair)
-    reference = packing.changed_slots(old, new)
+@given(cases, st.integers(1, 40), st.booleans())
+def test_the_device_kernel_and_chunk_sizes_agree_with_the_cpu_kernel(pair, rows, ordered):
+    old, new = (packing.compact(x.sort(-1).values if ordered else x) for x in pair)
+    slots, counts = packing.changed_slots(old, new), change_counts(*pair)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_CPU_ROWS", rows)
-        chunked = packing.changed_slots(old, new)
-        patch.setattr(packing, "_match_numpy", packing._match_torch)
+        patch.setattr(packing, "_BLOCK_ROWS", max(1, rows // 3))
+        chunked, in_parts = packing.changed_slots(old, new), change_counts(*pair)
+        patch.setattr(packing, "_differing_numpy", packing._differing_torch)
         device = packing.changed_slots(old, new)
-    for a, b, c in zip(reference, chunked, device, strict=True):
+    for a, b, c in zip(slots, chunked, device, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
+    assert torch.equal(in_parts.site_deviation, counts.site_deviation) and torch.equal(in_parts.flips, counts.flips)
+    assert in_parts.incomplete_tokens == counts.incomplete_tokens
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 8, 10, 16])
+@pytest.mark.parametrize("experts", [40, 300])
+def test_rows_of_every_width_compare(k, experts):
+    """Rows are compared as words: of 1, 2, 4 or 8 bytes, one or several. One slot is exchanged, at every place."""
+    old = torch.arange(20, 20 + k).repeat(2 * k, 1, 1)
+    new = old.clone()
+    new[range(k), 0, range(k)] = torch.arange(k) % 20
+    changed = slot_change(*(RoutedExperts(x[None], ["a"], experts) for x in (old, new)))
+    assert changed.flatten().tolist() == [pytest.approx(1 / k)] * k + [0.0] * k
+
+
+@pytest.mark.parametrize(("old", "new"), [(0, 1), (1, 0), (0, 2), (2, 0), (2, 1), (2, 2)])
+def test_rows_without_a_route_are_in_no_denominator_wherever_they_are(old, new):
+    """0: routes everywhere; 1: none at one row; 2: none at all. One of four rows has another set."""
+    ids = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
+    other = ids.clone()
+    other[1, 1, 0] = 8
+    sides = [ids, other]
+    for side, missing in zip(sides, (old, new), strict=True):
+        side[0, :missing] = -1
+        side[1] = -1 if missing == 2 else side[1]
+    counts = change_counts(*sides)
+    assert counts.sites_total == (0 if 2 in (old, new) else 3)
+    assert counts.sites_changed == (0 if 2 in (old, new) else 1)
+    assert counts.incomplete_tokens == (0 if 2 in (old, new) else 1)
+
+
+def test_an_expert_named_twice_counts_by_slot():
+    """At hash-routed sites: a slot of the old row is shared if the new row names its expert at all."""
+    rows = [([3, 3], [3, 3], 0), ([3, 3], [3, 4], 0), ([3, 4], [3, 3], 1), ([3, 3], [4, 4], 2)]
+    old, new = (torch.tensor([row[side] for row in rows])[:, None] for side in (0, 1))
+    assert (2 * slot_change(old, new)).flatten().tolist() == [expected for *_, expected in rows]
 
 
 def test_the_largest_ids_do_not_meet_the_sentinel():

@@ -53,16 +53,16 @@ def _maps(
     data: StudyData, frame: pd.DataFrame, crossed: list[Alarm], steps: int, falls: list[tuple[str, int]]
 ) -> Figure:
     arms = drawn_arms(data)
-    shown = crossed or [None]  # collapses alone
+    shown: list[Alarm | None] = [*crossed] or [None]  # None: collapses alone
     drawn = Figure(figsize=(PAGE, 0.6 + len(shown) * (0.3 + 0.125 * len(arms))))
     axes = drawn.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
     count = Counter(run.arm for run in data.runs)
     for ax, alarm in zip(axes, shown, strict=True):
         share = np.zeros((len(arms), steps))
         own = frame[frame["alarm"] == alarm.name] if alarm else frame
-        for (arm, step), part in own.groupby(["arm", "step"], observed=True):
-            if arm in arms:
-                share[arms.index(str(arm)), int(step)] = len(part) / count[str(arm)]
+        for row in own.to_dict("records"):  # a run crosses once a step
+            if row["arm"] in arms:
+                share[arms.index(row["arm"]), row["step"]] += 1 / count[row["arm"]]
         mesh = ax.imshow(share, aspect="auto", interpolation="nearest", cmap="Oranges", vmin=0, vmax=1)
         for arm, step in falls:
             if arm in arms:
