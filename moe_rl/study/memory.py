@@ -204,8 +204,9 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
             note = "the policy with its adapters off" if shared else ""
             needs.append(Need(name, 0 if shared else shard(weights), "always", note))
     engine = run.rollout.engine
-    if engine.kind == "hf":
-        note = engine.dtype + (", whole on every rank" if devices > 1 else "")
+    if engine.kind in ("hf", "vllm"):
+        note = engine.dtype + (", and its KV cache beside" if engine.kind == "vllm" else "")
+        note += ", whole on every rank" if devices > 1 else ""
         needs.append(Need("rollout engine", count * DTYPES[engine.dtype].itemsize, "always", note))
     for name, wanted in (
         ("value model", method.advantage == "gae" and run.value.model == "separate"),
