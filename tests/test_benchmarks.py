@@ -87,7 +87,7 @@ def test_parts_that_are_not_run_again_stay(benchmark, tmp_path):
 
 def test_every_benchmark_is_run_and_together_in_time(benchmark):
     bench, gpu = benchmark("bench"), benchmark("gpu")
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "    add_option(" in path.read_text()}
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "\n    add_option(" in path.read_text()}
     assert len({part.name for part in bench.parts()}) == len(bench.parts())
     run = {part.command.split()[0].split("/")[1] for part in (*bench.parts(), *gpu.parts(megablocks=True))}
     assert run == scripts >= {"against_trl.py", "cost.py", "experts.py", "host_syncs.py", "routing_overhead.py"}
