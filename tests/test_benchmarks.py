@@ -85,6 +85,16 @@ def test_parts_that_are_not_run_again_stay(benchmark, tmp_path):
     assert again == json.loads((tmp_path / "r.json").read_text())
 
 
+def test_the_committed_page_is_what_was_recorded(benchmark):
+    """No number in it is edited by hand."""
+    found = json.loads((ROOT / "docs" / "results" / "benchmarks.json").read_text())
+    page = benchmark("bench_page").page(benchmark("bench").HEAD, found)
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == page
+    rows = [row for part in found for row in part["rows"]]
+    assert rows and all(row.keys() == ROW.keys() for row in rows)
+    assert all(set(part) >= {"command", "seconds", "load", "machine"} for part in found)
+
+
 def test_every_benchmark_is_run_and_together_in_time(benchmark):
     bench, gpu = benchmark("bench"), benchmark("gpu")
     scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "\n    add_option(" in path.read_text()}
