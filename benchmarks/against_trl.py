@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_rows import row, write_rows
+from rows import add_option, row, write
 
 PROMPTS, GROUP, LENGTH, UPDATES, WARMUP = 8, 8, 24, 4, 2
 SIDES = ("trl", "ours", "ours, sorted_mm")
@@ -173,7 +173,7 @@ def main() -> None:
         "--cycles", type=int, default=8, help="cycles of each process, the first two of which are not counted"
     )
     parser.add_argument("--python", default=sys.executable, help="an interpreter that has trl, torch and transformers")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows of docs/benchmarks.md")
+    add_option(parser)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.cycles <= WARMUP:
@@ -200,9 +200,8 @@ def main() -> None:
         spread = f"[{min(ratios):.2f}, {max(ratios):.2f}]"
         print(f"  {side:18} {statistics.median(times[side]):.3f} s   {statistics.median(ratios):.2f} of TRL's {spread}")
         if side != "trl":
-            us = [1e6 * statistics.median(times[name]) for name in (side, "trl")]
-            rows.append(row("against_trl", f"{what}: {side}", us[0], peer="TRL", peer_us=us[1], ratios=ratios))
-    write_rows(options.json, rows)
+            rows.append(row("against_trl", f"{what}: {side}", times[side], "TRL", times["trl"]))
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

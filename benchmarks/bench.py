@@ -107,7 +107,7 @@ def others(named: list[Part]) -> list[Part]:
     taken = {part.command.split()[0] for part in (*named, *gpu_parts(megablocks=True))}
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         text, command = path.read_text(), f"benchmarks/{path.name}"
-        if not path.name.startswith("bench") and '"--json"' in text and command not in taken:
+        if "\n    add_option(" in text and command not in taken:
             title = (ast.get_docstring(ast.parse(text)) or path.stem).splitlines()[0]
             found.append(Part(path.stem, path.stem.replace("_", " ").capitalize(), title, command, PATIENCE))
     return found

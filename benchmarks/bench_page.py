@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_rl.files import write_atomic, write_json
+
 ROOT = Path(__file__).resolve().parents[1]
 SIGNS = 3  # digits that are printed of a time
 LAST_LINES = 12
@@ -95,7 +97,7 @@ def _path() -> str:
 
 def _rows(file: Path) -> tuple[list[dict[str, Any]], str]:
     try:
-        return json.loads(file.read_text()), ""
+        return [json.loads(line) for line in file.read_text().splitlines()], ""
     except (OSError, ValueError) as error:
         return [], f"no rows: {type(error).__name__}"
 
@@ -122,7 +124,7 @@ def run_parts(
         well = well and "error" not in done
         ended = done.get("skipped") or done.get("error", "").split("\n")[0] or f"{len(done['rows'])} rows"
         say(f"{part.name}: {ended} ({done['seconds']:.0f} s)")
-        target.write_text(page(head, keep(record, done, order)))
+        write_atomic(target, page(head, keep(record, done, order)))
     return well
 
 
@@ -165,8 +167,7 @@ def keep(record: Path, done: dict[str, Any], order: Sequence[str]) -> list[dict[
     known = {part["name"]: part for part in (json.loads(record.read_text()) if record.exists() else [])}
     known[done["name"]] = {**done, "machine": machine()}
     found = [known[name] for name in order if name in known]
-    record.parent.mkdir(parents=True, exist_ok=True)
-    record.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(record, found)
     return found
 
 
@@ -191,7 +192,7 @@ def page(head: str, parts: Sequence[dict[str, Any]]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of `bench_rows`, without the columns that all of them leave empty."""
+    """Rows of `rows`, without the columns that all of them leave empty."""
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "case": lambda row: row["case"],
         "µs": lambda row: number(row["us"]),

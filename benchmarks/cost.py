@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_rows import row, write_rows
+from rows import add_option, row, write
 from scipy import stats
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -150,11 +150,12 @@ def measure(grown: str, rounds: int) -> list[dict[str, Any]]:
         slopes = [exponent(sizes, seconds) for seconds in times[name]]
         low, high = interval(slopes)
         last = statistics.median(math.log2(seconds[-1] / seconds[-2]) for seconds in times[name])
-        us = 1e6 * statistics.median(seconds[-1] for seconds in times[name])
         case = f"{grown}: {name}"
         note = f"exponent {statistics.mean(slopes):.2f} [{low:.2f}, {high:.2f}], last doubling {last:.2f}"
         print(f"{case:45} {note}")
-        rows.append(row("cost", f"{case}, {sizes[0]} to {sizes[-1]}", us, note=note))
+        rows.append(
+            row("cost", f"{case}, {sizes[0]} to {sizes[-1]}", [seconds[-1] for seconds in times[name]], note=note)
+        )
     return rows
 
 
@@ -162,13 +163,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--only", nargs="+", choices=list(GROWN), default=list(GROWN))
-    parser.add_argument("--json", metavar="FILE", help="also write the rows of docs/benchmarks.md")
+    add_option(parser)
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("--rounds: an interval needs two at least")
     torch.set_num_threads(1)
     keep_freed_memory()
-    write_rows(options.json, [line for grown in options.only for line in measure(grown, options.rounds)])
+    write(options.json, [line for grown in options.only for line in measure(grown, options.rounds)])
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from bench_rows import row, write_rows
+from rows import add_option, row, write
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -99,19 +99,8 @@ def compare(what: str, candidates: dict[str, Callable[[], object]], rounds: int,
         low, median, high = statistics.quantiles(ratios, n=4)
         print(f"  {name:22} {median:6.2f}  [{low:.2f}, {high:.2f}]   {1e3 * medians[name]:9.2f} ms")
         if name not in ("grouped_mm", "floor"):
-            us, peer_us = 1e6 * medians[name], 1e6 * medians["grouped_mm"]
-            limit = 1e6 * medians["floor"] if "floor" in medians else None
-            rows.append(
-                row(
-                    "experts",
-                    f"{what}: {name}",
-                    us,
-                    limit_us=limit,
-                    peer="grouped_mm",
-                    peer_us=peer_us,
-                    ratios=ratios,
-                )
-            )
+            mine, peer = ([t[key] for t in times] for key in (name, "grouped_mm"))
+            rows.append(row("experts", f"{what}: {name}", mine, "grouped_mm", peer, medians.get("floor")))
     return rows
 
 
@@ -136,7 +125,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=None)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows of docs/benchmarks.md")
+    add_option(parser)
     args = parser.parse_args()
 
     register_experts()
@@ -159,10 +148,7 @@ def main() -> None:
     print("forward + backward")
     both: dict[str, Callable[[], object]] = {i: lambda i=i: problem.forward_backward(i) for i in implementations}
     rows += compare(f"{size}, forward + backward", both, args.rounds, args.device)
-    if cuda and "megablocks" not in implementations:
-        print("megablocks is not installed: its kernels were left out (docs/megablocks.md)")
-        rows.append(row("experts", f"{size}: megablocks", note="not installed, left out"))
-    write_rows(args.json, rows)
+    write(args.json, rows)
 
 
 if __name__ == "__main__":

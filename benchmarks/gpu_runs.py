@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_rows import row, write_rows
+from rows import add_option, row, write
 
 QUICK = Path(__file__).resolve().parents[1] / "experiments" / "quick.yaml"
 
@@ -56,7 +56,7 @@ def fsdp2(folder: Path, device: str, steps: int, more: Sequence[str] = ()) -> li
     size = max(abs(a) for a in expected)
     note = f"{len(found)} updates; losses differ by at most {gap:.1e}, the largest is {size:.1e}"
     case = f"run of {steps} steps on {device}, one rank"
-    return [row("fsdp2", case, 1e6 * rank, peer="one process", peer_us=1e6 * one, ratios=[rank / one], note=note)]
+    return [row("fsdp2", case, [rank], "one process", [one], note=note)]
 
 
 def study(folder: Path, device: str, steps: int, more: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -65,11 +65,10 @@ def study(folder: Path, device: str, steps: int, more: Sequence[str] = ()) -> li
     where = ["--output", folder / "quick", "--cold-starts", folder / "cold_starts"]
     seconds = moe_rl("study", QUICK, "--model.device", device, "--optim.steps", steps, *more, *where, "--no-figures")
     data = load(folder / "quick")
-    rows = [row("study", f"quick, all arms, {steps} steps each, on {device}", 1e6 * seconds, note="wall clock")]
-    for (arm, seed), mine in data.evals.groupby(["arm", "seed"]):
-        reward = mine.sort_values("step").reward.iloc[-1]
-        rows.append(row("study", f"{arm} seed {seed}", note=f"held-out reward {reward:.3f} at the end"))
-    return rows
+    ends = data.evals.sort_values("step").groupby(["arm", "seed"]).reward.last()
+    rewards = ", ".join(f"{arm} {reward:.3f}" for (arm, _), reward in ends.items())
+    note = f"wall clock; held-out reward at the end: {rewards}"
+    return [row("study", f"quick, all arms, {steps} steps each, on {device}", [seconds], note=note)]
 
 
 def main() -> None:
@@ -78,13 +77,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where the runs are written")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--json", metavar="FILE", help="also write the rows of docs/gpu.md")
+    add_option(parser)
     options = parser.parse_args()
     make = {"fsdp2": fsdp2, "study": study}[options.what]
     rows = make(options.folder, options.device, options.steps)
     for line in rows:
         print(line["case"], line["note"])
-    write_rows(options.json, rows)
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

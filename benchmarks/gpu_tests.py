@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from bench_rows import row, write_rows
+from rows import add_option, row, write
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -23,13 +23,13 @@ def outcomes(report: str) -> list[dict[str, Any]]:
         said = [f"{child.tag}: {child.get('message', '')}" for child in case if not child.tag.startswith("system")]
         note = " ".join(said[0].split())[:200] if said else "passed"
         name = f"{case.get('classname')}::{case.get('name')}"
-        rows.append(row("gpu_tests", name, 1e6 * float(case.get("time", 0)), note=note))
+        rows.append(row("gpu_tests", name, [float(case.get("time", 0))], note=note))
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write the rows of docs/gpu.md")
+    add_option(parser)
     options = parser.parse_args()
     marked = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
     with tempfile.TemporaryDirectory() as folder:
@@ -37,7 +37,7 @@ def main() -> None:
         command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", *marked]
         status = subprocess.run(command, cwd=ROOT).returncode
         rows = outcomes(report.read_text()) if report.exists() else []
-    write_rows(options.json, rows)
+    write(options.json, rows)
     sys.exit(status)
 
 

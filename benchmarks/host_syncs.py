@@ -8,13 +8,14 @@ Each wait (`.item()`, a copy to the host, an index by a mask) lets the GPU run d
 """
 
 import argparse
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from bench_rows import row, write_rows
+from rows import add_option, row, write
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.measure.logprobs import token_logps
@@ -108,21 +109,23 @@ def main() -> None:
     parser.add_argument("--experts", default="grouped_mm", help="experts implementation")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--json", metavar="FILE", help="also write the rows of docs/gpu.md")
+    add_option(parser)
     options = parser.parse_args()
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.exit(1, "no CUDA device here; --device cpu runs the calls and counts nothing\n")
     rows = []
     for name, call in calls(options.device, options.experts, options.layers, options.tokens).items():
         call()
+        began = time.perf_counter()
         with waits(options.device) as found:
             call()
+        seconds = time.perf_counter() - began
         places = ", ".join(f"{place} {count}" for place, count in found.most_common(4))
         note = f"{found.total()} waits" + (f" ({places})" if found else "")
-        note += "" if options.device.startswith("cuda") else ": a CPU has none to count"
+        note += "; wall clock" if options.device.startswith("cuda") else ": a CPU has none to count; wall clock"
         print(f"{name:45} {note}")
-        rows.append(row("host_syncs", f"{options.layers} layers, {name}", note=note))
-    write_rows(options.json, rows)
+        rows.append(row("host_syncs", f"{options.layers} layers, {name}", [seconds], note=note))
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

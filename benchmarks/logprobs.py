@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_rows import row, write_rows
+from rows import add_option, row, write
 from torch import Tensor
 
 from moe_rl.measure.head import head_logps
@@ -162,12 +162,8 @@ def rows_of(
     what: str, ratios: dict[str, list[float]], base: list[float], notes: dict[str, str]
 ) -> list[dict[str, Any]]:
     first, *others = ratios
-    peer = 1e6 * statistics.median(base)
-    us = {name: 1e6 * statistics.median(r * b for r, b in zip(ratios[name], base, strict=True)) for name in others}
-    return [
-        row("logprobs", f"{what}: {n}", us[n], peer=first, peer_us=peer, ratios=ratios[n], note=notes.get(n, ""))
-        for n in others
-    ]
+    seconds = {name: [r * b for r, b in zip(ratios[name], base, strict=True)] for name in others}
+    return [row("logprobs", f"{what}: {n}", seconds[n], first, base, note=notes.get(n, "")) for n in others]
 
 
 def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> list[dict[str, Any]]:
@@ -247,7 +243,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows of docs/benchmarks.md")
+    add_option(parser)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = options.tokens, options.hidden, options.vocabulary
@@ -256,7 +252,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     rows = compare_tiny(options.rounds) if options.tiny else compare_heads(sizes, options.dtype, options.rounds)
-    write_rows(options.json, rows)
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_rows import row, write_rows
+from rows import add_option, row, write
 from torch.profiler import ProfilerActivity, profile
 
 from moe_rl.policy.models import ModelConfig, TinyConfig
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=48)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--json", metavar="FILE", help="also write the rows of docs/benchmarks.md")
+    add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -134,12 +134,10 @@ def main() -> None:
         )
     rows = []
     for name in ("ppo_head", "ppo"):
-        ratios = [seconds / grpo for seconds, grpo in zip(times[name], times["grpo"], strict=True)]
         held = [found[key]["peak_bytes"] / MIB for key in (name, "grpo")]
-        us = [1e6 * statistics.median(times[key]) for key in (name, "grpo")]
         note = f"peak {held[0]:.1f} MiB above what is held, grpo {held[1]:.1f}"
-        rows.append(row("ppo_vs_grpo", f"a step: {name}", us[0], peer="grpo", peer_us=us[1], ratios=ratios, note=note))
-    write_rows(options.json, rows)
+        rows.append(row("ppo_vs_grpo", f"a step: {name}", times[name], "grpo", times["grpo"], note=note))
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

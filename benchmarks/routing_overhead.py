@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from bench_rows import row, write_rows
+from rows import add_option, row, write
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, record_routes, replay_routes
@@ -52,7 +52,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=12, help="rounds of each comparison (default 12)")
     arguments.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES), help="CPU sizes")
     arguments.add_argument("--no-gpu", action="store_true", help="CPU part only")
-    arguments.add_argument("--json", metavar="FILE", help="also write the rows of docs/benchmarks.md")
+    add_option(arguments)
     options = arguments.parse_args()
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def main() -> None:
         lines += compare_gpu(options.rounds)
     elif not options.no_gpu:
         print("no GPU: the Qwen3-30B-A3B-shaped comparison was not run")
-    write_rows(options.json, lines)
+    write(options.json, lines)
 
 
 def compare_size(name: str, rounds: int) -> list[dict[str, Any]]:
@@ -163,15 +163,14 @@ def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, 
     for variant in VARIANTS:
         measured(variant)  # warm-up
     ratios: dict[str, list[float]] = {variant: [] for variant in VARIANTS[1:]}
-    us: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for _ in range(rounds):
         times = {variant: measured(variant) for variant in random.sample(VARIANTS, len(VARIANTS))}
         for variant, seconds in times.items():
-            us[variant].append(1e6 * seconds)
+            taken[variant].append(seconds)
         for variant, values in ratios.items():
             values.append(times[variant] / times["plain"])
-    middle = {variant: statistics.median(values) for variant, values in us.items()}
-    print(f"\n{what}\n  plain: {1e-3 * middle['plain']:.1f} ms (median of {rounds} rounds)", end="; ")
+    print(f"\n{what}\n  plain: {1e3 * statistics.median(taken['plain']):.1f} ms (median of {rounds} rounds)", end="; ")
     print(f"opening and closing a context, not counted below: {100 * opening[0]:.1f} ms")
     for variant, values in ratios.items():
         low, median, high = statistics.quantiles(values, n=4)
@@ -182,8 +181,8 @@ def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, 
     print(f"  resolved: differences above about {100 * resolved:.1f} % (twice the standard error of A/A)")
     note = f"resolved: {100 * resolved:.1f} %"
     return [
-        row("routing_overhead", f"{what}: {v}", middle[v], peer="plain", peer_us=middle["plain"], ratios=r, note=note)
-        for v, r in ratios.items()
+        row("routing_overhead", f"{what}: {variant}", taken[variant], "plain", taken["plain"], note=note)
+        for variant in VARIANTS[1:]
     ]
 
 

@@ -4,6 +4,7 @@ submitit hands a job its arguments (strings and numbers) in a pickle of its own 
 """
 
 import json
+import re
 import shutil
 import sys
 import time
@@ -52,7 +53,9 @@ def job_options(words: Sequence[str]) -> dict[str, Any]:
 def _value(text: str) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    return int(text) if text.isdecimal() else text
+    if text.isdecimal():
+        return int(text)
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) else text
 
 
 class Jobs:

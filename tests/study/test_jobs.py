@@ -88,12 +88,13 @@ def planned(arm="one", nodes=1):
 
 
 def test_options_are_those_of_submitit_and_sbatch():
-    assert job_options(["--gpus-per-node=8", "partition=gpu", "slurm_qos=high", "exclusive=true"]) == {
+    assert job_options(["--gpus-per-node=8", "partition=gpu", "slurm_qos=high", "exclusive=true", "mem_gb=1.5"]) == {
         "timeout_min": 720,
         "gpus_per_node": 8,
         "slurm_partition": "gpu",
         "slurm_qos": "high",
         "slurm_exclusive": True,
+        "mem_gb": 1.5,
     }
     wrong = {"gpu": "expected KEY=VALUE", "partition=": "expected KEY=VALUE", "tasks_per_node=8": "a job is one run"}
     for word, said in wrong.items():
