@@ -38,6 +38,7 @@ from moe_rl.run_rows import (
     token_columns,
     words_of,
 )
+from moe_rl.settings import differences, laid_over, listed, plain
 from moe_rl.tables import write_table
 from moe_rl.yaml_files import parse_yaml
 
@@ -58,6 +59,8 @@ class RunWriter:
         seed: the repetition.
         config: plain values to keep in config.yaml. Figures read `label`, `objective`, `replay` and
             `optim: {steps: N}` (docs/run_folder.md).
+        defaults: what settings were before there were these settings, nested as `config`: a folder whose `config.yaml`
+            lacks one, because an earlier version wrote it, is gone on with if it has this value now.
 
     Attributes:
         folder: the run folder, `Path`.
@@ -70,7 +73,13 @@ class RunWriter:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, arm: str, seed: int = 0, config: Mapping[str, Any] | None = None
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        arm: str,
+        seed: int = 0,
+        config: Mapping[str, Any] | None = None,
+        defaults: Mapping[str, Any] | None = None,
     ):
         self.folder = _run_folder(Path(folder).expanduser(), arm, seed)
         self._metrics, self._started = self.folder / "metrics.jsonl", time.time()
@@ -85,7 +94,7 @@ class RunWriter:
                 raise RunFolderError(
                     f"{self.folder} holds a finished run. Choose another folder, or delete its file DONE to go on."
                 )
-            self._keep_config({**(config or {}), "arm": arm, "seed": seed})
+            self._keep_config({**(config or {}), "arm": arm, "seed": seed}, plain(defaults or {}))
             write_json(self.folder / "env.json", _environment(command))
             self._read()
             self._failure.unlink(missing_ok=True)
@@ -228,7 +237,7 @@ class RunWriter:
             with naming(self._metrics):
                 os.truncate(self._metrics, size)
 
-    def _keep_config(self, config: dict[str, Any]) -> None:
+    def _keep_config(self, config: dict[str, Any], defaults: dict[str, Any]) -> None:
         import yaml
 
         path = self.folder / "config.yaml"
@@ -246,13 +255,12 @@ class RunWriter:
             there = parse_yaml(path.read_bytes())
         except (OSError, ValueError) as error:
             raise RunFolderError(f"{path} is damaged: {error}. Move {self.folder} away to run again.") from error
-        a, b = (_without_steps(c) if isinstance(c, dict) else {} for c in (there, config))
-        changed = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+        known = laid_over(defaults, there) if isinstance(there, dict) else there
+        changed = differences(_without_steps(known), _without_steps(config))
         if changed:
-            name = changed[0]
             raise RunFolderError(
-                f"{self.folder} holds a run of another configuration ({name}: {a.get(name)!r} there, {b.get(name)!r} "
-                "now). Nothing was changed: choose another folder, or move this one away."
+                f"{self.folder} holds a run of another configuration ({listed(changed)}). Nothing was changed: choose "
+                "another folder, or move this one away."
             )
         if there != config:
             write_atomic(path, yaml.safe_dump(config, sort_keys=False))
@@ -273,9 +281,9 @@ def _run_folder(folder: Path, arm: str, seed: int) -> Path:
     return folder / arm / f"seed{seed}"
 
 
-def _without_steps(config: dict[str, Any]) -> dict[str, Any]:
+def _without_steps(config: Any) -> Any:
     """A run may be made longer; everything else makes it another run."""
-    optim = config.get("optim")
+    optim = config.get("optim") if isinstance(config, dict) else None
     return {**config, "optim": {k: v for k, v in optim.items() if k != "steps"}} if isinstance(optim, dict) else config
 
 

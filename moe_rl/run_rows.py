@@ -33,7 +33,7 @@ def checked(kind: str, name: str, value: Any) -> Any:
     """A metric's value as JSON holds it; RunFolderError for an unknown name or a value that does not fit it."""
     from moe_rl.measure.catalogue import CATALOGUE, find
 
-    value = _plain(value, f"{kind} row, {name}")
+    value = plain(value, f"{kind} row, {name}")
     if FOREIGN in name:
         return value
     metric = find(kind, name)
@@ -65,13 +65,15 @@ def check_lists(kind: str, values: dict[str, Any]) -> None:
         raise RunFolderError(f"{kind} row: lists by site must have one length, got {lengths}")
 
 
-def _plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str) -> Any:
+    """A metric as JSON holds it: tensors and arrays as lists, null for what is not finite. RunFolderError, naming
+    `where`, for any other kind of value."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
-        return [_plain(item, where) for item in value]
+        return [plain(item, where) for item in value]
     if value is None or isinstance(value, bool | int | str):
         return value
     raise RunFolderError(f"{where}: expected a number, text or a list of them, got {type(value).__name__}")
@@ -126,10 +128,10 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
         raise RunFolderError(f"tokens: {missing[0]} is missing; needed are {', '.join(TOKEN_COLUMNS)}")
     found: dict[str, Any] = {}
     for name, value in columns.items():
-        plain = _plain(value, f"tokens, {name}")
-        if name not in (*_WHOLE, "text") and isinstance(plain, list):
-            plain = [math.nan if item is None else item for item in plain]
-        array = np.asarray(plain, dtype=object if name == "text" else None)
+        held = plain(value, f"tokens, {name}")
+        if name not in (*_WHOLE, "text") and isinstance(held, list):
+            held = [math.nan if item is None else item for item in held]
+        array = np.asarray(held, dtype=object if name == "text" else None)
         kinds = "O" if name == "text" else "iu" if name in _WHOLE else "iuf"
         if array.ndim != 1 or array.dtype.kind not in kinds:
             wanted = "texts" if name == "text" else "whole numbers" if name in _WHOLE else "numbers"

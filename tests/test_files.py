@@ -1,6 +1,7 @@
 """Files written whole or not at all, and folders with one writer."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 from moe_rl.files import sole_writer
 with sole_writer(Path(sys.argv[1]), "moe-rl run x"):
     print("held", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -76,23 +77,29 @@ import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", '''
 import sys, time
 from moe_rl.processes import end_with_parent
+sys.platform = sys.argv[2]
 end_with_parent(int(sys.argv[1]))
 print("up", flush=True)
-time.sleep(60)
-''', str(os.getpid())], stdout=subprocess.PIPE, text=True)
+time.sleep(600)
+''', str(os.getpid()), sys.argv[1]], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
 print(child.pid, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at /proc")
-def test_a_process_ends_with_the_one_that_started_it():
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize(
+    ("number", "platform"),
+    [("SIGKILL", sys.platform), ("SIGTERM", sys.platform), ("SIGHUP", sys.platform), ("SIGKILL", "darwin")],
+)
+def test_a_process_ends_with_the_one_that_started_it(number, platform):
+    """By the kernel on Linux; as elsewhere, by looking."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, platform], stdout=subprocess.PIPE, text=True)
     child = int(parent.stdout.readline())
-    parent.kill()
+    parent.send_signal(signal.Signals[number])
     parent.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while _lives(child) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _lives(child)

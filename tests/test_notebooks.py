@@ -28,5 +28,5 @@ def test_notebook_runs(path, monkeypatch):
         pytest.importorskip("trl")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(path.parent)}}).execute()
+    NotebookClient(notebook, timeout=1500, resources={"metadata": {"path": str(path.parent)}}).execute()
     assert any(cell.get("outputs") for cell in notebook.cells)

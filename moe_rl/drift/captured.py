@@ -188,7 +188,7 @@ def _tables(own: OwnRoutes, expected: tuple[int, ...]) -> list[int]:
     return [layer for layer, twice in zip(expected, repeats, strict=True) if twice and layer >= 0]
 
 
-def _leading(work: Work, marked: Bool[np.ndarray, "n"]) -> Bool[np.ndarray, "n"]:
+def _leading(work: Work, marked: Bool[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
     """Of the marked rows, those with none before them in their sequence that is not marked."""
     found = np.zeros(len(marked), bool)
     for b in np.unique(work.sequence):

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 from matplotlib.lines import Line2D
 from rich.console import Console
 from rich.table import Table
 
 from moe_rl.drift.words import number, percent
+from moe_rl.pages import render_page
 from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.figures.style import GREY, StudyFigure, legend_above, panels, save_figure, styled
 
@@ -167,20 +167,14 @@ def draw(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], folder: Pa
 
 def render(facts: Mapping[str, Any], figure: StudyFigure) -> str:
     """The page: self-contained, without scripts."""
-    environment = Environment(
-        loader=PackageLoader("moe_rl", "."),
-        autoescape=select_autoescape(default=True),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     counts = [
         [row["dtype"], label(row), *(f"{row[f'{unit}_changed']:,} / {row[unit]:,}" for unit in UNITS)]
         + [f"{row['outside']:,} → {row['outside_replayed']:,} / {row['measured']:,}"]
         + [number(row[name]) for name in ("k3", "k3_replayed", "chi2_token", "ess_token", "gap_p99")]
         for row in facts["rows"]
     ]
-    return environment.get_template("drift/floor.html.j2").render(
+    return render_page(
+        "drift/floor.html.j2",
         facts=facts,
         heads=HEADS,
         rows=[cells(row) for row in facts["rows"]],

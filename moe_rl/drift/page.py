@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from moe_rl.drift import figures as figures_of
@@ -16,6 +15,7 @@ from moe_rl.drift.tally import Tally
 from moe_rl.drift.verdict import pair_verdict, swap_sentence
 from moe_rl.drift.words import number, percent
 from moe_rl.measure.moments import PARTS
+from moe_rl.pages import render_page
 from moe_rl.study.figures.floor import WORDS
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.style import StudyFigure, save_figure
@@ -142,13 +142,6 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
 
 def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure]) -> str:
     """The page: self-contained, without scripts."""
-    environment = Environment(
-        loader=PackageLoader("moe_rl", "."),
-        autoescape=select_autoescape(default=True),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     short, pattern = short_sites(list(sites["site"]))
     columns = [(head, column, form) for head, column, form in COLUMNS if column in sites]
     rows = [
@@ -168,7 +161,8 @@ def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure
         )
         for a, b in combinations(PARTS, 2)
     ]
-    return environment.get_template("drift/drift.html.j2").render(
+    return render_page(
+        "drift/drift.html.j2",
         facts=facts,
         verdict=pair_verdict(facts),
         topics=_by_topic(summary(facts)),

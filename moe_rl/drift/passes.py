@@ -9,6 +9,7 @@ from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.output import Tick
@@ -44,9 +45,9 @@ def with_both(
     for batch in batches:
         text = batch.text
         with record_margins(old) as margins:
-            before = score_live(old, text)
+            before = scored("OLD", old, text)
         floor.add(old, text, before)
-        after = score_live(new, text)
+        after = scored("NEW", new, text)
         replayed = score_replayed(new, text, before.routes, after.routes)
         rerouted = score_replayed(old, text, after.routes, before.routes)
         sites = score_sites(new, text, before.routes, after) if per_site else None
@@ -76,7 +77,7 @@ def one_at_a_time(
     model = load_old()
     for number, batch in enumerate(batches()):
         with record_margins(model) as margins:
-            before = score_live(model, batch.text)
+            before = scored("OLD", model, batch.text)
         floor.add(model, batch.text, before)
         keep_scored(cache, f"old_{number}", before, margins=margins.values)
         tick()
@@ -86,7 +87,7 @@ def one_at_a_time(
     model = load_new()
     for number, batch in enumerate(batches()):
         before, _ = kept_scored(cache, f"old_{number}")
-        after = score_live(model, batch.text)
+        after = scored("NEW", model, batch.text)
         more = {"replayed": score_replayed(model, batch.text, before.routes, after.routes)}
         if per_site:
             more["alone"], more["others"] = score_sites(model, batch.text, before.routes, after)
@@ -110,6 +111,18 @@ def one_at_a_time(
             file.unlink()
         yield Measured(batch, parts, known["margins"], swapped)
         tick()
+
+
+def scored(which: str, model: nn.Module, text: TokenBatch) -> Scored:
+    """`score_live`. Raises DriftError for log-probabilities that are not finite: they would compare as unchanged."""
+    found = score_live(model, text)
+    bad = ~torch.isfinite(found.logps).all(1)
+    if bool(bad.any()):
+        raise DriftError(
+            f"{which}: log-probabilities of {int(bad.sum())} of {len(bad)} texts of a batch are not finite. An "
+            "overflow in this dtype (try --dtype float32), or a model that diverged"
+        )
+    return found
 
 
 def _routes_with(model: nn.Module, gates: dict[str, Tensor], text: TokenBatch) -> RoutedExperts:

@@ -149,7 +149,7 @@ def _explain(work: Work, own: OwnRoutes, simple: Explanation, best: Explanation)
         work.findings.append(Finding("physical ids", text))
 
 
-def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray, "n"]:
+def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray, " n"]:
     """Mean slot agreement of each row over sites; -1 where it cannot be compared."""
     a, b, rows = pairs_of(work, own, best.shift)
     sites = [(site, c) for site, c in enumerate(best.layers) if c >= 0]
@@ -169,7 +169,7 @@ def _chance(work: Work, own: OwnRoutes, best: Explanation) -> float:
     return float(np.mean(rates)) if rates else 0.0
 
 
-def _prefixes(work: Work, agree: Float[np.ndarray, "n"], middle: float) -> Bool[np.ndarray, "n"]:
+def _prefixes(work: Work, agree: Float[np.ndarray, " n"], middle: float) -> Bool[np.ndarray, " n"]:
     """Rows at the start of sequences that agree by chance while the rest agrees."""
     found = np.zeros(len(agree), bool)
     for b in np.unique(work.sequence):

@@ -104,7 +104,7 @@ def mapped(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
     return np.where(inside, table[np.where(inside, ids, 0)], -2)
 
 
-def slots_of(a: Integer[np.ndarray, "n K"], b: Integer[np.ndarray, "n K"]) -> Float[np.ndarray, "n"]:
+def slots_of(a: Integer[np.ndarray, "n K"], b: Integer[np.ndarray, "n K"]) -> Float[np.ndarray, " n"]:
     found: np.ndarray = (a[:, :, None] == b[:, None, :]).any(1).mean(-1)
     return found
 

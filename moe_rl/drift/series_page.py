@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 from matplotlib.axes import Axes
 
 from moe_rl.drift.figures import LOOKS
 from moe_rl.drift.page import floor_text
 from moe_rl.drift.words import number, percent
+from moe_rl.pages import render_page
 from moe_rl.study.figures.floor import FLOOR_LINES
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.screen import inline_svg
@@ -125,14 +125,8 @@ def draw(facts: Mapping[str, Any], sites: pd.DataFrame, folder: Path) -> list[St
 
 def render(facts: Mapping[str, Any], figures: Sequence[StudyFigure]) -> str:
     """The page: self-contained, without scripts."""
-    environment = Environment(
-        loader=PackageLoader("moe_rl", "."),
-        autoescape=select_autoescape(default=True),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("drift/series.html.j2").render(
+    return render_page(
+        "drift/series.html.j2",
         facts=facts,
         floor=_floor(facts),
         figures=[(figure, Markup(inline_svg(figure))) for figure in figures],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from moe_rl.drift.floor import Floor, rates_of
 from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.output import Tick
-from moe_rl.drift.passes import keep_scored, kept_scored
+from moe_rl.drift.passes import keep_scored, kept_scored, scored
 from moe_rl.drift.prompts import Skipped, TextBatch
 from moe_rl.measure.arithmetic import GapTally
 from moe_rl.measure.scoring import Scored, score_live, score_replayed
@@ -34,7 +34,7 @@ class Passes:
         """Score the first checkpoint, measure its noise floor; its row of zeros, and its routers."""
         model, held = self.load(0), Held()
         for number, batch in enumerate(self.text(skipped)):
-            before = score_live(model, batch.text)
+            before = scored("checkpoint 1", model, batch.text)
             floor.add(model, batch.text, before)
             for name in ("first", "last"):
                 keep_scored(self.cache, f"{name}_{number}", before)
@@ -49,7 +49,7 @@ class Passes:
         model, held = self.load(index), Held()
         for number, batch in enumerate(self.text(Skipped())):
             (before, _), (last, _) = (kept_scored(self.cache, f"{name}_{number}") for name in ("first", "last"))
-            after = score_live(model, batch.text)
+            after = scored(f"checkpoint {index + 1}", model, batch.text)
             held.add(batch, before, last, after, score_replayed(model, batch.text, before.routes, after.routes))
             if gates is not None:
                 with with_gates(model, gates):

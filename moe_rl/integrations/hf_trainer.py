@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -147,4 +148,6 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
         "trainer": trainer._bare.__name__,
         "arguments": {name: value for name, value in sorted(args.to_dict().items()) if isinstance(value, plain)},
     }
-    return RunWriter(folder, arm=arm, seed=int(seed[1]) if seed else args.seed, config=config)
+    known = {f.name: f.default for f in fields(args) if f.name in config["arguments"] and isinstance(f.default, plain)}
+    number = int(seed[1]) if seed else args.seed
+    return RunWriter(folder, arm=arm, seed=number, config=config, defaults={"arguments": known})

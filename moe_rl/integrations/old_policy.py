@@ -24,7 +24,7 @@ class OldPolicy:
     choice: RoutedExperts
     step: int
 
-    def rows(self, index: Int[Tensor, "b"]) -> "OldPolicy":
+    def rows(self, index: Int[Tensor, " b"]) -> "OldPolicy":
         """Some sequences of the batch."""
         routes = self.routes.rows(index)
         return OldPolicy(routes, routes if self.choice is self.routes else self.choice.rows(index), self.step)

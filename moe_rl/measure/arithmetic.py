@@ -16,9 +16,9 @@ the reference's, the rest is routing. The decomposition of `moe_rl.measure.decom
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.measure.decoding import decode_live, decode_replayed
+from moe_rl.measure.noise_floor import experts_computed_by
 from moe_rl.measure.peer_metrics import ratio_range_metrics
 from moe_rl.measure.ratio_metrics import ratio_metrics
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live, score_replayed
@@ -318,16 +319,15 @@ def _experts(model: nn.Module, variant: str) -> Iterator[None]:
     if not variant.startswith("experts_"):
         yield
         return
-    inner: Any = hf_model(model)
-    own, name = inner.config._experts_implementation, variant.removeprefix("experts_")
-    try:
-        inner.set_experts_implementation(name)
-    except (ValueError, AttributeError, ImportError) as error:
-        raise CannotRun(f"{type(inner).__name__} has no experts implementation {name!r}: {error}") from error
-    try:
+    name = variant.removeprefix("experts_")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(experts_computed_by(model, name))
+        except (ValueError, AttributeError, ImportError) as error:
+            raise CannotRun(
+                f"{type(hf_model(model)).__name__} has no experts implementation {name!r}: {error}"
+            ) from error
         yield
-    finally:
-        inner.set_experts_implementation(own)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -42,14 +42,14 @@ class LogitMap(NamedTuple):
 def head_logps(
     hidden: Float[Tensor, "N H"],
     weight: Float[Tensor, "V H"],
-    targets: Int[Tensor, "N"],
+    targets: Int[Tensor, " N"],
     *,
-    bias: Float[Tensor, "V"] | None = None,
+    bias: Float[Tensor, " V"] | None = None,
     logit_map: LogitMap | None = None,
     temperature: float = 1.0,
     entropy: bool = False,
     chunk_size: int | None = None,
-) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"] | None]:
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """`log softmax(logit_map(hidden @ weight.T + bias) / temperature)[target]` and the entropy, in chunks.
 
     With p the softmax, l its log-probabilities and H its entropy, the gradient at the divided logit j is
@@ -155,7 +155,7 @@ class _ChunkedHead(torch.autograd.Function):
                 d_z = z.sub_(lse[rows, None])  # log p, in z's memory
                 del z
                 if d_entropies is None:
-                    d_z.exp_().mul_(-d_logps[rows, None])  # type: ignore[index]
+                    d_z.exp_().mul_(-d_logps[rows, None])  # type: ignore[index]  # not None: one of the two is there
                 else:
                     p = d_z.exp()
                     d_z.add_(entropies[rows, None]).mul_(-d_entropies[rows, None])

@@ -22,7 +22,7 @@ class Moments:
     """
 
     count: int
-    mean: Float[Tensor, "P"]
+    mean: Float[Tensor, " P"]
     scatter: Float[Tensor, "P P"]
 
     @staticmethod

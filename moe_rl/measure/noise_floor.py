@@ -14,7 +14,7 @@ to it: log-probabilities agree to some 1e-6 nats and no expert changes, save at 
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,18 +113,28 @@ def floor_metrics(mask: Bool[Tensor, "B T"], base: Scored, other: Scored) -> dic
 @contextmanager
 def other_experts(model: nn.Module) -> Iterator[tuple[str, str] | None]:
     """Inside, the experts are computed by another implementation; None where the model has but one."""
-    inner: Any = hf_model(model)
-    name = getattr(getattr(inner, "config", None), "_experts_implementation", None)
+    name = getattr(getattr(hf_model(model), "config", None), "_experts_implementation", None)
     other = OTHER_EXPERTS.get(str(name), "eager")
-    try:
-        inner.set_experts_implementation(other)
-    except (ValueError, AttributeError, ImportError):
-        yield None
-        return
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(experts_computed_by(model, other))
+        except (ValueError, AttributeError, ImportError):
+            yield None
+            return
         yield str(name), other
+
+
+@contextmanager
+def experts_computed_by(model: nn.Module, name: str) -> Iterator[None]:
+    """Inside, the experts are computed by another implementation of transformers. ValueError, AttributeError or
+    ImportError before, where the model has none of that name."""
+    inner: Any = hf_model(model)
+    own = getattr(getattr(inner, "config", None), "_experts_implementation", None)
+    inner.set_experts_implementation(name)
+    try:
+        yield
     finally:
-        inner.set_experts_implementation(name)
+        inner.set_experts_implementation(own)
 
 
 def rounded_copy(model: nn.Module) -> nn.Module:

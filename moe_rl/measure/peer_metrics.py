@@ -167,7 +167,7 @@ def ratio_range_metrics(
 
 def load_violation(
     load: Int[Tensor, "L E"] | Float[Tensor, "L E"], experts: Sequence[int] | None = None
-) -> dict[str, Float[Tensor, "L"]]:
+) -> dict[str, Float[Tensor, " L"]]:
     """MaxVio of each routing site and its kin: how far loads are from even, over the even load.
 
     `max_vio` = (max load - mean load) / mean load (arXiv 2408.15664; prime-rl, verl), `min_vio` = (min - mean) / mean,
@@ -215,13 +215,13 @@ def routing_confidence(scores: Float[Tensor, "n E"], ids: Int[Tensor, "n K"]) ->
     return (scores.gather(-1, ids).sum(-1) / scores.sum(-1)).mean()
 
 
-def _pearson(a: Float[Tensor, "n"], b: Float[Tensor, "n"]) -> Float[Tensor, ""]:
+def _pearson(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> Float[Tensor, ""]:
     if len(a) < 2:
         return a.new_tensor(float("nan"))
     return torch.corrcoef(torch.stack([a, b]))[0, 1]
 
 
-def _extreme(values: Float[Tensor, "n"], which: str) -> Float[Tensor, ""]:
+def _extreme(values: Float[Tensor, " n"], which: str) -> Float[Tensor, ""]:
     return getattr(values, which)() if len(values) else values.new_tensor(float("nan"))
 
 

@@ -72,7 +72,7 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) ->
 
 def update_ratio_metrics(
     log_ratio: Float[Tensor, "B T"],
-    sequence_log_ratio: Float[Tensor, "B"],
+    sequence_log_ratio: Float[Tensor, " B"],
     mask: Bool[Tensor, "B T"],
 ) -> dict[str, Any]:
     """What the ratios of one update were: variances of log-ratios, `ratio_metrics`. What its clip did with them is in
@@ -108,7 +108,7 @@ def gap_metrics(
     }
 
 
-def effective_share(weights: Float[Tensor, "n"]) -> Float[Tensor, ""]:
+def effective_share(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
     """Effective sample size over n, (Σ w)² / (n Σ w²): 1 if all weights are equal, 1/n if one has all (Kish).
 
     >>> effective_share(torch.tensor([1.0, 1.0, 0.0, 0.0]))

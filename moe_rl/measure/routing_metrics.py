@@ -100,7 +100,7 @@ def router_facts(
     return torch.stack(shares, 1), torch.stack(margins, 1)
 
 
-def _shift_over_margin(old: Float[Tensor, "n E"], new: Float[Tensor, "n E"], k: int) -> Float[Tensor, "n"]:
+def _shift_over_margin(old: Float[Tensor, "n E"], new: Float[Tensor, "n E"], k: int) -> Float[Tensor, " n"]:
     moved = new - old
     moved = (moved - moved.mean(-1, keepdim=True)).abs().amax(-1)
     return 2 * moved / boundary_margin(old, k).clamp(min=1e-12)

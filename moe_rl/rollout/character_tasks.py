@@ -5,6 +5,7 @@ Every prompt begins with `^`; `$` is the end token, which a completion's text do
 
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,33 +24,19 @@ def _other(symbols: str, right: str, rng: random.Random) -> str:
 
 
 @dataclass(frozen=True)
-class ModChain(VerifiableTask):
-    """A chain of modular arithmetic, spelled out: `^3+4*5-6+2=` is answered by `3+4=0;0*5=0;0-6=1;1+2=3.`
-
-    Operators apply from left to right, each result modulo `modulus`. Reward 1 if the completion is a chain
-    of `steps` equations closed by a full stop and its last digit is the answer, else 0. What stands between
-    is not checked: a slip that cancels out is worth as much as none.
-    """
+class Arithmetic(VerifiableTask):
+    """Base of the tasks of modular arithmetic: `^3+4*5=` asks for the operations from left to right, each result modulo
+    `modulus`."""
 
     modulus: int = 7
     steps: int = 4
     operators: str = "+-*"
-
-    name: ClassVar[str] = "mod_chain"
 
     def __post_init__(self) -> None:
         _require(2 <= self.modulus <= 10, "modulus", "between 2 and 10 (one digit)", self.modulus)
         _require(self.steps >= 1, "steps", "at least 1", self.steps)
         known = bool(self.operators) and set(self.operators) <= set("+-*")
         _require(known, "operators", "some of + - *", self.operators)
-
-    @property
-    def alphabet(self) -> str:
-        return self._digits + "+-*=;." + BOS + EOS
-
-    @property
-    def max_new_tokens(self) -> int:
-        return 6 * self.steps + 1
 
     @property
     def _digits(self) -> str:
@@ -59,7 +46,39 @@ class ModChain(VerifiableTask):
         text = rng.choice(self._digits)
         for _ in range(self.steps):
             text += rng.choice(self.operators) + rng.choice(self._digits)
-        return Problem(f"{BOS}{text}=", self._chain(text, rng, 0.0)[-2])
+        value = text[0]
+        for operator, operand in self._operations(text):
+            value = self._operate(value, operator, operand)
+        return Problem(f"{BOS}{text}=", value)
+
+    @staticmethod
+    def _operations(text: str) -> Iterator[tuple[str, str]]:
+        """The operators of `3+4*5`, each with its right operand."""
+        return zip(text[1::2], text[2::2], strict=True)
+
+    def _operate(self, a: str, operator: str, b: str) -> str:
+        left, right = int(a), int(b)
+        return str({"+": left + right, "-": left - right, "*": left * right}[operator] % self.modulus)
+
+
+@dataclass(frozen=True)
+class ModChain(Arithmetic):
+    """A chain of modular arithmetic, spelled out: `^3+4*5-6+2=` is answered by `3+4=0;0*5=0;0-6=1;1+2=3.`
+
+    Operators apply from left to right, each result modulo `modulus`. Reward 1 if the completion is a chain
+    of `steps` equations closed by a full stop and its last digit is the answer, else 0. What stands between
+    is not checked: a slip that cancels out is worth as much as none.
+    """
+
+    name: ClassVar[str] = "mod_chain"
+
+    @property
+    def alphabet(self) -> str:
+        return self._digits + "+-*=;." + BOS + EOS
+
+    @property
+    def max_new_tokens(self) -> int:
+        return 6 * self.steps + 1
 
     def reward(self, problem: Problem, completion: str) -> float:
         match = self._form(completion)
@@ -95,19 +114,18 @@ class ModChain(VerifiableTask):
         return self._chain(problem.prompt[1:-1], rng, noise)
 
     def _chain(self, text: str, rng: random.Random, noise: float) -> str:
-        value, parts = int(text[0]), []
-        for operator, operand in zip(text[1::2], text[2::2], strict=True):
-            b = int(operand)
-            result = {"+": value + b, "-": value - b, "*": value * b}[operator] % self.modulus
+        value, parts = text[0], []
+        for operator, operand in self._operations(text):
+            result = self._operate(value, operator, operand)
             if noise and rng.random() < noise:
-                result = int(_other(self._digits, str(result), rng))
-            parts.append(f"{value}{operator}{b}={result}")
+                result = _other(self._digits, result, rng)
+            parts.append(f"{value}{operator}{operand}={result}")
             value = result
         return ";".join(parts) + "."
 
 
 @dataclass(frozen=True)
-class Calculator(VerifiableTask):
+class Calculator(Arithmetic):
     """Modular arithmetic with a tool, in turns: `^3+4*5=` is answered by asking for one operation after the other.
 
     A turn ends with `$`. The policy writes `3+4$`, the tool `0;`, the policy `0*5$`, the tool `0;`, the policy its
@@ -116,17 +134,9 @@ class Calculator(VerifiableTask):
     digit, else 0: the table of the operations need not be learned, the order of the questions must.
     """
 
-    modulus: int = 7
     steps: int = 2
-    operators: str = "+-*"
 
     name: ClassVar[str] = "calculator"
-
-    def __post_init__(self) -> None:
-        _require(2 <= self.modulus <= 10, "modulus", "between 2 and 10 (one digit)", self.modulus)
-        _require(self.steps >= 1, "steps", "at least 1", self.steps)
-        known = bool(self.operators) and set(self.operators) <= set("+-*")
-        _require(known, "operators", "some of + - *", self.operators)
 
     @property
     def alphabet(self) -> str:
@@ -140,16 +150,6 @@ class Calculator(VerifiableTask):
     def max_turns(self) -> int:
         """Turns of the policy: a question for each operation, and the answer."""
         return self.steps + 1
-
-    @property
-    def _digits(self) -> str:
-        return "0123456789"[: self.modulus]
-
-    def draw(self, rng: random.Random) -> Problem:
-        text = rng.choice(self._digits)
-        for _ in range(self.steps):
-            text += rng.choice(self.operators) + rng.choice(self._digits)
-        return Problem(f"{BOS}{text}=", self._results(text)[-1])
 
     def reply(self, problem: Problem, transcript: str) -> str | None:
         """What the tool says to the policy's last turn; None after an answer."""
@@ -170,7 +170,7 @@ class Calculator(VerifiableTask):
             return _other(self._digits, digit, rng) if noise and rng.random() < noise else digit
 
         value, transcript = text[0], ""
-        for operator, operand in zip(text[1::2], text[2::2], strict=True):
+        for operator, operand in self._operations(text):
             asked = f"{copied(value)}{operator}{copied(operand)}"
             value = self._operate(*asked)
             transcript += f"{asked}{EOS}{value};"
@@ -180,16 +180,6 @@ class Calculator(VerifiableTask):
         """What the policy wrote, by turns: the tool's text, up to its `;`, begins all but the first."""
         first, *later = transcript.split(EOS)
         return [first, *(part.split(";", 1)[-1] for part in later)]
-
-    def _operate(self, a: str, operator: str, b: str) -> str:
-        left, right = int(a), int(b)
-        return str({"+": left + right, "-": left - right, "*": left * right}[operator] % self.modulus)
-
-    def _results(self, text: str) -> list[str]:
-        found = [text[0]]
-        for operator, operand in zip(text[1::2], text[2::2], strict=True):
-            found.append(self._operate(found[-1], operator, operand))
-        return found
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ class Rollout:
     attention_mask: Bool[Tensor, "B T"]
     completion_mask: Bool[Tensor, "B T"]
     logps: Float[Tensor, "B T"]
-    rewards: Float[Tensor, "B"]
-    finished: Bool[Tensor, "B"]
+    rewards: Float[Tensor, " B"]
+    finished: Bool[Tensor, " B"]
     group_size: int
     problems: list[Problem]
     completions: list[str]
@@ -50,11 +50,11 @@ class Rollout:
         return self.input_ids.shape[0]
 
     @property
-    def lengths(self) -> Int[Tensor, "B"]:
+    def lengths(self) -> Int[Tensor, " B"]:
         """Completion tokens per row, the end token included."""
         return self.completion_mask.sum(1)
 
-    def rows(self, index: Int[Tensor, "n"]) -> "Rollout":
+    def rows(self, index: Int[Tensor, " n"]) -> "Rollout":
         """The completions `index`, in that order. `group_size` is kept: whether groups stay whole is up to `index`."""
         where = index.tolist()
         index = index.to(self.input_ids.device)

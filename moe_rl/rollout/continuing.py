@@ -21,7 +21,7 @@ TURNS = 4
 """Turns of the policy in one response, where the task does not say how many (`max_turns`)."""
 
 
-def unfinished(rollout: Rollout, longest: int) -> Bool[Tensor, "B"]:
+def unfinished(rollout: Rollout, longest: int) -> Bool[Tensor, " B"]:
     """Responses without an end token that have fewer than `longest` tokens of the policy's own."""
     return ~rollout.finished & (rollout.lengths < longest)
 
@@ -152,7 +152,7 @@ def right_aligned(ids: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> tuple[I
 
 
 def _placed(
-    rollout: Rollout, rows: Int[Tensor, "n"], new: Bool[Tensor, "n M"], padding: int
+    rollout: Rollout, rows: Int[Tensor, " n"], new: Bool[Tensor, "n M"], padding: int
 ) -> tuple[Rollout, tuple[Tensor, Tensor]]:
     """A copy of the rollout that is wide enough, and where the new tokens of `rows` stand in it: behind each row's
     last token."""

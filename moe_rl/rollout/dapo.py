@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from moe_rl.rollout.completions import Rollout, join_rollouts
 
 
-def overlong_penalty(lengths: Int[torch.Tensor, "B"], longest: int, buffer: int) -> Float[torch.Tensor, "B"]:
+def overlong_penalty(lengths: Int[torch.Tensor, " B"], longest: int, buffer: int) -> Float[torch.Tensor, " B"]:
     """Soft overlong punishment, in units of reward (arXiv 2503.14476, eq. 13; L_max: `longest`, L_cache: `buffer`):
 
         0                                    |y| <= L_max - L_cache
@@ -22,7 +22,7 @@ def overlong_penalty(lengths: Int[torch.Tensor, "B"], longest: int, buffer: int)
     return -((lengths - (longest - buffer)) / buffer).clamp(0, 1)
 
 
-def equal_groups(rollout: Rollout) -> Bool[torch.Tensor, "P"]:
+def equal_groups(rollout: Rollout) -> Bool[torch.Tensor, " P"]:
     """Groups whose rewards are all equal, so that their group advantages are 0."""
     rewards = rollout.rewards.view(-1, rollout.group_size)
     return (rewards == rewards[:, :1]).all(1)

@@ -97,9 +97,9 @@ def decode(
     model: nn.Module,
     prompts: Int[Tensor, "N P"],
     prompt_mask: Bool[Tensor, "N P"],
-    prompt: Int[Tensor, "B"],
+    prompt: Int[Tensor, " B"],
     uniform: Float[Tensor, "B M"],
-    ends: Int[Tensor, "e"],
+    ends: Int[Tensor, " e"],
     temperature: float,
     record: bool,
     max_batch: int | None,
@@ -124,8 +124,8 @@ def decode(
 class _Fed:
     """Which part of the result one call of the model spoke of."""
 
-    rows: Int[Tensor, "n"]
-    source: Int[Tensor, "n"]  # rows[i] of the result was row source[i] of the call
+    rows: Int[Tensor, " n"]
+    source: Int[Tensor, " n"]  # rows[i] of the result was row source[i] of the call
     column: int  # where the call's first token stands in the result
 
 
@@ -150,8 +150,8 @@ class _Chunk:
         model: nn.Module,
         ids: Int[Tensor, "N P"],
         mask: Bool[Tensor, "N P"],
-        prompt: Int[Tensor, "n"],
-        rows: Int[Tensor, "n"],
+        prompt: Int[Tensor, " n"],
+        rows: Int[Tensor, " n"],
     ):
         """Prefill: row i of the chunk is row `rows[i]` of the result and continues prompt `prompt[i]`."""
         self.model, self.rows, self.cache = model, rows, None
@@ -169,7 +169,7 @@ class _Chunk:
             self.ids, self.mask, self.cache = self.ids[place], self.mask[place], None
             self.forward()
 
-    def forward(self, source: Int[Tensor, "n"] | None = None) -> None:
+    def forward(self, source: Int[Tensor, " n"] | None = None) -> None:
         """Feed `ids`; `logits` (fp32, `[n,V]`) are those after the last of them. `source`: the call's row of each
         of the chunk's rows, where they are not the same."""
         new = self.ids.shape[1]
@@ -187,7 +187,7 @@ class _Chunk:
         self.cache = getattr(out, "past_key_values", None)
         self.logits = out.logits[:, -1].float()
 
-    def select(self, index: Int[Tensor, "m"]) -> None:
+    def select(self, index: Int[Tensor, " m"]) -> None:
         """Keep (or repeat) the rows `index` of what was fed."""
         if self.cache is not None:
             self.cache.batch_select_indices(index)
@@ -198,7 +198,7 @@ class _Chunk:
         tokens: Int[Tensor, "B N"],
         logps: Float[Tensor, "B N"],
         uniform: Float[Tensor, "B N"],
-        ends: Int[Tensor, "e"],
+        ends: Int[Tensor, " e"],
         temperature: float,
     ) -> None:
         """Fill the chunk's rows of `tokens` and `logps`, each up to its end."""
@@ -223,8 +223,8 @@ class _Chunk:
 
 
 def draw_tokens(
-    logits: Float[Tensor, "n V"], uniform: Float[Tensor, "n"], temperature: float
-) -> tuple[Int[Tensor, "n"], Float[Tensor, "n"]]:
+    logits: Float[Tensor, "n V"], uniform: Float[Tensor, " n"], temperature: float
+) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
     """One token per row by inverting the cumulative distribution at `uniform`, and its log-probability (nats).
 
     The distribution is softmax(logits / temperature); at temperature 0 the most probable token is taken, and the
@@ -264,7 +264,7 @@ def padding_token(tokenizer: Any) -> int:
     return next(int(token) for token in ids if token is not None)
 
 
-def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, "e"]:
+def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, " e"]:
     """Every token that ends a completion: the tokenizer's and those of the model's generation config."""
     ends: set[int] = set()
     for source in (tokenizer, getattr(hf_model(model), "generation_config", None)):

@@ -95,7 +95,7 @@ def jaccard(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
     return (k - changed.float()) / (k + changed.float())
 
 
-def deviation_histogram(old: Routes, new: Routes, mask: Bool[Tensor, "..."] | None = None) -> Int[Tensor, "K_plus_1"]:
+def deviation_histogram(old: Routes, new: Routes, mask: Bool[Tensor, "..."] | None = None) -> Int[Tensor, " K_plus_1"]:
     """How many (token, site) pairs changed 0, 1, .., K slots; mask as in `change_counts`.
 
     Entry 0 over the sum is the zero-deviation ratio of PR² (arXiv 2606.00395), if its unit is (token, site).
@@ -116,31 +116,31 @@ class ChangeCounts:
     """
 
     site_deviation: Int[Tensor, "L K_plus_1"]
-    flips: Int[Tensor, "L_plus_1"]
+    flips: Int[Tensor, " L_plus_1"]
     incomplete_tokens: int = 0
     sites: tuple[str, ...] = ()
     pair: str = field(default="policies", kw_only=True)
 
     @property
-    def deviation(self) -> Int[Tensor, "K_plus_1"]:
+    def deviation(self) -> Int[Tensor, " K_plus_1"]:
         """How many (token, site) pairs changed 0, 1, .., K slots."""
         return self.site_deviation.sum(0)
 
     @property
-    def per_site_slots_changed(self) -> Int[Tensor, "L"]:
+    def per_site_slots_changed(self) -> Int[Tensor, " L"]:
         return (self.site_deviation * torch.arange(self.site_deviation.shape[1])).sum(-1)
 
     @property
-    def per_site_slots_total(self) -> Int[Tensor, "L"]:
+    def per_site_slots_total(self) -> Int[Tensor, " L"]:
         return self.per_site_total * (self.site_deviation.shape[1] - 1)
 
     @property
-    def per_site_changed(self) -> Int[Tensor, "L"]:
+    def per_site_changed(self) -> Int[Tensor, " L"]:
         """Tokens whose set of experts changed, per site."""
         return self.site_deviation[:, 1:].sum(-1)
 
     @property
-    def per_site_total(self) -> Int[Tensor, "L"]:
+    def per_site_total(self) -> Int[Tensor, " L"]:
         """Tokens compared, per site."""
         return self.site_deviation.sum(-1)
 
@@ -249,7 +249,7 @@ def change_counts(
 
 
 def _count(
-    old: Integer[Tensor, "N L K"], new: Integer[Tensor, "N L K"], mask: Bool[Tensor, "N"] | None
+    old: Integer[Tensor, "N L K"], new: Integer[Tensor, "N L K"], mask: Bool[Tensor, " N"] | None
 ) -> ChangeCounts:
     """The counts of a part of the tokens that is small enough to hold some numbers for each of its rows."""
     tokens, sites, k = old.shape

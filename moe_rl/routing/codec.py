@@ -48,7 +48,7 @@ def set_bits(num_experts: int, k: int) -> float:
     return log2(comb(num_experts, k))
 
 
-def exchange_bits(deviation: Int[Tensor, "K_plus_1"], num_experts: int) -> float:
+def exchange_bits(deviation: Int[Tensor, " K_plus_1"], num_experts: int) -> float:
     """Bits per row of new routes given the old ones, if p_d of the rows change d slots, any d slots alike, any experts
     in them: H(d) + Σ_d p_d log2(C(K, d) C(E - K, d)).
 
@@ -88,7 +88,7 @@ def check_ascending(rows: Rows, num_experts: int, repeats: bool = False) -> None
             raise ValueError(f"row {start + int(good.argmin())} is no set of {len(planes)} of {num_experts} experts")
 
 
-def exchanges(old: Rows, new: Rows) -> tuple[Int[np.ndarray, "X"], UInt[np.ndarray, "X"], UInt[np.ndarray, "X"]]:
+def exchanges(old: Rows, new: Rows) -> tuple[Int[np.ndarray, " X"], UInt[np.ndarray, " X"], UInt[np.ndarray, " X"]]:
     """What turns `old` into `new`, both ascending: row, slot of the old row, expert that takes its place.
 
     Rows ascend, and slots within a row. A row without a route, or with an expert twice, on either side exchanges all.
@@ -112,7 +112,7 @@ def exchanges(old: Rows, new: Rows) -> tuple[Int[np.ndarray, "X"], UInt[np.ndarr
 
 
 def with_exchanges(
-    old: Rows, row: Int[np.ndarray, "X"], slot: UInt[np.ndarray, "X"], expert: UInt[np.ndarray, "X"]
+    old: Rows, row: Int[np.ndarray, " X"], slot: UInt[np.ndarray, " X"], expert: UInt[np.ndarray, " X"]
 ) -> Rows:
     """The new rows, ascending; `old` must be so. Raises IndexError for a row or slot that is not there."""
     new = old.copy()

@@ -191,7 +191,7 @@ def rows_at_once(ids: Tensor) -> int:
 
 def differing_rows(
     old: Integer[Tensor, "N K"], new: Integer[Tensor, "N K"]
-) -> tuple[Int[Tensor, "D"], UInt[Tensor, "D"], Bool[Tensor, "N"] | None]:
+) -> tuple[Int[Tensor, " D"], UInt[Tensor, " D"], Bool[Tensor, " N"] | None]:
     """Rows whose sets differ, K - |old ∩ new| of each, and which rows have a route on both sides (None: all).
 
     Rows are first compared as machine words, 16 bytes read and one written for K = 8 of up to 255 experts; what is

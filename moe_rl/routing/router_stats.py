@@ -31,7 +31,7 @@ def expert_load(
     return load
 
 
-def load_cv(load: Int[Tensor, "L E"]) -> Float[Tensor, "L"]:
+def load_cv(load: Int[Tensor, "L E"]) -> Float[Tensor, " L"]:
     """Coefficient of variation of the load: std / mean over experts (divisor E), float64, NaN without tokens.
 
     0 is even; all tokens on K of E experts gives sqrt(E/K - 1). Negative counts are no experts (`expert_load`).
@@ -42,7 +42,7 @@ def load_cv(load: Int[Tensor, "L E"]) -> Float[Tensor, "L"]:
     return (((counts - mean[:, None]) * there).square().sum(-1) / experts).sqrt() / mean
 
 
-def load_entropy(load: Int[Tensor, "L E"]) -> Float[Tensor, "L"]:
+def load_entropy(load: Int[Tensor, "L E"]) -> Float[Tensor, " L"]:
     """Entropy -Σ_e f_e ln f_e of f = load / Σ load: nats, float64, ln E is even, NaN without tokens. Negative counts
     are no experts (`expert_load`)."""
     counts = load.clamp(min=0).double()

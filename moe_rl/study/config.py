@@ -14,9 +14,11 @@ import yaml
 from moe_rl.names import nearest
 from moe_rl.objectives.bounds import unknown
 from moe_rl.policy.models import seeded
+from moe_rl.settings import differences, laid_over, plain, with_defaults
 from moe_rl.study.alarms import AlarmError, alarms_of
 from moe_rl.training import RunConfig, validate
-from moe_rl.training.method import resolved_objective
+from moe_rl.training.config import DPO
+from moe_rl.training.method import resolve_method, resolved_objective
 from moe_rl.training.ranges import SEED
 from moe_rl.yaml_files import YamlError, parse_yaml
 
@@ -26,6 +28,10 @@ RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json")
 
 class ConfigError(ValueError):
     """A study file that cannot be used; the message names the file, the field and the remedy."""
+
+
+class DamagedRunError(ConfigError):
+    """A run folder that lost some of what was written; the message names the file and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +80,7 @@ class StudyConfig:
         """The full configuration of one run. Raises ConfigError for an unknown arm or values that cannot run."""
         if arm not in self.arms:
             raise ConfigError(f"unknown arm {arm!r} in study {self.name!r}{nearest(arm, self.arms)}")
-        merged = _merge(dataclasses.asdict(self.base), self.arms[arm].changes)
+        merged = laid_over(dataclasses.asdict(self.base), self.arms[arm].changes)
         config = build(RunConfig, {**merged, "seed": seed}, f"arms.{arm}")
         config = dataclasses.replace(config, model=seeded(config.model, seed))
         try:
@@ -165,13 +171,27 @@ def _check_name(what: str, name: Any) -> None:
 
 def dump_run(config: RunConfig) -> str:
     """A resolved run configuration as YAML; `objective` has every field of what is minimised, presets filled in."""
-    data = {**dataclasses.asdict(config), "objective": resolved_objective(config)}
-    return yaml.safe_dump(_plain(data), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(run_settings(config), sort_keys=False, allow_unicode=True)
+
+
+def run_settings(config: RunConfig) -> dict[str, Any]:
+    """What `dump_run` writes, as plain data."""
+    return {**plain(config), "objective": plain(resolved_objective(config))}
+
+
+def changed_settings(stored: Any, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Settings in which a run's `config.yaml`, read as plain data, differs from `config`, with both values. One that
+    the version which wrote the file did not know counts as its default."""
+    stored = with_defaults(stored, config)
+    if isinstance(stored, dict) and config.method.objective != DPO:
+        objective = resolve_method(config, budget=1).objective
+        stored["objective"] = with_defaults(stored.get("objective"), objective)
+    return differences(stored, run_settings(config))
 
 
 def dump_study(study: StudyConfig) -> str:
     """A study as YAML that `load_study` reads back."""
-    data = _plain(dataclasses.asdict(study))
+    data = plain(study)
     data["arms"] = {
         name: {
             "label": arm["label"],
@@ -182,16 +202,6 @@ def dump_study(study: StudyConfig) -> str:
         for name, arm in data["arms"].items()
     }
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
-
-
-def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
-    """Dotted fields in which two nested mappings differ, with both values."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        found: dict[str, tuple[Any, Any]] = {}
-        for key in [*a, *(k for k in b if k not in a)]:
-            found |= differences(a.get(key), b.get(key), f"{prefix}.{key}" if prefix else str(key))
-        return found
-    return {} if a == b else {prefix: (a, b)}
 
 
 def build(cls: Any, data: Any, where: str) -> Any:
@@ -263,21 +273,4 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             pass
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ConfigError(f"{where}: expected {hint.__name__}, got {value!r}")
-    return value
-
-
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes` laid over `base`; mappings merge, everything else replaces."""
-    merged = dict(base)
-    for key, value in changes.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
     return value

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from moe_rl.checks import parse_json
 from moe_rl.files import sole_writer, write_atomic
-from moe_rl.study.config import ConfigError, StudyConfig, dump_study
+from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study
 from moe_rl.study.progress import clock, number, percent
 from moe_rl.study.run import check_folder, check_here, environment
 from moe_rl.study.worker import Worker
@@ -49,6 +49,7 @@ class Run:
     first_step: int | None = None
     reward: float | None = None
     change: float | None = None
+    refusal: str = ""
     offset: int = field(default=0, repr=False)
     inode: int = field(default=0, repr=False)
 
@@ -65,6 +66,11 @@ class Run:
         """Running, and before its first step: where it makes a cold start, or waits for one."""
         return self.state == "running" and self.reward is None
 
+    @property
+    def said(self) -> str:
+        """Why it failed: the last line of its log, unless it could not even begin."""
+        return self.refusal or f"{_last_line(self.log)} (log: {self.log})"
+
     def begins_like(self, other: "Run") -> bool:
         """Whether both need the same cold start."""
         same = (self.rounding, self.config.task, self.config.model) == (
@@ -75,30 +81,29 @@ class Run:
         return same and self.config.model.path is None and self.config.model.cold_start is not None
 
     def read(self) -> None:
-        """Take in what the run wrote to metrics.jsonl since the last call."""
-        path = self.folder / "metrics.jsonl"
-        if not path.exists():
-            return
-        with open(path, "rb") as file:
+        """Take in what the run wrote to metrics.jsonl since the last call. What is wrong with the file, or with a line
+        of it, the run itself says: here it stops nothing."""
+        with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "rb") as file:
             # A resume rewrites the file: whatever it was, what was read before no longer ends where it did.
-            if self.offset and (os.fstat(file.fileno()).st_ino != self.inode or not _ends_line(file, self.offset)):
-                self.offset = 0
-            self.inode = os.fstat(file.fileno()).st_ino
+            inode = os.fstat(file.fileno()).st_ino
+            if self.offset and (inode != self.inode or not _ends_line(file, self.offset)):
+                self.offset, self.step, self.reward, self.change = 0, 0, None, None
+            self.inode = inode
             file.seek(self.offset)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self.offset += len(line)
-                with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged line: the run itself says so
+                with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
                     self.take(parse_json(line))
 
     def take(self, row: dict[str, Any]) -> None:
         if row["kind"] == "rollout":
-            self.reward = row["reward"]
+            self.reward = None if row["reward"] is None else float(row["reward"])
         elif row["kind"] == "probe":
             self.change = row["slots_changed"] / row["slots"] if row["slots"] else None
         elif row["kind"] == "step":
-            self.step = row["step"] + 1
+            self.step = min(int(row["step"]) + 1, self.steps)
             if self.first_step is None and self.worker is not None:
                 self.first_step, self.began = self.step, time.monotonic()
 
@@ -137,7 +142,7 @@ def run_study(
             nothing is started.
         ModelError, EngineError: an arm that this machine cannot run; nothing is started.
         InUseError: another process runs this study.
-        StudyFailed: runs that ended with an error, after all the others were finished.
+        StudyFailed: runs that ended with an error, or whose folder is damaged, after all the others were finished.
     """
     check_labels(study)
     check_roundings(roundings, torch.backends.cpu.get_cpu_capability())
@@ -162,7 +167,7 @@ def _run_all(
             display.show()
     failed = [run for run in runs if run.state == "failed"]
     if failed:
-        reasons = "\n".join(f"  {run.name}: {_last_line(run.log)} (log: {run.log})" for run in failed)
+        reasons = "\n".join(f"  {run.name}: {run.said}" for run in failed)
         raise StudyFailed(
             f"{len(failed)} of {len(runs)} runs did not finish:\n{reasons}\n"
             "The others are complete. The same command goes on from the last checkpoints."
@@ -203,7 +208,10 @@ def _runs(study: StudyConfig, place: Path, rounding: str) -> list[Run]:
         config = study.resolve(arm, seed)
         folder = place / arm / f"seed{seed}"
         run = Run(arm, seed, folder, place / "logs" / f"{arm}_seed{seed}.log", config, rounding)
-        run.state = "waiting" if check_folder(config, folder) else "done"
+        try:
+            run.state = "waiting" if check_folder(config, folder) else "done"
+        except DamagedRunError as error:
+            run.state, run.refusal = "failed", str(error)
         if run.state == "waiting":
             check_here(config)
         if run.state == "waiting" and (config.distributed.strategy != "none" or launched_processes() > 1):
@@ -359,7 +367,7 @@ class _Plain:
             if run.state in ("done", "failed") and run.name not in self.told:
                 self.told.add(run.name)
                 end = f"done in {clock(run.seconds)}, reward {number(run.reward)}"
-                self.say(f"{run.name}: {end if run.state == 'done' else _last_line(run.log)} | {total}")
+                self.say(f"{run.name}: {end if run.state == 'done' else run.said} | {total}")
         if time.monotonic() - self.last >= PLAIN_SECONDS:
             self.last = time.monotonic()
             for run in self.runs:

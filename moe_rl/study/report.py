@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 from markupsafe import Markup
 
 from moe_rl.files import still_written
+from moe_rl.pages import render_page
 from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
 from moe_rl.study.comparing import comparisons
@@ -68,18 +68,15 @@ def render_report(
     """The page as text; the same runs give the same page."""
     missing = list(skipped or [])
     drawn = list(each_figure(data, missing)) if figures is None else list(figures)
-    environment = Environment(
-        loader=PackageLoader("moe_rl.study", "."),
-        autoescape=select_autoescape(default=True),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["minus"] = lambda text: text.replace("-", "−")
-    environment.filters["probability"] = lambda p: probability(p) if np.isfinite(p) else "–"
-    environment.filters["number"] = lambda value: f"{value:.3f}" if np.isfinite(value) else "–"
+    filters = {
+        "minus": lambda text: text.replace("-", "−"),
+        "probability": lambda p: probability(p) if np.isfinite(p) else "–",
+        "number": lambda value: f"{value:.3f}" if np.isfinite(value) else "–",
+    }
     differ, shared = arm_settings(data)
-    return environment.get_template("report.html.j2").render(
+    return render_page(
+        "study/report.html.j2",
+        filters,
         data=data,
         question=str(data.config.get("question") or ""),
         notes=str(data.config.get("notes") or ""),

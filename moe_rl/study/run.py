@@ -23,7 +23,8 @@ from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.rollout.user_code import checked_reward, user_code
-from moe_rl.study.config import ConfigError, differences, dump_run
+from moe_rl.settings import listed
+from moe_rl.study.config import ConfigError, DamagedRunError, changed_settings, dump_run
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.launch import check_shares
@@ -55,7 +56,7 @@ def run_one(
     Raises:
         ValueError: the configuration cannot run.
         ModelError, EngineError: not on this machine.
-        ConfigError: the folder holds a run of another configuration.
+        ConfigError: the folder holds a run of another configuration, or a damaged one (DamagedRunError).
         InUseError: another process runs in the folder.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
@@ -126,27 +127,25 @@ def _try_task(config: RunConfig) -> None:
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:
-    """True if there is work left to do in `folder`; ConfigError if it belongs to another configuration, or is DONE and
-    has lost some of what it wrote."""
+    """True if there is work left to do in `folder`. Raises ConfigError if it belongs to another configuration,
+    DamagedRunError if it has lost some of what was written there."""
     stored = folder / "config.yaml"
     if stored.exists():
         try:
             old = parse_yaml(stored.read_bytes())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{stored} is damaged: {error}. Move {folder} away to run again.") from error
-        changed = differences(old, parse_yaml(dump_run(config)))
+            raise DamagedRunError(f"{stored} is damaged: {error}. Move {folder} away to run again.") from error
+        changed = changed_settings(old, config)
         if changed:
-            listed = "; ".join(f"{name}: {a!r} there, {b!r} now" for name, (a, b) in list(changed.items())[:5])
-            more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
             raise ConfigError(
-                f"{folder} holds a run of another configuration ({listed}{more}). Nothing was overwritten: choose "
+                f"{folder} holds a run of another configuration ({listed(changed)}). Nothing was overwritten: choose "
                 "another --output, or move the folder away."
             )
     elif folder.exists() and any(not path.name.startswith(".") for path in folder.iterdir()):
         raise ConfigError(f"{folder} is not empty and holds no run (no config.yaml). Choose another --output.")
     lost = what_is_lost(folder, checkpoint=True)
     if lost:
-        raise ConfigError(f"{lost}. {remedy(folder)}")
+        raise DamagedRunError(f"{lost}. {remedy(folder)}")
     return not (folder / NAME).exists()
 
 

@@ -17,8 +17,8 @@ from moe_rl.rollout import Rollout, named_rewards, step_rewards
 
 
 def make_advantages(
-    kind: str, scale: str, rewards: Float[Tensor, "B"], rollout: Rollout, task: Any, tokenizer: Any
-) -> tuple[Float[Tensor, "B"] | Float[Tensor, "B T"], dict[str, float]]:
+    kind: str, scale: str, rewards: Float[Tensor, " B"], rollout: Rollout, task: Any, tokenizer: Any
+) -> tuple[Float[Tensor, " B"] | Float[Tensor, "B T"], dict[str, float]]:
     """Advantages of a rollout's responses, and what is to be logged of how they came about.
 
     Args:

@@ -40,8 +40,8 @@ class Batch:
     input_ids: Int[Tensor, "B T"]
     attention_mask: Bool[Tensor, "B T"]
     completion_mask: Bool[Tensor, "B T"]
-    rewards: Float[Tensor, "B"]
-    advantages: Float[Tensor, "B"] | Float[Tensor, "B T"]
+    rewards: Float[Tensor, " B"]
+    advantages: Float[Tensor, " B"] | Float[Tensor, "B T"]
     old_logps: Float[Tensor, "B T"]
     routes: RoutedExperts
     rollout_logps: Float[Tensor, "B T"]
@@ -60,7 +60,7 @@ class Batch:
         """The old policy's log-probabilities under natural routing, whatever the loss takes."""
         return self.old_logps if self.natural_logps is None else self.natural_logps
 
-    def rows(self, index: Int[Tensor, "n"]) -> "Batch":
+    def rows(self, index: Int[Tensor, " n"]) -> "Batch":
         """The responses `index`, in that order."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         tensors: dict[str, Any] = {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
@@ -71,7 +71,7 @@ class Batch:
         return self.input_ids.shape[0]
 
 
-def minibatches(responses: int, count: int, group_size: int, generator: torch.Generator) -> list[Int[Tensor, "n"]]:
+def minibatches(responses: int, count: int, group_size: int, generator: torch.Generator) -> list[Int[Tensor, " n"]]:
     """Row indices of `count` minibatches of whole groups, in random order."""
     groups = torch.randperm(responses // group_size, generator=generator)
     rows = groups[:, None] * group_size + torch.arange(group_size)

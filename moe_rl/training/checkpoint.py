@@ -49,14 +49,17 @@ def save_checkpoint(state: State) -> None:
     staging = state.folder / "checkpoint.new"
     try:
         with naming(state.folder / "checkpoint"):
-            _write(state, staging)
+            write_state(state, staging)
+            if state.ranks.main:
+                swap(state.folder)
     except BaseException:
         if state.ranks.main:
             shutil.rmtree(staging, ignore_errors=True)  # a full disk gets its space back
         raise
 
 
-def _write(state: State, staging: Path) -> None:
+def write_state(state: State, staging: Path) -> None:
+    """Write all of `state` to the folder `staging`, flushed, with a manifest; every rank must call it."""
     main = state.ranks.main
     if main:
         shutil.rmtree(staging, ignore_errors=True)
@@ -99,7 +102,6 @@ def _write(state: State, staging: Path) -> None:
     for path in staging.iterdir():
         _flush(path)
     sync_folder(staging)
-    swap(state.folder)
 
 
 def swap(folder: Path) -> None:

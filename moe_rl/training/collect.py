@@ -17,6 +17,7 @@ from moe_rl.rollout.engine import Engine
 from moe_rl.rollout.user_code import user_code
 from moe_rl.routing import RoutedExperts, RoutingError
 from moe_rl.training.distributed import Ranks, digest
+from moe_rl.training.not_finite import NotFiniteError, prompt_of
 
 
 def respond(
@@ -81,7 +82,21 @@ def problems_of(task: Any, rng: random.Random, count: int, held_out: bool = Fals
 
 
 def verify(task: Any, rollout: Rollout, ranks: Ranks, seconds: float | None = None) -> Rollout:
-    """The rollout with its rewards, each rank verifying its share. Raises TaskError as `score`."""
+    """The rollout with its rewards, each rank verifying its share.
+
+    Raises:
+        TaskError: as `score`.
+        NotFiniteError: a sampler that gave a token no probability, which is no sample of its distribution.
+    """
+    bad = ~torch.isfinite(rollout.logps).all(1)
+    if bool(bad.any()):
+        raise NotFiniteError(
+            "sampling",
+            f"logps of {int(bad.sum())} of {len(rollout)} responses are not finite, first of one to "
+            f"{prompt_of(rollout, int(bad.int().argmax()))}. The weights of the model that sampled are of no more use",
+            rollout,
+            everywhere=True,
+        )
     own = score(task, ranks.mine(rollout), seconds).rewards
     return replace(rollout, rewards=ranks.gather(own, len(rollout)))
 

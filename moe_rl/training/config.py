@@ -170,7 +170,7 @@ class OptimConfig:
     in sampling, scoring, updates and evaluation alike. 0: no bias."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """An update whose gradient is not finite: stop the run, or leave it out and go on. It is kept under `incidents/`
-    either way, and moves no weight."""
+    either way (`moe_rl.training.incidents`), and moves no weight."""
     reference_reset_every: int = 0
     """Iterative GRPO: the current policy becomes the KL reference every this many steps (0: never)."""
 

@@ -105,7 +105,7 @@ class Critic:
         return torch.where(part.completion_mask, F.pad(after[:, :-1], (1, 0)), 0.0)
 
     def advantages(
-        self, rewards: Float[Tensor, "B"], values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+        self, rewards: Float[Tensor, " B"], values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], dict[str, Any]]:
         """Generalised advantages, returns, and what is to be logged: the reward comes with the last token.
 

@@ -8,7 +8,7 @@ from moe_rl.objectives import LossOutput, TokenValues, dpo_loss, sequence_margin
 from moe_rl.training.batch import Batch
 
 
-def best_and_worst(rewards: Float[Tensor, "B"], group_size: int) -> Int[Tensor, "N"]:
+def best_and_worst(rewards: Float[Tensor, " B"], group_size: int) -> Int[Tensor, " N"]:
     """Rows of the best and the worst response of each group, in turn: best 0, worst 0, best 1, worst 1, ...
 
     The first of several that are equal. A group of equal rewards gives its first response twice.
@@ -18,7 +18,7 @@ def best_and_worst(rewards: Float[Tensor, "B"], group_size: int) -> Int[Tensor, 
     return torch.stack([start + groups.argmax(1), start + groups.argmin(1)], 1).flatten()
 
 
-def preferences(rewards: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
+def preferences(rewards: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
     """+1 on the better and -1 on the worse of each pair of rows; 0 on both where neither is better."""
     better = (rewards[0::2] > rewards[1::2]).to(rewards.dtype)
     return torch.stack([better, -better], 1).flatten()

@@ -30,6 +30,7 @@ from moe_rl.training.dpo import best_and_worst, preferences
 from moe_rl.training.incidents import keep_incident
 from moe_rl.training.levers import kept_rows
 from moe_rl.training.memory import memory_metrics
+from moe_rl.training.not_finite import NotFiniteError
 from moe_rl.training.partial import advance, version_metrics
 from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
 from moe_rl.training.score import Scores, engine_rows, make_batch, score_rollout
@@ -53,7 +54,8 @@ def train(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         CheckpointError: the folder's checkpoint is damaged.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
         TaskError: the task's own code failed; names step, prompt and completion.
-        FloatingPointError: a number that is none, and `optim.on_nonfinite` says stop.
+        FloatingPointError: a number that is none: a log-probability, or a gradient if `optim.on_nonfinite` says stop.
+            Names step, tensor and, of a response, its prompt; `incidents/` has what it came of.
     """
     validate(config)
     state = begin(config, folder, cache_dir, listener)
@@ -76,9 +78,13 @@ def resume(state: State) -> None:
 
 
 def run(state: State) -> None:
-    """From the current step to the last."""
-    with state.expert_bias.applied(state.policy) if state.expert_bias else nullcontext():
-        steps(state)
+    """From the current step to the last. Raises FloatingPointError, see `train`."""
+    try:
+        with state.expert_bias.applied(state.policy) if state.expert_bias else nullcontext():
+            steps(state)
+    except NotFiniteError as error:
+        kept = keep_incident(state, error)
+        raise FloatingPointError(f"step {state.step}, {error}. What it came of is in {kept}.") from error
 
 
 def steps(state: State) -> None:
@@ -273,14 +279,23 @@ def update_on(state: State, batch: Batch, update: int) -> None:
         bias=state.expert_bias,
     )
     if not torch.isfinite(row["grad_norm"]):
-        kept = keep_incident(state.folder, state.step, update, batch, row) if ranks.main else ""
+        wrong = [
+            name
+            for name, value in row.items()
+            if value is not None and not bool(torch.as_tensor(value).isfinite().all())
+        ]
+        incident = NotFiniteError(
+            f"update {update}",
+            f"the gradient norm is {float(row['grad_norm'])}, so the weights were left as they are (not finite: "
+            f"{', '.join(wrong)}). A lower optim.learning_rate, a longer optim.warmup_updates or a tighter clip range "
+            "usually helps; optim.on_nonfinite: skip goes on without such updates",
+            batch,
+            row,
+            everywhere=True,
+        )
         if config.optim.on_nonfinite == "stop":
-            raise FloatingPointError(
-                f"step {state.step}, update {update}: the gradient norm is {float(row['grad_norm'])}, so the weights "
-                f"were left as they are. The minibatch, its routes and the update's numbers are in {kept}. A lower "
-                "optim.learning_rate, a longer optim.warmup_updates or a tighter clip range usually helps; "
-                "optim.on_nonfinite: skip goes on without such updates."
-            )
+            raise incident
+        keep_incident(state, incident)
         row["skipped"] = True
     state.log.append("update", state.step, update=update, **row)
 

@@ -25,7 +25,7 @@ class Comparisons:
     input_ids: Int[Tensor, "N 2 T"]
     attention_mask: Bool[Tensor, "N 2 T"]
 
-    def rows(self, index: Int[Tensor, "M"]) -> "Comparisons":
+    def rows(self, index: Int[Tensor, " M"]) -> "Comparisons":
         return Comparisons(self.input_ids[index], self.attention_mask[index])
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class Comparisons:
         return Comparisons(empty.long(), empty.bool())
 
 
-def ranked_pairs(rewards: Float[Tensor, "B"], group_size: int) -> Int[Tensor, "N 2"]:
+def ranked_pairs(rewards: Float[Tensor, " B"], group_size: int) -> Int[Tensor, "N 2"]:
     """Rows (better, worse) within groups: the best with the worst, the second best with the second worst, ...
 
     As long as the rewards differ; at most half of `group_size` pairs from a group.
@@ -72,7 +72,7 @@ class RewardModel:
         self.model, self.optimizer = ranks.prepare(module, optimizer_of(module, config.learning_rate, optim))
         self.fresh, self.history = Comparisons.none(), Comparisons.none()
 
-    def scores(self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B"]:
+    def scores(self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
         """One number per response, on no scale in particular: only differences mean something. With gradient."""
         last = attention_mask.shape[1] - 1 - attention_mask.flip(1).int().argmax(1)
         return self.model(input_ids, attention_mask).gather(1, last[:, None]).squeeze(1)
@@ -82,7 +82,7 @@ class RewardModel:
         pairs = ranked_pairs(rollout.rewards, rollout.group_size)
         self.fresh += Comparisons(rollout.input_ids[pairs].cpu(), rollout.attention_mask[pairs].cpu())
 
-    def agreement(self, rewards: Float[Tensor, "B"], scores: Float[Tensor, "B"], group_size: int) -> float | None:
+    def agreement(self, rewards: Float[Tensor, " B"], scores: Float[Tensor, " B"], group_size: int) -> float | None:
         """Share of the verifier's pairs that the model puts in the same order; None without pairs."""
         pairs = ranked_pairs(rewards, group_size)
         return float((scores[pairs[:, 0]] > scores[pairs[:, 1]]).float().mean()) if len(pairs) else None

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 from moe_rl.checks import damage_of, other_size, sizes
 from moe_rl.files import atomic_file, naming, sync_folder
+from moe_rl.run_rows import plain
 from moe_rl.tables import TABLES
 
 
@@ -41,7 +41,7 @@ class RunLog:
 
     def append(self, kind: str, step: int, **values: Any) -> None:
         """Write one row. Floats that are not finite are written as null: JSON has no NaN."""
-        row = {"kind": kind, "step": step, **{key: _plain(value) for key, value in values.items()}}
+        row = {"kind": kind, "step": step, **{key: plain(value, f"{kind} row, {key}") for key, value in values.items()}}
         line = json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         try:
             with open(self.path, "ab") as file:
@@ -103,13 +103,3 @@ class NoLog(RunLog):
 
     def resume(self, mark: Mark | None) -> bool:
         return False
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -21,6 +21,7 @@ from moe_rl.training.arm_routing import forced_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
+from moe_rl.training.not_finite import NotFiniteError, prompt_of
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.weight_sync import SyncGuard
 
@@ -49,7 +50,7 @@ class Scores:
     route_scores: Float[Tensor, "B T L K"] | None = None
     ref_logps: Float[Tensor, "B T"] | None = None
     values: Float[Tensor, "B T"] | None = None
-    learned_rewards: Float[Tensor, "B"] | None = None
+    learned_rewards: Float[Tensor, " B"] | None = None
     margins: Float[Tensor, "B T L"] | None = None
 
 
@@ -100,10 +101,16 @@ def score_rollout(
             seen["learned_rewards"] = reward_model.scores(part.input_ids, part.attention_mask)
         found.append(seen)
     for name in ("logps", "replayed_logps", "ref_logps", "values", "learned_rewards"):
-        if any(not bool(torch.isfinite(seen[name]).all()) for seen in found if name in seen):
-            raise FloatingPointError(
-                f"scoring {len(rollout)} responses: {name} are not all finite. The weights of that model are no longer "
-                "usable, or a response has a token that it gives no probability."
+        bad = [~torch.isfinite(seen[name].view(len(seen[name]), -1)).all(1) for seen in found if name in seen]
+        if bad and bool(torch.cat(bad).any()):
+            mine = rollout.rows(torch.tensor(ranks.share(len(rollout))))
+            row = int(torch.cat(bad).int().argmax())
+            raise NotFiniteError(
+                "scoring",
+                f"{name} of {int(torch.cat(bad).sum())} of {len(mine)} responses are not finite, first of one to "
+                f"{prompt_of(mine, row)}. The weights of that model are no longer usable, or a response has a token "
+                "that it gives no probability",
+                mine,
             )
     tensors = {name: ranks.gather(torch.cat([seen[name] for seen in found]), len(rollout)) for name in found[0]}
     return Scores(routes=ranks.gather_routes(RoutedExperts.cat(routes), len(rollout)), **tensors)
@@ -112,7 +119,7 @@ def score_rollout(
 def make_batch(
     rollout: Rollout,
     scores: Scores,
-    advantages: Float[Tensor, "B"] | Float[Tensor, "B T"],
+    advantages: Float[Tensor, " B"] | Float[Tensor, "B T"],
     *,
     replay: str,
     step: int,

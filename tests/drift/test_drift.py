@@ -275,6 +275,13 @@ def odd(tmp_path_factory, tokenizer, saved):
     folder = tmp_path_factory.mktemp("odd")
     model = build("qwen3_moe", tokenizer)
     (folder / "empty").mkdir()
+
+    def spoiled(value):
+        other = build("qwen3_moe", tokenizer)
+        with torch.no_grad():
+            other.lm_head.weight[3] = value
+        return other
+
     return {
         "no tokenizer": save(model, None, folder / "no_tokenizer"),
         "other tokenizer": save(model, char_tokenizer(ALPHABET.replace("a", "z")), folder / "other_tokenizer"),
@@ -282,6 +289,8 @@ def odd(tmp_path_factory, tokenizer, saved):
         "other k": save(build("qwen3_moe", tokenizer, num_experts_per_tok=3), tokenizer, folder / "k"),
         "other heads": save(build("qwen3_moe", tokenizer, num_key_value_heads=1), tokenizer, folder / "heads"),
         "other family": saved("olmoe")[0],
+        "nan": save(spoiled(float("nan")), tokenizer, folder / "nan"),
+        "overflow": save(spoiled(3e38), tokenizer, folder / "overflow"),
         "dense": save(build("llama", tokenizer), tokenizer, folder / "dense"),
         "missing": folder / "missing",
         "empty": folder / "empty",
@@ -297,6 +306,8 @@ def odd(tmp_path_factory, tokenizer, saved):
         ("other k", "num_experts_per_tok is 2 in OLD and 3 in NEW"),
         ("other heads", r"k_proj.weight is \(16, 16\) in OLD and \(8, 16\) in NEW"),
         ("other family", "OLD is Qwen3MoeForCausalLM, NEW is OlmoeForCausalLM"),
+        ("nan", "NEW: .*nan: 1 tensors hold values that are not finite, first lm_head.weight"),
+        ("overflow", "NEW: log-probabilities of 6 of 6 texts of a batch are not finite"),
         ("dense", "NEW: .*dense is no Mixture-of-Experts"),
         ("missing", "NEW: there is no folder .*missing"),
         ("empty", r"NEW: .*empty holds no model \(no config.json\)"),

@@ -25,13 +25,17 @@ def blocks(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Callab
         from kills import killed_runs
         from small_runs import METHODS
 
-        for method in METHODS:
+        for method in options.methods or METHODS:
             yield f"{method} x {options.runs}", lambda root, m=method: killed_runs(m, options.runs, root)
     elif part == "operations":
-        from operations import WORTHWHILE, stopped_runs
+        from operations import WHOLE, stopped_runs
+        from small_runs import METHODS
 
-        for method in WORTHWHILE:
-            yield f"{method} x {options.stops}", lambda root, m=method: stopped_runs(m, root, options.stops or None)
+        for method in options.methods or METHODS:
+            most = options.stops if options.stops and method not in WHOLE else None
+            yield f"{method} x {most or 'all'}", lambda root, m=method, most=most: stopped_runs(m, root, most)
+        for method in (name for name in WHOLE if name in (options.methods or WHOLE)):
+            yield f"{method}, second kill", lambda root, m=method: stopped_runs(m, root, second=True)
     elif part == "faults":
         from faults import FAULTS, faulted_runs
 
@@ -58,8 +62,11 @@ def blocks(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Callab
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PARTS, nargs="*", default=PARTS, help="parts to run; by default all")
+    parser.add_argument("--methods", nargs="*", help="kills, operations: only these")
     parser.add_argument("--runs", type=int, default=3, help="kills: runs of each method")
-    parser.add_argument("--stops", type=int, default=60, help="operations: states of each method; 0: all")
+    parser.add_argument(
+        "--stops", type=int, default=4, help="operations: states of methods whose files others have; 0: all"
+    )
     parser.add_argument("--faults", type=int, default=12, help="faults: cases of each kind")
     parser.add_argument("--cases", type=int, default=20_000, help="fuzz: cases of all kinds together")
     parser.add_argument("--kinds", nargs="*", help="fuzz: only these kinds, of their share of the cases")

@@ -2,25 +2,16 @@
 
 import os
 import random
-import shutil
 import signal
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from small_runs import METHODS, complete, content, differing, ended, log_of, start, wait
+from small_runs import ended, start, wait
+from twins import log_of, twin_of
 
 from moe_rl.study.run import run_one
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
-
-
-@dataclass
-class Twin:
-    """A run that nothing interrupted: what it is, and how long it took."""
-
-    content: dict[str, str]
-    seconds: float
 
 
 @dataclass
@@ -33,15 +24,6 @@ class Kills:
     wrong: list[str] = field(default_factory=list)
 
 
-def twin_of(method: str, root: Path) -> Twin:
-    root.mkdir(parents=True, exist_ok=True)
-    folder = root / "twin"
-    began = time.monotonic()
-    status = complete(METHODS[method], folder)
-    assert status == 0, log_of(folder).read_text()
-    return Twin(content(folder), time.monotonic() - began)
-
-
 def killed_runs(method: str, runs: int, root: Path, seed: int = 0) -> Kills:
     """`runs` runs, each killed up to four times at random moments and then left alone."""
     twin, found = twin_of(method, root), Kills(method)
@@ -49,18 +31,14 @@ def killed_runs(method: str, runs: int, root: Path, seed: int = 0) -> Kills:
         rng = random.Random(f"{seed} {method} {index}")
         folder = root / f"run{index}"
         for _ in range(rng.randint(2, 4)):
-            child = start(lambda folder=folder: run_one(METHODS[method], folder), log_of(folder))
+            child = start(lambda folder=folder: run_one(twin.config, folder), log_of(folder))
             if ended(child, rng.uniform(0, 0.8 * twin.seconds)) is not None:
                 break
             number = rng.choice(SIGNALS)
             os.kill(child, number)
             wait(child)
             found.kills[number.name] += 1
-        status = complete(METHODS[method], folder)
-        wrong = differing(folder, twin.content) if status == 0 else [f"exit status {status}: {log_of(folder)}"]
         found.runs += 1
-        if wrong:
-            found.wrong.append(f"run {index}: {', '.join(wrong[:5])}")
-        else:
-            shutil.rmtree(folder)
+        if wrong := twin.other(folder):
+            found.wrong.append(f"run {index}: {wrong}")
     return found

@@ -1,39 +1,116 @@
 """A kill before and after every file operation of a run: what lies on the disk then is taken away and finished."""
 
 import builtins
+import hashlib
 import io
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kills import twin_of
-from small_runs import METHODS, STEPS, complete, differing, log_of, start, wait
+from small_runs import start, wait
+from twins import log_of, twin_of
 
 from moe_rl.study.run import run_one
+from moe_rl.training import RunConfig
 
-OPERATIONS: list[tuple[Any, str]] = [
-    *((os, name) for name in ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync", "open", "chmod")),
-    (builtins, "open"),
-    (io, "open"),
-]
-WORTHWHILE = ("grpo + R2", "grpo + R3", "ppo", "dpo", "grpo, learned reward")
-"""Methods that keep different things: routes, a second model, pairs, comparisons."""
+NAMES = ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync", "open", "chmod", "truncate")
+OPERATIONS: list[tuple[Any, str]] = [*((os, name) for name in NAMES), (builtins, "open"), (io, "open")]
+STEPS = 2
+"""The first makes the first checkpoint, the second replaces it."""
+WHOLE = (
+    "grpo + R2",
+    "grpo + R3",
+    "ppo",
+    "dpo",
+    "grpo, learned reward",
+    "grpo, lag 2",
+    "grpo, partial rollouts",
+    "grpo, expert bias",
+)
+"""Methods whose runs keep different files: routes, a value model, other policies, comparisons, batches that wait,
+drafts, biases. The others keep what one of these does."""
 
 
 @dataclass
 class Stops:
     """Of one method: file operations of a run, different states of its folder that a kill before or after one of them
-    leaves, how many of these were finished, and those that did not end as the twin."""
+    leaves, how many of these were finished, and those that did not end as the twin.
+
+    Attributes:
+        second: the run had been killed once before, between the renames that replace its checkpoint.
+    """
 
     method: str
+    second: bool = False
     operations: int = 0
     states: int = 0
     finished: int = 0
     wrong: list[str] = field(default_factory=list)
+
+
+def stopped_runs(method: str, root: Path, most: int | None = None, second: bool = False) -> Stops:
+    """Finish every state of a run, or `most` of them drawn at random, and compare with the run that was not stopped.
+    `second`: states of a run that goes on after a first kill."""
+    twin, found, states = twin_of(method, root, STEPS), Stops(method, second), root / "states"
+    counts = states_of(twin.config, root / "run", states)
+    if second:
+        swapped = next(n for n in range(counts[1]) if between_renames(states / str(n)))
+        (states / str(swapped)).rename(root / "again")
+        shutil.rmtree(states)
+        counts = states_of(twin.config, root / "again", states)
+    found.operations, found.states = counts
+    assert found.states > 10, f"{found.operations} operations left {found.states} states"
+    numbers = range(found.states)
+    for number in numbers if most is None else random.Random(method).sample(numbers, min(most, len(numbers))):
+        folder = root / f"stop{number}"
+        (states / str(number)).rename(folder)
+        found.finished += 1
+        if wrong := twin.other(folder):
+            found.wrong.append(f"state {number}: {wrong}")
+    shutil.rmtree(states)
+    return found
+
+
+def states_of(config: RunConfig, folder: Path, kept: Path) -> tuple[int, int]:
+    """Run, or go on, to the end in a process of its own. Every state of the folder around a file operation goes to
+    `kept`/N; returns how many operations and states there were."""
+    counts = kept.with_name(f"{kept.name}.counts")
+    child = start(lambda: keep_states(config, folder, kept, counts), log_of(folder))
+    assert wait(child) == 0, log_of(folder).read_text()
+    operations, states = map(int, counts.read_text().split())
+    return operations, states
+
+
+def keep_states(config: RunConfig, folder: Path, kept: Path, counts: Path) -> None:
+    """`states_of` in this process, which is of no use afterwards."""
+    busy, operations, seen = [False], [0], set()
+    kept.mkdir()
+
+    def look() -> None:
+        if busy[0] or not folder.exists():
+            return
+        busy[0] = True
+        try:
+            found = state_of(folder)
+            if found not in seen:
+                shutil.copytree(folder, kept / str(len(seen)))
+                seen.add(found)
+        finally:
+            busy[0] = False
+
+    def before() -> None:
+        operations[0] += not busy[0]
+        look()
+
+    around(before, look)
+    run_one(config, folder)
+    busy[0] = True
+    counts.write_text(f"{operations[0]} {len(seen)}")
 
 
 def around(before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -52,62 +129,17 @@ def around(before: Callable[[], None], after: Callable[[], None]) -> None:
         setattr(module, name, wrapped(getattr(module, name)))
 
 
-def keep_states(folder: Path, kept: Path) -> None:
-    """Run one method to its end; every state of its folder around a file operation goes to `kept`/N, and their number
-    and that of the operations to `kept`/counts. In this process, which is of no use afterwards."""
-    busy, last, counts = [False], [""], [0, 0]
-    kept.mkdir()
-
-    def look() -> None:
-        if busy[0]:
-            return
-        busy[0] = True
-        try:
-            found = state_of(folder)
-            if found != last[0]:
-                shutil.copytree(folder, kept / str(counts[1]))
-                last[0] = found
-                counts[1] += 1
-        finally:
-            busy[0] = False
-
-    def before() -> None:
-        counts[0] += not busy[0]
-        look()
-
-    around(before, look)
-    run_one(METHODS[folder.parent.name], folder)
-    busy[0] = True
-    (kept / "counts").write_text(f"{counts[0]} {counts[1]}")
-
-
 def state_of(folder: Path) -> str:
-    if not folder.exists():
-        return ""
-    paths = sorted(folder.rglob("*"))
-    stats = [(path, path.lstat()) for path in paths]
-    return repr([(str(path), stat.st_size, stat.st_ino, stat.st_mtime_ns) for path, stat in stats])
+    """Names and content of all that is in a folder; the name of a temporary file is another each time, the lock says
+    who has it."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        name = re.sub(r"\.[^.]*\.tmp$", ".tmp", path.relative_to(folder).as_posix())
+        data = path.read_bytes() if path.is_file() and name != ".lock" else b""
+        digest.update(f"{name} {path.is_dir()} {len(data)} ".encode() + data)
+    return digest.hexdigest()
 
 
-def stopped_runs(method: str, root: Path, most: int | None = None, seed: int = 0) -> Stops:
-    """Finish every state, or `most` of them drawn at random, and compare with the run that was not stopped."""
-    place = root / method
-    twin = twin_of(method, place)
-    child = start(lambda: keep_states(place / "run", place / "states"), place / "run.log")
-    assert wait(child, 600) == 0, (place / "run.log").read_text()
-    operations, states = map(int, (place / "states" / "counts").read_text().split())
-    assert states > STEPS, f"{operations} operations left {states} states"
-    found = Stops(method, operations, states)
-    chosen = range(states) if most is None else random.Random(seed).sample(range(states), min(most, states))
-    for number in chosen:
-        folder = place / f"stop{number}"
-        (place / "states" / str(number)).rename(folder)
-        status = complete(METHODS[method], folder)
-        wrong = differing(folder, twin.content) if status == 0 else [f"exit status {status}: {log_of(folder)}"]
-        found.finished += 1
-        if wrong:
-            found.wrong.append(f"state {number}: {', '.join(wrong[:5])}")
-        else:
-            shutil.rmtree(folder)
-    shutil.rmtree(place / "states")
-    return found
+def between_renames(folder: Path) -> bool:
+    """Whether the old checkpoint was put aside and the new one is not in its place yet."""
+    return (folder / "checkpoint.old").exists() and not (folder / "checkpoint").exists()

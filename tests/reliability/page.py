@@ -17,7 +17,7 @@ corruption and no second writer passes for a result. This page is what a campaig
 campaign writes it (`make reliability`), and goes on where it was stopped; each part can be run alone by the command
 that stands with it. *Identical* means: metrics but for their times, and every byte of weights, optimizers, random
 numbers, waiting batches, token tables and route tables, are those of a run that nothing interrupted. Runs are small
-(two layers, three steps), each in a process of its own.
+(two layers, two or three steps), each in a process of its own.
 """
 
 
@@ -74,13 +74,19 @@ def kills(lines: list[Line]) -> str:
 
 
 def operations(lines: list[Line]) -> str:
-    rows = [[x["method"], x["operations"], x["states"], x["finished"], len(x["wrong"])] for x in lines]
+    named = [x["method"] + ", killed once before" * x["second"] for x in lines]
+    rows = [
+        [name, x["operations"], x["states"], x["finished"], len(x["wrong"])]
+        for name, x in zip(named, lines, strict=True)
+    ]
     rows.append(["**all**", *total(lines, "operations", "states", "finished", "wrong")])
     return part_of(
         "A kill at every file operation",
-        "The folder is copied before and after every file operation of a whole run: each copy is what a kill at that "
-        "moment leaves. The different ones, or as many of them as were asked for, drawn at random, are then run to the "
-        "end.",
+        "The folder is copied before and after every file operation of a run of two steps, of which the first makes "
+        "the checkpoint and the second replaces it: each copy is what a kill at that moment leaves. All that differ "
+        "are run to the end where a method keeps files that others do not, and some of them, drawn at random, for the "
+        "other methods. *Killed once before*: the states of a run that goes on from a first kill between the renames "
+        "that replace the checkpoint.",
         "operations",
         lines,
         table(["method", "file operations", "different states", "run to the end", "not identical"], rows),

@@ -1,7 +1,7 @@
 """Runs of under a second of every method, made in forked processes, so that torch is imported once for all of them."""
 
-import hashlib
-import json
+import functools
+import importlib.metadata
 import os
 import signal
 import sys
@@ -17,10 +17,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from micro import MICRO, judged
-from safetensors import safe_open
 
 from moe_rl.files import InUseError
 from moe_rl.objectives import OBJECTIVES
+from moe_rl.study import run as study_run
 from moe_rl.study.run import run_one
 from moe_rl.training import EvalConfig, MethodConfig, RewardConfig, RunConfig, ValueConfig, state
 
@@ -39,7 +39,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "grpo + R2": {"method": MethodConfig(objective="grpo", replay="R2")},
     "grpo + R3": {"method": MethodConfig(objective="grpo", replay="R3")},
     "gspo, noise": {"method": MethodConfig(objective="gspo", noise=0.5)},
+    "grpo + R2, half of the routes": {"method": MethodConfig(replay="R2", keep=0.5)},
     "grpo, lag 2": {"rollout": replace(MICRO.rollout, lag=2)},
+    "grpo, partial rollouts": {"rollout": replace(MICRO.rollout, segment=3)},
+    "grpo, dynamic sampling": {"rollout": replace(MICRO.rollout, dynamic_sampling=2)},
+    "grpo, expert bias": {"optim": replace(BASE.optim, expert_bias_rate=0.01)},
     "ppo, value head": {"method": MethodConfig(objective="ppo"), "value": ValueConfig(model="head")},
     "grpo, learned reward": {"method": MethodConfig(objective="grpo"), "reward": LEARNED},
     "iterative grpo": {
@@ -93,7 +97,7 @@ def ended(child: int, seconds: float = 0.0) -> int | None:
         time.sleep(min(0.002, seconds))
 
 
-def wait(child: int, seconds: float = 300.0) -> int:
+def wait(child: int, seconds: float = 3600.0) -> int:
     """Its exit status. Raises TimeoutError, after it was killed, for one that does not end."""
     status = ended(child, seconds)
     if status is None:
@@ -103,52 +107,9 @@ def wait(child: int, seconds: float = 300.0) -> int:
     return status
 
 
-def complete(config: RunConfig, folder: Path) -> int:
-    """Run, or go on, to the end in a process of its own; its exit status."""
-    return wait(start(lambda: run_one(config, folder, command="campaign"), log_of(folder)))
-
-
-def log_of(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.log")
-
-
-def content(folder: Path) -> dict[str, str]:
-    """What a finished run is, by file: metrics without times, every tensor of the checkpoint, every byte of the rest.
-    Equal for two runs exactly if weights, optimizers, random numbers, tokens, routes and metrics are."""
-    found = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        name = path.relative_to(folder).as_posix()
-        if name == "metrics.jsonl":
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
-            kept = [row if row["kind"] != "step" else {"kind": "step", "step": row["step"]} for row in rows]
-            found[name] = json.dumps(kept)
-        elif path.suffix == ".safetensors":
-            found[name] = tensors_of(path)
-        elif name in (".lock", "env.json", "DONE", "checkpoint/state.json"):  # they hold times
-            found[name] = "there"
-        else:
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
-
-
-def tensors_of(path: Path) -> str:
-    """Every tensor and fact of a file; the order in which safetensors writes the facts is another in each process."""
-    with safe_open(path, "pt") as file:
-        facts = sorted((file.metadata() or {}).items())
-        digest = hashlib.sha256(json.dumps([fact for fact in facts if fact[0] != "sha256"]).encode())
-        for name in sorted(file.keys()):
-            tensor = file.get_tensor(name)
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def differing(folder: Path, twin: dict[str, str]) -> list[str]:
-    """Files in which a finished run is not its twin."""
-    own = content(folder)
-    return sorted(name for name in own.keys() | twin.keys() if own.get(name) != twin.get(name))
-
-
 def warm_up(root: Path) -> None:
-    """One run in this process, so that forked ones have all imports and caches from it."""
+    """One run in this process, so that forked ones have all imports and caches from it; what a run notes of the
+    machine is looked up once for all of them."""
+    importlib.metadata.version = functools.cache(importlib.metadata.version)
+    study_run._git = functools.cache(study_run._git)
     run_one(replace(BASE, optim=replace(BASE.optim, steps=1)), root / "warm_up")

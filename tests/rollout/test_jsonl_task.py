@@ -5,6 +5,7 @@ import json
 import random
 import sys
 import textwrap
+import time
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -198,6 +199,13 @@ def test_verifiers(answer, completion, exact, last):
 def test_last_boxed_balances_braces():
     assert last_boxed("\\boxed{a} \\boxed {b{c}{d}} \\boxed{e") == "b{c}{d}"
     assert last_boxed("boxed{a}") is None
+
+
+@pytest.mark.parametrize("text", ["\\boxed{", "\\boxed{{", "\\boxed {}", "\\boxed", "{", "1,", "1.", "a\n"])
+def test_the_last_answer_of_a_long_completion_is_found_in_time_linear_in_it(text):
+    began = time.process_time()
+    last_answer("12", text * 20_000)
+    assert time.process_time() - began < 10, "a quadratic one takes over a minute"
 
 
 # -- optional packages ------------------------------------------------------------------------------------------

@@ -421,12 +421,10 @@ def threaded(w: World, wanted: Wanted, rng: random.Random) -> None:
     with w.watched(), torch.no_grad(), opened(w, wanted) as (_replay, recording):
         thread = threading.Thread(target=other, name="bystander")
         thread.start()
-        if rng.random() < 0.5:
-            thread.join()
-        else:
-            with ExitStack():
-                for _ in range(2):
-                    w.model(w.inputs, use_cache=False)
+        try:
+            for _ in range(rng.choice([0, 2])):
+                w.model(w.inputs, use_cache=False)  # refused, if nobody listens here and the other was first
+        finally:
             thread.join()
         if not nobody:
             hold("bystander" in said[0] and "thread" in said[0], f"a bystander {said}")

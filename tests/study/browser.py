@@ -30,7 +30,7 @@ FLAGS = (
     "--disable-sync",
     "--remote-debugging-pipe",
 )
-PATIENCE = 30.0  # seconds: shared machines stall
+PATIENCE = 150.0  # seconds: shared machines stall
 
 
 def find_browser() -> str | None:

@@ -62,7 +62,7 @@ def test_the_notebook_is_committed_without_outputs():
 def test_the_notebook_runs(folder, monkeypatch):
     monkeypatch.setenv("MOE_RL_STUDY", str(folder))
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
+    NotebookClient(notebook, timeout=1500, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output for output in shown if output.output_type in ("error", "stderr")]
     assert sum("data:image/png;base64" in str(output.get("data", {}).get("text/html", "")) for output in shown) == 6

@@ -215,7 +215,7 @@ def test_rows_of_three_hundred_runs_load_in_seconds(folder, tmp_path):
         return time.process_time() - began
 
     few, more = seconds(30), seconds(300)
-    assert more < 25 * few and more < 10
+    assert more < 25 * few and more < 30
 
 
 def test_a_study_shows_itself(folder):

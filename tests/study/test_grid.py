@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 import yaml
 
 from moe_rl.cli import main
-from moe_rl.study.config import ConfigError, load_study, parse_study
-from moe_rl.study.grid import Run, _next, _runs, check_roundings
+from moe_rl.done import write_done
+from moe_rl.files import InUseError, sole_writer
+from moe_rl.study.config import ConfigError, dump_run, load_study, parse_study
+from moe_rl.study.grid import Run, StudyFailed, _next, _runs, check_roundings, run_study
+from moe_rl.study.worker import Worker
 
 MICRO = {
     "name": "micro",
@@ -102,6 +106,34 @@ def test_a_study_is_repeated_with_other_kernels_and_says_so(tmp_path, monkeypatc
 
 
 PLACES = ("runs/micro", "runs/micro/rounding_default")
+
+
+def test_a_study_that_another_process_runs_is_refused(tmp_path):
+    study = parse_study(MICRO)
+    with (
+        sole_writer(tmp_path / "out", "moe-rl study micro.yaml"),
+        pytest.raises(InUseError, match=rf"process {os.getpid()} on .*: moe-rl study micro\.yaml"),
+    ):
+        run_study(study, tmp_path / "out", tmp_path / "cold", 1, "moe-rl study")
+    assert not (tmp_path / "out" / "study.yaml").exists()
+
+
+def test_a_damaged_run_is_named_and_the_others_run(tmp_path, monkeypatch, capsys):
+    study, begun = parse_study(MICRO), []
+    folder = tmp_path / "out" / "gspo" / "seed0"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump_run(study.resolve("gspo", 0)))
+    (folder / "metrics.jsonl").write_text('{"kind":"rollout","st\n')
+    write_done(folder, seconds=1)
+    (folder / "metrics.jsonl").write_text("")
+    monkeypatch.setattr(Worker, "__init__", lambda self, rounding, log: setattr(self, "rounding", rounding))
+    monkeypatch.setattr(Worker, "begin", lambda self, arguments, log: begun.append(arguments[3]))
+    monkeypatch.setattr(Worker, "ended", lambda self: 0)
+    monkeypatch.setattr(Worker, "stop", lambda self: None)
+    with pytest.raises(StudyFailed, match=r"1 of 2 runs did not finish:\n  gspo seed 0: .*metrics\.jsonl is not what"):
+        run_study(study, tmp_path / "out", tmp_path / "cold", 1, "moe-rl study")
+    assert begun == ["grpo"] and (folder / "DONE").exists()
+    assert "gspo seed 0: " in capsys.readouterr().out
 
 
 def test_a_run_is_named_with_its_rounding(tmp_path):

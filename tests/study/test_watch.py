@@ -31,7 +31,7 @@ def server(tmp_path_factory):
 
 
 def ask(server, path, method="GET", host="localhost", body=None):
-    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=300)
     connection.request(method, path, body=body, headers={"Host": host})
     answer = connection.getresponse()
     content = answer.read()
@@ -93,7 +93,7 @@ def test_a_cursor_behind_the_end_begins_again(server):
 
 @pytest.mark.parametrize("request_line", [b"BREW / HTTP/1.1", b"\xff / HTTP/1.1", b"GET " + b"/" * 70_000])
 def test_what_is_no_request_gets_an_answer_with_the_same_headers(server, request_line):
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as line:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=300) as line:
         line.sendall(request_line + b"\r\nHost: localhost\r\n\r\n")
         line.shutdown(socket.SHUT_WR)
         answer = b"".join(iter(lambda: line.recv(1 << 16), b""))
@@ -146,5 +146,5 @@ def test_the_command_serves_until_interrupted(server):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert f"http://127.0.0.1:{port}/" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=300)
     assert (process.returncode, error) == (0, "") and out.endswith("stopped\n")

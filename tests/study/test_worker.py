@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from moe_rl.study.worker import Worker
 
 
 def wait(worker):
-    for _ in range(600):
+    for _ in range(6000):
         status = worker.ended()
         if status is not None:
             return status
@@ -46,15 +48,58 @@ def test_a_worker_that_is_killed_says_so(worker, tmp_path):
     assert wait(worker) == -signal.SIGKILL
 
 
-def test_stopping_a_worker_ends_its_run(worker, tmp_path):
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study" / "study.yaml").write_text("name: x\narms: {a: {}}\n")
-    log = tmp_path / "log"
-    worker.begin(["watch", tmp_path / "study"], log)  # a server, which would go on for ever
-    for _ in range(600):
+def begun(folder):
+    """The study's folder, for a server of its page, which would go on for ever; and the log in which it says so."""
+    (folder / "study").mkdir()
+    (folder / "study" / "study.yaml").write_text("name: x\narms: {a: {}}\n")
+    return folder / "study", folder / "log"
+
+
+def child_of(worker, log):
+    """The process of a worker's run, once it has said something."""
+    for _ in range(6000):
         if log.exists() and log.read_text():
             break
         time.sleep(0.1)
-    children = Path(f"/proc/{worker.process.pid}/task/{worker.process.pid}/children").read_text().split()
+    (child,) = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+    return int(child)
+
+
+def test_stopping_a_worker_ends_its_run(worker, tmp_path):
+    study, log = begun(tmp_path)
+    worker.begin(["watch", study], log)
+    child = child_of(worker.process.pid, log)
     worker.stop()
-    assert len(children) == 1 and not Path(f"/proc/{children[0]}").exists()
+    assert not Path(f"/proc/{child}").exists()
+
+
+STUDY = """
+import sys, time
+from pathlib import Path
+from moe_rl.study.worker import Worker
+worker = Worker("native", Path(sys.argv[2] + ".worker"))
+worker.begin(["watch", sys.argv[1]], Path(sys.argv[2]))
+print(worker.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_study_that_is_killed_leaves_neither_workers_nor_runs(tmp_path):
+    study = subprocess.Popen([sys.executable, "-c", STUDY, *begun(tmp_path)], stdout=subprocess.PIPE, text=True)
+    worker = int(study.stdout.readline())
+    child = child_of(worker, tmp_path / "log")
+    study.kill()
+    study.wait()
+    for _ in range(1000):
+        left = [number for number in (worker, child) if alive(number)]
+        if not left:
+            break
+        time.sleep(0.1)
+    assert left == []
+
+
+def alive(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

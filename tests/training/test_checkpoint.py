@@ -129,6 +129,31 @@ def test_a_kill_at_every_file_operation_leaves_a_complete_checkpoint(tmp_path, m
     assert at > 40 and seen[FIRST] > 40 and seen[SECOND] > 2
 
 
+def test_what_a_checkpoint_speaks_of_is_on_the_disk_before_it_is(tmp_path, monkeypatch):
+    """Metrics before the manifest that has their checksum; every file of the checkpoint before it gets its name."""
+    done = []
+    flush, rename = os.fsync, os.rename
+
+    def flushed(handle):
+        done.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        flush(handle)
+
+    def renamed(source, target, **options):
+        done.append(f"{os.path.basename(source)} is {os.path.basename(target)}")
+        rename(source, target, **options)
+
+    state = small_state(tmp_path, 1, 1.0)
+    state.log.append("step", 1)
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(os, "rename", renamed)
+    save_checkpoint(state)
+    named = done.index("checkpoint.new is checkpoint")
+    written = [path.name for path in (tmp_path / "checkpoint").iterdir()]
+    assert "state.json" in written and all(done.index(name) < named for name in written)
+    assert done.index("metrics.jsonl") < min(place for place, name in enumerate(done) if "state.json" in name)
+    assert done[named - 1] == "checkpoint.new" and done[named + 1] == tmp_path.name, "and the folders' entries"
+
+
 def test_the_first_checkpoint_comes_whole_or_not_at_all(tmp_path, monkeypatch):
     for at in range(0, 200, 7):
         folder = tmp_path / str(at)

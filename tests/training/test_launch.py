@@ -58,7 +58,7 @@ def launch(tmp_path):
         command = [sys.executable, *launcher, "-m", "moe_rl", "run", "study.yaml", "--output", name, *options]
         environ = {k: v for k, v in os.environ.items() if k not in ("MASTER_ADDR", "WORLD_SIZE", "LOCAL_RANK")}
         environ["PYTHONPATH"] = str(Path(__file__).parents[2])
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, env=environ)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, env=environ)
         assert done.returncode == status, done.stderr
         return done.stderr
 

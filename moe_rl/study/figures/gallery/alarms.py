@@ -1,32 +1,32 @@
-"""At which steps signals crossed their thresholds, run by run."""
+"""At which steps signals crossed their thresholds, arm by arm."""
 
+from collections import Counter
+
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_rl.study.alarm_table import study_alarms
-from moe_rl.study.alarms import alarms_of
+from moe_rl.study.alarms import Alarm, alarms_of
 from moe_rl.study.data import StudyData
+from moe_rl.study.figures.layout import drawn_arms, short_label
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, look_of, step_axis
-from moe_rl.study.summary import full_label
-
-COLOURS = ("#D55E00", "#0B4A8F", "#27B08B", "#CC79A7", "#E69F00", "#56B4E9", "#7B3F98", "#8C564B", "#4D4D4D", "#8CC63E")
-MARKERS = "ov^sD<>PX*"
+from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, step_axis
 
 
 @figure(
     title="Alarms.",
     caption=(
-        "One line per run: each mark is a step at which a monitored signal crossed its threshold; a bar is the step at "
-        "which the run's reward collapsed. The thresholds are rules of thumb from the sources that the report's table "
-        "names, mostly for large models; none was calibrated against collapses."
+        "Share of an arm's runs in which a monitored signal was beyond its threshold at a step; a cross is a step at "
+        "which the reward of a run collapsed. The thresholds are rules of thumb from the sources that the report's "
+        "table names, mostly for large models; none was calibrated against collapses."
     ),
     needs={"updates": ["grad_norm"]},
     rank=195,
 )
 def alarms(data: StudyData) -> Drawing:
-    """Crossings of thresholds by step and run, with collapses."""
+    """Heat maps of arm and step, one panel per signal that crossed anywhere."""
     runs = study_alarms(data)
     table = alarms_of(data.config.get("alarms"))
     rows = [
@@ -35,44 +35,47 @@ def alarms(data: StudyData) -> Drawing:
         for alarm in table
         for step, value in seen.crossed[alarm.name]
     ]
-    falls = {key: seen.collapse for key, seen in runs.items() if seen.collapse is not None}
+    falls = [(arm, seen.collapse) for (arm, _), seen in runs.items() if seen.collapse is not None]
     if not rows and not falls:
         raise NothingToDraw("alarms: no signal crossed its threshold, and no run collapsed")
     frame = pd.DataFrame(rows, columns=["arm", "seed", "alarm", "step", "value", "threshold"])
     crossed = [alarm for alarm in table if (frame["alarm"] == alarm.name).any()]
-    picture = Figure(figsize=(PAGE, 0.9 + 0.13 * len(runs) + 0.14 * len(crossed)))
-    ax = picture.subplots()
-    for number, (arm, seed) in enumerate(runs):
-        ax.axhline(number, color=look_of(str(data.arms["method"][arm])).colour, lw=0.5, alpha=0.5)
-        if (arm, seed) in falls:
-            ax.plot([falls[arm, seed]] * 2, [number - 0.4, number + 0.4], color=INK, lw=2)
-    places = {key: number for number, key in enumerate(runs)}
-    for i, alarm in enumerate(table):
-        own = frame[frame["alarm"] == alarm.name]
-        at = [places[arm, seed] for arm, seed in zip(own["arm"], own["seed"], strict=True)]
-        ax.plot(own["step"], at, MARKERS[i % len(MARKERS)], ms=2.6, color=COLOURS[i % len(COLOURS)], mew=0, alpha=0.8)
-    middle: dict[str, list[int]] = {}
-    for (arm, _), number in places.items():
-        middle.setdefault(arm, []).append(number)
-    ax.set_yticks([sum(n) / len(n) for n in middle.values()], [full_label(data, arm) for arm in middle], fontsize=6.5)
-    ax.set_ylim(len(runs) - 0.4, -0.6)
-    step_axis(ax)
-    marks = [
-        Line2D(
-            [],
-            [],
-            ls="",
-            marker=MARKERS[table.index(a) % len(MARKERS)],
-            ms=4,
-            color=COLOURS[table.index(a) % len(COLOURS)],
-            label=a.title,
-        )
-        for a in crossed
-    ]
-    if falls:
-        marks.append(Line2D([], [], color=INK, lw=2, label="collapse of the reward"))
-    picture.legend(handles=marks, loc="outside upper left", fontsize=6.5, frameon=False, ncols=2)
+    steps = 1 + max(int(data.updates["step"].max()), *(step for _, step in falls), 0)
     silent = [
         alarm.title for alarm in table if alarm not in crossed and any(seen.seen[alarm.name] for seen in runs.values())
     ]
-    return Drawing(picture, frame, f"Never crossed: {', '.join(silent)}." if silent else "")
+    return Drawing(
+        _maps(data, frame, crossed, steps, falls), frame, f"Never crossed: {', '.join(silent)}." if silent else ""
+    )
+
+
+def _maps(
+    data: StudyData, frame: pd.DataFrame, crossed: list[Alarm], steps: int, falls: list[tuple[str, int]]
+) -> Figure:
+    arms = drawn_arms(data)
+    shown: list[Alarm | None] = [*crossed] or [None]  # None: collapses alone
+    drawn = Figure(figsize=(PAGE, 0.6 + len(shown) * (0.3 + 0.125 * len(arms))))
+    axes = drawn.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
+    count = Counter(run.arm for run in data.runs)
+    for ax, alarm in zip(axes, shown, strict=True):
+        share = np.zeros((len(arms), steps))
+        own = frame[frame["alarm"] == alarm.name] if alarm else frame
+        for row in own.to_dict("records"):  # a run crosses once a step
+            if row["arm"] in arms:
+                share[arms.index(row["arm"]), row["step"]] += 1 / count[row["arm"]]
+        mesh = ax.imshow(share, aspect="auto", interpolation="nearest", cmap="Oranges", vmin=0, vmax=1)
+        for arm, step in falls:
+            if arm in arms:
+                ax.plot(step, arms.index(arm), "x", color=INK, ms=4, mew=1.2)
+        ax.set_title(alarm.title if alarm else "", fontsize=7, loc="left", pad=2)
+        ax.set_yticks(range(len(arms)), [short_label(data, arm, 99) for arm in arms], fontsize=6)
+        ax.tick_params(length=0)
+        ax.grid(False)
+        ax.spines[:].set_visible(False)
+    step_axis(axes[-1])
+    bar = drawn.colorbar(mesh, ax=axes.tolist(), shrink=min(1.0, 1.5 / drawn.get_figheight()), label="share of runs")
+    bar.outline.set_visible(False)
+    if falls:
+        mark = Line2D([], [], ls="", marker="x", color=INK, ms=4, label="collapse of the reward of a run")
+        drawn.legend(handles=[mark], loc="outside upper left", fontsize=6.5, frameon=False)
+    return drawn

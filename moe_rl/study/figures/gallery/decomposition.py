@@ -52,9 +52,10 @@ def decomposition(data: StudyData) -> Drawing:
             column[2].plot(seeds.index, seeds, color=PARTS["routing"], lw=0.6, alpha=0.45)
             means = np.exp(np.log(seeds).mean(axis=1))
             column[2].plot(means.index, means, "o-", color=PARTS["routing"], mfc=face, ms=3.5, lw=1)
-        column[0].set_title(short_label(data, arm, 15), fontsize=7)
-        column[2].set_xlabel("update within\nthe step")
+        column[0].set_title(short_label(data, arm, min(15, 60 // len(arms))), fontsize=7 if len(arms) < 5 else 6)
         column[2].set_xticks(sorted(of_arm["update"].unique())[:: max(1, of_arm["update"].nunique() // 4)])
+    middle = {} if len(arms) % 2 else {"x": 1.1}  # between the two in the middle
+    axes[2, (len(arms) - 1) // 2].set_xlabel("update within the step", **middle)
     low, high = (f(ax.get_ylim()[i] for ax in axes[:2, 0]) for i, f in enumerate((min, max)))
     for ax in axes[:2, 0]:
         ax.set_ylim(low, high)

@@ -16,7 +16,7 @@ from moe_rl.study.summary import Pair, comparison_table, comparisons, final_rewa
 
 MOST_PAIRS = 16
 """More comparisons than this are left to the table."""
-LONGEST = 44  # letters of a comparison's name
+LONGEST, TALL = 44, 1.45  # letters of a comparison's name in one line; height of a row that has two
 BESIDE, NO_INTERVAL = 1.8, 1.05  # inches for numbers right of the dots
 
 
@@ -45,7 +45,7 @@ def final_reward(data: StudyData) -> Drawing:
     def order(arms: Sequence[str]) -> Sequence[str]:
         return sorted(arms, key=lambda arm: -means[arm]) if many else arms
 
-    below = 0.6 + EACH * (len(pairs) + len({pair.noise for pair in pairs})) if pairs else 0.0
+    below = 0.6 + EACH * _rows(pairs, [_name(data, pair) for pair in pairs]) if pairs else 0.0
     beside = BESIDE if np.isfinite(table["low"]).any() else NO_INTERVAL
     drawn = arm_rows(data, [Column("", [Dots(finals)])], order, beside=beside, below=below)
     _numbers(drawn, table, beside)
@@ -83,10 +83,10 @@ def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
 def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
     """One row per comparison, in the colour of the arm that is compared."""
     total = drawn.figure.get_figheight()
-    several = len({pair.noise for pair in pairs}) > 1
-    rows = len(pairs) + (len({pair.noise for pair in pairs}) if several else 0)
-    names = [_short(data, pair) for pair in pairs]
-    left, foot = min(2.7, 0.15 + 0.057 * max(map(len, names))), 0.46
+    names = [_name(data, pair) for pair in pairs]
+    high, rows = _height(names), _rows(pairs, names)
+    longest = max(len(line) for name in names for line in name.split("\n"))
+    left, foot = min(2.7, 0.15 + 0.057 * longest), 0.46
     ax = drawn.figure.add_axes(
         (left / PAGE, foot / total, (PAGE - left - 0.08 - 1.42) / PAGE, EACH * rows / total), facecolor="none"
     )
@@ -94,7 +94,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
     wide = ax.get_position().width * PAGE
     place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 7}
     for pair, name in zip(pairs, names, strict=True):
-        if several and pair.noise != shown:
+        if _several(pairs) and pair.noise != shown:
             words = "natural" if pair.noise == 0 else f"noise σ = {pair.noise:g}"
             ax.text(-(left - 0.06) / wide, y, words, fontweight="bold", **place)
             shown, y = pair.noise, y + 1
@@ -106,18 +106,32 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
         words += f" [{one.difference.low:+.3f}, {one.difference.high:+.3f}]" if one.difference.known else ""
         ax.text(1 + 1.4 / wide, y, (mark + words).replace("-", "−"), ha="right", **place)
         ticks.append((y, name))
-        y += 1
-    ax.set_yticks([t[0] for t in ticks], [t[1] for t in ticks], fontsize=7)
-    ax.set_ylim(y - 0.5, -0.5)
+        y += high
+    ax.set_yticks([t[0] for t in ticks], [t[1] for t in ticks], fontsize=7 if high == 1 else 6.5)
+    ax.set_ylim(rows - high / 2, -high / 2)
     ax.axvline(0, color=INK, lw=0.8, zorder=1)
     for end in (-pairs[0].result.interest, pairs[0].result.interest):
         ax.axvline(end, color=GREY, lw=0.8, ls=(0, (1, 2)), zorder=1)
-    ax.xaxis.set_major_locator(MaxNLocator(4))
+    ax.xaxis.set_major_locator(MaxNLocator(4 if wide > 1.2 else 2))
     quiet_rows(ax)
     ax.set_xlabel("paired difference of final reward", fontsize=7.5, labelpad=1)
 
 
-def _short(data: StudyData, pair: Pair) -> str:
-    words = " − ".join(str(data.arms["label"][arm]) for arm in (pair.arm, pair.other))
-    words = words.replace("GRPO + Routing Replay", "Replay").replace("Routing Replay", "Replay")
-    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
+def _name(data: StudyData, pair: Pair) -> str:
+    """`A − B`, in two lines where it is long."""
+    words = [str(data.arms["label"][arm]).replace("GRPO + Routing Replay", "Replay") for arm in (pair.arm, pair.other)]
+    one, other = (word.replace("Routing Replay", "Replay") for word in words)
+    return f"{one} − {other}" if len(one) + len(other) + 3 <= LONGEST else f"{one}\n− {other}"
+
+
+def _height(names: Sequence[str]) -> float:
+    return TALL if any("\n" in name for name in names) else 1.0
+
+
+def _several(pairs: Sequence[Pair]) -> bool:
+    return len({pair.noise for pair in pairs}) > 1
+
+
+def _rows(pairs: Sequence[Pair], names: Sequence[str]) -> float:
+    """Height of all comparisons, with a line for each condition where there are several, in rows of one line."""
+    return len(pairs) * _height(names) + (len({pair.noise for pair in pairs}) if _several(pairs) else 0)

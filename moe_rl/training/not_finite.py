@@ -1,0 +1,27 @@
+"""A number that is none, and where it came up."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class NotFiniteError(FloatingPointError):
+    """Raised where such a number first shows; `moe_rl.training.incidents` keeps what it came of.
+
+    Attributes:
+        where: `update 2`, `sampling`, `scoring`.
+        part: the minibatch, or the responses; what of it is a tensor, or routes, is kept.
+        numbers: more about it, by name.
+        everywhere: whether all ranks meet it at once.
+    """
+
+    def __init__(
+        self, where: str, said: str, part: Any, numbers: Mapping[str, Any] | None = None, everywhere: bool = False
+    ):
+        super().__init__(f"{where}: {said}")
+        self.where, self.part, self.numbers, self.everywhere = where, part, numbers or {}, everywhere
+
+
+def prompt_of(rollout: Any, row: int, most: int = 200) -> str:
+    """The prompt of a response, for a message."""
+    prompt = rollout.problems[row].prompt
+    return repr(prompt) if len(prompt) <= most else f"{prompt[:most]!r}... ({len(prompt)} characters)"

@@ -1,0 +1,106 @@
+"""A study reads the progress of its runs while they write: also while one that goes on rewrites what it had written."""
+
+import os
+
+import pytest
+
+from moe_rl.study.grid import Run, _totals
+from moe_rl.study.progress import clock, number, percent
+from moe_rl.training import OptimConfig, RunConfig
+from moe_rl.training.runlog import RunLog
+
+STEPS = 5
+
+
+def reader(folder):
+    return Run("a", 0, folder, folder / "log", RunConfig(optim=OptimConfig(steps=STEPS)))
+
+
+def seen(run):
+    run.read()
+    return run.step, run.reward, run.change
+
+
+def write(log, step, seconds=0.5):
+    log.append("rollout", step, reward=step / 8)
+    log.append("probe", step, update=1, slots_changed=step, slots=16)
+    log.append("step", step, seconds=seconds)
+
+
+def replaced(log, mark):
+    """As a run does that goes on from its checkpoint: another file of the same name."""
+    log.resume(mark)
+
+
+def cut_off(log, mark):
+    """In place."""
+    os.truncate(log.path, mark.bytes)
+
+
+@pytest.mark.parametrize("rewrite", [replaced, cut_off])
+@pytest.mark.parametrize("before", [1, 4])
+def test_a_run_that_goes_on_between_two_polls(tmp_path, before, rewrite):
+    """Whatever the run keeps of what the study had read, and however much it has written again by the next poll. A
+    step's time has other digits each time, so that lines no longer end where they did."""
+    for kept in range(before + 1):
+        for again in range(STEPS - kept + 1):
+            folder = tmp_path / f"{kept}_{again}"
+            folder.mkdir()
+            log, study = RunLog(folder), reader(folder)
+            marks = [log.mark()]
+            for step in range(before):
+                write(log, step)
+                marks.append(log.mark())
+            assert seen(study) == (before, (before - 1) / 8, (before - 1) / 16)
+            log = RunLog(folder)
+            rewrite(log, marks[kept])
+            for step in range(kept, kept + again):
+                write(log, step, seconds=0.123456789 * (step + 1))
+            assert seen(study) == seen(reader(folder)), f"kept {kept}, again {again}: not as one who reads it first"
+
+
+def test_a_file_that_is_gone_and_a_line_that_is_not_whole_yet(tmp_path):
+    log, study = RunLog(tmp_path), reader(tmp_path)
+    assert seen(study) == (0, None, None)
+    write(log, 0)
+    with open(log.path, "ab") as file:
+        file.write(b'{"kind":"step","st')
+    assert seen(study) == (1, 0.0, 0.0)
+    with open(log.path, "ab") as file:
+        file.write(b'ep":1}\n')
+    assert seen(study)[0] == 2
+    log.path.unlink()
+    assert seen(study)[0] == 2
+    log.path.mkdir()
+    assert seen(study)[0] == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "[" * 100_000,
+        "null",
+        '{"kind":"rollout","reward":"much"}',
+        '{"kind":"rollout","reward":[1]}',
+        '{"kind":"rollout","reward":1e400}',
+        '{"kind":"probe","slots_changed":1' + "0" * 400 + ',"slots":2}',
+        '{"kind":"probe","slots_changed":"1","slots":2}',
+        '{"kind":"step","step":1e400}',
+        '{"kind":"step","step":1' + "0" * 400 + "}",
+        '{"kind":"step","step":null}',
+        '{"kind":"step"}',
+    ],
+)
+def test_a_damaged_line_stops_neither_study_nor_display(tmp_path, line):
+    log, study = RunLog(tmp_path), reader(tmp_path)
+    study.state = "running"
+    write(log, 0)
+    study.read()
+    study.first_step = 0
+    with open(log.path, "a") as file:
+        file.write(line + "\n")
+    study.read()
+    assert clock(_totals([study], 1)[1]) + number(study.reward) + percent(study.change)
+    write(log, 1)
+    assert seen(study)[1:] == (1 / 8, 1 / 16)

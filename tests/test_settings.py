@@ -1,0 +1,79 @@
+"""A folder that an earlier version wrote can be gone on with: a setting that it did not know counts as its default."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from moe_rl.run_folder import RunFolderError, RunWriter
+from moe_rl.settings import differences, laid_over, listed
+from moe_rl.study.config import ConfigError, dump_run
+from moe_rl.study.run import check_folder
+from moe_rl.training import MethodConfig, RunConfig
+from moe_rl.yaml_files import parse_yaml
+
+GSPO = MethodConfig(objective="gspo", replay="R2")
+LEARNED = replace(RunConfig().reward, model="learned")
+
+
+def written(folder, config, without):
+    """A run folder's `config.yaml` as a version wrote it which did not know the field `without`."""
+    settings = parse_yaml(dump_run(config))
+    *path, last = without.split(".")
+    place = settings
+    for name in path:
+        place = place[name]
+    del place[last]
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+@pytest.mark.parametrize("without", ["rollout.lag", "reward", "model.tiny.norm_topk_prob", "objective.kl_coef"])
+def test_a_field_that_the_earlier_version_did_not_know_is_its_default(tmp_path, without):
+    config = replace(RunConfig(), method=GSPO)
+    assert check_folder(config, written(tmp_path / "run", config, without))
+
+
+def test_dpo_which_has_no_objective_too(tmp_path):
+    config = replace(RunConfig(), method=MethodConfig(objective="dpo"))
+    assert check_folder(config, written(tmp_path / "run", config, "value.gamma"))
+
+
+@pytest.mark.parametrize(
+    ("config", "without", "said"),
+    [
+        (replace(RunConfig(), checkpoint_every=3), "checkpoint_every", "checkpoint_every: 10 there, 3 now"),
+        (replace(RunConfig(), reward=LEARNED), "reward", "reward.model: 'verifier' there, 'learned' now"),
+        (replace(RunConfig(), method=GSPO), "objective.ratio", "objective.ratio: 'token' there, 'sequence' now"),
+    ],
+)
+def test_but_no_other_value(tmp_path, config, without, said):
+    with pytest.raises(ConfigError, match=f"another configuration \\({said}\\)"):
+        check_folder(config, written(tmp_path / "run", config, without))
+
+
+def test_what_is_there_is_compared_as_it_is(tmp_path):
+    folder = written(tmp_path / "run", replace(RunConfig(), checkpoint_every=3), "rollout.lag")
+    with pytest.raises(ConfigError, match="checkpoint_every: 3 there, 10 now"):
+        check_folder(RunConfig(), folder)
+
+
+def test_other_programs_say_what_was_before_their_settings(tmp_path):
+    old = {"arguments": {"beta": 0.0}, "replay": "R2"}
+    RunWriter(tmp_path, arm="a", config=old).close()
+    new, before = laid_over(old, {"arguments": {"top_p": 1.0}}), {"arguments": {"top_p": 1.0}}
+    with pytest.raises(RunFolderError, match=r"\(arguments\.top_p: None there, 1\.0 now\)"):
+        RunWriter(tmp_path, arm="a", config=new)
+    other = laid_over(old, {"arguments": {"top_p": 0.9}})
+    with pytest.raises(RunFolderError, match=r"\(arguments\.top_p: 1\.0 there, 0\.9 now\)"):
+        RunWriter(tmp_path, arm="a", config=other, defaults=before)
+    RunWriter(tmp_path, arm="a", config=new, defaults=before).close()
+    kept = yaml.safe_load((tmp_path / "a" / "seed0" / "config.yaml").read_text())
+    assert kept["arguments"] == {"beta": 0.0, "top_p": 1.0}
+
+
+def test_differences_are_named_and_not_all_listed():
+    changed = differences({"a": {"b": 1, "c": 2}, "d": [1]}, {"a": {"b": 1, "c": 3}, "d": [2], "e": None})
+    assert changed == {"a.c": (2, 3), "d": ([1], [2])}
+    assert listed(changed, most=1) == "a.c: 2 there, 3 now and 1 more"
