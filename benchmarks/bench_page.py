@@ -200,14 +200,19 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         "× limit": lambda row: f"{row['us'] / row['limit_us']:.2f}" if row["us"] and row["limit_us"] else "",
         "peer": lambda row: row["peer"] or "",
         "peer, µs": lambda row: number(row["peer_us"]),
-        "ratio to peer": lambda row: "" if row["ratio"] is None else f"{row['ratio']:.3f}",
-        "spread": lambda row: "" if row["spread"] is None else f"[{row['spread'][0]:.3f}, {row['spread'][1]:.3f}]",
+        "ratio to peer": lambda row: ratio(row["ratio"]),
+        "spread": lambda row: "" if row["spread"] is None else f"[{', '.join(map(ratio, row['spread']))}]",
         "note": lambda row: row["note"] or "",
     }
     cells = {name: [make(row).replace("|", "\\|") for row in rows] for name, make in columns.items()}
     kept = {name: values for name, values in cells.items() if any(values)}
     lines = [list(kept), ["---"] * len(kept), *map(list, zip(*kept.values(), strict=True))]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def ratio(value: float | None) -> str:
+    """Three decimals, or two digits of what is small."""
+    return "" if value is None else f"{value:.3f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def number(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """The memory arithmetic of docs/scaling.md, from the model's shapes."""
 
+import json
 import re
 from pathlib import Path
 
@@ -66,6 +67,18 @@ def test_the_table_beyond():
             f"{12 * count / 1e9:,.0f} GB",
         ]
     assert f"at most {1e12 / 12e9:.0f} B parameters" in PAGE and f"gathers {2 * count / 1e9:.0f} GB of bf16" in PAGE
+
+
+def test_times_are_those_of_the_benchmark():
+    parts = json.loads((ROOT / "docs" / "results" / "benchmarks.json").read_text())
+    rows = {row["case"]: row for row in next(part["rows"] for part in parts if part["name"] == "change_metrics")}
+    tokens = 2048 * 4352
+    for sites in (48, 94):
+        assert f"{tokens * sites / 1e6:.0f} M rows" in PAGE
+        for case in ("ascending, 10 %", "other order, 10 %"):
+            row = rows[f"change_counts, {case}"]
+            compared = int(row["note"].split(" rows")[0].replace(",", ""))
+            assert f"{tokens * sites * 1e-6 * row['us'] / compared:.1f} s" in PAGE
 
 
 def test_commands_of_the_page_are_the_command_lines_own(capsys):
