@@ -18,8 +18,10 @@ import statistics
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from rows import add_option, row, write
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -86,15 +88,20 @@ def seconds(function: Callable[[], object], device: str) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def compare(candidates: dict[str, Callable[[], object]], rounds: int, device: str) -> None:
+def compare(what: str, candidates: dict[str, Callable[[], object]], rounds: int, device: str) -> list[dict[str, Any]]:
     for function in candidates.values():  # warm up: allocations, autotuning
         function()
     times = [{name: seconds(f, device) for name, f in candidates.items()} for _ in range(rounds)]
+    medians = {name: statistics.median(t[name] for t in times) for name in candidates}
+    rows = []
     for name in candidates:
         ratios = [t[name] / t["grouped_mm"] for t in times]
         low, median, high = statistics.quantiles(ratios, n=4)
-        milliseconds = statistics.median(t[name] for t in times) * 1e3
-        print(f"  {name:22} {median:6.2f}  [{low:.2f}, {high:.2f}]   {milliseconds:9.2f} ms")
+        print(f"  {name:22} {median:6.2f}  [{low:.2f}, {high:.2f}]   {1e3 * medians[name]:9.2f} ms")
+        if name not in ("grouped_mm", "floor"):
+            mine, peer = ([t[key] for t in times] for key in (name, "grouped_mm"))
+            rows.append(row("experts", f"{what}: {name}", mine, "grouped_mm", peer, medians.get("floor")))
+    return rows
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -118,6 +125,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=None)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_option(parser)
     args = parser.parse_args()
 
     register_experts()
@@ -130,13 +138,17 @@ def main() -> None:
     print("against eager:")
     check(problem, implementations)
     print(f"forward, ratio to grouped_mm: median [quartiles] of {args.rounds} rounds")
-    compare(
+    size = f"{args.layer}, {args.tokens} tokens"
+    rows = compare(
+        f"{size}, forward",
         {i: lambda i=i: problem.forward(i) for i in implementations} | {"floor": problem.floor},
         args.rounds,
         args.device,
     )
     print("forward + backward")
-    compare({i: lambda i=i: problem.forward_backward(i) for i in implementations}, args.rounds, args.device)
+    both: dict[str, Callable[[], object]] = {i: lambda i=i: problem.forward_backward(i) for i in implementations}
+    rows += compare(f"{size}, forward + backward", both, args.rounds, args.device)
+    write(args.json, rows)
 
 
 if __name__ == "__main__":

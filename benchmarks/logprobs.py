@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rows import add_option, row, write
 from torch import Tensor
 
 from moe_rl.measure.head import head_logps
@@ -157,7 +158,15 @@ def summary(values: list[float]) -> str:
     return f"{statistics.median(values):5.2f}  [{low:.2f}, {high:.2f}]"
 
 
-def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> None:
+def rows_of(
+    what: str, ratios: dict[str, list[float]], base: list[float], notes: dict[str, str]
+) -> list[dict[str, Any]]:
+    first, *others = ratios
+    seconds = {name: [r * b for r, b in zip(ratios[name], base, strict=True)] for name in others}
+    return [row("logprobs", f"{what}: {n}", seconds[n], first, base, note=notes.get(n, "")) for n in others]
+
+
+def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> list[dict[str, Any]]:
     N, H, V = sizes
     bytes_per = torch.finfo(getattr(torch, dtype)).bits // 8
     print(f"N = {N} tokens, H = {H}, V = {V:,}, {dtype}; forward and backward")
@@ -177,9 +186,12 @@ def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> None:
         difference = float((values[name] - first).abs().max())
         print(f"{name:24}{allocated:14,.0f}{resident:14,.0f}{difference:15.0e}   {summary(ratios[name])}")
     print(f"first: {statistics.median(base):.2f} CPU-seconds, {rounds} rounds")
+    held = {name: f"{memory[name][1] / MIB:,.0f} MiB at once" for name in METHODS}
+    held = {name: f"{held[name]}, the first {held['log_softmax + gather']}" for name in METHODS}
+    return rows_of(f"{N} tokens, vocabulary {V:,}", ratios, base, held)
 
 
-def compare_tiny(rounds: int) -> None:
+def compare_tiny(rounds: int) -> list[dict[str, Any]]:
     """The default study's policy, one minibatch: what is paid where there is nothing to save."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -220,6 +232,7 @@ def compare_tiny(rounds: int) -> None:
     for name, values in ratios.items():
         print(f"{name:24}CPU time / first {summary(values)}")
     print(f"first: {statistics.median(base):.3f} CPU-seconds, {rounds} rounds")
+    return rows_of("the tiny policy, 64 x 36 tokens", ratios, base, {})
 
 
 def main() -> None:
@@ -230,6 +243,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
+    add_option(parser)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = options.tokens, options.hidden, options.vocabulary
@@ -237,10 +251,8 @@ def main() -> None:
         measure_memory(options.measure, sizes, getattr(torch, options.dtype))
         return
     torch.set_num_threads(1)
-    if options.tiny:
-        compare_tiny(options.rounds)
-    else:
-        compare_heads(sizes, options.dtype, options.rounds)
+    rows = compare_tiny(options.rounds) if options.tiny else compare_heads(sizes, options.dtype, options.rounds)
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ profiler), the most held at once above what was held before a step.
 """
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import add_option, row, write
 from torch.profiler import ProfilerActivity, profile
 
 from moe_rl.policy.models import ModelConfig, TinyConfig
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=48)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -126,14 +126,18 @@ def main() -> None:
         }
     print(f"{len(rollout)} responses, {int(rollout.lengths.sum())} tokens; sampling takes {sampling:.2f} CPU s")
     print(f"{'':9} {'CPU time / grpo':>24} {'CPU s':>7} {'parameters':>11} {'optimizer':>10} {'peak above held':>16}")
-    for name, row in found.items():
-        low, high = row["cpu_ratio_range"]
+    for name, of in found.items():
+        low, high = of["cpu_ratio_range"]
         print(
-            f"{name:9} {row['cpu_ratio']:8.2f} ({low:5.2f} to {high:5.2f}) {row['cpu_seconds']:7.2f} "
-            f"{row['parameters']:11,} {row['optimizer_bytes'] / MIB:6.2f} MiB {row['peak_bytes'] / MIB:12.1f} MiB"
+            f"{name:9} {of['cpu_ratio']:8.2f} ({low:5.2f} to {high:5.2f}) {of['cpu_seconds']:7.2f} "
+            f"{of['parameters']:11,} {of['optimizer_bytes'] / MIB:6.2f} MiB {of['peak_bytes'] / MIB:12.1f} MiB"
         )
-    if options.json:
-        options.json.write_text(json.dumps({**found, "sampling_cpu_seconds": sampling}, indent=1) + "\n")
+    rows = []
+    for name in ("ppo_head", "ppo"):
+        held = [found[key]["peak_bytes"] / MIB for key in (name, "grpo")]
+        note = f"peak {held[0]:.1f} MiB above what is held, grpo {held[1]:.1f}"
+        rows.append(row("ppo_vs_grpo", f"a step: {name}", times[name], "grpo", times["grpo"], note=note))
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

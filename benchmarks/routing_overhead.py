@@ -12,7 +12,6 @@ prefills 8 x 1024 tokens, decodes one token for 64 sequences, and trains (forwar
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from rows import add_option, row, write
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, record_routes, replay_routes
@@ -52,7 +52,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=12, help="rounds of each comparison (default 12)")
     arguments.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES), help="CPU sizes")
     arguments.add_argument("--no-gpu", action="store_true", help="CPU part only")
-    arguments.add_argument("--json", metavar="FILE", help="also write one JSON line for each comparison")
+    add_option(arguments)
     options = arguments.parse_args()
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -65,9 +65,7 @@ def main() -> None:
         lines += compare_gpu(options.rounds)
     elif not options.no_gpu:
         print("no GPU: the Qwen3-30B-A3B-shaped comparison was not run")
-    if options.json:
-        with open(options.json, "w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    write(options.json, lines)
 
 
 def compare_size(name: str, rounds: int) -> list[dict[str, Any]]:
@@ -88,26 +86,37 @@ def compare_size(name: str, rounds: int) -> list[dict[str, Any]]:
     ids = torch.randint(0, 512, (batch, length))
     what = f"CPU {name}: d={hidden}, {layers} layers, top {k} of {experts}, {batch} x {length} tokens"
     return [
-        compare(f"{what}, forward", model, lambda **kw: forward(model, ids, **kw), ids, rounds),
-        compare(f"{what}, forward+backward", model, lambda **kw: train(model, ids, **kw), ids, rounds),
+        *compare(f"{what}, forward", model, lambda **kw: forward(model, ids, **kw), ids, rounds),
+        *compare(f"{what}, forward+backward", model, lambda **kw: train(model, ids, **kw), ids, rounds),
     ]
 
 
 def compare_gpu(rounds: int) -> list[dict[str, Any]]:
     free = torch.cuda.mem_get_info()[0]
     layers = max(1, min(48, int((0.45 * free - 4e9) / BYTES_PER_LAYER)))  # gradients double it
-    config = Qwen3MoeConfig(num_hidden_layers=layers, **QWEN3_30B_A3B)
+    what = f"Qwen3-30B-A3B shape, bf16, {layers} of 48 layers"
+    print(torch.cuda.get_device_name())
+    return compare_shape(what, QWEN3_30B_A3B, layers, rounds, "cuda")
+
+
+def compare_shape(
+    what: str, shape: dict[str, Any], layers: int, rounds: int, device: str, length: int = 1024
+) -> list[dict[str, Any]]:
+    config = Qwen3MoeConfig(num_hidden_layers=layers, **shape)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen3MoeForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
-    what = f"{torch.cuda.get_device_name()}: Qwen3-30B-A3B shape, bf16, {layers} of 48 layers"
-    prompt = torch.randint(0, 1000, (8, 1024), device="cuda")
-    lines = [compare(f"{what}, prefill 8 x 1024", model, lambda **kw: forward(model, prompt, **kw), prompt, rounds)]
-    step = torch.randint(0, 1000, (64, 1), device="cuda")
-    lines.append(compare(f"{what}, decode 64 x 1", model, lambda **kw: decode(model, step, **kw), step, 4 * rounds))
+    try:
+        with torch.device(device):
+            model = Qwen3MoeForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    prompt = torch.randint(0, 1000, (8, length), device=device)
+    prefill = f"{what}, prefill 8 x {length}"
+    lines = compare(prefill, model, lambda **kw: forward(model, prompt, **kw), prompt, rounds)
+    step = torch.randint(0, 1000, (64, 1), device=device)
+    lines += compare(f"{what}, decode 64 x 1", model, lambda **kw: decode(model, step, **kw), step, 4 * rounds)
     batch = prompt[:4]
-    lines.append(compare(f"{what}, train 4 x 1024", model, lambda **kw: train(model, batch, **kw), batch, rounds))
+    training = f"{what}, train 4 x {length}"
+    lines += compare(training, model, lambda **kw: train(model, batch, **kw), batch, rounds)
     return lines
 
 
@@ -126,8 +135,8 @@ def train(model: Any, ids: torch.Tensor, **options: Any) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, rounds: int) -> dict[str, Any]:
-    """Median and quartiles of time / plain time, by variant."""
+def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
+    """Median and quartiles of time / plain time, by variant, as rows."""
     with torch.no_grad(), record_routes(model) as recording:
         model(ids, use_cache=False, logits_to_keep=1)
     routes = recording.routes
@@ -154,24 +163,27 @@ def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, 
     for variant in VARIANTS:
         measured(variant)  # warm-up
     ratios: dict[str, list[float]] = {variant: [] for variant in VARIANTS[1:]}
-    plain = []
+    taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for _ in range(rounds):
         times = {variant: measured(variant) for variant in random.sample(VARIANTS, len(VARIANTS))}
-        plain.append(times["plain"])
+        for variant, seconds in times.items():
+            taken[variant].append(seconds)
         for variant, values in ratios.items():
             values.append(times[variant] / times["plain"])
-    result: dict[str, Any] = {"what": what, "rounds": rounds, "plain_ms": 1e3 * statistics.median(plain)}
-    print(f"\n{what}\n  plain: {result['plain_ms']:.1f} ms (median of {rounds} rounds)", end="; ")
+    print(f"\n{what}\n  plain: {1e3 * statistics.median(taken['plain']):.1f} ms (median of {rounds} rounds)", end="; ")
     print(f"opening and closing a context, not counted below: {100 * opening[0]:.1f} ms")
     for variant, values in ratios.items():
-        low, middle, high = statistics.quantiles(values, n=4)
-        result[variant] = [low, middle, high]
-        print(f"  {variant:14s} x {middle:.3f}   quartiles {low:.3f} .. {high:.3f}")
-    low, middle, high = result["plain again"]
+        low, median, high = statistics.quantiles(values, n=4)
+        print(f"  {variant:14s} x {median:.3f}   quartiles {low:.3f} .. {high:.3f}")
+    low, _, high = statistics.quantiles(ratios["plain again"], n=4)
     # Standard error of a median, from the quartiles: 1.2533 * (IQR / 1.349) / sqrt(n); twice that is resolved.
-    result["resolved"] = 2 * 1.2533 * (high - low) / 1.349 / rounds**0.5
-    print(f"  resolved: differences above about {100 * result['resolved']:.1f} % (twice the standard error of A/A)")
-    return result
+    resolved = 2 * 1.2533 * (high - low) / 1.349 / rounds**0.5
+    print(f"  resolved: differences above about {100 * resolved:.1f} % (twice the standard error of A/A)")
+    note = f"resolved: {100 * resolved:.1f} %"
+    return [
+        row("routing_overhead", f"{what}: {variant}", taken[variant], "plain", taken["plain"], note=note)
+        for variant in VARIANTS[1:]
+    ]
 
 
 @contextmanager

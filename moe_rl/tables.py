@@ -7,7 +7,9 @@ anything is parsed. Files of other programs, and of earlier versions, have no ma
 
 import contextlib
 import hashlib
+import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,30 +17,50 @@ from moe_rl.files import write_atomic
 
 if TYPE_CHECKING:
     import pyarrow
+    import pyarrow.parquet
 
 TABLES = ("tokens/*.parquet", "routes/*.parquet")
 """Where a run folder has tables."""
 MARK = bytes.fromhex("a3f1c85e9d0b47628e15d7f03c6ab924")
 SEALED = b"moe_rl.sealed"
 """Key in the schema's metadata that says that there is a mark, so that a damaged one is not taken for none."""
+FOOTER_MARK = bytes.fromhex("5b27e0941fd84ac3b6697d02f1ac83e5")
+"""Before `MARK`, with the SHA-256 of the footer after it, so that parts of a file can be read and trusted."""
+DIGEST = hashlib.sha256().digest_size
 
 
 class DamagedTableError(ValueError):
     """A Parquet file that is not what was written, or none; the message names it."""
 
 
-def write_table(path: Path, columns: dict[str, Any], metadata: dict[str, Any] | None = None) -> None:
-    """One immutable Parquet file (zstd), written atomically; `metadata` goes to the schema as JSON strings."""
+def write_table(
+    path: Path,
+    columns: dict[str, Any] | Iterable[dict[str, Any]],
+    metadata: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """One immutable Parquet file (zstd), written atomically; `metadata` goes to the schema as JSON strings.
+
+    Args:
+        columns: of the whole table, or of one row group after the other.
+        options: others of `pyarrow.parquet.ParquetWriter`.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    table = pa.table(columns)
+    groups = (pa.table(group) for group in ([columns] if isinstance(columns, dict) else columns))
+    first = next(groups)
     facts: dict[Any, Any] = {key: json.dumps(value) for key, value in (metadata or {}).items()}
+    schema = first.schema.with_metadata({**facts, SEALED: "1"})
     sink = pa.BufferOutputStream()
-    pq.write_table(table.replace_schema_metadata({**facts, SEALED: "1"}), sink, compression="zstd", compression_level=1)
+    with pq.ParquetWriter(sink, schema, compression="zstd", compression_level=1, **options) as writer:
+        for group in itertools.chain([first], groups):
+            writer.write_table(group.replace_schema_metadata(schema.metadata))
     data = sink.getvalue().to_pybytes()
     footer = len(data) - 8 - int.from_bytes(data[-8:-4], "little")  # ends with its length and PAR1
-    write_atomic(path, data[:footer] + MARK + hashlib.sha256(data).digest() + data[footer:])
+    pages = data[:footer] + FOOTER_MARK + hashlib.sha256(data[footer:]).digest()
+    digest = hashlib.sha256(pages + data[footer:]).digest()
+    write_atomic(path, pages + MARK + digest + data[footer:])
 
 
 def read_table(path: str | Path) -> "pyarrow.Table":
@@ -55,7 +77,7 @@ def read_table(path: str | Path) -> "pyarrow.Table":
     except OSError as error:
         raise DamagedTableError(f"{path}: cannot be read ({error.strerror or error})") from error
     place = data.rfind(MARK)
-    end = place + len(MARK) + hashlib.sha256().digest_size
+    end = place + len(MARK) + DIGEST
     if place >= 0 and hashlib.sha256(data[:place] + data[end:]).digest() != data[place + len(MARK) : end]:
         raise DamagedTableError(f"{path} is damaged: its content is not what was written")
     try:
@@ -67,10 +89,62 @@ def read_table(path: str | Path) -> "pyarrow.Table":
     return table
 
 
-def facts_of(table: "pyarrow.Table") -> dict[str, Any]:
+def open_table(path: str | Path) -> "pyarrow.parquet.ParquetFile":
+    """A file of `write_table` of which parts are to be read: the footer is checked now, and each page when it is read
+    if it was written with `write_page_checksum`. Files without these checks are read whole, and checked, first.
+
+    Raises:
+        DamagedTableError: as `read_table`.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        tail, footer = _tail(Path(path))
+    except OSError as error:
+        raise DamagedTableError(f"{path}: cannot be read ({error.strerror or error})") from error
+    if not tail.startswith(FOOTER_MARK):
+        sink = pa.BufferOutputStream()
+        pq.write_table(read_table(path), sink)
+        return pq.ParquetFile(pa.BufferReader(sink.getvalue()))
+    if hashlib.sha256(footer).digest() != tail[len(FOOTER_MARK) :][:DIGEST]:
+        raise DamagedTableError(f"{path} is damaged: its footer is not what was written")
+    try:
+        return pq.ParquetFile(path, page_checksum_verification=True)
+    except Exception as error:
+        raise DamagedTableError(f"{path}: not a readable Parquet file ({error}); copied incompletely?") from error
+
+
+def seal_of(path: str | Path) -> str | None:
+    """The checksum that stands in a file of `write_table`, in hexadecimal, the content unseen; None: there is none.
+
+    Raises:
+        DamagedTableError: the file cannot be read.
+    """
+    try:
+        tail, _ = _tail(Path(path))
+    except OSError as error:
+        raise DamagedTableError(f"{path}: cannot be read ({error.strerror or error})") from error
+    return tail[-DIGEST:].hex() if tail[-DIGEST - len(MARK) :].startswith(MARK) else None
+
+
+def _tail(path: Path) -> tuple[bytes, bytes]:
+    """What stands before a Parquet file's footer, two marks and checksums long; and the footer, length included."""
+    with open(path, "rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - 8))
+        length = 8 + int.from_bytes(file.read(8)[:4], "little")
+        before = 2 * (len(MARK) + DIGEST)
+        file.seek(max(0, size - length - before))
+        data = file.read() if length + before <= size else b""
+    return data[:before], data[before:]
+
+
+def facts_of(table: "pyarrow.Table | pyarrow.parquet.ParquetFile") -> dict[str, Any]:
     """The `metadata` that `write_table` was given; what other programs put there and is no JSON is left out."""
     found: dict[str, Any] = {}
-    for key, value in (table.schema.metadata or {}).items():
+    schema = table.schema_arrow if hasattr(table, "schema_arrow") else table.schema
+    for key, value in (schema.metadata or {}).items():
         with contextlib.suppress(ValueError):
             found[key.decode()] = json.loads(value)
     return found

@@ -249,7 +249,7 @@ def change_counts(
 
 
 def _count(
-    old: Integer[Tensor, "N L K"], new: Integer[Tensor, "N L K"], mask: Bool[Tensor, "N"] | None
+    old: Integer[Tensor, "N L K"], new: Integer[Tensor, "N L K"], mask: Bool[Tensor, " N"] | None
 ) -> ChangeCounts:
     """The counts of a part of the tokens that is small enough to hold some numbers for each of its rows."""
     tokens, sites, k = old.shape

@@ -191,7 +191,7 @@ def rows_at_once(ids: Tensor) -> int:
 
 def differing_rows(
     old: Integer[Tensor, "N K"], new: Integer[Tensor, "N K"]
-) -> tuple[Int[Tensor, "D"], UInt[Tensor, "D"], Bool[Tensor, "N"] | None]:
+) -> tuple[Int[Tensor, " D"], UInt[Tensor, " D"], Bool[Tensor, " N"] | None]:
     """Rows whose sets differ, K - |old ∩ new| of each, and which rows have a route on both sides (None: all).
 
     Rows are first compared as machine words, 16 bytes read and one written for K = 8 of up to 255 experts; what is
@@ -206,7 +206,7 @@ def differing_rows(
 
 def _differing_numpy(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     old_rows, new_rows = old.contiguous().numpy(), new.contiguous().numpy()
-    a, b = _row_words(old_rows), _row_words(new_rows)
+    a, b = row_words(old_rows), row_words(new_rows)
     live = np.iinfo(a[0].dtype).max  # a row without a route is the sentinel in every slot
     some_live = False
     found = [(np.empty(0, np.int64), np.empty(0, np.uint8))]
@@ -233,7 +233,7 @@ def _differing_numpy(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor |
     return torch.from_numpy(index), torch.from_numpy(changed), None if routed is None else torch.from_numpy(routed)
 
 
-def _row_words(rows: np.ndarray) -> list[np.ndarray]:
+def row_words(rows: np.ndarray) -> list[np.ndarray]:
     """Rows of ids as columns of the largest words that divide a row."""
     size = math.gcd(rows.shape[1] * rows.itemsize, 8)
     return list(rows.view(f"u{size}").T)

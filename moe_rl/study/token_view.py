@@ -85,8 +85,8 @@ class TokenStep:
         """One response after one update; lists have one entry per token, the first `most` of them.
 
         routers: with what the routers said, where it was kept: `old_gates`, `new_gates` [T][L][K], the share that each
-            chosen expert has in the softmax over all experts, in the order of the routes; `old_margins`, `new_margins`
-            [T][L], s_(k) - s_(k+1) in logits.
+            chosen expert has in the softmax over all experts, in the order of the stored ids; `old_margins` and
+            `new_margins` [T][L], s_(k) - s_(k+1) in logits.
 
         `old_experts`: [T][L][K] ids, -1 where no route is known; `new_experts`: per token only the sites whose set
         changed, {site index: [K]}; both null where routes were not kept.

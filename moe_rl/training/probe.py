@@ -114,7 +114,8 @@ class Probe:
                 ("old", self.old_logits, part.routes.ids.to(mask.device)[mask]),
                 ("new", logits, chosen),
             ):
-                facts[f"{name}_gates"], facts[f"{name}_margins"] = router_facts(scores, ids)
+                ordered = ids.sort(-1).values  # as route tables have them
+                facts[f"{name}_gates"], facts[f"{name}_margins"] = router_facts(scores, ordered)
         return metrics, Observation(update, natural, replayed, routes, facts)
 
     def _from_engine(self, seen: Observation) -> dict[str, Any]:

@@ -1,9 +1,18 @@
-"""Routes as Parquet, the form in which run folders keep them: one row per token, one column of lists per routing site.
+"""Routes as Parquet, the form in which run folders keep them: sets of experts, in little more than the least they take.
 
-A site's cell is the list of the token's K expert ids, null where there is no route, so that pandas, polars and DuckDB
-read it as it is; `read_route_table` reads a file back whole. Earlier files, whose cells are bytes, are read.
+Two kinds of files; docs/run_folder.md has their columns and how pandas reads them without us.
+
+- Routes: one row per token, one column per routing site, whose cells are the gaps of the token's ascending expert ids
+  (`moe_rl.routing.codec`), null where there is no route.
+- Changes since the routes of another file in the same folder: one row per exchanged expert. A file names the other one
+  and its checksum.
+
+Row groups hold whole sequences, so that some of them, and some sites, are read without the rest of the file. Slots come
+back in ascending order: `RoutedExperts.save` is for routes that shall be replayed to the last bit. Earlier files, whose
+cells are lists or packed ids, are read.
 """
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,56 +20,284 @@ import numpy as np
 import torch
 
 from moe_rl.routing import RoutedExperts, RoutingError
-from moe_rl.tables import DamagedTableError, facts_of, read_table, write_table
+from moe_rl.routing.codec import ascending, check_ascending, exchanges, gaps, with_exchanges, without_gaps
+from moe_rl.routing.routes import match_sites
+from moe_rl.tables import DamagedTableError, facts_of, open_table, read_table, seal_of, write_table
 
-FORMAT = "moe_rl.route_table"
+EARLIER, ROUTES, CHANGES = "moe_rl.route_table", "moe_rl.route_table.2", "moe_rl.route_changes"
 SEQUENCE, POSITION, TOKEN = "sequence", "position", "token"
+GROUP, SITE, SKIP, SLOT, EXPERT = "group", "site", "skip", "slot", "expert"
+GROUP_TOKENS = 8192
+_PLAIN: dict[str, Any] = {"write_statistics": False, "write_page_checksum": True}
+_OFTEN = 1.0  # exchanges per row from which `skip` has so few values that it takes least as numbers of a dictionary
 
 
 def write_route_table(path: Path, routes: RoutedExperts) -> None:
-    """Write `routes` `[B,T,L,K]` as B*T rows: sequence, position, token (-1 where unknown) and a column per site."""
-    import pyarrow as pa
+    """Write the routes of B*T tokens: sequence, position, token (-1 where unknown) and a column per site."""
+    step, parts, facts = _in_groups(routes)
+    wide = list(routes.sites) if _cell_dtype(routes.num_experts) == np.uint16 else []
+    write_table(
+        path,
+        (_route_columns(part, index * step) for index, part in enumerate(parts)),
+        {"format": ROUTES, **facts},
+        use_dictionary=False,
+        use_byte_stream_split=[TOKEN, *wide],
+        column_encoding=dict.fromkeys((SEQUENCE, POSITION), "DELTA_BINARY_PACKED"),
+        **_PLAIN,
+    )
 
-    packed, live = routes.packed.cpu().numpy(), routes.live.cpu().numpy()
-    B, T, L, K = packed.shape
-    tokens = torch.full((B, T), -1, dtype=torch.int32) if routes.tokens is None else routes.tokens.cpu()
-    columns = {
-        SEQUENCE: np.repeat(np.arange(B, dtype=np.int32), T),
-        POSITION: np.tile(np.arange(T, dtype=np.int32), B),
-        TOKEN: tokens.reshape(-1).numpy(),
+
+def write_route_changes(path: Path, routes: RoutedExperts, since: Path, old: RoutedExperts | None = None) -> None:
+    """Write what changed since the routes of another file: one row per exchanged expert.
+
+    Args:
+        since: a file of `write_route_table` in the folder of `path`, of the same tokens, sites and experts.
+        old: the routes that were written to `since`, where they are at hand: they are not read again.
+
+    Raises:
+        RoutingError: `since` cannot be read, or is of other routes or in another folder.
+    """
+    if since.parent != path.parent:
+        raise RoutingError(f"changes since {since}: expected a file in the folder of {path}")
+    old = _base(path, since.name, None) if old is None else old
+    if (old.sites, old.shape, old.num_experts) != (routes.sites, routes.shape, routes.num_experts):
+        raise RoutingError(f"{since} holds {old}, and changes since then cannot be those of {routes}")
+    if routes.tokens is not None and (old.tokens is None or not torch.equal(old.tokens.cpu(), routes.tokens.cpu())):
+        raise RoutingError(f"{since}: its routes are of other tokens than {routes}")
+    step, parts, facts = _in_groups(routes)
+    groups = [_change_columns(old.rows(slice(i * step, (i + 1) * step)), part, i) for i, part in enumerate(parts)]
+    often = sum(len(group[SLOT]) for group in groups) > _OFTEN * old.shape[:3].numel()
+    write_table(
+        path,
+        groups,
+        {"format": CHANGES, **facts, "since": since.name, "since_sha256": seal_of(since)},
+        use_dictionary=[GROUP, SITE, SLOT, *([SKIP] if often else [])],
+        use_byte_stream_split=[EXPERT, *([] if often else [SKIP])],
+        **_PLAIN,
+    )
+
+
+def _in_groups(routes: RoutedExperts) -> tuple[int, list[RoutedExperts], dict[str, Any]]:
+    """How many sequences a row group holds, the routes of each, and what a file says of itself."""
+    B, T = routes.shape[:2]
+    step = max(1, GROUP_TOKENS // max(1, T))
+    facts = {
+        "shape": list(routes.shape),
+        "dtype": str(routes.packed.dtype).removeprefix("torch."),
+        "num_experts": routes.num_experts,
+        "sites": routes.sites,
+        "meta": routes.meta,
+        "group_sequences": step,
     }
-    for index, site in enumerate(routes.sites):
-        known = ~live[:, :, index].reshape(-1)
-        ends = np.concatenate([[0], np.cumsum(known * K)]).astype(np.int32)
-        offsets = pa.array(ends, mask=np.append(~known, False))
-        columns[site] = pa.ListArray.from_arrays(
-            offsets, pa.array(packed[:, :, index].reshape(-1, K)[known].reshape(-1))
-        )
-    facts = {"format": FORMAT, "shape": [B, T, L, K], "dtype": str(packed.dtype), "num_experts": routes.num_experts}
-    write_table(path, columns, {**facts, "sites": routes.sites, "meta": dict(routes.meta or {})})
+    return step, [routes.rows(slice(start, start + step)) for start in range(0, B, step)] or [routes], facts
 
 
-def read_route_table(path: str | Path) -> RoutedExperts:
-    """RoutedExperts of a file of `write_route_table`. Raises RoutingError for a damaged or another file."""
+def read_route_table(
+    path: str | Path,
+    sequences: Iterable[int] | slice | None = None,
+    sites: str | int | Iterable[str | int] | None = None,
+) -> RoutedExperts:
+    """RoutedExperts of a file of `write_route_table`, slots in ascending order.
+
+    Args:
+        sequences: which rows of B, by number; None: all. Only the row groups that hold them are read and checked.
+        sites: names, shell patterns or numbers; None: all.
+
+    Raises:
+        RoutingError: a damaged or another file; changes since a file that is not there or is another one now; sequences
+            or sites that are not in it.
+    """
+    path = Path(path)
     try:
-        table = read_table(path)
+        whole = sequences is None and sites is None
+        table = read_table(path) if whole else open_table(path)
+        facts = facts_of(table)
     except DamagedTableError as error:
         raise RoutingError(str(error)) from error
-    facts = facts_of(table)
-    if facts.get("format") != FORMAT:
+    kind = facts.get("format")
+    if kind not in (EARLIER, ROUTES, CHANGES):
         raise RoutingError(f"{path}: a Parquet file, but not of routes; tokens/*.parquet has the tokens")
     try:
-        return _routes(table, facts)
-    except (ArithmeticError, IndexError, KeyError, TypeError, ValueError, RoutingError) as error:  # without a checksum
+        if kind == EARLIER:
+            routes = _earlier(table if whole else table.read(), facts)
+            routes = routes if sites is None else routes.select(sites)
+            return routes if sequences is None else routes.rows(_numbers(sequences, routes.shape[0]))
+        wanted = _numbers(sequences, facts["shape"][0])
+        chosen = range(len(facts["sites"])) if sites is None else match_sites(facts["sites"], sites)
+        return (_routes if kind == ROUTES else _changed)(path, table, facts, wanted, list(chosen))
+    except RoutingError as error:
+        raise RoutingError(f"{path}: {error}") from error
+    except Exception as error:  # pyarrow raises many kinds; the file is what matters
         raise RoutingError(f"{path} is damaged: its columns and their description do not fit ({error})") from error
 
 
-def _routes(table: Any, facts: dict[str, Any]) -> RoutedExperts:
+def _numbers(sequences: Iterable[int] | slice | None, B: int) -> list[int]:
+    if sequences is None or isinstance(sequences, slice):
+        return list(range(B)[sequences or slice(None)])
+    wanted = [int(number) for number in sequences]
+    if missing := [number for number in wanted if not 0 <= number < B]:
+        raise RoutingError(f"no sequence {missing[0]} among the {B} of this file")
+    return wanted
+
+
+def _cell_dtype(num_experts: Any) -> type[np.unsignedinteger[Any]]:
+    return np.uint8 if np.max(num_experts) <= 256 else np.uint16
+
+
+# -- routes ------------------------------------------------------------------------------------------------------------
+
+
+def _route_columns(routes: RoutedExperts, first: int) -> dict[str, Any]:
+    import pyarrow as pa
+
+    packed, live = routes.packed.cpu().numpy(), routes.live.cpu().numpy()
+    B, T, _, K = packed.shape
+    tokens = torch.full((B, T), -1, dtype=torch.int32) if routes.tokens is None else routes.tokens.cpu()
+    columns: dict[str, Any] = {
+        SEQUENCE: np.repeat(np.arange(first, first + B, dtype=np.int32), T),
+        POSITION: np.tile(np.arange(T, dtype=np.int32), B),
+        TOKEN: tokens.reshape(-1).numpy(),
+    }
+    dtype = np.dtype(_cell_dtype(routes.num_experts))
+    for index, site in enumerate(routes.sites):
+        cells = gaps(packed[:, :, index].reshape(-1, K)).astype(dtype)
+        known = ~live[:, :, index].reshape(-1)
+        valid = None if known.all() else pa.py_buffer(np.packbits(known, bitorder="little"))
+        columns[site] = pa.FixedSizeBinaryArray.from_buffers(
+            pa.binary(K * dtype.itemsize), len(cells), [valid, pa.py_buffer(cells)]
+        )
+    return columns
+
+
+def _routes(path: Path, source: Any, facts: dict[str, Any], wanted: list[int], chosen: list[int]) -> RoutedExperts:
+    (_, T, _, K), names = facts["shape"], [facts["sites"][index] for index in chosen]
+    groups, held = _held(facts, wanted)
+    table = _part(source, groups, [TOKEN, *names])
+    packed = np.empty((len(held), T, len(names), K), np.dtype(facts["dtype"]))
+    for index, name in enumerate(names):
+        packed[:, :, index] = _cells(table[name], K, facts).reshape(len(held), T, K)
+    tokens = torch.from_numpy(table[TOKEN].to_numpy().reshape(len(held), T).copy())
+    kept = [held.index(number) for number in wanted]
+    return _checked(packed[kept], names, chosen, facts, None if bool((tokens == -1).all()) else tokens[kept])
+
+
+def _held(facts: dict[str, Any], wanted: list[int]) -> tuple[list[int], list[int]]:
+    """The row groups that hold the wanted sequences, and all the sequences that these hold."""
+    step, B = facts["group_sequences"], facts["shape"][0]
+    groups = sorted({number // step for number in wanted})
+    return groups, [number for group in groups for number in range(B)[group * step : (group + 1) * step]]
+
+
+def _part(source: Any, groups: list[int], columns: list[str] | None = None) -> Any:
+    """Row groups of an open file; a table is what was read of all of them."""
+    return source.read_row_groups(groups, columns=columns) if hasattr(source, "read_row_groups") else source
+
+
+def _cells(cells: Any, K: int, facts: dict[str, Any]) -> np.ndarray:
+    """Packed ids [rows, K] of a column, ascending."""
+    dtype, packed = np.dtype(_cell_dtype(facts["num_experts"])), np.dtype(facts["dtype"])
+    found = []
+    for chunk in cells.chunks:
+        if chunk.type.byte_width != K * dtype.itemsize:
+            raise ValueError(f"cells of {chunk.type} instead of {K} gaps")
+        raw = np.frombuffer(chunk.buffers()[1], dtype, (chunk.offset + len(chunk)) * K).reshape(-1, K)[chunk.offset :]
+        ids = without_gaps(raw).astype(packed)
+        if chunk.null_count:
+            ids[chunk.is_null().to_numpy(zero_copy_only=False)] = np.iinfo(packed).max
+        found.append(ids)
+    return np.concatenate(found) if found else np.empty((0, K), packed)
+
+
+def _checked(
+    packed: np.ndarray, names: Sequence[str], chosen: list[int], facts: dict[str, Any], tokens: torch.Tensor | None
+) -> RoutedExperts:
+    """RoutedExperts of ascending ids [B,T,L,K], checked as `RoutedExperts` does but quicker: they are in order."""
+    experts = facts["num_experts"]
+    each = [experts[index] for index in chosen] if isinstance(experts, list) else [experts] * len(chosen)
+    repeats = set((facts["meta"] or {}).get("hash_routed", ()))
+    for index, (name, count) in enumerate(zip(names, each, strict=True)):
+        check_ascending(packed[:, :, index].reshape(-1, packed.shape[-1]), count, name in repeats)
+    return RoutedExperts._trusted(
+        torch.from_numpy(packed), tuple(names), each, tokens=tokens, meta=facts["meta"] or None
+    )
+
+
+# -- changes -----------------------------------------------------------------------------------------------------------
+
+
+def _change_columns(old: RoutedExperts, new: RoutedExperts, group: int) -> dict[str, Any]:
+    """Exchanges in the order of sites, tokens and slots."""
+    import pyarrow as pa
+
+    B, T, _, K = old.shape
+    a, b = (ascending(x.packed.cpu().numpy().transpose(2, 0, 1, 3).reshape(-1, K)) for x in (old, new))
+    row, slot, expert = exchanges(a, b)
+    site = (row // (B * T)).astype(np.int16)
+    begins = np.append(True, site[1:] != site[:-1])[: len(site)]
+    row -= site * np.int64(B * T)
+    skip = np.where(begins, row, np.diff(row, prepend=0)).astype(np.int32)
+    names = pa.DictionaryArray.from_arrays(pa.array(site), pa.array(list(old.sites)))
+    return {GROUP: np.full(len(row), group, np.int32), SITE: names, SKIP: skip, SLOT: slot, EXPERT: expert}
+
+
+def _changed(path: Path, source: Any, facts: dict[str, Any], wanted: list[int], chosen: list[int]) -> RoutedExperts:
+    """The routes of the other file with the exchanges of this one."""
+    import pyarrow as pa
+    from pyarrow.compute import index_in
+
+    (_, T, _, K), names = facts["shape"], [facts["sites"][index] for index in chosen]
+    groups, held = _held(facts, wanted)
+    old = _base(path, facts["since"], facts["since_sha256"], held, names)
+    table = _part(source, groups)
+    skip, slot, expert, group = (table[name].to_numpy() for name in (SKIP, SLOT, EXPERT, GROUP))
+    place = index_in(table[SITE], value_set=pa.array(facts["sites"])).to_numpy().astype(np.int64)
+
+    begins = np.append(True, (place[1:] != place[:-1]) | (group[1:] != group[:-1]))[: len(skip)]
+    total = np.cumsum(skip, dtype=np.int64)
+    row = total - (total - skip)[np.maximum.accumulate(np.where(begins, np.arange(len(skip)), 0))]
+    row += np.searchsorted(groups, group) * facts["group_sequences"] * T
+    if len(row) and (not np.isin(group, groups).all() or skip.min() < 0 or row.max() >= len(held) * T):
+        raise ValueError("exchanges at tokens that are not there")
+    where = np.full(len(facts["sites"]), -1)
+    where[chosen] = np.arange(len(chosen))
+    mine = np.flatnonzero(where[place] >= 0)
+    rows = np.ascontiguousarray(old.packed.numpy().transpose(2, 0, 1, 3)).reshape(-1, K)
+    rows = with_exchanges(
+        rows, (where[place] * (len(held) * T) + row)[mine], slot[mine], expert[mine].astype(rows.dtype)
+    )
+    packed = rows.reshape(len(chosen), len(held), T, K).transpose(1, 2, 0, 3)
+    kept = [held.index(number) for number in wanted]
+    return _checked(packed[kept], names, chosen, facts, None if old.tokens is None else old.tokens[kept])
+
+
+def _base(
+    path: Path, name: str, sha256: str | None, sequences: list[int] | None = None, sites: list[str] | None = None
+) -> RoutedExperts:
+    """The routes since which `path` holds the changes, if their file still has that checksum."""
+    base = path.parent / name
+    if Path(name).name != name:
+        raise RoutingError(f"changes since {name}: expected a file in the folder of {path}")
+    try:
+        if sha256 is not None and seal_of(base) != sha256:
+            raise RoutingError(f"holds changes since {base}, which is another file now; were its runs mixed?")
+        kind = facts_of(open_table(base)).get("format")
+    except DamagedTableError as error:
+        raise RoutingError(str(error)) from error
+    if kind != ROUTES:
+        raise RoutingError(f"{base} is no file of routes, or of an earlier version: changes since then cannot be kept")
+    return read_route_table(base, sequences, sites)
+
+
+# -- files of earlier versions -----------------------------------------------------------------------------------------
+
+
+def _earlier(table: Any, facts: dict[str, Any]) -> RoutedExperts:
+    """Cells are lists of ids, or the bytes of packed ids, in the order of the slots."""
     B, T, _, K = facts["shape"]
     dtype, sites, experts = np.dtype(facts["dtype"]), facts["sites"], facts["num_experts"]
     ids = np.empty((B, T, len(sites), K), dtype=np.int64)
     for index, site in enumerate(sites):
-        ids[:, :, index] = _cells(table[site].combine_chunks(), B * T, K, dtype).reshape(B, T, K)
+        ids[:, :, index] = _listed(table[site].combine_chunks(), B * T, K, dtype).reshape(B, T, K)
     tokens = torch.from_numpy(table[TOKEN].to_numpy().reshape(B, T).copy())
     return RoutedExperts(
         torch.from_numpy(ids),
@@ -71,13 +308,13 @@ def _routes(table: Any, facts: dict[str, Any]) -> RoutedExperts:
     )
 
 
-def _cells(cells: Any, rows: int, K: int, dtype: np.dtype[Any]) -> np.ndarray:
+def _listed(cells: Any, rows: int, K: int, dtype: np.dtype[Any]) -> np.ndarray:
     """Ids [rows, K] of a column, -1 where there is no route."""
     import pyarrow as pa
 
     if len(cells) != rows:
         raise ValueError(f"{len(cells)} rows instead of {rows}")
-    if pa.types.is_fixed_size_binary(cells.type):  # of earlier versions
+    if pa.types.is_fixed_size_binary(cells.type):
         raw = np.frombuffer(cells.buffers()[1], dtype=dtype, count=rows * K)
         return np.where(raw == np.iinfo(dtype).max, -1, raw.astype(np.int64)).reshape(rows, K)
     if not pa.types.is_list(cells.type):

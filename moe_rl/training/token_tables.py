@@ -11,21 +11,23 @@ from moe_rl.routing import flips_per_token
 from moe_rl.tables import write_table
 from moe_rl.training.batch import Batch
 from moe_rl.training.probe import Observation
-from moe_rl.training.route_tables import write_route_table
+from moe_rl.training.route_tables import write_route_changes, write_route_table
 
 
 def write_probe_tables(
     folder: Path, step: int, tokenizer: Any, part: Batch, rows: Tensor, observations: list[Observation]
 ) -> None:
-    """`tokens/step_NNNNNN.parquet` and `routes/step_NNNNNN_update_U.parquet` (update 0: the old policy).
+    """`tokens/step_NNNNNN.parquet` and `routes/step_NNNNNN_update_U.parquet`: the routes of the old policy (update 0),
+    and what has changed since then after each update.
 
     Args:
         part: the probed responses, which are the rows `rows` of the step's batch.
     """
     name = f"step_{step:06d}"
-    write_route_table(folder / "routes" / f"{name}_update_0.parquet", part.routes)
+    old = folder / "routes" / f"{name}_update_0.parquet"
+    write_route_table(old, part.routes)
     for seen in observations:
-        write_route_table(folder / "routes" / f"{name}_update_{seen.update}.parquet", seen.routes)
+        write_route_changes(old.with_name(f"{name}_update_{seen.update}.parquet"), seen.routes, old, part.routes)
     columns = [token_columns(part, seen, rows) for seen in observations]
     table: dict[str, Any] = {key: _column(torch.cat([c[key] for c in columns])) for key in columns[0]}
     tokens = table["token"].tolist()

@@ -137,6 +137,7 @@ def route_files(root: Path) -> Case:
     path, table = root / "routes.safetensors", root / "routes.parquet"
     routes.save(path)
     write_route_table(table, routes)
+    ordered = read_route_table(table)  # slots in ascending order
     with safe_open(path, "pt") as file:
         header = {k: v for k, v in file.metadata().items() if k != "sha256"} | {"format_version": "1"}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -153,7 +154,7 @@ def route_files(root: Path) -> Case:
         target, data = (path, whole) if kind == 1 else (table, rows)
         target.write_bytes(flipped(rng, data) if rng.random() < 0.5 else damaged_bytes(rng, data))
         read = RoutedExperts.load(path) if kind == 1 else read_route_table(table)
-        if not read.equal(routes):
+        if not read.equal(routes if kind == 1 else ordered):
             raise Wrong("other routes were read")
         return "answered"
 

@@ -26,7 +26,7 @@ def test_a_response_has_its_text_scores_and_experts(tmp_path):
     assert found["prompt"] == "^1=" and found["text"] == ["2", "<b>", "\n"]
     assert found["changed"] == [0, 1, 0] and found["logp_natural"] == [-1.0, -0.75, -1.0]
     assert found["old_experts"] == [[[0, 1], [0, 1]]] * 3
-    assert found["new_experts"] == [{}, {1: [4, 1]}, {}]
+    assert found["new_experts"] == [{}, {1: [1, 4]}, {}]
     other = step.response(3, 2)
     assert other["changed"] == [2, 0]  # both at site 0; at site 1 only the order of slots differs
     assert other["new_experts"] == [{0: [2, 5]}, {}]
@@ -38,7 +38,7 @@ def test_older_files_without_text_or_routes_still_show(tmp_path):
     write_step(tmp_path, 0, texts=False)
     bare = TokenStep(tmp_path, 0)
     assert bare.response(3, 2)["text"] == ["⟨5⟩", "⟨3⟩"]
-    assert bare.response(0, 2)["new_experts"] == [{}, {1: [4, 1]}, {}]  # where it begins is found by its tokens
+    assert bare.response(0, 2)["new_experts"] == [{}, {1: [1, 4]}, {}]  # where it begins is found by its tokens
     write_step(tmp_path, 1, kept=False)
     unrouted = TokenStep(tmp_path, 1)
     assert unrouted.index()["unit"] == "sites"

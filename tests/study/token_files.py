@@ -25,7 +25,7 @@ def routes(update: int) -> RoutedExperts:
     if update == 2:
         ids[0, 3, 1] = torch.tensor([4, 1])
         ids[1, 2, 0] = torch.tensor([2, 5])
-        ids[1, 2, 1] = torch.tensor([1, 0])
+        ids[1, 2, 1] = torch.tensor([1, 0])  # the same set
     return RoutedExperts(ids, SITES, 6, tokens=TOKENS)
 
 

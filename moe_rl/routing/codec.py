@@ -1,0 +1,171 @@
+"""Sets of experts in few bytes: ascending rows, the gaps in them, and what one policy's rows exchange for another's.
+
+A router that takes K of E experts says at most log2 C(E, K) bits (`set_bits`): 5.05 bytes for 8 of 128. The order of
+the slots would be log2 K! bits more and is not kept: rows are brought into ascending order, and each id is written as
+its distance from the one before. These gaps are small numbers of one distribution, so that any entropy coder (zstd in
+route tables) comes within a few hundredths of the limit; no model of the routers is needed.
+
+Routes of a new policy, where those of the old one are known, are a list of exchanges: which slot of which row holds
+which expert now. The least that it can take is `exchange_bits`.
+
+Rows are numpy arrays `[N,K]` of packed ids (`pack_ids`): uint8 or uint16, and all sentinel where there is no route. In
+a row that names an expert twice (hash-routed sites) everything here is exact too: differences wrap around.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from math import comb, log2
+
+import numpy as np
+from jaxtyping import Int, UInt
+from torch import Tensor
+
+from moe_rl.routing.packing import row_words
+
+__all__ = [
+    "ascending",
+    "check_ascending",
+    "exchange_bits",
+    "exchanges",
+    "gaps",
+    "set_bits",
+    "with_exchanges",
+    "without_gaps",
+]
+
+_ROWS = 1 << 15  # rows at a time, so that a plane (one slot of them all) and its neighbours stay in the cache
+
+Rows = UInt[np.ndarray, "N K"]
+
+
+def set_bits(num_experts: int, k: int) -> float:
+    """log2 C(E, K): what one row can say at most, in bits.
+
+    >>> round(set_bits(128, 8) / 8, 2)
+    5.05
+    """
+    return log2(comb(num_experts, k))
+
+
+def exchange_bits(deviation: Int[Tensor, " K_plus_1"], num_experts: int) -> float:
+    """Bits per row of new routes given the old ones, if p_d of the rows change d slots, any d slots alike, any experts
+    in them: H(d) + Σ_d p_d log2(C(K, d) C(E - K, d)).
+
+    deviation: rows that changed 0, 1, .., K slots, as `ChangeCounts.deviation` counts them.
+    """
+    rows = deviation.tolist()
+    k, total = len(rows) - 1, sum(rows)
+    return sum(n / total * log2(comb(k, d) * comb(num_experts - k, d) * total / n) for d, n in enumerate(rows) if n)
+
+
+def ascending(rows: Rows) -> Rows:
+    """The ids of every row in ascending order: the same sets, and equal sets in equal bytes."""
+    return _by_planes(rows, _sorted_planes)
+
+
+def gaps(rows: Rows) -> Rows:
+    """Of rows in any order: the smallest id, then how many experts lie between each id and the next."""
+    return _by_planes(rows, lambda planes: _differences(_sorted_planes(planes)))
+
+
+def without_gaps(values: Rows) -> Rows:
+    """The ascending rows of `gaps`."""
+    return _by_planes(values, _sums)
+
+
+def check_ascending(rows: Rows, num_experts: int, repeats: bool = False) -> None:
+    """ValueError unless every row is all sentinel, or of ascending ids below `num_experts`; `repeats`: or equal."""
+    live = np.iinfo(rows.dtype).max
+    for start in range(0, len(rows), _ROWS):
+        planes = np.ascontiguousarray(rows[start : start + _ROWS].T)
+        good = planes[-1] < num_experts
+        for low, high in pairwise(planes):
+            good &= low <= high if repeats else low < high
+        if not good.all():
+            good |= (planes == live).all(0)
+        if not good.all():
+            raise ValueError(f"row {start + int(good.argmin())} is no set of {len(planes)} of {num_experts} experts")
+
+
+def exchanges(old: Rows, new: Rows) -> tuple[Int[np.ndarray, " X"], UInt[np.ndarray, " X"], UInt[np.ndarray, " X"]]:
+    """What turns `old` into `new`, both ascending: row, slot of the old row, expert that takes its place.
+
+    Rows ascend, and slots within a row. A row without a route, or with an expert twice, on either side exchanges all.
+    """
+    dtype = np.uint8 if old.shape[1] <= 256 else np.uint16
+    differ = np.zeros(len(old), dtype=bool)
+    for x, y in zip(row_words(old), row_words(new), strict=True):
+        differ |= x != y
+    index = np.flatnonzero(differ)
+    found = [(index[:0], np.empty(0, dtype), np.empty(0, old.dtype))]
+    for start in range(0, len(index), _ROWS):
+        part = index[start : start + _ROWS]
+        after = new.take(part, 0)
+        a, b = (np.ascontiguousarray(x.T) for x in (old.take(part, 0), after))
+        whole = (a[1:] == a[:-1]).any(0) | (b[1:] == b[:-1]).any(0)
+        gone, come = (np.ascontiguousarray((whole | ~_shared(x, y)).T) for x, y in ((a, b), (b, a)))
+        row, slot = np.nonzero(gone)
+        found.append((part.take(row), slot.astype(dtype), after[come]))
+    row, slot, expert = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return row, slot, expert
+
+
+def with_exchanges(
+    old: Rows, row: Int[np.ndarray, " X"], slot: UInt[np.ndarray, " X"], expert: UInt[np.ndarray, " X"]
+) -> Rows:
+    """The new rows, ascending; `old` must be so. Raises IndexError for a row or slot that is not there."""
+    new = old.copy()
+    new[row, slot] = expert
+    touched = row[np.append(True, row[1:] != row[:-1])[: len(row)]]
+    new[touched] = ascending(new[touched])
+    return new
+
+
+def _by_planes(rows: Rows, change: Callable[[list[np.ndarray]], list[np.ndarray]]) -> Rows:
+    """Rows changed by a function of their planes (one slot of many rows), which numpy's loops are long enough for."""
+    out = np.empty_like(rows)
+    for start in range(0, len(rows), _ROWS):
+        part = slice(start, start + _ROWS)
+        out[part] = np.stack(change(list(np.ascontiguousarray(rows[part].T))), 1)
+    return out
+
+
+def _sorted_planes(planes: list[np.ndarray]) -> list[np.ndarray]:
+    for i, j in _network(len(planes)):
+        planes[i], planes[j] = np.minimum(planes[i], planes[j]), np.maximum(planes[i], planes[j])
+    return planes
+
+
+def _differences(planes: list[np.ndarray]) -> list[np.ndarray]:
+    return planes[:1] + [high - low - 1 for low, high in pairwise(planes)]
+
+
+def _sums(planes: list[np.ndarray]) -> list[np.ndarray]:
+    for low, high in pairwise(planes):
+        high += low
+        high += 1
+    return planes
+
+
+@cache
+def _network(n: int) -> list[tuple[int, int]]:
+    """Comparisons that sort n values: Batcher's merge exchange (Knuth, volume 3, algorithm 5.2.2M); 19 for n = 8."""
+    found, p = [], 1 << (n - 1).bit_length() >> 1
+    while p:
+        q, r, d = 1 << (n - 1).bit_length() >> 1, 0, p
+        while True:
+            found += [(i, i + d) for i in range(n - d) if i & p == r]
+            if q == p:
+                break
+            d, q, r = q - p, q >> 1, p
+        p >>= 1
+    return found
+
+
+def _shared(planes: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """[K,N]: which slots hold an expert that the other row holds too."""
+    hit = planes == others[0]
+    for plane in others[1:]:
+        hit |= planes == plane
+    return hit
