@@ -53,8 +53,14 @@ class CpuEngine:
             hidden = json.load(file).get("hidden_size", 0)
         if hidden % WIDTH:
             raise ValueError(f"vLLM's CPU kernels want hidden_size divisible by {WIDTH}, the model has {hidden}")
-        # Every prompt is computed for every sequence: tokens from a prefix cache would have no routes.
-        fixed = {"enforce_eager": True, "enable_prefix_caching": False, "distributed_executor_backend": "uni"}
+        fixed = {
+            "enforce_eager": True,
+            "distributed_executor_backend": "uni",
+            # Every prompt is computed for every sequence: tokens from a prefix cache would have no routes.
+            "enable_prefix_caching": False,
+            # A prompt in parts ends in "CPU Generator does not use offset", as each sequence has a seed.
+            "enable_chunked_prefill": False,
+        }
         sized = settings.keys() & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
         memory = {} if sized else {"kv_cache_memory_bytes": CPU_CACHE}  # by itself vLLM takes nearly all there is
         self.llm = LLM(model=model, **common(settings), **memory, **fixed)

@@ -50,8 +50,8 @@ def gap(rollout, other):
 
 def test_in_fp32_vllm_samples_and_routes_as_the_training_model_does(model):
     check_engine_here(EngineConfig(kind="vllm"), "cpu")
-    few = {"max_num_batched_tokens": 24}  # prompts are computed in parts, sequences wait for others
-    engine = make_engine(EngineConfig(kind="vllm", dtype="float32", max_batch=24, options=few), model, TOKENIZER)
+    few = {"max_num_batched_tokens": 512}  # not all prompts at once
+    engine = make_engine(EngineConfig(kind="vllm", dtype="float32", max_batch=100, options=few), model, TOKENIZER)
     try:
         for temperature in (1.0, 0.7):
             rollout = respond(engine, temperature)
