@@ -18,8 +18,10 @@ import statistics
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+from rows import add_option, row, write
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -86,15 +88,21 @@ def seconds(function: Callable[[], object], device: str) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def compare(candidates: dict[str, Callable[[], object]], rounds: int, device: str) -> None:
+def compare(
+    what: str, candidates: dict[str, Callable[[], object]], rounds: int, device: str, note: str
+) -> list[dict[str, Any]]:
     for function in candidates.values():  # warm up: allocations, autotuning
         function()
     times = [{name: seconds(f, device) for name, f in candidates.items()} for _ in range(rounds)]
+    peer = [t["grouped_mm"] for t in times]
+    limit = statistics.median(t["floor"] for t in times) if "floor" in candidates else None
+    results = []
     for name in candidates:
-        ratios = [t[name] / t["grouped_mm"] for t in times]
-        low, median, high = statistics.quantiles(ratios, n=4)
-        milliseconds = statistics.median(t[name] for t in times) * 1e3
-        print(f"  {name:22} {median:6.2f}  [{low:.2f}, {high:.2f}]   {milliseconds:9.2f} ms")
+        one = row("experts", f"{what}, {name}", [t[name] for t in times], "grouped_mm", peer, limit, note)
+        results.append(one)
+        low, high = one["spread"]
+        print(f"  {name:22} {one['ratio']:6.2f}  [{low:.2f}, {high:.2f}]   {one['us'] / 1e3:9.2f} ms")
+    return results
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -118,6 +126,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default=None)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_option(parser)
     args = parser.parse_args()
 
     register_experts()
@@ -130,13 +139,15 @@ def main() -> None:
     print("against eager:")
     check(problem, implementations)
     print(f"forward, ratio to grouped_mm: median [quartiles] of {args.rounds} rounds")
-    compare(
-        {i: lambda i=i: problem.forward(i) for i in implementations} | {"floor": problem.floor},
-        args.rounds,
-        args.device,
+    note = (
+        f"{args.layer} {LAYERS[args.layer]}, {args.tokens} tokens, {dtype}, {where}; limit: the products on sorted rows"
     )
+    forward = {i: lambda i=i: problem.forward(i) for i in implementations} | {"floor": problem.floor}
+    results = compare("forward", forward, args.rounds, args.device, note)
     print("forward + backward")
-    compare({i: lambda i=i: problem.forward_backward(i) for i in implementations}, args.rounds, args.device)
+    both = {i: lambda i=i: problem.forward_backward(i) for i in implementations}
+    results += compare("forward + backward", both, args.rounds, args.device, note)
+    write(args.json, results)
 
 
 if __name__ == "__main__":

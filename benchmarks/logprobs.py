@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rows import add_option, row, write
 from torch import Tensor
 
 from moe_rl.measure.head import head_logps
@@ -157,7 +158,16 @@ def summary(values: list[float]) -> str:
     return f"{statistics.median(values):5.2f}  [{low:.2f}, {high:.2f}]"
 
 
-def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> None:
+def as_rows(what: str, ratios: dict[str, list[float]], base: list[float], note: str) -> list[dict[str, Any]]:
+    """The first method is the peer of all."""
+    peer = next(iter(ratios))
+    return [
+        row("logprobs", f"{what}, {name}", [a * b for a, b in zip(values, base, strict=True)], peer, base, note=note)
+        for name, values in ratios.items()
+    ]
+
+
+def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> list[dict[str, Any]]:
     N, H, V = sizes
     bytes_per = torch.finfo(getattr(torch, dtype)).bits // 8
     print(f"N = {N} tokens, H = {H}, V = {V:,}, {dtype}; forward and backward")
@@ -177,9 +187,10 @@ def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> None:
         difference = float((values[name] - first).abs().max())
         print(f"{name:24}{allocated:14,.0f}{resident:14,.0f}{difference:15.0e}   {summary(ratios[name])}")
     print(f"first: {statistics.median(base):.2f} CPU-seconds, {rounds} rounds")
+    return as_rows("head", ratios, base, f"N {N}, H {H}, V {V:,}, {dtype}, forward and backward")
 
 
-def compare_tiny(rounds: int) -> None:
+def compare_tiny(rounds: int) -> list[dict[str, Any]]:
     """The default study's policy, one minibatch: what is paid where there is nothing to save."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -220,6 +231,7 @@ def compare_tiny(rounds: int) -> None:
     for name, values in ratios.items():
         print(f"{name:24}CPU time / first {summary(values)}")
     print(f"first: {statistics.median(base):.3f} CPU-seconds, {rounds} rounds")
+    return as_rows("tiny policy", ratios, base, "64 x 36 tokens, V 28, forward and backward of the whole model")
 
 
 def main() -> None:
@@ -231,16 +243,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
+    add_option(parser)
     options = parser.parse_args()
     sizes = options.tokens, options.hidden, options.vocabulary
     if options.measure:
         measure_memory(options.measure, sizes, getattr(torch, options.dtype))
         return
     torch.set_num_threads(1)
-    if options.tiny:
-        compare_tiny(options.rounds)
-    else:
-        compare_heads(sizes, options.dtype, options.rounds)
+    tiny = options.tiny
+    write(options.json, compare_tiny(options.rounds) if tiny else compare_heads(sizes, options.dtype, options.rounds))
 
 
 if __name__ == "__main__":

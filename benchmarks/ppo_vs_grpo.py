@@ -16,7 +16,6 @@ profiler), the most held at once above what was held before a step.
 """
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rows import add_option, write
 from torch.profiler import ProfilerActivity, profile
 
 from moe_rl.policy.models import ModelConfig, TinyConfig
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--hidden", type=int, default=48)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
 
@@ -132,8 +132,11 @@ def main() -> None:
             f"{name:9} {row['cpu_ratio']:8.2f} ({low:5.2f} to {high:5.2f}) {row['cpu_seconds']:7.2f} "
             f"{row['parameters']:11,} {row['optimizer_bytes'] / MIB:6.2f} MiB {row['peak_bytes'] / MIB:12.1f} MiB"
         )
-    if options.json:
-        options.json.write_text(json.dumps({**found, "sampling_cpu_seconds": sampling}, indent=1) + "\n")
+    results = [
+        row("ppo_vs_grpo", name, times[name], "grpo", times["grpo"], note=f"{one['parameters']:,} parameters, one step")
+        for name, one in found.items()
+    ]
+    write(options.json, results)
 
 
 if __name__ == "__main__":

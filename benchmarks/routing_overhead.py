@@ -12,7 +12,6 @@ prefills 8 x 1024 tokens, decodes one token for 64 sequences, and trains (forwar
 """
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from rows import add_option, quartiles, row, write
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, record_routes, replay_routes
@@ -52,7 +52,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=12, help="rounds of each comparison (default 12)")
     arguments.add_argument("--sizes", nargs="*", default=list(SIZES), choices=list(SIZES), help="CPU sizes")
     arguments.add_argument("--no-gpu", action="store_true", help="CPU part only")
-    arguments.add_argument("--json", metavar="FILE", help="also write one JSON line for each comparison")
+    add_option(arguments)
     options = arguments.parse_args()
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -65,9 +65,7 @@ def main() -> None:
         lines += compare_gpu(options.rounds)
     elif not options.no_gpu:
         print("no GPU: the Qwen3-30B-A3B-shaped comparison was not run")
-    if options.json:
-        with open(options.json, "w") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
+    write(options.json, lines)
 
 
 def compare_size(name: str, rounds: int) -> list[dict[str, Any]]:
@@ -87,10 +85,8 @@ def compare_size(name: str, rounds: int) -> list[dict[str, Any]]:
     model = Qwen3MoeForCausalLM(config).eval()
     ids = torch.randint(0, 512, (batch, length))
     what = f"CPU {name}: d={hidden}, {layers} layers, top {k} of {experts}, {batch} x {length} tokens"
-    return [
-        compare(f"{what}, forward", model, lambda **kw: forward(model, ids, **kw), ids, rounds),
-        compare(f"{what}, forward+backward", model, lambda **kw: train(model, ids, **kw), ids, rounds),
-    ]
+    lines = compare(f"{what}, forward", model, lambda **kw: forward(model, ids, **kw), ids, rounds)
+    return lines + compare(f"{what}, forward+backward", model, lambda **kw: train(model, ids, **kw), ids, rounds)
 
 
 def compare_gpu(rounds: int) -> list[dict[str, Any]]:
@@ -103,11 +99,11 @@ def compare_gpu(rounds: int) -> list[dict[str, Any]]:
     torch.set_default_dtype(torch.float32)
     what = f"{torch.cuda.get_device_name()}: Qwen3-30B-A3B shape, bf16, {layers} of 48 layers"
     prompt = torch.randint(0, 1000, (8, 1024), device="cuda")
-    lines = [compare(f"{what}, prefill 8 x 1024", model, lambda **kw: forward(model, prompt, **kw), prompt, rounds)]
+    lines = compare(f"{what}, prefill 8 x 1024", model, lambda **kw: forward(model, prompt, **kw), prompt, rounds)
     step = torch.randint(0, 1000, (64, 1), device="cuda")
-    lines.append(compare(f"{what}, decode 64 x 1", model, lambda **kw: decode(model, step, **kw), step, 4 * rounds))
+    lines += compare(f"{what}, decode 64 x 1", model, lambda **kw: decode(model, step, **kw), step, 4 * rounds)
     batch = prompt[:4]
-    lines.append(compare(f"{what}, train 4 x 1024", model, lambda **kw: train(model, batch, **kw), batch, rounds))
+    lines += compare(f"{what}, train 4 x 1024", model, lambda **kw: train(model, batch, **kw), batch, rounds)
     return lines
 
 
@@ -126,7 +122,7 @@ def train(model: Any, ids: torch.Tensor, **options: Any) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, rounds: int) -> dict[str, Any]:
+def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
     """Median and quartiles of time / plain time, by variant."""
     with torch.no_grad(), record_routes(model) as recording:
         model(ids, use_cache=False, logits_to_keep=1)
@@ -153,25 +149,24 @@ def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, 
 
     for variant in VARIANTS:
         measured(variant)  # warm-up
-    ratios: dict[str, list[float]] = {variant: [] for variant in VARIANTS[1:]}
-    plain = []
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for _ in range(rounds):
-        times = {variant: measured(variant) for variant in random.sample(VARIANTS, len(VARIANTS))}
-        plain.append(times["plain"])
-        for variant, values in ratios.items():
-            values.append(times[variant] / times["plain"])
-    result: dict[str, Any] = {"what": what, "rounds": rounds, "plain_ms": 1e3 * statistics.median(plain)}
-    print(f"\n{what}\n  plain: {result['plain_ms']:.1f} ms (median of {rounds} rounds)", end="; ")
-    print(f"opening and closing a context, not counted below: {100 * opening[0]:.1f} ms")
-    for variant, values in ratios.items():
-        low, middle, high = statistics.quantiles(values, n=4)
-        result[variant] = [low, middle, high]
-        print(f"  {variant:14s} x {middle:.3f}   quartiles {low:.3f} .. {high:.3f}")
-    low, middle, high = result["plain again"]
+        for variant in random.sample(VARIANTS, len(VARIANTS)):
+            times[variant].append(measured(variant))
+    plain = times.pop("plain")
+    low, high = quartiles([a / b for a, b in zip(times["plain again"], plain, strict=True)])
     # Standard error of a median, from the quartiles: 1.2533 * (IQR / 1.349) / sqrt(n); twice that is resolved.
-    result["resolved"] = 2 * 1.2533 * (high - low) / 1.349 / rounds**0.5
-    print(f"  resolved: differences above about {100 * result['resolved']:.1f} % (twice the standard error of A/A)")
-    return result
+    resolved = f"{100 * 2 * 1.2533 * (high - low) / 1.349 / rounds**0.5:.1f} %"
+    clock = "CPU time of one thread" if ids.device.type == "cpu" else "wall clock"
+    note = f"{clock}; differences above {resolved} are resolved"
+    rows = [row("routing_overhead", f"{what}, {v}", times[v], "plain", plain, note=note) for v in times]
+    print(f"\n{what}\n  plain: {1e3 * statistics.median(plain):.1f} ms (median of {rounds} rounds)", end="; ")
+    print(f"opening and closing a context, not counted below: {100 * opening[0]:.1f} ms")
+    for variant, one in zip(times, rows, strict=True):
+        low, high = one["spread"]
+        print(f"  {variant:14s} x {one['ratio']:.3f}   quartiles {low:.3f} .. {high:.3f}")
+    print(f"  resolved: differences above about {resolved} (twice the standard error of A/A)")
+    return rows
 
 
 @contextmanager
