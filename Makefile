@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: study quick test check figures reliability clean
+.PHONY: study quick test check figures reliability bench gpu gpu-here clean
 study: .venv/.installed   ## replay against GSPO: all runs, figures, report (a quarter of an hour on two idle cores)
 	$(BIN)/moe-rl study experiments/replay_vs_gspo.yaml
 
@@ -21,8 +21,24 @@ check: .venv/.installed   ## lint, format, types, import arrows
 figures: .venv/.installed ## redraw figures and report of the main study
 	$(BIN)/moe-rl figures runs/replay_vs_gspo
 
-reliability: .venv/.installed ## kills, faults and random input by the thousand; writes docs/reliability.md (20 CPU minutes)
+reliability: .venv/.installed ## kills, faults and random input by the thousand; writes docs/reliability.md (25 CPU minutes)
 	$(BIN)/python tests/reliability/campaign.py
+
+bench: .venv/.installed   ## all CPU benchmarks (under fifteen minutes on an idle core); writes docs/benchmarks.md
+	$(BIN)/python benchmarks/bench.py
+
+gpu: gpu-here .venv-gpu/.installed ## all that needs a GPU, under thirty minutes; writes docs/gpu.md. Takes $(PYTHON)'s torch
+	.venv-gpu/bin/python benchmarks/gpu.py
+
+gpu-here:
+	@command -v nvidia-smi >/dev/null && nvidia-smi -L | grep -q GPU || \
+		{ echo "make gpu: no NVIDIA GPU on this machine (nvidia-smi lists none); nothing was installed or written" >&2; exit 1; }
+
+.venv-gpu/.installed: pyproject.toml constraints.txt | gpu-here
+	$(PYTHON) -m venv --system-site-packages .venv-gpu
+	grep -v '^torch==' constraints.txt >.venv-gpu/constraints.txt
+	.venv-gpu/bin/python -m pip install --quiet -c .venv-gpu/constraints.txt -e ".[dev]"
+	touch $@
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -31,4 +47,4 @@ reliability: .venv/.installed ## kills, faults and random input by the thousand;
 	touch $@
 
 clean:
-	rm -rf .venv
+	rm -rf .venv .venv-gpu

@@ -88,21 +88,20 @@ def seconds(function: Callable[[], object], device: str) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def compare(
-    what: str, candidates: dict[str, Callable[[], object]], rounds: int, device: str, note: str
-) -> list[dict[str, Any]]:
+def compare(what: str, candidates: dict[str, Callable[[], object]], rounds: int, device: str) -> list[dict[str, Any]]:
     for function in candidates.values():  # warm up: allocations, autotuning
         function()
     times = [{name: seconds(f, device) for name, f in candidates.items()} for _ in range(rounds)]
-    peer = [t["grouped_mm"] for t in times]
-    limit = statistics.median(t["floor"] for t in times) if "floor" in candidates else None
-    results = []
+    medians = {name: statistics.median(t[name] for t in times) for name in candidates}
+    rows = []
     for name in candidates:
-        one = row("experts", f"{what}, {name}", [t[name] for t in times], "grouped_mm", peer, limit, note)
-        results.append(one)
-        low, high = one["spread"]
-        print(f"  {name:22} {one['ratio']:6.2f}  [{low:.2f}, {high:.2f}]   {one['us'] / 1e3:9.2f} ms")
-    return results
+        ratios = [t[name] / t["grouped_mm"] for t in times]
+        low, median, high = statistics.quantiles(ratios, n=4)
+        print(f"  {name:22} {median:6.2f}  [{low:.2f}, {high:.2f}]   {1e3 * medians[name]:9.2f} ms")
+        if name not in ("grouped_mm", "floor"):
+            mine, peer = ([t[key] for t in times] for key in (name, "grouped_mm"))
+            rows.append(row("experts", f"{what}: {name}", mine, "grouped_mm", peer, medians.get("floor")))
+    return rows
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -139,15 +138,17 @@ def main() -> None:
     print("against eager:")
     check(problem, implementations)
     print(f"forward, ratio to grouped_mm: median [quartiles] of {args.rounds} rounds")
-    note = (
-        f"{args.layer} {LAYERS[args.layer]}, {args.tokens} tokens, {dtype}, {where}; limit: the products on sorted rows"
+    size = f"{args.layer}, {args.tokens} tokens"
+    rows = compare(
+        f"{size}, forward",
+        {i: lambda i=i: problem.forward(i) for i in implementations} | {"floor": problem.floor},
+        args.rounds,
+        args.device,
     )
-    forward = {i: lambda i=i: problem.forward(i) for i in implementations} | {"floor": problem.floor}
-    results = compare("forward", forward, args.rounds, args.device, note)
     print("forward + backward")
-    both = {i: lambda i=i: problem.forward_backward(i) for i in implementations}
-    results += compare("forward + backward", both, args.rounds, args.device, note)
-    write(args.json, results)
+    both: dict[str, Callable[[], object]] = {i: lambda i=i: problem.forward_backward(i) for i in implementations}
+    rows += compare(f"{size}, forward + backward", both, args.rounds, args.device)
+    write(args.json, rows)
 
 
 if __name__ == "__main__":

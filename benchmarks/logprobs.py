@@ -158,13 +158,12 @@ def summary(values: list[float]) -> str:
     return f"{statistics.median(values):5.2f}  [{low:.2f}, {high:.2f}]"
 
 
-def as_rows(what: str, ratios: dict[str, list[float]], base: list[float], note: str) -> list[dict[str, Any]]:
-    """The first method is the peer of all."""
-    peer = next(iter(ratios))
-    return [
-        row("logprobs", f"{what}, {name}", [a * b for a, b in zip(values, base, strict=True)], peer, base, note=note)
-        for name, values in ratios.items()
-    ]
+def rows_of(
+    what: str, ratios: dict[str, list[float]], base: list[float], notes: dict[str, str]
+) -> list[dict[str, Any]]:
+    first, *others = ratios
+    seconds = {name: [r * b for r, b in zip(ratios[name], base, strict=True)] for name in others}
+    return [row("logprobs", f"{what}: {n}", seconds[n], first, base, note=notes.get(n, "")) for n in others]
 
 
 def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> list[dict[str, Any]]:
@@ -187,7 +186,9 @@ def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> list[
         difference = float((values[name] - first).abs().max())
         print(f"{name:24}{allocated:14,.0f}{resident:14,.0f}{difference:15.0e}   {summary(ratios[name])}")
     print(f"first: {statistics.median(base):.2f} CPU-seconds, {rounds} rounds")
-    return as_rows("head", ratios, base, f"N {N}, H {H}, V {V:,}, {dtype}, forward and backward")
+    held = {name: f"{memory[name][1] / MIB:,.0f} MiB at once" for name in METHODS}
+    held = {name: f"{held[name]}, the first {held['log_softmax + gather']}" for name in METHODS}
+    return rows_of(f"{N} tokens, vocabulary {V:,}", ratios, base, held)
 
 
 def compare_tiny(rounds: int) -> list[dict[str, Any]]:
@@ -231,7 +232,7 @@ def compare_tiny(rounds: int) -> list[dict[str, Any]]:
     for name, values in ratios.items():
         print(f"{name:24}CPU time / first {summary(values)}")
     print(f"first: {statistics.median(base):.3f} CPU-seconds, {rounds} rounds")
-    return as_rows("tiny policy", ratios, base, "64 x 36 tokens, V 28, forward and backward of the whole model")
+    return rows_of("the tiny policy, 64 x 36 tokens", ratios, base, {})
 
 
 def main() -> None:
@@ -242,16 +243,16 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
     add_option(parser)
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = options.tokens, options.hidden, options.vocabulary
     if options.measure:
         measure_memory(options.measure, sizes, getattr(torch, options.dtype))
         return
     torch.set_num_threads(1)
-    tiny = options.tiny
-    write(options.json, compare_tiny(options.rounds) if tiny else compare_heads(sizes, options.dtype, options.rounds))
+    rows = compare_tiny(options.rounds) if options.tiny else compare_heads(sizes, options.dtype, options.rounds)
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

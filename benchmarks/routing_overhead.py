@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import transformers
-from rows import add_option, quartiles, row, write
+from rows import add_option, row, write
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, record_routes, replay_routes
@@ -85,25 +85,38 @@ def compare_size(name: str, rounds: int) -> list[dict[str, Any]]:
     model = Qwen3MoeForCausalLM(config).eval()
     ids = torch.randint(0, 512, (batch, length))
     what = f"CPU {name}: d={hidden}, {layers} layers, top {k} of {experts}, {batch} x {length} tokens"
-    lines = compare(f"{what}, forward", model, lambda **kw: forward(model, ids, **kw), ids, rounds)
-    return lines + compare(f"{what}, forward+backward", model, lambda **kw: train(model, ids, **kw), ids, rounds)
+    return [
+        *compare(f"{what}, forward", model, lambda **kw: forward(model, ids, **kw), ids, rounds),
+        *compare(f"{what}, forward+backward", model, lambda **kw: train(model, ids, **kw), ids, rounds),
+    ]
 
 
 def compare_gpu(rounds: int) -> list[dict[str, Any]]:
     free = torch.cuda.mem_get_info()[0]
     layers = max(1, min(48, int((0.45 * free - 4e9) / BYTES_PER_LAYER)))  # gradients double it
-    config = Qwen3MoeConfig(num_hidden_layers=layers, **QWEN3_30B_A3B)
+    what = f"Qwen3-30B-A3B shape, bf16, {layers} of 48 layers"
+    print(torch.cuda.get_device_name())
+    return compare_shape(what, QWEN3_30B_A3B, layers, rounds, "cuda")
+
+
+def compare_shape(
+    what: str, shape: dict[str, Any], layers: int, rounds: int, device: str, length: int = 1024
+) -> list[dict[str, Any]]:
+    config = Qwen3MoeConfig(num_hidden_layers=layers, **shape)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = Qwen3MoeForCausalLM(config).eval()
-    torch.set_default_dtype(torch.float32)
-    what = f"{torch.cuda.get_device_name()}: Qwen3-30B-A3B shape, bf16, {layers} of 48 layers"
-    prompt = torch.randint(0, 1000, (8, 1024), device="cuda")
-    lines = compare(f"{what}, prefill 8 x 1024", model, lambda **kw: forward(model, prompt, **kw), prompt, rounds)
-    step = torch.randint(0, 1000, (64, 1), device="cuda")
+    try:
+        with torch.device(device):
+            model = Qwen3MoeForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    prompt = torch.randint(0, 1000, (8, length), device=device)
+    prefill = f"{what}, prefill 8 x {length}"
+    lines = compare(prefill, model, lambda **kw: forward(model, prompt, **kw), prompt, rounds)
+    step = torch.randint(0, 1000, (64, 1), device=device)
     lines += compare(f"{what}, decode 64 x 1", model, lambda **kw: decode(model, step, **kw), step, 4 * rounds)
     batch = prompt[:4]
-    lines += compare(f"{what}, train 4 x 1024", model, lambda **kw: train(model, batch, **kw), batch, rounds)
+    training = f"{what}, train 4 x {length}"
+    lines += compare(training, model, lambda **kw: train(model, batch, **kw), batch, rounds)
     return lines
 
 
@@ -123,7 +136,7 @@ def train(model: Any, ids: torch.Tensor, **options: Any) -> None:
 
 
 def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
-    """Median and quartiles of time / plain time, by variant."""
+    """Median and quartiles of time / plain time, by variant, as rows."""
     with torch.no_grad(), record_routes(model) as recording:
         model(ids, use_cache=False, logits_to_keep=1)
     routes = recording.routes
@@ -149,24 +162,28 @@ def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, 
 
     for variant in VARIANTS:
         measured(variant)  # warm-up
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    ratios: dict[str, list[float]] = {variant: [] for variant in VARIANTS[1:]}
+    taken: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for _ in range(rounds):
-        for variant in random.sample(VARIANTS, len(VARIANTS)):
-            times[variant].append(measured(variant))
-    plain = times.pop("plain")
-    low, high = quartiles([a / b for a, b in zip(times["plain again"], plain, strict=True)])
-    # Standard error of a median, from the quartiles: 1.2533 * (IQR / 1.349) / sqrt(n); twice that is resolved.
-    resolved = f"{100 * 2 * 1.2533 * (high - low) / 1.349 / rounds**0.5:.1f} %"
-    clock = "CPU time of one thread" if ids.device.type == "cpu" else "wall clock"
-    note = f"{clock}; differences above {resolved} are resolved"
-    rows = [row("routing_overhead", f"{what}, {v}", times[v], "plain", plain, note=note) for v in times]
-    print(f"\n{what}\n  plain: {1e3 * statistics.median(plain):.1f} ms (median of {rounds} rounds)", end="; ")
+        times = {variant: measured(variant) for variant in random.sample(VARIANTS, len(VARIANTS))}
+        for variant, seconds in times.items():
+            taken[variant].append(seconds)
+        for variant, values in ratios.items():
+            values.append(times[variant] / times["plain"])
+    print(f"\n{what}\n  plain: {1e3 * statistics.median(taken['plain']):.1f} ms (median of {rounds} rounds)", end="; ")
     print(f"opening and closing a context, not counted below: {100 * opening[0]:.1f} ms")
-    for variant, one in zip(times, rows, strict=True):
-        low, high = one["spread"]
-        print(f"  {variant:14s} x {one['ratio']:.3f}   quartiles {low:.3f} .. {high:.3f}")
-    print(f"  resolved: differences above about {resolved} (twice the standard error of A/A)")
-    return rows
+    for variant, values in ratios.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        print(f"  {variant:14s} x {median:.3f}   quartiles {low:.3f} .. {high:.3f}")
+    low, _, high = statistics.quantiles(ratios["plain again"], n=4)
+    # Standard error of a median, from the quartiles: 1.2533 * (IQR / 1.349) / sqrt(n); twice that is resolved.
+    resolved = 2 * 1.2533 * (high - low) / 1.349 / rounds**0.5
+    print(f"  resolved: differences above about {100 * resolved:.1f} % (twice the standard error of A/A)")
+    note = f"resolved: {100 * resolved:.1f} %"
+    return [
+        row("routing_overhead", f"{what}: {variant}", taken[variant], "plain", taken["plain"], note=note)
+        for variant in VARIANTS[1:]
+    ]
 
 
 @contextmanager

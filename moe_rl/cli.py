@@ -22,6 +22,7 @@ from typing import Annotated, Literal
 
 from moe_rl.arguments import arm_and_seed, fail, load, parse, study_file
 from moe_rl.names import nearest
+from moe_rl.processes import waiting_threads_sleep
 
 LABORATORY = ("accelerate", "pandas", "pyarrow", "matplotlib", "scipy", "rich", "tyro", "yaml", "jinja2", "tokenizers")
 """What the commands need beyond the instrument: the extra `lab`."""
@@ -37,6 +38,7 @@ def verb(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Expected errors are one message on stderr and exit status 1; wrong usage is 2."""
+    waiting_threads_sleep()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments == ["--version"]:
         from moe_rl import __version__
@@ -100,7 +102,13 @@ def study_verb(arguments: list[str]) -> None:
         cold_starts: Path = Path("runs") / "cold_starts"
         """Where cold-started models are kept; studies share them."""
         workers: int = 0
-        """Runs at a time, one thread each; 0: one per core (one in all on a GPU)."""
+        """Runs at a time, one thread each; 0: one per core (one in all on a GPU), or all as jobs."""
+        launcher: Literal["processes", "slurm", "submitit-local"] = "processes"
+        """Where runs are made: by processes of this machine, or as jobs of a Slurm cluster through submitit, which the
+        same command submits, watches and finds again. submitit-local: the same jobs without a cluster, to try them."""
+        launcher_options: tuple[str, ...] = ()
+        """Of each job, KEY=VALUE: timeout_min (default 720), mem_gb, nodes, cpus_per_task, gpus_per_node, and those of
+        sbatch that submitit knows: partition, account, qos, constraint, gres, ..."""
         seeds: tuple[int, ...] = study.seeds
         """Seeds of every arm that does not name its own."""
         arms: tuple[str, ...] = tuple(study.arms)
@@ -124,9 +132,12 @@ def study_verb(arguments: list[str]) -> None:
         study,
         options.output,
         options.cold_starts,
-        options.workers or default_workers(),
+        options.workers
+        or (default_workers() if options.launcher == "processes" else len(study.runs()) * len(options.rounding)),
         " ".join(["moe-rl", "study", *arguments]),
         options.rounding,
+        options.launcher,
+        options.launcher_options,
     )
     if options.figures:
         draw_report(options.output)

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
@@ -44,6 +44,15 @@ def end_at_once() -> NoReturn:
     os._exit(0)
 
 
+def waiting_threads_sleep() -> None:
+    """Let threads that wait for others give their core away instead of spinning; OMP_WAIT_POLICY, if set, decides.
+
+    OpenMP reads it when torch is loaded, so this comes before. On a busy machine threads that spin hold the cores that
+    those they wait for need: docs/speed.md has what that costs.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 SMALL = 10_000_000
 """Parameters below which a model's matrices are too small to share among threads."""
 
@@ -59,6 +68,13 @@ def suit_small_model() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     keep_freed_memory()
+
+
+def suit_model(model: Any) -> Any:
+    """`suit_small_model` where `model` is on a CPU and has fewer than `SMALL` parameters; gives the model back."""
+    if all(p.device.type == "cpu" for p in model.parameters()) and sum(p.numel() for p in model.parameters()) < SMALL:
+        suit_small_model()
+    return model
 
 
 def keep_freed_memory() -> bool:

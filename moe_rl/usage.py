@@ -41,6 +41,8 @@ STUDY_OPTIONS = {
     "--seeds 0 1 ...": "these seeds, for every arm that names none of its own",
     "--workers N": "runs at a time (default: one per core, or one on a GPU)",
     "--output DIR": "where to write (default: runs/NAME)",
+    "--launcher slurm": "runs are jobs of a Slurm cluster, submitted and watched from here (submitit)",
+    "--launcher-options K=V ...": "of each job: partition=gpu timeout_min=600 gpus_per_node=8",
     "--rounding native avx2 ...": "repeat all of it with other CPU kernels, whose sums round differently",
     "--no-figures": "run only, draw nothing",
     "--trust": "let the study file run code that is no part of moe_rl",

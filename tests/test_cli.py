@@ -159,6 +159,7 @@ def test_code_that_a_study_file_names_runs_only_if_it_is_trusted(study, capsys, 
     ("changes", "line"),
     [
         ({"rollout": {"engine": {"kind": "my.engine:Remote"}}}, "rollout.engine.kind: my.engine:Remote"),
+        ({"rollout": {"engine": {"kind": "vllm", "python": "/my/python"}}}, "rollout.engine.python: /my/python"),
         ({"model": {"path": "some/model", "trust_remote_code": True}}, "the Python files that come with some/model"),
     ],
 )

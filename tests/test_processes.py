@@ -5,6 +5,11 @@ import platform
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from moe_rl.processes import suit_model
+
 TRY = """
 from moe_rl.processes import keep_freed_memory
 import torch
@@ -36,3 +41,34 @@ def test_a_small_model_takes_one_thread_unless_the_user_said_otherwise():
 def test_the_c_library_takes_the_settings():
     """A value that glibc refuses (a threshold above half of its largest heap, say) changes nothing and says nothing."""
     assert printed(TRY) == [str(platform.libc_ver()[0] == "glibc"), str(2.0**20)]
+
+
+WAIT = """
+from moe_rl.cli import main
+main(["--version"])
+import torch
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of GNU's OpenMP")
+def test_threads_that_wait_sleep_unless_the_user_said_otherwise():
+    """OpenMP itself says what it took, when torch loads it."""
+
+    def said(**variables):
+        environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+        environment |= {"OMP_DISPLAY_ENV": "true", **variables}
+        return subprocess.run([sys.executable, "-c", WAIT], env=environment, capture_output=True, text=True).stderr
+
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in said()
+    assert "OMP_WAIT_POLICY = 'ACTIVE'" in said(OMP_WAIT_POLICY="active")
+
+
+def test_threads_suit_the_size_of_a_model(monkeypatch):
+    called = []
+    monkeypatch.setattr("moe_rl.processes.suit_small_model", lambda: called.append(True))
+    monkeypatch.setattr("moe_rl.processes.SMALL", 100)
+    small, large = torch.nn.Linear(9, 9), torch.nn.Linear(10, 10)
+    assert suit_model(large) is large and not called
+    assert suit_model(small) is small and called == [True]
+    suit_model(small.to("meta"))
+    assert called == [True], "on another device"

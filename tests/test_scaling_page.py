@@ -1,5 +1,6 @@
 """The memory arithmetic of docs/scaling.md, from the model's shapes."""
 
+import json
 import math
 import re
 import sys
@@ -42,6 +43,44 @@ def test_memory_of_qwen3_30b_a3b():
     assert need.host_bytes == 12 * count
     assert f"the optimizer's is {12 * count / 1e9:.0f} GB" in PAGE
     assert f"gathered layers ({2 * layer / 1e9:.1f} GB each in bf16" in PAGE
+
+
+def test_the_table_beyond():
+    """Column by column, from the shapes."""
+    section = (ROOT / "docs" / "scaling.md").read_text().split("## Beyond")[1].split("\n## ")[0]
+    rows = [line.split("|")[2:4] for line in section.splitlines()]
+    columns = list(zip(*(map(str.strip, row) for row in rows if len(row) == 2), strict=True))
+    assert len(columns) == 2
+    for name, *found in (column[:1] + column[2:] for column in columns):
+        hf = architecture(ModelConfig(path=f"Qwen/{name}"))
+        model = meta_model(hf, torch.bfloat16)
+        count, sites = sum(p.numel() for p in model.parameters()), len(find_sites(model))
+        layer = sum(p.numel() for p in model.model.layers[0].parameters())
+        routes = sites * hf.num_experts_per_tok  # ids of 128 experts take a byte each
+        assert found == [
+            f"{count:,}",
+            f"{16 * count / 64e9:.1f} GB",
+            f"{16 * count / 128e9:.1f} GB",
+            f"{2 * layer / 1e9:.1f} GB",
+            str(sites),
+            f"{routes} B per token",
+            f"{2048 * 4352 * routes / 1e9:.1f} GB",
+            f"{2 * 2 * hf.num_hidden_layers * hf.num_key_value_heads * hf.head_dim:,} B per token",
+            f"{12 * count / 1e9:,.0f} GB",
+        ]
+    assert f"at most {1e12 / 12e9:.0f} B parameters" in PAGE and f"gathers {2 * count / 1e9:.0f} GB of bf16" in PAGE
+
+
+def test_times_are_those_of_the_benchmark():
+    parts = json.loads((ROOT / "docs" / "results" / "benchmarks.json").read_text())
+    rows = {row["case"]: row for row in next(part["rows"] for part in parts if part["name"] == "change_metrics")}
+    tokens = 2048 * 4352
+    for sites in (48, 94):
+        assert f"{tokens * sites / 1e6:.0f} M rows" in PAGE
+        for case in ("ascending, 10 %", "other order, 10 %"):
+            row = rows[f"change_counts, {case}"]
+            compared = int(row["note"].split(" rows")[0].replace(",", ""))
+            assert f"{tokens * sites * 1e-6 * row['us'] / compared:.1f} s" in PAGE
 
 
 def test_commands_of_the_page_are_the_command_lines_own(capsys):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.noise_floor import free_bytes
 from moe_rl.policy.models import DTYPES, ModelConfig, ModelError, check_path, load_model, load_tokenizer
-from moe_rl.processes import SMALL, suit_small_model
+from moe_rl.processes import suit_model
 from moe_rl.routing import UnsupportedModelError, routing_sites
 
 SIZES = (
@@ -119,9 +119,7 @@ def load(which: str, path: str, dtype: str, device: torch.device, trust_remote_c
     """One of the models, in eval mode on its device; `which` names it in messages."""
     with named(which):
         model = load_model(path, ModelConfig(path=path, dtype=dtype, trust_remote_code=trust_remote_code))
-    if device.type == "cpu" and sum(p.numel() for p in model.parameters()) < SMALL:
-        suit_small_model()
-    return model.to(device).eval()
+    return suit_model(model.to(device)).eval()
 
 
 def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:

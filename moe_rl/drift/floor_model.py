@@ -13,6 +13,7 @@ from moe_rl.drift.checkpoints import named
 from moe_rl.drift.errors import DriftError
 from moe_rl.policy.lora import INSTALL
 from moe_rl.policy.models import ModelConfig, check_machine, load_model
+from moe_rl.processes import suit_model
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def load(source: Source, dtype: str, experts: str | None, device: torch.device, 
                 model = peft.PeftModel.from_pretrained(model, str(source.adapter))
         except (ValueError, RuntimeError, KeyError, OSError) as error:
             raise DriftError(f"--adapter: {source.adapter} does not fit {source.base}: {error}") from error
-    return model.to(device).eval()
+    return suit_model(model.to(device)).eval()
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -8,7 +8,8 @@
 - `tasks`            tasks by name, one's own included
 - `chat`             prompts as messages
 - `sampler`          a model answers
-- `engine`, `engines` who samples
+- `engine`, `engine_config`, `engines` who samples
+- `vllm_engine`, `vllm_server`, `server_process` vLLM, in a process and a Python of its own
 - `randomness`       random numbers by seed and purpose
 - `demonstrations`   the task answers
 - `supervision`      rewards of steps, several rewards

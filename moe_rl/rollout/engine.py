@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.rollout.completions import Rollout
@@ -143,6 +144,11 @@ class ModelEngine:
 
     def close(self) -> None:
         pass
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A sharded tensor (DTensor), whole on every rank, all of which must ask; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

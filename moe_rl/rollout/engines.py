@@ -2,62 +2,35 @@
 
 `HuggingFaceEngine` makes the mismatch between two engines on any machine; in fp32 it is the control. An engine of one's
 own is a class that `rollout.engine.kind` names as `package.module:Class` or `path/to/file.py:Class`; it is built as
-`Class(model, tokenizer, **rollout.engine.options)` and must be an `Engine` (docs/extending.md).
+`Class(model, tokenizer, **rollout.engine.options)` and must be an `Engine` (docs/extending.md). vLLM is in
+`moe_rl.rollout.vllm_engine`.
 """
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from moe_rl.measure.unwrap import hf_model
 from moe_rl.names import load_class
-from moe_rl.rollout.engine import EXACT, Engine, ModelEngine, Tolerance
+from moe_rl.rollout.engine import Engine, ModelEngine, Tolerance, gathered
+from moe_rl.rollout.engine_config import (
+    ARITHMETIC,
+    ENGINE_DTYPES,
+    WEIGHT_FORMATS,
+    EngineConfig,
+    EngineError,
+    check_engine,
+)
+from moe_rl.rollout.vllm_engine import VllmEngine, check_vllm
 from moe_rl.routing import UnsupportedModelError, routing_sites
 from moe_rl.routing.experts import check_experts_name, check_megablocks
 
-ENGINE_KINDS = ("self", "hf")
-ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ROUTER_FORMATS = ("int4", "e5m2")
-WEIGHT_FORMATS = {"fp8": 0.5, "int4": 1.0}
-"""Emulated formats of weights, and by how much each adds to what arithmetic explains (nats per token)."""
 GROUP = 128
 """Entries of a row that share a scale in int4 (AWQ's and GPTQ's default)."""
-ARITHMETIC = {torch.float32: EXACT, torch.float16: Tolerance(5e-3, 0.1), torch.bfloat16: Tolerance(2e-2, 0.5)}
-"""What each dtype explains."""
-
-
-class EngineError(RuntimeError):
-    """A rollout engine that cannot be made, or that does not hold the weights it should; says what and what to do."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Who samples the responses."""
-
-    kind: str = "self"
-    """`self`: the training model. `hf`: a second copy of it, with the arithmetic below, synced before each rollout.
-    `package.module:Class` or `path/to/file.py:Class`: an engine of your own."""
-    dtype: str = "bfloat16"
-    """`hf` only: `float32` (the control), `bfloat16` or `float16`, of weights and activations."""
-    experts_implementation: str | None = None
-    """`hf` only: `eager`, `grouped_mm`, ...; None: that of the training model."""
-    max_batch: int | None = None
-    """`hf` only: responses decoded together; None takes `rollout.max_batch`."""
-    router_format: str | None = None
-    """`hf` only: round the routers' weights to `int4` (a scale for each expert) or `e5m2` (float8). An emulation: it
-    stands for an engine of coarser routers, products stay in `dtype`."""
-    weight_format: str | None = None
-    """`hf` only: round the weights of linear layers and experts to `fp8` (e4m3, a scale for each row) or `int4` (a
-    scale for each 128 entries of a row); routers, embeddings, head and adapters stay. An emulation of engines with
-    quantised weights: products stay in `dtype`."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of an engine of your own."""
 
 
 class HuggingFaceEngine(ModelEngine):
@@ -148,6 +121,8 @@ def make_engine(
         return ModelEngine(model, tokenizer, max_batch)
     if ":" in config.kind:
         return _own_engine(config, model, tokenizer)
+    if config.kind == "vllm":
+        return VllmEngine(model, tokenizer, config, max_batch)
     engine = HuggingFaceEngine(model, tokenizer, config, device)
     engine.max_batch = config.max_batch or max_batch
     return engine
@@ -169,26 +144,11 @@ def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engin
     return engine
 
 
-def check_engine(config: EngineConfig) -> None:
-    """Raises EngineError naming the field for a value that no engine knows."""
-    if config.options and ":" not in config.kind:
-        raise EngineError(f"rollout.engine.options: kind {config.kind!r} takes none, got {config.options}")
-    for name, value, names in (
-        ("kind", config.kind if ":" not in config.kind else "self", ENGINE_KINDS),
-        ("dtype", config.dtype, tuple(ENGINE_DTYPES)),
-        ("router_format", config.router_format, (None, *ROUTER_FORMATS)),
-        ("weight_format", config.weight_format, (None, *WEIGHT_FORMATS)),
-    ):
-        if value not in names:
-            listed = ", ".join("null" if known is None else known for known in names)
-            raise EngineError(f"rollout.engine.{name}: expected one of {listed}, got {value!r}")
-    if config.max_batch is not None and config.max_batch < 1:
-        raise EngineError(f"rollout.engine.max_batch: at least 1, got {config.max_batch}")
-
-
 def check_engine_here(config: EngineConfig, device: str) -> None:
     """Raises EngineError for a second engine whose kernels transformers does not know, or this machine, or `device`
-    (model.device), lacks."""
+    (model.device), lacks; for a Python without vLLM."""
+    if config.kind == "vllm":
+        check_vllm(config)
     if config.kind != "hf":
         return
     try:
@@ -197,11 +157,6 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
             check_megablocks(ENGINE_DTYPES[config.dtype], device)
     except UnsupportedModelError as error:
         raise EngineError(f"rollout.engine.{error}") from error
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """A sharded tensor (DTensor), whole on every rank, all of which must ask; any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ compaction nor chunking changes what is sampled (up to what the model's own arit
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,35 +61,49 @@ def sample(
         ValueError: an empty list of problems, an empty prompt, a prompt that leaves no room for `max_new_tokens` in the
             model's positions, a number that makes no sense.
     """
-    _check(problems, group_size, max_new_tokens, temperature, max_batch)
+    check_request(problems, group_size, max_new_tokens, temperature, max_batch)
     device = next(model.parameters()).device
     prompts, prompt_mask = encode_prompts(tokenizer, problems)
-    _check_length(model, problems, prompt_mask, max_new_tokens)
+    check_length(model, problems, prompt_mask, max_new_tokens)
     prompts, prompt_mask = prompts.to(device), prompt_mask.to(device)
-    B, P, N = len(problems) * group_size, prompts.shape[1], max_new_tokens
+    B, N = len(problems) * group_size, max_new_tokens
     source = "cpu" if generator is None else generator.device
     uniform = torch.rand(B, N, generator=generator, dtype=torch.float64, device=source).to(device)
     ends = end_tokens(model, tokenizer).to(device)
     prompt = torch.arange(B, device=device) // group_size
 
     tokens, logps, traces = decode(model, prompts, prompt_mask, prompt, uniform, ends, temperature, record, max_batch)
+    rollout = made_of(tokenizer, problems, group_size, prompts[prompt], prompt_mask[prompt], tokens, logps, ends)
+    if record:
+        rollout = replace(rollout, routes=assemble(traces, rollout.input_ids, rollout.attention_mask))
+    return rollout
+
+
+def made_of(
+    tokenizer: Any,
+    problems: Sequence[Problem],
+    group_size: int,
+    prompts: Int[Tensor, "B P"],
+    prompt_mask: Bool[Tensor, "B P"],
+    tokens: Int[Tensor, "B M"],
+    logps: Float[Tensor, "B M"],
+    ends: Int[Tensor, " e"],
+) -> Rollout:
+    """The rollout of left-padded prompts and what was drawn after them (`UNWRITTEN` past a row's end), no routes."""
     written = tokens != UNWRITTEN
-    N = int(written.sum(1).max())
+    B, P, N = len(tokens), prompts.shape[1], int(written.sum(1).max())
     tokens, written, logps = tokens[:, :N], written[:, :N], logps[:, :N]
     ended = torch.isin(tokens, ends)
-    ids = torch.cat([prompts[prompt], tokens.masked_fill(~written, padding_token(tokenizer))], 1)
-    attention_mask = torch.cat([prompt_mask[prompt], written], 1)
     return Rollout(
-        input_ids=ids,
-        attention_mask=attention_mask,
+        input_ids=torch.cat([prompts, tokens.masked_fill(~written, padding_token(tokenizer))], 1),
+        attention_mask=torch.cat([prompt_mask, written], 1),
         completion_mask=F.pad(written, (P, 0)),
         logps=F.pad(logps, (P, 0)),
-        rewards=torch.full((B,), float("nan"), device=device),
+        rewards=torch.full((B,), float("nan"), device=tokens.device),
         finished=ended.any(1),
         group_size=group_size,
         problems=[problem for problem in problems for _ in range(group_size)],
         completions=decode_text(tokenizer, tokens, (written & ~ended).sum(1)),
-        routes=assemble(traces, ids, attention_mask) if record else None,
     )
 
 
@@ -287,13 +301,14 @@ def _selectable(cache: Any) -> bool:
     return cache is None or all(type(layer).__name__ in known for layer in getattr(cache, "layers", [None]))
 
 
-def _check(
+def check_request(
     problems: Sequence[Problem],
     group_size: int,
     max_new_tokens: int,
     temperature: float,
     max_batch: int | None,
 ) -> None:
+    """Raises ValueError for what cannot be sampled whatever the model."""
     if not problems:
         raise ValueError("problems: nothing to sample, the list is empty")
     for name, value in (
@@ -307,9 +322,8 @@ def _check(
         raise ValueError(f"temperature: 0 (greedy) or a positive number, got {temperature}")
 
 
-def _check_length(
-    model: nn.Module, problems: Sequence[Problem], mask: Bool[Tensor, "P T"], max_new_tokens: int
-) -> None:
+def check_length(model: nn.Module, problems: Sequence[Problem], mask: Bool[Tensor, "P T"], max_new_tokens: int) -> None:
+    """Raises ValueError for a prompt that leaves no room for `max_new_tokens` in the model's positions."""
     config = getattr(hf_model(model), "config", None)
     most = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
     lengths, new = mask.sum(1), max_new_tokens

@@ -1,6 +1,7 @@
-"""The first answer of a study in three lines: did GRPO need replay, did GSPO do without, what can n say?
+"""The first answer of a study: do its arms differ, did GRPO need replay, did GSPO do without, what can n say?
 
-Written by rule from the comparisons' verdicts; a study of other arms gets its resolved differences instead.
+Written by rule from the comparisons' verdicts. The first line is there for comparisons that are neither of replay with
+GRPO nor of GSPO with either; a study without the second or third question says how many runs failed instead.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from moe_rl.study.summary import condition_label, dose_label, full_label
 from moe_rl.study.words import count, listed, minus
 
 REPLAY, NO_REPLAY = "grpo_replay", "grpo"
+MOST_NAMED = 4
+"""More comparisons than this are counted in the first line, and named in the table below it."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reader sees first: title, three lines, one row per comparison."""
+    """What a reader sees first: title, three or four lines, one row per comparison."""
 
     title: str
-    lines: tuple[Line, Line, Line]
+    lines: tuple[Line, ...]
     rows: tuple[Row, ...]
     note: str
 
@@ -54,13 +57,15 @@ def answer(data: StudyData) -> Answer:
     pairs = comparisons(data)
     replay = [p for p in pairs if _methods(data, p) == (REPLAY, NO_REPLAY)]
     gspo = [p for p in pairs if _methods(data, p) in (("gspo", NO_REPLAY), ("gspo", REPLAY))]
-    first = _need(data, replay) if replay else _resolved(data, pairs)
-    second = _without(data, gspo) if gspo else _failures(data)
-    third = Line("What can n say?", _seeds(pairs), minus(power_sentence(data)))
-    lines = (first, second, third)
+    others = [p for p in pairs if p not in replay and p not in gspo]
+    told = [_resolved(data, others)] if others or not pairs else []
+    told += [_need(data, replay)] if replay else []
+    told += [_without(data, gspo)] if gspo else []
+    told += [_failures(data)] if len(told) < 2 else []
+    lines = (*told, Line("What can n say?", _seeds(pairs), minus(power_sentence(data))))
     undeclared = "" if declared(data) is not None else "These comparisons were not declared in the study file. "
     note = f"{undeclared}Difference of final reward, paired by seed. p adjusted for the number of comparisons."
-    return Answer(_title(first, second), lines, tuple(_row(data, pair) for pair in pairs), note)
+    return Answer(_title(told), lines, tuple(_row(data, pair) for pair in pairs), note)
 
 
 def _methods(data: StudyData, pair: Pair) -> tuple[str, str]:
@@ -139,14 +144,23 @@ def _failures_of(data: StudyData, pairs: Sequence[Pair]) -> str:
 
 
 def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
-    """What the comparisons of any study came to."""
-    told = [pair for pair in pairs if pair.result.verdict in (Verdict.HIGHER, Verdict.LOWER)]
-    verdicts = [pair.result.verdict for pair in pairs]
+    """What the comparisons of any study came to; those that are told apart, or told equal, by name."""
     if not pairs:
         return Line("Do the arms differ?", "Not compared", "No two arms that differ in one thing have finished runs.")
-    words = f"{len(told)} of {count(len(pairs), 'comparison')} resolved"
+    verdicts = [pair.result.verdict for pair in pairs]
+    apart = sum(verdict in (Verdict.HIGHER, Verdict.LOWER) for verdict in verdicts)
+    words = f"{apart} of {count(len(pairs), 'comparison')} resolved"
+    named = [
+        f"{name_of(data, pair.arm, pair.noise)} − {name_of(data, pair.other, pair.noise)}: "
+        f"{minus(f'{pair.result.difference.estimate:+.3f}')}, {pair.result.verdict}"
+        for pair in pairs
+        if pair.result.verdict in (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT)
+    ]
+    if named and len(named) <= MOST_NAMED:
+        left = len(pairs) - len(named)
+        return Line("Do the arms differ?", words, "; ".join(named) + (f"; {left} not told apart." if left else "."))
     rest = listed(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts))
-    return Line("Do the arms differ?", words, f"{rest[:1].upper()}{rest[1:]}.")
+    return Line("Do the arms differ?", words, f"{_capital(rest)}.")
 
 
 def _failures(data: StudyData) -> Line:
@@ -164,8 +178,8 @@ def _seeds(pairs: Sequence[Pair]) -> str:
     return f"n = {' or '.join(map(str, counts))}" if counts else "Nothing yet"
 
 
-def _title(first: Line, second: Line) -> str:
-    return f"{first.question} {first.answer}. {second.question} {second.answer}."
+def _title(lines: Sequence[Line]) -> str:
+    return " ".join(f"{line.question} {line.answer}." for line in lines[:2])
 
 
 def _row(data: StudyData, pair: Pair) -> Row:

@@ -1,127 +1,27 @@
-"""All runs of a study in parallel processes: one thread each, progress, and resumption of what is unfinished."""
+"""All runs of a study, many at a time: here or as jobs of a cluster, with progress and resumption."""
 
-import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
 
 import torch
 from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
-from moe_rl.checks import parse_json
 from moe_rl.files import sole_writer, write_atomic
 from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study
-from moe_rl.study.progress import clock, number, percent
-from moe_rl.study.run import check_folder, check_here, environment
-from moe_rl.study.worker import Worker
-from moe_rl.training import RunConfig
-from moe_rl.training.launch import launched_processes
+from moe_rl.study.display import LiveTable, PlainLines
+from moe_rl.study.jobs import Jobs, job_options
+from moe_rl.study.launchers import Launcher, Processes
+from moe_rl.study.run import check_folder, check_here, check_task, environment
+from moe_rl.study.runs import Run
+from moe_rl.training.launch import DistributedError, check_shares, launched_processes
 
 POLL_SECONDS = 1.0
-PLAIN_SECONDS = 15.0  # between progress lines where there is no terminal
 
 
 class StudyFailed(RuntimeError):
     """Some runs did not finish; the message says which, why and how to go on."""
-
-
-@dataclass
-class Run:
-    """One (arm, seed) under one rounding: where it writes, what it is doing."""
-
-    arm: str
-    seed: int
-    folder: Path
-    log: Path
-    config: RunConfig
-    rounding: str = "native"
-    worker: Worker | None = None
-    state: str = "waiting"
-    began: float = 0.0
-    seconds: float = 0.0
-    step: int = 0
-    first_step: int | None = None
-    reward: float | None = None
-    change: float | None = None
-    refusal: str = ""
-    offset: int = field(default=0, repr=False)
-    inode: int = field(default=0, repr=False)
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm} seed {self.seed}" + ("" if self.rounding == "native" else f" {self.rounding}")
-
-    @property
-    def steps(self) -> int:
-        return self.config.optim.steps
-
-    @property
-    def starting(self) -> bool:
-        """Running, and before its first step: where it makes a cold start, or waits for one."""
-        return self.state == "running" and self.reward is None
-
-    @property
-    def said(self) -> str:
-        """Why it failed: the last line of its log, unless it could not even begin."""
-        return self.refusal or f"{_last_line(self.log)} (log: {self.log})"
-
-    def begins_like(self, other: "Run") -> bool:
-        """Whether both need the same cold start."""
-        same = (self.rounding, self.config.task, self.config.model) == (
-            other.rounding,
-            other.config.task,
-            other.config.model,
-        )
-        return same and self.config.model.path is None and self.config.model.cold_start is not None
-
-    def read(self) -> None:
-        """Take in what the run wrote to metrics.jsonl since the last call. What is wrong with the file, or with a line
-        of it, the run itself says: here it stops nothing."""
-        with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "rb") as file:
-            # A resume rewrites the file: whatever it was, what was read before no longer ends where it did.
-            inode = os.fstat(file.fileno()).st_ino
-            if self.offset and (inode != self.inode or not _ends_line(file, self.offset)):
-                self.offset, self.step, self.reward, self.change = 0, 0, None, None
-            self.inode = inode
-            file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self.offset += len(line)
-                with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
-                    self.take(parse_json(line))
-
-    def take(self, row: dict[str, Any]) -> None:
-        if row["kind"] == "rollout":
-            self.reward = None if row["reward"] is None else float(row["reward"])
-        elif row["kind"] == "probe":
-            self.change = row["slots_changed"] / row["slots"] if row["slots"] else None
-        elif row["kind"] == "step":
-            self.step = min(int(row["step"]) + 1, self.steps)
-            if self.first_step is None and self.worker is not None:
-                self.first_step, self.began = self.step, time.monotonic()
-
-    def beginning(self) -> str:
-        """What a run says before its first step: how far its cold start is, or that it waits for another's."""
-        if not self.starting:
-            return ""
-        said = _last_line(self.log)
-        return said if said.startswith("cold start") else "starting (arms of one seed share its cold start)"
-
-    def left(self, usual: float | None) -> float | None:
-        """Seconds that this run still needs, from its own pace or from a finished run's."""
-        if self.state == "done":
-            return 0.0
-        if self.first_step is not None and self.step > self.first_step:
-            pace = (time.monotonic() - self.began) / (self.step - self.first_step)
-            return pace * (self.steps - self.step)
-        return usual * (1 - self.step / self.steps) if usual else None
 
 
 def run_study(
@@ -131,15 +31,21 @@ def run_study(
     workers: int,
     command: str,
     roundings: Sequence[str] = ("native",),
+    launcher: str = "processes",
+    launcher_options: Sequence[str] = (),
 ) -> None:
     """Run every (arm, seed) of `study` under `output`, `workers` at a time; finished runs are kept.
 
     Each of `roundings` repeats all of it, cold starts included, with other CPU kernels: `native` in `output` itself,
     the others in `output/rounding_NAME`, which is a study folder of its own.
 
+    Args:
+        launcher: `processes` of this machine, or jobs: `slurm`, `submitit-local` (see `moe_rl.study.jobs`).
+        launcher_options: of the jobs, `key=value`.
+
     Raises:
-        ConfigError: a run folder belongs to another configuration, or a rounding that this machine does not have;
-            nothing is started.
+        ConfigError: a run folder belongs to another configuration, a rounding that this machine does not have, or a
+            launcher that cannot start here; nothing is started.
         ModelError, EngineError: an arm that this machine cannot run; nothing is started.
         InUseError: another process runs this study.
         StudyFailed: runs that ended with an error, or whose folder is damaged, after all the others were finished.
@@ -147,13 +53,23 @@ def run_study(
     check_labels(study)
     check_roundings(roundings, torch.backends.cpu.get_cpu_capability())
     places = {name: output if name == "native" else output / f"rounding_{name}" for name in roundings}
-    runs = [run for name, place in places.items() for run in _runs(study, place, name)]
+    if launcher == "processes" and launcher_options:
+        raise ConfigError("--launcher-options are those of jobs: say --launcher slurm too")
+    make = Processes() if launcher == "processes" else Jobs(launcher, study.name, output, job_options(launcher_options))
+    nodes = make.nodes if isinstance(make, Jobs) else None
+    runs = [run for name, place in places.items() for run in _runs(study, place, name, nodes)]
     with sole_writer(output, command):
-        _run_all(study, places, runs, cold_starts, workers, command)
+        _run_all(study, places, runs, make, cold_starts, workers, command)
 
 
 def _run_all(
-    study: StudyConfig, places: dict[str, Path], runs: list[Run], cold_starts: Path, workers: int, command: str
+    study: StudyConfig,
+    places: dict[str, Path],
+    runs: list[Run],
+    launcher: Launcher,
+    cold_starts: Path,
+    workers: int,
+    command: str,
 ) -> None:
     for place in places.values():
         place.mkdir(parents=True, exist_ok=True)
@@ -161,13 +77,13 @@ def _run_all(
         write_atomic(place / "study.yaml", dump_study(study))
         write_atomic(place / "env.json", json.dumps(environment(command), indent=1) + "\n")
     console = Console()
-    display = _Live(console, runs, workers) if console.is_terminal else _Plain(console, runs, workers)
+    display = LiveTable(console, runs, workers) if console.is_terminal else PlainLines(console, runs, workers)
     with display:
-        for _ in _schedule(runs, cold_starts, workers):
+        for _ in _schedule(runs, launcher, cold_starts, workers):
             display.show()
     failed = [run for run in runs if run.state == "failed"]
     if failed:
-        reasons = "\n".join(f"  {run.name}: {run.said}" for run in failed)
+        reasons = "\n".join(f"  {run.name}: {run.reason()}" for run in failed)
         raise StudyFailed(
             f"{len(failed)} of {len(runs)} runs did not finish:\n{reasons}\n"
             "The others are complete. The same command goes on from the last checkpoints."
@@ -201,8 +117,12 @@ def check_roundings(names: Sequence[str], native: str) -> None:
             )
 
 
-def _runs(study: StudyConfig, place: Path, rounding: str) -> list[Run]:
-    """Every (arm, seed) of `study` in `place`, with what is there already. Raises as `run_study`."""
+def _runs(study: StudyConfig, place: Path, rounding: str, nodes: int | None = None) -> list[Run]:
+    """Every (arm, seed) of `study` in `place`, with what is there already. Raises as `run_study`.
+
+    Args:
+        nodes: of each job; None: runs are processes of this machine.
+    """
     runs = []
     for arm, seed in study.runs():
         config = study.resolve(arm, seed)
@@ -211,17 +131,44 @@ def _runs(study: StudyConfig, place: Path, rounding: str) -> list[Run]:
         try:
             run.state = "waiting" if check_folder(config, folder) else "done"
         except DamagedRunError as error:
-            run.state, run.refusal = "failed", str(error)
+            run.state, run.problem = "failed", str(error)
         if run.state == "waiting":
-            check_here(config)
-        if run.state == "waiting" and (config.distributed.strategy != "none" or launched_processes() > 1):
-            raise ConfigError(
-                f"moe-rl study starts one process for each run; a run over several (distributed.strategy, torchrun) is "
-                f"started by itself: torchrun --nproc_per_node N -m moe_rl run FILE --arm {arm} --seed {seed} "
-                f"--output {folder}"
-            )
+            if launched_processes() > 1:
+                raise ConfigError("moe-rl study is started once, not under torchrun or accelerate launch")
+            if nodes is None:
+                check_here(config)
+                _check_one_process(run)
+            else:
+                check_task(config)
+                _check_processes(run, nodes)
         runs.append(run)
     return runs
+
+
+def _check_one_process(run: Run) -> None:
+    if run.config.distributed.strategy != "none":
+        raise ConfigError(
+            f"moe-rl study starts one process for each run here; a run over several (distributed.strategy) is started "
+            f"by itself: torchrun --nproc_per_node N -m moe_rl run FILE --arm {run.arm} --seed {run.seed} "
+            f"--output {run.folder}. As jobs of a cluster a study starts them all: --launcher slurm"
+        )
+
+
+def _check_processes(run: Run, nodes: int) -> None:
+    """What each job would say after it has waited for its nodes."""
+    distributed, several = run.config.distributed, run.config.distributed.strategy != "none"
+    processes = distributed.processes if several else 1
+    if processes is None:
+        raise ConfigError(
+            f"{run.name}: distributed.strategy is {distributed.strategy}; say over how many processes in all: "
+            "--distributed.processes N"
+        )
+    if processes % nodes:
+        raise ConfigError(f"{run.name}: distributed.processes: {processes} cannot be shared by nodes={nodes} equally")
+    try:
+        check_shares(run.config, processes)
+    except DistributedError as error:
+        raise ConfigError(f"{run.name}: {error}") from error
 
 
 def _next(waiting: list[Run], active: list[Run]) -> Run:
@@ -231,48 +178,31 @@ def _next(waiting: list[Run], active: list[Run]) -> Run:
     return next(free, waiting[0])
 
 
-def _schedule(runs: list[Run], cold_starts: Path, workers: int) -> Iterator[None]:
-    """Start and watch the runs; yields once per poll. Processes end with their parent."""
+def _schedule(runs: list[Run], launcher: Launcher, cold_starts: Path, workers: int) -> Iterator[None]:
+    """Start and watch the runs; yields once per poll."""
     waiting = [run for run in runs if run.state == "waiting"]
     active: list[Run] = []
-    idle: list[Worker] = []
     try:
         while waiting or active:
             while waiting and len(active) < workers:
                 run = _next(waiting, active)
                 waiting.remove(run)
                 run.read()
-                run.worker = _worker_for(run, idle)
-                run.worker.begin(_arguments(run, cold_starts), run.log)
+                launcher.start(run, _arguments(run, cold_starts))
                 run.state, run.began = "running", time.monotonic()
                 run.seconds = time.monotonic()
                 active.append(run)
             time.sleep(POLL_SECONDS)
             for run in list(active):
                 run.read()
-                assert run.worker is not None
-                status = run.worker.ended()
-                if status is not None:
-                    run.state = "done" if status == 0 else "failed"
+                finished = launcher.ended(run)
+                if finished is not None:
+                    run.state = "done" if finished else "failed"
                     run.seconds = time.monotonic() - run.seconds
                     active.remove(run)
-                    idle.append(run.worker)
             yield
     finally:
-        for worker in [*idle, *(run.worker for run in active if run.worker is not None)]:
-            worker.stop()
-
-
-def _worker_for(run: Run, idle: list[Worker]) -> Worker:
-    """An idle worker with the run's kernels, or a new one; the other idle ones are ended."""
-    found = None
-    while idle:
-        worker = idle.pop()
-        if found is None and worker.rounding == run.rounding and worker.alive():
-            found = worker
-        else:
-            worker.stop()
-    return found or Worker(run.rounding, run.log)
+        launcher.leave()
 
 
 def _arguments(run: Run, cold_starts: Path) -> list[object]:
@@ -280,104 +210,6 @@ def _arguments(run: Run, cold_starts: Path) -> list[object]:
     chosen = ["run", study, "--arm", run.arm, "--seed", run.seed]
     # Whoever started the study has decided about code that it names.
     return [*chosen, "--output", run.folder, "--cold-starts", cold_starts, "--trust"]
-
-
-def _ends_line(file: BinaryIO, offset: int) -> bool:
-    file.seek(offset - 1)
-    return file.read(1) == b"\n"
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return lines[-1] if lines else "no output"
-
-
-def _totals(runs: list[Run], workers: int) -> tuple[int, float | None]:
-    """Runs that are done, and seconds left for all of them."""
-    done = [run.seconds for run in runs if run.state == "done" and run.seconds]
-    running = [run.left(None) for run in runs if run.state == "running"]
-    known = [x for x in running if x is not None]
-    usual = sum(done) / len(done) if done else None
-    if usual is None and known:
-        paces = [(run.left(None) or 0) / max(1, run.steps - run.step) for run in runs if run.state == "running"]
-        usual = max(paces) * max(run.steps for run in runs)
-    left = [run.left(usual) for run in runs if run.state in ("running", "waiting")]
-    finished = sum(run.state == "done" for run in runs)
-    if any(x is None for x in left):
-        return finished, None
-    total = sum(x for x in left if x is not None)
-    return finished, max([total / workers, *known]) if left else 0.0
-
-
-class _Live:
-    """A table that redraws itself on a terminal."""
-
-    def __init__(self, console: Console, runs: list[Run], workers: int):
-        self.runs, self.workers = runs, workers
-        self.live = Live(console=console, auto_refresh=False)
-
-    def __enter__(self) -> "_Live":
-        self.live.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.live.__exit__(*error)
-
-    def show(self) -> None:
-        finished, left = _totals(self.runs, self.workers)
-        table = Table(title=f"{finished}/{len(self.runs)} runs done, {clock(left)} left")
-        for column in ("arm", "seed", "state", "step", "reward", "slots changed", "time left"):
-            table.add_column(column, justify="left" if column in ("arm", "state") else "right")
-        for run in self.runs:
-            table.add_row(
-                run.arm,
-                str(run.seed),
-                run.beginning() or run.state,
-                f"{run.step}/{run.steps}",
-                number(run.reward),
-                percent(run.change),
-                clock(run.left(None)) if run.state == "running" else "",
-            )
-        self.live.update(table, refresh=True)
-
-
-class _Plain:
-    """Lines, every few seconds and when something ends, where there is no terminal."""
-
-    def __init__(self, console: Console, runs: list[Run], workers: int):
-        self.console, self.runs, self.workers = console, runs, workers
-        self.told: set[str] = {run.name for run in runs if run.state == "done"}
-        self.last = time.monotonic()
-
-    def __enter__(self) -> "_Plain":
-        runs = "1 run" if len(self.runs) == 1 else f"{len(self.runs)} runs"
-        self.say(f"{runs}, {len(self.told)} already done, {self.workers} at a time")
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        print(text, file=self.console.file, flush=True)
-
-    def show(self) -> None:
-        finished, left = _totals(self.runs, self.workers)
-        total = f"study: {finished}/{len(self.runs)} done, {clock(left)} left"
-        for run in self.runs:
-            if run.state in ("done", "failed") and run.name not in self.told:
-                self.told.add(run.name)
-                end = f"done in {clock(run.seconds)}, reward {number(run.reward)}"
-                self.say(f"{run.name}: {end if run.state == 'done' else run.said} | {total}")
-        if time.monotonic() - self.last >= PLAIN_SECONDS:
-            self.last = time.monotonic()
-            for run in self.runs:
-                if run.beginning():
-                    self.say(f"{run.name}: {run.beginning()} | {total}")
-                elif run.state == "running":
-                    self.say(
-                        f"{run.name}: step {run.step}/{run.steps}, reward {number(run.reward)}, slots changed "
-                        f"{percent(run.change)}, {clock(run.left(None))} left | {total}"
-                    )
 
 
 __all__ = ["ConfigError", "StudyFailed", "run_study"]

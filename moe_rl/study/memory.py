@@ -43,6 +43,14 @@ _QWEN3 = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_QWEN3_235B = {
+    **_QWEN3,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "moe_intermediate_size": 1536,
+}
 _OLMOE = {
     "model_type": "olmoe",
     "vocab_size": 50_304,
@@ -69,6 +77,7 @@ _GRANITE = {
 }
 KNOWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base"), _QWEN3),
+    "Qwen/Qwen3-235B-A22B": _QWEN3_235B,
     **{f"allenai/OLMoE-1B-7B-0924{kind}": _OLMOE for kind in ("", "-SFT", "-Instruct")},
     **{f"ibm-granite/granite-3.1-1b-a400m-{kind}": _GRANITE for kind in ("base", "instruct")},
 }
@@ -195,8 +204,9 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
             note = "the policy with its adapters off" if shared else ""
             needs.append(Need(name, 0 if shared else shard(weights), "always", note))
     engine = run.rollout.engine
-    if engine.kind == "hf":
-        note = engine.dtype + (", whole on every rank" if devices > 1 else "")
+    if engine.kind in ("hf", "vllm"):
+        note = engine.dtype + (", and its KV cache beside" if engine.kind == "vllm" else "")
+        note += ", whole on every rank" if devices > 1 else ""
         needs.append(Need("rollout engine", count * DTYPES[engine.dtype].itemsize, "always", note))
     for name, wanted in (
         ("value model", method.advantage == "gae" and run.value.model == "separate"),

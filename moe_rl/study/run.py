@@ -113,11 +113,11 @@ def check_here(config: RunConfig) -> None:
     check_machine(config.model)
     check_engine_here(config.rollout.engine, config.model.device)
     check_tracker(config.tracker)
-    _try_task(config)
+    check_task(config)
 
 
-def _try_task(config: RunConfig) -> None:
-    """One problem of each split, judged: what cannot work is found before the first step."""
+def check_task(config: RunConfig) -> None:
+    """One problem of each split, judged: what cannot work is found before the first step. Raises TaskError."""
     task = make_task(config.task)
     for held_out in (False, True):
         with user_code(task, "problem"):

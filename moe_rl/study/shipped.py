@@ -124,6 +124,8 @@ def _foreign(part: Any) -> list[str]:
             place = str(value).rpartition(":")[0]
             file = f" ({Path(place).absolute()})" if place.endswith(".py") else ""
             found.append(f"{'.'.join(where)}: {value}{file}")
+    if python := _at(part, "rollout", "engine", "python"):
+        found.append(f"rollout.engine.python: {python}")
     if _at(part, "model", "trust_remote_code"):
         model = _at(part, "model", "path") or "the model"
         found.append(f"model.trust_remote_code: the Python files that come with {model}")

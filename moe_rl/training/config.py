@@ -15,7 +15,7 @@ from moe_rl.objectives.objective import Advantage, Anchor, RouteWeight
 from moe_rl.objectives.ratios import RatioLevel
 from moe_rl.policy.models import ModelConfig
 from moe_rl.rollout import TaskConfig
-from moe_rl.rollout.engines import EngineConfig
+from moe_rl.rollout.engine_config import EngineConfig
 
 Replay = Literal["none", "R2", "R3"]
 Source = Literal["policy", "initial", "demonstrations"]

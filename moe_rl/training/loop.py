@@ -308,7 +308,8 @@ def start_probe(state: State, batch: Batch) -> Probe | None:
         return None
     part, temperature = batch.rows(probed_rows(len(batch), config.sequences)), state.config.rollout.temperature
     if live and step == 0 and config.floor:
-        rows, left_out = noise_floor_rows(state.policy, part, temperature, bf16=state.ranks.size == 1)
+        whole = state.ranks.size == 1 and state.ranks.mesh is None  # shards, be it on one rank, cannot be copied
+        rows, left_out = noise_floor_rows(state.policy, part, temperature, bf16=whole)
         for row in rows:
             state.log.append("floor", step, **row)
         for variant, reason in left_out.items():

@@ -55,6 +55,7 @@ RANGES: dict[str, Range] = {
     "rollout.overlong_buffer": COUNT_OR_NONE,
     "rollout.max_batch": COUNT,
     "rollout.engine.max_batch": COUNT,
+    "rollout.engine.timeout": POSITIVE,
     "optim.steps": COUNT,
     "optim.num_minibatches": COUNT,
     "optim.micro_batch": COUNT,

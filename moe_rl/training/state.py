@@ -102,9 +102,10 @@ class State:
         return seeded_generator(self.config.seed, purpose, self.step, index)
 
     def close(self) -> None:
-        """Tell the tracker, if there is one, that the run is over."""
+        """The run is over: tell the tracker, if there is one, and free the rollout engine."""
         for tracker in self.ranks.trackers:
             tracker.finish()
+        self.engine.close()
 
 
 def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listener: Listener | None = None) -> State:

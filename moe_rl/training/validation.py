@@ -3,7 +3,7 @@
 from moe_rl.objectives.bounds import unknown
 from moe_rl.objectives.presets import OBJECTIVES
 from moe_rl.rollout import make_task
-from moe_rl.rollout.engines import ENGINE_KINDS, EngineError, check_engine
+from moe_rl.rollout.engine_config import CONTINUING_KINDS, EngineError, check_engine
 from moe_rl.training.config import DPO, IN_GROUPS, RunConfig
 from moe_rl.training.method import Method, overrides, resolve_method
 from moe_rl.training.ranges import check_settings
@@ -102,6 +102,12 @@ def _engine(config: RunConfig, method: Method) -> None:
         "method.source: a rollout engine and replay R3 speak of what the current policy samples, got "
         f"{method.source!r} responses; use rollout.engine.kind: self, and replay none or R2",
     )
+    if config.rollout.engine.kind == "vllm":
+        for field, ok in (
+            ("model.lora: vLLM is given whole weights; leave it out, or use kind hf", config.model.lora is None),
+            ("distributed.strategy: one process; set none", config.distributed.strategy == "none"),
+        ):
+            require(ok, f"rollout.engine.kind: vllm does not go with this {field}")
 
 
 def _supervision(config: RunConfig, method: Method) -> None:
@@ -199,7 +205,7 @@ def _partial(config: RunConfig, method: Method) -> None:
         ("rollout.lag: batches that wait already have one version each; set 0", rollout.lag == 0),
         ("rollout.dynamic_sampling: groups of other versions would fill up; set 0", not rollout.dynamic_sampling),
         ("distributed.strategy: one process writes the segments; set none", config.distributed.strategy == "none"),
-        ("rollout.engine.kind: self or hf, which can go on with a text", rollout.engine.kind in ENGINE_KINDS),
+        ("rollout.engine.kind: self or hf, which can go on with a text", rollout.engine.kind in CONTINUING_KINDS),
         ("reward.model: verifier", config.reward.model == "verifier"),
         ("method.source: the policy's own responses", method.source == "policy"),
         ("method: pairs (dpo) are of one version", not method.pairs),
@@ -219,7 +225,10 @@ def _turns(config: RunConfig, method: Method) -> None:
     for field, ok in (
         ("rollout.segment: a turn is written by one version; leave it out", config.rollout.segment is None),
         ("distributed.strategy: one process; set none", config.distributed.strategy == "none"),
-        ("rollout.engine.kind: self or hf, which can go on with a text", config.rollout.engine.kind in ENGINE_KINDS),
+        (
+            "rollout.engine.kind: self or hf, which can go on with a text",
+            config.rollout.engine.kind in CONTINUING_KINDS,
+        ),
         (
             f"method.advantage: {method.advantage!r} follows the tokens of one turn; use group or leave_one_out",
             method.advantage in ("group", "leave_one_out"),

@@ -27,7 +27,7 @@ from moe_rl.rollout.engines import EngineError
 from moe_rl.training.sharding import as_placed
 
 PROBE_PROBLEMS = 8
-PROBED_TENSORS = 128  # more are thinned out to one of each kind
+PROBED_TENSORS = 128  # more are thinned out to one of each kind, as are all where a sync is slow
 FACTOR = 6.0
 """How much the gap may grow over that of start-up before it counts as a wrong sync: the policy moves, and with it how
 sharp its distributions are and how near to a tie its routers."""
@@ -106,7 +106,8 @@ class SyncGuard:
         noise_model = self._largest(self._model_logps(), before)
         silent = []
         weights = self.model.state_dict()
-        for name in probed_tensors(weights):
+        most = 0 if getattr(self.engine, "slow_sync", False) else PROBED_TENSORS
+        for name in probed_tensors(weights, most):
             tensor = weights[name]
             kept = tensor.clone()
             noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
@@ -161,15 +162,15 @@ def sync_probe(engine: Engine, task: Any, max_new_tokens: int, temperature: floa
     )
 
 
-def probed_tensors(weights: dict[str, Tensor]) -> list[str]:
-    """Which tensors the start-up test changes: all floating ones, or where those are many, for each kind (a name with
-    its numbers left out) one, at a depth that differs from kind to kind.
+def probed_tensors(weights: dict[str, Tensor], most: int = PROBED_TENSORS) -> list[str]:
+    """Which tensors the start-up test changes: all floating ones, or where those are more than `most`, for each kind (a
+    name with its numbers left out) one, at a depth that differs from kind to kind.
 
     >>> probed_tensors({"h.0.w": torch.ones(1), "h.1.w": torch.ones(1), "steps": torch.ones(1, dtype=torch.int64)})
     ['h.0.w', 'h.1.w']
     """
     floating = [name for name, tensor in weights.items() if tensor.is_floating_point()]
-    if len(floating) <= PROBED_TENSORS:
+    if len(floating) <= most:
         return floating
     kinds: dict[str, list[str]] = {}
     for name in floating:

@@ -210,7 +210,7 @@ def test_a_closed_engine_has_let_go_of_its_model(model):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "vlm"}, r"rollout\.engine\.kind: expected one of self, hf, got 'vlm'"),
+        ({"kind": "vlm"}, r"rollout\.engine\.kind: expected one of self, hf, vllm, got 'vlm'"),
         ({"dtype": "bf16"}, r"rollout\.engine\.dtype: expected one of float32, bfloat16, float16, got 'bf16'"),
         ({"router_format": "int8"}, r"rollout\.engine\.router_format: expected one of null, int4, e5m2, got 'int8'"),
         ({"weight_format": "int8"}, r"rollout\.engine\.weight_format: expected one of null, fp8, int4, got 'int8'"),

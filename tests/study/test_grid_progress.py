@@ -4,8 +4,9 @@ import os
 
 import pytest
 
-from moe_rl.study.grid import Run, _totals
+from moe_rl.study.display import totals
 from moe_rl.study.progress import clock, number, percent
+from moe_rl.study.runs import Run
 from moe_rl.training import OptimConfig, RunConfig
 from moe_rl.training.runlog import RunLog
 
@@ -101,6 +102,6 @@ def test_a_damaged_line_stops_neither_study_nor_display(tmp_path, line):
     with open(log.path, "a") as file:
         file.write(line + "\n")
     study.read()
-    assert clock(_totals([study], 1)[1]) + number(study.reward) + percent(study.change)
+    assert clock(totals([study], 1)[1]) + number(study.reward) + percent(study.change)
     write(log, 1)
     assert seen(study)[1:] == (1 / 8, 1 / 16)

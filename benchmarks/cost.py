@@ -1,0 +1,176 @@
+"""How cost grows: CPU seconds as a power of tokens, experts, layers, group size and length.
+
+    python benchmarks/cost.py
+
+Each quantity is doubled three times while the others stay; in every round all sizes take turns, and a line through
+log(CPU seconds) over log(size) is that round's exponent. Given are the mean over rounds with its 95 % interval
+(Student), and the exponent of the last doubling, in which what does not grow weighs least: 1 is linear, and a cost
+that grows faster shows there first. `forward`, `record` (the forward that keeps routes), `replay` (forward and backward
+under replay), and `cycle`: sampling, scoring, two updates of examples/grpo_replay.py.
+"""
+
+import argparse
+import contextlib
+import io
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rows import add_option, row, write
+from scipy import stats
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moe_rl.policy import char_tokenizer
+from moe_rl.processes import keep_freed_memory
+from moe_rl.routing import record_routes, replay_routes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from against_trl import Sums
+from grpo_replay import train
+
+BASE = {"experts": 16, "layers": 4}
+CALLS = {"sequences": 8, "length": 64}  # of forward, record and replay
+CYCLE = {"prompts": 2, "group size": 4, "new tokens": 12}
+GROWN = {  # what is doubled, for the calls and for the cycle
+    "tokens (sequences of one length)": ("sequences", "prompts"),
+    "length": ("length", "new tokens"),
+    "group size": (None, "group size"),
+    "experts": ("experts", "experts"),
+    "layers": ("layers", "layers"),
+}
+DOUBLINGS = 3
+
+
+def build(experts: int, layers: int) -> tuple[Any, Any]:
+    """A model with two of `experts` for each token, and its tokenizer; no token ends a response."""
+    tokenizer = char_tokenizer(Sums.alphabet)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        max_position_embeddings=4096,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=None,
+    )
+    tokenizer.eos_token = None
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config), tokenizer
+
+
+def calls(sequences: int, length: int, experts: int, layers: int) -> dict[str, Callable[[], object]]:
+    model, tokenizer = build(experts, layers)
+    ids = torch.randint(0, len(tokenizer), (sequences, length))
+
+    @torch.no_grad()
+    def forward() -> None:
+        model(ids, use_cache=False)
+
+    def record() -> Any:
+        with record_routes(model) as recording:
+            forward()
+        return recording.routes
+
+    routes = record()
+
+    def replay() -> None:
+        with replay_routes(model, routes):
+            model(ids, use_cache=False).logits.square().mean().backward()
+        model.zero_grad(set_to_none=True)
+
+    return {"forward": forward, "record": record, "replay": replay}
+
+
+def cycle(prompts: int, group: int, length: int, experts: int, layers: int) -> Callable[[], object]:
+    model, tokenizer = build(experts, layers)
+    task = Sums()
+    task.max_new_tokens = length
+
+    def run() -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            train(model, tokenizer, task, steps=1, prompts=prompts, group_size=group, num_minibatches=2)
+
+    return run
+
+
+def sizes_of(grown: str) -> dict[str, list[tuple[int, Callable[[], object]]]]:
+    """For each call, (size, what to time) in growing sizes."""
+    of_calls, of_cycle = GROWN[grown]
+    found: dict[str, list[tuple[int, Callable[[], object]]]] = {}
+    for doubling in range(DOUBLINGS + 1):
+        if of_calls:
+            values = {**CALLS, **BASE}
+            values[of_calls] *= 2**doubling
+            for name, call in calls(*values.values()).items():
+                found.setdefault(name, []).append((values[of_calls], call))
+        values = {**CYCLE, **BASE}
+        values[of_cycle] *= 2**doubling
+        found.setdefault("cycle", []).append((values[of_cycle], cycle(*values.values())))
+    return found
+
+
+def exponent(sizes: list[int], seconds: list[float]) -> float:
+    """Slope of log(seconds) over log(sizes)."""
+    return float(stats.linregress([math.log(x) for x in sizes], [math.log(y) for y in seconds]).slope)
+
+
+def interval(values: list[float]) -> tuple[float, float]:
+    """95 % Student interval of a mean."""
+    half = stats.t.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
+    return statistics.mean(values) - half, statistics.mean(values) + half
+
+
+def measure(grown: str, rounds: int) -> list[dict[str, Any]]:
+    found = sizes_of(grown)
+    times: dict[str, list[list[float]]] = {name: [] for name in found}
+    for number in range(rounds + 1):
+        for name, points in found.items():
+            seconds = []
+            for _, call in points:
+                began = time.process_time()
+                call()
+                seconds.append(time.process_time() - began)
+            if number:  # the first round warms up
+                times[name].append(seconds)
+    rows = []
+    for name, points in found.items():
+        sizes = [size for size, _ in points]
+        slopes = [exponent(sizes, seconds) for seconds in times[name]]
+        low, high = interval(slopes)
+        last = statistics.median(math.log2(seconds[-1] / seconds[-2]) for seconds in times[name])
+        case = f"{grown}: {name}"
+        note = f"exponent {statistics.mean(slopes):.2f} [{low:.2f}, {high:.2f}], last doubling {last:.2f}"
+        print(f"{case:45} {note}")
+        rows.append(
+            row("cost", f"{case}, {sizes[0]} to {sizes[-1]}", [seconds[-1] for seconds in times[name]], note=note)
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--only", nargs="+", choices=list(GROWN), default=list(GROWN))
+    add_option(parser)
+    options = parser.parse_args()
+    if options.rounds < 2:
+        parser.error("--rounds: an interval needs two at least")
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    write(options.json, [line for grown in options.only for line in measure(grown, options.rounds)])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Run the tests that are marked `gpu` and say what became of each, as rows for docs/gpu.md.
+
+python benchmarks/gpu_tests.py
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from rows import add_option, row, write
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def outcomes(report: str) -> list[dict[str, Any]]:
+    """A row for each test of pytest's JUnit report: passed, or failed or skipped and why."""
+    rows = []
+    for case in ElementTree.fromstring(report).iter("testcase"):
+        said = [f"{child.tag}: {child.get('message', '')}" for child in case if not child.tag.startswith("system")]
+        note = " ".join(said[0].split())[:200] if said else "passed"
+        name = f"{case.get('classname')}::{case.get('name')}"
+        rows.append(row("gpu_tests", name, [float(case.get("time", 0))], note=note))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_option(parser)
+    options = parser.parse_args()
+    marked = sorted(str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "-m", "gpu", f"--junitxml={report}", *marked]
+        status = subprocess.run(command, cwd=ROOT).returncode
+        rows = outcomes(report.read_text()) if report.exists() else []
+    write(options.json, rows)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What a study file says of the rollout engine (`rollout.engine`), and what it may say."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from moe_rl.names import nearest
+from moe_rl.rollout.engine import EXACT, Tolerance
+
+ENGINE_KINDS = ("self", "hf", "vllm")
+CONTINUING_KINDS = ("self", "hf")
+"""Engines that can go on with a text that they began."""
+ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ROUTER_FORMATS = ("int4", "e5m2")
+WEIGHT_FORMATS = {"fp8": 0.5, "int4": 1.0}
+"""Emulated formats of weights, and by how much each adds to what arithmetic explains (nats per token)."""
+ARITHMETIC = {torch.float32: EXACT, torch.float16: Tolerance(5e-3, 0.1), torch.bfloat16: Tolerance(2e-2, 0.5)}
+"""What each dtype explains."""
+VLLM_OPTIONS = (
+    "block_size",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+)
+"""Arguments of `vllm.LLM` that a study file may set: sizes alone, nothing that names code or files."""
+
+
+class EngineError(RuntimeError):
+    """A rollout engine that cannot be made, or that does not hold the weights it should; says what and what to do."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Who samples the responses."""
+
+    kind: str = "self"
+    """`self`: the training model. `hf`: a second copy of it, with the arithmetic below, synced before each rollout.
+    `vllm`: vLLM in a process of its own, synced before each rollout (docs/engines.md).
+    `package.module:Class` or `path/to/file.py:Class`: an engine of your own."""
+    dtype: str = "bfloat16"
+    """`hf`, `vllm`: `float32` (the control), `bfloat16` or `float16`, of weights and activations."""
+    experts_implementation: str | None = None
+    """`hf` only: `eager`, `grouped_mm`, ...; None: that of the training model."""
+    max_batch: int | None = None
+    """`hf`, `vllm`: responses decoded together; None takes `rollout.max_batch`."""
+    router_format: str | None = None
+    """`hf` only: round the routers' weights to `int4` (a scale for each expert) or `e5m2` (float8). An emulation: it
+    stands for an engine of coarser routers, products stay in `dtype`."""
+    weight_format: str | None = None
+    """`hf` only: round the weights of linear layers and experts to `fp8` (e4m3, a scale for each row) or `int4` (a
+    scale for each 128 entries of a row); routers, embeddings, head and adapters stay. An emulation of engines with
+    quantised weights: products stay in `dtype`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of an engine of your own. `vllm`: of `vllm.LLM`, e.g. {gpu_memory_utilization: 0.4}; sizes alone."""
+    python: str | None = None
+    """`vllm` only: the Python in whose environment vLLM is; None takes the variable MOE_RL_VLLM_PYTHON."""
+    timeout: float = 1800.0
+    """`vllm` only: seconds after which an answer that has not come is an error."""
+
+
+def check_engine(config: EngineConfig) -> None:
+    """Raises EngineError naming the field for a value that no engine knows."""
+    if config.kind == "vllm":
+        _check_vllm_settings(config)
+    elif config.options and ":" not in config.kind:
+        raise EngineError(f"rollout.engine.options: kind {config.kind!r} takes none, got {config.options}")
+    if config.python is not None and config.kind != "vllm":
+        raise EngineError(f"rollout.engine.python: is for kind vllm, got kind {config.kind!r}")
+    for name, value, names in (
+        ("kind", config.kind if ":" not in config.kind else "self", ENGINE_KINDS),
+        ("dtype", config.dtype, tuple(ENGINE_DTYPES)),
+        ("router_format", config.router_format, (None, *ROUTER_FORMATS)),
+        ("weight_format", config.weight_format, (None, *WEIGHT_FORMATS)),
+    ):
+        if value not in names:
+            listed = ", ".join("null" if known is None else known for known in names)
+            raise EngineError(f"rollout.engine.{name}: expected one of {listed}, got {value!r}")
+    if config.max_batch is not None and config.max_batch < 1:
+        raise EngineError(f"rollout.engine.max_batch: at least 1, got {config.max_batch}")
+    if not config.timeout > 0:
+        raise EngineError(f"rollout.engine.timeout: a positive number of seconds, got {config.timeout}")
+
+
+def _check_vllm_settings(config: EngineConfig) -> None:
+    for name in ("experts_implementation", "router_format", "weight_format"):
+        if getattr(config, name) is not None:
+            raise EngineError(f"rollout.engine.{name}: is for kind hf, vLLM has kernels of its own; leave it out")
+    for name, value in config.options.items():
+        if name not in VLLM_OPTIONS:
+            raise EngineError(
+                f"rollout.engine.options: kind vllm takes {', '.join(VLLM_OPTIONS)}; got {name!r}"
+                f"{nearest(str(name), VLLM_OPTIONS, listed=False)}"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise EngineError(f"rollout.engine.options.{name}: a positive number, got {value!r}")

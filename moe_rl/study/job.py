@@ -1,0 +1,67 @@
+"""What a job of a cluster does: one run, in one process or, under torchrun, in several on its nodes."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+SINGLE = """
+import sys
+from moe_rl.processes import end_with_parent
+end_with_parent(int(sys.argv[1]))
+from moe_rl.cli import main
+main(sys.argv[2:])
+"""
+"""submitit keeps the job's process from ending at SIGTERM: the run must not stay when that process is killed."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where a job runs: this node of `count`, the first of them by name, and a number that its jobs alone have."""
+
+    index: int = 0
+    count: int = 1
+    first: str = "localhost"
+    job: str = "0"
+
+
+def job_command(arguments: Sequence[str], processes: int | None, node: Node) -> list[str]:
+    """`moe-rl ARGUMENTS` as one process, or this node's share of `processes` under torchrun."""
+    if processes is None:
+        return [sys.executable, "-c", SINGLE, str(os.getpid()), *arguments]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes // node.count}"]
+    if node.count == 1:
+        return [*torchrun, "--standalone", "-m", "moe_rl", *arguments]
+    digits = int("".join(filter(str.isdigit, node.job)) or 0)
+    return [
+        *torchrun,
+        f"--nnodes={node.count}",
+        f"--node_rank={node.index}",
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint={node.first}:{20000 + digits % 10000}",  # jobs that share a node need ports of their own
+        f"--rdzv_id={node.job}",
+        "-m",
+        "moe_rl",
+        *arguments,
+    ]
+
+
+def run_job(arguments: Sequence[str], log: str, processes: int | None, settings: Mapping[str, str]) -> None:
+    """The job: `moe-rl ARGUMENTS`, with what it prints added to `log`.
+
+    Args:
+        processes: how many the run is over, on all nodes; None: one, without a launcher.
+        settings: environment variables.
+
+    Raises:
+        subprocess.CalledProcessError: it ended with an error.
+    """
+    import submitit
+
+    here = submitit.JobEnvironment()
+    node = Node(here.node, here.num_nodes, here.hostnames[0], here.job_id)
+    environment = {**os.environ, **settings, "PYTHONUNBUFFERED": "1"}
+    with open(log if node.index == 0 else f"{log}.node{node.index}", "ab") as file:
+        command = job_command(arguments, processes, node)
+        subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, check=True)

@@ -1,0 +1,105 @@
+"""A stand-in for vLLM 0.32 on a GPU: the documented calls that the server makes, computed with transformers."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from moe_rl.routing import record_routes
+
+__version__ = "0.32.0"
+STALE = "FAKE_VLLM_STALE"
+"""Names a file; while it is there, reloading changes nothing."""
+
+
+@dataclass
+class SamplingParams:
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int | None = None
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    detokenize: bool = True
+    trace_decode_token_ids: list[int] | None = None
+
+
+@dataclass
+class Logprob:
+    logprob: float
+
+
+@dataclass
+class CompletionOutput:
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]]
+    routed_experts: object
+
+
+@dataclass
+class RequestOutput:
+    request_id: str
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class LLM:
+    def __init__(
+        self,
+        model: str,
+        dtype: str,
+        skip_tokenizer_init: bool,
+        generation_config: str,
+        logprobs_mode: str,
+        disable_log_stats: bool,
+        seed: int,
+        enable_prefix_caching: bool,
+        enable_return_routed_experts: bool,
+        enable_trace_replay: bool,
+        max_num_seqs: int = 256,
+    ):
+        assert logprobs_mode == "processed_logprobs" and generation_config == "vllm" and enable_trace_replay
+        self.dtype, self.capture, self.cached = getattr(torch, dtype), enable_return_routed_experts, False
+        self.model = self._loaded(model)
+
+    def _loaded(self, model: str):
+        return AutoModelForCausalLM.from_pretrained(model, dtype=self.dtype, local_files_only=True).eval()
+
+    def collective_rpc(self, name: str, kwargs: dict) -> None:
+        assert name == "reload_weights" and Path(kwargs["weights_path"], "config.json").exists()
+        if not os.path.exists(os.environ.get(STALE, "")):
+            self.model, self.cached = self._loaded(kwargs["weights_path"]), True
+
+    def reset_prefix_cache(self) -> bool:
+        self.cached = False
+        return True
+
+    @torch.no_grad()
+    def generate(self, prompts: list[dict], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
+        assert not self.cached, "the prefix cache outlived its weights"
+        print("to standard output, where a library may print")
+        pairs = enumerate(zip(prompts, params, strict=True))
+        return [self._answer(str(i), prompt["prompt_token_ids"], how) for i, (prompt, how) in pairs]
+
+    def _answer(self, name: str, prompt: list[int], how: SamplingParams) -> RequestOutput:
+        generator = torch.Generator().manual_seed(how.seed or 0)
+        tokens, logprobs = list(prompt), []
+        while len(logprobs) < how.max_tokens:
+            logits = self.model(input_ids=torch.tensor([tokens])).logits[0, -1].float() / (how.temperature or 1.0)
+            if how.trace_decode_token_ids is not None:
+                token = how.trace_decode_token_ids[len(logprobs)]
+            elif how.temperature == 0:
+                token = int(logits.argmax())
+            else:
+                token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+            logprobs.append({token: Logprob(float(logits.log_softmax(-1)[token]))})
+            tokens.append(token)
+            if token in how.stop_token_ids:
+                break
+        with record_routes(self.model) as recording:
+            self.model(input_ids=torch.tensor([tokens]))
+        routes = recording.routes.ids[0, :-1].to(torch.uint8).numpy() if self.capture else None
+        output = CompletionOutput(tokens[len(prompt) :], logprobs, routes)
+        return RequestOutput(name, list(prompt), [output])

@@ -1,0 +1,201 @@
+"""Pages of measurements: made of what was recorded, whatever became of a part."""
+
+import importlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+ROW = {
+    "benchmark": "b",
+    "case": "new",
+    "us": 1234.5,
+    "limit_us": 617.25,
+    "peer": "old",
+    "peer_us": 2.469e3,
+    "ratio": 0.5,
+    "spread": [0.4, 0.6],
+    "note": "",
+}
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """A script of benchmarks/ as a module."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+def command(tmp_path, program):
+    """A part's command that runs `program`, whose last argument is the file for its rows."""
+    path = tmp_path / f"p{len(list(tmp_path.iterdir()))}.py"
+    path.write_text(program)
+    return str(path)
+
+
+def test_a_part_that_fails_hangs_or_cannot_run_is_said_and_the_others_go_on(benchmark, tmp_path):
+    bench = benchmark("bench_page")
+    write = f"import json, sys; open(sys.argv[-1], 'w').write(json.dumps({ROW!r}) + chr(10))"
+    hang = "print('here', flush=True); import time; time.sleep(60)"
+    parts = [
+        bench.Part("good", "Good", "Works.", command(tmp_path, write), 60),
+        bench.Part("bad", "Bad", "Fails.", command(tmp_path, "print('why'); raise SystemExit(3)"), 60),
+        bench.Part("slow", "Slow", "Hangs.", command(tmp_path, hang), 2),
+        bench.Part("none", "None", "Writes nothing.", command(tmp_path, "pass"), 60),
+        bench.Part("absent", "Absent", "Needs.", "no_such_file.py", 60, needs="megablocks is not installed"),
+        bench.Part("last", "Last", "Works too.", command(tmp_path, write), 60),
+    ]
+    record, target = tmp_path / "results" / "record.json", tmp_path / "page.md"
+    record.parent.mkdir()
+    order = [part.name for part in parts]
+    assert not bench.run_parts(parts, order, record, target, "# Head", say=lambda text: None)
+    done = json.loads(record.read_text())
+    assert [part["name"] for part in done] == order
+    assert [part.get("error", "").split("\n")[0] for part in done] == [
+        "",
+        "exit status 3",
+        "stopped after 2 s",
+        "no rows: FileNotFoundError",
+        "",
+        "",
+    ]
+    assert "why" in done[1]["error"] and "here" in done[2]["error"] and done[2]["seconds"] < 30
+    text = target.read_text()
+    assert text == bench.page("# Head", done)
+    assert "**Failed:** Bad; Slow; None." in text and "Skipped: megablocks is not installed" in text
+    assert "| new | 1,234 | 617 | 2.00 | old | 2,469 | 0.500 | [0.400, 0.600] |" in text and text.count("| new |") == 2
+    assert "python no_such_file.py" in text and f"torch {torch.__version__}" in text
+
+
+def test_parts_that_are_not_run_again_stay(benchmark, tmp_path):
+    bench = benchmark("bench_page")
+    order = ["a", "b", "c"]
+    for part in ({"name": "b", "rows": [ROW]}, {"name": "c", "rows": []}, {"name": "a", "rows": []}):
+        found = bench.keep(tmp_path / "r.json", part, order)
+    assert [(part["name"], len(part["rows"])) for part in found] == [("a", 0), ("b", 1), ("c", 0)]
+    again = bench.keep(tmp_path / "r.json", {"name": "a", "rows": [ROW, ROW]}, order)
+    assert [len(part["rows"]) for part in again] == [2, 1, 0]
+    assert again == json.loads((tmp_path / "r.json").read_text())
+
+
+def test_the_committed_page_is_what_was_recorded(benchmark):
+    """No number in it is edited by hand."""
+    found = json.loads((ROOT / "docs" / "results" / "benchmarks.json").read_text())
+    page = benchmark("bench_page").page(benchmark("bench").HEAD, found)
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == page
+    rows = [row for part in found for row in part["rows"]]
+    assert rows and all(row.keys() == ROW.keys() for row in rows)
+    assert all(set(part) >= {"command", "seconds", "load", "machine"} for part in found)
+
+
+def test_every_benchmark_is_run_and_together_in_time(benchmark):
+    bench, gpu = benchmark("bench"), benchmark("gpu")
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py") if "\n    add_option(" in path.read_text()}
+    assert len({part.name for part in bench.parts()}) == len(bench.parts())
+    run = {part.command.split()[0].split("/")[1] for part in (*bench.parts(), *gpu.parts(megablocks=True))}
+    assert run == scripts >= {"against_trl.py", "cost.py", "experts.py", "host_syncs.py", "routing_overhead.py"}
+    assert sum(part.seconds for part in gpu.parts(megablocks=True)) < 30 * 60
+    assert "not installed" in next(p.needs for p in gpu.parts(megablocks=False) if p.name == "megablocks")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_without_a_gpu_nothing_is_run_or_written(tmp_path):
+    command = [sys.executable, "benchmarks/gpu.py", "--output", str(tmp_path / "docs")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "sees no GPU here; nothing was run or written" in done.stderr
+    assert not (tmp_path / "docs").exists()
+
+
+@pytest.mark.skipif(not shutil.which("make") or shutil.which("nvidia-smi"), reason="needs make, and no GPU")
+def test_make_gpu_installs_nothing_where_there_is_no_gpu(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    done = subprocess.run(["make", "gpu"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode and "no NVIDIA GPU on this machine" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["Makefile"]
+
+
+def test_a_row_holds_the_median_and_spread_of_its_ratios(benchmark):
+    row = benchmark("rows").row
+    three = row("b", "c", [1.0, 4.0, 6.0], "p", [2.0, 2.0, 2.0], limit=0.5)
+    assert three == {
+        "benchmark": "b",
+        "case": "c",
+        "us": 4e6,
+        "limit_us": 5e5,
+        "peer": "p",
+        "peer_us": 2e6,
+        "ratio": 2.0,
+        "spread": [0.5, 3.0],
+        "note": "",
+    }
+    assert row("b", "c", [1, 2, 3, 4, 5, 6, 7], "p", [1] * 7)["spread"] == [2, 6], "quartiles"
+    assert row("b", "c", [1.0])["ratio"] is None
+
+
+def test_exponents_of_known_powers(benchmark):
+    cost = benchmark("cost")
+    sizes = [8, 16, 32, 64]
+    assert cost.exponent(sizes, [3 * x**1.5 for x in sizes]) == pytest.approx(1.5)
+    low, high = cost.interval([0.9, 1.0, 1.1])
+    assert (low + high) / 2 == pytest.approx(1.0) and high - low == pytest.approx(2 * 4.30265 * 0.1 / 3**0.5, rel=1e-4)
+
+
+def test_what_grows_is_what_is_said_to(benchmark):
+    cost = benchmark("cost")
+    found = cost.sizes_of("experts")
+    assert list(found) == ["forward", "record", "replay", "cycle"]
+    assert all([size for size, _ in points] == [16, 32, 64, 128] for points in found.values())
+    assert [size for size, _ in cost.sizes_of("group size")["cycle"]] == [4, 8, 16, 32]
+
+
+def test_waits_of_the_host_are_counted_by_place(benchmark):
+    """By torch's own warning: on a CPU there are none, so the words are given here."""
+    syncs = benchmark("host_syncs")
+    with syncs.waits("cpu") as found:
+        for _ in range(3):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally at x)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+    assert found.total() == 3 and next(iter(found)).startswith("test_benchmarks.py:")
+    for name, call in syncs.calls("cpu", "eager", layers=2, tokens=16).items():
+        with syncs.waits("cpu") as found:
+            call()
+        assert not found, name
+
+
+def test_outcomes_of_tests_are_read_from_their_report(benchmark):
+    report = """<testsuites><testsuite>
+      <testcase classname="tests.a" name="one" time="0.5"/>
+      <testcase classname="tests.a" name="two" time="0"><skipped message="no&#10;GPU">x</skipped></testcase>
+      <testcase classname="tests.a" name="three" time="2"><system-out/><failure message="1 != 2"/></testcase>
+    </testsuite></testsuites>"""
+    rows = benchmark("gpu_tests").outcomes(report)
+    assert [row["note"] for row in rows] == ["passed", "skipped: no GPU", "failure: 1 != 2"]
+    assert rows[0]["us"] == 5e5 and rows[0]["case"] == "tests.a::one"
+
+
+def test_overheads_of_a_gpu_are_measured_by_the_same_code(benchmark):
+    """A shape as small as a test affords stands for the GPU's."""
+    overhead = benchmark("routing_overhead")
+    config = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_attention_heads": 2}
+    config |= {"num_key_value_heads": 1, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 1024}
+    rows = overhead.compare_shape("tiny", config, layers=2, rounds=2, device="cpu", length=8)
+    cases = [row["case"] for row in rows]
+    assert len(cases) == 3 * (len(overhead.VARIANTS) - 1) and any("prefill 8 x 8: record" in case for case in cases)
+    assert all(row["ratio"] > 0 and row["peer"] == "plain" for row in rows)
+
+
+@pytest.mark.slow
+def test_runs_on_a_gpu_are_compared_as_they_would_be_there(benchmark, tmp_path):
+    runs = benchmark("gpu_runs")
+    small = ["--model.cold-start.steps", "2", "--rollout.prompts", "4", "--eval.prompts", "4", "--probe.sequences", "4"]
+    small += ["--model.cold-start.until-reward", "None"]
+    found = runs.fsdp2(tmp_path, "cpu", 1, small)
+    gap, size = (float(x) for x in re.findall(r"[\d.]+e[-+]\d+", found[0]["note"]))
+    assert found[0]["note"].startswith("4 updates; losses differ by at most") and gap <= 2e-4 * size
