@@ -1,7 +1,9 @@
 """The memory arithmetic of docs/scaling.md, from the model's shapes."""
 
 import json
+import math
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -87,3 +89,25 @@ def test_commands_of_the_page_are_the_command_lines_own(capsys):
     options = capsys.readouterr().out
     for option in set(re.findall(r"--(?:distributed|model)\.[a-z0-9.-]+", PAGE)):
         assert option in options, option
+
+
+def test_the_table_of_route_sizes_is_the_benchmarks_own(monkeypatch):
+    """Sizes in memory and on the wire from shapes; limits by hand; routes on disk within a tenth of their limit."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    import route_storage
+
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    lines = page.split(route_storage.BEGIN)[1].split(route_storage.END)[0].strip().splitlines()
+    cells = {
+        line.split(" | ")[0].removeprefix("| "): re.findall(r"[\d,]+(?= |$)", line.split(" | ", 1)[1]) for line in lines
+    }
+    numbers = {name: [float(x.replace(",", "")) for x in row] for name, row in cells.items()}
+    each = [route_storage.shipped(shape) for shape in route_storage.SHAPES]
+    for name in each[0]:
+        assert numbers[name] == [round(one[name]) for one in each], name
+    assert numbers["naive: int64 tensor `[B,T,L,K]`"] == [48 * 8 * 8, 58 * 8 * 8]
+    limits = [math.log2(math.comb(experts, 8)) * sites / 8 for sites, experts in ((48, 128), (58, 256))]
+    assert numbers["limit of a policy, log2 C(E, K) a row"] == [round(limit) for limit in limits]
+    ratios = re.findall(r"\(([\d.]+) x limit\)", "\n".join(lines))
+    assert len(ratios) == 4 and all(1 <= float(ratio) <= 1.1 for ratio in ratios[:2])
+    assert all(1 <= float(ratio) <= 1.2 for ratio in ratios[2:]), "a small file's own description weighs more"

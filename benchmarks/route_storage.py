@@ -1,0 +1,157 @@
+"""Bytes of routes per token: in memory, on the wire, on disk; and how fast route tables are written and read.
+
+    python benchmarks/route_storage.py                   # measures
+    python benchmarks/route_storage.py --write           # and writes the table of docs/scaling.md
+
+Sizes in memory and on the wire are arithmetic; those on disk are of route tables (`moe_rl.training.route_tables`) of
+random routers: logits of a token's own, a bias for each expert and site, which makes some busier than others, and for
+the new policy noise that exchanges an expert in about a tenth of the rows. Speeds are bytes of packed ids per second of
+CPU time of one thread.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rows import add_option, row, write
+
+from moe_rl.routing import RoutedExperts, change_counts
+from moe_rl.routing.codec import exchange_bits, set_bits
+from moe_rl.routing.packing import packed_dtype
+from moe_rl.training.route_tables import read_route_table, write_route_changes, write_route_table
+
+PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
+BEGIN, END = "<!-- routes: python benchmarks/route_storage.py --write -->", "<!-- routes end -->"
+NOISE = 0.012
+
+
+@dataclass(frozen=True)
+class Shape:
+    """layers: with dense ones, of which some engines send rows of zeros; sites: those that route."""
+
+    name: str
+    layers: int
+    sites: int
+    experts: int
+    k: int = 8
+
+
+SHAPES = (Shape("Qwen3-30B-A3B", 48, 48, 128), Shape("DeepSeek-V3", 61, 58, 256))
+
+
+def shipped(shape: Shape) -> dict[str, float]:
+    """Bytes per token of what carries or keeps routes, by what it is; from shapes alone."""
+    ids, packed = shape.sites * shape.k, packed_dtype(shape.experts).itemsize
+    engine = shape.layers * shape.k * (1 if shape.experts <= 256 else 2)
+    return {
+        "naive: int64 tensor `[B,T,L,K]`": 8 * ids,
+        "slime, miles, SkyRL: int32": 4 * ids,
+        "verl: nested int16 on the CPU": 2 * ids,
+        "vLLM 0.32, `routed_experts`: uint8 to 256 experts, dense layers too": engine,
+        "the same over HTTP, base64": engine * 4 / 3,
+        "SGLang: int32, base64": 4 * shape.layers * shape.k * 4 / 3,
+        "`RoutedExperts` in memory and in `save`: uint8 to 255 experts, then uint16": packed * ids,
+        "limit of a policy, log2 C(E, K) a row": shape.sites * set_bits(shape.experts, shape.k) / 8,
+    }
+
+
+def two_policies(shape: Shape, tokens: int) -> tuple[RoutedExperts, RoutedExperts]:
+    g = torch.Generator().manual_seed(0)
+    names = [f"model.layers.{index}.mlp.gate" for index in range(shape.layers - shape.sites, shape.layers)]
+    scores = torch.randn(4, tokens // 4, shape.sites, shape.experts, generator=g)
+    scores += 0.4 * torch.randn(shape.sites, shape.experts, generator=g)
+    old = RoutedExperts(scores.topk(shape.k).indices, names, shape.experts)
+    scores += NOISE * torch.randn(scores.shape, generator=g)
+    return old, RoutedExperts(scores.topk(shape.k).indices, names, shape.experts)
+
+
+def measured(shape: Shape, tokens: int, rounds: int) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Facts of the two files, bytes per token and shares; and seconds of each round."""
+    old, new = two_policies(shape, tokens)
+    counts = change_counts(old, new)
+    with tempfile.TemporaryDirectory() as folder:
+        a, b = Path(folder) / "old.parquet", Path(folder) / "new.parquet"
+        calls: dict[str, Callable[[], object]] = {
+            "write routes": lambda: write_route_table(a, old),
+            "read routes": lambda: read_route_table(a),
+            "write changes": lambda: write_route_changes(b, new, a, old),
+            "read changes": lambda: read_route_table(b),
+            "read one of four sequences": lambda: read_route_table(a, [2]),
+            "read one site": lambda: read_route_table(a, None, 3),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
+        for number in range(rounds + 1):
+            for name, call in calls.items():
+                start = time.process_time()
+                call()
+                if number:  # the first round warms up
+                    seconds[name].append(time.process_time() - start)
+        ordered = [x.ids.sort(-1).values for x in (old, new)]
+        assert all(torch.equal(read_route_table(p).ids, ids) for p, ids in zip((a, b), ordered, strict=True))
+        sizes = a.stat().st_size / tokens, b.stat().st_size / tokens
+    return {
+        "routes": sizes[0],
+        "changes": sizes[1],
+        "changes limit": shape.sites * exchange_bits(counts.deviation, shape.experts) / 8,
+        "site change": counts.rates()["site_change"],
+        "slot change": counts.rates()["slot_change"],
+    }, seconds
+
+
+def table(found: dict[str, dict[str, float]], tokens: int) -> list[str]:
+    """The section of docs/scaling.md."""
+    lines = [f"| bytes per token | {' | '.join(s.name for s in SHAPES)} |", f"| --- |{' --- |' * len(SHAPES)}"]
+    each = [shipped(shape) for shape in SHAPES]
+
+    def add(name: str, values: list[float], limits: list[float] | None = None) -> None:
+        cells = [f"{value:,.0f}" for value in values]
+        if limits:
+            cells = [f"{value:,.0f} ({value / low:.2f} x limit)" for value, low in zip(values, limits, strict=True)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+
+    for name in each[0]:
+        add(name, [one[name] for one in each])
+    limits = [one["limit of a policy, log2 C(E, K) a row"] for one in each]
+    facts = [found[shape.name] for shape in SHAPES]
+    add(f"route table on disk, a file of {tokens:,} tokens", [one["routes"] for one in facts], limits)
+    share = ", ".join(f"{one['site change']:.1%}" for one in facts)
+    low = [one["changes limit"] for one in facts]
+    add(f"limit of an update that changes {share} of the sets", low)
+    add(f"its route table on disk, a file of {tokens:,} tokens", [one["changes"] for one in facts], low)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="write the table into docs/scaling.md")
+    add_option(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found, results = {}, []
+    for shape in SHAPES:
+        facts, seconds = measured(shape, options.tokens, options.rounds)
+        found[shape.name] = facts
+        size = options.tokens * shape.sites * shape.k * packed_dtype(shape.experts).itemsize
+        for name, times in seconds.items():
+            speed = size / 1e6 / statistics.median(times)
+            print(f"{shape.name}: {name:28} {1e3 * statistics.median(times):8.1f} ms {speed:8.0f} MB/s of all ids")
+            note = f"{options.tokens:,} tokens, {size / 1e6:.1f} MB of packed ids, {speed:.0f} MB/s"
+            results.append(row("route_storage", f"{shape.name}, {name}", times, note=note))
+    lines = table(found, options.tokens)
+    print("\n".join(lines))
+    if options.write:
+        page = PAGE.read_text()
+        head, rest = page.split(BEGIN)
+        PAGE.write_text("\n".join([head + BEGIN, *lines, END]) + rest.split(END)[1])
+    write(options.json, results)
+
+
+if __name__ == "__main__":
+    main()

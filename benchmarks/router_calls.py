@@ -1,0 +1,127 @@
+"""Microseconds of one router call: plain, idle (hooks attached, no context open), recording, replaying.
+
+    python benchmarks/router_calls.py [--tokens 1 64 512 4096] [--rounds 15]
+
+A call is everything that the model waits for: the router's own work and the hooks around it. It is timed inside the
+forward of a Qwen3-MoE of random weights (hidden 256, 4 layers, top 8 of 128), one thread, CPU time, all variants in
+turn in each round. Two plain runs (A/A) go through the same arithmetic: their spread is what this machine can resolve.
+"""
+
+import argparse
+import random
+import statistics
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import transformers
+from rows import add_option, quartiles, row, write
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moe_rl.routing import attach, find_sites, record_routes, replay_routes
+
+LAYERS = 4
+VARIANTS = ("plain", "plain again", "idle", "record", "replay")
+
+
+class Timed:
+    """Adds up the CPU time of the calls of one class of modules, hooks included."""
+
+    def __init__(self, kind: type[torch.nn.Module]) -> None:
+        self.seconds, self.calls, original = 0.0, 0, kind.__call__
+
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            start = time.thread_time_ns()
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self.seconds += 1e-9 * (time.thread_time_ns() - start)
+                self.calls += 1
+
+        kind.__call__ = call  # type: ignore[method-assign]
+
+    def take(self) -> float:
+        """Seconds per call since the last time."""
+        found = self.seconds / self.calls
+        self.seconds, self.calls = 0.0, 0
+        return found
+
+
+def small_model() -> Any:
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=128,
+        num_experts_per_tok=8,
+    )
+    return Qwen3MoeForCausalLM(config).eval()
+
+
+@torch.no_grad()
+def measure(model: Any, timed: Timed, tokens: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds per call of each round, by variant."""
+    ids = torch.randint(0, 64, (max(1, tokens // 64), min(tokens, 64)))
+
+    def forward() -> None:
+        model(ids, use_cache=False, logits_to_keep=1)
+
+    with record_routes(model) as recording:
+        forward()
+    routes = recording.routes
+    contexts = {
+        "idle": lambda: attach(model),
+        "record": lambda: record_routes(model),
+        "replay": lambda: replay_routes(model, routes),
+    }
+    found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for number in range(rounds + 2):
+        for variant in random.sample(VARIANTS, len(VARIANTS)):
+            with contexts.get(variant, nullcontext)():
+                timed.take() if timed.calls else None
+                forward()
+                seconds = timed.take()
+            if number >= 2:  # the first ones warm up
+                found[variant].append(seconds)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[1, 64, 512, 4096], help="tokens of a call")
+    parser.add_argument("--rounds", type=int, default=15)
+    add_option(parser)
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    model = small_model()
+    timed = Timed(type(model.get_submodule(find_sites(model)[0].name)))
+    print(f"a router call, {options.rounds} rounds, torch {torch.__version__}; x: median [quartiles] of the plain one")
+    results = []
+    for tokens in options.tokens:
+        found = measure(model, timed, tokens, options.rounds)
+        same = [a / b for a, b in zip(found["plain again"], found["plain"], strict=True)]
+        low, high = quartiles(same)
+        # Standard error of a median, from the quartiles: 1.2533 * (IQR / 1.349) / sqrt(n); twice that is resolved.
+        resolved = 2 * 1.2533 * (high - low) / 1.349 / options.rounds**0.5
+        plain = 1e6 * statistics.median(found["plain"])
+        print(f"{tokens} tokens: plain {plain:.1f} us; resolved: {100 * resolved:.1f} %")
+        for variant in VARIANTS[1:]:
+            note = f"hidden 256, top 8 of 128, CPU, one thread; differences above {100 * resolved:.1f} % are resolved"
+            one = row("router_calls", f"{variant}, {tokens} tokens", found[variant], "plain", found["plain"], note=note)
+            results.append(one)
+            low, high = one["spread"]
+            print(f"  {variant:12} {one['us']:9.1f} us   x {one['ratio']:.2f} [{low:.2f}, {high:.2f}]")
+    write(options.json, results)
+
+
+if __name__ == "__main__":
+    main()
