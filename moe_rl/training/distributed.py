@@ -115,11 +115,14 @@ class Ranks(Accelerator):
         return self.mesh is None or self.main
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
-        """Clip; returns the norm over all ranks' shards."""
-        if self.mesh is None:
-            return super().clip_grad_norm_(parameters, max_norm, norm_type)
-        norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        """Clip, unless the norm over all ranks' shards is not finite: clipping would spread that to every gradient.
+        Returns the norm."""
+        parameters = list(parameters)
+        norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
+        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if torch.isfinite(whole):
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return whole
 
     @contextmanager
     def lock_step(self, model: nn.Module | None) -> Iterator[None]:

@@ -264,7 +264,7 @@ def update_on(state: State, batch: Batch, update: int) -> None:
     """One optimizer step on one minibatch, and its row."""
     config, ranks = state.config, state.ranks
     done = state.step * config.optim.num_minibatches + update
-    row = update_policy(
+    row, gradients = update_policy(
         batch,
         state.policy,
         state.optimizer,
@@ -287,8 +287,10 @@ def update_on(state: State, batch: Batch, update: int) -> None:
         incident = NotFiniteError(
             f"update {update}",
             f"the gradient norm is {float(row['grad_norm'])}, so the weights were left as they are (not finite: "
-            f"{', '.join(wrong)}). A lower optim.learning_rate, a longer optim.warmup_updates or a tighter clip range "
-            "usually helps; optim.on_nonfinite: skip goes on without such updates",
+            f"{', '.join(wrong)}; gradients of {len(gradients)} parameters, the first of them "
+            f"{gradients[0] if gradients else 'of another rank'}). A lower optim.learning_rate, a longer "
+            "optim.warmup_updates or a tighter clip range usually helps; optim.on_nonfinite: skip goes on without such "
+            "updates",
             batch,
             row,
             everywhere=True,

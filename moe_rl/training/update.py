@@ -38,8 +38,9 @@ def update_policy(
     noise: torch.Generator,
     critic: Critic | None = None,
     bias: ExpertBias | None = None,
-) -> dict[str, Any]:
-    """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did.
+) -> tuple[dict[str, Any], list[str]]:
+    """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did, and the names
+    of the parameters whose gradients were not finite.
 
     A gradient that is not finite moves nothing: neither the policy nor the critic. Each rank goes forward and backward
     on its own rows, in micro-batches of `optim.micro_batch`.
@@ -101,11 +102,18 @@ def update_policy(
         optimizer.step()
         if bias:
             bias.update(load)
+    wrong = [] if finite else _not_finite(policy)
     optimizer.zero_grad()
     row = update_metrics(found, batch, ranks, method, optim) | {"max_vio": load_violation(load)["max_vio"].nanmean()}
     if critic:
         row["value_grad_norm"] = critic.step(warmup, hold=not finite)
-    return {"lr": optim.learning_rate * warmup, "grad_norm": grad_norm, **row}
+    return {"lr": optim.learning_rate * warmup, "grad_norm": grad_norm, **row}, wrong
+
+
+def _not_finite(policy: nn.Module) -> list[str]:
+    """Names of the parameters whose gradient, as this rank holds it, is not finite."""
+    named = ((name, getattr(p.grad, "_local_tensor", p.grad)) for name, p in policy.named_parameters())
+    return [name for name, grad in named if grad is not None and not bool(grad.isfinite().all())]
 
 
 def route_weight(out: TokenLogps, micro: Batch) -> Tensor:
