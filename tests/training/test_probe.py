@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from micro import MICRO, rows
 
 from moe_rl.measure.noise_floor import floor_metrics
 from moe_rl.training import EvalConfig, ProbeConfig, begin, probe, run, validate
+from moe_rl.training.loop import collect_batch, start_probe
+from moe_rl.training.route_tables import read_route_table, write_route_table
 
 
 def test_the_floor_by_site_and_position_is_a_recount_of_the_routes(tmp_path, monkeypatch):
@@ -82,3 +85,15 @@ def test_the_decomposition_is_logged_and_disturbs_nothing(paid_by_parity, tmp_pa
     assert any(row["token_var_routing"] > 0 for row in found)
     with pytest.raises(ValueError, match=r"probe\.sequences"):
         validate(replace(config, probe=ProbeConfig(every=0, sequences=999, decompose_every=1)))
+
+
+def test_gates_stand_in_the_order_of_the_experts_in_route_tables(tmp_path):
+    state = begin(replace(MICRO, probe=ProbeConfig(sequences=4, floor=False)), tmp_path)
+    seen = start_probe(state, collect_batch(state))
+    list(seen.rows(1))
+    (found,), mask = seen.observations, seen.part.completion_mask
+    write_route_table(tmp_path / "routes.parquet", seen.part.routes)
+    ids = read_route_table(tmp_path / "routes.parquet").ids[mask].long()
+    scores = torch.stack([site.softmax(-1) for site in seen.old_logits], 1)
+    assert torch.equal(found.facts["old_gates"], scores.gather(-1, ids))
+    assert (found.facts["old_gates"].diff(dim=-1) > 0).any(), "else any order would do"
