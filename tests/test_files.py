@@ -73,7 +73,8 @@ def test_a_writer_of_another_machine_or_none_is_not_judged(tmp_path):
 
 
 PARENT = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, under which the tests may run, ignores it for all below
 child = subprocess.Popen([sys.executable, "-c", '''
 import sys, time
 from moe_rl.processes import end_with_parent
