@@ -143,7 +143,15 @@ def test_the_command_serves_until_interrupted(server):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "moe_rl", "watch", str(server.api.studies.folder), "--port", str(port)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored by all that a shell puts behind itself
+    )
     assert f"http://127.0.0.1:{port}/" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=300)
