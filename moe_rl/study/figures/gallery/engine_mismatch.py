@@ -58,7 +58,7 @@ def engine_mismatch(data: StudyData) -> Drawing:
     left.set_yticks(range(len(arms)), [str(data.arms["label"][arm]) for arm in arms])
     left.set_ylim(len(arms) - 0.4, -0.6)
     left.set_xlabel("variance of log(π_old / μ), nats²")
-    right.set_xlabel("clipped in the\nfirst update, % of tokens")
+    right.set_xlabel("clipped in the\nfirst update,\n% of tokens")
     right.set_xlim(left=min(-0.3, -0.03 * right.get_xlim()[1]))
     floors = [line for line in left.lines if str(line.get_label()).startswith("equal weights")]
     drawn.legend(handles=[*_entries(), *floors], loc="outside upper left", ncols=3, borderaxespad=0.3)
