@@ -39,7 +39,7 @@ class Timed:
                 self.seconds += 1e-9 * (time.thread_time_ns() - start)
                 self.calls += 1
 
-        kind.__call__ = call  # type: ignore[method-assign]
+        kind.__call__ = call  # type: ignore[method-assign]  # where nn.Module looks
 
     def take(self) -> float:
         """Seconds per call since the last time."""

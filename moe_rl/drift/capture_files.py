@@ -47,7 +47,8 @@ def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -
             with safe_open(path, framework="pt") as file:
                 if (file.metadata() or {}).get("format") == FORMAT:
                     return _own(path, pad)
-                found = _padded(path, {name: file.get_tensor(name).numpy() for name in file.keys()}, pad)  # noqa: SIM118
+                names = file.keys()  # no dict: it cannot be iterated over
+                found = _padded(path, {name: file.get_tensor(name).numpy() for name in names}, pad)
         else:
             raise DriftError(f"{path}: {path.suffix or 'no ending'}; {FORMS}")
     except (SafetensorError, RoutingError, KeyError, ValueError, OSError) as error:

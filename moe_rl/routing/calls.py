@@ -262,7 +262,7 @@ def _places(cache: Any) -> list[Any] | None:
                     whole = tensor if tensor._base is None else tensor._base
                     try:
                         count, start = whole._version, tensor.data_ptr()
-                    except (RuntimeError, NotImplementedError):
+                    except (RuntimeError, NotImplementedError):  # inference mode; torch.func
                         return None
                     found.append((weakref.ref(whole), count, start, tensor.stride(0), tensor.shape[0]))
     return found or None

@@ -56,7 +56,8 @@ def read_routes(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[s
                 raise RoutingError(
                     f"{path}: format version {written}, this moe_rl reads up to {FORMAT_VERSION}; update it"
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            names = file.keys()  # no dict: it cannot be iterated over
+            tensors = {name: file.get_tensor(name) for name in names}
         checksum = header.pop(CHECKSUM, None)
         if checksum != _checksum(tensors, header) and (checksum is not None or written > 1):
             raise RoutingError(f"{path} is damaged: its content is not what was written")

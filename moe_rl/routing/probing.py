@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,13 +213,12 @@ def evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[Seen]]:
                 found.ran += 1
                 found.output = tuple(output) if isinstance(output, tuple | list) else (output,)
 
-            def called(name: str, args: Any, kwargs: Any, found: Seen = found) -> None:
+            def called(name: str, _: nn.Module, args: Any, kwargs: Any, found: Seen = found) -> None:
                 found.arrived.append((name, {**dict(enumerate(args)), **kwargs}))
 
             for module in site.modules if depth == 0 else (site.parents[depth - 1],):
                 stack.callback(module.register_forward_hook(returned).remove)
             for name, module in site.parents[0].named_children() if site.parents else ():
                 if module not in site.modules:
-                    hook = lambda m, a, k, name=name, called=called: called(name, a, k)  # noqa: E731
-                    stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+                    stack.callback(module.register_forward_pre_hook(partial(called, name), with_kwargs=True).remove)
         yield seen
