@@ -51,24 +51,21 @@ class Sums:
 
 def parts(experts: str | None, ragged: bool) -> tuple[Any, Any]:
     """Model and tokenizer; without `ragged` the model knows no end token."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from models import qwen3_moe
+    from transformers import Qwen3MoeForCausalLM
 
     from moe_rl.policy import char_tokenizer
     from moe_rl.routing.experts import register_experts
 
     register_experts()
     tokenizer = char_tokenizer(Sums.alphabet)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=16,
-        num_experts_per_tok=4,
+    config = qwen3_moe(
+        128,
+        4,
+        experts=16,
+        k=4,
+        width=128,
+        vocab=len(tokenizer),
         max_position_embeddings=512,
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,

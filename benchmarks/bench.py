@@ -12,9 +12,8 @@ import ast
 import os
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
-from bench_page import ROOT, Part, run_parts
+from bench_page import ROOT, Part, add_options, run_chosen
 from gpu import parts as gpu_parts
 
 HEAD = """# Benchmarks
@@ -116,16 +115,11 @@ def others(named: list[Part]) -> list[Part]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [part.name for part in parts()]
-    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="gets benchmarks.md and results/")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    add_options(parser, names, "benchmarks")
     parser.add_argument("--trl-python", help="an interpreter that has trl, where this one has not")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    chosen = [part for part in parts(options.trl_python) if part.name in options.only]
-    record, target = options.output / "results" / "benchmarks.json", options.output / "benchmarks.md"
-    well = run_parts(chosen, names, record, target, HEAD)
-    print(f"wrote {target}")
-    sys.exit(not well)
+    sys.exit(not run_chosen(parts(options.trl_python), options, "benchmarks", HEAD))
 
 
 if __name__ == "__main__":

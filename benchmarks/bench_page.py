@@ -3,6 +3,7 @@
 A part that fails or takes too long is said on the page, with its last words, and the others go on.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -125,6 +126,21 @@ def run_parts(
         ended = done.get("skipped") or done.get("error", "").split("\n")[0] or f"{len(done['rows'])} rows"
         say(f"{part.name}: {ended} ({done['seconds']:.0f} s)")
         write_atomic(target, page(head, keep(record, done, order)))
+    return well
+
+
+def add_options(parser: argparse.ArgumentParser, names: Sequence[str], page: str) -> None:
+    """What `make bench` and `make gpu` both take."""
+    parser.add_argument("--output", type=Path, default=ROOT / "docs", help=f"gets {page}.md and results/{page}.json")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+
+
+def run_chosen(parts: Sequence[Part], options: argparse.Namespace, name: str, head: str) -> bool:
+    """Run the parts that `options.only` names, into record and page called `name`; whether all went well."""
+    record, target = options.output / "results" / f"{name}.json", options.output / f"{name}.md"
+    chosen = [part for part in parts if part.name in options.only]
+    well = run_parts(chosen, [part.name for part in parts], record, target, head)
+    print(f"wrote {target}")
     return well
 
 

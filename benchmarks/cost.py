@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from models import qwen3_moe
 from rows import add_option, row, write
 from scipy import stats
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from moe_rl.policy import char_tokenizer
 from moe_rl.processes import keep_freed_memory
@@ -49,17 +50,13 @@ DOUBLINGS = 3
 def build(experts: int, layers: int) -> tuple[Any, Any]:
     """A model with two of `experts` for each token, and its tokenizer; no token ends a response."""
     tokenizer = char_tokenizer(Sums.alphabet)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=experts,
-        num_experts_per_tok=2,
+    config = qwen3_moe(
+        64,
+        layers,
+        experts,
+        k=2,
+        width=64,
+        vocab=len(tokenizer),
         max_position_embeddings=4096,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,

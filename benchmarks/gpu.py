@@ -10,9 +10,8 @@ exit status 1 then. Without a GPU nothing is written.
 import argparse
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
-from bench_page import ROOT, Part, run_parts
+from bench_page import Part, add_options, run_chosen
 
 HEAD = """# On a GPU
 
@@ -81,20 +80,14 @@ def parts(megablocks: bool) -> list[Part]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     all_parts = parts(find_spec("megablocks") is not None)
-    names = [part.name for part in all_parts]
-    parser.add_argument("--output", type=Path, default=ROOT / "docs", help="gets gpu.md and results/gpu.json")
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
+    add_options(parser, [part.name for part in all_parts], "gpu")
     options = parser.parse_args()
     import torch
 
     if not torch.cuda.is_available():
         built = "a build for CPUs" if torch.version.cuda is None else f"built for CUDA {torch.version.cuda}"
         parser.exit(1, f"make gpu: torch {torch.__version__} ({built}) sees no GPU here; nothing was run or written\n")
-    chosen = [part for part in all_parts if part.name in options.only]
-    record, target = options.output / "results" / "gpu.json", options.output / "gpu.md"
-    well = run_parts(chosen, names, record, target, HEAD)
-    print(f"wrote {target}")
-    sys.exit(not well)
+    sys.exit(not run_chosen(all_parts, options, "gpu", HEAD))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from models import qwen3_moe
 from rows import add_option, row, write
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.routing import change_counts, record_routes, replay_routes
@@ -49,18 +50,7 @@ def calls(device: str, experts: str, layers: int, tokens: int) -> dict[str, Call
     """What is counted: by name, the plain model first."""
     torch.manual_seed(0)
     register_experts()
-    config = Qwen3MoeConfig(
-        vocab_size=1024,
-        hidden_size=256,
-        intermediate_size=512,
-        moe_intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=32,
-        num_experts_per_tok=4,
-    )
+    config = qwen3_moe(256, layers, experts=32, k=4, width=128, vocab=1024)
     config._experts_implementation = experts
     with torch.device(device):
         model = Qwen3MoeForCausalLM(config)

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import transformers
+from models import qwen3_moe
 from rows import add_option, quartiles, row, write
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, find_sites, record_routes, replay_routes
 
@@ -49,18 +50,7 @@ class Timed:
 
 
 def small_model() -> Any:
-    config = Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=256,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=128,
-        num_experts_per_tok=8,
-    )
+    config = qwen3_moe(256, LAYERS, experts=128, k=8, width=16, vocab=64, intermediate_size=32, head_dim=16)
     return Qwen3MoeForCausalLM(config).eval()
 
 

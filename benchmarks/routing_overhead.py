@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from models import qwen3_moe
 from rows import add_option, row, write
 from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -70,18 +71,7 @@ def main() -> None:
 
 def compare_size(name: str, rounds: int) -> list[dict[str, Any]]:
     hidden, layers, experts, k, batch, length = SIZES[name]
-    config = Qwen3MoeConfig(
-        vocab_size=512,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        moe_intermediate_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=hidden // 4,
-        num_experts=experts,
-        num_experts_per_tok=k,
-    )
+    config = qwen3_moe(hidden, layers, experts, k, width=hidden)
     model = Qwen3MoeForCausalLM(config).eval()
     ids = torch.randint(0, 512, (batch, length))
     what = f"CPU {name}: d={hidden}, {layers} layers, top {k} of {experts}, {batch} x {length} tokens"
