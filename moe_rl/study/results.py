@@ -26,7 +26,9 @@ from moe_rl.study.arms import condition_label, flatten
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
+from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES, power_laws, size_rows
 from moe_rl.study.figures.gallery.engine_mismatch import engine_table
+from moe_rl.study.figures.gallery.precision import engine_format, precision_table
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import seed_interval
@@ -44,7 +46,8 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     """The summary tables of a study, by name; those that its runs have no data for are left out.
 
     final_reward, comparisons, runs (how every run ended), change_rates, factors; with other roundings also roundings
-    and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine, engines.
+    and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine, engines,
+    and with engines of several formats precision; where arms are of several sizes, sizes and power_laws.
     Columns as in the functions that make them, with labels and conditions beside the names.
     """
     finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
@@ -71,6 +74,14 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         engines = engine_table(data)
         measured = [name for name in engines.columns[3:] if name != "clip_low"]
         found["engines"] = _over_seeds(engines, ["arm", "routing"], measured)
+        if len({name for name, _ in map(engine_format, (run.config for run in data.runs)) if name}) >= 3:
+            formats = precision_table(data)
+            found["precision"] = _over_seeds(formats, ["arm"], list(formats.columns[2:]))
+    if {"var_token_natural", "var_token_replayed"} <= set(data.probes):
+        sizes, _ = size_rows(data)
+        if laws := power_laws(sizes):
+            found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps"])
+            found["power_laws"] = pd.DataFrame(laws)
     return {name: table for name, table in found.items() if len(table)}
 
 
@@ -171,6 +182,12 @@ def _percent(row: dict[str, Any], name: str, digits: int = 1) -> str:
 
 
 Column = Callable[[dict[str, Any]], str]
+
+
+def _whole(name: str) -> Column:
+    return lambda row: str(int(row[name]))
+
+
 PAGES: dict[str, dict[str, Column]] = {
     "final_reward": {
         "arm": lambda row: row["label"] + (", held out" if row["measured"] == "held out" else ""),
@@ -222,6 +239,33 @@ PAGES: dict[str, dict[str, Column]] = {
             row, "var_sequence", "var_sequence_low", "var_sequence_high", ".1e"
         ),
         "clipped at the first update, %": lambda row: _percent(row, "clipped_first", 2),
+    },
+    "precision": {
+        "arm": lambda row: row["arm"],
+        "n": lambda row: str(row["n"]),
+        "slots changed, %": lambda row: _percent(row, "slot_change", 2),
+        "k3, nats per token": lambda row: _interval(row, "k3", "k3_low", "k3_high", ".1e"),
+        "routing share of the mean gap, %": lambda row: _percent(row, "routing_share", 0),
+        "k3, last five steps over first five": lambda row: _interval(
+            row, "k3_growth", "k3_growth_low", "k3_growth_high", ".2f"
+        ),
+        "routing share, last five minus first five, %": lambda row: _percent(row, "share_growth", 0),
+    },
+    "sizes": {
+        **{words: _whole(axis) for axis, words in AXES.items()},
+        "n": lambda row: str(row["n"]),
+        "slots, %": lambda row: _percent(row, "slot_change"),
+        "sites, %": lambda row: _percent(row, "site_change"),
+        "tokens, %": lambda row: _percent(row, "token_change"),
+        "variance that replay removes, nats²": lambda row: _interval(
+            row, "removed", "removed_low", "removed_high", ".1e"
+        ),
+    },
+    "power_laws": {
+        "along": lambda row: AXES[row["axis"]],
+        "of": lambda row: QUANTITIES[row["quantity"]][0],
+        "seeds": lambda row: str(row["seeds"]),
+        "exponent": lambda row: _interval(row, "exponent", "low", "high", "+.2f"),
     },
     "early_warning": {
         "signal": lambda row: row["signal"],
