@@ -164,22 +164,24 @@ def log_y(ax: Axes) -> None:
     one where nothing is positive."""
     if np.isfinite(ax.dataLim.minposy):
         ax.set_yscale("log")
-        _log_ticks(ax.yaxis, (1, 2, 3, 5))
+        _log_ticks(ax.yaxis, (1, 2, 3, 5), 5)
 
 
 def log_x(ax: Axes) -> None:
     """As `log_y`, of the x axis, where labels need more room."""
     if np.isfinite(ax.dataLim.minposx):
         ax.set_xscale("log")
-        _log_ticks(ax.xaxis, (1, 2, 5))
+        _log_ticks(ax.xaxis, (1, 2, 5), 3)
 
 
-def _log_ticks(axis: Axis, subs: Sequence[int]) -> None:
+def _log_ticks(axis: Axis, subs: Sequence[int], few: int) -> None:
+    """`subs`: of a decade, where several are shown; `few`: most intervals where it is less than a factor of two."""
     low, high = axis.get_view_interval()
     axis.set_minor_locator(NullLocator())  # minor ticks have no length here, and finding them is slow
     axis.set_major_formatter(FuncFormatter(_power))  # matplotlib's own goes through mathtext, which is slow
     if high / low < 50:
-        axis.set_major_locator(LogLocator(subs=subs if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8)))
+        fine = LogLocator(subs=subs if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8))
+        axis.set_major_locator(fine if high / low > 2 else MaxNLocator(few))
         axis.set_major_formatter(FuncFormatter(plain))
 
 
