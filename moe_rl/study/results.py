@@ -25,6 +25,7 @@ from moe_rl.files import write_atomic
 from moe_rl.study.arms import condition_label, flatten
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData, load
+from moe_rl.study.effective_routes import effective_routes
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES, power_laws, size_rows
 from moe_rl.study.figures.gallery.engine_mismatch import engine_table
@@ -47,7 +48,8 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
 
     final_reward, comparisons, runs (how every run ended), change_rates, factors; with other roundings also roundings
     and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine, engines,
-    and with engines of several formats precision; where arms are of several sizes, sizes and power_laws.
+    and with engines of several formats precision; where arms are of several sizes, sizes and power_laws; where routes
+    were kept, effective_routes.
     Columns as in the functions that make them, with labels and conditions beside the names.
     """
     finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
@@ -82,6 +84,10 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         if laws := power_laws(sizes):
             found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps"])
             found["power_laws"] = pd.DataFrame(laws)
+    if len(data.route_files):
+        found["effective_routes"] = _over_seeds(
+            effective_routes(data), ["arm", "step", "tokens"], ["effective_sets", "effective_experts"]
+        )
     return {name: table for name, table in found.items() if len(table)}
 
 
@@ -239,6 +245,16 @@ PAGES: dict[str, dict[str, Column]] = {
             row, "var_sequence", "var_sequence_low", "var_sequence_high", ".1e"
         ),
         "clipped at the first update, %": lambda row: _percent(row, "clipped_first", 2),
+    },
+    "effective_routes": {
+        "arm": lambda row: row["arm"],
+        "n": lambda row: str(row["n"]),
+        "effective number of sets": lambda row: _interval(
+            row, "effective_sets", "effective_sets_low", "effective_sets_high", ".1f"
+        ),
+        "effective number of experts": lambda row: _interval(
+            row, "effective_experts", "effective_experts_low", "effective_experts_high", ".2f"
+        ),
     },
     "precision": {
         "arm": lambda row: row["arm"],
