@@ -12,7 +12,8 @@ from moe_rl.study.figures import depth_width, precision
 from moe_rl.study.figures.gallery.depth_width import along, power_law, size_rows
 from moe_rl.study.figures.gallery.precision import engine_format, flip_ratio, precision_rows, precision_table
 from moe_rl.study.figures.style import NothingToDraw
-from moe_rl.study.results import markdown, result_tables
+from moe_rl.study.result_tables import result_tables
+from moe_rl.study.results import markdown
 from moe_rl.study.shipped import find_study
 
 
