@@ -152,7 +152,7 @@ def test_every_question_of_the_findings_has_a_file_that_runs(number):
     found = outline(path)
     assert f"`moe-rl study q{number}`" in section
     assert found.arms or listed_studies(path, found)
-    assert all(command in " ".join(section.split()) for command in found.then)
+    assert all(" ".join(command.split()[:2]) in section for command in found.then)
 
 
 SECONDARY = {"decomposition"}
