@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import TokenLogps, token_logps
-from moe_rl.measure.peer_metrics import load_violation, masked_mismatch_metrics, ratio_range_metrics
-from moe_rl.measure.ratio_metrics import update_ratio_metrics
+from moe_rl.measure.ratio_metrics import masked_mismatch_metrics, ratio_range_metrics, update_ratio_metrics
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
+from moe_rl.measure.routing_metrics import load_violation
 from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
 from moe_rl.training.arm_routing import RoutingCount, update_routing
 from moe_rl.training.batch import Batch
