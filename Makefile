@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .PHONY: study quick test check figures reliability bench gpu gpu-here clean
-study: .venv/.installed   ## replay against GSPO: all runs, figures, report (a quarter of an hour on two idle cores)
+study: .venv/.installed   ## replay against GSPO: all runs, figures, report (22 minutes on two cores)
 	$(BIN)/moe-rl study experiments/replay_vs_gspo.yaml
 
 quick: .venv/.installed   ## the same in small: one seed, fewer steps (under three minutes)

@@ -1,7 +1,7 @@
 """Bytes of routes per token: in memory, on the wire, on disk; and how fast route tables are written and read.
 
     python benchmarks/route_storage.py                   # measures
-    python benchmarks/route_storage.py --write           # and writes the table of docs/scaling.md
+    python benchmarks/route_storage.py --tokens 4096 32768 --write     # and writes the table of docs/scaling.md
 
 Sizes in memory and on the wire are arithmetic; those on disk are of route tables (`moe_rl.training.route_tables`) of
 random routers: logits of a token's own, a bias for each expert and site, which makes some busier than others, and for
@@ -10,6 +10,7 @@ CPU time of one thread.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -26,7 +27,7 @@ from moe_rl.routing.packing import packed_dtype
 from moe_rl.training.route_tables import read_route_table, write_route_changes, write_route_table
 
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
-BEGIN, END = "<!-- routes: python benchmarks/route_storage.py --write -->", "<!-- routes end -->"
+BEGIN, END = "<!-- routes: python benchmarks/route_storage.py --tokens 4096 32768 --write -->", "<!-- routes end -->"
 NOISE = 0.012
 
 
@@ -103,8 +104,8 @@ def measured(shape: Shape, tokens: int, rounds: int) -> tuple[dict[str, float], 
     }, seconds
 
 
-def table(found: dict[str, dict[str, float]], tokens: int) -> list[str]:
-    """The section of docs/scaling.md."""
+def table(found: dict[int, list[dict[str, float]]]) -> list[str]:
+    """The section of docs/scaling.md; `found`: by tokens of a file, facts of each of SHAPES."""
     lines = [f"| bytes per token | {' | '.join(s.name for s in SHAPES)} |", f"| --- |{' --- |' * len(SHAPES)}"]
     each = [shipped(shape) for shape in SHAPES]
 
@@ -117,34 +118,37 @@ def table(found: dict[str, dict[str, float]], tokens: int) -> list[str]:
     for name in each[0]:
         add(name, [one[name] for one in each])
     limits = [one["limit of a policy, log2 C(E, K) a row"] for one in each]
-    facts = [found[shape.name] for shape in SHAPES]
-    add(f"route table on disk, a file of {tokens:,} tokens", [one["routes"] for one in facts], limits)
-    share = ", ".join(f"{one['site change']:.1%}" for one in facts)
-    low = [one["changes limit"] for one in facts]
-    add(f"limit of an update that changes {share} of the sets", low)
-    add(f"its route table on disk, a file of {tokens:,} tokens", [one["changes"] for one in facts], low)
+    for tokens, facts in found.items():
+        add(f"route table on disk, a file of {tokens:,} tokens", [one["routes"] for one in facts], limits)
+        share = ", ".join(f"{one['site change']:.1%}" for one in facts)
+        low = [one["changes limit"] for one in facts]
+        add(f"limit of an update that changes {share} of the sets", low)
+        add(f"its route table on disk, a file of {tokens:,} tokens", [one["changes"] for one in facts], low)
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096], help="of a file")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="write the table into docs/scaling.md")
     add_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found, results = {}, []
-    for shape in SHAPES:
-        facts, seconds = measured(shape, options.tokens, options.rounds)
-        found[shape.name] = facts
-        size = options.tokens * shape.sites * shape.k * packed_dtype(shape.experts).itemsize
+    found: dict[int, list[dict[str, float]]] = {}
+    results = []
+    for tokens, shape in itertools.product(options.tokens, SHAPES):
+        facts, seconds = measured(shape, tokens, options.rounds)
+        found.setdefault(tokens, []).append(facts)
+        size = tokens * shape.sites * shape.k * packed_dtype(shape.experts).itemsize
         for name, times in seconds.items():
             speed = size / 1e6 / statistics.median(times)
-            print(f"{shape.name}: {name:28} {1e3 * statistics.median(times):8.1f} ms {speed:8.0f} MB/s of all ids")
-            note = f"{options.tokens:,} tokens, {size / 1e6:.1f} MB of packed ids, {speed:.0f} MB/s"
-            results.append(row("route_storage", f"{shape.name}, {name}", times, note=note))
-    lines = table(found, options.tokens)
+            name = f"{shape.name}, {tokens:,} tokens: {name}"
+            print(f"{name:56} {1e3 * statistics.median(times):8.1f} ms {speed:8.0f} MB/s of all ids")
+            results.append(
+                row("route_storage", name, times, note=f"{size / 1e6:.1f} MB of packed ids, {speed:.0f} MB/s")
+            )
+    lines = table(found)
     print("\n".join(lines))
     if options.write:
         page = PAGE.read_text()

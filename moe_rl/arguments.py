@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,17 +24,21 @@ class Given:
 
     word, path: the first argument and the study file that it means; empty and None where only options are listed.
     options: the other arguments.
+    studies: the study files that the file lists, if it lists any.
+    then: commands that read what those studies wrote.
     """
 
     word: str
     path: Path | None
     options: list[str]
+    studies: tuple[Path, ...] = ()
+    then: tuple[str, ...] = ()
 
 
 def study_file(command: str, arguments: list[str]) -> Given:
     """Tell the study file from the options. Prints the first page of the help and leaves where that is asked for;
     leaves before code runs that is not trusted."""
-    from moe_rl.study.shipped import find_study, outline, refuse_foreign_code
+    from moe_rl.study.shipped import find_study, listed_studies, one_study, outline, refuse_foreign_code
     from moe_rl.usage import first_page
 
     given = Given("", None, arguments)
@@ -44,7 +48,10 @@ def study_file(command: str, arguments: list[str]) -> Given:
         print(first_page(command, given.word, given.path))
         sys.exit(0)
     if given.path is not None:
-        refuse_foreign_code(given.path, outline(given.path), "--trust" in given.options)
+        found = (outline if command == "study" else one_study)(given.path)
+        if found.studies:
+            return replace(given, studies=tuple(listed_studies(given.path, found)), then=found.then)
+        refuse_foreign_code(given.path, found, "--trust" in given.options)
     elif "--help-all" not in given.options:
         fail(f"{command} needs a study as its first argument, NAME or FILE; `moe-rl study` lists the names", 2)
     return given

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-from moe_rl.arguments import arm_and_seed, fail, load, parse, study_file
+from moe_rl.arguments import Given, arm_and_seed, fail, load, parse, study_file
 from moe_rl.names import nearest
 from moe_rl.processes import waiting_threads_sleep
 
@@ -85,6 +85,9 @@ def study_verb(arguments: list[str]) -> None:
         print(studies_page())
         return
     given = study_file("study", arguments)
+    if given.studies:
+        run_listed(given)
+        return
     import tyro
 
     from moe_rl.study.grid import run_study
@@ -333,15 +336,27 @@ def doctor_verb(arguments: list[str]) -> None:
     options = parse(Options, arguments, "moe-rl doctor")
     path = None
     if options.file is not None:
-        from moe_rl.study.shipped import find_study, outline, refuse_foreign_code
+        from moe_rl.study.shipped import find_study, one_study, refuse_foreign_code
 
         path = find_study(options.file)
-        refuse_foreign_code(path, outline(path), options.trust)
+        refuse_foreign_code(path, one_study(path), options.trust)
     from moe_rl.study.config import load_study
     from moe_rl.study.doctor import doctor, planned
 
     study = None if path is None else load_study(path)
     sys.exit(doctor(study, planned(options.devices, options.memory), options.json))
+
+
+def run_listed(given: Given) -> None:
+    """One study after the other, each with the options that were given; what is done is done only once."""
+    for name in ("--output", "--arms"):
+        if any(option.partition("=")[0] == name for option in given.options):
+            fail(f"{name} is for one study; {given.word} lists {', '.join(file.stem for file in given.studies)}", 2)
+    for number, file in enumerate(given.studies, start=1):
+        print(f"study {number} of {len(given.studies)}: {file.stem}", flush=True)
+        study_verb([str(file), *given.options])
+    for command in given.then:
+        print(f"then: {command}")
 
 
 def draw_report(folder: Path) -> None:

@@ -75,11 +75,14 @@ def root_page() -> str:
 
 def studies_page() -> str:
     """`moe-rl study` alone: the shipped studies and their questions."""
-    rows = {name: short_question(outline(path).question) for name, path in shipped_studies().items()}
+    found = {name: outline(path) for name, path in shipped_studies().items()}
+    rows = {name: short_question(study.question) for name, study in found.items()}
+    lists = {name: rows.pop(name) for name, study in found.items() if study.studies}
     return "\n\n".join(
         (
             "usage: moe-rl study NAME|FILE [options]",
             _rows("studies that come with moe_rl", rows),
+            _rows("questions of docs/findings.md, each a list of studies", lists),
             "`moe-rl study NAME --help` shows a study's arms and the options.",
         )
     )
@@ -114,8 +117,10 @@ def first_page(command: str, word: str, file: Path | None) -> str:
 
 
 def study_summary(found: Outline) -> str:
-    """A study's question, arms and seeds."""
+    """A study's question, arms and seeds; of a list of studies the question and their names."""
     question = textwrap.fill(found.question, _width())
+    if found.studies:
+        return f"{question}\n\nstudies, one after the other: {' '.join(found.studies)}"
     seeds = f"seeds: {' '.join(map(str, found.seeds))}"
     return f"{question}\n\n{_rows('arms', found.arms)}\n\n{seeds}"
 

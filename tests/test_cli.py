@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from moe_rl.cli import VERBS, main
-from moe_rl.study.config import load_study
+from moe_rl.study.config import ConfigError, load_study
 from moe_rl.study.shipped import find_study
 from moe_rl.usage import CONFIGURATION, RUN_OPTIONS, STUDY_OPTIONS
 
@@ -119,6 +119,48 @@ def test_studies_are_listed_and_found_by_name(study, capsys):
     (study / "quick").rmdir()
     shutil.copy("micro.yaml", "quick")
     assert find_study("quick") == Path("quick"), "a file of that path wins"
+
+
+def test_a_list_of_studies_runs_each_and_says_what_reads_them(study, capsys):
+    """Beside the list, or shipped; options go to each, and what is done is not run again."""
+    second = Path("micro.yaml").read_text().replace("name: micro", "name: other")
+    assert "name: other" in second
+    Path("other.yaml").write_text(second)
+    Path("all.yaml").write_text("question: Which?\nstudies: [micro.yaml, other.yaml]\nthen: [look at them]\n")
+    options = ["--seeds", "1", "--workers", "1", "--no-figures", "--optim.steps", "1"]
+    main(["study", "all.yaml", *options])
+    said = capsys.readouterr().out
+    assert said.index("study 1 of 2: micro") < said.index("study 2 of 2: other") < said.index("then: look at them")
+    done = {"/".join(path.parts[1:3]) for path in Path("runs").glob("*/*/seed1/DONE")}
+    assert done == {"micro/grpo", "micro/gspo", "other/grpo", "other/gspo"}
+    main(["study", "all.yaml", *options])
+    assert capsys.readouterr().out.count("2 already done") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text", "says"),
+    [
+        (("study",), "studies: [micro.yaml, nowhere]", "studies: nowhere: no such study"),
+        (("study",), "studies: [micro.yaml, micro.yaml]", "micro.yaml is listed twice"),
+        (("study",), "studies: [all.yaml]", "all.yaml lists several studies"),
+        (("study",), "studies: micro.yaml", "studies: expected a list of text, got 'micro.yaml'"),
+        (("study",), "studies: [micro.yaml]\narms: {a: {}}", "only one of the two is possible"),
+        (("run",), "studies: [micro.yaml]", "here one of them is wanted: micro.yaml"),
+        (("doctor",), "studies: [micro.yaml]", "here one of them is wanted: micro.yaml"),
+    ],
+)
+def test_a_list_of_studies_that_cannot_run_is_refused(study, capsys, words, text, says):
+    Path("all.yaml").write_text(text)
+    assert says in refused(capsys, *words, "all.yaml")
+    assert not Path("runs").exists()
+
+
+def test_options_of_one_study_are_not_for_a_list(study, capsys):
+    Path("all.yaml").write_text("studies: [micro.yaml]")
+    for option in ("--output=x", "--arms"):
+        assert "is for one study" in refused(capsys, "study", "all.yaml", option, status=2)
+    with pytest.raises(ConfigError, match=r"lists studies and has no arms; load one of them: \['micro.yaml'\]"):
+        load_study("all.yaml")
 
 
 def test_run_without_an_arm_says_which_there_are(study, capsys):

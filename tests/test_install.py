@@ -47,7 +47,8 @@ def test_the_wheel_holds_every_file_of_the_package_and_the_studies(wheel):
     files = [path for path in (ROOT / "moe_rl").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {".j2", ".css", ".js", ".html", ".mplstyle"} <= {path.suffix for path in files}
     assert {str(path.relative_to(ROOT)) for path in files} <= names
-    assert {f"moe_rl/experiments/{path.name}" for path in (ROOT / "experiments").glob("*.yaml")} <= names
+    studies = {path.relative_to(ROOT) for path in (ROOT / "experiments").glob("**/*.yaml")}
+    assert {f"moe_rl/{path}" for path in studies} <= names
     assert not [name for name in names if name.startswith(("tests/", "experiments/"))]
 
 

@@ -25,6 +25,7 @@ from moe_rl.routing.replay import Replay
 from moe_rl.routing.router_stats import (
     active_set_churn,
     boundary_margin,
+    effective_sets,
     expert_load,
     load_cv,
     load_entropy,
@@ -50,6 +51,7 @@ __all__ = [
     "canonical_site",
     "change_counts",
     "deviation_histogram",
+    "effective_sets",
     "expert_load",
     "find_sites",
     "flips_per_token",

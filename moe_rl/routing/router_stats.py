@@ -49,6 +49,26 @@ def load_entropy(load: Int[Tensor, "L E"]) -> Float[Tensor, " L"]:
     return torch.special.entr(counts / counts.sum(-1, keepdim=True)).sum(-1)
 
 
+def effective_sets(
+    routes: Routes, mask: Bool[Tensor, "..."] | None = None, *, num_experts: int | None = None
+) -> Float[Tensor, " L"]:
+    """How many sets of K experts each site uses, as if it used them alike: exp(-Σ_s f_s ln f_s), f_s the share of the
+    tokens that got set s. float64, between 1 and the number of sets that occur; NaN without tokens.
+
+    Fewer tokens see fewer sets: compare equal numbers of tokens.
+
+    >>> effective_sets(torch.tensor([[[0, 1]], [[1, 0]], [[2, 3]], [[3, 2]]]), num_experts=4)
+    tensor([2.], dtype=torch.float64)
+    """
+    ids, _ = _ids(routes, num_experts, mask)
+    found = []
+    for rows in ids.flatten(0, -3).unbind(1):
+        rows = rows[(rows >= 0).all(-1)].sort(-1).values
+        shares = torch.unique(rows, dim=0, return_counts=True)[1].double() / len(rows)
+        found.append(torch.special.entr(shares).sum().exp() if len(rows) else shares.new_tensor(torch.nan))
+    return torch.stack(found)
+
+
 def active_experts(
     routes: Routes, mask: Bool[Tensor, "B T"] | None = None, *, num_experts: int | None = None
 ) -> Bool[Tensor, "B L E"]:

@@ -109,6 +109,8 @@ def parse_study(data: Any) -> StudyConfig:
     if not isinstance(data, dict):
         raise ConfigError(f"expected a mapping with name, question, seeds, base and arms, got {type(data).__name__}")
     arms = data.get("arms")
+    if arms is None and data.get("studies"):
+        raise ConfigError(f"lists studies and has no arms; load one of them: {data['studies']}")
     if not isinstance(arms, dict) or not arms:
         raise ConfigError("arms: expected a mapping of at least one arm name to what it changes")
     parsed = {}

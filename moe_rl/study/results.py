@@ -11,9 +11,7 @@ A page asks for a table with a pair of markers, between which nothing is written
 """
 
 import json
-import math
 import re
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,15 +20,9 @@ from typing import Any
 import pandas as pd
 
 from moe_rl.files import write_atomic
-from moe_rl.study.arms import condition_label, flatten
-from moe_rl.study.comparing import comparison_table
-from moe_rl.study.data import StudyData, load
-from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
-from moe_rl.study.figures.gallery.engine_mismatch import engine_table
-from moe_rl.study.outcomes import final_rewards, run_outcomes
-from moe_rl.study.roundings import component_table, conclusion_table
-from moe_rl.study.statistics import seed_interval
-from moe_rl.study.summary import change_rates, factor_table, routing_noise_ratios
+from moe_rl.study.data import load
+from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
+from moe_rl.study.result_tables import environment_of, result_tables
 from moe_rl.study.words import minus, probability
 
 RESULTS = Path("docs") / "results"
@@ -38,95 +30,6 @@ RESULTS = Path("docs") / "results"
 
 class ResultsError(ValueError):
     """A table that a page names and that is not there, or a marker that cannot be read; says where and what to do."""
-
-
-def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
-    """The summary tables of a study, by name; those that its runs have no data for are left out.
-
-    final_reward, comparisons, runs (how every run ended), change_rates, factors; with other roundings also roundings
-    and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine, engines.
-    Columns as in the functions that make them, with labels and conditions beside the names.
-    """
-    finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
-    finals.insert(2, "condition", [condition_label(data, noise) for noise in finals["noise"]])
-    pairs = comparison_table(data)
-    if len(pairs):
-        pairs.insert(2, "label", [str(data.arms["label"][arm]) for arm in pairs["arm"]])
-        pairs.insert(3, "other_label", [str(data.arms["label"][arm]) for arm in pairs["other"]])
-        pairs.insert(4, "condition", [condition_label(data, noise) for noise in pairs["noise"]])
-    found = {
-        "final_reward": finals,
-        "comparisons": pairs,
-        "runs": run_outcomes(data),
-        "change_rates": change_rates(data),
-        "factors": factor_table(data),
-        "roundings": conclusion_table(data),
-        "variance_components": component_table(data),
-    }
-    if len(data.decompositions):
-        shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
-        found["decomposition"] = _over_seeds(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
-        found["routing_noise"] = _noise_ratios(data)
-    if len(data.engines):
-        engines = engine_table(data)
-        measured = [name for name in engines.columns[3:] if name != "clip_low"]
-        found["engines"] = _over_seeds(engines, ["arm", "routing"], measured)
-    return {name: table for name, table in found.items() if len(table)}
-
-
-def _over_seeds(table: pd.DataFrame, keys: list[str], names: list[str]) -> pd.DataFrame:
-    """Mean over seeds of each column, with its interval in `_low` and `_high`."""
-    rows = []
-    for key, part in table.groupby(keys, sort=False):
-        row: dict[str, Any] = {**dict(zip(keys, key, strict=True)), "n": part["seed"].nunique()}
-        for name in names:
-            found = seed_interval(part[name].to_numpy(dtype=float))
-            row |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def _noise_ratios(data: StudyData) -> pd.DataFrame:
-    """By how much the routing variance under one method's training is that under another's (`routing_noise_ratios`)."""
-    rows = []
-    for pair in routing_noise_ratios(data):
-        found = pair.result.difference
-        ends = {name: math.exp(value) for name, value in (("low", found.low), ("high", found.high))}
-        rows.append({"arm": pair.arm, "other": pair.other, "n": found.n, "ratio": math.exp(found.estimate), **ends})
-    return pd.DataFrame(rows)
-
-
-def environment_of(data: StudyData) -> dict[str, Any]:
-    """What the runs were made with: facts that all share, and under `by_run` those in which they differ."""
-    facts = {f"{run.arm}/seed{run.seed}": flatten(run.environment) for run in data.runs}
-    names = dict.fromkeys(name for values in facts.values() for name in values if name not in ("started", "command"))
-    shared: dict[str, Any] = {"study": data.name, "runs": len(facts)}
-    if data.environment.get("command"):
-        shared["command"] = _published(data.environment["command"])
-    by_run: dict[str, dict[str, Any]] = {}
-    for name in names:
-        values = {run: own.get(name) for run, own in facts.items()}
-        if len({json.dumps(value, default=str) for value in values.values()}) == 1:
-            shared[name] = next(iter(values.values()))
-        else:
-            by_run[name] = values
-    return {**shared, **({"by_run": by_run} if by_run else {})}
-
-
-def _published(command: str) -> str:
-    """A command without the places of one machine: options with an absolute path, which change no number, are left out.
-
-    >>> _published("/opt/bin/moe-rl study quick --output /data/runs --seeds 0 1")
-    'moe-rl study quick --seeds 0 1'
-    """
-    words: list[str] = []
-    for number, word in enumerate(shlex.split(command)):
-        if number and Path(word).is_absolute():
-            if words[-1].startswith("--"):
-                words.pop()
-            continue
-        words.append(word if number else Path(word).name)
-    return shlex.join(words)
 
 
 def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
@@ -171,6 +74,12 @@ def _percent(row: dict[str, Any], name: str, digits: int = 1) -> str:
 
 
 Column = Callable[[dict[str, Any]], str]
+
+
+def _whole(name: str) -> Column:
+    return lambda row: str(int(row[name]))
+
+
 PAGES: dict[str, dict[str, Column]] = {
     "final_reward": {
         "arm": lambda row: row["label"] + (", held out" if row["measured"] == "held out" else ""),
@@ -222,6 +131,43 @@ PAGES: dict[str, dict[str, Column]] = {
             row, "var_sequence", "var_sequence_low", "var_sequence_high", ".1e"
         ),
         "clipped at the first update, %": lambda row: _percent(row, "clipped_first", 2),
+    },
+    "effective_routes": {
+        "arm": lambda row: row["arm"],
+        "n": lambda row: str(row["n"]),
+        "effective number of sets": lambda row: _interval(
+            row, "effective_sets", "effective_sets_low", "effective_sets_high", ".1f"
+        ),
+        "effective number of experts": lambda row: _interval(
+            row, "effective_experts", "effective_experts_low", "effective_experts_high", ".2f"
+        ),
+    },
+    "precision": {
+        "arm": lambda row: row["arm"],
+        "n": lambda row: str(row["n"]),
+        "slots changed, %": lambda row: _percent(row, "slot_change", 2),
+        "k3, nats per token": lambda row: _interval(row, "k3", "k3_low", "k3_high", ".1e"),
+        "routing share of the mean gap, %": lambda row: _percent(row, "routing_share", 0),
+        "k3, last five steps over first five": lambda row: _interval(
+            row, "k3_growth", "k3_growth_low", "k3_growth_high", ".2f"
+        ),
+        "routing share, last five minus first five, %": lambda row: _percent(row, "share_growth", 0),
+    },
+    "sizes": {
+        **{words: _whole(axis) for axis, words in AXES.items()},
+        "n": lambda row: str(row["n"]),
+        "slots, %": lambda row: _percent(row, "slot_change"),
+        "sites, %": lambda row: _percent(row, "site_change"),
+        "tokens, %": lambda row: _percent(row, "token_change"),
+        "variance that replay removes, nats²": lambda row: _interval(
+            row, "removed", "removed_low", "removed_high", ".1e"
+        ),
+    },
+    "power_laws": {
+        "along": lambda row: AXES[row["axis"]],
+        "of": lambda row: QUANTITIES[row["quantity"]][0],
+        "seeds": lambda row: str(row["seeds"]),
+        "exponent": lambda row: _interval(row, "exponent", "low", "high", "+.2f"),
     },
     "early_warning": {
         "signal": lambda row: row["signal"],

@@ -13,7 +13,8 @@ from moe_rl.yaml_files import YamlError, parse_yaml
 
 
 class StudyFileError(ValueError):
-    """A study file that is not there or cannot be read, or that names code which was not trusted."""
+    """A study file that is not there or cannot be read, that names code which was not trusted, or a list of studies
+    where one study is wanted."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Outline:
     """What a study file says before it is checked.
 
     name, question: as written; empty where they are missing.
+    studies: of a file that has no arms but lists studies, by name or by path beside it; else empty.
+    then: of such a file, the commands that read what those studies wrote; they are shown, never run.
     arms: label by name, with the dose of selection noise.
     seeds: as written.
     foreign: each part of it that makes other people's code run, in words.
@@ -31,14 +34,16 @@ class Outline:
     arms: dict[str, str]
     seeds: list[Any]
     foreign: tuple[str, ...]
+    studies: tuple[str, ...] = ()
+    then: tuple[str, ...] = ()
 
 
 def shipped_studies() -> dict[str, Path]:
-    """The studies that come with the package, by name."""
+    """The studies that come with the package, and the lists of studies that answer a question, by name."""
     package = Path(__file__).parents[1]
     places = (package / "experiments", package.parent / "experiments")  # of an installed wheel, of a checkout
     folder = next((place for place in places if place.is_dir()), None)
-    return {} if folder is None else {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return {} if folder is None else {path.stem: path for path in sorted(folder.glob("**/*.yaml"))}
 
 
 def find_study(word: str) -> Path:
@@ -83,7 +88,42 @@ def outline(path: Path) -> Outline:
         {str(name): _label(arm) for name, arm in arms.items()},
         seeds if isinstance(seeds, list) else [],
         tuple(dict.fromkeys(line for part in (data.get("base"), *arms.values()) for line in _foreign(part))),
+        _words(data, "studies", path),
+        _words(data, "then", path),
     )
+
+
+def one_study(path: Path) -> Outline:
+    """As `outline`. Raises StudyFileError, too, for a file that lists several studies."""
+    found = outline(path)
+    if found.studies:
+        raise StudyFileError(
+            f"{path} lists several studies, for `moe-rl study` to run; here one of them is wanted: "
+            f"{', '.join(found.studies)}"
+        )
+    return found
+
+
+def listed_studies(path: Path, found: Outline) -> list[Path]:
+    """The study files that a list of studies means: beside it if there is such a file, else shipped ones.
+
+    Raises:
+        StudyFileError: one is neither, is a list itself, or is there twice; or the file has arms of its own.
+    """
+    if found.arms:
+        raise StudyFileError(f"{path} has arms of its own and lists other studies: only one of the two is possible")
+    files = []
+    for word in found.studies:
+        beside = path.parent / word
+        try:
+            file = beside if beside.is_file() else find_study(word)
+            one_study(file)
+        except StudyFileError as error:
+            raise StudyFileError(f"{path}: studies: {error}") from error
+        if file in files:
+            raise StudyFileError(f"{path}: studies: {word} is listed twice")
+        files.append(file)
+    return files
 
 
 def short_question(question: str) -> str:
@@ -108,6 +148,13 @@ def refuse_foreign_code(path: Path, found: Outline, trust: bool) -> None:
             f"{path} runs code that is no part of moe_rl, with all your rights:{listed}\n"
             "Nothing has been run. Read that code; if you trust it, repeat the command with --trust."
         )
+
+
+def _words(data: Mapping[str, Any], name: str, path: Path) -> tuple[str, ...]:
+    words = data.get(name) or []
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise StudyFileError(f"{path}: {name}: expected a list of text, got {words!r}")
+    return tuple(words)
 
 
 def _label(arm: Any) -> str:

@@ -14,6 +14,7 @@ from moe_rl.done import write_done
 from moe_rl.files import InUseError, sole_writer
 from moe_rl.study.config import ConfigError, dump_run, load_study, parse_study
 from moe_rl.study.grid import Run, StudyFailed, _next, _runs, check_roundings, run_study
+from moe_rl.study.shipped import find_study, listed_studies, outline
 from moe_rl.study.worker import Worker
 
 MICRO = {
@@ -142,11 +143,26 @@ def test_a_run_is_named_with_its_rounding(tmp_path):
     assert dataclasses.replace(run, rounding="avx2").name == "grpo seed 0 avx2"
 
 
+@pytest.mark.parametrize("number", range(1, 9))
+def test_every_question_of_the_findings_has_a_file_that_runs(number):
+    """A study of its own or a list of them, named in the question's section of the page."""
+    page = (EXPERIMENTS.parent / "docs" / "findings.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## {number}. ")[1].split("\n## ")[0]
+    path = find_study(f"q{number}")
+    found = outline(path)
+    assert f"`moe-rl study q{number}`" in section
+    assert found.arms or listed_studies(path, found)
+    assert all(command in " ".join(section.split()) for command in found.then)
+
+
 SECONDARY = {"decomposition"}
 """Studies whose question is not about rewards: their head says that six seeds cannot tell those apart by a test."""
 
 
-@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("**/*.yaml")), ids=lambda path: path.stem)
+STUDIES = [path for path in sorted(EXPERIMENTS.glob("**/*.yaml")) if not outline(path).studies]
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_shipped_studies_can_reach_what_they_declare(path):
     """Enough pairs for Holm's first step over the declared family: the least p of a sign-flip test is 2 / 2^n. And
     seeds that begin from models of their own."""

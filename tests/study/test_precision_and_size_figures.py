@@ -10,8 +10,10 @@ from moe_rl.study.config import load_study
 from moe_rl.study.data import load
 from moe_rl.study.figures import depth_width, precision
 from moe_rl.study.figures.gallery.depth_width import along, power_law, size_rows
-from moe_rl.study.figures.gallery.precision import engine_format, flip_ratio, precision_rows
+from moe_rl.study.figures.gallery.precision import engine_format, flip_ratio, precision_rows, precision_table
 from moe_rl.study.figures.style import NothingToDraw
+from moe_rl.study.result_tables import result_tables
+from moe_rl.study.results import markdown
 from moe_rl.study.shipped import find_study
 
 
@@ -72,6 +74,39 @@ def test_engines_of_several_formats_are_told_apart_by_their_flips_and_shares(eng
     assert "fp16 changes 0.12" in figure.caption and len(figure.figure.axes) == 3
     drawn = figure.frame[(figure.frame["arm"] == "int4") & (figure.frame["quantity"] == "slot_change")]
     assert drawn["mean"].tolist() == pytest.approx([0.45, 0.45])
+
+
+def test_precision_of_a_study_is_a_table_over_seeds_with_growth_over_the_steps(tmp_path):
+    """The gap doubles, so that k3 is four times as large, and forcing removes three quarters, then half."""
+    for arm, dtype, scale in (("fp32", "float32", 0), ("fp16", "float16", 1), ("bf16", "bfloat16", 8)):
+        for seed in (0, 1):
+            gaps = [0.01 * scale * (2 if step >= 5 else 1) for step in range(10)]
+            rows = [
+                row
+                for step, gap in enumerate(gaps)
+                for row in engine_rows(step, 10 * scale, gap, gap / (2 if step >= 5 else 4))
+            ]
+            rows += [{"kind": "rollout", "step": step, "reward": 0.5} for step in range(10)]
+            rows += [{"kind": "update", "step": 0, "update": 1, "tokens": 9, "clipped_tokens": 0}]
+            write_run(tmp_path, arm, seed, {"rollout": {"engine": {"kind": "hf", "dtype": dtype}}}, rows)
+    data = load(tmp_path)
+    row = precision_table(data).set_index(["arm", "seed"]).loc[("bf16", 1)]
+    assert row["slot_change"] == pytest.approx(0.08) and row["routing_share"] == pytest.approx(0.625)
+    assert row["k3_growth"] == pytest.approx(4) and row["share_growth"] == pytest.approx(-0.25)
+    table = result_tables(data)["precision"].set_index("arm")
+    assert table.loc["fp16", "slot_change"] == pytest.approx(0.01) and table.loc["fp16", "n"] == 2
+    assert pd.isna(table.loc["fp32", "k3_growth"]), "where engines agree nothing grows"
+    lines = markdown("precision", table.reset_index()).splitlines()
+    assert lines[2].startswith("| bf16 | 2 | 8.00 [8.00, 8.00] |") and lines[-1].endswith("| – | – | – | – |")
+
+
+def test_sizes_of_a_study_are_tables_of_rates_and_of_exponents(sizes):
+    tables = result_tables(load(sizes))
+    deep = tables["sizes"].set_index("arm").loc["deep"]
+    assert deep["slot_change"] == pytest.approx(0.08) and deep["removed"] == pytest.approx(1e-3 * 64)
+    lines = markdown("power_laws", tables["power_laws"]).splitlines()
+    assert "| layers | slots | 2 | +1.00 [1.00, 1.00] |" in lines and len(lines) == 2 + 4
+    assert "precision" not in tables and "| 8 | 16 | 2 | 2 | 8.0 [8.0, 8.0] |" in markdown("sizes", tables["sizes"])
 
 
 def test_what_an_engine_computes_in_is_read_from_its_configuration():

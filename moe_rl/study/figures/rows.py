@@ -9,12 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import fixed_figure, shown
-from moe_rl.study.figures.style import GREY, PAGE, look_of, plain
+from moe_rl.study.figures.style import GREY, PAGE, log_x, look_of
 from moe_rl.study.statistics import seed_interval
 
 EACH = 0.185  # inches per row
@@ -126,8 +126,7 @@ def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, fl
         ax.axvline(value, color=GREY, lw=0.9, ls=(0, (1, 2)), zorder=1)
     ax.autoscale_view(scaley=False)
     if column.log:
-        ax.xaxis.set_minor_formatter(NullFormatter())
-        ax.xaxis.set_major_formatter(FuncFormatter(plain))
+        log_x(ax)
     else:
         ax.xaxis.set_major_locator(MaxNLocator(4))
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -161,16 +162,27 @@ def legend_columns(labels: Sequence[str], width: float, most: int = 4) -> int:
 def log_y(ax: Axes) -> None:
     """Log y axis with plain numbers (0.2, 0.5) where the range is short and powers of ten where it is long; a linear
     one where nothing is positive."""
-    if not np.isfinite(ax.dataLim.minposy):
-        return
-    ax.set_yscale("log")
-    low, high = ax.get_ylim()
-    ax.yaxis.set_minor_locator(NullLocator())  # minor ticks have no length here, and finding them is slow
-    ax.yaxis.set_major_formatter(FuncFormatter(_power))  # matplotlib's own goes through mathtext, which is slow
+    if np.isfinite(ax.dataLim.minposy):
+        ax.set_yscale("log")
+        _log_ticks(ax.yaxis, (1, 2, 3, 5), 5)
+
+
+def log_x(ax: Axes) -> None:
+    """As `log_y`, of the x axis, where labels need more room."""
+    if np.isfinite(ax.dataLim.minposx):
+        ax.set_xscale("log")
+        _log_ticks(ax.xaxis, (1, 2, 5), 3)
+
+
+def _log_ticks(axis: Axis, subs: Sequence[int], few: int) -> None:
+    """`subs`: of a decade, where several are shown; `few`: most intervals where it is less than a factor of two."""
+    low, high = axis.get_view_interval()
+    axis.set_minor_locator(NullLocator())  # minor ticks have no length here, and finding them is slow
+    axis.set_major_formatter(FuncFormatter(_power))  # matplotlib's own goes through mathtext, which is slow
     if high / low < 50:
-        subs = (1, 2, 3, 5) if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8)
-        ax.yaxis.set_major_locator(LogLocator(subs=subs))
-        ax.yaxis.set_major_formatter(FuncFormatter(plain))
+        fine = LogLocator(subs=subs if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8))
+        axis.set_major_locator(fine if high / low > 2 else MaxNLocator(few))
+        axis.set_major_formatter(FuncFormatter(plain))
 
 
 def step_axis(ax: Axes, label: str = "RL step") -> None:
@@ -186,7 +198,7 @@ def plain(value: float, _: int) -> str:
 
 def _power(value: float, _: int) -> str:
     exponent = round(np.log10(value))
-    return "10" + str(exponent).translate(_SUPERSCRIPT) if exponent else "1"
+    return f"{10**exponent}" if exponent in (0, 1) else "10" + str(exponent).translate(_SUPERSCRIPT)
 
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

@@ -46,7 +46,7 @@ def depth_width(data: StudyData) -> Drawing:
     """Change rates and what replay removes against layers, experts and k, with power laws; drawn where a study has
     three sizes along one of them."""
     rows, left_out = size_rows(data)
-    axes_there = {axis: part for axis in AXES if len(part := along(rows, axis)) and part[axis].nunique() >= FEWEST}
+    axes_there = varied(rows)
     if not axes_there:
         why = f"; without a step at rewards from {EQUAL_REWARD[0]} to {EQUAL_REWARD[1]}: {', '.join(left_out)}"
         raise NothingToDraw(
@@ -54,17 +54,23 @@ def depth_width(data: StudyData) -> Drawing:
         )
     drawn = Figure(figsize=(PAGE, 4.4))
     axes = drawn.subplots(2, len(axes_there), squeeze=False, sharex="col", sharey="row")
-    parts, fits = [], []
+    parts, fits = [], power_laws(rows)
+    for fit in fits:
+        axis, name = fit["axis"], fit["quantity"]
+        part, (label, colour, marker) = axes_there[axis], QUANTITIES[name]
+        _draw(
+            axes[0 if name.endswith("change") else 1, list(axes_there).index(axis)],
+            part,
+            axis,
+            name,
+            label,
+            colour,
+            marker,
+            fit,
+        )
+        means = part.groupby(axis)[name].agg(["mean", "count"]).reset_index()
+        parts.append(means.rename(columns={axis: "size"}).assign(axis=axis, quantity=name))
     for column, (axis, part) in enumerate(axes_there.items()):
-        for name, (label, colour, marker) in QUANTITIES.items():
-            ax = axes[0 if name.endswith("change") else 1, column]
-            fit = power_law(part, axis, name)
-            if fit is None:
-                continue
-            _draw(ax, part, axis, name, label, colour, marker, fit)
-            fits.append({"axis": axis, "quantity": name, **fit})
-            means = part.groupby(axis)[name].agg(["mean", "count"]).reset_index()
-            parts.append(means.rename(columns={axis: "size"}).assign(axis=axis, quantity=name))
         axes[1, column].set_xlabel(AXES[axis])
         sizes = sorted(part[axis].unique())
         axes[1, column].set_xscale("log")
@@ -115,6 +121,17 @@ def along(rows: pd.DataFrame, axis: str) -> pd.DataFrame:
     return rows
 
 
+def varied(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """The axes along which there are enough sizes, with their runs."""
+    return {axis: part for axis in AXES if len(part := along(rows, axis)) and part[axis].nunique() >= FEWEST}
+
+
+def power_laws(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """`power_law` of every quantity along every axis with enough sizes: `axis`, `quantity` and its fields."""
+    found = ((axis, name, power_law(part, axis, name)) for axis, part in varied(rows).items() for name in QUANTITIES)
+    return [{"axis": axis, "quantity": name, **fit} for axis, name, fit in found if fit is not None]
+
+
 def power_law(rows: pd.DataFrame, axis: str, quantity: str) -> dict[str, float | int] | None:
     """quantity = a size^b, by least squares on logarithms for each seed with two sizes or more: `exponent` (mean over
     seeds) with `low` and `high`, `level` (geometric mean of a), `seeds`. None where nothing is above 0."""
@@ -144,7 +161,7 @@ def _draw(
     label: str,
     colour: str,
     marker: str,
-    fit: dict[str, float | int],
+    fit: Mapping[str, Any],
 ) -> None:
     scale = 100 if name.endswith("change") else 1
     shown = rows[rows[name] > 0]
@@ -166,4 +183,4 @@ def _tiny(config: dict) -> dict:
     return {} if model.get("path") else model.get("tiny") or {}
 
 
-__all__ = ["along", "depth_width", "power_law", "size_rows"]
+__all__ = ["along", "depth_width", "power_law", "power_laws", "size_rows"]

@@ -1,5 +1,7 @@
 """What engines of several precisions re-route at equal weights, step by step, and how much of their gap is routing."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -85,6 +87,34 @@ def precision_rows(data: StudyData) -> pd.DataFrame:
     return table.reset_index()
 
 
+def precision_table(data: StudyData, ends: int = 5) -> pd.DataFrame:
+    """By arm and seed, over all steps: `slot_change` (pooled), `k3` (geometric mean), `routing_share` (mean); and from
+    the first `ends` steps to the last: `k3_growth`, ratio of geometric means, `share_growth`, difference of means."""
+    found = []
+    for (arm, seed), part in precision_rows(data).groupby(["arm", "seed"], sort=False):
+        steps = part.sort_values("step")
+        log_k3 = np.log(steps["k3"].where(steps["k3"] > 0).to_numpy(dtype=float))
+        first, last, share = slice(ends), slice(-ends, None), steps["routing_share"].to_numpy(dtype=float)
+        found.append(
+            {
+                "arm": arm,
+                "seed": seed,
+                "slot_change": part["slots_changed"].sum() / part["slots"].sum(),
+                "k3": _mean(log_k3, np.exp),
+                "routing_share": _mean(share),
+                "k3_growth": float(np.exp(_mean(log_k3[last]) - _mean(log_k3[first]))),
+                "share_growth": _mean(share[last]) - _mean(share[first]),
+            }
+        )
+    return pd.DataFrame(found)
+
+
+def _mean(values: np.ndarray, then: Callable[[float], float] = float) -> float:
+    """Of those that are numbers; NaN of none."""
+    kept = values[np.isfinite(values)]
+    return float(then(kept.mean())) if len(kept) else float("nan")
+
+
 def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | None:
     """Slots that fp16 changes over those that bf16 changes, by seed over all steps: mean and interval in words; None
     where one of the two engines is not there."""
@@ -112,4 +142,4 @@ def engine_format(config: dict) -> tuple[str, bool]:
     return str(engine.get("weight_format") or engine.get("dtype") or ""), both
 
 
-__all__ = ["engine_format", "flip_ratio", "precision", "precision_rows"]
+__all__ = ["engine_format", "flip_ratio", "precision", "precision_rows", "precision_table"]

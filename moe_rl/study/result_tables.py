@@ -1,0 +1,125 @@
+"""The summary tables of a study, and what its runs were made with: what `moe_rl.study.results` commits."""
+
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from moe_rl.study.arms import condition_label, flatten
+from moe_rl.study.comparing import comparison_table
+from moe_rl.study.data import StudyData
+from moe_rl.study.effective_routes import effective_routes
+from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
+from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES, power_laws, size_rows
+from moe_rl.study.figures.gallery.engine_mismatch import engine_table
+from moe_rl.study.figures.gallery.precision import engine_format, precision_table
+from moe_rl.study.outcomes import final_rewards, run_outcomes
+from moe_rl.study.roundings import component_table, conclusion_table
+from moe_rl.study.statistics import seed_interval
+from moe_rl.study.summary import change_rates, factor_table, routing_noise_ratios
+
+
+def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
+    """The summary tables of a study, by name; those that its runs have no data for are left out.
+
+    final_reward, comparisons, runs (how every run ended), change_rates, factors; with other roundings also roundings
+    and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine, engines,
+    and with engines of several formats precision; where arms are of several sizes, sizes and power_laws; where routes
+    were kept, effective_routes.
+    Columns as in the functions that make them, with labels and conditions beside the names.
+    """
+    finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
+    finals.insert(2, "condition", [condition_label(data, noise) for noise in finals["noise"]])
+    pairs = comparison_table(data)
+    if len(pairs):
+        pairs.insert(2, "label", [str(data.arms["label"][arm]) for arm in pairs["arm"]])
+        pairs.insert(3, "other_label", [str(data.arms["label"][arm]) for arm in pairs["other"]])
+        pairs.insert(4, "condition", [condition_label(data, noise) for noise in pairs["noise"]])
+    found = {
+        "final_reward": finals,
+        "comparisons": pairs,
+        "runs": run_outcomes(data),
+        "change_rates": change_rates(data),
+        "factors": factor_table(data),
+        "roundings": conclusion_table(data),
+        "variance_components": component_table(data),
+    }
+    if len(data.decompositions):
+        shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
+        found["decomposition"] = _over_seeds(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
+        found["routing_noise"] = _noise_ratios(data)
+    if len(data.engines):
+        engines = engine_table(data)
+        measured = [name for name in engines.columns[3:] if name != "clip_low"]
+        found["engines"] = _over_seeds(engines, ["arm", "routing"], measured)
+        if len({name for name, _ in map(engine_format, (run.config for run in data.runs)) if name}) >= 3:
+            formats = precision_table(data)
+            found["precision"] = _over_seeds(formats, ["arm"], list(formats.columns[2:]))
+    if {"var_token_natural", "var_token_replayed"} <= set(data.probes):
+        sizes, _ = size_rows(data)
+        if laws := power_laws(sizes):
+            found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps"])
+            found["power_laws"] = pd.DataFrame(laws)
+    if len(data.route_files):
+        found["effective_routes"] = _over_seeds(
+            effective_routes(data), ["arm", "step", "tokens"], ["effective_sets", "effective_experts"]
+        )
+    return {name: table for name, table in found.items() if len(table)}
+
+
+def _over_seeds(table: pd.DataFrame, keys: list[str], names: list[str]) -> pd.DataFrame:
+    """Mean over seeds of each column, with its interval in `_low` and `_high`."""
+    rows = []
+    for key, part in table.groupby(keys, sort=False):
+        row: dict[str, Any] = {**dict(zip(keys, key, strict=True)), "n": part["seed"].nunique()}
+        for name in names:
+            found = seed_interval(part[name].to_numpy(dtype=float))
+            row |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def _noise_ratios(data: StudyData) -> pd.DataFrame:
+    """By how much the routing variance under one method's training is that under another's (`routing_noise_ratios`)."""
+    rows = []
+    for pair in routing_noise_ratios(data):
+        found = pair.result.difference
+        ends = {name: math.exp(value) for name, value in (("low", found.low), ("high", found.high))}
+        rows.append({"arm": pair.arm, "other": pair.other, "n": found.n, "ratio": math.exp(found.estimate), **ends})
+    return pd.DataFrame(rows)
+
+
+def environment_of(data: StudyData) -> dict[str, Any]:
+    """What the runs were made with: facts that all share, and under `by_run` those in which they differ."""
+    facts = {f"{run.arm}/seed{run.seed}": flatten(run.environment) for run in data.runs}
+    names = dict.fromkeys(name for values in facts.values() for name in values if name not in ("started", "command"))
+    shared: dict[str, Any] = {"study": data.name, "runs": len(facts)}
+    if data.environment.get("command"):
+        shared["command"] = _published(data.environment["command"])
+    by_run: dict[str, dict[str, Any]] = {}
+    for name in names:
+        values = {run: own.get(name) for run, own in facts.items()}
+        if len({json.dumps(value, default=str) for value in values.values()}) == 1:
+            shared[name] = next(iter(values.values()))
+        else:
+            by_run[name] = values
+    return {**shared, **({"by_run": by_run} if by_run else {})}
+
+
+def _published(command: str) -> str:
+    """A command without the places of one machine: options with an absolute path, which change no number, are left out.
+
+    >>> _published("/opt/bin/moe-rl study quick --output /data/runs --seeds 0 1")
+    'moe-rl study quick --seeds 0 1'
+    """
+    words: list[str] = []
+    for number, word in enumerate(shlex.split(command)):
+        if number and Path(word).is_absolute():
+            if words[-1].startswith("--"):
+                words.pop()
+            continue
+        words.append(word if number else Path(word).name)
+    return shlex.join(words)
