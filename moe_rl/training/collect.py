@@ -14,7 +14,7 @@ from moe_rl.rollout import Rollout, score
 from moe_rl.rollout.completions import unrouted_tokens
 from moe_rl.rollout.continuing import converse
 from moe_rl.rollout.engine import Engine
-from moe_rl.rollout.user_code import user_code
+from moe_rl.rollout.task import user_code
 from moe_rl.routing import RoutedExperts, RoutingError
 from moe_rl.training.distributed import Ranks, digest
 from moe_rl.training.not_finite import NotFiniteError, prompt_of
