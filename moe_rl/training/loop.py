@@ -28,7 +28,7 @@ from moe_rl.training.dpo import best_and_worst, preferences
 from moe_rl.training.incidents import keep_incident
 from moe_rl.training.levers import kept_rows
 from moe_rl.training.memory import memory_metrics
-from moe_rl.training.not_finite import NotFiniteError
+from moe_rl.training.not_finite import NotFiniteError, gradient_incident
 from moe_rl.training.partial import advance, version_metrics
 from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
 from moe_rl.training.score import Scores, engine_rows, make_advantages, make_batch, score_rollout
@@ -277,22 +277,7 @@ def update_on(state: State, batch: Batch, update: int) -> None:
         bias=state.expert_bias,
     )
     if not torch.isfinite(row["grad_norm"]):
-        wrong = [
-            name
-            for name, value in row.items()
-            if value is not None and not bool(torch.as_tensor(value).isfinite().all())
-        ]
-        incident = NotFiniteError(
-            f"update {update}",
-            f"the gradient norm is {float(row['grad_norm'])}, so the weights were left as they are (not finite: "
-            f"{', '.join(wrong)}; gradients of {len(gradients)} parameters, the first of them "
-            f"{gradients[0] if gradients else 'of another rank'}). A lower optim.learning_rate, a longer "
-            "optim.warmup_updates or a tighter clip range usually helps; optim.on_nonfinite: skip goes on without such "
-            "updates",
-            batch,
-            row,
-            everywhere=True,
-        )
+        incident = gradient_incident(update, batch, row, gradients)
         if config.optim.on_nonfinite == "stop":
             raise incident
         keep_incident(state, incident)
