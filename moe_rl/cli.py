@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from moe_rl.arguments import Given, arm_and_seed, fail, load, parse, study_file
 from moe_rl.names import nearest
@@ -122,7 +122,7 @@ def study_verb(arguments: list[str]) -> None:
         figures: bool = True
         """Draw figures and the report when the runs are done."""
         trust: bool = False
-        """Let the study file run code that is no part of moe_rl."""
+        """Let the study file run code that is no part of moe_rl, and send data to machines that it names."""
 
     options = parse(Options, given.options, f"moe-rl study {given.word or 'NAME|FILE'}", Options(base=study.base))
     if not options.seeds:
@@ -135,8 +135,7 @@ def study_verb(arguments: list[str]) -> None:
         study,
         options.output,
         options.cold_starts,
-        options.workers
-        or (default_workers() if options.launcher == "processes" else len(study.runs()) * len(options.rounding)),
+        options.workers or workers_of(study, options.launcher, len(options.rounding)),
         " ".join(["moe-rl", "study", *arguments]),
         options.rounding,
         options.launcher,
@@ -173,7 +172,7 @@ def run_verb(arguments: list[str]) -> None:
         cold_starts: Path = Path("runs") / "cold_starts"
         """Where cold-started models are kept; studies share them."""
         trust: bool = False
-        """Let the study file run code that is no part of moe_rl."""
+        """Let the study file run code that is no part of moe_rl, and send data to machines that it names."""
 
     config = study.resolve(first, study.seeds[0] if seed is None else seed)
     options = parse(Options, given.options, f"moe-rl run {given.word or 'NAME|FILE'}", Options(config))
@@ -331,7 +330,7 @@ def doctor_verb(arguments: list[str]) -> None:
         json: bool = False
         """Print JSON."""
         trust: bool = False
-        """Let the study file run code that is no part of moe_rl."""
+        """Let the study file run code that is no part of moe_rl, and send data to machines that it names."""
 
     options = parse(Options, arguments, "moe-rl doctor")
     path = None
@@ -366,10 +365,18 @@ def draw_report(folder: Path) -> None:
     print(f"report: {draw_study(folder)}")
 
 
-def default_workers() -> int:
-    """One run per core, one thread each; one in all where there is a GPU."""
+def workers_of(study: Any, launcher: str, repeats: int) -> int:
+    """Runs at a time: one per core, one thread each; one in all where there is a GPU, or where a run has the vLLM of
+    another machine, which it lends to one at a time; all of them as jobs."""
     import torch
 
+    from moe_rl.rollout.vllm_place import vllm_url
+
+    engines = [study.resolve(arm, study.seeds[0]).rollout.engine for arm in study.arms]
+    if any(engine.kind == "vllm" and vllm_url(engine) for engine in engines):
+        return 1
+    if launcher != "processes":
+        return len(study.runs()) * repeats
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return 1 if torch.cuda.is_available() else cores
 

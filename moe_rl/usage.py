@@ -45,13 +45,13 @@ STUDY_OPTIONS = {
     "--launcher-options K=V ...": "of each job: partition=gpu timeout_min=600 gpus_per_node=8",
     "--rounding native avx2 ...": "repeat all of it with other CPU kernels, whose sums round differently",
     "--no-figures": "run only, draw nothing",
-    "--trust": "let the study file run code that is no part of moe_rl",
+    "--trust": "let the study file run code that is no part of moe_rl, and send data to machines it names",
 }
 RUN_OPTIONS = {
     "--arm ARM": "which arm of the study",
     "--seed N": "seed (default: the study's first)",
     "--output DIR": "where to write (default: runs/NAME/ARM/seedN)",
-    "--trust": "let the study file run code that is no part of moe_rl",
+    "--trust": "let the study file run code that is no part of moe_rl, and send data to machines it names",
     "--method.objective NAME": "grpo, gspo, dapo, ...: docs/methods.md lists them",
     "--method.replay KIND": "none, R2 (routes of the old policy) or R3 (routes of the rollout engine)",
     "--method.noise X": "selection noise on the router logits in the update forward, a stress test",

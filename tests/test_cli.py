@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_rl.cli import VERBS, main
+from moe_rl.cli import VERBS, main, workers_of
 from moe_rl.study.config import ConfigError, load_study
 from moe_rl.study.shipped import find_study
 from moe_rl.usage import CONFIGURATION, RUN_OPTIONS, STUDY_OPTIONS
@@ -202,12 +202,24 @@ def test_code_that_a_study_file_names_runs_only_if_it_is_trusted(study, capsys, 
     [
         ({"rollout": {"engine": {"kind": "my.engine:Remote"}}}, "rollout.engine.kind: my.engine:Remote"),
         ({"rollout": {"engine": {"kind": "vllm", "python": "/my/python"}}}, "rollout.engine.python: /my/python"),
+        ({"rollout": {"engine": {"kind": "vllm", "url": "http://evil:1"}}}, "engine.url: http://evil:1 (gets weights"),
         ({"model": {"path": "some/model", "trust_remote_code": True}}, "the Python files that come with some/model"),
     ],
 )
 def test_engines_and_code_of_models_are_foreign_too(study, capsys, changes, line):
     (study / "own.yaml").write_text(yaml.safe_dump({"name": "own", "arms": {"one": changes}}))
     assert line in refused(capsys, "run", "own.yaml", "--arm", "one")
+
+
+def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(5), raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    plain = load_study(study / "micro.yaml")
+    assert workers_of(plain, "processes", 1) == 5 and workers_of(plain, "slurm", 3) == 6
+    url = {"rollout": {"engine": {"kind": "vllm", "url": "http://127.0.0.1:1"}}}
+    (study / "url.yaml").write_text(yaml.safe_dump({**MICRO, "arms": {**MICRO["arms"], "far": url}}))
+    lent = load_study(study / "url.yaml")
+    assert workers_of(lent, "processes", 1) == workers_of(lent, "slurm", 3) == 1
 
 
 @pytest.mark.parametrize(

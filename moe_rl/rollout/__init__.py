@@ -9,7 +9,8 @@
 - `chat`             prompts as messages
 - `sampler`          a model answers
 - `engine`, `engine_config`, `engines` who samples
-- `vllm_engine`, `vllm_server`, `server_process` vLLM, in a process and a Python of its own
+- `vllm_engine`, `vllm_place` vLLM, in a process and a Python of its own: here (`server_process`) or elsewhere
+  (`server_http`); `vllm_host` is what runs there
 - `randomness`       random numbers by seed and purpose
 - `demonstrations`   the task answers
 - `supervision`      rewards of steps, several rewards

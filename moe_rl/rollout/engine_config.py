@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
 from moe_rl.names import nearest
 from moe_rl.rollout.engine import EXACT, Tolerance
+from moe_rl.rollout.vllm_host.agreed import OPTIONS as VLLM_OPTIONS
 
 ENGINE_KINDS = ("self", "hf", "vllm")
 CONTINUING_KINDS = ("self", "hf")
@@ -17,15 +19,6 @@ WEIGHT_FORMATS = {"fp8": 0.5, "int4": 1.0}
 """Emulated formats of weights, and by how much each adds to what arithmetic explains (nats per token)."""
 ARITHMETIC = {torch.float32: EXACT, torch.float16: Tolerance(5e-3, 0.1), torch.bfloat16: Tolerance(2e-2, 0.5)}
 """What each dtype explains."""
-VLLM_OPTIONS = (
-    "block_size",
-    "gpu_memory_utilization",
-    "kv_cache_memory_bytes",
-    "max_model_len",
-    "max_num_batched_tokens",
-    "tensor_parallel_size",
-)
-"""Arguments of `vllm.LLM` that a study file may set: sizes alone, nothing that names code or files."""
 
 
 class EngineError(RuntimeError):
@@ -38,7 +31,7 @@ class EngineConfig:
 
     kind: str = "self"
     """`self`: the training model. `hf`: a second copy of it, with the arithmetic below, synced before each rollout.
-    `vllm`: vLLM in a process of its own, synced before each rollout (docs/engines.md).
+    `vllm`: vLLM in a process of its own, here or elsewhere, synced before each rollout (docs/engines.md).
     `package.module:Class` or `path/to/file.py:Class`: an engine of your own."""
     dtype: str = "bfloat16"
     """`hf`, `vllm`: `float32` (the control), `bfloat16` or `float16`, of weights and activations."""
@@ -57,6 +50,9 @@ class EngineConfig:
     """Arguments of an engine of your own. `vllm`: of `vllm.LLM`, e.g. {gpu_memory_utilization: 0.4}; sizes alone."""
     python: str | None = None
     """`vllm` only: the Python in whose environment vLLM is; None takes the variable MOE_RL_VLLM_PYTHON."""
+    url: str | None = None
+    """`vllm` only, instead of `python`: http://HOST:PORT of a vLLM that another machine lends; None takes the variable
+    MOE_RL_VLLM_URL. Weights and prompts go there."""
     timeout: float = 1800.0
     """`vllm` only: seconds after which an answer that has not come is an error."""
 
@@ -67,8 +63,9 @@ def check_engine(config: EngineConfig) -> None:
         _check_vllm_settings(config)
     elif config.options and ":" not in config.kind:
         raise EngineError(f"rollout.engine.options: kind {config.kind!r} takes none, got {config.options}")
-    if config.python is not None and config.kind != "vllm":
-        raise EngineError(f"rollout.engine.python: is for kind vllm, got kind {config.kind!r}")
+    for name, place in (("python", config.python), ("url", config.url)):
+        if place is not None and config.kind != "vllm":
+            raise EngineError(f"rollout.engine.{name}: is for kind vllm, got kind {config.kind!r}")
     for name, value, names in (
         ("kind", config.kind if ":" not in config.kind else "self", ENGINE_KINDS),
         ("dtype", config.dtype, tuple(ENGINE_DTYPES)),
@@ -84,7 +81,31 @@ def check_engine(config: EngineConfig) -> None:
         raise EngineError(f"rollout.engine.timeout: a positive number of seconds, got {config.timeout}")
 
 
+def url_address(url: str, where: str = "rollout.engine.url") -> tuple[str, int]:
+    """Host and port. Raises EngineError for anything else than those.
+
+    >>> url_address("http://gpu.example:8471/")
+    ('gpu.example', 8471)
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or url.rstrip("/") != f"http://{parts.netloc}" or "@" in parts.netloc:
+        secure = "; for an encrypted way, let ssh carry it (docs/engines.md)" if url.startswith("https:") else ""
+        raise EngineError(f"{where}: expected http://HOST:PORT, got {url!r}{secure}")
+    return host, port
+
+
 def _check_vllm_settings(config: EngineConfig) -> None:
+    if config.url is not None:
+        url_address(config.url)
+        if config.python is not None:
+            raise EngineError(
+                f"rollout.engine.python and .url: vLLM is in a Python of this machine or elsewhere, got both "
+                f"{config.python!r} and {config.url!r}; leave one out"
+            )
     for name in ("experts_implementation", "router_format", "weight_format"):
         if getattr(config, name) is not None:
             raise EngineError(f"rollout.engine.{name}: is for kind hf, vLLM has kernels of its own; leave it out")

@@ -25,7 +25,8 @@ from moe_rl.rollout.engine_config import (
     EngineError,
     check_engine,
 )
-from moe_rl.rollout.vllm_engine import VllmEngine, check_vllm
+from moe_rl.rollout.vllm_engine import VllmEngine
+from moe_rl.rollout.vllm_place import check_vllm
 from moe_rl.routing import UnsupportedModelError, routing_sites
 from moe_rl.routing.experts import check_experts_name, check_megablocks
 
@@ -146,7 +147,7 @@ def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engin
 
 def check_engine_here(config: EngineConfig, device: str) -> None:
     """Raises EngineError for a second engine whose kernels transformers does not know, or this machine, or `device`
-    (model.device), lacks; for a Python without vLLM."""
+    (model.device), lacks; for a vLLM that is not there, or of an unknown version."""
     if config.kind == "vllm":
         check_vllm(config)
     if config.kind != "hf":

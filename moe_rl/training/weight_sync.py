@@ -52,7 +52,8 @@ class SyncGuard:
         build: Callable[[], Engine],
         worst: Callable[[float], float] = float,
     ):
-        """Calibrates and tests the sync; `model` and `engine` hold the same weights. `build` makes such an engine anew.
+        """Calibrates and tests the sync; `model` and `engine` hold the same weights. `build` makes such an engine anew,
+        or this one.
         Of several ranks each has an engine; `worst` is the largest of what they found, so that all find the same.
 
         Raises:
@@ -96,7 +97,8 @@ class SyncGuard:
             same = self._largest(fresh.logps(self.probe, self.temperature), synced) <= 2 * self.noise  # not if NaN
             return not self.worst(float(not same))
         finally:
-            fresh.close()
+            if fresh is not self.engine:
+                fresh.close()
 
     @torch.no_grad()
     def _test(self, loaded: Tensor) -> None:

@@ -1,13 +1,19 @@
-"""Stand-ins for a Python in which vLLM is installed: executable files that answer what the engine asks of one."""
+"""Stand-ins for a Python in which vLLM is installed: executable files that answer what the engine asks of one, and
+that can lend what they have."""
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
-from moe_rl.rollout import vllm_server
+from moe_rl.rollout import vllm_host
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
+HOST = Path(vllm_host.__file__).parent
 
 PYTHON = """#!{python}
 import json, runpy, sys
@@ -15,20 +21,27 @@ if sys.argv[1:3] == ["-I", "-c"]:
     print({versions!r})
     sys.exit()
 assert sys.argv[1] == "-I", sys.argv
+sys.executable = __file__
 sys.path[:0] = {paths!r}
-sys.argv = [{server!r} or sys.argv[2], *sys.argv[3:]]
+script = sys.argv[2]
+sys.argv = [({server!r} if script.endswith("server.py") else "") or script, *sys.argv[3:]]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 # Answers with the real server's frames and without vLLM. What it is asked to do is in the temperature's place.
 SERVER = """
-import os, sys, time
+import hashlib, os, pathlib, sys, time
 import numpy as np
-import vllm_server as real
+import server as real
 
 class Server:
     def open(self, ask, given):
-        return {"vllm": "0.32.0", "device": "none", "seconds": 0.0}, {}
+        print("opened", file=sys.stderr)
+        files = sorted(pathlib.Path(ask["model"]).iterdir())
+        return {"vllm": "0.32.0", "files": {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}}, {}
+
+    def logps(self, ask, given):
+        return getattr(self, ask["temperature"])(ask, given)
 
     def echo(self, ask, given):
         print("to standard output")
@@ -74,9 +87,38 @@ def fake_python(
     if server is not None:
         path = str(folder / "server.py")
         Path(path).write_text(server.replace("CHANGES", f"({changes})"))
-        json.loads(versions)
-    paths = [str(Path(vllm_server.__file__).parent)] if server else [str(HERE / "fake_vllm"), str(REPOSITORY)]
+    packages = folder / "packages"
+    for name, version in json.loads(versions).items():
+        metadata = packages / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+        metadata.parent.mkdir(parents=True, exist_ok=True)
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    paths = [str(HOST)] if server else [str(HERE / "fake_vllm"), str(REPOSITORY)]
     file = folder / "python"
-    file.write_text(PYTHON.format(python=sys.executable, versions=versions, paths=paths, server=path))
+    file.write_text(PYTHON.format(python=sys.executable, versions=versions, paths=[str(packages), *paths], server=path))
     file.chmod(0o755)
     return str(file)
+
+
+@contextlib.contextmanager
+def lent(python: str, address: str = "127.0.0.1:0", token: str = "", host: Path = HOST):
+    """A running `python -I vllm_host`, its url in `url`; it is ended by Ctrl-C, and must end well."""
+    env = {name: value for name, value in os.environ.items() if name != "MOE_RL_VLLM_TOKEN"}
+    process = subprocess.Popen(
+        [python, "-I", str(host), address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env | ({"MOE_RL_VLLM_TOKEN": token} if token else {}),
+    )
+    try:
+        said = process.stdout.readline()
+        assert said.startswith("http://"), said + process.stderr.read()
+        process.url = said.split()[0]
+        yield process
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            out, errors = process.communicate(timeout=60)
+            assert process.returncode == 0 and out.endswith("ended\n") and errors == "", (out, errors)
+    finally:
+        process.kill()
+        process.wait()

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from fake_python import lent
 
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import make_task
@@ -68,6 +69,22 @@ def test_in_fp32_vllm_samples_and_routes_as_the_training_model_does(model):
         assert guard.gap < 1e-5 and guard.noise == 0
     finally:
         engine.close()
+
+
+def test_what_another_machine_lends_is_the_same_bit_for_bit(model):
+    found = []
+    with lent(os.environ["MOE_RL_VLLM_PYTHON"]) as host:
+        for url in (None, host.url):
+            engine = make_engine(EngineConfig(kind="vllm", dtype="float32", url=url), model, TOKENIZER)
+            try:
+                engine.sync(model.state_dict(), 1)
+                rollout = respond(engine, 0.7)
+                found.append((rollout.input_ids, rollout.logps, rollout.routes.ids, engine.logps(rollout, 0.7)))
+            finally:
+                engine.close()
+    assert all(torch.equal(here, there) for here, there in zip(*found, strict=True))
+    differ, chose = differing_routers(model, rollout)
+    assert chose > 10_000 and differ == 0 and gap(rollout, forward_logps(model, rollout, 0.7)) < 1e-5
 
 
 def test_in_bf16_vllm_differs_by_its_arithmetic(model):

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from fake_python import SERVER, fake_python
+from fake_python import SERVER, fake_python, lent
 from safetensors import safe_open
 
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
@@ -135,6 +135,27 @@ def test_a_sync_brings_other_weights_and_nothing_stays_on_disk(synced, model):
     assert synced.version == 7
     torch.testing.assert_close(synced.logps(rollout, 1.0), forward_logps(other, rollout), rtol=0, atol=2e-5)
     assert [path.name for path in synced.server.folder.iterdir()] == ["stderr"]
+
+
+def test_what_another_machine_lends_is_the_same_bit_for_bit(synced, model, tmp_path):
+    with lent(fake_python(tmp_path)) as host:
+        config = EngineConfig(kind="vllm", dtype="float32", timeout=240.0, url=host.url)
+        engine = make_engine(config, model, TOKENIZER)
+        try:
+            here, there = respond(synced), respond(engine)
+            assert torch.equal(here.input_ids, there.input_ids) and torch.equal(here.logps, there.logps)
+            assert torch.equal(here.routes.ids, there.routes.ids)
+            scored, other = engine.logps(here), moved(model)
+            assert torch.equal(synced.logps(here), scored)
+            for one in (synced, engine):
+                one.sync(other.state_dict(), 1)
+            assert torch.equal(synced.logps(here), engine.logps(here))
+            assert not torch.equal(engine.logps(here), scored)
+            first = engine.server
+            assert list(first.folder.iterdir()) == [] and engine.renewed() is engine and engine.server is not first
+            assert torch.equal(engine.logps(here), scored), "of the model's weights"
+        finally:
+            engine.close()
 
 
 def test_the_guard_stops_at_reloads_that_change_nothing(synced, model):

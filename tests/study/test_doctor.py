@@ -65,6 +65,9 @@ def test_states_of_qwen3_30b():
     assert "reference" not in one
     assert needs(run(QWEN, method=MethodConfig(kl_coef=0.1)))["reference"] == 2 * P
     assert needs(run(QWEN, rollout=RolloutConfig(engine=EngineConfig("hf", "bfloat16"))))["rollout engine"] == 2 * P
+    for url, there in ((None, True), ("http://gpu:8471", False)):  # another machine's memory is not this one's
+        engine = EngineConfig("vllm", python=None if url else "python", url=url)
+        assert ("rollout engine" in needs(run(QWEN, rollout=RolloutConfig(engine=engine)))) == there
     facts = plan(run(QWEN))
     assert facts.routes_bytes_per_token == 48 * 8  # layers x experts of a token, a byte each
     assert facts.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2  # keys and values, layers, heads, size of a head, bf16

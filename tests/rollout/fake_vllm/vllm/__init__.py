@@ -84,22 +84,24 @@ class LLM:
         return [self._answer(str(i), prompt["prompt_token_ids"], how) for i, (prompt, how) in pairs]
 
     def _answer(self, name: str, prompt: list[int], how: SamplingParams) -> RequestOutput:
+        if how.trace_decode_token_ids is not None:
+            given = how.trace_decode_token_ids[: how.max_tokens]
+            logprobs = self._logprobs([*prompt, *given], how.temperature)[len(prompt) - 1 : -1]
+            chosen = [{token: Logprob(float(row[token]))} for token, row in zip(given, logprobs, strict=True)]
+            return RequestOutput(name, list(prompt), [CompletionOutput(given, chosen, None)])
         generator = torch.Generator().manual_seed(how.seed or 0)
-        tokens, logprobs = list(prompt), []
-        while len(logprobs) < how.max_tokens:
-            logits = self.model(input_ids=torch.tensor([tokens])).logits[0, -1].float() / (how.temperature or 1.0)
-            if how.trace_decode_token_ids is not None:
-                token = how.trace_decode_token_ids[len(logprobs)]
-            elif how.temperature == 0:
-                token = int(logits.argmax())
-            else:
-                token = int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
-            logprobs.append({token: Logprob(float(logits.log_softmax(-1)[token]))})
+        tokens, chosen = list(prompt), []
+        while len(chosen) < how.max_tokens:
+            row = self._logprobs(tokens, how.temperature)[-1]
+            token = int(row.argmax() if how.temperature == 0 else torch.multinomial(row.exp(), 1, generator=generator))
+            chosen.append({token: Logprob(float(row[token]))})
             tokens.append(token)
             if token in how.stop_token_ids:
                 break
         with record_routes(self.model) as recording:
             self.model(input_ids=torch.tensor([tokens]))
         routes = recording.routes.ids[0, :-1].to(torch.uint8).numpy() if self.capture else None
-        output = CompletionOutput(tokens[len(prompt) :], logprobs, routes)
-        return RequestOutput(name, list(prompt), [output])
+        return RequestOutput(name, list(prompt), [CompletionOutput(tokens[len(prompt) :], chosen, routes)])
+
+    def _logprobs(self, tokens: list[int], temperature: float) -> torch.Tensor:
+        return (self.model(input_ids=torch.tensor([tokens])).logits[0].float() / (temperature or 1.0)).log_softmax(-1)

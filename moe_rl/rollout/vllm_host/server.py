@@ -1,7 +1,7 @@
 """Answers requests about one vLLM engine on its standard input and output.
 
-Run by the Python in which vLLM is installed and moe_rl is not: `python -I vllm_server.py FOLDER`. It ends when its
-input ends, or its parent does, and then removes FOLDER. Frames go both ways: two lengths (8 bytes each), a JSON header,
+Run by the Python in which vLLM is installed and moe_rl is not: `python -I server.py FOLDER`. It ends when its input
+ends, or its parent does, and then removes FOLDER. Frames go both ways: two lengths (8 bytes each), a JSON header,
 safetensors; what vLLM prints goes to standard error. `moe_rl.rollout.vllm_engine` is the other end.
 """
 
@@ -35,9 +35,15 @@ def frame(header: dict[str, Any], tensors: dict[str, np.ndarray] | None = None) 
     return LENGTHS.pack(len(text), len(blob)) + text + blob
 
 
-def unframe(text: bytes, blob: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Header and tensors of a message."""
-    return json.loads(text), load(blob) if blob else {}
+def unframe(message: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Header and tensors of a message. Raises ValueError or SafetensorError for what is none."""
+    if len(message) < LENGTHS.size or len(message) - LENGTHS.size != sum(LENGTHS.unpack_from(message)):
+        raise ValueError(f"{len(message)} bytes that are no frame")
+    end = LENGTHS.size + LENGTHS.unpack_from(message)[0]
+    header = json.loads(message[LENGTHS.size : end])
+    if not isinstance(header, dict):
+        raise ValueError(f"a header that is no mapping: {header!r}")
+    return header, load(message[end:]) if len(message) > end else {}
 
 
 class CpuEngine:
@@ -296,8 +302,7 @@ class Server:
 def serve(read: BinaryIO, write: BinaryIO, server: Any) -> None:
     """Answer until the input ends. What a request raises goes back as `error`, its traceback to standard error."""
     while len(lengths := read.read(LENGTHS.size)) == LENGTHS.size:
-        text, blob = (read.read(length) for length in LENGTHS.unpack(lengths))
-        ask, given = unframe(text, blob)
+        ask, given = unframe(lengths + read.read(sum(LENGTHS.unpack(lengths))))
         try:
             answer = frame(*getattr(server, ask["do"])(ask, given))
         except Exception as error:

