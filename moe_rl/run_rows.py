@@ -33,7 +33,7 @@ def checked(kind: str, name: str, value: Any) -> Any:
     """A metric's value as JSON holds it; RunFolderError for an unknown name or a value that does not fit it."""
     from moe_rl.measure.catalogue import CATALOGUE, find
 
-    value = plain(value, f"{kind} row, {name}")
+    value = json_value(value, f"{kind} row, {name}")
     if FOREIGN in name:
         return value
     metric = find(kind, name)
@@ -65,7 +65,7 @@ def check_lists(kind: str, values: dict[str, Any]) -> None:
         raise RunFolderError(f"{kind} row: lists by site must have one length, got {lengths}")
 
 
-def plain(value: Any, where: str) -> Any:
+def json_value(value: Any, where: str) -> Any:
     """A metric as JSON holds it: tensors and arrays as lists, null for what is not finite. RunFolderError, naming
     `where`, for any other kind of value."""
     if hasattr(value, "tolist"):
@@ -73,7 +73,7 @@ def plain(value: Any, where: str) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list | tuple):
-        return [plain(item, where) for item in value]
+        return [json_value(item, where) for item in value]
     if value is None or isinstance(value, bool | int | str):
         return value
     raise RunFolderError(f"{where}: expected a number, text or a list of them, got {type(value).__name__}")
@@ -128,7 +128,7 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
         raise RunFolderError(f"tokens: {missing[0]} is missing; needed are {', '.join(TOKEN_COLUMNS)}")
     found: dict[str, Any] = {}
     for name, value in columns.items():
-        held = plain(value, f"tokens, {name}")
+        held = json_value(value, f"tokens, {name}")
         if name not in (*_WHOLE, "text") and isinstance(held, list):
             held = [math.nan if item is None else item for item in held]
         array = np.asarray(held, dtype=object if name == "text" else None)

@@ -62,5 +62,8 @@ def test_every_file_of_the_reading_order_takes_part_in_a_batch(tmp_path):
     passed = called(batch, replace(state))
     assert len(listed) == len(set(listed)) > 15
     assert not set(listed) - passed, "listed, and takes no part"
-    said = int(re.search(r"(\d+) files take part", section)[1])
-    assert said == len(passed), f"README says {said}; now: {sorted(passed)}"
+    numbers = re.search(r"(\d+) files of under ([\d,]+)\s+lines", section).groups()
+    said, most = (int(number.replace(",", "")) for number in numbers)
+    lines = sum(len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name in passed)
+    assert said == len(passed), f"README says {said} files, it is {len(passed)} now: {sorted(passed)}"
+    assert most - 300 < lines < most, f"README says under {most} lines, it is {lines} now"

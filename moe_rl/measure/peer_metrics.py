@@ -1,9 +1,11 @@
 # ruff: noqa: E501  (a table: one metric, one line)
-"""The metrics of other trainers under the names that their users know, each by the other's formula.
+"""What other trainers say of two engines, under the names that their users know, each by the other's formula.
 
 mu is the engine that sampled, pi the training engine's policy before the update; d = log pi - log mu of a token, w = e^d.
-All functions are detached, float64 inside, NaN without tokens. What these trainers have and `ratio_metrics`, `gap_metrics`
-or `moe_rl.objectives.loss_metrics` already say under another name:
+All functions are detached, float64 inside, NaN without tokens. Their metrics of an update are `ratio_range_metrics` and
+`masked_mismatch_metrics` of `moe_rl.measure.ratio_metrics`, those of routing `load_violation` and `routing_confidence` of
+`moe_rl.measure.routing_metrics`; all are defined here. What these trainers have and `ratio_metrics`, `gap_metrics` or
+`moe_rl.objectives.loss_metrics` already say under another name:
 
     NeMo-RL gen_kl_error, verl rollout_corr/k3_kl, prime-rl mismatch_kl     k3 of the engine rows
     verl rollout_corr/kl                                                    k1
@@ -15,13 +17,11 @@ or `moe_rl.objectives.loss_metrics` already say under another name:
 Differs: verl adds 1e-8 to the denominators of its means, prime-rl divides an empty sum by 1.
 """
 
-from collections.abc import Sequence
-
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from moe_rl.measure.ratio_metrics import gap_metrics
+from moe_rl.measure.ratio_metrics import extreme, gap_metrics, ratio_range_metrics
 from moe_rl.objectives import token_log_ratio
 from moe_rl.objectives.diagnostics import Definition
 
@@ -77,14 +77,14 @@ def mismatch_metrics(
         total = d.sum(1)[rows].clamp(-_VERL_BOUND, _VERL_BOUND)
         return {
             "token_mult_prob_error": tokens.abs().exp().mean(),
-            "seq_mult_prob_error_min": _extreme(per_sequence, "min"),
+            "seq_mult_prob_error_min": extreme(per_sequence, "min"),
             "seq_mult_prob_error_mean": per_sequence.mean(),
-            "seq_mult_prob_error_max": _extreme(per_sequence, "max"),
+            "seq_mult_prob_error_max": extreme(per_sequence, "max"),
             "policy_kl_error": (torch.expm1(-tokens) + tokens).mean(),
             "js_divergence_error": (to_mixture[0] / 2 + to_mixture[1] / 2).mean(),
             "sampling_importance_ratio": tokens.exp().mean(),
             "rollout_probs_diff_mean": shift.mean(),
-            "rollout_probs_diff_max": _extreme(shift, "max"),
+            "rollout_probs_diff_max": extreme(shift, "max"),
             "rollout_probs_diff_std": shift.std() if len(shift) > 1 else shift.new_tensor(float("nan")),
             "rollout_actor_probs_pearson_corr": _pearson(p, q),
             "log_ppl_diff": log_ppl_diff.mean(),
@@ -118,111 +118,18 @@ def importance_weight_metrics(
         by_sequence = torch.where(mask, weight, 0.0).sum(1)[rows] / mask.sum(1)[rows]
         return {
             "rollout_is_mean": tokens.mean(),
-            "rollout_is_min": _extreme(tokens, "min"),
-            "rollout_is_max": _extreme(tokens, "max"),
+            "rollout_is_min": extreme(tokens, "min"),
+            "rollout_is_max": extreme(tokens, "max"),
             "rollout_is_oob_ratio": ((raw[mask] < low) | (raw[mask] > high)).double().mean(),
             "rollout_is_eff_sample_size": bounded.mean().square() / bounded.square().mean(),
-            "rollout_is_seq_max_deviation": _extreme((by_sequence - 1).abs(), "max"),
+            "rollout_is_seq_max_deviation": extreme((by_sequence - 1).abs(), "max"),
         }
-
-
-def masked_mismatch_metrics(
-    log_weight: Float[Tensor, "B T"],
-    masked_low: Bool[Tensor, "B T"],
-    masked_high: Bool[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> dict[str, Tensor]:
-    """prime-rl's account of a trust region on w = e^`log_weight`: what share of the tokens it takes out on each side, and
-    the mismatch KL (w - 1 - log w, nats) of those it takes out and of those it keeps.
-
-    Args:
-        masked_low, masked_high: the tokens that are taken out, below and above; in a loss of ours the `clipped` tokens
-            with A < 0 and with A > 0.
-    """
-    with torch.no_grad():
-        d = torch.where(mask, log_weight, 0.0).double()
-        kl, masked = torch.expm1(d) - d, (masked_low | masked_high) & mask
-        return {
-            "is_masked": masked[mask].double().mean(),
-            "is_masked_low": masked_low[mask].double().mean(),
-            "is_masked_high": masked_high[mask].double().mean(),
-            "masked_mismatch_kl": kl[masked].mean(),
-            "unmasked_mismatch_kl": kl[mask & ~masked].mean(),
-        }
-
-
-def ratio_range_metrics(
-    log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, low: float = 0.9, high: float = 1.1
-) -> dict[str, Tensor]:
-    """`probs_ratio_min`, `probs_ratio_max` (NeMo-RL): of the ratios r = e^`log_ratio`; `outside_fraction`: the share of
-    tokens with r outside [low, high] (0.9 and 1.1: verl issue 6280)."""
-    with torch.no_grad():
-        ratio = log_ratio[mask].double().exp()
-        return {
-            "probs_ratio_min": _extreme(ratio, "min"),
-            "probs_ratio_max": _extreme(ratio, "max"),
-            "outside_fraction": ((ratio < low) | (ratio > high)).double().mean(),
-        }
-
-
-def load_violation(
-    load: Int[Tensor, "L E"] | Float[Tensor, "L E"], experts: Sequence[int] | None = None
-) -> dict[str, Float[Tensor, " L"]]:
-    """MaxVio of each routing site and its kin: how far loads are from even, over the even load.
-
-    `max_vio` = (max load - mean load) / mean load (arXiv 2408.15664; prime-rl, verl), `min_vio` = (min - mean) / mean,
-    `avg_vio` = mean |load - mean| / mean (verl). 0 is even; NaN at a site without tokens.
-
-    Args:
-        load: tokens by site and expert, as `moe_rl.routing.change.expert_load` counts them. The last token of a response
-            has no route of a rollout engine's: leave it out of the mask, as verl does.
-        experts: how many experts each site has, where they differ; further columns are padding, and so are negative
-            counts (`expert_load`).
-
-    >>> load_violation(torch.tensor([[0, 0, 8, 0], [2, 2, 2, 2]]))["max_vio"]
-    tensor([3., 0.], dtype=torch.float64)
-    """
-    there = load >= 0
-    if experts is not None:
-        there = there & (
-            torch.arange(load.shape[1], device=load.device) < torch.tensor(experts, device=load.device)[:, None]
-        )
-    counts = load.double() * there
-    mean = counts.sum(1, keepdim=True) / there.sum(1, keepdim=True)
-    off = (counts - mean) / mean
-    return {
-        "max_vio": off.masked_fill(~there, -torch.inf).amax(1),
-        "min_vio": off.masked_fill(~there, torch.inf).amin(1),
-        "avg_vio": (off.abs() * there).sum(1) / there.sum(1),
-    }
-
-
-def routing_confidence(scores: Float[Tensor, "n E"], ids: Int[Tensor, "n K"]) -> Float[Tensor, ""]:
-    """prime-rl's routing confidence of one site: the share of a token's score mass that its chosen experts have, before
-    gates are renormalised or scaled; mean over tokens, a fraction.
-
-        mean_t Σ_k s_t[e_k] / Σ_e s_t[e]
-
-    Args:
-        scores: not negative: softmax or sigmoid of the router's logits over all experts.
-        ids: the chosen experts; a row with -1 (no route) does not count.
-
-    >>> routing_confidence(torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0, 2]]))
-    tensor(0.7000, dtype=torch.float64)
-    """
-    routed = (ids >= 0).all(-1)
-    scores, ids = scores.detach()[routed].double(), ids[routed].long()
-    return (scores.gather(-1, ids).sum(-1) / scores.sum(-1)).mean()
 
 
 def _pearson(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> Float[Tensor, ""]:
     if len(a) < 2:
         return a.new_tensor(float("nan"))
     return torch.corrcoef(torch.stack([a, b]))[0, 1]
-
-
-def _extreme(values: Float[Tensor, " n"], which: str) -> Float[Tensor, ""]:
-    return getattr(values, which)() if len(values) else values.new_tensor(float("nan"))
 
 
 _NEMO, _VERL, _PRIME = "NeMo-RL", "verl", "prime-rl"

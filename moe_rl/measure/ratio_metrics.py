@@ -4,7 +4,7 @@ Every name that they return is defined, with its unit and source, in `moe_rl.mea
 """
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
@@ -115,3 +115,47 @@ def effective_share(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
     tensor(0.5000)
     """
     return weights.sum().square() / (len(weights) * weights.square().sum())
+
+
+def ratio_range_metrics(
+    log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, low: float = 0.9, high: float = 1.1
+) -> dict[str, Tensor]:
+    """`probs_ratio_min`, `probs_ratio_max` (NeMo-RL): of the ratios r = e^`log_ratio`; `outside_fraction`: the share of
+    tokens with r outside [low, high] (0.9 and 1.1: verl issue 6280)."""
+    with torch.no_grad():
+        ratio = log_ratio[mask].double().exp()
+        return {
+            "probs_ratio_min": extreme(ratio, "min"),
+            "probs_ratio_max": extreme(ratio, "max"),
+            "outside_fraction": ((ratio < low) | (ratio > high)).double().mean(),
+        }
+
+
+def masked_mismatch_metrics(
+    log_weight: Float[Tensor, "B T"],
+    masked_low: Bool[Tensor, "B T"],
+    masked_high: Bool[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> dict[str, Tensor]:
+    """prime-rl's account of a trust region on w = e^`log_weight`: what share of the tokens it takes out on each side,
+    and the mismatch KL (w - 1 - log w, nats) of those it takes out and of those it keeps.
+
+    Args:
+        masked_low, masked_high: the tokens that are taken out, below and above; in a loss of ours the `clipped` tokens
+            with A < 0 and with A > 0.
+    """
+    with torch.no_grad():
+        d = torch.where(mask, log_weight, 0.0).double()
+        kl, masked = torch.expm1(d) - d, (masked_low | masked_high) & mask
+        return {
+            "is_masked": masked[mask].double().mean(),
+            "is_masked_low": masked_low[mask].double().mean(),
+            "is_masked_high": masked_high[mask].double().mean(),
+            "masked_mismatch_kl": kl[masked].mean(),
+            "unmasked_mismatch_kl": kl[mask & ~masked].mean(),
+        }
+
+
+def extreme(values: Float[Tensor, " n"], which: Literal["min", "max"]) -> Float[Tensor, ""]:
+    """The smallest or largest value; NaN where there is none."""
+    return getattr(values, which)() if len(values) else values.new_tensor(float("nan"))

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moe_rl.measure.peer_metrics import load_violation
 from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token
 from moe_rl.routing.change import active_set_churn, expert_load, load_cv, load_entropy
 from moe_rl.routing.router_stats import boundary_margin, router_js, router_kl
@@ -125,3 +124,53 @@ def load_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T
         **{f"site_{name}": by_site for name, by_site in load_violation(load).items()},
         "active_set_churn": active_set_churn(old, new, mask)[mask.any(1).to(new.device)].mean(),
     }
+
+
+def load_violation(
+    load: Int[Tensor, "L E"] | Float[Tensor, "L E"], experts: Sequence[int] | None = None
+) -> dict[str, Float[Tensor, " L"]]:
+    """MaxVio of each routing site and its kin: how far loads are from even, over the even load.
+
+    `max_vio` = (max load - mean load) / mean load (arXiv 2408.15664; prime-rl, verl), `min_vio` = (min - mean) / mean,
+    `avg_vio` = mean |load - mean| / mean (verl). 0 is even; NaN at a site without tokens.
+
+    Args:
+        load: tokens by site and expert, as `moe_rl.routing.change.expert_load` counts them. The last token of a
+            response has no route of a rollout engine's: leave it out of the mask, as verl does.
+        experts: how many experts each site has, where they differ; further columns are padding, and so are negative
+            counts (`expert_load`).
+
+    >>> load_violation(torch.tensor([[0, 0, 8, 0], [2, 2, 2, 2]]))["max_vio"]
+    tensor([3., 0.], dtype=torch.float64)
+    """
+    there = load >= 0
+    if experts is not None:
+        there = there & (
+            torch.arange(load.shape[1], device=load.device) < torch.tensor(experts, device=load.device)[:, None]
+        )
+    counts = load.double() * there
+    mean = counts.sum(1, keepdim=True) / there.sum(1, keepdim=True)
+    off = (counts - mean) / mean
+    return {
+        "max_vio": off.masked_fill(~there, -torch.inf).amax(1),
+        "min_vio": off.masked_fill(~there, torch.inf).amin(1),
+        "avg_vio": (off.abs() * there).sum(1) / there.sum(1),
+    }
+
+
+def routing_confidence(scores: Float[Tensor, "n E"], ids: Int[Tensor, "n K"]) -> Float[Tensor, ""]:
+    """prime-rl's routing confidence of one site: the share of a token's score mass that its chosen experts have, before
+    gates are renormalised or scaled; mean over tokens, a fraction.
+
+        mean_t Σ_k s_t[e_k] / Σ_e s_t[e]
+
+    Args:
+        scores: not negative: softmax or sigmoid of the router's logits over all experts.
+        ids: the chosen experts; a row with -1 (no route) does not count.
+
+    >>> routing_confidence(torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0, 2]]))
+    tensor(0.7000, dtype=torch.float64)
+    """
+    routed = (ids >= 0).all(-1)
+    scores, ids = scores.detach()[routed].double(), ids[routed].long()
+    return (scores.gather(-1, ids).sum(-1) / scores.sum(-1)).mean()

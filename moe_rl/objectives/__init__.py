@@ -1,6 +1,6 @@
 """Log-probabilities and rewards -> advantages, ratios, loss: pure torch functions that know no model.
 
-Reading order: `ratios`, `gates`, `divergence`, `aggregation`, `objective`, `presets`, `terms`, `loss`,
+Reading order: `ratios`, `gates`, `other_gates`, `divergence`, `objective`, `presets`, `terms`, `loss`,
 `diagnostics`; then `advantages`, `corrections`, `kl`, `gae` (PPO), `preferences` (DPO), `iterative`, and `gradient`,
 which shows what a method does to each token.
 """
@@ -12,7 +12,6 @@ from moe_rl.objectives.advantages import (
     leave_one_out_advantages,
     process_advantages,
 )
-from moe_rl.objectives.aggregation import aggregation_weights
 from moe_rl.objectives.corrections import (
     Correction,
     geometric_mask,
@@ -28,7 +27,7 @@ from moe_rl.objectives.gates import GATES, Gate, Gated, GateInputs, gate
 from moe_rl.objectives.gradient import TokenWeights, token_weights
 from moe_rl.objectives.iterative import historical_sample, reward_model_loss
 from moe_rl.objectives.kl import kl_estimate
-from moe_rl.objectives.loss import LossOutput, policy_loss
+from moe_rl.objectives.loss import LossOutput, aggregation_weights, policy_loss
 from moe_rl.objectives.objective import Objective
 from moe_rl.objectives.preferences import dpo_coefficients, dpo_loss, sequence_margin
 from moe_rl.objectives.presets import OBJECTIVES, PRESETS, Preset, get_objective

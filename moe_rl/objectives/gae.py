@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from moe_rl.objectives.aggregation import aggregation_weights, weighted_sum
+from moe_rl.objectives.loss import aggregation_weights, weighted_sum
 from moe_rl.objectives.ratios import at_least_float32, token_log_ratio
 
 

@@ -1,4 +1,6 @@
-"""What each method makes of a ratio and an advantage: the surrogate of a token, to be maximised.
+"""What a method makes of a ratio and an advantage: the surrogate of a token, to be maximised.
+
+Here: the clip of PPO, GRPO and GSPO, MiniRL's mask, no clip, no ratio. The others: `other_gates`, `divergence`.
 
 A gate is one function and one registration:
 
@@ -26,10 +28,6 @@ from typing import Literal, NamedTuple
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
-
-from moe_rl.objectives.ratios import masked_row_mean
-
-_SATURATED = 50.0  # nats: sigma(tau (e^50 - 1)) is 1 and its slope 0 in float64 for every tau above 1e-20
 
 
 class Gated(NamedTuple):
@@ -171,71 +169,6 @@ def mask_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -
     return Gated(torch.where(clipped, 0.0, ratio) * x.advantages * x.logps, clipped)
 
 
-def _capped_ratio(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Float[Tensor, "B T"]:
-    return x.level_log_ratio.detach().exp().clamp(min=1.0 - clip_low, max=1.0 + clip_high)
-
-
-@gate("cap", flow="logps", importance=_capped_ratio)
-def cap_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
-    """CISPO (arXiv:2506.13585): sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi.
-
-    The weight is bounded, but no token leaves the gradient: `clipped` is False everywhere.
-    """
-    weight = _capped_ratio(x, clip_low=clip_low, clip_high=clip_high)
-    return Gated(weight * x.advantages * x.logps, x.nowhere())
-
-
-def _sigmoid_importance(
-    x: GateInputs, *, temperature_pos: float | int, temperature_neg: float | int
-) -> Float[Tensor, "B T"]:
-    ratio = x.level_log_ratio.exp()
-    tau = choose(x.advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
-    slope = torch.cosh(0.5 * tau * (ratio - 1.0)).pow(-2)
-    return torch.where(slope > 0, ratio * slope, 0.0)
-
-
-@gate("sigmoid", importance=_sigmoid_importance)
-def sigmoid_gate(x: GateInputs, *, temperature_pos: float | int, temperature_neg: float | int) -> Gated:
-    """SAPO (arXiv:2511.20347): (4/tau) sigma(tau (r - 1)) A.
-
-    tau is temperature_pos where A > 0, else temperature_neg. The slope in r is sech^2(tau (r - 1)/2):
-    1 on-policy, fading smoothly on both sides. Nothing is clipped.
-    """
-    tau = choose(x.advantages > 0, temperature_pos, temperature_neg, x.log_ratio.dtype)
-    ratio = x.log_ratio.clamp(max=_SATURATED).exp()
-    return Gated(torch.sigmoid(tau * (ratio - 1.0)) * (4.0 / tau) * x.advantages, x.nowhere())
-
-
-def _geometric_mean(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Float[Tensor, "B T"]:
-    """The sequence's geometric mean of clipped ratios, on each of its tokens."""
-    advantages, log_ratio = x.advantages, x.level_log_ratio  # the mean needs the ratio of every token
-    above = (advantages > 0) & (log_ratio > clip_high)
-    below = (advantages < 0) & (log_ratio < -clip_low)
-    bounded = torch.where(above, clip_high, torch.where(below, -clip_low, log_ratio))
-    if x.log_route_weight is not None:
-        bounded = bounded + x.log_route_weight
-    # A row without advantage has no gradient, however far its ratios are: not 0 times infinity.
-    bounded = bounded.masked_fill(~((advantages != 0) & x.mask).any(-1, keepdim=True), 0.0)
-    return torch.where(x.mask, masked_row_mean(bounded, x.mask).exp()[:, None], 0.0)
-
-
-@gate("geometric", flow="row", levels=("token",), importance=_geometric_mean)
-def geometric_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
-    """GMPO (arXiv:2507.20673): geometric mean over a sequence of its clipped token ratios, times A.
-
-        (prod_t |min(r A, clip(r, e^-clip_low, e^clip_high) A)|)^(1/|y|) sgn A
-            = A exp((1/|y|) sum_t clipped log r),   clipped at +clip_high if A > 0, at -clip_low if A < 0
-
-    The route weight is added after the clip, inside the mean (RSPO, arXiv:2510.23027 v1).
-
-    Differs: with token-level advantages, which the paper does not define, the sequence's geometric mean
-    multiplies each token's own advantage.
-    """
-    above = (x.advantages > 0) & (x.level_log_ratio > clip_high)
-    below = (x.advantages < 0) & (x.level_log_ratio < -clip_low)
-    return Gated(_geometric_mean(x, clip_low=clip_low, clip_high=clip_high) * x.advantages, above | below)
-
-
 @gate("none")
 def plain_gate(x: GateInputs) -> Gated:
     """Plain importance sampling: r A (arXiv:2507.18071, eqs 8 and 11, where clipping is omitted)."""
@@ -250,25 +183,3 @@ def _one(x: GateInputs) -> Float[Tensor, "B T"]:
 def likelihood_gate(x: GateInputs) -> Gated:
     """A log pi, the policy gradient without a ratio; SFT and RFT with A of 0 or 1 (arXiv:2402.03300, A.1)."""
     return Gated(x.logps * x.advantages, x.nowhere())
-
-
-def _gamma_kernel(
-    x: GateInputs, *, power_pos: float | int, decay_pos: float | int, power_neg: float | int, decay_neg: float | int
-) -> Float[Tensor, "B T"]:
-    log_ratio, up = x.log_ratio.detach(), x.advantages >= 0
-    power = choose(up, power_pos, power_neg, log_ratio.dtype)
-    decay = choose(up, decay_pos, decay_neg, log_ratio.dtype)
-    return (power * log_ratio - decay * torch.expm1(log_ratio)).exp()
-
-
-@gate("gamma", flow="logps", importance=_gamma_kernel)
-def gamma_gate(
-    x: GateInputs, *, power_pos: float | int, decay_pos: float | int, power_neg: float | int, decay_neg: float | int
-) -> Gated:
-    """VESPO (arXiv:2602.10693): sg[phi(r)] A log pi, phi(r) = r^power e^(decay (1 - r)).
-
-    The kernel of a gamma density with phi(1) = 1; power and decay are `_pos` where A >= 0, else `_neg`. Small and
-    large ratios fade; nothing is clipped. The paper's r is that of whole sequences, ratio="sequence_product".
-    """
-    weight = _gamma_kernel(x, power_pos=power_pos, decay_pos=decay_pos, power_neg=power_neg, decay_neg=decay_neg)
-    return Gated(weight * x.advantages * x.logps, x.nowhere())

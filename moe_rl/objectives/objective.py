@@ -4,15 +4,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from moe_rl.objectives import divergence  # noqa: F401  (registers its gates)
+from moe_rl.objectives import divergence, other_gates  # noqa: F401  (they register their gates)
 from moe_rl.objectives.advantages import Scale
-from moe_rl.objectives.aggregation import Aggregate
 from moe_rl.objectives.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, Range, unknown
 from moe_rl.objectives.corrections import Correction
 from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.kl import KLEstimator
 from moe_rl.objectives.ratios import RatioLevel
 
+Aggregate = Literal["sequence_mean", "token_mean", "sum", "constant"]
 Anchor = Literal["old", "rollout"]
 RouteWeight = Literal["none", "before_clip", "after_clip"]
 Advantage = Literal["group", "leave_one_out", "gae", "one", "accepted", "process", "decoupled"]

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moe_rl.rollout.task import Problem, Task
-from moe_rl.rollout.user_code import checked_reward, user_code
+from moe_rl.rollout.task import Problem, Task, checked_reward, user_code
 from moe_rl.routing import RoutedExperts
 
 

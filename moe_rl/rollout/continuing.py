@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token
-from moe_rl.rollout.user_code import user_code
+from moe_rl.rollout.task import user_code
 from moe_rl.routing import RoutedExperts
 
 TURNS = 4

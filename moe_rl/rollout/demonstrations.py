@@ -9,8 +9,7 @@ from torch import Tensor
 
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.sampler import encode_prompts
-from moe_rl.rollout.task import Problem
-from moe_rl.rollout.user_code import user_code
+from moe_rl.rollout.task import Problem, user_code
 
 
 def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: random.Random) -> Rollout:

@@ -11,8 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from moe_rl.rollout.completions import Rollout
-from moe_rl.rollout.task import TaskError
-from moe_rl.rollout.user_code import checked_reward, user_code
+from moe_rl.rollout.task import TaskError, checked_reward, user_code
 
 
 def step_rewards(task: Any, tokenizer: Any, rollout: Rollout) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:

@@ -5,9 +5,10 @@
     model.set_experts_implementation("megablocks_reference")  # plain torch: any device, any float dtype
     model.set_experts_implementation("sorted_mm")             # plain torch, the fastest for small models on a CPU
 
-The first two are one *dropless* pipeline (MegaBlocks, arXiv 2211.15841): the T*K routed slots are sorted by expert,
-every expert multiplies its own run of rows whatever its length, and the results return to their tokens. No
-expert has a capacity, so no token is dropped and no expert's rows are padded.
+The first two, in this file, are one *dropless* pipeline (MegaBlocks, arXiv 2211.15841): the T*K routed slots are sorted
+by expert, every expert multiplies its own run of rows whatever its length, and the results return to their tokens. No
+expert has a capacity, so no token is dropped and no expert's rows are padded. The third is all of
+`moe_rl.routing.experts_sorted`.
 
 An experts implementation receives the indices and weights that the router has already chosen. Recording and
 replay happen in the router, hence they work through these implementations as through any other.
@@ -28,7 +29,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_rl.routing import experts_reference as plain
 from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
-from moe_rl.routing.experts_sorted import sorted_experts
+from moe_rl.routing.experts_sorted import check_experts, compute_dtype, dtype_name, sorted_mm
 
 _INSTALL = """
   pip install triton
@@ -88,7 +89,7 @@ def dropless_experts(
         return torch.zeros_like(hidden_states)
     gate_up, down = experts.gate_up_proj, experts.down_proj  # read once: adapters compute them on access
     num_experts, top_k = gate_up.shape[0], top_k_index.shape[-1]
-    dtype = _compute_dtype(gate_up, hidden_states.device)
+    dtype = compute_dtype(gate_up, hidden_states.device)
     trans_b = not getattr(experts, "is_transposed", False)
 
     ids = top_k_index.reshape(-1).to(torch.int32)
@@ -154,26 +155,6 @@ def megablocks(
     return dropless_experts(self, hidden_states, top_k_index, top_k_weights, _megablocks_backend())
 
 
-def sorted_mm(
-    self: Any,
-    hidden_states: Float[Tensor, "T d"],
-    top_k_index: Int[Tensor, "T K"],
-    top_k_weights: Float[Tensor, "T K"],
-) -> Float[Tensor, "T d"]:
-    """`moe_rl.routing.experts_sorted`: any device and float dtype, made for small models on a CPU.
-
-    Computed in the dtype of the expert weights, or of an enclosing `torch.autocast`; returned in that of
-    `hidden_states`. One device synchronisation per call.
-
-    Raises:
-        UnsupportedExpertsError: experts with another layout (`check_experts`).
-        RoutingError: an expert index outside 0..E-1.
-    """
-    check_experts(self)
-    dtype = _compute_dtype(self.gate_up_proj, hidden_states.device)
-    return sorted_experts(self, hidden_states, top_k_index, top_k_weights, dtype)
-
-
 def check_megablocks(dtype: torch.dtype, device: str) -> None:
     """Refuse, before anything is loaded, a `megablocks` that could not run: all that is missing in one message.
 
@@ -194,7 +175,7 @@ def check_megablocks(dtype: torch.dtype, device: str) -> None:
         elif not torch.cuda.is_available():
             missing.append("a CUDA device (there is none here)")
         if dtype != torch.bfloat16:
-            missing.append(f"bfloat16 (dtype is {_name(dtype)})")
+            missing.append(f"bfloat16 (dtype is {dtype_name(dtype)})")
     try:
         _megablocks_backend()
     except ImportError as error:
@@ -236,44 +217,6 @@ def check_experts_name(name: str | None) -> None:
         )
 
 
-def check_experts(experts: Any) -> None:
-    """Refuse experts that the pipeline would compute wrongly.
-
-    Covered: gated experts without bias, gate and up projections concatenated in `gate_up_proj`, either
-    orientation (`is_transposed`), all experts present on this device, ordinary floating-point weights.
-
-    Raises:
-        UnsupportedExpertsError: naming the class and every property that is not covered.
-    """
-    # getattr with transformers' own defaults: the older ones lack the newer attributes.
-    refused = []
-    if getattr(experts, "has_bias", False):
-        refused.append("its projections have a bias")
-    if not getattr(experts, "has_gate", True):
-        refused.append("it is not gated (one up_proj instead of gate_up_proj)")
-    if not getattr(experts, "is_concatenated", True):
-        refused.append("gate and up projections are interleaved, not concatenated")
-    if getattr(experts, "has_post_expert_norm", False):
-        refused.append("it normalises each expert's output (has_post_expert_norm)")
-    if getattr(experts, "_is_expert_parallel", False):
-        refused.append("its experts are spread over devices (expert parallelism)")
-    for name in ("gate_up_proj", "down_proj"):
-        weight = getattr(experts, name, None)
-        if not isinstance(weight, Tensor) or weight.ndim != 3:
-            refused.append(f"{name} is not one tensor [experts, ., .]")
-        elif hasattr(weight, "placements"):
-            refused.append(f"{name} is sharded (a DTensor)")
-        elif weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            refused.append(f"{name} is stored as {_name(weight.dtype)} (quantised?)")
-    if not hasattr(experts, "_apply_gate"):
-        refused.append("it has no _apply_gate")
-    if refused:
-        raise UnsupportedExpertsError(
-            f"{type(experts).__name__} cannot run as megablocks or sorted_mm: {'; '.join(refused)}. "
-            'Choose another implementation: model.set_experts_implementation("grouped_mm") or "eager".'
-        )
-
-
 def _check_kernels(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> None:
     """What MegaBlocks' and grouped_gemm's kernels lack, beyond `check_experts`."""
     where, instead = type(experts).__name__, "Or choose experts_implementation='megablocks_reference'."
@@ -283,10 +226,10 @@ def _check_kernels(experts: Any, hidden_states: Tensor, top_k_index: Tensor) -> 
             f"{where}: megablocks needs tensors on a CUDA device, these are on {str(device)!r}. "
             f"Move the model: model.to('cuda'). {instead}"
         )
-    dtype = _compute_dtype(experts.gate_up_proj, device)
+    dtype = compute_dtype(experts.gate_up_proj, device)
     if device.type == "cuda" and dtype != torch.bfloat16:
         raise UnsupportedExpertsError(
-            f"{where}: megablocks multiplies in bfloat16 only, this layer computes in {_name(dtype)}. "
+            f"{where}: megablocks multiplies in bfloat16 only, this layer computes in {dtype_name(dtype)}. "
             "Load the model with dtype=torch.bfloat16, or run it under torch.autocast('cuda', torch.bfloat16). "
             f"{instead}"
         )
@@ -308,16 +251,6 @@ def _check_counted(experts: Any, batch_sizes: Tensor, top_k_index: Tensor) -> No
             f"{type(experts).__name__}: {uncounted} of {top_k_index.numel()} expert indices lie outside "
             f"0..{len(batch_sizes) - 1}. Were these routes recorded from a model with another number of experts?"
         )
-
-
-def _compute_dtype(weight: Tensor, device: torch.device) -> torch.dtype:
-    if torch.is_autocast_enabled(device.type):
-        return torch.get_autocast_dtype(device.type)
-    return weight.dtype
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _megablocks_backend() -> Backend:

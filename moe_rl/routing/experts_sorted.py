@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.integrations import moe
 
-from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
 
 
 class Slots(NamedTuple):
@@ -64,30 +64,34 @@ def sort_slots(top_k_index: Int[Tensor, "T K"], num_experts: int) -> Slots:
     return Slots(slot, slot // K, row, bags, ends, bounds[1:])
 
 
-def sorted_experts(
-    experts: Any,
+def sorted_mm(
+    self: Any,
     hidden_states: Float[Tensor, "T d"],
     top_k_index: Int[Tensor, "T K"],
     top_k_weights: Float[Tensor, "T K"],
-    dtype: torch.dtype,
 ) -> Float[Tensor, "T d"]:
-    """The experts layer, computed in `dtype` and returned in that of `hidden_states`; see the module.
+    """The experts layer `self`, on any device and in any float dtype; see the module.
 
-    Differentiable once in the hidden states, the routing weights and the expert weights.
+    Computed in the dtype of the expert weights, or of an enclosing `torch.autocast`; returned in that of
+    `hidden_states`. Differentiable once in the hidden states, the routing weights and the expert weights. One device
+    synchronisation per call.
 
     Raises:
+        UnsupportedExpertsError: experts with another layout (`check_experts`).
         RoutingError: an expert index outside 0..E-1.
     """
+    check_experts(self)
     if top_k_index.numel() == 0:
         return torch.zeros_like(hidden_states)
-    gate_up, down = experts.gate_up_proj.to(dtype), experts.down_proj.to(dtype)  # read once: adapters compute them
-    transposed = getattr(experts, "is_transposed", False)
+    gate_up, down = self.gate_up_proj, self.down_proj  # read once: adapters compute them
+    dtype, transposed = compute_dtype(gate_up, hidden_states.device), getattr(self, "is_transposed", False)
+    gate_up, down = gate_up.to(dtype), down.to(dtype)
     slots = sort_slots(top_k_index, gate_up.shape[0])
     weights = top_k_weights.reshape(-1).to(torch.promote_types(dtype, top_k_weights.dtype))
     autocast = torch.is_autocast_enabled(device := hidden_states.device.type)  # entering a context takes its time
     with torch.autocast(device, enabled=False) if autocast else nullcontext():
         rows = _run(_Up, hidden_states.to(dtype), gate_up, transposed, slots)
-        rows = _run(_SwiGLU, rows) if _is_swiglu(experts) else experts._apply_gate(rows)
+        rows = _run(_SwiGLU, rows) if _is_swiglu(self) else self._apply_gate(rows)
         out = _run(_Down, rows, down, weights, transposed, slots)
     return out.to(hidden_states.dtype)
 
@@ -214,3 +218,55 @@ class _Down(torch.autograd.Function):
         if need_weights:  # (W x).g = x.(W^T g): along the narrower side
             d_weights = (dx * x).sum(1, dtype=weights.dtype).index_select(0, slots.row)
         return dx.mul_(scale) if need_x and dx is not None else None, dw, d_weights, None, None
+
+
+# -- what the experts must be ------------------------------------------------------------------------------------------
+
+
+def check_experts(experts: Any) -> None:
+    """Refuse experts that `sorted_mm` and the pipeline of MegaBlocks would compute wrongly.
+
+    Covered: gated experts without bias, gate and up projections concatenated in `gate_up_proj`, either
+    orientation (`is_transposed`), all experts present on this device, ordinary floating-point weights.
+
+    Raises:
+        UnsupportedExpertsError: naming the class and every property that is not covered.
+    """
+    # getattr with transformers' own defaults: the older ones lack the newer attributes.
+    refused = []
+    if getattr(experts, "has_bias", False):
+        refused.append("its projections have a bias")
+    if not getattr(experts, "has_gate", True):
+        refused.append("it is not gated (one up_proj instead of gate_up_proj)")
+    if not getattr(experts, "is_concatenated", True):
+        refused.append("gate and up projections are interleaved, not concatenated")
+    if getattr(experts, "has_post_expert_norm", False):
+        refused.append("it normalises each expert's output (has_post_expert_norm)")
+    if getattr(experts, "_is_expert_parallel", False):
+        refused.append("its experts are spread over devices (expert parallelism)")
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(experts, name, None)
+        if not isinstance(weight, Tensor) or weight.ndim != 3:
+            refused.append(f"{name} is not one tensor [experts, ., .]")
+        elif hasattr(weight, "placements"):
+            refused.append(f"{name} is sharded (a DTensor)")
+        elif weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            refused.append(f"{name} is stored as {dtype_name(weight.dtype)} (quantised?)")
+    if not hasattr(experts, "_apply_gate"):
+        refused.append("it has no _apply_gate")
+    if refused:
+        raise UnsupportedExpertsError(
+            f"{type(experts).__name__} cannot run as megablocks or sorted_mm: {'; '.join(refused)}. "
+            'Choose another implementation: model.set_experts_implementation("grouped_mm") or "eager".'
+        )
+
+
+def compute_dtype(weight: Tensor, device: torch.device) -> torch.dtype:
+    """The dtype in which an experts layer computes: that of its weights, or of an enclosing `torch.autocast`."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.get_autocast_dtype(device.type)
+    return weight.dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -22,7 +22,7 @@ from moe_rl.policy.models import check_machine, seeded
 from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
-from moe_rl.rollout.user_code import checked_reward, user_code
+from moe_rl.rollout.task import checked_reward, user_code
 from moe_rl.settings import listed
 from moe_rl.study.config import ConfigError, DamagedRunError, changed_settings, dump_run
 from moe_rl.training import RunConfig, train, validate

@@ -14,9 +14,9 @@ from moe_rl.rollout import Rollout, score
 from moe_rl.rollout.completions import unrouted_tokens
 from moe_rl.rollout.continuing import converse
 from moe_rl.rollout.engine import Engine
-from moe_rl.rollout.user_code import user_code
+from moe_rl.rollout.task import user_code
 from moe_rl.routing import RoutedExperts, RoutingError
-from moe_rl.training.distributed import Ranks, digest
+from moe_rl.training.distributed import Ranks
 from moe_rl.training.not_finite import NotFiniteError, prompt_of
 
 
@@ -60,7 +60,7 @@ def respond(
             go_on = partial(_turn, engine, {**more, "generator": generator, "record_routes": record_routes})
             rollout = converse(rollout, task, tokenizer, go_on, max_new_tokens, seconds)
     else:
-        ranks.agree("the prompts", digest([(p.prompt, p.answer) for p in problems]))
+        ranks.agree_on("the prompts", [(p.prompt, p.answer) for p in problems])
         mine = ranks.share(len(problems))
         torch.rand(mine.start * group_size * max_new_tokens, generator=generator, dtype=torch.float64)  # of lower ranks
         with ranks.lock_step(getattr(engine, "model", None)):

@@ -9,9 +9,8 @@ from typing import Literal
 
 from moe_rl.objectives import Correction
 from moe_rl.objectives.advantages import Scale
-from moe_rl.objectives.aggregation import Aggregate
 from moe_rl.objectives.kl import KLEstimator
-from moe_rl.objectives.objective import Advantage, Anchor, RouteWeight
+from moe_rl.objectives.objective import Advantage, Aggregate, Anchor, RouteWeight
 from moe_rl.objectives.ratios import RatioLevel
 from moe_rl.policy.models import ModelConfig
 from moe_rl.rollout import TaskConfig

@@ -233,6 +233,11 @@ class Ranks(Accelerator):
                 f"(of {self.size} ranks, {len(others)} differ from rank 0). Different files, versions or command lines?"
             )
 
+    def agree_on(self, what: str, *own: Any) -> None:
+        """The same of tensors, and of what is told apart by its `repr`: their SHA-256 is compared."""
+        if self.size > 1:
+            self.agree(what, digest(*own))
+
     def agree_on_weights(self, model: nn.Module) -> None:
         """Raises DistributedError unless all ranks loaded the same: under fsdp2 the same shapes and dtypes, since they
         will get the weights of rank 0, else also the same weights."""

@@ -20,20 +20,18 @@ from torch import Tensor
 from moe_rl.rollout import Rollout, TaskError, demonstrate
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.randomness import seeded_random
-from moe_rl.training.advantages import make_advantages
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
 from moe_rl.training.collect import check_routes, problems_of, respond, verify
 from moe_rl.training.config import RunConfig
-from moe_rl.training.distributed import digest
 from moe_rl.training.dpo import best_and_worst, preferences
 from moe_rl.training.incidents import keep_incident
 from moe_rl.training.levers import kept_rows
 from moe_rl.training.memory import memory_metrics
-from moe_rl.training.not_finite import NotFiniteError
+from moe_rl.training.not_finite import NotFiniteError, gradient_incident
 from moe_rl.training.partial import advance, version_metrics
 from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
-from moe_rl.training.score import Scores, engine_rows, make_batch, score_rollout
+from moe_rl.training.score import Scores, engine_rows, make_advantages, make_batch, score_rollout
 from moe_rl.training.state import Listener, State, begin
 from moe_rl.training.token_tables import write_probe_tables
 from moe_rl.training.update import update_policy
@@ -162,7 +160,7 @@ def collect_batch(state: State) -> Batch:
         pairs = best_and_worst(rewards, rollout.group_size)
         batch = replace(batch.rows(pairs), advantages=preferences(rewards[pairs]))
         metrics["pairs"] = (batch.advantages > 0).sum()
-    ranks.agree("the batch", digest(batch.input_ids, batch.rewards, batch.advantages, batch.old_logps))
+    ranks.agree_on("the batch", batch.input_ids, batch.rewards, batch.advantages, batch.old_logps)
     about = rollout_metrics(rollout, batch, method.source, config.rollout.lag)
     state.log.append("rollout", state.step, **{**about, **sampled, **metrics})
     return batch
@@ -279,22 +277,7 @@ def update_on(state: State, batch: Batch, update: int) -> None:
         bias=state.expert_bias,
     )
     if not torch.isfinite(row["grad_norm"]):
-        wrong = [
-            name
-            for name, value in row.items()
-            if value is not None and not bool(torch.as_tensor(value).isfinite().all())
-        ]
-        incident = NotFiniteError(
-            f"update {update}",
-            f"the gradient norm is {float(row['grad_norm'])}, so the weights were left as they are (not finite: "
-            f"{', '.join(wrong)}; gradients of {len(gradients)} parameters, the first of them "
-            f"{gradients[0] if gradients else 'of another rank'}). A lower optim.learning_rate, a longer "
-            "optim.warmup_updates or a tighter clip range usually helps; optim.on_nonfinite: skip goes on without such "
-            "updates",
-            batch,
-            row,
-            everywhere=True,
-        )
+        incident = gradient_incident(update, batch, row, gradients)
         if config.optim.on_nonfinite == "stop":
             raise incident
         keep_incident(state, incident)

@@ -15,9 +15,15 @@ from torch import Tensor, nn
 from moe_rl.measure.decompose import decompose_update
 from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
-from moe_rl.measure.peer_metrics import engine_metrics, routing_confidence
+from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.ratio_metrics import ratio_metrics
-from moe_rl.measure.routing_metrics import change_metrics, load_metrics, router_facts, router_metrics
+from moe_rl.measure.routing_metrics import (
+    change_metrics,
+    load_metrics,
+    router_facts,
+    router_metrics,
+    routing_confidence,
+)
 from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.measure.weights import copy_weights
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from moe_rl.checks import damage_of, other_size, sizes
 from moe_rl.files import atomic_file, naming, sync_folder
-from moe_rl.run_rows import plain
+from moe_rl.run_rows import json_value
 from moe_rl.tables import TABLES
 
 
@@ -41,7 +41,8 @@ class RunLog:
 
     def append(self, kind: str, step: int, **values: Any) -> None:
         """Write one row. Floats that are not finite are written as null: JSON has no NaN."""
-        row = {"kind": kind, "step": step, **{key: plain(value, f"{kind} row, {key}") for key, value in values.items()}}
+        held = {name: json_value(value, f"{kind} row, {name}") for name, value in values.items()}
+        row = {"kind": kind, "step": step, **held}
         line = json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
         try:
             with open(self.path, "ab") as file:

@@ -1,4 +1,5 @@
-"""Responses -> a batch: what the old policy says of them in one pass without gradient; how engines compare.
+"""Responses -> a batch: what the old policy says of them in one pass without gradient, and their advantages;
+how engines compare.
 
 Three policies meet here: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current one.
 """
@@ -15,14 +16,21 @@ from moe_rl.measure.logprobs import token_logps
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.measure.routing_metrics import change_metrics
-from moe_rl.rollout import Rollout
+from moe_rl.objectives import (
+    accepted_advantages,
+    decoupled_advantages,
+    group_advantages,
+    leave_one_out_advantages,
+    process_advantages,
+)
+from moe_rl.rollout import Rollout, named_rewards, step_rewards
 from moe_rl.routing import RoutedExperts, change_counts, record_margins, record_routes
-from moe_rl.training.arm_routing import forced_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.not_finite import NotFiniteError, prompt_of
 from moe_rl.training.reward_model import RewardModel
+from moe_rl.training.update import forced_routes
 from moe_rl.training.weight_sync import SyncGuard
 
 SCORING_BATCH = 256
@@ -114,6 +122,51 @@ def score_rollout(
             )
     tensors = {name: ranks.gather(torch.cat([seen[name] for seen in found]), len(rollout)) for name in found[0]}
     return Scores(routes=ranks.gather_routes(RoutedExperts.cat(routes), len(rollout)), **tensors)
+
+
+def make_advantages(
+    kind: str, scale: str, rewards: Float[Tensor, " B"], rollout: Rollout, task: Any, tokenizer: Any
+) -> tuple[Float[Tensor, " B"] | Float[Tensor, "B T"], dict[str, float]]:
+    """Advantages of a rollout's responses, and what is to be logged of how they came about. Those of kind `gae` are
+    the critic's.
+
+    Args:
+        kind: `group`, `leave_one_out`, `one`, `accepted`; `process` (step rewards of the task, normalised in the group,
+            returns-to-go) and `decoupled` (several rewards of the task, GDPO) do not look at `rewards`.
+        scale: as in `group_advantages`; for `group` and `process`.
+        rewards: what counts as each response's reward, the verifier's or a learned model's.
+        rollout: groups contiguous.
+        task, tokenizer: the tokenizer places step rewards on tokens.
+
+    Returns:
+        `[B]`, or `[B,T]` for `process`, detached.
+
+    Raises:
+        ValueError: an unknown kind.
+    """
+    size = rollout.group_size
+    match kind:
+        case "group":
+            return group_advantages(rewards, size, scale=scale), {}
+        case "leave_one_out":
+            return leave_one_out_advantages(rewards, size), {}
+        case "one":
+            return torch.ones_like(rewards), {}
+        case "accepted":
+            accepted = accepted_advantages(rewards)
+            return accepted, {"accepted": float(accepted.mean())}
+        case "process":
+            values, ends = step_rewards(task, tokenizer, rollout)
+            count = int(ends.sum())
+            facts = {"step_reward": float(values.sum()) / max(1, count), "steps_per_response": count / len(rollout)}
+            return process_advantages(values, ends, size, scale=scale), facts
+        case "decoupled":
+            names, table = named_rewards(task, rollout)
+            facts = {f"reward_{name}": float(column.mean()) for name, column in zip(names, table.T, strict=True)}
+            return decoupled_advantages(table, size), facts
+    raise ValueError(
+        f"advantage: unknown kind {kind!r}; known: group, leave_one_out, one, accepted, process, decoupled"
+    )
 
 
 def make_batch(

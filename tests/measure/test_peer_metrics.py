@@ -5,17 +5,9 @@ import math
 import pytest
 import torch
 
-from moe_rl.measure.peer_metrics import (
-    PEER_METRICS,
-    engine_metrics,
-    importance_weight_metrics,
-    load_violation,
-    masked_mismatch_metrics,
-    mismatch_metrics,
-    ratio_range_metrics,
-    routing_confidence,
-)
-from moe_rl.measure.ratio_metrics import gap_metrics
+from moe_rl.measure.peer_metrics import PEER_METRICS, engine_metrics, importance_weight_metrics, mismatch_metrics
+from moe_rl.measure.ratio_metrics import gap_metrics, masked_mismatch_metrics, ratio_range_metrics
+from moe_rl.measure.routing_metrics import load_violation, routing_confidence
 from moe_rl.objectives import OBJECTIVES, policy_loss
 
 EPS = {"rel": 1e-6}  # verl adds 1e-8 to denominators

@@ -17,7 +17,7 @@ from moe_rl.objectives import (
     policy_loss,
 )
 from moe_rl.objectives import loss as loss_module
-from moe_rl.objectives.aggregation import aggregation_weights
+from moe_rl.objectives.loss import aggregation_weights
 
 ONE_PIECE = [name for name, objective in OBJECTIVES.items() if not objective.needs]
 

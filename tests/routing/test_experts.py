@@ -25,7 +25,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from moe_rl.routing import RoutedExperts, record_routes, replay_routes
+from moe_rl.routing import RoutedExperts, experts_sorted, record_routes, replay_routes
 from moe_rl.routing import experts as room
 from moe_rl.routing.errors import RoutingError, UnsupportedExpertsError
 
@@ -314,9 +314,12 @@ def logits_and_gradients(model, tokens):
 def test_whole_models_equal_eager(monkeypatch, ours, name):
     model, tokens = make_model(name), torch.arange(14).view(2, 7)
     expected = logits_and_gradients(model, tokens)
-    function = {"megablocks_reference": "dropless_experts", "sorted_mm": "sorted_experts"}[ours]
-    ran, run = [], getattr(room, function)
-    monkeypatch.setattr(room, function, lambda *args: ran.append(args[0]) or run(*args))
+    file, function = {
+        "megablocks_reference": (room, "dropless_experts"),
+        "sorted_mm": (experts_sorted, "check_experts"),  # which it calls first
+    }[ours]
+    ran, run = [], getattr(file, function)
+    monkeypatch.setattr(file, function, lambda *args: ran.append(args[0]) or run(*args))
     model.set_experts_implementation(ours)
     got = logits_and_gradients(model, tokens)
     assert ran == [m for m in model.modules() if hasattr(m, "_apply_gate")]  # every experts layer, once, in order

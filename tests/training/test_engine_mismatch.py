@@ -11,9 +11,9 @@ from moe_rl.rollout.completions import unrouted_tokens
 from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine
 from moe_rl.routing import RoutedExperts, RoutingError
 from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, rollout_engine, run, validate
-from moe_rl.training.arm_routing import forced_routes
 from moe_rl.training.collect import check_routes, respond
 from moe_rl.training.loop import collect_batch
+from moe_rl.training.update import forced_routes
 from moe_rl.training.weight_sync import probed_tensors
 
 MICRO = replace(

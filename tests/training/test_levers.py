@@ -9,9 +9,9 @@ from micro import MICRO, rows
 from moe_rl.objectives import group_advantages
 from moe_rl.routing import RoutedExperts, change_counts, expert_load, load_cv, record_routes
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
-from moe_rl.training.arm_routing import update_routing
 from moe_rl.training.levers import ExpertBias, kept_rows, only
 from moe_rl.training.loop import collect_batch
+from moe_rl.training.update import update_routing
 
 QUIET = replace(MICRO, probe=ProbeConfig(every=0))
 
