@@ -45,7 +45,9 @@ def pooled_tables(rows: pd.DataFrame, changed: str, total: str, x: str) -> dict[
 def over_seeds(table: pd.DataFrame, geometric: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Mean over the columns, and the lower and upper end of its interval; `geometric`: of the logarithms."""
     values = table.to_numpy(dtype=float)
-    values = np.log(values) if geometric else values
+    if geometric:
+        with np.errstate(divide="ignore"):  # one zero makes the mean zero
+            values = np.log(values)
     mean = pd.DataFrame(values).mean(axis=1).to_numpy()
     low, high = seed_band(values.T)
     return (np.exp(mean), np.exp(low), np.exp(high)) if geometric else (mean, low, high)
