@@ -347,13 +347,26 @@ def doctor_verb(arguments: list[str]) -> None:
 
 
 def run_listed(given: Given) -> None:
-    """One study after the other, each with the options that were given; what is done is done only once."""
+    """One study after the other, each with the options that were given; what is done is done only once. A study with
+    runs that failed keeps none of the others from being made.
+
+    Raises:
+        StudyFailed: at the end, for all of them.
+    """
+    from moe_rl.study.grid import StudyFailed
+
     for name in ("--output", "--arms"):
         if any(option.partition("=")[0] == name for option in given.options):
             fail(f"{name} is for one study; {given.word} lists {', '.join(file.stem for file in given.studies)}", 2)
+    failed = []
     for number, file in enumerate(given.studies, start=1):
         print(f"study {number} of {len(given.studies)}: {file.stem}", flush=True)
-        study_verb([str(file), *given.options])
+        try:
+            study_verb([str(file), *given.options])
+        except StudyFailed as error:
+            failed.append(f"{file.stem}: {error}")
+    if failed:
+        raise StudyFailed("\n".join(failed))
     for command in given.then:
         print(f"then: {command}")
 

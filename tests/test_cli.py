@@ -13,6 +13,7 @@ import yaml
 
 from moe_rl.cli import VERBS, main, workers_of
 from moe_rl.study.config import ConfigError, load_study
+from moe_rl.study.grid import StudyFailed
 from moe_rl.study.shipped import find_study
 from moe_rl.usage import CONFIGURATION, RUN_OPTIONS, STUDY_OPTIONS
 
@@ -135,6 +136,21 @@ def test_a_list_of_studies_runs_each_and_says_what_reads_them(study, capsys):
     assert done == {"micro/grpo", "micro/gspo", "other/grpo", "other/gspo"}
     main(["study", "all.yaml", *options])
     assert capsys.readouterr().out.count("2 already done") == 2
+
+
+def test_a_study_that_fails_keeps_none_of_the_list_from_being_made(study, capsys, monkeypatch):
+    made = []
+
+    def run_study(config, *_):
+        made.append(config.name)
+        if config.name == "micro":
+            raise StudyFailed("1 of 2 runs did not finish")
+
+    monkeypatch.setattr("moe_rl.study.grid.run_study", run_study)
+    Path("other.yaml").write_text(Path("micro.yaml").read_text().replace("name: micro", "name: other"))
+    Path("all.yaml").write_text("studies: [micro.yaml, other.yaml]\nthen: [look at them]")
+    said = refused(capsys, "study", "all.yaml", "--no-figures")
+    assert made == ["micro", "other"] and "micro: 1 of 2 runs did not finish" in said and "then:" not in said
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,10 @@ class Engine(Protocol):
     Attributes:
         version: of the weights that it holds, as named at the last `sync`; `NEVER` before.
         tolerance: what its arithmetic may make of equal weights.
+
+    It may also have:
+        slow_sync: True where a sync takes seconds; the test at the start then changes fewer tensors.
+        renewed(): itself, made anew from the training model's weights, where there can be no second one beside it.
     """
 
     version: int

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from moe_rl.study.arms import condition_label, flatten
@@ -28,7 +29,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     final_reward, comparisons, runs (how every run ended), change_rates, factors; with other roundings also roundings
     and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine, engines,
     and with engines of several formats precision; where arms are of several sizes, sizes and power_laws; where routes
-    were kept, effective_routes.
+    were kept, effective_routes; where loads were, balance; with responses of several versions of the weights, versions.
     Columns as in the functions that make them, with labels and conditions beside the names.
     """
     finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
@@ -57,12 +58,16 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         found["engines"] = _over_seeds(engines, ["arm", "routing"], measured)
         if len({name for name, _ in map(engine_format, (run.config for run in data.runs)) if name}) >= 3:
             formats = precision_table(data)
-            found["precision"] = _over_seeds(formats, ["arm"], list(formats.columns[2:]))
+            found["precision"] = _over_seeds(formats, ["arm"], list(formats.columns[2:]), ("k3", "k3_growth"))
     if {"var_token_natural", "var_token_replayed"} <= set(data.probes):
         sizes, _ = size_rows(data)
         if laws := power_laws(sizes):
             found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps"])
             found["power_laws"] = pd.DataFrame(laws)
+    if "site_max_vio" in data.probes and "max_vio" in data.updates:
+        found["balance"] = _over_seeds(_balance(data), ["arm"], ["max_vio", "trained_max_vio"])
+    if "old_tokens" in data.rollouts:
+        found["versions"] = _versions(data)
     if len(data.route_files):
         found["effective_routes"] = _over_seeds(
             effective_routes(data), ["arm", "step", "tokens"], ["effective_sets", "effective_experts"]
@@ -70,16 +75,38 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     return {name: table for name, table in found.items() if len(table)}
 
 
-def _over_seeds(table: pd.DataFrame, keys: list[str], names: list[str]) -> pd.DataFrame:
-    """Mean over seeds of each column, with its interval in `_low` and `_high`."""
+def _over_seeds(
+    table: pd.DataFrame, keys: list[str], names: list[str], geometric: tuple[str, ...] = ()
+) -> pd.DataFrame:
+    """Mean over seeds of each column, with its interval in `_low` and `_high`; those of `geometric` by logarithms."""
     rows = []
     for key, part in table.groupby(keys, sort=False):
         row: dict[str, Any] = {**dict(zip(keys, key, strict=True)), "n": part["seed"].nunique()}
         for name in names:
-            found = seed_interval(part[name].to_numpy(dtype=float))
-            row |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+            values = part[name].to_numpy(dtype=float)
+            found = seed_interval(np.log(values) if name in geometric else values)
+            ends = {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+            row |= {end: math.exp(value) for end, value in ends.items()} if name in geometric else ends
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _balance(data: StudyData) -> pd.DataFrame:
+    """By arm and seed: `max_vio` of the last probe, live routing, mean over sites; `trained_max_vio` of the forwards
+    that were trained on (replayed routes under replay), mean over sites and updates."""
+    keys = ["arm", "seed"]
+    last = data.probes.sort_values(["step", "update"]).groupby(keys, sort=False).last()
+    live = last["site_max_vio"].map(lambda sites: float(np.nanmean(np.asarray(sites, dtype=float))))
+    trained = data.updates.groupby(keys)["max_vio"].mean().rename("trained_max_vio")
+    return pd.concat([live.rename("max_vio"), trained], axis=1).reset_index()
+
+
+def _versions(data: StudyData) -> pd.DataFrame:
+    """Whose tokens a batch has, means over steps: `old_tokens`, the share that earlier weights wrote; `version_age`,
+    steps."""
+    names = ["old_tokens", "version_age", "version_age_max"]
+    mixed = data.rollouts.dropna(subset=["old_tokens"])
+    return _over_seeds(mixed.groupby(["arm", "seed"])[names].mean().reset_index(), ["arm"], names)
 
 
 def _noise_ratios(data: StudyData) -> pd.DataFrame:

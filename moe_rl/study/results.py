@@ -132,6 +132,14 @@ PAGES: dict[str, dict[str, Column]] = {
         ),
         "clipped at the first update, %": lambda row: _percent(row, "clipped_first", 2),
     },
+    "balance": {
+        "arm": lambda row: row["arm"],
+        "n": lambda row: str(row["n"]),
+        "MaxVio, last probe": lambda row: _interval(row, "max_vio", "max_vio_low", "max_vio_high", ".2f"),
+        "MaxVio of what was trained on": lambda row: _interval(
+            row, "trained_max_vio", "trained_max_vio_low", "trained_max_vio_high", ".2f"
+        ),
+    },
     "effective_routes": {
         "arm": lambda row: row["arm"],
         "n": lambda row: str(row["n"]),

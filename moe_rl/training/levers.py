@@ -1,12 +1,14 @@
-"""What a run may do to its routers: balance their experts without a loss, replay only part of the routes."""
+"""What a run may do to its routers: force routes on them, all or a part, and balance their experts without a loss."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.routing import RoutedExperts, biased_routes
+from moe_rl.routing import RoutedExperts, biased_routes, replay_routes
+from moe_rl.routing.replay import Replay
 
 
 class ExpertBias:
@@ -72,3 +74,22 @@ def only(routes: RoutedExperts, rows: Bool[Tensor, "B T L"]) -> RoutedExperts:
     """These rows of the routes; all others are live (-1)."""
     ids = torch.where(rows.to(routes.device)[..., None], routes.ids, -1)
     return RoutedExperts(ids, routes.sites, routes.num_experts, tokens=routes.tokens, meta=routes.meta)
+
+
+@contextmanager
+def forced_routes(model: nn.Module, routes: RoutedExperts) -> Iterator[Replay]:
+    """`replay_routes` for one forward of the whole batch, proven: every row that has a route was forced, all others
+    were left to the router, and nothing more ran.
+
+    Raises:
+        RuntimeError: after the block, where that is not so.
+    """
+    with replay_routes(model, routes) as replay:
+        yield replay
+    live = int(routes.live.sum()) if routes.has_live else 0
+    expected = routes.live.numel() - live
+    if (replay.replayed_rows, replay.live_rows) != (expected, live):
+        raise RuntimeError(
+            f"replay forced {replay.replayed_rows} (token, site) rows and left {replay.live_rows} live, but the routes "
+            f"hold {expected} and lack {live}: the forward did not run wholly, or not once, under replay"
+        )

@@ -10,7 +10,6 @@ from torch import nn
 
 from moe_rl.rollout.engine import Engine, ModelEngine
 from moe_rl.rollout.engines import gathered, make_engine
-from moe_rl.rollout.vllm_engine import VllmEngine
 from moe_rl.training.config import RolloutConfig
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.sharding import is_sharded
@@ -41,9 +40,8 @@ def guard_of(
     """
     if config.engine.kind == "self":
         return None
-    build: Callable[[], Engine] = partial(make_engine, config.engine, model, tokenizer, config.max_batch, ranks.device)
-    if isinstance(engine, VllmEngine):
-        build = engine.renewed  # there can be one only
+    second = partial(make_engine, config.engine, model, tokenizer, config.max_batch, ranks.device)
+    build: Callable[[], Engine] = getattr(engine, "renewed", second)
     if is_sharded(model):
         build = partial(rebuilt, engine, model)
     probe = sync_probe(engine, task, max_new_tokens, config.temperature)

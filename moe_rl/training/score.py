@@ -28,9 +28,9 @@ from moe_rl.routing import RoutedExperts, change_counts, record_margins, record_
 from moe_rl.training.batch import Batch
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
+from moe_rl.training.levers import forced_routes
 from moe_rl.training.not_finite import NotFiniteError, prompt_of
 from moe_rl.training.reward_model import RewardModel
-from moe_rl.training.update import forced_routes
 from moe_rl.training.weight_sync import SyncGuard
 
 SCORING_BATCH = 256

@@ -14,14 +14,13 @@ from moe_rl.measure.ratio_metrics import masked_mismatch_metrics, ratio_range_me
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
 from moe_rl.measure.routing_metrics import load_violation
 from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
-from moe_rl.routing import RoutedExperts, change_counts, expert_load, noisy_routes, record_routes, replay_routes
-from moe_rl.routing.replay import Replay
+from moe_rl.routing import change_counts, expert_load, noisy_routes, record_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
 from moe_rl.training.dpo import pair_loss
-from moe_rl.training.levers import ExpertBias, only
+from moe_rl.training.levers import ExpertBias, forced_routes, only
 from moe_rl.training.method import Method
 
 COUNTS = ("replayed_rows", "routed_rows", "slots_changed", "slots")
@@ -164,25 +163,6 @@ def update_routing(
     count.routed_rows = B * T * L
     if replay is not None:
         count.replayed_rows = replay.replayed_rows
-
-
-@contextmanager
-def forced_routes(model: nn.Module, routes: RoutedExperts) -> Iterator[Replay]:
-    """`replay_routes` for one forward of the whole batch, proven: every row that has a route was forced, all others
-    were left to the router, and nothing more ran.
-
-    Raises:
-        RuntimeError: after the block, where that is not so.
-    """
-    with replay_routes(model, routes) as replay:
-        yield replay
-    live = int(routes.live.sum()) if routes.has_live else 0
-    expected = routes.live.numel() - live
-    if (replay.replayed_rows, replay.live_rows) != (expected, live):
-        raise RuntimeError(
-            f"replay forced {replay.replayed_rows} (token, site) rows and left {replay.live_rows} live, but the routes "
-            f"hold {expected} and lack {live}: the forward did not run wholly, or not once, under replay"
-        )
 
 
 # -- what it did -------------------------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def test_precision_of_a_study_is_a_table_over_seeds_with_growth_over_the_steps(t
     table = result_tables(data)["precision"].set_index("arm")
     assert table.loc["fp16", "slot_change"] == pytest.approx(0.01) and table.loc["fp16", "n"] == 2
     assert pd.isna(table.loc["fp32", "k3_growth"]), "where engines agree nothing grows"
+    assert table.loc["bf16", "k3"] == pytest.approx(0.08 * 0.08, rel=1e-6), "geometric mean of 0.08²/2 and 0.16²/2"
     lines = markdown("precision", table.reset_index()).splitlines()
     assert lines[2].startswith("| bf16 | 2 | 8.00 [8.00, 8.00] |") and lines[-1].endswith("| – | – | – | – |")
 

@@ -8,6 +8,7 @@ import pytest
 from synthetic import write_study
 
 from moe_rl.study import load
+from moe_rl.study.result_tables import result_tables
 from moe_rl.study.results import ResultsError, fill, main, markdown, write_results
 from moe_rl.study.summary import change_rates, final_rewards
 
@@ -51,6 +52,31 @@ def test_tables_are_those_of_the_study(study, results):
     assert pair["difference"] == pytest.approx(expected["final"]["grpo_replay"] - expected["final"]["grpo"], abs=1e-5)
     environment = json.loads((results / "small" / "env.json").read_text())
     assert environment["versions.torch"] == "2.13.0" and environment["runs"] == 12
+
+
+def test_loads_and_versions_of_the_weights_are_tables_by_hand(tmp_path):
+    """MaxVio of the last probe's last update, mean over sites; of all updates; tokens of earlier weights over steps."""
+    for seed in (0, 1):
+        run = tmp_path / "a" / f"seed{seed}"
+        run.mkdir(parents=True)
+        (run / "config.yaml").write_text("label: a\nmethod: {objective: grpo, replay: none, noise: 0.0}\n")
+        rows = [
+            {"kind": "rollout", "step": 0, "reward": 0.5, "old_tokens": 0.0, "version_age": 0, "version_age_max": 0},
+            {"kind": "rollout", "step": 1, "reward": 0.5, "old_tokens": 0.8, "version_age": 2, "version_age_max": 3},
+        ]
+        for step, update, busiest in ((0, 2, 9.0), (1, 1, 7.0), (1, 2, 1.0 + seed)):
+            counts = {"slots_changed": 1, "slots": 2, "sites_changed": 1, "sites": 1, "tokens_changed": 1, "tokens": 1}
+            rows.append({"kind": "probe", "step": step, "update": update, "site_max_vio": [busiest, 0.0], **counts})
+            rows.append({"kind": "update", "step": step, "update": update, "max_vio": 2.0 * update})
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tables = result_tables(load(tmp_path))
+    balance, versions = tables["balance"].iloc[0], tables["versions"].iloc[0]
+    assert balance["max_vio"] == pytest.approx((0.5 + 1.0) / 2)
+    assert balance["trained_max_vio"] == pytest.approx((4 + 2 + 4) / 3)
+    assert versions["old_tokens"] == pytest.approx(0.4) and versions["version_age"] == pytest.approx(1)
+    assert (
+        markdown("balance", tables["balance"]).splitlines()[-1] == "| a | 2 | 0.75 [0.50, 1.00] | 3.33 [3.33, 3.33] |"
+    )
 
 
 def test_writing_twice_gives_the_same_bytes_and_sweeps_what_is_gone(study, results, tmp_path):
