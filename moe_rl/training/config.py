@@ -167,6 +167,9 @@ class OptimConfig:
     expert moves by this much, up where it had fewer than the even number of the minibatch's tokens, down where more. In
     units of what the router ranks (probabilities for Qwen3-MoE, OLMoE and Mixtral). The bias acts on the choice alone,
     in sampling, scoring, updates and evaluation alike. 0: no bias."""
+    expert_bias_loads: Literal["used", "live"] = "used"
+    """Which loads the bias follows under replay: those of the experts that were used, which are the replayed ones and
+    do not hear what the bias does, or of those that the routers would have chosen. The same without replay."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """An update whose gradient is not finite: stop the run, or leave it out and go on. It is kept under `incidents/`
     either way (`moe_rl.training.incidents`), and moves no weight."""

@@ -18,14 +18,15 @@ class ExpertBias:
 
         b_e <- b_e + rate * sign(mean(c) - c_e)
 
-    Differs: the loads are of the forward that was just trained on, so of the replayed routes where an arm replays them.
+    The loads are of the forward that was just trained on.
 
     Args:
         rate: step of the bias, in units of what the router ranks.
+        live: under replay, count the experts that the routers would have chosen instead of the replayed ones.
     """
 
-    def __init__(self, model: nn.Module, rate: float):
-        self.rate = rate
+    def __init__(self, model: nn.Module, rate: float, live: bool = False):
+        self.rate, self.live = rate, live
         with biased_routes(model) as self.values:
             pass  # zeros of the right shape, and a refusal of families that cannot have one
 
@@ -77,14 +78,14 @@ def only(routes: RoutedExperts, rows: Bool[Tensor, "B T L"]) -> RoutedExperts:
 
 
 @contextmanager
-def forced_routes(model: nn.Module, routes: RoutedExperts) -> Iterator[Replay]:
+def forced_routes(model: nn.Module, routes: RoutedExperts, shadow: bool = False) -> Iterator[Replay]:
     """`replay_routes` for one forward of the whole batch, proven: every row that has a route was forced, all others
     were left to the router, and nothing more ran.
 
     Raises:
         RuntimeError: after the block, where that is not so.
     """
-    with replay_routes(model, routes) as replay:
+    with replay_routes(model, routes, shadow=shadow) as replay:
         yield replay
     live = int(routes.live.sum()) if routes.has_live else 0
     expected = routes.live.numel() - live

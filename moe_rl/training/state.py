@@ -150,7 +150,8 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     critic = Critic(model, config.value, config.optim, ranks) if method.advantage == "gae" else None
     learned = config.reward.model == "learned"
     reward_model = RewardModel(model, config.reward, config.optim, ranks) if learned else None
-    bias = ExpertBias(model, config.optim.expert_bias_rate) if config.optim.expert_bias_rate else None
+    rate, live = config.optim.expert_bias_rate, config.optim.expert_bias_loads == "live"
+    bias = ExpertBias(model, rate, live) if rate else None
     optimizer = policy_optimizer(model, config.optim)
     engine = build_engine(config.rollout, model, tokenizer, ranks)
     policy, optimizer = ranks.prepare(model, optimizer)

@@ -64,7 +64,7 @@ def update_policy(
         micro = mine.rows(rows)
         share = len(micro) / len(batch)
         watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
-        with update_routing(policy, arm, micro, noise) as routing, watched as states:
+        with update_routing(policy, arm, micro, noise, bool(bias and bias.live)) as routing, watched as states:
             out = token_logps(
                 policy,
                 micro.input_ids,
@@ -98,15 +98,15 @@ def update_policy(
         value_loss = critic.backward(micro, states, tokens) if critic else 0.0
         found.append(MicroBatch(loss, out, routing, share, value_loss))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
-    load = ranks.gather(torch.stack([part.routing.load for part in found]).sum(0)[None], ranks.size).sum(0)
+    load = ranks.gather(torch.stack([part.routing.loads for part in found]).sum(0)[None], ranks.size).sum(0)
     finite = bool(torch.isfinite(grad_norm))  # else the weights stay as they are
     if finite:
         optimizer.step()
         if bias:
-            bias.update(load)
+            bias.update(load[-1])
     wrong = [] if finite else _not_finite(policy)
     optimizer.zero_grad()
-    row = update_metrics(found, batch, ranks, method, optim) | {"max_vio": load_violation(load)["max_vio"].nanmean()}
+    row = update_metrics(found, batch, ranks, method, optim) | {"max_vio": load_violation(load[0])["max_vio"].nanmean()}
     if critic:
         row["value_grad_norm"] = critic.step(warmup, hold=not finite)
     return {"lr": optim.learning_rate * warmup, "grad_norm": grad_norm, **row}, wrong
@@ -130,20 +130,24 @@ def route_weight(out: TokenLogps, micro: Batch) -> Tensor:
 class RoutingCount:
     """(token, site) rows of one update forward, how many of them by replay (under R3 all but padding and last tokens,
     which no engine routed); response slots that were routed otherwise than by the old policy (0 under a whole R2; under
-    R3 what the engines differ by; under selection noise, the dose); tokens of each expert, prompts included."""
+    R3 what the engines differ by; under selection noise, the dose); tokens of each expert, prompts included: those
+    that were routed to it and, where the live choice is asked for under replay, those that would have been."""
 
     replayed_rows = 0
     routed_rows = 0
     slots_changed = 0
     slots = 0
-    load: Int[Tensor, "L E"]
+    loads: Int[Tensor, "N L E"]
 
 
 @contextmanager
 def update_routing(
-    model: nn.Module, method: MethodConfig, batch: Batch, noise: torch.Generator
+    model: nn.Module, method: MethodConfig, batch: Batch, noise: torch.Generator, live: bool = False
 ) -> Iterator[RoutingCount]:
-    """The arm's routing for forward and backward: live, noisy, the old policy's (R2) or the rollout engine's (R3)."""
+    """The arm's routing for forward and backward: live, noisy, the old policy's (R2) or the rollout engine's (R3).
+
+    live: under replay, also count the loads of what the routers would have chosen.
+    """
     count = RoutingCount()
     routes = {"none": None, "R2": batch.routes, "R3": batch.rollout_routes}[method.replay]
     if routes is None and method.replay != "none":
@@ -153,12 +157,13 @@ def update_routing(
     with ExitStack() as stack:
         if method.noise:
             stack.enter_context(noisy_routes(model, method.noise, generator=noise))
-        replay = None if routes is None else stack.enter_context(forced_routes(model, routes))
+        replay = None if routes is None else stack.enter_context(forced_routes(model, routes, shadow=live))
         recording = stack.enter_context(record_routes(model))
         yield count
     changed = change_counts(batch.routes, recording.routes, batch.completion_mask)
     count.slots_changed, count.slots = changed.slots_changed, changed.slots_total
-    count.load = expert_load(recording.routes, batch.attention_mask.bool())
+    choices = [recording.routes, *([replay.shadow] if live and replay else [])]
+    count.loads = torch.stack([expert_load(routes, batch.attention_mask.bool()) for routes in choices])
     B, T, L, _ = batch.routes.shape
     count.routed_rows = B * T * L
     if replay is not None:

@@ -159,6 +159,11 @@ def _levers(config: RunConfig) -> None:
         "the old policy under the engine's routes, all of them; use replay R2, or keep 1",
     )
     require(own.keep < 1 or own.keep_by == "margin", "method.keep_by: chooses rows where method.keep is below 1")
+    require(
+        optim.expert_bias_loads == "used" or (optim.expert_bias_rate > 0 and own.replay != "none"),
+        f"optim.expert_bias_loads {optim.expert_bias_loads!r}: what a bias follows under replay; set "
+        "optim.expert_bias_rate above 0 and method.replay to R2 or R3, or leave it at used",
+    )
     if optim.expert_bias_rate:
         require(
             config.rollout.engine.kind == "self",

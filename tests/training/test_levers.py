@@ -49,6 +49,32 @@ def test_a_bias_evens_out_the_loads_of_a_policy_that_does_not_learn(state_of, tm
     assert unevenness() < 0.8 * before
 
 
+@pytest.mark.parametrize("live", [False, True])
+def test_under_replay_a_bias_follows_the_loads_it_is_told_to(state_of, tmp_path, live):
+    """A policy that does not learn: replayed loads are those of scoring at all updates of a step, and only the live
+    choice follows the bias, which moved after each of them."""
+    config = with_optim(
+        expert_bias_rate=0.05, expert_bias_loads="live" if live else "used", learning_rate=1e-12, num_minibatches=2
+    )
+    state = state_of(replace(config, method=MethodConfig(replay="R2")), tmp_path)
+    batch = collect_batch(state)
+    tokens = batch.attention_mask.bool()
+    used, noise = expert_load(batch.routes, tokens), torch.Generator()
+    for _ in range(3):
+        with state.expert_bias.applied(state.policy):
+            with torch.no_grad(), record_routes(state.policy) as recording:
+                state.policy(input_ids=batch.input_ids, attention_mask=tokens.long())
+            with torch.no_grad(), update_routing(state.policy, state.config.method, batch, noise, live) as count:
+                state.policy(input_ids=batch.input_ids, attention_mask=tokens.long())
+        assert torch.equal(count.loads[0], used)
+        chosen = expert_load(recording.routes, tokens)  # of deeper sites for other hidden states than under replay
+        assert torch.equal(count.loads[-1][0], (chosen if live else used)[0])
+        state.expert_bias.update(count.loads[-1])
+    assert not torch.equal(chosen[0], used[0])
+    run(state_of(replace(config, method=MethodConfig(replay="R2")), tmp_path / "run"))  # and in a run
+    assert all(row["replayed_rows"] == row["routed_rows"] for row in rows(tmp_path / "run", "update"))
+
+
 def test_a_run_with_a_bias_resumes_to_the_same_numbers(state_of, tmp_path):
     config = with_optim(expert_bias_rate=0.01)
     run(whole := state_of(config, tmp_path / "whole"))
@@ -88,7 +114,7 @@ def test_part_of_the_routes_is_replayed_and_the_rest_is_live(state_of, tmp_path)
     assert count.replayed_rows == int(batch.kept.sum())
     same = (seen.routes.ids.sort(-1).values == batch.routes.ids.sort(-1).values).all(-1)
     assert bool(same[batch.kept].all()) and not bool(same[tokens[..., None] & ~batch.kept].all())
-    assert int(count.load.sum()) == int(tokens.sum()) * batch.routes.shape[2] * batch.routes.shape[3]
+    assert int(count.loads.sum()) == int(tokens.sum()) * batch.routes.shape[2] * batch.routes.shape[3]
     assert count.slots_changed == change_counts(batch.routes, seen.routes, batch.completion_mask).slots_changed
 
 
@@ -108,6 +134,7 @@ def test_a_part_of_all_is_all(state_of, tmp_path):
     [
         (replace(QUIET, method=MethodConfig(keep=0.5)), "method.keep: the part of the routes that R2 replays"),
         (replace(QUIET, method=MethodConfig(replay="R2", keep_by="random")), "method.keep_by"),
+        (with_optim(expert_bias_rate=0.1, expert_bias_loads="live"), "what a bias follows under replay"),
         (with_optim(expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
         (
             replace(
