@@ -12,6 +12,8 @@ from moe_rl.study import StudyData, load
 
 GAIN = 0.05
 """What a setting must be above the default by, in the mean over seeds."""
+FEWEST = 2
+"""Seeds without which nothing is chosen."""
 
 
 def scores(data: StudyData) -> pd.DataFrame:
@@ -19,7 +21,7 @@ def scores(data: StudyData) -> pd.DataFrame:
     in which not all doses are finished has none."""
     arms = data.arms
     last = data.evals[data.evals["step"] > 0].groupby(["arm", "seed"])["reward"].last().unstack("seed")
-    last = last.reindex(index=arms.index, columns=data.config.get("seeds", data.seeds))
+    last = last.reindex(index=arms.index, columns=sorted({*data.config.get("seeds", ()), *data.seeds}))
     last = last.set_axis(pd.MultiIndex.from_frame(arms[["method", "label"]]))
     return last.groupby(level=["method", "label"], sort=False).agg(lambda doses: doses.mean(skipna=False))
 
@@ -27,13 +29,14 @@ def scores(data: StudyData) -> pd.DataFrame:
 def choose(scores: pd.DataFrame) -> pd.DataFrame:
     """`scores` with `gain`, the mean paired difference from the method's default, and `chosen`.
 
-    A setting can be chosen that is above the default by `GAIN` in the mean and above it in every seed; one that is not
-    above it in some seed is out, whatever its other seeds would say, so that they need not be run.
+    Nothing is chosen on fewer than `FEWEST` seeds. A setting can be chosen that is above the default by `GAIN` in the
+    mean and above it in every seed; one that is not above it in some seed is out, whatever its other seeds would say,
+    so that they need not be run.
     """
     parts = []
     for _, own in scores.groupby(level="method", sort=False):
         above = own - own.iloc[0]
-        gain = above.mean(axis=1, skipna=False)
+        gain = above.mean(axis=1, skipna=False) * (1.0 if own.shape[1] >= FEWEST else float("nan"))
         allowed = (above > 0).all(axis=1) & (gain >= GAIN)
         best = own[allowed].mean(axis=1).idxmax() if allowed.any() else own.index[0]
         undecided = gain.isna() & ~(above <= 0).any(axis=1) & (own.index != own.index[0])

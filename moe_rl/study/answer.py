@@ -103,17 +103,20 @@ def _noises(data: StudyData, pairs: Sequence[Pair], control: str) -> set[float]:
 
 
 def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], against: bool = False) -> str:
-    """One word for each condition; conditions that agree are named together."""
+    """One word for each condition, or for each control where a condition has several; those that agree are named
+    together."""
     grouped: dict[str, list[str]] = {}
+    several = len({pair.noise for pair in pairs}) < len(pairs)
     for pair in pairs:
         word = words[pair.result.verdict]
-        if against and pair.result.verdict not in (Verdict.NOT_RESOLVED, Verdict.TOO_FEW):
+        if against and not several and pair.result.verdict not in (Verdict.NOT_RESOLVED, Verdict.TOO_FEW):
             other = "GRPO + Routing Replay" if _methods(data, pair)[1] == REPLAY else "GRPO"
             word += f" {'as' if pair.result.verdict == Verdict.EQUIVALENT else 'than'} {other}"
         both = all(_failed(data, arm) * 2 > pair.result.n for arm in (pair.arm, pair.other))
         if both and pair.result.verdict != Verdict.TOO_FEW:
             word = f"most runs of both failed ({pair.result.verdict})"
-        grouped.setdefault(word, []).append(_place(data, pair.noise))
+        place = f"against {full_label(data, pair.other)}" if several else _place(data, pair.noise)
+        grouped.setdefault(word, []).append(place)
     if len(grouped) == 1:
         return _capital(next(iter(grouped)))
     return _capital("; ".join(f"{listed(places)}: {word}" for word, places in grouped.items()))

@@ -93,6 +93,12 @@ def replay_identity(data: StudyData) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["arm", "natural", "seeds", "steps", "difference"])
 
 
+def same_but_for_method(data: StudyData, arm: str, other: str) -> bool:
+    """Whether two arms have all settings outside the method in common."""
+    configs = [outside_method(data.runs_of(name)[0].config) for name in (arm, other)]
+    return configs[0] == configs[1]
+
+
 def outside_method(config: dict[str, Any]) -> dict[str, Any]:
     """A run's settings without its method, seed and names."""
     return {key: value for key, value in config.items() if key not in METHOD_FIELDS}

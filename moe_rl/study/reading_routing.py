@@ -13,6 +13,7 @@ from moe_rl.study.summary import (
     last_updates,
     noise_floor,
     routing_noise_ratios,
+    same_but_for_method,
 )
 from moe_rl.study.words import Statement, count, listed, span, two
 
@@ -156,8 +157,12 @@ def _replay_variance(data: StudyData) -> list[Statement]:
     natural = data.arms[data.arms["noise"] == 0]
     for arm in natural.index[natural["replay"].str.lower() != "none"]:
         same = natural["objective"] == natural["objective"][arm]
-        plain = natural.index[same & (natural["replay"].str.lower() == "none")]
-        if not len(plain) or "var_token_log_ratio" not in data.updates:
+        plain = [
+            str(other)
+            for other in natural.index[same & (natural["replay"].str.lower() == "none")]
+            if same_but_for_method(data, str(arm), str(other))
+        ]
+        if not plain or "var_token_log_ratio" not in data.updates:
             continue
         by_seed = in_run_variance(data).groupby(["arm", "seed"])["token"].mean().unstack("seed")
         if not {arm, plain[0]} <= set(by_seed.index):
@@ -186,13 +191,15 @@ def _clipping(data: StudyData) -> list[Statement]:
         arms = [str(a) for a in data.arms.index[data.arms["noise"] == noise] if a in share.index]
         text = listed(f"{data.arms['label'][arm]} {two(100 * share[arm])} %" for arm in arms)
         where = "natural routing" if noise == 0 else condition_label(data, float(noise))
-        pair = {m: next((a for a in arms if data.arms["method"][a] == m), None) for m in ("grpo", "gspo")}
-        if pair["grpo"] and pair["gspo"]:
-            if share[pair["grpo"]] > 0:
-                ratio = share[pair["gspo"]] / share[pair["grpo"]]
+        grpo, gspo = ([a for a in arms if data.arms["method"][a] == method] for method in ("grpo", "gspo"))
+        pairs = [(a, b) for a in gspo for b in grpo if same_but_for_method(data, a, b)]
+        for a, b in pairs:
+            names = f"{data.arms['label'][a]} over {data.arms['label'][b]}" if len(pairs) > 1 else "GSPO over GRPO"
+            if share[b] > 0:
+                ratio = share[a] / share[b]
                 orders = f", {np.log10(ratio):.1f} orders of magnitude" if ratio > 0 else ""
-                text += f"; GSPO over GRPO: ×{two(ratio)}{orders}"
+                text += f"; {names}: ×{two(ratio)}{orders}"
             else:
-                text += "; GRPO clipped no token, so there is no ratio"
+                text += f"; {data.arms['label'][b]} clipped no token, so there is no ratio"
         found.append(Statement("Clipping", f"Clipped tokens, {where}: {text}. Clip ranges differ by arm (see Arms)."))
     return found

@@ -62,7 +62,9 @@ def run_one(
     """
     if config.model.path is None:
         suit_small_model()
-    config = dataclasses.replace(config, model=seeded(config.model, config.seed))
+    model = seeded(config.model, config.seed)
+    if model != config.model:
+        config = dataclasses.replace(config, model=model)
     validate(config)
     check_here(config)
     ranks = Ranks(config.distributed, config.model.device)

@@ -120,14 +120,14 @@ def seed_band(values: np.ndarray, confidence: float = 0.95) -> tuple[np.ndarray,
     n = present.sum(0)
     low, high = np.full(n.shape, np.nan), np.full(n.shape, np.nan)
     some = n >= 2
-    with np.errstate(invalid="ignore"):
-        low[some] = np.where(present, values, np.inf)[:, some].min(0)
-        high[some] = np.where(present, values, -np.inf)[:, some].max(0)
+    low[some] = np.where(present, values, np.inf)[:, some].min(0)
+    high[some] = np.where(present, values, -np.inf)[:, some].max(0)
     for count in np.unique(n[n >= FEWEST]):
         here = np.flatnonzero(n == count)
         mean = np.nanmean(values[:, here], axis=0)
-        half = student_factor(int(count), confidence) * np.nanstd(values[:, here], axis=0, ddof=1)
-        low[here], high[here] = mean - half, mean + half
+        with np.errstate(invalid="ignore"):  # beside an infinite value (the logarithm of a zero) there is no interval
+            half = student_factor(int(count), confidence) * np.nanstd(values[:, here], axis=0, ddof=1)
+            low[here], high[here] = mean - half, mean + half
     return low, high
 
 

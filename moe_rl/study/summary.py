@@ -21,6 +21,7 @@ from moe_rl.study.arms import (
     per_study,
     replay_identity,
     replay_stands_for_noise,
+    same_but_for_method,
 )
 from moe_rl.study.comparing import Pair, compare_arms, comparison_table, comparisons
 from moe_rl.study.data import StudyData
@@ -203,4 +204,5 @@ __all__ = [
     "routing_noise",
     "routing_noise_ratios",
     "run_outcomes",
+    "same_but_for_method",
 ]

@@ -11,7 +11,10 @@ from moe_rl.training.ranges import check_settings
 
 def validate(config: RunConfig) -> None:
     """Raises ValueError naming the field and the remedy: first each setting by itself (`moe_rl.training.ranges`), then
-    what they must agree on."""
+    what they must agree on. A configuration, which is frozen, is looked at once; what `dataclasses.replace` makes of it
+    is another."""
+    if getattr(config, "_validated", None) == id(config):
+        return
     check_settings(config)
     rollout, optim, probe = config.rollout, config.optim, config.probe
     require(
@@ -31,6 +34,7 @@ def validate(config: RunConfig) -> None:
     _levers(config)
     _partial(config, method)
     _turns(config, method)
+    object.__setattr__(config, "_validated", id(config))  # of this very object, not of a copy
 
 
 def require(ok: bool, message: str) -> None:

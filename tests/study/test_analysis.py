@@ -94,3 +94,14 @@ def test_the_tunings_rule():
     ]
     assert list(table.index[table["open"]]) == [("gspo", "may yet win"), ("gspo", "not begun")]
     assert table.loc[("grpo", "a little better"), "gain"] == pytest.approx(0.045)
+
+    one = choose(table[[0]])  # on one seed nothing is chosen, and what is above the default is open
+    assert list(one.index[one["chosen"]]) == [("grpo", "default"), ("gspo", "default")]
+    assert [label for _, label in one.index[one["open"]]] == [
+        "a little better",
+        "best in one seed",
+        "better",
+        "best",
+        "may yet win",
+        "not begun",
+    ]

@@ -7,7 +7,8 @@ import torch
 from micro import MICRO, rows
 from safetensors import SafetensorError
 
-from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train
+from moe_rl.study.run import run_one
+from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train, validate
 from moe_rl.training.checkpoint import save_checkpoint
 
 
@@ -200,3 +201,16 @@ def test_probe_tables_agree_with_the_probe_rows(state_of, tmp_path):
         assert int(table.flips.sum()) == row["sites_changed"]
         log_ratio = (table.logp_natural - table.old_logp).astype("float64")
         assert log_ratio.var() == pytest.approx(row["var_token_natural"], rel=1e-3, abs=1e-9)
+
+
+def test_a_configuration_is_validated_once(tmp_path, monkeypatch):
+    """By the first of `run_one` and `train` that sees it; another one, be it a copy with one change, by itself."""
+    seen = []
+    monkeypatch.setattr("moe_rl.training.validation.check_settings", seen.append)
+    config = replace(MICRO, optim=replace(MICRO.optim, steps=1))
+    run_one(config, tmp_path / "run")
+    assert len(seen) == 1
+    validate(seen[0])
+    assert len(seen) == 1
+    validate(replace(seen[0], seed=1))
+    assert len(seen) == 2
