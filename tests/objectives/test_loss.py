@@ -1,43 +1,16 @@
-"""Goldens by hand, identities between methods, what is refused, and the metrics."""
+"""The loss: goldens by hand, identities between methods, and its route-weight and KL terms."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from loss_helpers import at_ratios, double, run
 
-from moe_rl.objectives import (
-    LOSS_METRICS,
-    OBJECTIVES,
-    Correction,
-    Objective,
-    TokenValues,
-    kl_estimate,
-    loss_metrics,
-    policy_loss,
-)
-from moe_rl.objectives import loss as loss_module
+from moe_rl.objectives import OBJECTIVES, Objective, kl_estimate, policy_loss
 from moe_rl.objectives.loss import aggregation_weights
 
 ONE_PIECE = [name for name, objective in OBJECTIVES.items() if not objective.needs]
-
-
-def double(rows, **options):
-    return torch.tensor(rows, dtype=torch.float64, **options)
-
-
-def at_ratios(ratios, requires_grad=True):
-    """(logps, old_logps) with these token ratios; old_logps = -1."""
-    old = torch.full_like(double(ratios), -1.0)
-    return (old + double(ratios).log()).requires_grad_(requires_grad), old
-
-
-def run(objective, ratios, advantages, mask=None, **options):
-    logps, old = at_ratios(ratios)
-    mask = torch.ones(old.shape, dtype=torch.bool) if mask is None else torch.tensor(mask)
-    out = policy_loss(objective, logps, old, double(advantages), mask, **options)
-    (slope,) = torch.autograd.grad(out.loss, logps)
-    return out, slope
 
 
 def test_grpo_golden():
@@ -270,108 +243,6 @@ def test_a_reference_without_a_coefficient_is_only_reported():
     assert out.metrics["ref_kl"] > 0
 
 
-def test_metrics_golden():
-    # ratios 1.5, 0.5 | 0.5 of three unmasked tokens, as in the GRPO golden; A = 2 and 0
-    out, _ = run("grpo", [[1.5, 0.5], [0.5, 1.5]], [2.0, 0.0], mask=[[1, 1], [1, 0]])
-    m = {name: value.item() for name, value in out.metrics.items()}
-    assert (m["tokens"], m["sequences"], m["live_tokens"]) == (3, 2, 2)
-    assert (m["clipped_tokens"], m["clipped_high_tokens"], m["clipped_low_tokens"]) == (1, 1, 0)
-    assert m["clipped_sequences"] == 1
-    assert m["gate_ratio_mean"] == pytest.approx((1.5 + 0.5 + 0.5) / 3)
-    assert m["extreme_tokens"] == 0
-    torch.testing.assert_close(out.sequence_log_ratio, double([math.log(0.75) / 2, math.log(0.5)]))
-    assert not any(value.requires_grad for value in out.metrics.values())
-    assert not (out.log_ratio.requires_grad or out.sequence_log_ratio.requires_grad)
-
-
-def test_clip_counts_by_sign():
-    # A > 0: 1.5 above 1.27, 0.5 not; A < 0: 0.5 below 0.8, 1.5 not; 5 above the ceiling 3 is neither low nor high
-    out, _ = run("dual_clip", [[1.5, 0.5, 1.0], [0.5, 1.5, 5.0]], [1.0, -1.0])
-    m = {name: value.item() for name, value in out.metrics.items()}
-    assert (m["clipped_tokens"], m["clipped_low_tokens"], m["clipped_high_tokens"]) == (3, 1, 1)
-
-
-def test_engine_metrics_golden():
-    # w = pi_old/mu = 4 and 1: TIS 2 keeps 2 and 1; MIS 3 drops the first
-    logps, old = at_ratios([[1.0, 1.0]], requires_grad=False)
-    rollout = old - double([[math.log(4.0), 0.0]])
-    arguments = (logps, old, double([1.0]), torch.tensor([[1, 1]]))
-    m = {k: v.item() for k, v in policy_loss("grpo_tis", *arguments, rollout_logps=rollout).metrics.items()}
-    assert m["correction_weight_mean"] == pytest.approx(1.5)
-    assert (m["correction_weight_min"], m["correction_weight_max"]) == (1.0, 2.0)
-    assert (m["correction_dropped_tokens"], m["correction_truncated_tokens"]) == (0, 1)
-    assert m["engine_kl_k1"] == pytest.approx(-math.log(4.0) / 2)
-    assert m["engine_kl_k3"] == pytest.approx((4 - 1 - math.log(4.0)) / 2)
-    assert m["engine_log_weight_abs_max"] == pytest.approx(math.log(4.0))
-    m = {k: v.item() for k, v in policy_loss("grpo_mis", *arguments, rollout_logps=rollout).metrics.items()}
-    assert (m["correction_dropped_tokens"], m["correction_truncated_tokens"]) == (1, 0)
-    assert (m["correction_weight_min"], m["correction_weight_max"]) == (0.0, 1.0)
-
-
-def test_route_weight_metrics_golden():
-    logps, old = at_ratios([[1.0, 1.0, 7.0]], requires_grad=False)
-    gamma = double([[0.5, 0.9, 0.1]])
-    m = policy_loss("rspo", logps, old, double([1.0]), torch.tensor([[1, 1, 0]]), route_weight=gamma).metrics
-    assert m["route_weight"].item() == pytest.approx(0.7) and m["route_weight_floored"].item() == 0.5
-
-
-def whole_of_the_loss(objective, rows, **options):
-    """Random rows under an objective with every part that has metrics."""
-    g = torch.Generator().manual_seed(2)
-    old = -torch.rand(rows, 6, generator=g)
-    tensors = {"logps": old + 0.3 * torch.randn(rows, 6, generator=g), "old_logps": old}
-    tensors |= {"advantages": torch.randn(rows, generator=g), "mask": torch.rand(rows, 6, generator=g) < 0.7}
-    tensors |= {"ref_logps": old - 0.1, "rollout_logps": old + 0.1 * torch.randn(rows, 6, generator=g)}
-    tensors["route_weight"] = torch.rand(rows, 6, generator=g)
-    return {**tensors, **options}
-
-
-EVERYTHING = replace(
-    OBJECTIVES["rspo"], kl_coef=0.1, corrections=(Correction("token_truncate", high=1.1), Correction("token_mask", 0.9))
-)
-
-
-def test_every_metric_of_the_loss_is_defined_and_every_definition_is_of_one():
-    tensors = whole_of_the_loss(EVERYTHING, 5)
-    metrics = policy_loss(EVERYTHING, **tensors).metrics
-    assert list(metrics) == [metric.name for metric in LOSS_METRICS]
-    assert all(metric.unit and metric.definition for metric in LOSS_METRICS)
-    unconditional = [metric.name for metric in LOSS_METRICS if not metric.when]
-    plain = {name: tensors[name] for name in ("logps", "old_logps", "advantages", "mask")}
-    assert list(policy_loss("grpo", **plain).metrics) == unconditional
-
-
-def test_metrics_of_a_minibatch_are_those_of_its_micro_batches_joined():
-    tensors = whole_of_the_loss(EVERYTHING, 7)
-    whole = policy_loss(EVERYTHING, **tensors)
-    parts = [
-        policy_loss(EVERYTHING, **{k: v[rows] for k, v in tensors.items()}).tokens
-        for rows in (slice(0, 3), slice(3, 7))
-    ]
-    joined = loss_metrics(TokenValues.cat(parts))
-    assert all(torch.equal(joined[name], value) for name, value in whole.metrics.items())
-
-
-def test_metrics_are_computed_when_asked_for(monkeypatch):
-    calls = []
-    monkeypatch.setattr(loss_module, "loss_metrics", lambda values: calls.append(values) or {})
-    out, _ = run("grpo", [[1.5, 0.5]], [1.0])
-    assert not calls
-    assert out.metrics is out.metrics and len(calls) == 1
-
-
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_nothing_but_the_loss_keeps_the_graph(name):
-    o = replace(OBJECTIVES[name], kl_coef=0.1)
-    tensors = {k: v.requires_grad_() if k.endswith("logps") else v for k, v in whole_of_the_loss(o, 4).items()}
-    if o.route_weight == "none":
-        del tensors["route_weight"]
-    out = policy_loss(o, **tensors)
-    assert out.loss.requires_grad
-    assert not any(value.requires_grad for _, value in out.tokens.items())
-    assert not any(value.requires_grad for value in [*out.metrics.values(), out.sequence_log_ratio])
-
-
 def test_half_precision_route_weights_are_computed_in_float32():
     # 0.9 in bf16 is 0.8984375; its log must be that of this number, not rounded to bf16 again
     logps, old = at_ratios([[1.0]], requires_grad=False)
@@ -379,65 +250,6 @@ def test_half_precision_route_weights_are_computed_in_float32():
     out = policy_loss("rspo", logps.float(), old.float(), torch.ones(1), torch.ones(1, 1), route_weight=gamma)
     assert out.tokens.gate_log_ratio.item() == pytest.approx(math.log(0.8984375), rel=1e-6)
     assert out.loss.item() == pytest.approx(-0.8984375, rel=1e-6)
-
-
-@pytest.mark.parametrize("argument", ["logps", "old_logps", "ref_logps", "rollout_logps", "advantages"])
-@pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
-def test_what_is_not_finite_on_a_token_that_counts_is_refused(argument, value):
-    tensors = whole_of_the_loss(EVERYTHING, 3)
-    del tensors["route_weight"]
-    tensors["mask"][:] = True
-    tensors["mask"][0, 0] = False
-    place = (2,) if argument == "advantages" else (2, 4)
-    tensors[argument][place] = value
-    count, token = (6, 0) if argument == "advantages" else (1, 4)
-    message = f"{argument}: {count} of the 17 tokens that count are not finite, the first is .* at row 2, token {token}"
-    with pytest.raises(FloatingPointError, match=message):
-        policy_loss("grpo", **tensors)
-    if argument != "advantages":  # the same value under the mask is nobody's business
-        tensors[argument][2, 4] = -1.0
-        tensors[argument][0, 0] = value
-        assert policy_loss("grpo", **tensors).loss.isfinite()
-
-
-def arguments_of(shape=(2, 3)):
-    z = torch.zeros(shape)
-    return {"logps": z, "old_logps": z, "advantages": z[:, 0], "mask": torch.ones(shape, dtype=torch.bool)}
-
-
-@pytest.mark.parametrize(
-    ("objective", "change", "message"),
-    [
-        ("grop", {}, "Did you mean 'grpo'"),
-        (replace(OBJECTIVES["grpo"], kl_coef=0.1), {}, "ref_logps is missing: kl_coef is not 0"),
-        ("gspo_rollout", {}, "rollout_logps is missing"),
-        ("grpo_tis", {}, "rollout_logps is missing"),
-        ("rspo", {}, "route_weight is missing"),
-        ("grpo", {"route_weight": torch.ones(2, 3)}, "would ignore it"),
-        ("grpo", {"mask": torch.full((2, 3), 2.0)}, "only 0 and 1"),
-    ],
-)
-def test_refusals(objective, change, message):
-    with pytest.raises(ValueError, match=message):
-        policy_loss(objective, **{**arguments_of(), **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"old_logps": torch.zeros(2, 4)}, "old_logps: expected the shape of logps"),
-        ({"advantages": torch.zeros(3)}, "advantages: expected"),
-        ({"advantages": torch.zeros(2, 1)}, "advantages: expected"),
-        ({"ref_logps": torch.zeros(1, 3)}, "ref_logps: expected the shape of logps"),
-    ],
-)
-def test_shapes_that_differ_are_named(change, message):
-    # below the run-time shape check of the tests, where users without it arrive
-    from moe_rl.objectives.terms import prepare_terms
-
-    optional = {"ref_logps": None, "rollout_logps": None, "route_weight": None}
-    with pytest.raises(ValueError, match=message):
-        prepare_terms("grpo", **{**arguments_of(), **optional, **change})
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo", "gspo", "gspo_token", "cispo", "sapo", "minirl"])

@@ -136,20 +136,22 @@ def compare_models(suite, dtype):
 
 def replays(suite):
     """Do routes recorded through the kernels equal eager's, and does their replay reproduce the logits bit for bit?"""
+    from moe_rl.routing import record_routes, replay_routes  # as late as the suite: after the stand-ins
+
     model, tokens = suite.make_model("Qwen3MoeConfig", dtype=torch.float32), torch.arange(14).view(2, 7)
-    with suite.record_routes(model) as eager:
+    with record_routes(model) as eager:
         model(tokens)
     model.set_experts_implementation("megablocks")
-    with suite.record_routes(model) as recording:
+    with record_routes(model) as recording:
         live = model(tokens).logits
-    with suite.replay_routes(model, recording.routes):
+    with replay_routes(model, recording.routes):
         replayed = model(tokens).logits
     return torch.equal(recording.routes.ids, eager.routes.ids) and torch.equal(replayed, live)
 
 
 if __name__ == "__main__":
     install_stand_ins()
-    import test_experts as suite
+    import experts_helpers as suite
 
     report = {"replays": replays(suite)}
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Small models, batches and comparisons for the routing tests."""
+"""Small models, batches, routes and comparisons for the routing tests."""
 
 import copy
 from typing import Any
@@ -33,6 +33,19 @@ def routes_of(model: nn.Module, inputs: Tensor, **kwargs: Any) -> RoutedExperts:
     with torch.no_grad(), record_routes(model) as recording:
         model(input_ids=inputs, **kwargs)
     return recording.routes
+
+
+SITES = ["model.layers.1.mlp.gate", "model.layers.2.mlp.gate"]
+
+
+def random_ids(b: int, t: int, sites: int, k: int, experts: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(b, t, sites, experts, generator=torch.Generator().manual_seed(seed)).topk(k).indices
+
+
+def example(tokens: bool = True) -> RoutedExperts:
+    ids = random_ids(3, 4, 2, 2, 8)
+    ids[2, 3] = -1
+    return RoutedExperts(ids, SITES, 8, tokens=torch.arange(12).view(3, 4) if tokens else None, meta={"model": "tiny"})
 
 
 def hooked(model: nn.Module) -> list[str]:

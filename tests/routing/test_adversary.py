@@ -4,7 +4,8 @@ import collections
 import os
 
 import pytest
-from adversary import ACTIONS, EITHER, FAMILIES, REFUSED, RIGHT, run_case, world
+from adversary import ACTIONS, EITHER, REFUSED, RIGHT, run_case
+from adversary_oracle import FAMILIES, world
 
 CASES = int(os.environ.get("MOE_RL_ROUTING_CASES", "0"))
 

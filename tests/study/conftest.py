@@ -1,6 +1,6 @@
-"""A headless browser for all tests of pages, and a small study that is served to it.
+"""Small studies for the tests of figures; a headless browser for all tests of pages, and a study that is served to it.
 
-Without a browser they are skipped on a developer's machine and fail under CI=true.
+Without a browser tests of pages are skipped on a developer's machine and fail under CI=true.
 """
 
 import os
@@ -9,6 +9,8 @@ import pytest
 from browser import NAMES, Browser, find_browser, serving
 from synthetic import write_study
 from token_files import write_step
+
+from moe_rl.study import load
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +57,18 @@ def study(tmp_path):
 def url(study):
     with serving(study) as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_study(tmp_path_factory.mktemp("runs") / "small", steps=7, sequences=6, tokens_every=3)
+
+
+@pytest.fixture(scope="module")
+def data(folder):
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def one_seed(tmp_path_factory):
+    return load(write_study(tmp_path_factory.mktemp("runs") / "one", arms=("grpo", "gspo"), seeds=(0,), steps=3))

@@ -1,0 +1,90 @@
+"""Token log-probabilities of wrapped models: data parallel, sharded, LoRA, compiled, autocast."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from logprobs_helpers import assert_same_gradients, batch, build, gradients, reference, weights
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from moe_rl.measure import logprobs
+from moe_rl.measure.head import head_logps
+from moe_rl.measure.logprobs import token_logps
+
+
+def assert_as_reference(model, bare, tolerance=1e-10, strip=""):
+    data, a = batch(), weights()
+    want = reference(bare, *data)[0]
+    want_gradients = gradients(bare, (want * a).sum())
+    got = token_logps(model, *data, chunk_size=3).logps
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    found = {
+        name.replace(strip, ""): g.full_tensor() if hasattr(g, "full_tensor") else g
+        for name, g in gradients(model, (got * a).sum()).items()
+    }
+    assert_same_gradients(found, want_gradients, tolerance)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_distributed_data_parallel(one_process, unused, float64_throughout):
+    bare = build()
+    model = DistributedDataParallel(copy.deepcopy(bare), find_unused_parameters=unused)
+    assert_as_reference(model, bare, strip="module.")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_fully_sharded_and_resharded(one_process, apart, float64_throughout):
+    """The head's weight is a DTensor outside the model's forward, and is freed again before backward."""
+    bare = build()
+    model = copy.deepcopy(bare)
+    for layer in model.model.layers:
+        fully_shard(layer, reshard_after_forward=True)
+    if apart:
+        fully_shard(model.lm_head, reshard_after_forward=True)
+    fully_shard(model, reshard_after_forward=True)
+    assert_as_reference(model, bare)
+
+
+def test_lora_on_the_backbone_and_on_the_head(float64_throughout):
+    peft = pytest.importorskip("peft")
+    for targets in (["q_proj", "v_proj"], ["q_proj", "lm_head"]):
+        config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        model = peft.get_peft_model(build(), config).double()
+        assert_as_reference(model, model)
+
+
+def test_compiled_as_a_whole_or_in_part():
+    bare = build()
+    bare.model.layers, bare.config.num_hidden_layers = bare.model.layers[:1], 1  # compiling takes long
+    bare.set_experts_implementation("batched_mm")
+    whole = torch.compile(copy.deepcopy(bare), backend="aot_eager")
+    assert_as_reference(whole, bare, 1e-7, strip="_orig_mod.")
+    backbone = copy.deepcopy(bare)
+    backbone.model.compile(backend="aot_eager")
+    assert logprobs._obstacle(backbone, backbone)[0] is None
+    assert_as_reference(backbone, bare, 1e-7)
+
+
+def test_autocast_rounds_the_product_as_the_model_would():
+    model, data = build(dtype=torch.float32), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = token_logps(model, *data, chunk_size=64).logps, reference(model, *data)[0]
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
+    exact = token_logps(model, *data).logps
+    assert (got - exact).abs().max() > 1e-4  # autocast was in force
+    hidden, weight, bias = (weights(s, dtype=torch.float32) for s in ((5, 3), (4, 3), (4,)))
+    targets = torch.tensor([0, 3, 3, 1, 2])
+    with torch.autocast("cpu", torch.bfloat16):
+        got, _ = head_logps(hidden, weight, targets, bias=bias, chunk_size=5)
+        want = F.linear(hidden, weight, bias).float().log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)

@@ -1,0 +1,211 @@
+"""What figures of the gallery plot: means, ranges, rates and variances against the tables that they come from."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.collections import PathCollection
+
+from moe_rl.study.figures import (
+    clipped_tokens,
+    expert_change,
+    final_reward,
+    ratio_variance,
+    reward,
+    tail_fraction,
+    variance_by_flips,
+    variance_factors,
+)
+from moe_rl.study.figures.gallery.variance_by_flips import predictor_flips
+from moe_rl.study.figures.layout import shown
+from moe_rl.study.figures.routing import binomial_of, short_sites
+from moe_rl.study.summary import comparisons
+
+
+def test_reward_table_is_mean_and_range_of_the_seeds(data):
+    frame = reward(data).frame.set_index(["arm", "step"])
+    seeds = data.rollouts.query("arm == 'gspo' and step == 5").set_index("seed")["reward"]
+    row = frame.loc[("gspo", 5)]
+    assert row["mean"] == pytest.approx(seeds.mean())
+    assert (row["low"], row["high"]) == pytest.approx((seeds.min(), seeds.max()))  # n = 3: the range
+    assert row["n"] == 3
+    assert row["seed1"] == seeds[1]
+
+
+def test_replay_under_noise_is_its_natural_run_with_all_seeds(data):
+    natural, noise = shown(data)
+    assert noise.arms == ("grpo_noise", "gspo_noise") and noise.stand_in == "grpo_replay", "one seed stands for nothing"
+    assert natural.stand_in is None
+    drawn = reward(data)
+    lines = {line.get_label(): line for line in drawn.figure.axes[1].lines}
+    means = data.rollouts.query("arm == 'grpo_replay'").groupby("step")["reward"].mean()
+    assert lines["GRPO + Routing Replay, its natural run"].get_ydata() == pytest.approx(means.to_numpy())
+    assert "grpo_replay_noise" not in set(drawn.frame["arm"])
+    assert "by construction its natural run" in drawn.caption
+    differs = data.rollouts.copy()
+    differs.loc[differs["arm"] == "grpo_replay_noise", "reward"] += 0.1
+    assert "grpo_replay_noise" in shown(_with(data, rollouts=differs))[1].arms, "a run that does not repeat is shown"
+
+
+def test_change_rate_pools_counts_and_marks_the_paper_on_slots_only(data):
+    figure = expert_change(data)
+    rows = data.probes.query("arm == 'grpo' and seed == 0 and update == 2")
+    row = figure.frame.query("arm == 'grpo' and definition == 'site' and update == 2").iloc[0]
+    assert row["seed0"] == pytest.approx(rows["sites_changed"].sum() / rows["sites"].sum())
+    texts = [" ".join(text.get_text() for text in ax.texts) for ax in figure.figure.axes]
+    assert "denominator not defined" in texts[0]
+    assert not any("GSPO paper" in text for text in texts[1:])
+    dotted = [any(np.allclose(line.get_ydata(), 10) for line in ax.lines) for ax in figure.figure.axes]
+    assert dotted == [True, True, False, False, False, False]  # slot, slot, site, ..: natural, noise
+
+
+def test_the_papers_value_is_named_but_not_drawn_where_it_would_flatten_the_data(one_seed):
+    probes = one_seed.probes.assign(slots_changed=(one_seed.probes["slots"] * 0.002).astype(int))
+    figure = expert_change(_with(one_seed, probes=probes)).figure
+    assert "above this axis" in figure.axes[0].texts[0].get_text()
+    assert figure.axes[0].get_ylim()[1] < 1
+
+
+def test_clipped_fraction_pools_updates_and_gives_zero_a_place(one_seed):
+    updates = one_seed.updates.copy()
+    updates["tokens"] = 1000
+    updates["clipped_tokens"] = 0
+    updates.loc[(updates["arm"] == "gspo") & (updates["update"] == 4), "clipped_tokens"] = 80
+    figure = clipped_tokens(_with(one_seed, updates=updates))
+    means = figure.frame.set_index(["arm", "step"])["mean"]
+    assert means[("gspo", 0)] == 80 / 4000  # pooled over the four updates
+    assert means[("grpo", 0)] == 0.0  # the table keeps the zero that a log axis cannot show
+    ax = figure.figure.axes[0]
+    open_markers = [line for line in ax.lines if line.get_markerfacecolor() == "white" and len(line.get_xdata())]
+    assert len(open_markers) == 1
+    assert open_markers[0].get_ydata()[0] == pytest.approx(0.01 / 4)  # a quarter of the lowest power of ten
+    assert any(text.get_text() == "0" for text in ax.texts)
+
+
+def test_variance_factors_are_of_natural_arms_and_by_update(data):
+    figure = variance_factors(data)
+    frame = figure.frame.set_index(["factor", "arm", "update"])
+    probes = data.probes.query("arm == 'gspo' and seed == 2 and update == 3")
+    median = (probes["var_token_natural"] / probes["var_token_replayed"]).median()
+    assert frame.loc[("replay", "gspo", 3), "seed2"] == pytest.approx(median)
+    every = data.probes.query("arm == 'gspo' and update == 3")
+    ratio = every["var_token_natural"].mean() / every["var_sequence_natural"].mean()
+    assert frame.loc[("averaging", "gspo", 3), "of_means"] == pytest.approx(ratio)
+    assert set(figure.frame["arm"]) == {"grpo", "grpo_replay", "gspo"}, "stress arms are another question"
+    crosses = [line for line in figure.figure.axes[1].lines if line.get_marker() == "x"]
+    assert sorted(line.get_ydata()[2] for line in crosses) == pytest.approx(
+        sorted(frame.loc[("averaging", arm, 3), "of_means"] for arm in ("grpo", "grpo_replay", "gspo"))
+    )
+
+
+def test_variance_in_training_is_the_mean_of_later_updates(data):
+    frame = ratio_variance(data).frame
+    updates = data.updates.query("arm == 'gspo' and seed == 2 and step == 4 and update > 1")
+    drawn = frame.query("arm == 'gspo' and quantity == 'in-run token' and step == 4")["seed2"].iloc[0]
+    assert drawn == pytest.approx(updates["var_token_log_ratio"].mean())
+
+
+def test_flips_belong_to_the_token_that_they_predict():
+    table = pd.DataFrame(
+        {"arm": "a", "seed": 0, "step": 0, "update": 1, "seq": [0, 0, 0, 1, 1], "pos": [2, 0, 1, 0, 1],
+         "flips": [9, 4, 5, 7, 8]}
+    )  # fmt: skip
+    moved = predictor_flips(table)
+    # sequence 0 has flips 4, 5, 9 by position: position 1 is predicted at 0 (4), position 2 at 1 (5)
+    assert moved[["seq", "pos", "flips"]].values.tolist() == [[0, 1, 4], [0, 2, 5], [1, 1, 7]]
+
+
+def test_flips_need_no_sorting_where_rows_are_in_order(data):
+    tokens = data.tokens.query("arm == 'grpo' and seed == 0")
+    columns = ["step", "update", "seq", "pos", "flips"]
+    keys = ["step", "update", "seq", "pos"]
+    found = predictor_flips(tokens)[columns].reset_index(drop=True)
+    other = predictor_flips(tokens.sample(frac=1, random_state=0))[columns].sort_values(keys).reset_index(drop=True)
+    assert found.sort_values(keys).reset_index(drop=True).equals(other)
+    assert len(found) == len(tokens) - tokens.groupby(["step", "update", "seq"]).ngroups
+
+
+def test_variance_by_flips_rises_with_flips_and_not_under_replay(data):
+    frame = variance_by_flips(data).frame.query("arm == 'grpo'").set_index(["routing", "flips"])
+    assert frame.loc[("natural", 2), "mean"] > 3 * frame.loc[("natural", 0), "mean"]
+    assert frame.loc[("replayed", 2), "mean"] < 2 * frame.loc[("replayed", 0), "mean"]
+
+
+def test_variance_by_flips_is_of_seeds_with_their_interval(data):
+    row = variance_by_flips(data).frame.query("arm == 'gspo' and routing == 'natural' and flips == 1").iloc[0]
+    tokens = data.tokens.query("arm == 'gspo'").sort_values(["seed", "step", "update", "seq", "pos"])
+    before = tokens.groupby(["seed", "step", "update", "seq"])["flips"].shift(1)
+    ratios = (tokens["logp_natural"] - tokens["old_logp"])[before == 1]
+    variances = ratios.groupby(tokens["seed"]).var()
+    assert [row["seed0"], row["seed1"], row["seed2"]] == pytest.approx(variances.tolist())
+    assert row["mean"] == pytest.approx(np.exp(np.log(variances).mean()))
+    assert (row["low"], row["high"]) == pytest.approx((variances.min(), variances.max()))  # n = 3: the range
+
+
+def test_tail_counts_ratios_on_both_sides():
+    from moe_rl.study.figures.gallery.tail_fraction import TAUS
+
+    frame = tail_fraction(_token_study([0.0, 0.05, -0.05, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0])).frame
+    natural = frame.query("routing == 'natural'").set_index("tau")["fraction"]
+    assert natural.iloc[0] == 0.4  # |log r| > log 1.01: four of ten
+    assert natural[TAUS[TAUS > 1.1][0]] == 0.2  # e^0.05 = 1.05 is below, e = 2.72 above
+    assert natural.iloc[-1] == 0.0
+
+
+def test_binomial_has_the_mean_of_the_counts():
+    assert binomial_of(np.array([1.0, 2.0, 1.0])).tolist() == pytest.approx([0.25, 0.5, 0.25])
+    assert binomial_of(np.array([5.0, 0.0, 0.0])).tolist() == [1.0, 0.0, 0.0]
+
+
+def test_site_names_are_shortened_to_what_differs():
+    assert short_sites(["m.layers.0.mlp.gate", "m.layers.10.mlp.gate"]) == (["0", "10"], "m.layers.·.mlp.gate")
+    assert short_sites(["gate"]) == (["gate"], "gate")
+    assert short_sites(["enc.0.gate", "dec.0.gate"]) == (["enc", "dec"], "·.0.gate")
+    assert short_sites(["a.0.b", "a.1.c"]) == (["0.b", "1.c"], "a.·")
+
+
+def test_final_reward_lists_every_arm_with_its_interval(data):
+    figure = final_reward(data)
+    table = figure.frame.set_index("arm")
+    last = data.rollouts.query("arm == 'grpo' and step >= 2").groupby("seed")["reward"].mean()
+    assert table.loc["grpo", "final"] == pytest.approx(last.mean())
+    assert (table.loc["grpo", "low"], table.loc["grpo", "high"]) == pytest.approx((last.min(), last.max()))
+    words = " ".join(text.get_text() for text in figure.figure.axes[0].texts)
+    assert f"{last.mean():.3f} [{last.min():.3f}, {last.max():.3f}]" in words
+
+
+def test_final_reward_shows_every_paired_difference(data):
+    figure = final_reward(data)
+    pairs = comparisons(data)
+    below = figure.figure.axes[1]
+    assert [tick.get_text() for tick in below.get_yticklabels()] == [
+        "Replay − GRPO", "GSPO − GRPO", "GSPO − GRPO", "Replay − GRPO",
+    ]  # fmt: skip
+    seeds = [
+        c.get_offsets()[:, 0] for c in below.collections if isinstance(c, PathCollection) and len(c.get_offsets()) == 3
+    ]
+    assert [list(x) for x in seeds] == [pytest.approx(pair.result.differences) for pair in pairs]
+    assert {line.get_xdata()[0] for line in below.lines} == {0, -0.05, 0.05}, "no difference, and those of no interest"
+    assert figure.tables["differences"]["difference"].tolist() == [pair.result.difference.estimate for pair in pairs]
+
+
+def _with(data, **frames):
+    from dataclasses import replace
+
+    return replace(data, **frames)
+
+
+def _token_study(log_ratios):
+    """A one-run study of which only tokens matter."""
+    from moe_rl.study.data import Run, StudyData
+
+    run = Run("grpo", 0, Path("grpo/seed0"), True, {"method": {"objective": "grpo"}}, {})
+    empty = pd.DataFrame()
+    data = StudyData("tokens", Path(), {}, (run,), empty, empty, empty, empty)
+    log_ratios = np.array(log_ratios)
+    vars(data)["tokens"] = pd.DataFrame(
+        {"arm": "grpo", "seed": 0, "step": 0, "update": 1, "old_logp": -2.0, "logp_natural": -2.0 + log_ratios,
+         "logp_replayed": -2.0}
+    )  # fmt: skip
+    return data

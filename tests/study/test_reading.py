@@ -1,0 +1,263 @@
+"""The reading of a report follows the numbers, whichever way they fall."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from moe_rl.study.answer import answer
+from moe_rl.study.data import Run, StudyData
+from moe_rl.study.reading import read, rules_of
+from moe_rl.study.summary import comparisons, condition_label, factor_table, final_rewards, run_outcomes
+
+EIGHT = (0.80, 0.81, 0.83, 0.79, 0.82, 0.80, 0.84, 0.81)
+LOW = (0.40, 0.42, 0.42, 0.41, 0.40, 0.43, 0.41, 0.39)
+
+
+def test_reading_reports_a_difference_in_the_direction_it_came():
+    # differences .40 .39 .41 .38 .42 .37 .43 .42: mean .4025, sd .0212, half-width 2.365 · .0212/√8 = .0177
+    texts = _reward_texts({"grpo": LOW, "gspo": EIGHT})
+    assert "GSPO minus GRPO: +0.403 [0.385, 0.420], 8 pairs, p 0.008: higher." in texts
+    reverse = _reward_texts({"grpo": EIGHT, "gspo": LOW})
+    assert "GSPO minus GRPO: −0.403 [−0.420, −0.385], 8 pairs, p 0.008: lower." in reverse
+
+
+def test_reading_claims_equality_only_by_equivalence():
+    near = tuple(np.add(EIGHT, (0.01, -0.01, 0.0, 0.02, -0.02, 0.0, 0.01, -0.01)))
+    texts = _reward_texts({"grpo": EIGHT, "gspo": near})
+    assert "p of equivalence < 0.001: no difference of interest." in texts
+    far = tuple(np.add(EIGHT, (0.1, -0.1, 0.0, 0.12, -0.12, 0.05, 0.1, -0.1)))
+    texts = _reward_texts({"grpo": EIGHT, "gspo": far})
+    assert "not resolved." in texts and "no difference" not in texts
+
+
+def test_agreeing_signs_of_three_seeds_are_a_range_and_no_verdict():
+    texts = _reward_texts({"grpo": (0.5, 0.5, 0.5), "gspo": (0.51, 0.60, 0.70)})
+    assert "GSPO minus GRPO: +0.103, range [0.010, 0.200], 3 pairs: too few pairs." in texts
+    assert "none has 6 pairs, so there is no verdict" in texts
+
+
+def test_reading_checks_that_replay_under_noise_repeats_the_natural_run():
+    arms = {"grpo": (0.5, 0.5, 0.5), "grpo_replay": (0.8, 0.8, 0.8), "grpo_noise": (0.4, 0.4, 0.4)}
+    same = _texts({**arms, "grpo_replay_noise": (0.8,)}, "Stress test")
+    assert "rewards are identical, as they must be" in same
+    other = _texts({**arms, "grpo_replay_noise": (0.7,)}, "Stress test")
+    assert "rewards differ by up to 0.1, which must not be" in other
+
+
+def test_replay_stands_in_under_noise_only_if_nothing_else_differs():
+    arms = {"grpo_replay": (0.8, 0.8, 0.8), "grpo_noise": (0.4, 0.41, 0.4)}
+    assert "GRPO + Routing Replay (natural): 0.80" in _reward_texts(arms)
+    assert "(natural)" not in _reward_texts(arms, grpo_noise={"optim": {"learning_rate": 5e-4}})
+
+
+def test_only_arms_that_differ_in_one_thing_are_compared():
+    finals = dict.fromkeys(("grpo", "grpo_replay", "gspo"), (0.5, 0.6, 0.7))
+    more = {"gspo": {"optim": {"learning_rate": 5e-4}}}
+    pairs = {(pair.arm, pair.other) for pair in comparisons(_study(finals, more))}
+    assert pairs == {("grpo_replay", "grpo")}, "gspo differs in method and learning rate from both"
+    same = {arm: {"optim": {"learning_rate": rate}} for arm, rate in (("grpo", 1e-3), ("gspo", 5e-4))}
+    study = _study({"grpo": (0.5, 0.6, 0.7), "gspo": (0.5, 0.6, 0.7)}, same)
+    runs = [replace(run, config={**run.config, "method": {"objective": "grpo"}}) for run in study.runs]
+    assert len(comparisons(replace(study, runs=tuple(runs)))) == 1, "one method at two learning rates"
+
+
+def _many(**config):
+    study = _study({"grpo": (0.40, 0.41, 0.42)})
+    runs, rows = [], []
+    finals = {"a": 0.4, "b": 0.4, "c": 0.4, "d": 0.8, "e": 0.41, "f": 0.4, "g": 0.42, "h": 0.4}
+    for arm, value in finals.items():
+        for seed in range(10):
+            runs.append(replace(study.runs[0], arm=arm, seed=seed, config={"method": {"objective": "grpo", "x": arm}}))
+            noise = ((seed * 7 + ord(arm)) % 5 - 2) / 30
+            rows += [{"arm": arm, "seed": seed, "step": step, "reward": value + noise} for step in range(5)]
+    labels = {"arms": {arm: {"label": arm} for arm in finals}, **config}
+    return replace(study, runs=tuple(runs), rollouts=pd.DataFrame(rows), config=labels)
+
+
+def test_of_many_comparisons_only_resolved_ones_are_told():
+    found = [s.text for s in read(_many()) if s.topic == "Reward"]
+    assert "d minus a: +0.400" in found[0] and found[0].count(" minus ") == 1
+    assert "Not resolved: 5 more. No difference of interest: 1 more." in found[0]
+    assert found[1].startswith("7 comparisons, not declared in the study file; p adjusted by Holm over 7.")
+
+
+def test_declared_comparisons_are_the_family():
+    study = _many(comparisons=[["d", "b"], ["c", "e"]], interest=0.45)
+    pairs = comparisons(study)
+    assert [(pair.arm, pair.other, pair.result.family) for pair in pairs] == [("d", "b", 2), ("c", "e", 2)]
+    assert pairs[0].result.verdict == "no difference of interest"  # .4 is not of interest here
+    text = " ".join(s.text for s in read(study) if s.topic == "Reward")
+    assert "2 comparisons, declared in the study file; p adjusted by Holm over 2." in text
+    assert "at least 0.45" in " ".join(rules_of(study))
+    assert comparisons(_many(comparisons=[["d", "not run yet"]])) == []
+
+
+def test_unfinished_runs_are_not_compared():
+    study = _study({"grpo": LOW, "gspo": EIGHT})
+    half = tuple(replace(run, finished=run.seed < 6) for run in study.runs)
+    assert comparisons(replace(study, runs=half))[0].result.seeds == (0, 1, 2, 3, 4, 5)
+
+
+def test_failed_below_start_and_collapsed_runs_are_counted():
+    # curves of ten steps; start .40 (held out): ends at .80, .45, .30, and .80 falling to .10
+    curves = [[0.4] * 5 + [end] * 5 for end in (0.8, 0.45, 0.3)] + [[0.8] * 5 + [0.1] * 5]
+    study = _study({"grpo": (0.0,) * 4})
+    rows = [
+        {"arm": "grpo", "seed": seed, "step": step, "reward": value}
+        for seed, curve in enumerate(curves)
+        for step, value in enumerate(curve)
+    ]
+    study = replace(study, rollouts=pd.DataFrame(rows), evals=_at_start(study, 0.4))
+    runs = run_outcomes(study).set_index("seed")
+    assert runs["failed"].tolist() == [False, True, True, True]  # gains .4 .05 -.1 -.3
+    assert runs["below_start"].tolist() == [False, False, True, True]
+    assert runs["collapsed"].tolist() == [False, False, False, True]
+    row = final_rewards(study).iloc[0]
+    assert (row["failed"], row["below_start"], row["collapsed"], row["start"]) == (3, 2, 1, 0.4)
+    text = next(s.text for s in read(study) if s.topic == "Runs that failed")
+    assert "3 of 4 did not gain 0.1 over the held-out reward at step 0 (GRPO: 3 of 4)" in text
+    assert "2 of 4 ended below it (GRPO: 2 of 4); 1 of 4 collapsed (GRPO: 1 of 4)" in text
+    going = replace(study, runs=tuple(replace(run, finished=False) for run in study.runs))
+    assert not run_outcomes(going)[["failed", "below_start"]].any(axis=None)  # not yet
+
+
+def test_the_reward_of_demonstrations_is_nobodys_final_reward():
+    """SFT scores 1.000 on its demonstrations; what counts is its policy on held-out prompts, in every table."""
+    study = _study({"grpo": EIGHT, "gspo": (1.0,) * 8}, {"gspo": {"method": {"objective": "sft"}}})
+    rows = [{"arm": "gspo", "seed": s, "step": step, "reward": 0.4 + step / 10} for s in range(8) for step in (0, 4)]
+    rows += [{"arm": "grpo", "seed": s, "step": step, "reward": 0.4 + step / 20} for s in range(8) for step in (0, 4)]
+    study = replace(study, evals=pd.DataFrame(rows))
+    table = final_rewards(study).set_index("arm")
+    assert table["final"].to_dict() == pytest.approx({"grpo": sum(EIGHT) / 8, "gspo": 0.8})
+    assert table["measured"].to_dict() == {"grpo": "last 5 steps", "gspo": "held out"}
+    pair = comparisons(study)[0]
+    assert pair.result.difference.estimate == pytest.approx(0.2)  # held out on both sides: .8 - .6
+    assert "1.00" not in _by_topic_text(study, "Reward")
+    without = replace(study, evals=study.evals.iloc[:0])
+    assert np.isnan(final_rewards(without).set_index("arm")["final"]["gspo"])
+
+
+def test_which_methods_answer_themselves_agrees_with_training():
+    from moe_rl.objectives import OBJECTIVES
+    from moe_rl.training import RunConfig
+    from moe_rl.training.method import resolve_method
+
+    for objective in [*OBJECTIVES, "dpo"]:
+        config = RunConfig()
+        config = replace(config, method=replace(config.method, objective=objective))
+        run = Run("a", 0, Path(), True, {"method": {"objective": objective}}, {})
+        assert run.responses == resolve_method(config, 8).source, objective
+    assert Run("a", 0, Path(), True, {"method": {"objective": "sft", "source": "policy"}}, {}).responses == "policy"
+
+
+def test_doses_are_named_by_what_they_re_routed():
+    updates = pd.DataFrame(
+        [{"arm": arm, "seed": 0, "step": 0, "update": 1, "slots_changed": changed, "slots": 1000}
+         for arm, changed in (("grpo_noise", 380), ("gspo_noise", 412), ("grpo_replay_noise", 0), ("grpo", 30))]
+    )  # fmt: skip
+    arms = dict.fromkeys(("grpo", "grpo_noise", "gspo_noise", "grpo_replay_noise"), (0.5,))
+    study = _study(arms, updates=updates)
+    assert condition_label(study, 1.0) == "38–41 % of slots re-routed (noise σ = 1)"  # replay takes no dose
+    assert condition_label(study, 0.0) == "natural"
+    assert condition_label(_study(arms), 1.0) == "noise σ = 1"  # not measured
+
+
+def test_factors_are_of_natural_arms_by_update():
+    probes = pd.DataFrame(
+        [{"arm": arm, "seed": 0, "step": step, "update": update, "var_token_natural": natural * scale,
+          "var_token_replayed": 1.0, "var_sequence_natural": 0.5 * scale}
+         for arm, scale in (("grpo", 1.0), ("grpo_noise", 100.0))
+         for update, values in ((1, (8.0, 10.0, 60.0)), (4, (2.0, 4.0, 6.0)))
+         for step, natural in enumerate(values)]
+    )  # fmt: skip
+    study = replace(_study({"grpo": (0.5,), "grpo_noise": (0.4,)}), probes=probes)
+    table = factor_table(study).set_index("update")
+    assert set(table["arm"]) == {"grpo"}
+    assert table["replay_median"].to_dict() == {1: 10.0, 4: 4.0}
+    assert table["replay_of_means"].to_dict() == {1: 26.0, 4: 4.0}  # (8 + 10 + 60) / 3
+    assert table["averaging_median"].to_dict() == {1: 20.0, 4: 8.0}
+    text = _by_topic_text(study, "What replay removes")
+    assert "after update 1 10 times (26) and after update 4 4 times (4) that with replayed routing" in text
+
+
+def test_the_first_answer_follows_the_verdicts():
+    better = tuple(value + 0.1 for value in LOW)
+    study = _study({"grpo": LOW, "grpo_replay": better, "gspo": LOW})
+    study = replace(study, evals=_at_start(study, 0.2))
+    first, second, third = answer(study).lines
+    assert (first.question, first.answer) == ("Did GRPO need replay?", "Yes")
+    assert second.answer == "Yes, ended as high as GRPO"
+    assert third.answer == "n = 8"
+    assert [(row.comparison, row.verdict, row.resolved) for row in answer(study).rows] == [
+        ("GRPO + Routing Replay − GRPO", "higher", True),
+        ("GSPO − GRPO", "no difference of interest", True),
+    ]
+    assert "not declared" in answer(study).note
+    few = answer(_study({"grpo": (0.8, 0.8), "grpo_replay": (0.9, 0.9), "gspo": (0.1, 0.1)}))
+    assert few.title == "Did GRPO need replay? Too few seeds. Did GSPO do without? Too few seeds."
+    other = answer(_many())
+    assert (other.lines[0].question, other.lines[0].answer) == ("Do the arms differ?", "1 of 7 comparisons resolved")
+
+
+def test_two_arms_that_failed_are_not_an_answer():
+    worse = tuple(value - 0.1 for value in LOW)
+    study = _study({"grpo": worse, "grpo_replay": LOW})
+    evals = _at_start(study, 0.4)
+    first = answer(replace(study, evals=evals)).lines[0]
+    assert first.answer == "Most runs of both failed (higher)"
+    assert first.text == "Runs that failed: GRPO: 8 of 8, GRPO + Routing Replay: 8 of 8."
+
+
+def test_a_family_too_large_for_n_is_said():
+    study = _many()
+    six = replace(study, runs=tuple(run for run in study.runs if run.seed < 6))
+    text = _by_topic_text(six, "What n can show")
+    assert text.startswith("6 pairs and 7 comparisons: no difference can get a verdict, for Holm over 7 needs 9 pairs.")
+
+
+def test_reading_compares_clipping_without_dividing_by_zero():
+    arms = {"grpo": (0.8, 0.8, 0.8), "gspo": (0.8, 0.8, 0.8)}
+    updates = pd.DataFrame(
+        [{"arm": arm, "seed": 0, "step": 0, "update": 2, "clipped_tokens": clipped, "tokens": 1000}
+         for arm, clipped in (("grpo", 5), ("gspo", 200))]
+    )  # fmt: skip
+    assert "GRPO 0.5 %, GSPO 20 %; GSPO over GRPO: ×40, 1.6 orders" in _texts(arms, "Clipping", updates=updates)
+    none = updates.assign(clipped_tokens=[0, 200])
+    assert "GRPO clipped no token, so there is no ratio" in _texts(arms, "Clipping", updates=none)
+
+
+def _study(finals, changes=None, updates=None):
+    """Runs of five equal steps, so that the final reward is the given number."""
+    from synthetic import ARMS
+
+    runs, rows = [], []
+    for arm, values in finals.items():
+        for seed, value in enumerate(values):
+            config = {"method": ARMS[arm]["method"], "optim": {"learning_rate": 1e-3}, **(changes or {}).get(arm, {})}
+            runs.append(Run(arm, seed, Path(arm) / f"seed{seed}", True, config, {}))
+            rows += [{"arm": arm, "seed": seed, "step": step, "reward": value} for step in range(5)]
+    empty = pd.DataFrame({"arm": [], "seed": [], "step": [], "update": []})
+    config = {"arms": {arm: {"label": ARMS[arm]["label"]} for arm in finals}}
+    frames = (pd.DataFrame(rows), empty if updates is None else updates, empty, empty)
+    return StudyData("s", Path(), config, tuple(runs), *frames)
+
+
+def _at_start(study, reward):
+    """The held-out reward at step 0, the same in every run."""
+    return pd.DataFrame([{"arm": run.arm, "seed": run.seed, "step": 0, "reward": reward} for run in study.runs])
+
+
+def _texts(finals, topic, changes=None, updates=None):
+    found = read(_study(finals, changes, updates))
+    return " ".join(statement.text for statement in found if statement.topic == topic)
+
+
+def _by_topic_text(study, topic):
+    return " ".join(statement.text for statement in read(study) if statement.topic == topic)
+
+
+def _reward_texts(finals, **changes):
+    return _texts(finals, "Reward", changes)
