@@ -7,9 +7,9 @@
 A cycle is one batch of 8 prompts x 8 completions of up to 24 tokens and four updates on 16 completions each, of a
 Qwen3-MoE of 3.4 M parameters with random weights (hidden 128, 4 layers, 16 experts of width 128, 4 per token), AdamW,
 one thread. Ours is `examples/grpo_replay.py`: sampling, a scoring pass that records the routes, four updates under
-replay, with transformers' experts and with `sorted_mm`; TRL's has no routes. Each trainer runs in processes of its own,
-which take turns; a figure is the CPU time of the cycles after the first two, per cycle, and the ratio that of
-neighbouring processes.
+replay, with transformers' experts, with `sorted_mm`, and without that pass (old log-probabilities and routes are then
+those of decoding); TRL's has no routes. Each trainer runs in processes of its own, which take turns; a figure is the
+CPU time of the cycles after the first two, per cycle, and the ratio that of neighbouring processes.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import torch
 from rows import add_option, row, write
 
 PROMPTS, GROUP, LENGTH, UPDATES, WARMUP = 8, 8, 24, 4, 2
-SIDES = ("trl", "ours", "ours, sorted_mm")
+SIDES = ("trl", "ours", "ours, sorted_mm", "ours, sorted_mm, no scoring pass")
 
 
 class Sums:
@@ -78,7 +78,7 @@ def parts(experts: str | None, ragged: bool) -> tuple[Any, Any]:
     return Qwen3MoeForCausalLM(config), tokenizer
 
 
-def ours(experts: str | None, ragged: bool, cycles: int) -> list[float]:
+def ours(experts: str | None, scoring: bool, ragged: bool, cycles: int) -> list[float]:
     """CPU seconds at the end of each cycle."""
     from moe_rl.processes import keep_freed_memory
 
@@ -98,7 +98,8 @@ def ours(experts: str | None, ragged: bool, cycles: int) -> list[float]:
             return len(text)
 
     with contextlib.redirect_stdout(Clock()):
-        train(model, tokenizer, Sums(), steps=cycles, prompts=PROMPTS, group_size=GROUP, num_minibatches=UPDATES)
+        sizes = {"prompts": PROMPTS, "group_size": GROUP, "num_minibatches": UPDATES}
+        train(model, tokenizer, Sums(), scoring=scoring, steps=cycles, **sizes)
     return ends
 
 
@@ -158,7 +159,8 @@ def trl(ragged: bool, cycles: int) -> list[float]:
 
 def one_side(side: str, ragged: bool, cycles: int) -> None:
     torch.set_num_threads(1)
-    ends = trl(ragged, cycles) if side == "trl" else ours("sorted_mm" if "sorted" in side else None, ragged, cycles)
+    experts, scoring = "sorted_mm" if "sorted" in side else None, "no scoring" not in side
+    ends = trl(ragged, cycles) if side == "trl" else ours(experts, scoring, ragged, cycles)
     print("RESULT", json.dumps([b - a for a, b in itertools.pairwise(ends)][WARMUP:]))
 
 
@@ -195,7 +197,7 @@ def main() -> None:
     for side in SIDES:
         ratios = [a / b for a, b in zip(times[side], times["trl"], strict=True)]
         spread = f"[{min(ratios):.2f}, {max(ratios):.2f}]"
-        print(f"  {side:18} {statistics.median(times[side]):.3f} s   {statistics.median(ratios):.2f} of TRL's {spread}")
+        print(f"  {side:34} {statistics.median(times[side]):.3f} s   {statistics.median(ratios):.2f} of TRL's {spread}")
         if side != "trl":
             rows.append(row("against_trl", f"{what}: {side}", times[side], "TRL", times["trl"]))
     write(options.json, rows)

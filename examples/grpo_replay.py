@@ -28,6 +28,7 @@ def train(
     task: Any,
     objective: str = "grpo",  # "gspo": ratio and clipping at the sequence level
     replay: bool = True,
+    scoring: bool = True,  # False: old log-probabilities and routes are those of decoding, which saves a pass
     steps: int = 31,
     prompts: int = 32,
     group_size: int = 8,
@@ -48,16 +49,19 @@ def train(
             group_size=group_size,
             max_new_tokens=task.max_new_tokens,
             generator=seeded_generator(seed, "sample", step),
+            record=not scoring,
         )
         rewards = score(task, rollout).rewards
         advantages = group_advantages(rewards, group_size)
         tokens = rollout.input_ids, rollout.attention_mask, rollout.completion_mask
 
         # 2. Score them once: old log-probabilities and, in the same pass, the experts that the old policy chose.
-        policy.eval()
-        with torch.no_grad(), record_routes(policy) as recording:
-            old_logps = token_logps(policy, *tokens).logps
-        routes = recording.routes
+        old_logps, routes = rollout.logps, rollout.routes
+        if scoring:
+            policy.eval()
+            with torch.no_grad(), record_routes(policy) as recording:
+                old_logps = token_logps(policy, *tokens).logps
+            routes = recording.routes
 
         # 3. One update on each minibatch of whole groups. From the second on the weights are no longer the old ones.
         groups = torch.randperm(prompts, generator=seeded_generator(seed, "order", step))
@@ -75,7 +79,7 @@ def train(
                     OBJECTIVES[objective], logps, old_logps[rows], advantages[rows], rollout.completion_mask[rows]
                 )
                 loss.loss.backward()
-            assert forced is None or forced.replayed_fraction == 1.0
+            assert forced is None or forced.replayed_fraction == 1.0 or not scoring  # last tokens have no route
             nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -87,6 +91,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objective", default="grpo", choices=sorted(OBJECTIVES), help="default: grpo")
     parser.add_argument("--no-replay", action="store_true", help="let the routers choose anew in every update")
+    parser.add_argument("--no-scoring", action="store_true", help="take old log-probabilities and routes from decoding")
     parser.add_argument("--steps", type=int, default=31, help="RL steps (default: 31)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -95,7 +100,8 @@ def main() -> None:
     policy, tokenizer = load_policy(
         seeded(ModelConfig(), options.seed), task
     )  # a tiny Qwen3-MoE; its cold start takes a minute
-    train(policy, tokenizer, task, options.objective, not options.no_replay, options.steps, seed=options.seed)
+    how = {"replay": not options.no_replay, "scoring": not options.no_scoring, "seed": options.seed}
+    train(policy, tokenizer, task, options.objective, steps=options.steps, **how)
 
 
 if __name__ == "__main__":

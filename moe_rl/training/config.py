@@ -125,6 +125,12 @@ class RolloutConfig:
     log-probabilities, and the routes that R2 replays, are those of the weights with which the batch's first update
     begins; R3 replays each token's route as it was when the token after it was written. None: one version writes
     all."""
+    scoring: Literal["pass", "decoding"] = "pass"
+    """Where old log-probabilities, and the routes that R2 replays, come from: a pass over the finished responses; or,
+    one pass less, the decoding that wrote them. Decoding with a cache sums in another order, so that its numbers differ
+    in the last digits and, near ties, rarely by an expert: fp32 and the training model itself (kind self) are needed.
+    At steps that are probed the pass is made all the same, and rows of kind "engine", pair "engines", say what the two
+    differ by."""
     dynamic_sampling: int = 0
     """DAPO's dynamic sampling (arXiv 2503.14476, eq. 11): groups whose rewards are all equal, and teach nothing, are
     replaced by groups of new prompts, in at most this many further samplings per batch; what is left stays. 0: none."""

@@ -23,7 +23,7 @@ from moe_rl.rollout.randomness import seeded_random
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
 from moe_rl.training.collect import check_routes, problems_of, respond, verify
-from moe_rl.training.config import RunConfig
+from moe_rl.training.config import ProbeConfig, RunConfig
 from moe_rl.training.dpo import best_and_worst, preferences
 from moe_rl.training.incidents import keep_incident
 from moe_rl.training.levers import kept_rows
@@ -120,6 +120,11 @@ def due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
+def probed(config: ProbeConfig, step: int) -> bool:
+    """Whether this step's updates are probed."""
+    return due(config.every, step) or due(config.decompose_every, step)
+
+
 # -- sample, score -----------------------------------------------------------------------------------------------------
 
 
@@ -138,18 +143,22 @@ def collect_batch(state: State) -> Batch:
             lambda attempt, count: responses(state, rng, state.generator(f"refill/{attempt}", index), count),
             config.rollout.dynamic_sampling,
         )
+    decoded = config.rollout.scoring == "decoding" and not probed(config.probe, state.step + index)
     scores = score_rollout(
         rollout,
         state.policy,
         ranks,
         temperature=config.rollout.temperature,
         batch_size=config.optim.micro_batch,
+        decoded=decoded,
         router_scores=method.weighs_routes,
         margins=config.method.keep < 1,
         reference=state.reference,
         critic=state.critic,
         reward_model=state.reward_model,
     )
+    if decoded:
+        rollout = replace(rollout, routes=None)  # those of the old policy now, and of no other engine
     advantages, returns, metrics = advantages_of(state, rollout, scores)
     replay, kept = config.method.replay, part_to_replay(state, rollout, scores)
     batch = make_batch(rollout, scores, advantages, replay=replay, step=state.step, returns=returns, kept=kept)
@@ -161,7 +170,8 @@ def collect_batch(state: State) -> Batch:
         batch = replace(batch.rows(pairs), advantages=preferences(rewards[pairs]))
         metrics["pairs"] = (batch.advantages > 0).sum()
     ranks.agree_on("the batch", batch.input_ids, batch.rewards, batch.advantages, batch.old_logps)
-    about = rollout_metrics(rollout, batch, method.source, config.rollout.lag)
+    two = method.source == "policy" and not decoded  # a sampler and a scorer, which may differ
+    about = rollout_metrics(rollout, batch, two, config.rollout.lag)
     state.log.append("rollout", state.step, **{**about, **sampled, **metrics})
     return batch
 
@@ -176,7 +186,8 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
     else:
         if source == "policy" and guard and state.engine.version != state.step:
             guard.sync(state.step)
-        record = source == "policy" and (guard is not None or state.config.method.replay == "R3")
+        needed = guard is not None or state.config.method.replay == "R3" or config.scoring == "decoding"
+        record = source == "policy" and needed
         if config.segment is not None:
             rollout = partial_responses(state, rng, config.segment, record)
         else:
@@ -288,9 +299,9 @@ def update_on(state: State, batch: Batch, update: int) -> None:
 def start_probe(state: State, batch: Batch) -> Probe | None:
     """The step's probe, if it is due; before the first step's, the noise floor."""
     config, step = state.config.probe, state.step
-    live, decompose = due(config.every, step), due(config.decompose_every, step)
-    if not live and not decompose:
+    if not probed(config, step):
         return None
+    live, decompose = due(config.every, step), due(config.decompose_every, step)
     part, temperature = batch.rows(probed_rows(len(batch), config.sequences)), state.config.rollout.temperature
     if live and step == 0 and config.floor:
         whole = state.ranks.size == 1 and state.ranks.mesh is None  # shards, be it on one rank, cannot be copied
@@ -327,7 +338,7 @@ def evaluate(state: State) -> None:
     state.log.append("eval", state.step, reward=rewards.mean(), reward_n=count, greedy=False)
 
 
-def rollout_metrics(rollout: Rollout, batch: Batch, source: str, lag: int) -> dict[str, Any]:
+def rollout_metrics(rollout: Rollout, batch: Batch, two: bool, lag: int) -> dict[str, Any]:
     """Rewards, lengths and the gap between sampler and scorer of a sampled batch."""
     rewards, size = rollout.rewards, rollout.group_size
     gap = (batch.rollout_logps - batch.live_old_logps)[batch.completion_mask].abs().mean()
@@ -337,7 +348,7 @@ def rollout_metrics(rollout: Rollout, batch: Batch, source: str, lag: int) -> di
         "reward_n": len(rollout),
         "response_length": rollout.lengths.float().mean(),
         "groups_equal": (rewards.view(-1, size).std(1) == 0).float().mean() if size > 1 else None,
-        "rollout_logp_gap": gap if source == "policy" else None,
+        "rollout_logp_gap": gap if two else None,
         "lag": lag,
     }
 

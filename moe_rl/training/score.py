@@ -70,6 +70,7 @@ def score_rollout(
     *,
     temperature: float,
     batch_size: int | None = None,
+    decoded: bool = False,
     router_scores: bool = False,
     margins: bool = False,
     reference: nn.Module | None = None,
@@ -80,6 +81,8 @@ def score_rollout(
 
     Args:
         batch_size: responses per pass; None: 256.
+        decoded: take the policy's part from the decoding that wrote the responses, whose routes the rollout then has,
+            instead of a pass. A row's last token has no route then (-1).
         router_scores: keep the router's scores of the chosen experts (RSPO).
         margins: keep the margins of their choices (replay of a part of the routes).
     """
@@ -88,19 +91,25 @@ def score_rollout(
     for rows in torch.tensor(ranks.share(len(rollout))).split(batch_size or SCORING_BATCH):
         part = rollout.rows(rows)
         tokens = part.input_ids, part.attention_mask, part.completion_mask
-        watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
-        near: AbstractContextManager[Any] = record_margins(policy) if margins else nullcontext()
-        with record_routes(policy) as recording, near as choices, watched as states:
-            old = token_logps(policy, *tokens, temperature=temperature, router_logits=router_scores)
-        routes.append(recording.routes)
-        seen: dict[str, Tensor] = {"logps": old.logps}
-        if margins:
-            seen["margins"] = choices.values.to(old.logps.device)
-        if part.routes is not None:  # of the rollout engine
-            with forced_routes(policy, part.routes):
-                seen["replayed_logps"] = token_logps(policy, *tokens, temperature=temperature).logps
-        if old.router_logits is not None:
-            seen["route_scores"] = chosen_scores(old.router_logits, recording.routes)
+        seen: dict[str, Tensor] = {}
+        if decoded:
+            assert part.routes is not None
+            routes.append(part.routes)
+            seen["logps"] = part.logps
+        else:
+            watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
+            near: AbstractContextManager[Any] = record_margins(policy) if margins else nullcontext()
+            with record_routes(policy) as recording, near as choices, watched as states:
+                old = token_logps(policy, *tokens, temperature=temperature, router_logits=router_scores)
+            routes.append(recording.routes)
+            seen["logps"] = old.logps
+            if margins:
+                seen["margins"] = choices.values.to(old.logps.device)
+            if part.routes is not None:  # of the rollout engine
+                with forced_routes(policy, part.routes):
+                    seen["replayed_logps"] = token_logps(policy, *tokens, temperature=temperature).logps
+            if old.router_logits is not None:
+                seen["route_scores"] = chosen_scores(old.router_logits, recording.routes)
         if reference is not None:
             seen["ref_logps"] = token_logps(reference, *tokens, temperature=temperature).logps
         if critic:

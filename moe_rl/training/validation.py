@@ -32,6 +32,7 @@ def validate(config: RunConfig) -> None:
     _reward(config, method)
     _dapo(config, method)
     _levers(config)
+    _scoring(config, method)
     _partial(config, method)
     _turns(config, method)
     object.__setattr__(config, "_validated", id(config))  # of this very object, not of a copy
@@ -153,6 +154,27 @@ def _reward(config: RunConfig, method: Method) -> None:
         "rollout.group_size: a reward model learns from pairs within a group, so 2 or more; got "
         f"{config.rollout.group_size}",
     )
+
+
+def _scoring(config: RunConfig, method: Method) -> None:
+    if config.rollout.scoring == "pass":
+        return
+    own, rollout = config.method, config.rollout
+    for ok, field, why in (
+        (rollout.engine.kind == "self", "rollout.engine.kind", "another engine samples, whose numbers are its own"),
+        (method.source == "policy", "method.source", "the responses are not the policy's"),
+        (
+            own.replay != "R3",
+            "method.replay",
+            "R3 replays the sampler's routes already; use R2, which then are the same",
+        ),
+        (own.keep == 1, "method.keep", "the part of the routes is chosen by margins, which a pass measures"),
+        (not method.weighs_routes, "method.objective", "it weighs tokens by router scores, which a pass records"),
+        (method.advantage != "gae", "method.advantage", "the value model reads the states of a pass"),
+        (rollout.segment is None, "rollout.segment", "several versions of the weights wrote a response"),
+        (config.model.dtype == "float32", "model.dtype", "decoding and a pass agree closely in float32 only"),
+    ):
+        require(ok, f"rollout.scoring: decoding does not go with this {field}: {why}; use pass")
 
 
 def _levers(config: RunConfig) -> None:
