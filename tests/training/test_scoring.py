@@ -1,4 +1,4 @@
-"""Old log-probabilities and routes from decoding, one pass less: the same to rounding, and refused where a pass is due."""
+"""Old log-probabilities and routes from decoding, one pass less: the same to rounding; refused where a pass is due."""
 
 from dataclasses import replace
 
