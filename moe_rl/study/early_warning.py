@@ -36,6 +36,14 @@ def signals(data: StudyData, steps: int) -> pd.DataFrame:
     return found.join((counts["slots_changed"] / counts["slots"]).rename("slot_change"))
 
 
+def origins(data: StudyData, study: str) -> pd.DataFrame:
+    """By (arm, seed): `cold_start`, the SHA-256 of the weights that the run began with (study and seed, where it was not
+    kept), and `rewards`, the training reward of every step. Runs that have both in common are one run."""
+    curves = data.rollouts.sort_values("step").groupby(["arm", "seed"])["reward"].agg(tuple)
+    starts = {(r.arm, r.seed): r.environment.get("weights_sha256") or f"{study}/{r.seed}" for r in data.runs}
+    return curves.rename("rewards").to_frame().assign(cold_start=[starts[key] for key in curves.index])
+
+
 def auc(values: np.ndarray, bad: np.ndarray) -> float:
     """The chance that the signal of a run that ended badly is above that of one that did not (ties half): the area
     under the ROC curve. NaN where all runs ended alike."""
@@ -63,23 +71,21 @@ def early_warning(
 
     Columns: signal, steps, runs, bad (runs that failed, ended below their start or collapsed, see `run_outcomes`),
     `auc` of telling them apart, `correlation` (Spearman's, with the final reward); each with a 95 % interval by
-    bootstrap over (study, seed), since the arms of a seed share a cold start. A signal that falls before a bad end has
-    an auc below 0.5.
+    bootstrap over cold starts, which the arms of a seed share, and studies with each other. A run that several studies
+    hold counts once. A signal that falls before a bad end has an auc below 0.5.
     """
     parts = []
     for number, data in enumerate(studies):
-        runs = run_outcomes(data).set_index(["arm", "seed"])
+        runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, str(number)))
         runs = runs[runs["finished"].astype(bool)]
-        for steps in prefixes:
-            table = runs.join(signals(data, steps), how="inner").reset_index()
-            parts.append(table.assign(steps=steps, cluster=[f"{number}/{seed}" for seed in table["seed"]]))
-    everything = pd.concat(parts, ignore_index=True)
+        parts += [runs.join(signals(data, n), how="inner").reset_index().assign(steps=n) for n in prefixes]
+    everything = pd.concat(parts, ignore_index=True).drop_duplicates(["cold_start", "rewards", "steps"])
     everything["bad"] = everything[list(OUTCOMES)].any(axis=1)
     rows = []
     for steps in prefixes:
         table = everything[everything["steps"] == steps]
         bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)
-        clusters = [np.flatnonzero(table["cluster"] == c) for c in table["cluster"].unique()]
+        clusters = [np.flatnonzero(table["cold_start"] == c) for c in table["cold_start"].unique()]
         generator = np.random.default_rng(0)
         draws = [
             np.concatenate([clusters[i] for i in generator.integers(len(clusters), size=len(clusters))])
