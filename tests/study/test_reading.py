@@ -202,6 +202,37 @@ def test_the_first_answer_follows_the_verdicts():
     assert (other.lines[0].question, other.lines[0].answer) == ("Do the arms differ?", "1 of 7 comparisons resolved")
 
 
+def _at_two_rates(slow, fast, comparisons, updates=None):
+    """Two sets of arms in one condition, of which the second, named fast_, learns at twice the rate."""
+    a, b = _study(slow), _study(fast, {arm: {"optim": {"learning_rate": 2e-3}} for arm in fast})
+    runs = (*a.runs, *(replace(run, arm=f"fast_{run.arm}") for run in b.runs))
+    rollouts = pd.concat([a.rollouts, b.rollouts.assign(arm="fast_" + b.rollouts["arm"])], ignore_index=True)
+    labels = {f"fast_{arm}": {"label": f"{about['label']}, fast"} for arm, about in b.config["arms"].items()}
+    config = {"arms": {**a.config["arms"], **labels}, "comparisons": comparisons, "seeds": list(range(8))}
+    return replace(a, runs=runs, rollouts=rollouts, config=config, updates=a.updates if updates is None else updates)
+
+
+def test_arms_are_set_beside_those_of_their_own_settings():
+    better, worse = (tuple(value + by for value in LOW) for by in (0.2, -0.2))
+    pairs = [["grpo_replay", "grpo"], ["fast_grpo_replay", "fast_grpo"]]
+    updates = pd.DataFrame(
+        [{"arm": arm, "seed": seed, "step": 0, "update": 2, "clipped_tokens": clipped, "tokens": 1000,
+          "var_token_log_ratio": variance, "var_sequence_log_ratio": variance}
+         for arm, clipped, variance in (("grpo", 5, 8.0), ("grpo_replay", 5, 2.0), ("gspo", 50, 1.0),
+                                        ("fast_grpo", 10, 90.0), ("fast_grpo_replay", 5, 30.0), ("fast_gspo", 400, 1.0))
+         for seed in range(8)]
+    )  # fmt: skip
+    arms = {"grpo": LOW, "grpo_replay": better, "gspo": LOW}
+    study = _at_two_rates(arms, {**arms, "grpo_replay": worse}, pairs, updates)
+    first = answer(replace(study, evals=_at_start(study, 0.2))).lines[0]
+    assert first.question == "Did GRPO need replay?"
+    assert first.answer == "Against GRPO: yes; against GRPO, fast: no, replay ended lower"
+    clipping = _by_topic_text(study, "Clipping")
+    assert "GSPO over GRPO: ×10" in clipping and "GSPO, fast over GRPO, fast: ×40" in clipping
+    removed = _by_topic_text(study, "What replay removes")
+    assert "GRPO without replay has 4," in removed and "GRPO, fast without replay has 3," in removed
+
+
 def test_two_arms_that_failed_are_not_an_answer():
     worse = tuple(value - 0.1 for value in LOW)
     study = _study({"grpo": worse, "grpo_replay": LOW})

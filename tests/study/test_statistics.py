@@ -1,5 +1,7 @@
 """Statistics: goldens derived by hand, and the properties that few seeds must not break."""
 
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -33,6 +35,14 @@ def test_band_is_the_pointwise_interval(columns, missing):
     for i in range(table.shape[1]):
         interval = S.seed_interval(table[:, i])
         assert np.allclose([low[i], high[i]], [interval.low, interval.high], equal_nan=True)
+
+
+def test_a_band_over_an_infinite_value_is_no_band():
+    """The logarithm of a zero, as of a gradient norm without a signal: neither a number nor a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        low, high = S.seed_band(np.array([[0.0, 1.0], [1.0, 2.0], [-np.inf, 3.0], [0.5, 4.0], [0.6, 2.0], [0.2, 2.5]]))
+    assert np.isnan([low[0], high[0]]).all() and np.isfinite([low[1], high[1]]).all()
 
 
 def test_student_interval_by_hand():
