@@ -113,11 +113,12 @@ def student_factor(n: int, confidence: float = 0.95) -> float:
 def seed_band(values: np.ndarray, confidence: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
     """`seed_interval` at every column: values [n, X] -> (low [X], high [X]).
 
-    NaN (a seed that has not come that far) is left out pointwise; NaN where fewer than two seeds remain.
+    NaN (a seed that has not come that far) is left out pointwise; NaN where fewer than two seeds remain, and where a
+    value is infinite (the logarithm of a zero).
     """
     values = np.asarray(values, dtype=float)
-    present = np.isfinite(values)
-    n = present.sum(0)
+    present = ~np.isnan(values)
+    n = np.where(np.isinf(values).any(0), 0, present.sum(0))
     low, high = np.full(n.shape, np.nan), np.full(n.shape, np.nan)
     some = n >= 2
     low[some] = np.where(present, values, np.inf)[:, some].min(0)
@@ -125,9 +126,8 @@ def seed_band(values: np.ndarray, confidence: float = 0.95) -> tuple[np.ndarray,
     for count in np.unique(n[n >= FEWEST]):
         here = np.flatnonzero(n == count)
         mean = np.nanmean(values[:, here], axis=0)
-        with np.errstate(invalid="ignore"):  # beside an infinite value (the logarithm of a zero) there is no interval
-            half = student_factor(int(count), confidence) * np.nanstd(values[:, here], axis=0, ddof=1)
-            low[here], high[here] = mean - half, mean + half
+        half = student_factor(int(count), confidence) * np.nanstd(values[:, here], axis=0, ddof=1)
+        low[here], high[here] = mean - half, mean + half
     return low, high
 
 
