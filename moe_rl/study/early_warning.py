@@ -37,8 +37,8 @@ def signals(data: StudyData, steps: int) -> pd.DataFrame:
 
 
 def origins(data: StudyData, study: str) -> pd.DataFrame:
-    """By (arm, seed): `cold_start`, the SHA-256 of the weights that the run began with (study and seed, where it was not
-    kept), and `rewards`, the training reward of every step. Runs that have both in common are one run."""
+    """By (arm, seed): `cold_start`, the SHA-256 of the weights that the run began with (study and seed, where that
+    was not kept), and `rewards`, the training reward of every step. Runs that have both in common are one run."""
     curves = data.rollouts.sort_values("step").groupby(["arm", "seed"])["reward"].agg(tuple)
     starts = {(r.arm, r.seed): r.environment.get("weights_sha256") or f"{study}/{r.seed}" for r in data.runs}
     return curves.rename("rewards").to_frame().assign(cold_start=[starts[key] for key in curves.index])

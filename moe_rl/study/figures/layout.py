@@ -61,8 +61,9 @@ def drawn_arms(data: StudyData, present: Sequence[str] | None = None) -> list[st
 
 
 def many(data: StudyData) -> bool:
-    """Whether a condition has more arms than one panel can hold."""
-    return any(len(each.arms) > MANY for each in shown(data))
+    """Whether a condition has more arms than one panel can hold, or two of one method, which look alike."""
+    methods = data.arms["method"]
+    return any(len(each.arms) > MANY or methods[list(each.arms)].duplicated().any() for each in shown(data))
 
 
 def crowded(data: StudyData) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from textwrap import fill
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,8 @@ from moe_rl.study.figures.style import GREY, PAGE, log_x, look_of
 from moe_rl.study.statistics import seed_interval
 
 EACH = 0.185  # inches per row
+LETTERS = 33
+"""Longer labels stand in two lines, smaller."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,10 @@ def arm_rows(
     present = {arm for column in columns for dots in column.dots for arm in dots.table.index}
     places, headings = _places(data, present, order)
     labels = {arm: str(data.arms["label"][arm]) for arm in places}
-    left = min(2.0, 0.15 + 0.056 * max(map(len, labels.values())))
+    longest = max(map(len, labels.values()))
+    if longest > LETTERS:
+        labels = {arm: fill(label, LETTERS, max_lines=2, placeholder=" …") for arm, label in labels.items()}
+    left = 0.15 + 0.056 * min(LETTERS, longest)
     gap, head, foot = 0.14, 0.36, 0.5 + below
     high = EACH * (max([*places.values(), *headings.values()]) + 1)
     total = head + foot + high
@@ -78,7 +84,9 @@ def arm_rows(
         quiet_rows(ax)
         ax.set_title(column.title, fontsize=7, pad=4)
         ax.tick_params(axis="y", labelleft=not i)
-    axes[0].set_yticks(list(places.values()), list(labels.values()), fontsize=7)
+    axes[0].set_yticks(
+        list(places.values()), list(labels.values()), fontsize=7 if longest <= LETTERS else 6, linespacing=0.95
+    )
     across = blended_transform_factory(figure.transFigure, axes[0].transData)
     for name, y in headings.items():
         axes[0].text(0.06 / PAGE, y, name, transform=across, fontsize=7, fontweight="bold", va="center")
