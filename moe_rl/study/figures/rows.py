@@ -151,12 +151,12 @@ def draw_dots(
         each = values.shape[1]
         ax.scatter(
             values.ravel(), np.repeat(y + lower, each), s=5, c=list(np.repeat(np.array(colours), each)), linewidths=0,
-            alpha=0.6, zorder=2.5,
+            alpha=0.6, zorder=2.5, clip_on=False,
         )  # fmt: skip
     means = [one.estimate for one in intervals]
     face = "white" if hollow else list(colours)
     edge = list(colours) if hollow else "white"
-    ax.scatter(means, y, s=22, c=face, edgecolors=edge, linewidths=0.8, zorder=3)
+    ax.scatter(means, y, s=22, c=face, edgecolors=edge, linewidths=0.8, zorder=3, clip_on=False)  # marks at an end are whole
 
 
 def _key(figure: Figure, columns: Sequence[Column], total: float) -> None:
