@@ -35,8 +35,11 @@ class Checkpoints:
 
     def find(self) -> None:
         """The modules that have, or may get, a checkpoint function: each time that hooks are put on."""
-        own = {_SWITCH, "checkpoint_fn"}
-        self._modules = [m for m in self._tap.modules if not own.isdisjoint(m.__dict__) or hasattr(type(m), _SWITCH)]
+        self._modules = [
+            module
+            for module in self._tap.modules
+            if hasattr(type(module), _SWITCH) or _SWITCH in (own := module.__dict__) or "checkpoint_fn" in own
+        ]
 
     def follow(self) -> None:
         for module in self._modules:

@@ -156,7 +156,9 @@ def draw_dots(
     means = [one.estimate for one in intervals]
     face = "white" if hollow else list(colours)
     edge = list(colours) if hollow else "white"
-    ax.scatter(means, y, s=22, c=face, edgecolors=edge, linewidths=0.8, zorder=3, clip_on=False)  # marks at an end are whole
+    ax.scatter(
+        means, y, s=22, c=face, edgecolors=edge, linewidths=0.8, zorder=3, clip_on=False
+    )  # marks at an end are whole
 
 
 def _key(figure: Figure, columns: Sequence[Column], total: float) -> None:
