@@ -13,6 +13,7 @@ from synthetic import ARMS, FINAL, write_study
 from moe_rl.study import load
 from moe_rl.study.figures import FIGURES
 from moe_rl.study.figures.layout import MANY, many, short_label
+from moe_rl.study.figures.rows import LETTERS
 from moe_rl.study.figures.style import look_of
 
 LABELS = (
@@ -109,11 +110,13 @@ def test_many_arms_have_a_panel_each_before_all_others_in_grey(crowd):
 def test_rows_of_many_arms_are_in_the_order_of_the_study_and_rewards_are_sorted(crowd):
     labels = [str(label) for label in crowd.arms["label"]]
     rows = FIGURES["expert_change"](crowd).figure.axes
-    assert [tick.get_text() for tick in rows[0].get_yticklabels()] == labels and len(rows) == 3
+    ticks = [tick.get_text() for tick in rows[0].get_yticklabels()]
+    assert [" ".join(text.split("\n")) for text in ticks] == labels and len(rows) == 3
+    assert max(len(line) for text in ticks for line in text.split("\n")) <= LETTERS, "longer ones in two lines"
     rewards = FIGURES["final_reward"](crowd)
     means = rewards.frame.set_index("label")["final"]
     shown = [tick.get_text() for tick in rewards.figure.axes[0].get_yticklabels()]
-    assert shown == list(means.sort_values(ascending=False).index)
+    assert [" ".join(text.split("\n")) for text in shown] == list(means.sort_values(ascending=False).index)
     assert "no ranking" in rewards.caption
 
 
