@@ -113,9 +113,12 @@ class Browser:
         tried = f"(() => {{ try {{ return {expression}; }} catch {{ return false; }} }})()"
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until:
-            value = self.js(tried)
-            if value:
-                return value
+            try:
+                if value := self.js(tried):
+                    return value
+            except RuntimeError as error:
+                if "navigated" not in str(error):  # while a page is being left there is none to ask
+                    raise
             time.sleep(0.05)
         raise TimeoutError(f"never true: {expression}; complaints: {self.complaints}")
 
