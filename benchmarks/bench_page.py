@@ -118,14 +118,14 @@ def run_parts(
         record, target: the JSON file and the page.
         head: what the page begins with.
     """
-    well = True
+    well, where = True, machine()  # before the page itself is a change to the checkout
     for part in parts:
         say(f"{part.name}: {part.command}")
         done = run_part(part)
         well = well and "error" not in done
         ended = done.get("skipped") or done.get("error", "").split("\n")[0] or f"{len(done['rows'])} rows"
         say(f"{part.name}: {ended} ({done['seconds']:.0f} s)")
-        write_atomic(target, page(head, keep(record, done, order)))
+        write_atomic(target, page(head, keep(record, {**done, "machine": where}, order)))
     return well
 
 
@@ -179,9 +179,9 @@ def described(parts: Sequence[dict[str, Any]]) -> str:
 
 
 def keep(record: Path, done: dict[str, Any], order: Sequence[str]) -> list[dict[str, Any]]:
-    """Put a part into the record, with the machine that it ran on; all parts in `order`."""
+    """Put a part into the record; all parts in `order`."""
     known = {part["name"]: part for part in (json.loads(record.read_text()) if record.exists() else [])}
-    known[done["name"]] = {**done, "machine": machine()}
+    known[done["name"]] = done
     found = [known[name] for name in order if name in known]
     write_json(record, found)
     return found

@@ -3,14 +3,16 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from moe_rl.files import sole_writer, write_atomic
-from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study
+from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study, load_study
 from moe_rl.study.display import LiveTable, PlainLines
+from moe_rl.study.folders import SEED_FOLDER
 from moe_rl.study.jobs import Jobs, job_options
 from moe_rl.study.launchers import Launcher, Processes
 from moe_rl.study.run import check_folder, check_here, check_task, environment
@@ -74,7 +76,7 @@ def _run_all(
     for place in places.values():
         place.mkdir(parents=True, exist_ok=True)
         (place / "logs").mkdir(exist_ok=True)
-        write_atomic(place / "study.yaml", dump_study(study))
+        write_atomic(place / "study.yaml", dump_study(with_earlier(study, place)))
         write_atomic(place / "env.json", json.dumps(environment(command), indent=1) + "\n")
     console = Console()
     display = LiveTable(console, runs, workers) if console.is_terminal else PlainLines(console, runs, workers)
@@ -88,6 +90,36 @@ def _run_all(
             f"{len(failed)} of {len(runs)} runs did not finish:\n{reasons}\n"
             "The others are complete. The same command goes on from the last checkpoints."
         )
+
+
+def with_earlier(study: StudyConfig, place: Path) -> StudyConfig:
+    """The study as its folder holds it: with the arms and seeds that earlier commands ran there and this one leaves out
+    (`--arms`, `--seeds`), and what was declared of these arms."""
+    try:
+        earlier = load_study(place / "study.yaml")
+    except ConfigError:  # none yet, or one of another version
+        return study
+    if (earlier.name, earlier.base) != (study.name, study.base):
+        return study
+    there = {name: seeds_in(place / name) for name in (*study.arms, *earlier.arms)}
+    changes = [arm.changes for arm in study.arms.values()]
+    others = {n: a for n, a in earlier.arms.items() if n not in study.arms and there[n] and a.changes not in changes}
+    seeds = {name: there[name] | set(arm.seeds or study.seeds) for name, arm in study.arms.items()}
+    seeds |= {name: there[name] for name in others}
+    every = set().union(*seeds.values())
+    arms = {
+        name: replace(arm, seeds=None if seeds[name] == every else tuple(sorted(seeds[name])))
+        for name, arm in {**study.arms, **others}.items()
+    }
+    kept = tuple(pair for pair in earlier.comparisons or () if set(pair) <= arms.keys() and set(pair) & others.keys())
+    comparisons = (*(study.comparisons or ()), *kept) if study.comparisons or kept else study.comparisons
+    return replace(study, arms=arms, seeds=tuple(sorted(every)), comparisons=comparisons)
+
+
+def seeds_in(folder: Path) -> set[int]:
+    """The seeds whose run folders an arm's folder holds."""
+    found = (SEED_FOLDER.fullmatch(path.name) for path in folder.glob("seed*"))
+    return {int(match.group(1)) for match in found if match}
 
 
 def check_labels(study: StudyConfig) -> None:

@@ -12,8 +12,8 @@ import yaml
 from moe_rl.cli import main
 from moe_rl.done import write_done
 from moe_rl.files import InUseError, sole_writer
-from moe_rl.study.config import ConfigError, dump_run, load_study, parse_study
-from moe_rl.study.grid import Run, StudyFailed, _next, _runs, check_roundings, run_study
+from moe_rl.study.config import ConfigError, dump_run, dump_study, load_study, parse_study
+from moe_rl.study.grid import Run, StudyFailed, _next, _runs, check_roundings, run_study, with_earlier
 from moe_rl.study.shipped import find_study, listed_studies, outline
 from moe_rl.study.worker import Worker
 
@@ -141,6 +141,35 @@ def test_a_run_is_named_with_its_rounding(tmp_path):
     run = runs_of(tmp_path)[0]
     assert isinstance(run, Run) and run.name == "grpo seed 0"
     assert dataclasses.replace(run, rounding="avx2").name == "grpo seed 0 avx2"
+
+
+def test_a_folder_keeps_what_a_command_for_some_of_its_arms_leaves_out(tmp_path):
+    """Labels, seeds and declared comparisons of arms that ran before; not those that never ran or have another name."""
+    data = {**MICRO, "seeds": [0, 1], "comparisons": [["gspo", "grpo"], ["sapo", "grpo"]]}
+    data["arms"] = {
+        **{name: {"label": f"the {name}", "method": {"objective": name}} for name in ("gspo", "sapo", "gmpo")},
+        "grpo": {"label": "the grpo"},
+    }
+    whole = parse_study(data)
+    assert with_earlier(whole, tmp_path) == whole
+    (tmp_path / "study.yaml").write_text(dump_study(whole))
+    for run in ("grpo/seed0", "grpo/seed1", "gspo/seed0", "sapo/seed0"):
+        (tmp_path / run).mkdir(parents=True)
+    some = dataclasses.replace(whole.with_arms(["grpo", "sapo"]), seeds=(2,))
+    kept = with_earlier(some, tmp_path)
+    assert {name: (arm.label, arm.seeds) for name, arm in kept.arms.items()} == {
+        "grpo": ("the grpo", None),
+        "sapo": ("the sapo", (0, 2)),
+        "gspo": ("the gspo", (0,)),
+    }
+    assert kept.seeds == (0, 1, 2) and set(kept.comparisons) == set(whole.comparisons)
+    (tmp_path / "study.yaml").write_text(dump_study(kept))
+    again = load_study(tmp_path / "study.yaml")
+    assert again.arms.keys() == kept.arms.keys() and again.comparisons == kept.comparisons
+    renamed = dataclasses.replace(some, arms={**some.arms, "better": whole.arms["gspo"]})
+    assert "gspo" not in with_earlier(renamed, tmp_path).arms
+    other = dataclasses.replace(some, base=dataclasses.replace(some.base, seed=9))
+    assert with_earlier(other, tmp_path) == other, "of another base"
 
 
 @pytest.mark.parametrize("number", range(1, 9))
