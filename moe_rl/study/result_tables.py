@@ -26,10 +26,12 @@ from moe_rl.study.summary import change_rates, factor_table, routing_noise_ratio
 def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     """The summary tables of a study, by name; those that its runs have no data for are left out.
 
-    final_reward, comparisons, runs (how every run ended), change_rates, factors; with other roundings also roundings
-    and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine, engines,
-    and with engines of several formats precision; where arms are of several sizes, sizes and power_laws; where routes
-    were kept, effective_routes; where loads were, balance; with responses of several versions of the weights, versions.
+    final_reward, comparisons, runs (how every run ended), change_rates, factors; volatility, what share of the slots
+    the update forward routed otherwise than the old policy, of all updates (0 under R2); with other roundings also
+    roundings and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine,
+    engines, and with engines of several formats precision; where arms are of several sizes, sizes and power_laws;
+    where routes were kept, effective_routes; where loads were, balance; with responses of several versions of the
+    weights, versions.
     Columns as in the functions that make them, with labels and conditions beside the names.
     """
     finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
@@ -48,6 +50,8 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         "roundings": conclusion_table(data),
         "variance_components": component_table(data),
     }
+    if {"slots", "slots_changed"} <= set(data.updates):
+        found["volatility"] = _over_seeds(_volatility(data), ["arm"], ["slots_rerouted"])
     if len(data.decompositions):
         shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
         found["decomposition"] = _over_seeds(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
@@ -89,6 +93,13 @@ def _over_seeds(
             row |= {end: math.exp(value) for end, value in ends.items()} if name in geometric else ends
         rows.append(row)
     return pd.DataFrame(rows)
+
+
+def _volatility(data: StudyData) -> pd.DataFrame:
+    """By arm and seed: `slots_rerouted`, the share of slots that an update forward routed otherwise than the old
+    policy, pooled over the updates of a run."""
+    sums = data.updates.groupby(["arm", "seed"])[["slots_changed", "slots"]].sum()
+    return (sums["slots_changed"] / sums["slots"]).rename("slots_rerouted").reset_index()
 
 
 def _balance(data: StudyData) -> pd.DataFrame:

@@ -1,0 +1,115 @@
+"""Final reward against measured routing volatility, over the studies of question 4:  python analysis/volatility.py DIR
+
+Reads the committed tables of docs/results, so that it needs no runs; draws DIR/volatility.pdf, .svg, .png and writes
+what is drawn beside them as CSV.
+"""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from moe_rl.study.figures.style import save_figure
+from moe_rl.study.figures.volatility import volatility_figure
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+LABELS = {
+    "grpo": "GRPO",
+    "grpo_replay": "GRPO + R2",
+    "gspo": "GSPO",
+    "grpo_r3": "GRPO + R3",
+    "dppo": "DPPO",
+    "live": "GRPO + R2, bias on live loads",
+}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One place on the axis of a source.
+
+    study: whose committed tables hold it.
+    measured: the arm whose share of re-routed slots is the place.
+    arms: the arm of each method. A method that does not see a condition (replay under noise) has its natural arm here.
+    """
+
+    study: str
+    measured: str
+    arms: dict[str, str]
+
+
+def _noise(study: str, *doses: str) -> list[Condition]:
+    natural = {"grpo": "grpo", "grpo_replay": "grpo_replay", "gspo": "gspo"}
+    noisy = [{"grpo": f"grpo_{dose}", "grpo_replay": "grpo_replay", "gspo": f"gspo_{dose}"} for dose in doses]
+    return [Condition(study, arms["grpo"], arms) for arms in (natural, *noisy)]
+
+
+def _suffixed(study: str, *suffixes: str) -> list[Condition]:
+    methods = ("grpo", "grpo_replay", "gspo")
+    return [Condition(study, f"grpo_{end}", {method: f"{method}_{end}" for method in methods}) for end in suffixes]
+
+
+def _alone(study: str, *arms: str) -> list[Condition]:
+    return [Condition(study, arm, {"grpo": arm}) for arm in arms]
+
+
+SOURCES: dict[str, list[Condition]] = {
+    "Selection noise,\nnear-tied routers": _noise("replay_vs_gspo", "noise02", "noise05"),
+    "Selection noise,\nordinary routers": _noise("selection_noise", "noise05", "noise10", "noise20"),
+    "Near-tied routers:\nfrozen, rate x 0.1, x 1": [
+        *_alone("levers_router", "grpo_frozen", "grpo_tenth"),
+        *_suffixed("levers_router", "full"),
+    ],
+    "Balancing bias:\n0, 0.0001, 0.001": [
+        *_alone("levers_balance_replay", "grpo"),
+        *_suffixed("levers_balance_replay", "bias1e4", "bias1e3"),
+        Condition("levers_balance_live", "grpo_bias", {"live": "grpo_replay_live"}),
+    ],
+    "Updates per batch:\n1, 4, 8, 16": [
+        *_alone("minibatches", "grpo_n1"),
+        *_suffixed("minibatches", "n4", "n8", "n16"),
+    ],
+    "Responses whole,\nor of four versions": [
+        *_alone("partial_rollouts_anchor", "grpo"),
+        Condition("partial_rollouts_anchor", "grpo_partial", {"grpo": "grpo_partial", "gspo": "gspo_partial"}),
+        Condition("partial_rollouts", "grpo_partial", {"grpo_replay": "grpo_partial_r2", "grpo_r3": "grpo_partial_r3"}),
+    ],
+    "Rollout engine:\nfp32, bf16, int4 routers": [
+        Condition("engine_mismatch", "grpo_fp32", {"grpo": "grpo_fp32", "gspo": "gspo_fp32"}),
+        Condition(
+            "engine_mismatch", "grpo_rollout", {"grpo": "grpo_rollout", "gspo": "gspo_rollout", "grpo_r3": "grpo_r3"}
+        ),
+        Condition("engine_mismatch", "grpo_int4", {"grpo": "grpo_int4", "gspo": "gspo_int4"}),
+    ],
+    "Rollout engine:\nfp32, int4 weights": [
+        *_alone("dppo_mismatch", "grpo_fp32"),
+        Condition("dppo_mismatch", "grpo_int4", {"grpo": "grpo_int4", "grpo_r3": "grpo_r3_int4", "dppo": "dppo_int4"}),
+    ],
+}
+
+
+def volatility_table() -> pd.DataFrame:
+    """One row per source, condition and method, from the committed tables: what `volatility_figure` takes."""
+    rows = []
+    for source, conditions in SOURCES.items():
+        for condition in conditions:
+            folder = RESULTS / condition.study
+            finals = pd.read_csv(folder / "final_reward.csv").set_index("arm")
+            share = pd.read_csv(folder / "volatility.csv").set_index("arm")["slots_rerouted"]
+            if (engines := folder / "engines.csv").exists():  # there the engine is what re-routes
+                share = pd.read_csv(engines).query("routing == 'live'").set_index("arm")["slots_changed_share"]
+            for method, arm in condition.arms.items():
+                about = {"source": source, "study": condition.study, "arm": arm, "method": method}
+                ends = finals.loc[arm, ["n", "final", "low", "high"]].to_dict()
+                rows.append({**about, "label": LABELS[method], "slots_rerouted": share[condition.measured], **ends})
+    return pd.DataFrame(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw final reward against routing volatility, by source.")
+    parser.add_argument("folder", type=Path, help="gets volatility.pdf, .svg, .png and .csv")
+    save_figure(volatility_figure(volatility_table()), parser.parse_args().folder)
+
+
+if __name__ == "__main__":
+    main()
