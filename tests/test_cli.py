@@ -106,6 +106,16 @@ assert not slow, slow
     assert used < 0.2 * len(words), f"{len(words)} commands took {used} CPU seconds"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+def test_a_reader_that_has_gone_ends_the_command_quietly():
+    for words in (["--help"], ["run", "--help"]):
+        command = [sys.executable, "-m", "moe_rl", *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (141, "")
+
+
+
 def test_studies_are_listed_and_found_by_name(study, capsys):
     main(["study"])
     page = capsys.readouterr().out
