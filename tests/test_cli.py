@@ -115,7 +115,6 @@ def test_a_reader_that_has_gone_ends_the_command_quietly():
         assert (process.wait(60), process.stderr.read()) == (141, "")
 
 
-
 def test_studies_are_listed_and_found_by_name(study, capsys):
     main(["study"])
     page = capsys.readouterr().out

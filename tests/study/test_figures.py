@@ -178,6 +178,7 @@ def test_figures_without_data_say_what_is_missing(tmp_path):
     skipped = []
     names = {figure.name for figure in each_figure(load(folder), skipped)}
     need_tokens = {"tail_fraction", "variance_by_flips", "probability_scatter", "log_ratio_bands", "change_by_position"}
+    need_tokens |= {"design_effect"}
     assert names == {name for name, one in FIGURES.items() if not one.special} - need_tokens
     assert {reason.split(":")[0] for reason in skipped} == need_tokens
 

@@ -38,7 +38,15 @@ def test_pages_hold_the_committed_tables(page):
 def test_tables_are_those_of_the_study(study, results):
     data = load(study)
     assert {path.name for path in (results / "small").iterdir()} == {
-        *("final_reward.csv", "comparisons.csv", "runs.csv", "change_rates.csv", "factors.csv", "volatility.csv"),
+        *(
+            "final_reward.csv",
+            "comparisons.csv",
+            "runs.csv",
+            "change_rates.csv",
+            "factors.csv",
+            "volatility.csv",
+            "design_effect.csv",
+        ),
         "env.json",
     }
     finals = pd.read_csv(results / "small" / "final_reward.csv").set_index("arm")
