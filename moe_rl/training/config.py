@@ -43,6 +43,9 @@ class MethodConfig:
     keep_by: Literal["margin", "random"] = "margin"
     """Which rows are kept: `margin`, those that the old policy decided by the least margin s_(k) - s_(k+1) of the
     scores that its router ranks, and that are the first to flip; `random`, as many at random, a control."""
+    keep_sites: tuple[int, ...] | None = None
+    """R2 only: the routing sites that are replayed, counted from 0 in the order of the layers; the others route live.
+    None: all of them."""
     noise: float = 0.0
     """Stress test: standard deviation of Gaussian noise on the router logits, for selection only, in the update
     forward only. Sampling, scoring, probing and evaluation never see it; a replay arm ignores it."""

@@ -26,7 +26,7 @@ from moe_rl.training.collect import check_routes, problems_of, respond, verify
 from moe_rl.training.config import ProbeConfig, RunConfig
 from moe_rl.training.dpo import best_and_worst, preferences
 from moe_rl.training.incidents import keep_incident
-from moe_rl.training.levers import kept_rows
+from moe_rl.training.levers import at_sites, kept_rows
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.not_finite import NotFiniteError, gradient_incident
 from moe_rl.training.partial import advance, version_metrics
@@ -207,11 +207,14 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
 
 def part_to_replay(state: State, rollout: Rollout, scores: Scores) -> Tensor | None:
     """The (token, site) rows that an arm replays which does not replay all."""
-    own = state.config.method
-    if scores.margins is None:
+    own, tokens, sites = state.config.method, rollout.attention_mask.bool(), len(scores.routes.sites)
+    if own.keep == 1 and own.keep_sites is None:
         return None
-    generator = state.generator("keep", len(state.waiting)) if own.keep_by == "random" else None
-    return kept_rows(scores.margins, rollout.attention_mask.bool(), own.keep, generator)
+    rows = tokens[..., None].repeat(1, 1, sites)
+    if scores.margins is not None:
+        generator = state.generator("keep", len(state.waiting)) if own.keep_by == "random" else None
+        rows = kept_rows(scores.margins, tokens, own.keep, generator)
+    return rows if own.keep_sites is None else at_sites(rows, own.keep_sites)
 
 
 def partial_responses(state: State, rng: Any, segment: int, record: bool) -> Rollout:

@@ -185,6 +185,12 @@ def _levers(config: RunConfig) -> None:
         "the old policy under the engine's routes, all of them; use replay R2, or keep 1",
     )
     require(own.keep < 1 or own.keep_by == "margin", "method.keep_by: chooses rows where method.keep is below 1")
+    chosen = own.keep_sites
+    require(chosen is None or own.replay == "R2", "method.keep_sites: the sites that R2 replays; set method.replay: R2")
+    require(
+        chosen is None or (len(chosen) > 0 and len(set(chosen)) == len(chosen) and min(chosen) >= 0),
+        f"method.keep_sites: different sites, counted from 0, got {list(chosen or ())}; leave it out to replay all",
+    )
     require(
         optim.expert_bias_loads == "used" or (optim.expert_bias_rate > 0 and own.replay != "none"),
         f"optim.expert_bias_loads {optim.expert_bias_loads!r}: what a bias follows under replay; set "
