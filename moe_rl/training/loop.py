@@ -221,7 +221,7 @@ def partial_responses(state: State, rng: Any, segment: int, record: bool) -> Rol
     def start(number: int) -> Rollout:
         problems, generator = problems_of(state.task, rng, config.prompts), state.generator("sample", number)
         options: dict[str, Any] = {
-            "max_new_tokens": segment,
+            "max_new_tokens": min(segment, state.max_new_tokens),
             "temperature": config.temperature,
             "record_routes": record,
         }
