@@ -1,6 +1,8 @@
 """Levers on the routers: a bias that balances loads, a part of the routes that is replayed."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,9 +11,13 @@ from micro import MICRO, rows
 from moe_rl.objectives import group_advantages
 from moe_rl.routing import RoutedExperts, change_counts, expert_load, load_cv, record_routes
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
-from moe_rl.training.levers import ExpertBias, kept_rows, only
+from moe_rl.training.batch import Batch
+from moe_rl.training.levers import ExpertBias, forced_routes, kept_rows, only
 from moe_rl.training.loop import collect_batch
 from moe_rl.training.update import update_routing
+
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from routing_helpers import moe, routes_of, tokens
 
 QUIET = replace(MICRO, probe=ProbeConfig(every=0))
 
@@ -116,6 +122,36 @@ def test_part_of_the_routes_is_replayed_and_the_rest_is_live(state_of, tmp_path)
     assert bool(same[batch.kept].all()) and not bool(same[tokens[..., None] & ~batch.kept].all())
     assert int(count.loads.sum()) == int(tokens.sum()) * batch.routes.shape[2] * batch.routes.shape[3]
     assert count.slots_changed == change_counts(batch.routes, seen.routes, batch.completion_mask).slots_changed
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_layers_that_are_routed_by_a_table_are_no_rows_to_replay(part):
+    """DeepSeek-V4: the first layers look experts up by token id; a whole replay is one of the other sites."""
+    model, ids = moe("DeepseekV4ForCausalLM"), tokens()
+    routes = routes_of(model, ids)
+    fixed = len(routes.meta["hash_routed"])
+    assert 0 < fixed < len(routes.sites)
+    kept = torch.rand(routes.shape[:3], generator=torch.Generator().manual_seed(0)) < 0.5
+    wanted = only(routes, kept) if part else routes
+    with forced_routes(model, wanted) as replay, torch.no_grad():
+        model(input_ids=ids)
+    assert (replay.forced_rows, replay.choice_rows) == (
+        int((~wanted.live[..., fixed:]).sum()),
+        kept[..., fixed:].numel(),
+    )
+    assert replay.replayed_rows == replay.forced_rows
+    with (
+        pytest.raises(RuntimeError, match="did not run wholly, or not once"),
+        forced_routes(model, wanted),
+        torch.no_grad(),
+    ):
+        model(input_ids=ids)
+        model(input_ids=ids)
+    zeros, real = torch.zeros(ids.shape), torch.ones_like(ids).bool()
+    batch = Batch(ids, real, real, zeros[:, 0], zeros[:, 0], zeros, routes, zeros, None, 0)
+    with update_routing(model, MethodConfig(replay="R2"), batch, torch.Generator()) as count, torch.no_grad():
+        model(input_ids=ids)
+    assert count.replayed_rows == count.routed_rows == kept[..., fixed:].numel()
 
 
 def test_a_part_of_all_is_all(state_of, tmp_path):
