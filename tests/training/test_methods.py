@@ -241,6 +241,17 @@ def test_sft_imitates_demonstrations(tmp_path):
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_demonstrations_have_no_engine_to_correct_for(state_of, tmp_path):
+    """Nobody sampled them: the optional correction of MiniRL is 1, and not pi_old over a probability of 1."""
+    ends = []
+    for name, more in (("minirl", {}), ("plain", {"corrections": ()})):
+        own = MethodConfig(objective="minirl", source="demonstrations", advantage="one", **more)
+        config = config_of("grpo", method=own, optim=replace(MICRO.optim, steps=1), eval=EvalConfig(prompts=2))
+        run(state := state_of(config, tmp_path / name))
+        ends.append(weights(state.policy))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
 def test_refusals_name_the_method_and_the_remedy():
     def refused(pattern, name="grpo", **changes):
         with pytest.raises(ValueError, match=pattern):
