@@ -9,6 +9,7 @@ import torch
 from micro import MICRO, rows
 
 from moe_rl.objectives import group_advantages
+from moe_rl.policy.lora import LoraConfig
 from moe_rl.routing import RoutedExperts, change_counts, expert_load, load_cv, record_routes
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
 from moe_rl.training.batch import Batch
@@ -20,6 +21,7 @@ sys.path.append(str(Path(__file__).parents[1] / "routing"))
 from routing_helpers import moe, routes_of, tokens
 
 QUIET = replace(MICRO, probe=ProbeConfig(every=0))
+MICRO_KL = replace(QUIET, method=MethodConfig(kl_coef=0.1))
 
 
 def with_optim(config=QUIET, **changes):
@@ -171,7 +173,11 @@ def test_a_part_of_all_is_all(state_of, tmp_path):
         (replace(QUIET, method=MethodConfig(keep=0.5)), "method.keep: the part of the routes that R2 replays"),
         (replace(QUIET, method=MethodConfig(replay="R2", keep_by="random")), "method.keep_by"),
         (with_optim(expert_bias_rate=0.1, expert_bias_loads="live"), "what a bias follows under replay"),
-        (with_optim(expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
+        (with_optim(MICRO_KL, expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
+        (
+            with_optim(replace(MICRO_KL, model=replace(QUIET.model, lora=LoraConfig(rank=2))), expert_bias_rate=0.1),
+            "its adapters off",
+        ),
         (
             replace(
                 with_optim(expert_bias_rate=0.1),
