@@ -128,7 +128,7 @@ def _memory() -> tuple[Metric, ...]:
 CATALOGUE: dict[str, tuple[Metric, ...]] = {
     "rollout": (
         M("reward", "reward", "mean of the verifier's rewards over the sampled responses, those of replaced groups included", "Σ reward / reward_n"),
-        M("reward_std", "reward", "their standard deviation (divisor n-1)"),
+        M("reward_std", "reward", "standard deviation of the rewards (divisor n-1), replaced groups left out"),
         M("reward_n", "count", "responses sampled"),
         M("response_length", "tokens", "mean length of a response", "response tokens / responses"),
         M("groups_equal", "fraction", "groups whose rewards are all equal: no signal", "such groups / groups"),
@@ -148,7 +148,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("explained_variance", "fraction", "1 - Var(return - V) / Var(return), over tokens", when="advantage gae"),
         M("learned_reward", "score", "mean score of the learned reward model", when="reward.model learned"),
         M("learned_reward_agreement", "fraction", "pairs in a group that it orders as the verifier does", when="reward.model learned"),
-        M("accepted", "fraction", "responses with full reward, that are learned from", when="advantage accepted"),
+        M("accepted", "fraction", "responses with a reward above 0.5, that are learned from", when="advantage accepted"),
         M("step_reward", "reward", "mean reward of a step of a response", "Σ / steps", when="advantage process"),
         M("steps_per_response", "count", "rewarded steps of a response, mean", when="advantage process"),
         M("reward_<name>", "reward", "mean of one of the task's rewards", when="advantage decoupled"),
@@ -198,7 +198,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("site_router_js", "nats", "router_js by site", when="router logits"),
         M("margin_p10", "logits", "10th percentile of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
         M("margin_median", "logits", "median of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
-        M("shift_over_margin", "1", "median of (largest change of a logit, mean removed) / (half the old margin); below 1 nothing could flip", when="router logits"),
+        M("shift_over_margin", "1", "median over (token, site) of (largest change of a logit, mean removed) / (half the old margin); a pair below 1 could not flip", when="router logits"),
         M("site_routing_confidence", "fraction", "mass of the softmax over all experts that the chosen ones have, new weights, mean over tokens, by site", source="prime-rl routing_confidence", when="router logits"),
     ),
     "eval": (
