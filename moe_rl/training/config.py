@@ -48,7 +48,7 @@ class MethodConfig:
     None: all of them."""
     noise: float = 0.0
     """Stress test: standard deviation of Gaussian noise on the router logits, for selection only, in the update
-    forward only. Sampling, scoring, probing and evaluation never see it; a replay arm ignores it."""
+    forward only. Sampling, scoring, probing and evaluation never see it, nor do rows that are replayed."""
     source: Source | None = None
     """Whose responses are learned from: the current `policy`, the `initial` one, or the task's `demonstrations`. None
     takes the method's own (sft: demonstrations; rft and dpo: initial; all others: policy)."""
@@ -105,7 +105,7 @@ class MethodConfig:
     kl_estimator: KLEstimator | None = None
     """Its estimator, `k1`, `k2` or `k3`."""
     kl_importance_weighted: bool | None = None
-    """Multiply the KL of a token by its ratio, which makes the estimate unbiased off-policy."""
+    """Multiply the KL of a token by its ratio; with token ratios that makes the estimate unbiased off-policy."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,8 @@ class OptimConfig:
     num_minibatches: int = 4
     """Updates per batch (GSPO paper, section 5.1: four)."""
     micro_batch: int | None = None
-    """Responses per forward, with or without backward; None takes the whole minibatch. Does not change the gradient."""
+    """Responses per forward, with or without backward; None takes the whole minibatch. Does not change the gradient,
+    but for what is defined on a forward: the load-balancing loss (`aux_loss_coef`) and bnpo's local mean."""
     learning_rate: float = 1e-3
     warmup_updates: int = 20
     """Linear learning-rate warm-up, in updates."""

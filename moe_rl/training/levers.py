@@ -97,8 +97,8 @@ def forced_routes(model: nn.Module, routes: RoutedExperts, shadow: bool = False)
     """
     with replay_routes(model, routes, shadow=shadow) as replay:
         yield replay
-    live = int(routes.live.sum()) if routes.has_live else 0
-    expected = routes.live.numel() - live
+    expected = replay.forced_rows
+    live = replay.choice_rows - expected
     if (replay.replayed_rows, replay.live_rows) != (expected, live):
         raise RuntimeError(
             f"replay forced {replay.replayed_rows} (token, site) rows and left {replay.live_rows} live, but the routes "

@@ -226,7 +226,7 @@ def partial_responses(state: State, rng: Any, segment: int, record: bool) -> Rol
     def start(number: int) -> Rollout:
         problems, generator = problems_of(state.task, rng, config.prompts), state.generator("sample", number)
         options: dict[str, Any] = {
-            "max_new_tokens": segment,
+            "max_new_tokens": min(segment, state.max_new_tokens),
             "temperature": config.temperature,
             "record_routes": record,
         }
@@ -278,20 +278,23 @@ def update_on(state: State, batch: Batch, update: int) -> None:
     """One optimizer step on one minibatch, and its row."""
     config, ranks = state.config, state.ranks
     done = state.step * config.optim.num_minibatches + update
-    row, gradients = update_policy(
-        batch,
-        state.policy,
-        state.optimizer,
-        ranks,
-        state.method,
-        config.method,
-        config.optim,
-        temperature=config.rollout.temperature,
-        warmup=min(1.0, done / max(1, config.optim.warmup_updates)),
-        noise=state.generator(f"noise/{ranks.rank}" if ranks.rank else "noise", update),
-        critic=state.critic,
-        bias=state.expert_bias,
-    )
+    try:
+        row, gradients = update_policy(
+            batch,
+            state.policy,
+            state.optimizer,
+            ranks,
+            state.method,
+            config.method,
+            config.optim,
+            temperature=config.rollout.temperature,
+            warmup=min(1.0, done / max(1, config.optim.warmup_updates)),
+            noise=state.generator(f"noise/{ranks.rank}" if ranks.rank else "noise", update),
+            critic=state.critic,
+            bias=state.expert_bias,
+        )
+    except FloatingPointError as error:  # the forward gave no log-probabilities: there is no gradient to leave out
+        raise NotFiniteError(f"update {update}", str(error), batch) from error
     if not torch.isfinite(row["grad_norm"]):
         incident = gradient_incident(update, batch, row, gradients)
         if config.optim.on_nonfinite == "stop":

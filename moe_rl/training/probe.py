@@ -18,6 +18,7 @@ from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.ratio_metrics import ratio_metrics
+from moe_rl.measure.router_shift import as_logits
 from moe_rl.measure.routing_metrics import (
     change_metrics,
     load_metrics,
@@ -173,7 +174,7 @@ class Probe:
         B, T = mask.shape
         own = [logits.detach() for logits in out.router_logits or () if logits.numel()]
         whole = [self.ranks.gather(logits.reshape(len(out.logps), T, -1), B) for logits in own]
-        return [logits[mask.to(logits.device)] for logits in whole]
+        return [as_logits(logits[mask.to(logits.device)]) for logits in whole]
 
     def _logps(self, part: Batch, **options: Any) -> TokenLogps:
         tokens = part.input_ids, part.attention_mask, part.completion_mask

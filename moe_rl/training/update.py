@@ -170,7 +170,8 @@ def update_routing(
     choices = [recording.routes, *([replay.shadow] if live and replay else [])]
     count.loads = torch.stack([expert_load(routes, batch.attention_mask.bool()) for routes in choices])
     B, T, L, _ = batch.routes.shape
-    count.routed_rows = B * T * L
+    fixed = recording.routes.meta.get("hash_routed", ())  # a table over token ids: no choice, nothing to replay
+    count.routed_rows = B * T * (L - len(fixed))
     if replay is not None:
         count.replayed_rows = replay.replayed_rows
 

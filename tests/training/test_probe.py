@@ -1,15 +1,22 @@
 """The probe in training: the noise floor and the decomposition, logged as defined, and without a trace in the run."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from micro import MICRO, rows
 
+from moe_rl.measure import token_logps
 from moe_rl.measure.noise_floor import floor_metrics
 from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, begin, probe, run, validate
 from moe_rl.training.loop import collect_batch, start_probe
 from moe_rl.training.route_tables import read_route_table, write_route_table
+
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from routing_helpers import moe, tokens
 
 
 def test_the_floor_by_site_and_position_is_a_recount_of_the_routes(tmp_path, monkeypatch):
@@ -136,3 +143,17 @@ def test_comparing_gradients_changes_nothing_else_and_finds_no_bias_where_no_wei
 def test_gradients_are_refused_where_they_would_mean_nothing(changes, message):
     with pytest.raises(ValueError, match=message):
         validate(replace(MICRO, **changes))
+
+
+@torch.no_grad()
+def test_routers_that_return_their_softmax_are_measured_in_logits():
+    """Gemma 4's `router_logits` are probabilities: taken for logits, every share would be near 1/E and every margin of
+    another unit."""
+    model, ids = moe("Gemma4ForCausalLM"), tokens()
+    mask = torch.ones_like(ids).bool()
+    out = token_logps(model, ids, mask, mask, router_logits=True)
+    assert all(torch.allclose(p.sum(-1), torch.tensor(1.0)) for p in out.router_logits)
+    own = object.__new__(probe.Probe)
+    own.part, own.ranks = SimpleNamespace(completion_mask=mask), SimpleNamespace(gather=lambda rows, _: rows)
+    for found, given in zip(own._response_logits(out), out.router_logits, strict=True):
+        torch.testing.assert_close(found.softmax(-1), given.flatten(0, -2))
