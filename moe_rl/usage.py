@@ -75,14 +75,15 @@ def root_page() -> str:
 
 def studies_page() -> str:
     """`moe-rl study` alone: the shipped studies and their questions."""
-    found = {name: outline(path) for name, path in shipped_studies().items()}
+    places = shipped_studies()
+    found = {name: outline(path) for name, path in places.items()}
     rows = {name: short_question(study.question) for name, study in found.items()}
-    lists = {name: rows.pop(name) for name, study in found.items() if study.studies}
+    answers = {name: rows.pop(name) for name in found if places[name].parent.name == "findings"}
     return "\n\n".join(
         (
             "usage: moe-rl study NAME|FILE [options]",
             _rows("studies that come with moe_rl", rows),
-            _rows("questions of docs/findings.md, each a list of studies", lists),
+            _rows("questions of docs/findings.md, each with the studies that answer it", answers),
             "`moe-rl study NAME --help` shows a study's arms and the options.",
         )
     )
