@@ -11,12 +11,14 @@ import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_rl.measure.logprobs import TokenLogps
 from moe_rl.rollout import Rollout, TaskError, demonstrate
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.randomness import seeded_random
@@ -34,7 +36,7 @@ from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
 from moe_rl.training.score import Scores, engine_rows, make_advantages, make_batch, score_rollout
 from moe_rl.training.state import Listener, State, begin
 from moe_rl.training.token_tables import write_probe_tables
-from moe_rl.training.update import update_policy
+from moe_rl.training.update import arm_loss, update_policy
 from moe_rl.training.validation import validate
 
 
@@ -313,7 +315,15 @@ def start_probe(state: State, batch: Batch) -> Probe | None:
             state.log.append("floor", step, **row)
         for variant, reason in left_out.items():
             warnings.warn(f"noise floor: {variant} is left out, it cannot be run here: {reason}", stacklevel=2)
-    return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose)
+    loss = partial(probe_loss, state) if config.gradients else None
+    return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose, loss=loss)
+
+
+def probe_loss(state: State, out: TokenLogps, part: Batch) -> Tensor:
+    """The arm's loss of probed responses, as if they were a minibatch."""
+    tokens, sequences = int(part.completion_mask.sum()), int(part.completion_mask.any(1).sum())
+    pairs = int((part.advantages > 0).sum())
+    return arm_loss(out, part, state.method, state.config.method, tokens, sequences, pairs).loss
 
 
 def keep_tables(state: State, probe: Probe, responses: int) -> None:

@@ -25,6 +25,7 @@ RUNS = {
     "dapo": config_of("dapo", optim=ONE, rollout=replace(MICRO.rollout, dynamic_sampling=1, overlong_buffer=2)),
     "partial": config_of("grpo", optim=ONE, rollout=replace(MICRO.rollout, segment=3)),
     "rspo": config_of("rspo_replay", optim=ONE),
+    "gradients": replace(MICRO, optim=ONE, probe=ProbeConfig(sequences=4, tokens_every=0, floor=False, gradients=True)),
     "corrected": config_of("minirl", optim=ONE),
     "process": config_of("gspo_token_process", optim=ONE),
     "decoupled": config_of("grpo_decoupled", optim=ONE),

@@ -153,7 +153,10 @@ def test_a_part_of_all_is_all(state_of, tmp_path):
         (replace(QUIET, method=MethodConfig(keep=0.5)), "method.keep: the part of the routes that R2 replays"),
         (replace(QUIET, method=MethodConfig(replay="R2", keep_by="random")), "method.keep_by"),
         (replace(QUIET, method=MethodConfig(keep_sites=(0,))), "method.keep_sites: the sites that R2 replays"),
-        (replace(QUIET, method=MethodConfig(replay="R2", keep_sites=())), "method.keep_sites: different sites"),
+        (
+            replace(QUIET, method=MethodConfig(replay="R2", keep_sites=())),
+            "method.keep_sites: one or more different sites",
+        ),
         (with_optim(expert_bias_rate=0.1, expert_bias_loads="live"), "what a bias follows under replay"),
         (with_optim(expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
         (
