@@ -21,9 +21,12 @@ from moe_rl.study.figures import (
     dose_response,
     each_figure,
     expert_change,
+    gradient_bias,
     minibatches,
 )
 from moe_rl.study.figures.gallery.design_effect import design_effects
+from moe_rl.study.result_tables import result_tables
+from moe_rl.study.results import markdown
 from moe_rl.study.summary import last_updates, noise_floor, routing_noise, routing_noise_ratios
 
 
@@ -190,6 +193,29 @@ def test_the_figure_of_the_design_effect_is_the_median_over_probes(data):
     row = made.frame[(made.frame["arm"] == "grpo") & (made.frame["length"] == 2)].iloc[0]
     probes = design_effects(data.tokens).query("arm == 'grpo' and seed == 1 and length == 2")
     assert row["seed1"] == pytest.approx(probes["design_effect"].median())
+
+
+def test_gradients_are_told_by_the_median_over_probes_with_layers_apart(data):
+    with pytest.raises(NothingToDraw, match="gradient_bias: the runs recorded no gradient_cosine"):
+        gradient_bias(data)
+    cosines = np.linspace(0.2, 0.9, len(data.probes))
+    probes = data.probes.assign(
+        gradient_cosine=cosines,
+        router_gradient_cosine=cosines / 2,
+        gradient_halves_cosine=0.1,
+        gradient_norm_ratio=1.5,
+        router_gradient_norm_ratio=None,
+        gradient_layers=[["other", "0"]] * len(cosines),
+        layer_gradient_cosine=[[cosine, -cosine] for cosine in cosines],
+    )
+    compared = replace(data, probes=probes)
+    expected = probes.query("arm == 'grpo' and seed == 1 and update == 4")["gradient_cosine"].median()
+    frame = gradient_bias(compared).frame.set_index(["quantity", "arm", "update"])
+    assert frame.loc[("gradient_cosine", "grpo", 4), "seed1"] == pytest.approx(expected)
+    assert frame.loc[("gradient_halves_cosine", "grpo", 4), "mean"] == pytest.approx(0.1)
+    table = result_tables(compared)["gradients"].set_index(["arm", "update"]).loc[("grpo", 4)]
+    assert table["layer_0"] == pytest.approx(-table["gradient_cosine"]) and table["layer_other"] > 0
+    assert "| grpo | 4 |" in markdown("gradients", result_tables(compared)["gradients"])
 
 
 def test_extreme_tokens_come_from_the_probe_or_else_from_the_tokens(data):
