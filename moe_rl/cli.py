@@ -144,7 +144,7 @@ def study_verb(arguments: list[str]) -> None:
     for arm in options.arms:
         if arm not in study.arms:
             fail(f"unknown arm {arm!r} in {given.word}{nearest(arm, study.arms)}", 2)
-    study = replace(study.with_arms(options.arms), base=options.base, seeds=options.seeds)
+    study = replace(study.with_arms(options.arms).with_base(options.base), seeds=options.seeds)
     run_study(
         study,
         options.output,

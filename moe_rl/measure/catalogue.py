@@ -319,10 +319,9 @@ def render() -> str:
         lines += ["", f"## {kind}", "", f"{HEADS[kind][0].upper()}{HEADS[kind][1:]}.", ""]
         lines += ["| Name | Unit | Definition | Numerator / denominator | Source | Only with |"]
         lines += ["| --- | --- | --- | --- | --- | --- |"]
-        lines += [
-            f"| `{m.name}` | {m.unit} | {m.definition} | {m.over or '–'} | {m.source or '–'} | {m.when or '–'} |"
-            for m in metrics
-        ]
+        for m in metrics:
+            cells = (f"`{m.name}`", m.unit, m.definition, m.over or "–", m.source or "–", m.when or "–")
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 

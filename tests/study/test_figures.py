@@ -185,7 +185,7 @@ def test_figures_without_data_say_what_is_missing(tmp_path):
 
 def test_nothing_at_all_to_draw_is_an_error(tmp_path):
     folder = write_study(tmp_path / "s", arms=("grpo",), seeds=(0,), steps=1, unfinished=(("grpo", 0),))
-    with pytest.raises(NothingToDraw, match="nothing to draw yet"):
+    with pytest.raises(NothingToDraw, match=r"nothing to draw yet. None of its runs \(1 begun\) has made a step"):
         draw_all(folder)
 
 

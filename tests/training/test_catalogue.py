@@ -1,6 +1,7 @@
 """The catalogue against what runs write, in both directions, and against its page."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,3 +96,5 @@ def test_a_name_has_one_entry_and_an_exact_one_comes_first():
 
 def test_the_page_is_the_registry():
     assert PAGE.read_text() == render(), "python -m moe_rl.measure.catalogue > docs/metrics.md"
+    rows = [line for line in render().splitlines() if line.startswith("|")]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 7 for row in rows), "six cells each"
