@@ -19,7 +19,8 @@ from moe_rl.drift.options import CheckOptions
 from moe_rl.drift.route_check import RouteCheck, check_routes
 from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
-from moe_rl.policy.models import ModelError, check_path
+from moe_rl.policy.models import check_path
+from moe_rl.policy.tiny import ModelError
 from moe_rl.routing import RoutedExperts
 from moe_rl.routing.skeleton import sites_of
 

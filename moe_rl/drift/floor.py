@@ -135,6 +135,3 @@ def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
         "token": (counts.tokens_changed, counts.tokens_total),
     }
     return {name: {"rate": a / b if b else float("nan"), "changed": a, "of": b} for name, (a, b) in pairs.items()}
-
-
-__all__ = ["Floor", "rates_of"]

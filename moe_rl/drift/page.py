@@ -18,7 +18,7 @@ from moe_rl.measure.moments import PARTS
 from moe_rl.pages import render_page
 from moe_rl.study.figures.floor import WORDS
 from moe_rl.study.figures.routing import short_sites
-from moe_rl.study.figures.style import StudyFigure, save_figure
+from moe_rl.study.figures.saving import StudyFigure, save_figure
 from moe_rl.study.floors import FLOORS
 from moe_rl.study.report import inline_svg
 

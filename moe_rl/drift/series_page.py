@@ -15,8 +15,9 @@ from moe_rl.drift.words import number, percent
 from moe_rl.pages import render_page
 from moe_rl.study.figures.floor import FLOOR_LINES
 from moe_rl.study.figures.routing import short_sites
+from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
 from moe_rl.study.figures.screen import inline_svg
-from moe_rl.study.figures.style import StudyFigure, legend_above, panels, save_figure, styled
+from moe_rl.study.figures.style import legend_above, panels
 from moe_rl.study.floors import FLOORS
 
 LEVELS = {"slot": ("#D55E00", "o"), "site": ("#0B4A8F", "s"), "token": ("#27B08B", "^")}

@@ -35,20 +35,6 @@ from moe_rl.routing import UnsupportedModelError
 from moe_rl.routing.experts import check_experts_name, check_megablocks, register_experts
 from moe_rl.routing.sites import find_sites
 
-__all__ = [
-    "ColdStartConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "ModelError",
-    "TinyConfig",
-    "build_tiny",
-    "char_tokenizer",
-    "cold_start",
-    "load_policy",
-    "seeded",
-    "weights_sha256",
-]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COLD_START = "cold_start.json"
 """In the folder of a kept cold start: how it was made, and what its files are."""

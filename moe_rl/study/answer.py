@@ -7,12 +7,12 @@ GRPO nor of GSPO with either; a study without the second or third question says 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_rl.study.arms import condition_label, dose_label, full_label
 from moe_rl.study.comparing import Pair, comparisons, declared
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.reading import name_of, power_sentence
 from moe_rl.study.statistics import Verdict
-from moe_rl.study.summary import condition_label, dose_label, full_label
 from moe_rl.study.words import count, listed, minus
 
 REPLAY, NO_REPLAY = "grpo_replay", "grpo"
@@ -196,6 +196,3 @@ def _row(data: StudyData, pair: Pair) -> Row:
         str(one.verdict),
         one.verdict in (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT),
     )
-
-
-__all__ = ["Answer", "Line", "Row", "answer"]

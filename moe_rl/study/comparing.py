@@ -161,7 +161,3 @@ def enough_pairs(data: StudyData) -> bool:
     """Whether the pairs suffice for any verdict of a difference: Holm over m comparisons needs m · 2^(1-n) <= 5 %."""
     tested = [pair.result for pair in comparisons(data) if pair.result.verdict != Verdict.TOO_FEW]
     return any(one.n >= fewest_pairs(one.family) for one in tested)
-
-
-__all__ = ["Pair", "compare_arms", "comparison_table", "comparisons", "declared", "enough_pairs", "interest",
-           "pairs_to_compare"]  # fmt: skip

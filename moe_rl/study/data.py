@@ -297,6 +297,3 @@ def _nothing_here(path: Path, is_study: bool) -> str:
     inside = sorted(p.parent.name for p in path.glob("*/study.yaml"))
     hint = f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""
     return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{hint}"
-
-
-__all__ = ["FIELDS", "KINDS", "ROUNDING", "Run", "StudyData", "StudyDataError", "join", "load"]

@@ -242,6 +242,3 @@ def _arguments(run: Run, cold_starts: Path) -> list[object]:
     chosen = ["run", study, "--arm", run.arm, "--seed", run.seed]
     # Whoever started the study has decided about code that it names.
     return [*chosen, "--output", run.folder, "--cold-starts", cold_starts, "--trust"]
-
-
-__all__ = ["ConfigError", "StudyFailed", "run_study"]

@@ -14,11 +14,11 @@ import pandas as pd
 
 from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
+from moe_rl.study.arms import arm_settings, full_label
 from moe_rl.study.data import Run, StudyData, StudyDataError
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.live_rows import LiveError
-from moe_rl.study.summary import arm_settings, full_label
 from moe_rl.yaml_files import parse_yaml
 
 _SEED = re.compile(r"seed(\d+)")

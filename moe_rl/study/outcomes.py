@@ -116,6 +116,3 @@ def _evaluations(data: StudyData) -> tuple[dict[tuple[str, int], float], dict[tu
     rows = data.evals.dropna(subset=["reward"]).sort_values("step", kind="stable")
     starts = {key: float(run["reward"].iloc[0]) for key, run in _by_run(rows[rows["step"] == 0])}
     return starts, {key: float(run["reward"].iloc[-1]) for key, run in _by_run(rows)}
-
-
-__all__ = ["OUTCOMES", "final_rewards", "run_outcomes"]

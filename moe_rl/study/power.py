@@ -73,6 +73,3 @@ def pairs_needed(
         else:
             low = middle + 1
     return low
-
-
-__all__ = ["fewest_pairs", "pairs_needed", "resolvable_difference"]

@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from moe_rl.files import still_written
+from moe_rl.files import still_written, write_atomic
 from moe_rl.pages import render_page
 from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
+from moe_rl.study.arms import arm_settings, condition_label, flatten, full_label
 from moe_rl.study.comparing import comparisons
 from moe_rl.study.data import Run, StudyData, load
 from moe_rl.study.figures import NothingToDraw, StudyFigure, each_figure, save_figure
-from moe_rl.study.figures.saving import write_atomic
 from moe_rl.study.figures.screen import inline_svg
+from moe_rl.study.outcomes import final_rewards
 from moe_rl.study.reading import name_of, read, rules_of
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import interval_note
-from moe_rl.study.summary import POSITIONS, arm_settings, condition_label, final_rewards, flatten, full_label
+from moe_rl.study.summary import POSITIONS
 from moe_rl.study.token_view import token_view_html
 from moe_rl.study.words import probability
 

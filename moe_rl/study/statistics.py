@@ -13,20 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.study.curves import (
-    BELOW_START_RULE,
-    COLLAPSE_RULE,
-    FAILED_RULE,
-    FINAL_STEPS,
-    GAIN,
-    Collapse,
-    Numbers,
-    area_under_curve,
-    detect_collapse,
-    final_value,
-    time_to_threshold,
-    trailing_mean,
-)
+from moe_rl.study.curves import Numbers
 
 FEWEST = 6
 """Fewest seeds with an interval, and fewest pairs with a verdict: with five the exact test cannot reach 5 %."""
@@ -343,35 +330,3 @@ def compare_paired(
     interval = seed_interval(d, confidence)
     found = Comparison(seeds, tuple(map(float, d)), interval, p, equal, np.nan, np.nan, 1, interest, Verdict.TOO_FEW)
     return judge([found])[0]
-
-
-__all__ = [
-    "ALPHA",
-    "BELOW_START_RULE",
-    "COLLAPSE_RULE",
-    "FAILED_RULE",
-    "FEWEST",
-    "FINAL_STEPS",
-    "GAIN",
-    "INTEREST",
-    "VERDICT_RULES",
-    "Collapse",
-    "Comparison",
-    "Interval",
-    "Verdict",
-    "area_under_curve",
-    "compare_paired",
-    "detect_collapse",
-    "equivalence_test",
-    "final_value",
-    "holm",
-    "interquartile_mean",
-    "interval_note",
-    "judge",
-    "seed_band",
-    "seed_interval",
-    "sign_flip_test",
-    "student_interval",
-    "time_to_threshold",
-    "trailing_mean",
-]

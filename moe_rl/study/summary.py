@@ -9,23 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from moe_rl.study.arms import (
-    METHOD_FIELDS,
-    arm_settings,
-    condition_label,
-    dose_label,
-    doses,
-    flatten,
-    full_label,
-    outside_method,
-    per_study,
-    replay_identity,
-    replay_stands_for_noise,
-    same_but_for_method,
-)
-from moe_rl.study.comparing import Pair, compare_arms, comparison_table, comparisons
+from moe_rl.study.arms import per_study
+from moe_rl.study.comparing import Pair, comparison_table, comparisons  # noqa: F401  (to be had from here)
 from moe_rl.study.data import StudyData
-from moe_rl.study.outcomes import final_rewards, run_outcomes
+from moe_rl.study.outcomes import final_rewards, run_outcomes  # noqa: F401
 from moe_rl.study.statistics import compare_paired, judge, seed_interval
 
 POSITIONS = "at the response tokens' own positions, not at those that predict them"
@@ -175,34 +162,3 @@ def _natural(data: StudyData, rows: pd.DataFrame) -> pd.DataFrame:
 
 def _ratio(a: pd.Series, b: pd.Series) -> pd.Series:
     return (a / b.where(b > 0)).astype(float)
-
-
-__all__ = [
-    "METHOD_FIELDS",
-    "OWN_ARITHMETIC",
-    "POSITIONS",
-    "Pair",
-    "arm_settings",
-    "change_rates",
-    "compare_arms",
-    "comparison_table",
-    "comparisons",
-    "condition_label",
-    "dose_label",
-    "doses",
-    "factor_table",
-    "final_rewards",
-    "flatten",
-    "full_label",
-    "in_run_variance",
-    "last_updates",
-    "noise_floor",
-    "outside_method",
-    "probe_factors",
-    "replay_identity",
-    "replay_stands_for_noise",
-    "routing_noise",
-    "routing_noise_ratios",
-    "run_outcomes",
-    "same_but_for_method",
-]

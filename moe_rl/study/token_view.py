@@ -16,11 +16,11 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup, escape
 
+from moe_rl.study.arms import full_label
 from moe_rl.study.data import Run, StudyData, StudyDataError
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.folders import read_parquet
-from moe_rl.study.summary import full_label
 from moe_rl.tables import facts_of
 
 MOST_TOKENS = 4096

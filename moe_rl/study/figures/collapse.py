@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
+from moe_rl.study.curves import COLLAPSE_RULE
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.style import look_of
-from moe_rl.study.statistics import COLLAPSE_RULE
-from moe_rl.study.summary import final_rewards
+from moe_rl.study.outcomes import final_rewards
 
 
 def mark_collapses(ax: Axes, data: StudyData, arms: Sequence[str]) -> None:
@@ -32,6 +32,3 @@ def collapse_note(data: StudyData) -> str:
     """What the crosses are, where there are some."""
     fell = bool(final_rewards(data)["collapsed"].any())
     return f" ×: step at which a run collapsed ({COLLAPSE_RULE})." if fell else ""
-
-
-__all__ = ["collapse_note", "mark_collapses"]

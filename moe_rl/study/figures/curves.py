@@ -213,6 +213,3 @@ def _small_panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How
     grey_background(figure, axes, means)
     label_grid(figure, axes, how.xlabel, how.ylabel, "grey: all other arms")
     return figure, [(ax, (arm,)) for ax, arm in zip(axes, arms, strict=True)]
-
-
-__all__ = ["Curves", "curve_frame", "curves", "draw_seeds", "over_seeds", "pooled_tables", "seed_tables", "summarise"]

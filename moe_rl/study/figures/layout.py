@@ -12,10 +12,10 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
+from moe_rl.study.arms import condition_label, dose_label, full_label, replay_stands_for_noise
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.notes import repeats
 from moe_rl.study.figures.style import PAGE, PALE, Condition, conditions, log_y
-from moe_rl.study.summary import condition_label, dose_label, full_label, replay_stands_for_noise
 
 Limits = tuple[float | int | None, float | int | None]
 MANY = 6
@@ -177,20 +177,3 @@ def grey_background(figure: Figure, axes: Sequence[Axes], lines: dict[str, pd.Se
         shown.set_data(picture)
         shown.set_transform(panel.transAxes)
         panel.add_artist(shown)  # imshow would take the limits of the picture
-
-
-__all__ = [
-    "MANY",
-    "Shown",
-    "arm_grid",
-    "condition_panels",
-    "crowded",
-    "drawn_arms",
-    "fixed_figure",
-    "grey_background",
-    "label_grid",
-    "many",
-    "same_axes",
-    "short_label",
-    "shown",
-]

@@ -190,6 +190,3 @@ def _frame(columns: Sequence[Column]) -> pd.DataFrame:
 def by_seed(rows: pd.DataFrame, y: str) -> pd.DataFrame:
     """index arm, columns seeds, mean of y over a run's rows."""
     return rows.groupby(["arm", "seed"], observed=True)[y].mean().unstack("seed")
-
-
-__all__ = ["EACH", "Column", "Dots", "Rows", "arm_rows", "by_seed", "draw_dots", "quiet_rows"]

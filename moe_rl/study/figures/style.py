@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.saving import StudyFigure, house_style, save_figure, styled, write_atomic
 
 WIDTH = 7.0  # inches: the text width of a two-column paper
 PAGE = 5.0  # inches: a study's figures, so that they can be read on a phone and stand in a column
@@ -202,30 +201,3 @@ def _power(value: float, _: int) -> str:
 
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-__all__ = [
-    "GREY",
-    "INK",
-    "LOOKS",
-    "PAGE",
-    "PALE",
-    "WIDTH",
-    "Condition",
-    "Look",
-    "NothingToDraw",
-    "StudyFigure",
-    "arm_looks",
-    "conditions",
-    "house_style",
-    "legend_above",
-    "log_y",
-    "look_of",
-    "panels",
-    "plain",
-    "save_figure",
-    "share_axes",
-    "step_axis",
-    "styled",
-    "write_atomic",
-]

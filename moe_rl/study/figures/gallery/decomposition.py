@@ -97,6 +97,3 @@ def share_table(data: StudyData) -> pd.DataFrame:
             )
             parts.append(found)
     return pd.concat(parts, ignore_index=True)
-
-
-__all__ = ["PARTS", "decomposition", "share_table"]

@@ -77,6 +77,3 @@ def site_table(data: StudyData) -> pd.DataFrame:
     return need(
         pd.DataFrame(found, columns=["arm", "seed", "site", "kind", "share"]), ["share"], "decomposition_by_site"
     )
-
-
-__all__ = ["decomposition_by_site", "site_table"]

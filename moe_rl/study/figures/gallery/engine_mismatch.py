@@ -103,6 +103,3 @@ def _entries() -> list[Line2D]:
         entry("sequence, R3", marker="^", mfc="white"),
         entry("clip range²", marker="|", ms=9, mew=1.4),
     ]
-
-
-__all__ = ["engine_mismatch", "engine_table"]

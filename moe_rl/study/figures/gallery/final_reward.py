@@ -7,12 +7,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
+from moe_rl.study.comparing import Pair, comparison_table, comparisons
+from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
 from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, look_of
-from moe_rl.study.statistics import FINAL_STEPS
-from moe_rl.study.summary import Pair, comparison_table, comparisons, final_rewards
+from moe_rl.study.outcomes import final_rewards
 
 MOST_PAIRS = 16
 """More comparisons than this are left to the table."""

@@ -140,6 +140,3 @@ def engine_format(config: dict) -> tuple[str, bool]:
         return "", False
     both = (config.get("model") or {}).get("dtype", "float32") != "float32"
     return str(engine.get("weight_format") or engine.get("dtype") or ""), both
-
-
-__all__ = ["engine_format", "flip_ratio", "precision", "precision_rows", "precision_table"]
