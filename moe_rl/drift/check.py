@@ -108,8 +108,8 @@ def own_routes(
     is not in fp32."""
     base, routes = _scored(model, tokens, batch_size)
     say(f"scored {len(tokens)} sequences; again in other arithmetic, for the floor")
-    exact = next(model.parameters()).dtype == torch.float32
-    copy, _ = _scored(rounded_copy(model) if exact else _exact_copy(model), tokens, batch_size)
+    other = torch.bfloat16 if next(model.parameters()).dtype == torch.float32 else torch.float32
+    copy, _ = _scored(rounded_copy(model, other), tokens, batch_size)
     numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", site) for site in routes.sites]
     layers = tuple(int(number[1]) if number else i for i, number in enumerate(numbers))
     experts = routes.num_experts
@@ -122,13 +122,6 @@ def own_routes(
         layers,
         max(int(getattr(config.get_text_config(), "num_hidden_layers", 0)), max(layers) + 1),
     )
-
-
-def _exact_copy(model: nn.Module) -> nn.Module:
-    import copy
-
-    memo = {id(p): nn.Parameter(p.detach().float(), requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, memo).eval()
 
 
 def _scored(model: nn.Module, tokens: Sequence[np.ndarray], batch_size: int) -> tuple[list[np.ndarray], RoutedExperts]:

@@ -82,19 +82,7 @@ class Floor:
 
     def sites(self) -> pd.DataFrame:
         """One row per variant and routing site, as the comparison's own table."""
-        parts = [
-            pd.DataFrame(
-                {
-                    "variant": name,
-                    "site": counts.sites,
-                    "tokens": counts.per_site_total.numpy(),
-                    "tokens_changed": counts.per_site_changed.numpy(),
-                    "slots": counts.per_site_slots_total.numpy(),
-                    "slots_changed": counts.per_site_slots_changed.numpy(),
-                }
-            )
-            for name, _, counts in self._measured()
-        ]
+        parts = [site_table(counts, variant=name) for name, _, counts in self._measured()]
         columns = ["variant", "site", "tokens", "tokens_changed", "slots", "slots_changed"]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
 
@@ -125,6 +113,20 @@ class Floor:
         for name, variant in self.variants.items():
             if variant.counts is not None and variant.counts.tokens_total:
                 yield name, variant, variant.counts
+
+
+def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:
+    """One row per routing site, after `labels`: changes with their denominators."""
+    return pd.DataFrame(
+        {
+            **labels,
+            "site": counts.sites,
+            "tokens": counts.per_site_total.numpy(),
+            "tokens_changed": counts.per_site_changed.numpy(),
+            "slots": counts.per_site_slots_total.numpy(),
+            "slots_changed": counts.per_site_slots_changed.numpy(),
+        }
+    )
 
 
 def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:

@@ -86,7 +86,8 @@ def _need(data: StudyData, pairs: Sequence[Pair]) -> Line:
 
 def _without(data: StudyData, pairs: Sequence[Pair]) -> Line:
     """GSPO against replay where that was compared, else against GRPO."""
-    told = [p for p in pairs if _methods(data, p)[1] == REPLAY or p.noise not in _noises(data, pairs, REPLAY)]
+    with_replay = {p.noise for p in pairs if _methods(data, p)[1] == REPLAY}
+    told = [p for p in pairs if _methods(data, p)[1] == REPLAY or p.noise not in with_replay]
     words = {
         Verdict.HIGHER: "yes, ended higher",
         Verdict.LOWER: "no, ended lower",
@@ -96,10 +97,6 @@ def _without(data: StudyData, pairs: Sequence[Pair]) -> Line:
         Verdict.TOO_FEW: "too few seeds",
     }
     return Line("Did GSPO do without?", _answers(data, told, words, against=True), _failures_of(data, pairs))
-
-
-def _noises(data: StudyData, pairs: Sequence[Pair], control: str) -> set[float]:
-    return {pair.noise for pair in pairs if _methods(data, pair)[1] == control}
 
 
 def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], against: bool = False) -> str:

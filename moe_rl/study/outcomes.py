@@ -88,7 +88,7 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
                 "high": final.high,
                 "interval": final.method,
                 "sd": values.std(ddof=1) if len(values) > 1 else np.nan,
-                "iqm": float(interquartile_mean(values)) if len(values) else np.nan,
+                "iqm": interquartile_mean(values) if len(values) else np.nan,
                 "area": of["area"].mean(),
                 "evaluation": held_out.estimate,
                 "evaluation_low": held_out.low,

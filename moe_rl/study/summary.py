@@ -88,6 +88,12 @@ def noise_floor(data: StudyData) -> pd.DataFrame:
     return pd.concat(parts)
 
 
+_FACTORS = {
+    "replay": ("var_token_natural", "var_token_replayed"),
+    "averaging": ("var_token_natural", "var_sequence_natural"),
+}
+
+
 def probe_factors(data: StudyData) -> pd.DataFrame:
     """Per arm, seed and update index, medians over steps of two paired ratios of variances (same tokens).
 
@@ -95,15 +101,9 @@ def probe_factors(data: StudyData) -> pd.DataFrame:
     Medians, because single probes are heavy-tailed.
     """
     rows = data.probes[["arm", "seed", "update"]].copy()
-    rows["replay"] = _ratio(data.probes["var_token_natural"], data.probes["var_token_replayed"])
-    rows["averaging"] = _ratio(data.probes["var_token_natural"], data.probes["var_sequence_natural"])
+    for name, (a, b) in _FACTORS.items():
+        rows[name] = (data.probes[a] / data.probes[b].where(data.probes[b] > 0)).astype(float)
     return rows.groupby(["arm", "seed", "update"], as_index=False, observed=True).median()
-
-
-_FACTORS = {
-    "replay": ("var_token_natural", "var_token_replayed"),
-    "averaging": ("var_token_natural", "var_sequence_natural"),
-}
 
 
 @per_study
@@ -119,7 +119,7 @@ def factor_table(data: StudyData) -> pd.DataFrame:
     columns = ["arm", "update", "probes", *(f"{f}_{kind}" for f in _FACTORS for kind in ("median", "of_means"))]
     if data.probes.empty or not needed <= set(data.probes):
         return pd.DataFrame(columns=columns)
-    rows = _natural(data, data.probes)
+    rows = data.probes[data.probes["arm"].isin(data.arms.index[data.arms["noise"] == 0])]
     rows = rows[(rows[sorted(needed)] > 0).all(axis=1)]
     ratios = rows.assign(**{name: rows[a] / rows[b] for name, (a, b) in _FACTORS.items()})
     grouped = ratios.groupby(["arm", "update"], sort=False, observed=True)
@@ -154,11 +154,3 @@ def change_rates(data: StudyData) -> pd.DataFrame:
             row |= {f"{name}_high": own.high}
         rows.append(row | {name: int(total[name]) for name in counts})
     return pd.DataFrame(rows)[[*columns, *counts]]
-
-
-def _natural(data: StudyData, rows: pd.DataFrame) -> pd.DataFrame:
-    return rows[rows["arm"].isin(data.arms.index[data.arms["noise"] == 0])]
-
-
-def _ratio(a: pd.Series, b: pd.Series) -> pd.Series:
-    return (a / b.where(b > 0)).astype(float)

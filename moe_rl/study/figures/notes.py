@@ -19,7 +19,6 @@ NOISE = (
 )
 LINES = "Line: mean over seeds."
 GEOMETRIC = "On a log axis: geometric mean over seeds, and the interval of the logarithms."
-MANY_ARMS = "One panel per arm, in the order of the study file; grey: the means of all other arms."
 
 
 def noise_note(data: StudyData) -> str:
