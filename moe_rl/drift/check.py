@@ -56,8 +56,6 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
     own = own_routes(model, captured.tokens, options.batch_size, say)
     try:
         result = check_routes(captured, own)
-    except DriftError:
-        raise
     except ValueError as error:
         raise DriftError(f"{options.file}: {error}") from error
     padding = _padding(captured.tokens) if result.faults and options.pad_token_id is None else None
