@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from moe_rl.arguments import Given, arm_and_seed, fail, load, parse, study_file
 from moe_rl.names import nearest
-from moe_rl.processes import waiting_threads_sleep
+from moe_rl.processes import usable_cores, waiting_threads_sleep
 
 LABORATORY = ("accelerate", "pandas", "pyarrow", "matplotlib", "scipy", "rich", "tyro", "yaml", "jinja2", "tokenizers")
 """What the commands need beyond the instrument: the extra `lab`."""
@@ -57,7 +57,7 @@ def _main(arguments: Sequence[str] | None) -> None:
 
         print(f"moe_rl {__version__}")
         return
-    missing = [name for name in LABORATORY if not _present(name)]
+    missing = [name for name in LABORATORY if importlib.util.find_spec(name) is None]
     if missing:
         fail(
             f"the commands need the laboratory: pip install 'moe_rl[lab]' (not installed: {', '.join(missing)}). "
@@ -404,9 +404,4 @@ def workers_of(study: Any, launcher: str, repeats: int) -> int:
         return 1
     if launcher != "processes":
         return len(study.runs()) * repeats
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if torch.cuda.is_available() else cores
-
-
-def _present(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
+    return 1 if torch.cuda.is_available() else usable_cores()

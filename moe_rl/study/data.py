@@ -76,7 +76,7 @@ class StudyData:
     @cached_property
     def arms(self) -> pd.DataFrame:
         """One row per arm, in the study's order: label, objective, replay, noise, method, seeds, finished."""
-        declared = _declared_arms(self.config)
+        declared = declared_arms(self.config)
         rows: dict[str, dict[str, Any]] = {}
         for run in self.runs:
             row = rows.setdefault(
@@ -276,17 +276,19 @@ def _stack(frames: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True)
 
 
-def _declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    arms = config.get("arms") or {}
-    if isinstance(arms, dict):
-        return {str(name): value if isinstance(value, dict) else {} for name, value in arms.items()}
-    return {str(a.get("name")) if isinstance(a, dict) else str(a): a if isinstance(a, dict) else {} for a in arms}
+def declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a study's configuration says of its arms, a mapping or a list of names or mappings; nothing of what is
+    neither."""
+    arms = config.get("arms")
+    if isinstance(arms, list):
+        return {str(a.get("name")) if isinstance(a, dict) else str(a): a if isinstance(a, dict) else {} for a in arms}
+    return {str(k): v if isinstance(v, dict) else {} for k, v in arms.items()} if isinstance(arms, dict) else {}
 
 
 def _missing(config: dict[str, Any], runs: tuple[Run, ...]) -> tuple[str, ...]:
     """Runs that the study declares and that have no folder yet."""
     there = {(run.arm, run.seed) for run in runs}
-    declared = _declared_arms(config).items()
+    declared = declared_arms(config).items()
     wanted = [(arm, seed) for arm, about in declared for seed in about.get("seeds") or config.get("seeds") or ()]
     return tuple(f"{arm}/seed{seed}" for arm, seed in wanted if (arm, seed) not in there)
 
@@ -297,6 +299,3 @@ def _nothing_here(path: Path, is_study: bool) -> str:
     inside = sorted(p.parent.name for p in path.glob("*/study.yaml"))
     hint = f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""
     return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{hint}"
-
-
-__all__ = ["FIELDS", "KINDS", "ROUNDING", "Run", "StudyData", "StudyDataError", "join", "load"]
