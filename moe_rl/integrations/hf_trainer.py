@@ -63,7 +63,7 @@ class ReplayTrainer(Trainer):
             if self.replay != "none":
                 with replay_routes(model, old.routes, shadow=first) as forced:
                     loss = loss_of()
-                found.replayed_rows, found.routed_rows = forced.replayed_rows, int((~old.routes.live).sum())
+                found.replayed_rows, found.routed_rows = forced.replayed_rows, forced.forced_rows
                 now = forced.shadow if first else None
             elif first:
                 with record_routes(model) as recording:

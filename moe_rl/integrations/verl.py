@@ -102,7 +102,7 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
             with record_routes(engine.module) as recording:
                 loss, output = original(engine, micro_batch, loss_function=loss_function, forward_only=True)
             ids = recording.routes
-            engine.routing_sites = ids.sites, ids.num_experts
+            engine.routing_sites = ids.sites, ids.num_experts, ids.meta
             engine.routing_scored_at = getattr(engine, "routing_steps", 0)
             output["model_output"][FIELD] = as_jagged(ids, micro_batch["input_ids"].offsets())
             return loss, output
@@ -115,7 +115,7 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
         else:
             with replay_routes(engine.module, routes, shadow=True) as forced:
                 loss, output = original(engine, micro_batch, loss_function=loss_function, forward_only=False)
-            now, fraction = forced.shadow, forced.replayed_rows / int((~routes.live).sum())
+            now, fraction = forced.shadow, forced.replayed_rows / forced.forced_rows
             if fraction != 1:
                 raise RoutingError(f"only {fraction:.3%} of the (token, site) rows with a route were replayed")
         rates = change_counts(routes, now, real).rates()
@@ -161,8 +161,8 @@ def routes_of(engine: Any, micro_batch: Any) -> tuple[RoutedExperts, Tensor]:
         routes = torch.full((*where.shape, *values.shape[1:]), -1, device=values.device)
         routes[where] = values.long()
         known = torch.full(where.shape, -1, device=ids.device).masked_scatter(where, ids)
-    sites, experts = engine.routing_sites
-    return RoutedExperts(routes, sites, experts, tokens=known), known >= 0
+    sites, experts, meta = engine.routing_sites
+    return RoutedExperts(routes, sites, experts, tokens=known, meta=meta), known >= 0
 
 
 def _plain(micro_batch: Any, key: str, default: Any) -> Any:

@@ -133,7 +133,7 @@ def _memory() -> tuple[Metric, ...]:
 CATALOGUE: dict[str, tuple[Metric, ...]] = {
     "rollout": (
         M("reward", "reward", "mean of the verifier's rewards over the sampled responses, those of replaced groups included", "Σ reward / reward_n"),
-        M("reward_std", "reward", "their standard deviation (divisor n-1)"),
+        M("reward_std", "reward", "standard deviation of the rewards (divisor n-1), replaced groups left out"),
         M("reward_n", "count", "responses sampled"),
         M("response_length", "tokens", "mean length of a response", "response tokens / responses"),
         M("groups_equal", "fraction", "groups whose rewards are all equal: no signal", "such groups / groups"),
@@ -153,7 +153,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("explained_variance", "fraction", "1 - Var(return - V) / Var(return), over tokens", when="advantage gae"),
         M("learned_reward", "score", "mean score of the learned reward model", when="reward.model learned"),
         M("learned_reward_agreement", "fraction", "pairs in a group that it orders as the verifier does", when="reward.model learned"),
-        M("accepted", "fraction", "responses with full reward, that are learned from", when="advantage accepted"),
+        M("accepted", "fraction", "responses with a reward above 0.5, that are learned from", when="advantage accepted"),
         M("step_reward", "reward", "mean reward of a step of a response", "Σ / steps", when="advantage process"),
         M("steps_per_response", "count", "rewarded steps of a response, mean", when="advantage process"),
         M("reward_<name>", "reward", "mean of one of the task's rewards", when="advantage decoupled"),
@@ -176,7 +176,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("aux_loss", "1", "load-balancing loss; null where its coefficient is 0"),
         M("aux_loss_coef", "1", "its coefficient"),
         M("replayed_rows", "count", "(token, site) rows whose experts were forced", "over routed_rows"),
-        M("routed_rows", "count", "(token, site) rows of the forward, padding included"),
+        M("routed_rows", "count", "(token, site) rows of the forward, padding included, hash-routed sites left out"),
         M("slots_changed", "count", "response slots that the update forward routed otherwise than the old policy: the dose", "over slots"),
         M("slots", "count", "response slots compared"),
         M("value_loss", "reward²", "loss of the value model", when="advantage gae"),
@@ -203,8 +203,16 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("site_router_js", "nats", "router_js by site", when="router logits"),
         M("margin_p10", "logits", "10th percentile of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
         M("margin_median", "logits", "median of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
-        M("shift_over_margin", "1", "median of (largest change of a logit, mean removed) / (half the old margin); below 1 nothing could flip", when="router logits"),
+        M("shift_over_margin", "1", "median over (token, site) of (largest change of a logit, mean removed) / (half the old margin); a pair below 1 could not flip", when="router logits"),
         M("site_routing_confidence", "fraction", "mass of the softmax over all experts that the chosen ones have, new weights, mean over tokens, by site", source="prime-rl routing_confidence", when="router logits"),
+        M("gradient_cosine", "1", "cosine of the loss's gradients on the probed responses, live and under the old routes", "g·g' / (|g| |g'|)", when="probe.gradients"),
+        M("gradient_norm_ratio", "1", "norm of the gradient under the old routes over that of the live one", "|g'| / |g|", when="probe.gradients"),
+        M("gradient_halves_cosine", "1", "cosine of the live gradients of two halves of the responses: what sampling does", when="probe.gradients"),
+        M("router_gradient_cosine", "1", "gradient_cosine of the routers' parameters", when="probe.gradients"),
+        M("router_gradient_norm_ratio", "1", "gradient_norm_ratio of the routers' parameters", when="probe.gradients"),
+        M("gradient_layers", "names", "the layers of the lists below; other: parameters in none", when="probe.gradients"),
+        M("layer_gradient_cosine", "1", "gradient_cosine by layer", when="probe.gradients"),
+        M("layer_gradient_norm_ratio", "1", "gradient_norm_ratio by layer", when="probe.gradients"),
     ),
     "eval": (
         M("reward", "reward", "mean reward on held-out prompts, sampled at the training temperature", "Σ / reward_n"),
@@ -316,10 +324,9 @@ def render() -> str:
         lines += ["", f"## {kind}", "", f"{HEADS[kind][0].upper()}{HEADS[kind][1:]}.", ""]
         lines += ["| Name | Unit | Definition | Numerator / denominator | Source | Only with |"]
         lines += ["| --- | --- | --- | --- | --- | --- |"]
-        lines += [
-            f"| `{m.name}` | {m.unit} | {m.definition} | {m.over or '–'} | {m.source or '–'} | {m.when or '–'} |"
-            for m in metrics
-        ]
+        for m in metrics:
+            cells = (f"`{m.name}`", m.unit, m.definition, m.over or "–", m.source or "–", m.when or "–")
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -58,8 +58,8 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
       tokens and sites; `site_router_kl`, `site_router_js`: mean over tokens, by site
     - `margin_p10`, `margin_median`: of s_(k) - s_(k+1) under the new weights over all (token, site) pairs, in
       router-logit units (nearest rank). A selection bias is not in it.
-    - `shift_over_margin`: median of (largest change of a logit, their mean removed) over half the old margin; where it
-      is below 1 the choice could not have changed.
+    - `shift_over_margin`: median of (largest change of a logit, their mean removed) over half the old margin; a
+      choice for which it is below 1 could not have changed.
     """
     found: dict[str, Any] = {}
     kl = [float(router_kl(a, b).mean()) for a, b in zip(old, new, strict=True)]

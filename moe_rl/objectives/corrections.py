@@ -113,6 +113,8 @@ class Correction:
             raise ValueError(f"Correction({self.kind}): low {self.low} is above high {self.high}.")
         if self.kind.endswith("truncate") and self.low != 0.0:
             raise ValueError(f"Correction({self.kind}): truncation has a cap only, got low={self.low}.")
+        if self.kind == "off_policy_mask" and self.low != 0.0:
+            raise ValueError(f"Correction({self.kind}): it has delta only, which is high; got low={self.low}.")
 
     @staticmethod
     def parse(text: str) -> "Correction":

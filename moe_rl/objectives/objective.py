@@ -60,8 +60,9 @@ class Objective:
         advantage_scale: the `scale` of `group_advantages`: "std", "none" or "batch".
         kl_coef: beta; 0 needs no reference policy.
         kl_estimator: "k1", "k2" or "k3" (see `moe_rl.objectives.kl`).
-        kl_importance_weighted: multiply the KL of a token by its ratio, which makes the estimate unbiased
-            off-policy (arXiv:2512.02556, section 3.1; TRL's `use_bias_correction_kl`).
+        kl_importance_weighted: multiply the KL of a token by the ratio that the gate sees. With token ratios that makes
+            the estimate unbiased off-policy (arXiv:2512.02556, section 3.1); with those of a sequence it is what TRL's
+            `use_bias_correction_kl` does, and not unbiased.
 
     Raises:
         ValueError: a value that no method knows, or a combination that means nothing.
@@ -114,6 +115,11 @@ class Objective:
             raise ValueError(
                 f"Objective.dual_clip: a ceiling above 1 + clip_high = {1 + self.clip_high} for gate='clip'; "
                 f"got {self.dual_clip} with gate={self.gate!r}."
+            )
+        if self.gate == "quadratic" and not (self.clip_low and self.clip_high):
+            raise ValueError(
+                "Objective.clip_low, clip_high: gate='quadratic' divides by them, so above 0; got "
+                f"{self.clip_low} and {self.clip_high}."
             )
         if self.local_normalizer and self.aggregate != "token_mean":
             raise ValueError(f"Objective.local_normalizer belongs to aggregate='token_mean', got {self.aggregate!r}.")

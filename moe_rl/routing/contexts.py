@@ -194,7 +194,8 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
     (gradient checkpointing) finds the choice of its forward. Routers that are random in train mode (jitter) draw twice.
 
     sigma: in units of the router's logits. generator: source of the noise; its device may differ from the model's.
-    Raises UnsupportedModelError where the logits are not one linear map inside the router.
+    Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError inside another
+    noise or `record_margins`.
     """
     if not sigma >= 0:
         raise RoutingError(f"sigma must not be negative, got {sigma}")
@@ -202,6 +203,7 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
         if probe.logits < 0 and not site.fixed:
             raise UnsupportedModelError(f"site {name} ({type(site.module).__name__}): no linear map makes its logits")
+    _refuse_second(tap)
     with tap.listen(Noise(sigma, generator)):
         yield
 
@@ -211,8 +213,8 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
     """Experts are chosen by the top k of `scores + bias`; gate weights and gradients come from the scores alone.
 
     The selection bias of DeepSeek-V3 (arXiv 2412.19437, eq. 16; arXiv 2408.15664), for models that have none of their
-    own; added to one of their own. A replay wins where it forces; noise and margins see the bias. It is in force only
-    inside of the context: whoever trains under it samples and scores inside of it, too.
+    own; added to one of their own, and to that of a context around it. A replay wins where it forces; noise and margins
+    see the bias. It is in force only inside of the context: whoever trains under it samples and scores inside, too.
 
     bias: of every site, in order, and expert, in units of what the router ranks (see `record_margins`); where sites
         differ in the number of experts, further columns are ignored. None: zeros.
@@ -237,6 +239,14 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
         yield bias
 
 
+def _refuse_second(tap: Tap) -> None:
+    if any(isinstance(listener, Noise | Margins) for listener in tap.listeners):
+        raise RoutingError(
+            "noisy_routes or record_margins is open on this model already: each has a router choose again what it "
+            "chose in a run of its own, so that of two only one would act. Leave that context first"
+        )
+
+
 @contextmanager
 def record_margins(model: nn.Module) -> Iterator[Margins]:
     """Record `boundary_margin` of the scores that every router ranks: s_(k) - s_(k+1), in their units (probabilities
@@ -244,10 +254,11 @@ def record_margins(model: nn.Module) -> Iterator[Margins]:
     Granite; with the selection bias where there is one). A change of scores below half of it cannot change the choice;
     infinite where all experts are taken.
 
-    Outputs are not changed. Not inside `noisy_routes` or a replay: the margin is that of the live choice. Raises as
-    `record_routes`.
+    Outputs are not changed. Inside a replay the margin is that of the live choice. Raises as `record_routes`;
+    RoutingError inside `noisy_routes` or another `record_margins`.
     """
     tap, _ = _acquire(model)
+    _refuse_second(tap)
     margins = Margins(tap.names)
     with tap.listen(margins):
         yield margins

@@ -11,6 +11,7 @@ from moe_rl.routing.calls import CHANGED, CacheState, Call, Collected
 from moe_rl.routing.change import ChangeCounts, change_counts
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap, device_of
+from moe_rl.routing.packing import unpack_ids
 from moe_rl.routing.recording import one_width, stacked, tokens_of, wrapped
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Holes
@@ -210,6 +211,18 @@ class Replay:
     @property
     def live_rows(self) -> int:
         return self._all_rows - self.replayed_rows
+
+    @property
+    def forced_rows(self) -> int:
+        """(token, site) rows that one forward of the whole batch forces, at the sites that have a choice: what
+        `replayed_rows` is after one such forward."""
+        forced = unpack_ids(self._packed[..., 0]) >= 0 if self._holes != "none" else None
+        return self._packed[..., 0].numel() if forced is None else int(forced.sum())
+
+    @property
+    def choice_rows(self) -> int:
+        """(token, site) rows of one forward of the whole batch; fixed sites (hash routing) have no choice."""
+        return self._choices * self._packed.shape[1] * self._packed.shape[2]
 
     @property
     def replayed_fraction(self) -> float:

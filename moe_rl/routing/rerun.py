@@ -79,7 +79,8 @@ class Bias:
 
     def begin(self, call: Call) -> None:
         for index, bias in enumerate(self.bias):
-            call.job(index).bias = bias
+            job = call.job(index)
+            job.bias = bias if job.bias is None else job.bias + bias.to(job.bias)
 
     def end(self, call: Call, cache: Any) -> None:
         pass
@@ -109,14 +110,15 @@ class Margins:
 
     def __init__(self, names: list[str]) -> None:
         self._names = {name: index for index, name in enumerate(names)}
+        self._now: list[Tensor | None] = []  # of the call that is under way
         self._calls: list[tuple[int, int, list[Tensor | None]]] = []
 
     def begin(self, call: Call) -> None:
-        self._calls.append((call.batch, call.length, [None] * len(self._names)))
+        self._now = [None] * len(self._names)
         call.disturb = self.read
 
     def end(self, call: Call, cache: Any) -> None:
-        pass
+        self._calls.append((call.batch, call.length, self._now))
 
     def finish(self) -> None:
         pass
@@ -132,14 +134,20 @@ class Margins:
         scores = scores if bias is None else scores + bias.to(scores.device)
         never = torch.full((len(scores),), float("inf"), device=scores.device)
         margin = boundary_margin(scores.float(), probe.k) if probe.k < probe.num_experts else never
-        self._calls[-1][2][self._names[name]] = margin.cpu()
+        self._now[self._names[name]] = margin.cpu()
         return ids
 
     @property
     def values(self) -> Float[Tensor, "B T L"]:
-        """float32, on the CPU; NaN at sites without a choice; calls of one length joined along the batch."""
+        """float32, on the CPU; NaN at sites without a choice; calls of one length joined along the batch. RoutingError
+        for calls of several lengths, as those of generate() are."""
         if not self._calls:
             raise RoutingError("nothing was read: no call of the model happened inside the context")
+        lengths = sorted({length for _, length, _ in self._calls})
+        if len(lengths) > 1:
+            raise RoutingError(
+                f"margins of calls of different lengths {lengths} do not make one batch; read them apart"
+            )
         parts = []
         for batch, length, rows in self._calls:
             none = torch.full((batch * length,), float("nan"))

@@ -43,9 +43,12 @@ class MethodConfig:
     keep_by: Literal["margin", "random"] = "margin"
     """Which rows are kept: `margin`, those that the old policy decided by the least margin s_(k) - s_(k+1) of the
     scores that its router ranks, and that are the first to flip; `random`, as many at random, a control."""
+    keep_sites: tuple[int, ...] | None = None
+    """R2 only: the routing sites that are replayed, counted from 0 in the order of the layers; the others route live.
+    None: all of them."""
     noise: float = 0.0
     """Stress test: standard deviation of Gaussian noise on the router logits, for selection only, in the update
-    forward only. Sampling, scoring, probing and evaluation never see it; a replay arm ignores it."""
+    forward only. Sampling, scoring, probing and evaluation never see it, nor do rows that are replayed."""
     source: Source | None = None
     """Whose responses are learned from: the current `policy`, the `initial` one, or the task's `demonstrations`. None
     takes the method's own (sft: demonstrations; rft and dpo: initial; all others: policy)."""
@@ -102,7 +105,7 @@ class MethodConfig:
     kl_estimator: KLEstimator | None = None
     """Its estimator, `k1`, `k2` or `k3`."""
     kl_importance_weighted: bool | None = None
-    """Multiply the KL of a token by its ratio, which makes the estimate unbiased off-policy."""
+    """Multiply the KL of a token by its ratio; with token ratios that makes the estimate unbiased off-policy."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,8 @@ class OptimConfig:
     num_minibatches: int = 4
     """Updates per batch (GSPO paper, section 5.1: four)."""
     micro_batch: int | None = None
-    """Responses per forward, with or without backward; None takes the whole minibatch. Does not change the gradient."""
+    """Responses per forward, with or without backward; None takes the whole minibatch. Does not change the gradient,
+    but for what is defined on a forward: the load-balancing loss (`aux_loss_coef`) and bnpo's local mean."""
     learning_rate: float = 1e-3
     warmup_updates: int = 20
     """Linear learning-rate warm-up, in updates."""
@@ -248,6 +252,10 @@ class ProbeConfig:
     """Before the first update, score the probed responses again with the same weights: once more, in other batch
     shapes, with another experts implementation, in bf16. What differs then is arithmetic, below which no change rate
     means anything. Costs four forwards of the subset and, meanwhile, a bf16 copy of the weights."""
+    gradients: bool = False
+    """Also compare, on the probed responses, the gradient of the arm's loss under live routing with that under the old
+    policy's routes: cosine and norms, by layer and of the routers, and the cosine between two halves of the responses.
+    Costs four forwards and backwards of the subset per update, and four gradients in memory. One process only."""
     decompose_every: int = 0
     """Steps between steps after whose updates the log-ratio of the probed responses is split into weights, routes and
     their interaction, also by routing site (0: never). Keeps a CPU copy of the weights during such a step; costs 3 + 2L

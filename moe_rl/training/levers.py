@@ -1,6 +1,6 @@
 """What a run may do to its routers: force routes on them, all or a part, and balance their experts without a loss."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -71,6 +71,16 @@ def kept_rows(
     return found
 
 
+def at_sites(rows: Bool[Tensor, "B T L"], sites: Sequence[int]) -> Bool[Tensor, "B T L"]:
+    """The rows of these sites alone. Raises ValueError where the model has no such site."""
+    L = rows.shape[-1]
+    if missing := [site for site in sites if site >= L]:
+        raise ValueError(f"method.keep_sites: no site {missing}; this model has {L}, from 0 to {L - 1}")
+    there = torch.zeros(L, dtype=torch.bool, device=rows.device)
+    there[list(sites)] = True
+    return rows & there
+
+
 def only(routes: RoutedExperts, rows: Bool[Tensor, "B T L"]) -> RoutedExperts:
     """These rows of the routes; all others are live (-1)."""
     ids = torch.where(rows.to(routes.device)[..., None], routes.ids, -1)
@@ -87,8 +97,8 @@ def forced_routes(model: nn.Module, routes: RoutedExperts, shadow: bool = False)
     """
     with replay_routes(model, routes, shadow=shadow) as replay:
         yield replay
-    live = int(routes.live.sum()) if routes.has_live else 0
-    expected = routes.live.numel() - live
+    expected = replay.forced_rows
+    live = replay.choice_rows - expected
     if (replay.replayed_rows, replay.live_rows) != (expected, live):
         raise RuntimeError(
             f"replay forced {replay.replayed_rows} (token, site) rows and left {replay.live_rows} live, but the routes "

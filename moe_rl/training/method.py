@@ -34,7 +34,8 @@ class Method:
         pairs: learns from the best and the worst response of each group, not from `policy_loss`.
         needs_reference: is tied to a frozen policy.
         weighs_routes: weighs tokens by how far the routers moved (RSPO).
-        needs_rollout_logps: its loss sees the sampler's own log-probabilities, optional corrections included.
+        needs_rollout_logps: its loss sees the sampler's own log-probabilities, optional corrections included; nobody
+            sampled demonstrations, so that there an optional correction is 1.
     """
 
     objective: Objective
@@ -51,7 +52,8 @@ class Method:
             "pairs": pairs,
             "needs_reference": pairs or bool(objective.kl_coef),
             "weighs_routes": objective.route_weight != "none",
-            "needs_rollout_logps": objective.anchor == "rollout" or bool(objective.corrections),
+            "needs_rollout_logps": objective.anchor == "rollout"
+            or (bool(objective.corrections) and self.source != "demonstrations"),
         }
         for name, value in facts.items():
             object.__setattr__(self, name, value)

@@ -1,6 +1,7 @@
 """Refuse what cannot run before anything is computed: every message names the field and the remedy."""
 
 from moe_rl.objectives.bounds import unknown
+from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.presets import OBJECTIVES
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engine_config import CONTINUING_KINDS, EngineError, check_engine
@@ -29,9 +30,16 @@ def validate(config: RunConfig) -> None:
         1 <= probe.sequences <= responses or not (probe.every or probe.decompose_every),
         f"probe.sequences: between 1 and the batch's {responses} responses, got {probe.sequences}",
     )
+    for ok, field, why in (
+        (config.distributed.strategy == "none", "distributed.strategy", "gradients are compared in one process"),
+        (probe.sequences > 1, "probe.sequences", "the responses are halved"),
+        (not method.pairs, "method.objective", "its loss is of pairs, which halving tears apart"),
+    ):
+        require(ok or not probe.gradients, f"probe.gradients does not go with this {field}: {why}")
+    _unread(config, method)
     _reward(config, method)
     _dapo(config, method)
-    _levers(config)
+    _levers(config, method)
     _scoring(config, method)
     _partial(config, method)
     _turns(config, method)
@@ -58,6 +66,38 @@ def _method(config: RunConfig) -> Method:
     _source(config, method)
     _supervision(config, method)
     return method
+
+
+def _unread(config: RunConfig, method: Method) -> None:
+    """Settings that the method would not look at: who sets one expects it to do something."""
+    own, o = config.method, method.objective
+    require(
+        method.pairs or own.beta == type(own)().beta,
+        f"method.beta: the tie of dpo to its reference, which {own.objective} does not read, got {own.beta}; the KL "
+        "term of other methods is method.kl_coef",
+    )
+    require(
+        method.needs_reference or not config.optim.reference_reset_every,
+        f"optim.reference_reset_every: {own.objective} has no reference to reset; set method.kl_coef above 0",
+    )
+    if method.pairs:
+        return
+    read = {
+        "length_constant": o.aggregate == "constant",
+        "route_floor": o.route_weight != "none",
+        "advantage_scale": o.advantage in ("group", "process"),
+        "kl_estimator": bool(o.kl_coef),
+        "kl_importance_weighted": bool(o.kl_coef),
+    }
+    of_gates = {knob for gate in GATES.values() for knob in gate.knobs}
+    preset = OBJECTIVES[own.objective]
+    for name, value in overrides(own).items():
+        ignored = not read.get(name, name not in of_gates or name in GATES[o.gate].knobs)
+        require(
+            not ignored or value == getattr(preset, name),
+            f"method.{name}: {own.objective} does not read it, got {value!r} (gate {o.gate!r}, aggregate "
+            f"{o.aggregate!r}, advantage {o.advantage!r}, kl_coef {o.kl_coef:g}); leave it out",
+        )
 
 
 def _dpo(config: RunConfig) -> None:
@@ -177,7 +217,7 @@ def _scoring(config: RunConfig, method: Method) -> None:
         require(ok, f"rollout.scoring: decoding does not go with this {field}: {why}; use pass")
 
 
-def _levers(config: RunConfig) -> None:
+def _levers(config: RunConfig, method: Method) -> None:
     own, optim = config.method, config.optim
     require(
         own.keep == 1 or own.replay == "R2",
@@ -185,6 +225,12 @@ def _levers(config: RunConfig) -> None:
         "the old policy under the engine's routes, all of them; use replay R2, or keep 1",
     )
     require(own.keep < 1 or own.keep_by == "margin", "method.keep_by: chooses rows where method.keep is below 1")
+    chosen = own.keep_sites
+    require(chosen is None or own.replay == "R2", "method.keep_sites: the sites that R2 replays; set method.replay: R2")
+    require(
+        chosen is None or 0 < len(chosen) == len(set(chosen)),
+        f"method.keep_sites: one or more different sites, got {list(chosen or ())}; leave it out to replay all",
+    )
     require(
         optim.expert_bias_loads == "used" or (optim.expert_bias_rate > 0 and own.replay != "none"),
         f"optim.expert_bias_loads {optim.expert_bias_loads!r}: what a bias follows under replay; set "
@@ -200,6 +246,12 @@ def _levers(config: RunConfig) -> None:
             optim.reference_reset_every == 0,
             "optim.expert_bias_rate: a reference has the bias that the policy began with, which is none, so that it "
             "cannot be reset to the current policy; set optim.reference_reset_every to 0",
+        )
+        require(
+            config.model.lora is None or not (method.needs_reference or method.source == "initial"),
+            "optim.expert_bias_rate: with model.lora the policy of the beginning is the trained model with its "
+            "adapters off, and would route under the bias of today; leave out model.lora, or the reference "
+            "(method.kl_coef 0) and source initial",
         )
 
 

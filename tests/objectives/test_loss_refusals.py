@@ -7,7 +7,7 @@ import pytest
 import torch
 from loss_helpers import EVERYTHING, whole_of_the_loss
 
-from moe_rl.objectives import OBJECTIVES, policy_loss
+from moe_rl.objectives import OBJECTIVES, Correction, policy_loss
 
 
 @pytest.mark.parametrize("argument", ["logps", "old_logps", "ref_logps", "rollout_logps", "advantages"])
@@ -67,3 +67,15 @@ def test_shapes_that_differ_are_named(change, message):
     optional = {"ref_logps": None, "rollout_logps": None, "route_weight": None}
     with pytest.raises(ValueError, match=message):
         prepare_terms("grpo", **{**arguments_of(), **optional, **change})
+
+
+@pytest.mark.parametrize("knobs", [{"clip_low": 0.0}, {"clip_high": 0.0}])
+def test_a_bound_that_the_gate_divides_by_is_not_zero(knobs):
+    """The loss was NaN, also of tokens without an advantage."""
+    with pytest.raises(ValueError, match="gate='quadratic' divides by them, so above 0"):
+        replace(OBJECTIVES["drpo"], **knobs)
+
+
+def test_an_off_policy_mask_has_no_lower_bound():
+    with pytest.raises(ValueError, match="it has delta only"):
+        Correction.parse("off_policy_mask:0.05:0.1:current")

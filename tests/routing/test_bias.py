@@ -70,6 +70,20 @@ def test_no_bias_changes_no_bit_and_a_replay_and_noise_stand_above_it():
 
 
 @torch.no_grad()
+def test_biases_inside_each_other_add_up():
+    model, inputs = moe(), tokens()
+    one, two = bias_for(model, inputs), bias_for(model, inputs).flip(1)
+    with biased_routes(model, one + two), record_routes(model) as expected:
+        model(input_ids=inputs)
+    with biased_routes(model, one), biased_routes(model, two), record_routes(model) as recording:
+        model(input_ids=inputs)
+    assert recording.routes.equal(expected.routes)
+    with biased_routes(model, two), record_routes(model) as inner:
+        model(input_ids=inputs)
+    assert not inner.routes.equal(expected.routes)
+
+
+@torch.no_grad()
 def test_margins_are_of_the_biased_scores():
     model, inputs = moe(), tokens()
     bias = bias_for(model, inputs)

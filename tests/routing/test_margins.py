@@ -14,7 +14,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moe_rl.routing import RoutingError, record_margins, record_routes, site_change
+from moe_rl.routing import RoutingError, noisy_routes, record_margins, record_routes, site_change
 
 COMMON = {
     "vocab_size": 19,
@@ -97,3 +97,49 @@ def test_all_experts_taken_is_infinitely_far_and_nothing_read_is_an_error():
         model(torch.zeros(1, 2, dtype=torch.long))
         model(torch.zeros(2, 2, dtype=torch.long))
     assert margins.values.shape == (3, 2, 2) and margins.values.isinf().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        (lambda model: noisy_routes(model, 5.0), record_margins),
+        (record_margins, lambda model: noisy_routes(model, 5.0)),
+        (lambda model: noisy_routes(model, 5.0), lambda model: noisy_routes(model, 0.0)),
+        (record_margins, record_margins),
+    ],
+)
+def test_noise_and_margins_inside_each_other_are_refused_and_not_dropped(outer, inner):
+    """Both run the router once more; the inner one used to replace the outer one without a word."""
+    model = built("qwen3_moe")
+    with pytest.raises(RoutingError, match="open on this model already"), outer(model), inner(model):
+        pass
+    with inner(model):
+        model(torch.zeros(1, 2, dtype=torch.long))
+
+
+@torch.no_grad()
+def test_a_forward_that_failed_leaves_no_margins(monkeypatch):
+    model, ids = built("mixtral"), torch.zeros(2, 3, dtype=torch.long)
+    with record_margins(model) as expected:
+        model(ids)
+    with record_margins(model) as margins:
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(model.model.layers[1].mlp.experts, "forward", Failing())
+            model(ids)
+        model(ids)
+    assert torch.equal(margins.values, expected.values)
+
+
+class Failing:
+    def __call__(self, *args, **kwargs):
+        raise MemoryError
+
+
+@torch.no_grad()
+def test_margins_of_calls_of_several_lengths_are_not_joined():
+    model = built("qwen3_moe")
+    with record_margins(model) as margins:
+        model.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=3, do_sample=False)
+    with pytest.raises(RoutingError, match=r"lengths \[1, 4\]"):
+        _ = margins.values

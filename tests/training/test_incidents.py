@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from moe_rl.policy.models import ModelConfig, load_model
 from moe_rl.rollout.task import TaskError
 from moe_rl.routing import RoutedExperts
-from moe_rl.training import MethodConfig, run, train
+from moe_rl.training import MethodConfig, ProbeConfig, run, train
 
 OVERFLOW = replace(MICRO, optim=replace(MICRO.optim, aux_loss_coef=1e38))
 
@@ -86,6 +86,17 @@ def test_a_reference_of_nans_is_named_with_the_prompt(state_of, tmp_path):
     with pytest.raises(FloatingPointError, match=r"step 0, scoring: ref_logps of 16 of 16 .* to '\^.*scoring"):
         run(state)
     assert (tmp_path / "incidents" / "step_000000_scoring" / "batch.safetensors").exists()
+
+
+@pytest.mark.parametrize("then", ["stop", "skip"])
+def test_log_probabilities_that_are_none_in_an_update_name_it_and_are_kept(state_of, tmp_path, then):
+    """The first update throws the weights so far that the second one's forward overflows."""
+    optim = replace(MICRO.optim, learning_rate=1e36, warmup_updates=0, on_nonfinite=then)
+    state = state_of(replace(MICRO, optim=optim, probe=ProbeConfig(every=0)), tmp_path)
+    with pytest.raises(FloatingPointError, match=r"step 0, update 2: logps: .* are not finite.*incidents"):
+        run(state)
+    kept = tmp_path / "incidents" / "step_000000_update_2"
+    assert (kept / "batch.safetensors").exists() and (kept / "state" / "model.safetensors").exists()
 
 
 def failing(monkeypatch, reward):

@@ -1,19 +1,27 @@
 """Levers on the routers: a bias that balances loads, a part of the routes that is replayed."""
 
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from micro import MICRO, rows
 
 from moe_rl.objectives import group_advantages
+from moe_rl.policy.lora import LoraConfig
 from moe_rl.routing import RoutedExperts, change_counts, expert_load, load_cv, record_routes
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
-from moe_rl.training.levers import ExpertBias, kept_rows, only
+from moe_rl.training.batch import Batch
+from moe_rl.training.levers import ExpertBias, forced_routes, kept_rows, only
 from moe_rl.training.loop import collect_batch
 from moe_rl.training.update import update_routing
 
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from routing_helpers import moe, routes_of, tokens
+
 QUIET = replace(MICRO, probe=ProbeConfig(every=0))
+MICRO_KL = replace(QUIET, method=MethodConfig(kl_coef=0.1))
 
 
 def with_optim(config=QUIET, **changes):
@@ -118,6 +126,54 @@ def test_part_of_the_routes_is_replayed_and_the_rest_is_live(state_of, tmp_path)
     assert count.slots_changed == change_counts(batch.routes, seen.routes, batch.completion_mask).slots_changed
 
 
+def test_routes_of_some_sites_are_replayed_and_the_others_are_live(state_of, tmp_path):
+    """Heavy noise re-routes the first site; the second is the old policy's, alone or with half of its rows."""
+    for keep, part in ((1.0, "all"), (0.5, "half")):
+        method = MethodConfig(replay="R2", keep=keep, keep_sites=(1,), noise=5.0)
+        state = state_of(replace(QUIET, method=method), tmp_path / part)
+        batch = collect_batch(state)
+        tokens = batch.attention_mask.bool()
+        assert batch.kept.sum((0, 1)).tolist() == [0, round(keep * int(tokens.sum()))]
+        noise = torch.Generator().manual_seed(0)
+        with torch.no_grad(), update_routing(state.policy, method, batch, noise), record_routes(state.policy) as seen:
+            state.policy(input_ids=batch.input_ids, attention_mask=tokens.long())
+        same = (seen.routes.ids.sort(-1).values == batch.routes.ids.sort(-1).values).all(-1)
+        assert bool(same[batch.kept].all()) and not bool(same[..., 0][tokens].all())
+    state = state_of(replace(QUIET, method=MethodConfig(replay="R2", keep_sites=(0, 2))), tmp_path / "none")
+    with pytest.raises(ValueError, match=r"keep_sites: no site \[2\]; this model has 2, from 0 to 1"):
+        collect_batch(state)
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_layers_that_are_routed_by_a_table_are_no_rows_to_replay(part):
+    """DeepSeek-V4: the first layers look experts up by token id; a whole replay is one of the other sites."""
+    model, ids = moe("DeepseekV4ForCausalLM"), tokens()
+    routes = routes_of(model, ids)
+    fixed = len(routes.meta["hash_routed"])
+    assert 0 < fixed < len(routes.sites)
+    kept = torch.rand(routes.shape[:3], generator=torch.Generator().manual_seed(0)) < 0.5
+    wanted = only(routes, kept) if part else routes
+    with forced_routes(model, wanted) as replay, torch.no_grad():
+        model(input_ids=ids)
+    assert (replay.forced_rows, replay.choice_rows) == (
+        int((~wanted.live[..., fixed:]).sum()),
+        kept[..., fixed:].numel(),
+    )
+    assert replay.replayed_rows == replay.forced_rows
+    with (
+        pytest.raises(RuntimeError, match="did not run wholly, or not once"),
+        forced_routes(model, wanted),
+        torch.no_grad(),
+    ):
+        model(input_ids=ids)
+        model(input_ids=ids)
+    zeros, real = torch.zeros(ids.shape), torch.ones_like(ids).bool()
+    batch = Batch(ids, real, real, zeros[:, 0], zeros[:, 0], zeros, routes, zeros, None, 0)
+    with update_routing(model, MethodConfig(replay="R2"), batch, torch.Generator()) as count, torch.no_grad():
+        model(input_ids=ids)
+    assert count.replayed_rows == count.routed_rows == kept[..., fixed:].numel()
+
+
 def test_a_part_of_all_is_all(state_of, tmp_path):
     run(state_of(replace(QUIET, method=MethodConfig(replay="R2")), tmp_path / "all"))
     state = state_of(replace(QUIET, method=MethodConfig(replay="R2", keep=1 - 1e-9)), tmp_path / "part")
@@ -134,8 +190,17 @@ def test_a_part_of_all_is_all(state_of, tmp_path):
     [
         (replace(QUIET, method=MethodConfig(keep=0.5)), "method.keep: the part of the routes that R2 replays"),
         (replace(QUIET, method=MethodConfig(replay="R2", keep_by="random")), "method.keep_by"),
+        (replace(QUIET, method=MethodConfig(keep_sites=(0,))), "method.keep_sites: the sites that R2 replays"),
+        (
+            replace(QUIET, method=MethodConfig(replay="R2", keep_sites=())),
+            "method.keep_sites: one or more different sites",
+        ),
         (with_optim(expert_bias_rate=0.1, expert_bias_loads="live"), "what a bias follows under replay"),
-        (with_optim(expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
+        (with_optim(MICRO_KL, expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
+        (
+            with_optim(replace(MICRO_KL, model=replace(QUIET.model, lora=LoraConfig(rank=2))), expert_bias_rate=0.1),
+            "its adapters off",
+        ),
         (
             replace(
                 with_optim(expert_bias_rate=0.1),

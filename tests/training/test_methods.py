@@ -241,6 +241,17 @@ def test_sft_imitates_demonstrations(tmp_path):
     assert losses[-1] < losses[0] - 0.5
 
 
+def test_demonstrations_have_no_engine_to_correct_for(state_of, tmp_path):
+    """Nobody sampled them: the optional correction of MiniRL is 1, and not pi_old over a probability of 1."""
+    ends = []
+    for name, more in (("minirl", {}), ("plain", {"corrections": ()})):
+        own = MethodConfig(objective="minirl", source="demonstrations", advantage="one", **more)
+        config = config_of("grpo", method=own, optim=replace(MICRO.optim, steps=1), eval=EvalConfig(prompts=2))
+        run(state := state_of(config, tmp_path / name))
+        ends.append(weights(state.policy))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
 def test_refusals_name_the_method_and_the_remedy():
     def refused(pattern, name="grpo", **changes):
         with pytest.raises(ValueError, match=pattern):
@@ -268,6 +279,39 @@ def test_refusals_name_the_method_and_the_remedy():
     refused("batch's 8 responses", "dpo", probe=ProbeConfig(sequences=9))
     for name in ("ppo", "sft", "rft", "online_rft"):
         validate(config_of(name, rollout=one))
+
+
+@pytest.mark.parametrize(
+    ("own", "word"),
+    [
+        ({"objective": "sapo", "clip_high": 0.3}, "clip_high"),
+        ({"objective": "gspo", "temperature_pos": 2.0}, "temperature_pos"),
+        ({"objective": "grpo", "ratio_cap": 5.0}, "ratio_cap"),
+        ({"objective": "grpo", "length_constant": 100.0}, "length_constant"),
+        ({"objective": "grpo", "route_floor": 0.5}, "route_floor"),
+        ({"objective": "ppo", "advantage_scale": "none"}, "advantage_scale"),
+        ({"objective": "grpo", "kl_estimator": "k1"}, "kl_estimator"),
+        ({"objective": "grpo", "kl_importance_weighted": True}, "kl_importance_weighted"),
+        ({"objective": "grpo", "beta": 0.04}, "beta"),
+    ],
+)
+def test_a_knob_that_the_method_would_not_read_is_refused(own, word):
+    """It would be a run of the unchanged method, under a name that says otherwise."""
+    with pytest.raises(ValueError, match=f"method.{word}: .*not read"):
+        validate(replace(MICRO, method=MethodConfig(**own)))
+
+
+def test_knobs_that_are_read_or_are_the_presets_own_pass():
+    with pytest.raises(ValueError, match="reference_reset_every: grpo has no reference"):
+        validate(replace(MICRO, optim=replace(MICRO.optim, reference_reset_every=2)))
+    for own in (
+        {"objective": "sapo", "clip_high": 0.27, "temperature_pos": 2.0},
+        {"objective": "grpo", "gate": "sigmoid", "temperature_neg": 1.5},
+        {"objective": "dr_grpo", "length_constant": 100.0},
+        {"objective": "grpo", "kl_coef": 0.1, "kl_estimator": "k1", "kl_importance_weighted": True},
+        {"objective": "dpo", "beta": 0.04},
+    ):
+        validate(replace(MICRO, method=MethodConfig(**own)))
 
 
 # -- DPO -------------------------------------------------------------------------------------------------------

@@ -36,6 +36,13 @@ def test_several_versions_write_one_response_and_the_old_policy_is_the_present_o
     assert 0 < row["mixed_responses"] <= 1 and row["version_age_max"] == 1
 
 
+def test_a_segment_longer_than_the_limit_does_not_lift_it(state_of, tmp_path):
+    longer = replace(QUIET, rollout=replace(MICRO.rollout, segment=50, max_new_tokens=3))
+    whole = replace(longer, rollout=replace(longer.rollout, segment=None))
+    batch, other = (collect_batch(state_of(c, tmp_path / str(i))) for i, c in enumerate((longer, whole)))
+    assert batch.completion_mask.sum(1).max() == other.completion_mask.sum(1).max() == 3
+
+
 @pytest.mark.parametrize("replay", ["none", "R2", "R3"])
 def test_an_interrupted_partial_run_ends_as_an_uninterrupted_one(state_of, tmp_path, replay):
     config = replace(SEGMENTED, method=MethodConfig(replay=replay))
