@@ -20,7 +20,6 @@ from moe_rl.names import nearest
 from moe_rl.study import shown
 from moe_rl.study.folders import (
     KINDS,
-    SEED_FOLDER,
     Run,
     StudyDataError,
     folder_order,
@@ -29,6 +28,7 @@ from moe_rl.study.folders import (
     read_json,
     read_parquet,
     read_yaml,
+    run_folders,
     stacked,
     step_of,
 )
@@ -223,7 +223,7 @@ def load(path: str | Path) -> StudyData:
         config = read_yaml(above) if above.exists() else {}
         config["name"] = f"{path.resolve().parent.name}/{path.resolve().name}"
     else:
-        folders = [f for f in sorted(path.glob("*/seed*")) if f.is_dir() and SEED_FOLDER.fullmatch(f.name)]
+        folders = run_folders(path)
         own, above = path / "study.yaml", path.resolve().parent / "study.yaml"
         config = read_yaml(own) if own.exists() else {}
         if not folders:
@@ -296,6 +296,10 @@ def _missing(config: dict[str, Any], runs: tuple[Run, ...]) -> tuple[str, ...]:
 def _nothing_here(path: Path, is_study: bool) -> str:
     if is_study:
         return f"{path}: a study without runs yet; start it with: moe-rl study {path / 'study.yaml'}"
+    return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{studies_inside(path)}"
+
+
+def studies_inside(path: Path) -> str:
+    """Which studies a folder holds, to be added to a message; empty if none."""
     inside = sorted(p.parent.name for p in path.glob("*/study.yaml"))
-    hint = f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""
-    return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{hint}"
+    return f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""

@@ -16,10 +16,10 @@ from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
 from moe_rl.settings import laid_over
 from moe_rl.study.arms import arm_settings, full_label
-from moe_rl.study.data import Run, StudyData, StudyDataError, declared_arms
+from moe_rl.study.data import Run, StudyData, StudyDataError, declared_arms, studies_inside
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
-from moe_rl.study.folders import SEED_FOLDER
+from moe_rl.study.folders import folder_order, run_folders
 from moe_rl.study.live_rows import LiveError
 from moe_rl.yaml_files import parse_yaml
 
@@ -52,10 +52,9 @@ class LiveStudy:
             )
         self.single = any((self.folder / name).exists() for name in ("metrics.jsonl", "config.yaml"))
         if not self.single and not (self.folder / "study.yaml").exists() and not self._found():
-            inside = sorted(p.parent.name for p in self.folder.glob("*/study.yaml"))
-            hint = f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""
             raise StudyDataError(
-                f"{self.folder}: neither a study (study.yaml) nor a run (ARM/seedN/metrics.jsonl) is in it.{hint}"
+                f"{self.folder}: neither a study (study.yaml) nor a run (ARM/seedN/metrics.jsonl) is in it."
+                f"{studies_inside(self.folder)}"
             )
 
     def overview(self) -> dict[str, Any]:
@@ -81,9 +80,7 @@ class LiveStudy:
     def runs(self) -> list[LiveRun]:
         """Declared and found runs, arms in the study's order, then by seed."""
         if self.single:
-            folder = self.folder.resolve()
-            match = SEED_FOLDER.fullmatch(folder.name)
-            return [LiveRun(folder.parent.name, int(match[1]) if match else 0, self.folder)]
+            return [LiveRun(*folder_order(self.folder.resolve()), self.folder)]
         config = self._config()
         found = {(run.arm, run.seed): run for run in self._found()}
         for arm, about in declared_arms(config).items():
@@ -105,9 +102,7 @@ class LiveStudy:
         return self._config().get("alarms")
 
     def _found(self) -> list[LiveRun]:
-        folders = [f for f in self.folder.glob("*/seed*") if f.is_dir()]
-        matches = [(f, SEED_FOLDER.fullmatch(f.name)) for f in folders]
-        return [LiveRun(f.parent.name, int(match[1]), f) for f, match in matches if match]
+        return [LiveRun(*folder_order(f), f) for f in run_folders(self.folder)]
 
     def _config(self) -> dict[str, Any]:
         folder = self.folder.resolve().parent.parent if self.single else self.folder
