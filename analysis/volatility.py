@@ -31,11 +31,14 @@ class Condition:
     study: whose committed tables hold it.
     measured: the arm whose share of re-routed slots is the place.
     arms: the arm of each method. A method that does not see a condition (replay under noise) has its natural arm here.
+    engine: the slots are those in which the rollout engine differs from the training model; else those in which the
+        update forward differs from the old policy.
     """
 
     study: str
     measured: str
     arms: dict[str, str]
+    engine: bool = False
 
 
 def _noise(study: str, *doses: str) -> list[Condition]:
@@ -51,6 +54,10 @@ def _suffixed(study: str, *suffixes: str) -> list[Condition]:
 
 def _alone(study: str, *arms: str) -> list[Condition]:
     return [Condition(study, arm, {"grpo": arm}) for arm in arms]
+
+
+def _engine(study: str, **arms: str) -> Condition:
+    return Condition(study, arms["grpo"], arms, engine=True)
 
 
 SOURCES: dict[str, list[Condition]] = {
@@ -75,15 +82,13 @@ SOURCES: dict[str, list[Condition]] = {
         Condition("partial_rollouts", "grpo_partial", {"grpo_replay": "grpo_partial_r2", "grpo_r3": "grpo_partial_r3"}),
     ],
     "Rollout engine:\nfp32, bf16, int4 routers": [
-        Condition("engine_mismatch", "grpo_fp32", {"grpo": "grpo_fp32", "gspo": "gspo_fp32"}),
-        Condition(
-            "engine_mismatch", "grpo_rollout", {"grpo": "grpo_rollout", "gspo": "gspo_rollout", "grpo_r3": "grpo_r3"}
-        ),
-        Condition("engine_mismatch", "grpo_int4", {"grpo": "grpo_int4", "gspo": "gspo_int4"}),
+        _engine("engine_mismatch", grpo="grpo_fp32", gspo="gspo_fp32"),
+        _engine("engine_mismatch", grpo="grpo_rollout", gspo="gspo_rollout", grpo_r3="grpo_r3"),
+        _engine("engine_mismatch", grpo="grpo_int4", gspo="gspo_int4"),
     ],
     "Rollout engine:\nfp32, int4 weights": [
-        *_alone("dppo_mismatch", "grpo_fp32"),
-        Condition("dppo_mismatch", "grpo_int4", {"grpo": "grpo_int4", "grpo_r3": "grpo_r3_int4", "dppo": "dppo_int4"}),
+        _engine("dppo_mismatch", grpo="grpo_fp32"),
+        _engine("dppo_mismatch", grpo="grpo_int4", grpo_r3="grpo_r3_int4", dppo="dppo_int4"),
     ],
 }
 
@@ -95,9 +100,11 @@ def volatility_table() -> pd.DataFrame:
         for condition in conditions:
             folder = RESULTS / condition.study
             finals = pd.read_csv(folder / "final_reward.csv").set_index("arm")
-            share = pd.read_csv(folder / "volatility.csv").set_index("arm")["slots_rerouted"]
-            if (engines := folder / "engines.csv").exists():  # there the engine is what re-routes
-                share = pd.read_csv(engines).query("routing == 'live'").set_index("arm")["slots_changed_share"]
+            if condition.engine:
+                share = pd.read_csv(folder / "engines.csv").query("routing == 'live'").set_index("arm")
+                share = share["slots_changed_share"]
+            else:
+                share = pd.read_csv(folder / "volatility.csv").set_index("arm")["slots_rerouted"]
             for method, arm in condition.arms.items():
                 about = {"source": source, "study": condition.study, "arm": arm, "method": method}
                 ends = finals.loc[arm, ["n", "final", "low", "high"]].to_dict()

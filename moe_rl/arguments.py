@@ -74,7 +74,9 @@ def arm_and_seed(given: Given) -> tuple[str | None, int | None]:
     @dataclass(frozen=True)
     class Chosen:
         arm: str | None = None
+        """Which arm of the study."""
         seed: int | None = None
+        """A whole number from 0 on; by default the study's first."""
 
     options = [option for option in given.options if option != "--help-all"]
     chosen, _ = tyro.cli(Chosen, args=options, prog=f"moe-rl run {given.word}", return_unknown_args=True)

@@ -37,7 +37,19 @@ def verb(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. Expected errors are one message on stderr and exit status 1; wrong usage is 2."""
+    """Entry point. Expected errors are one message on stderr and exit status 1; wrong usage is 2.
+
+    Where whoever reads the output has gone (`moe-rl ... | head`), the command ends as one stopped by SIGPIPE does.
+    """
+    try:
+        _main(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter flushes at its end
+        sys.exit(141)
+
+
+def _main(arguments: Sequence[str] | None) -> None:
     waiting_threads_sleep()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments == ["--version"]:
@@ -66,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         VERBS[name](rest)
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on where it stopped", 130)
+    except BrokenPipeError:
+        raise
     except (FileExistsError, NotADirectoryError) as error:
         fail(f"{error.filename}: a folder is needed there, and it is a file. Choose another --output.")
     except OSError as error:
@@ -130,7 +144,7 @@ def study_verb(arguments: list[str]) -> None:
     for arm in options.arms:
         if arm not in study.arms:
             fail(f"unknown arm {arm!r} in {given.word}{nearest(arm, study.arms)}", 2)
-    study = replace(study.with_arms(options.arms), base=options.base, seeds=options.seeds)
+    study = replace(study.with_arms(options.arms).with_base(options.base), seeds=options.seeds)
     run_study(
         study,
         options.output,

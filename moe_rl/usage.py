@@ -41,7 +41,8 @@ STUDY_OPTIONS = {
     "--seeds 0 1 ...": "these seeds, for every arm that names none of its own",
     "--workers N": "runs at a time (default: one per core, or one on a GPU)",
     "--output DIR": "where to write (default: runs/NAME)",
-    "--launcher slurm": "runs are jobs of a Slurm cluster, submitted and watched from here (submitit)",
+    "--cold-starts DIR": "where cold-started models are kept, for all studies (default: runs/cold_starts)",
+    "--launcher slurm": "runs are jobs of a Slurm cluster, submitted and watched from here; submitit-local: here",
     "--launcher-options K=V ...": "of each job: partition=gpu timeout_min=600 gpus_per_node=8",
     "--rounding native avx2 ...": "repeat all of it with other CPU kernels, whose sums round differently",
     "--no-figures": "run only, draw nothing",
@@ -75,14 +76,15 @@ def root_page() -> str:
 
 def studies_page() -> str:
     """`moe-rl study` alone: the shipped studies and their questions."""
-    found = {name: outline(path) for name, path in shipped_studies().items()}
+    places = shipped_studies()
+    found = {name: outline(path) for name, path in places.items()}
     rows = {name: short_question(study.question) for name, study in found.items()}
-    lists = {name: rows.pop(name) for name, study in found.items() if study.studies}
+    answers = {name: rows.pop(name) for name in found if places[name].parent.name == "findings"}
     return "\n\n".join(
         (
             "usage: moe-rl study NAME|FILE [options]",
             _rows("studies that come with moe_rl", rows),
-            _rows("questions of docs/findings.md, each a list of studies", lists),
+            _rows("questions of docs/findings.md, each with the studies that answer it", answers),
             "`moe-rl study NAME --help` shows a study's arms and the options.",
         )
     )

@@ -106,12 +106,22 @@ assert not slow, slow
     assert used < 0.2 * len(words), f"{len(words)} commands took {used} CPU seconds"
 
 
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+def test_a_reader_that_has_gone_ends_the_command_quietly():
+    for words in (["--help"], ["run", "--help"]):
+        command = [sys.executable, "-m", "moe_rl", *words]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process.stdout.close()
+        assert (process.wait(60), process.stderr.read()) == (141, "")
+
+
 def test_studies_are_listed_and_found_by_name(study, capsys):
     main(["study"])
     page = capsys.readouterr().out
     names = [path.stem for path in (ROOT / "experiments").glob("*.yaml")]
     assert "replay_vs_gspo" in names and all(f"  {name} " in page for name in names)
     assert "does GRPO need Routing" in " ".join(page.split())
+    assert page.index("questions of docs/findings.md") < page.index("  q1 ") < page.index("  q5 ") < page.index("  q6 ")
     assert find_study("replay_vs_gspo") == ROOT / "experiments" / "replay_vs_gspo.yaml"
     assert "GRPO + Routing Replay" in refused(capsys, "run", "quick", "--help", status=0)
     assert "did you mean 'quick'" in refused(capsys, "study", "quik")
@@ -251,7 +261,9 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
         (["run", "micro.yaml", "--arm", "grpo", "--task.name", "mod_chian"], "did you mean 'mod_chain'"),
         (["run", "micro.yaml", "--arm", "grpo", "--model.path", "no/such/folder"], "no/such/folder"),
         (["figures", "nowhere"], "nowhere"),
-        (["figures", "nowhere", "rewrd"], "unknown figure 'rewrd'; did you mean 'reward'?"),
+        (["figures", "nowhere", "rewrd"], "unknown figure 'rewrd'; did you mean 'reward'? (figures: final_reward, "),
+        (["study", "micro.yaml", "--seed", "1"], "the seeds of a study are given by --seeds"),
+        (["study", "micro.yaml", "--arms", "gspo", "--method.objective", "sapo"], "every arm sets it itself (gspo)"),
     ],
 )
 def test_bad_input_is_one_message(study, capsys, arguments, message):

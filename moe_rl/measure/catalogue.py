@@ -200,6 +200,14 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("margin_median", "logits", "median of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
         M("shift_over_margin", "1", "median over (token, site) of (largest change of a logit, mean removed) / (half the old margin); a pair below 1 could not flip", when="router logits"),
         M("site_routing_confidence", "fraction", "mass of the softmax over all experts that the chosen ones have, new weights, mean over tokens, by site", source="prime-rl routing_confidence", when="router logits"),
+        M("gradient_cosine", "1", "cosine of the loss's gradients on the probed responses, live and under the old routes", "g·g' / (|g| |g'|)", when="probe.gradients"),
+        M("gradient_norm_ratio", "1", "norm of the gradient under the old routes over that of the live one", "|g'| / |g|", when="probe.gradients"),
+        M("gradient_halves_cosine", "1", "cosine of the live gradients of two halves of the responses: what sampling does", when="probe.gradients"),
+        M("router_gradient_cosine", "1", "gradient_cosine of the routers' parameters", when="probe.gradients"),
+        M("router_gradient_norm_ratio", "1", "gradient_norm_ratio of the routers' parameters", when="probe.gradients"),
+        M("gradient_layers", "names", "the layers of the lists below; other: parameters in none", when="probe.gradients"),
+        M("layer_gradient_cosine", "1", "gradient_cosine by layer", when="probe.gradients"),
+        M("layer_gradient_norm_ratio", "1", "gradient_norm_ratio by layer", when="probe.gradients"),
     ),
     "eval": (
         M("reward", "reward", "mean reward on held-out prompts, sampled at the training temperature", "Σ / reward_n"),
@@ -311,10 +319,9 @@ def render() -> str:
         lines += ["", f"## {kind}", "", f"{HEADS[kind][0].upper()}{HEADS[kind][1:]}.", ""]
         lines += ["| Name | Unit | Definition | Numerator / denominator | Source | Only with |"]
         lines += ["| --- | --- | --- | --- | --- | --- |"]
-        lines += [
-            f"| `{m.name}` | {m.unit} | {m.definition} | {m.over or '–'} | {m.source or '–'} | {m.when or '–'} |"
-            for m in metrics
-        ]
+        for m in metrics:
+            cells = (f"`{m.name}`", m.unit, m.definition, m.over or "–", m.source or "–", m.when or "–")
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -58,8 +58,8 @@ def make_task(config: TaskConfig) -> Any:
         cls = TASKS[config.name]
     else:
         raise TaskError(
-            f"task.name: unknown task {config.name!r}{nearest(config.name, TASKS)}; a task of your own is "
-            "named package.module:Class or path/to/file.py:Class"
+            f"task.name: unknown task {config.name!r}{nearest(config.name, TASKS)} (a task of your own is "
+            "named package.module:Class or path/to/file.py:Class)"
         )
     if dataclasses.is_dataclass(cls):
         hints = typing.get_type_hints(cls)

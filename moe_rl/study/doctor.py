@@ -113,7 +113,7 @@ def check_packages() -> list[Check]:
     return checks
 
 
-EXTRAS = ("notebooks", "peft", "trl", "reasoning-gym", "math-verify", "trackers")
+EXTRAS = ("notebooks", "peft", "trl", "reasoning-gym", "math-verify", "slurm", "trackers")
 """Extras for users; their packages are optional."""
 
 

@@ -234,6 +234,8 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
     ]
     if run.probe.decompose_every:
         needs.append(Need("weights of the decomposition", shard(weights), "update"))
+    if run.probe.gradients:
+        needs.append(Need("gradients of the probe", 4 * shard(weights), "update"))
     copies = sum(need.bytes for need in needs if need.name in ("reference", "initial policy"))
     kept = copies * (devices if sharded else 1)
     return Plan(

@@ -14,7 +14,7 @@ from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
 from moe_rl.study.comparing import comparisons
 from moe_rl.study.data import Run, StudyData, load
-from moe_rl.study.figures import NothingToDraw, StudyFigure, each_figure, save_figure
+from moe_rl.study.figures import StudyFigure, each_figure, nothing_yet, save_figure
 from moe_rl.study.figures.saving import write_atomic
 from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.reading import name_of, read, rules_of
@@ -56,7 +56,7 @@ def draw_study(path: str | Path) -> Path:
     skipped: list[str] = []
     figures = list(each_figure(data, skipped))
     if not figures:
-        raise NothingToDraw(f"{path}: nothing to draw yet. " + "; ".join(skipped))
+        raise nothing_yet(path, data, skipped)
     for figure in figures:
         save_figure(figure, Path(path) / "figures")
     return write_atomic(Path(path) / "report.html", render_report(data, figures, skipped).encode())

@@ -15,7 +15,9 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.effective_routes import effective_routes
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES, power_laws, size_rows
+from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.figures.gallery.engine_mismatch import engine_table
+from moe_rl.study.figures.gallery.gradient_bias import gradient_table
 from moe_rl.study.figures.gallery.precision import engine_format, precision_table
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.roundings import component_table, conclusion_table
@@ -30,8 +32,9 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     the update forward routed otherwise than the old policy, of all updates (0 under R2); with other roundings also
     roundings and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine,
     engines, and with engines of several formats precision; where arms are of several sizes, sizes and power_laws;
-    where routes were kept, effective_routes; where loads were, balance; with responses of several versions of the
-    weights, versions.
+    where gradients were compared, gradients, and where tokens were kept, design_effect (both medians over probes);
+    where routes were, effective_routes; where loads were, balance; with responses of several versions of the weights,
+    versions.
     Columns as in the functions that make them, with labels and conditions beside the names.
     """
     finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
@@ -52,6 +55,13 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     }
     if {"slots", "slots_changed"} <= set(data.updates):
         found["volatility"] = _over_seeds(_volatility(data), ["arm"], ["slots_rerouted"])
+    if {"logp_natural", "logp_replayed", "flips"} <= set(data.tokens):
+        keys = ["arm", "seed", "length"]
+        effects = design_effects(data.tokens).groupby(keys, observed=True)[["design_effect", "tokens_flipped"]].median()
+        found["design_effect"] = _over_seeds(effects.reset_index(), ["arm", "length"], list(effects.columns))
+    if "gradient_cosine" in data.probes:
+        gradients = gradient_table(data)
+        found["gradients"] = _over_seeds(gradients, ["arm", "update"], list(gradients.columns[3:]))
     if len(data.decompositions):
         shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
         found["decomposition"] = _over_seeds(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
@@ -98,7 +108,7 @@ def _over_seeds(
 def _volatility(data: StudyData) -> pd.DataFrame:
     """By arm and seed: `slots_rerouted`, the share of slots that an update forward routed otherwise than the old
     policy, pooled over the updates of a run."""
-    sums = data.updates.groupby(["arm", "seed"])[["slots_changed", "slots"]].sum()
+    sums = data.updates.groupby(["arm", "seed"], sort=False, observed=True)[["slots_changed", "slots"]].sum()
     return (sums["slots_changed"] / sums["slots"]).rename("slots_rerouted").reset_index()
 
 

@@ -73,6 +73,10 @@ def _percent(row: dict[str, Any], name: str, digits: int = 1) -> str:
     return _interval(shares, name, f"{name}_low", f"{name}_high", f".{digits}f")
 
 
+def _of(row: dict[str, Any], name: str) -> str:
+    return _interval(row, name, f"{name}_low", f"{name}_high", ".3f")
+
+
 Column = Callable[[dict[str, Any]], str]
 
 
@@ -106,6 +110,15 @@ PAGES: dict[str, dict[str, Column]] = {
         "slots, %": lambda row: _percent(row, "slot"),
         "sites, %": lambda row: _percent(row, "site"),
         "tokens, %": lambda row: _percent(row, "token"),
+    },
+    "gradients": {
+        "arm": lambda row: row["arm"],
+        "update": lambda row: str(row["update"]),
+        "n": lambda row: str(row["n"]),
+        "cosine, replayed": lambda row: _of(row, "gradient_cosine"),
+        "of the routers": lambda row: _of(row, "router_gradient_cosine"),
+        "norm, replayed / natural": lambda row: _of(row, "gradient_norm_ratio"),
+        "cosine, two halves": lambda row: _of(row, "gradient_halves_cosine"),
     },
     "decomposition": {
         "arm": lambda row: row["arm"],

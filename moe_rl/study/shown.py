@@ -116,8 +116,8 @@ def describe(name: str) -> Described:
     if not found:
         known = {metric.name for metrics in CATALOGUE.values() for metric in metrics}
         raise StudyDataError(
-            f"no metric {name!r}{nearest(name, known, listed=False)}; docs/metrics.md has all. A name with a slash is "
-            "of the trainer that wrote it"
+            f"no metric {name!r}{nearest(name, known, listed=False)} (docs/metrics.md has all; a name with a slash is "
+            "of the trainer that wrote it)"
         )
     return Described(name, found)
 

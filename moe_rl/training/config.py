@@ -43,6 +43,9 @@ class MethodConfig:
     keep_by: Literal["margin", "random"] = "margin"
     """Which rows are kept: `margin`, those that the old policy decided by the least margin s_(k) - s_(k+1) of the
     scores that its router ranks, and that are the first to flip; `random`, as many at random, a control."""
+    keep_sites: tuple[int, ...] | None = None
+    """R2 only: the routing sites that are replayed, counted from 0 in the order of the layers; the others route live.
+    None: all of them."""
     noise: float = 0.0
     """Stress test: standard deviation of Gaussian noise on the router logits, for selection only, in the update
     forward only. Sampling, scoring, probing and evaluation never see it, nor do rows that are replayed."""
@@ -249,6 +252,10 @@ class ProbeConfig:
     """Before the first update, score the probed responses again with the same weights: once more, in other batch
     shapes, with another experts implementation, in bf16. What differs then is arithmetic, below which no change rate
     means anything. Costs four forwards of the subset and, meanwhile, a bf16 copy of the weights."""
+    gradients: bool = False
+    """Also compare, on the probed responses, the gradient of the arm's loss under live routing with that under the old
+    policy's routes: cosine and norms, by layer and of the routers, and the cosine between two halves of the responses.
+    Costs four forwards and backwards of the subset per update, and four gradients in memory. One process only."""
     decompose_every: int = 0
     """Steps between steps after whose updates the log-ratio of the probed responses is split into weights, routes and
     their interaction, also by routing site (0: never). Keeps a CPU copy of the weights during such a step; costs 3 + 2L

@@ -1,6 +1,6 @@
 """What a run may do to its routers: force routes on them, all or a part, and balance their experts without a loss."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -69,6 +69,16 @@ def kept_rows(
         rows[values.argsort(stable=True)[: round(share * len(values))]] = True
         found[..., site][tokens] = rows
     return found
+
+
+def at_sites(rows: Bool[Tensor, "B T L"], sites: Sequence[int]) -> Bool[Tensor, "B T L"]:
+    """The rows of these sites alone. Raises ValueError where the model has no such site."""
+    L = rows.shape[-1]
+    if missing := [site for site in sites if site >= L]:
+        raise ValueError(f"method.keep_sites: no site {missing}; this model has {L}, from 0 to {L - 1}")
+    there = torch.zeros(L, dtype=torch.bool, device=rows.device)
+    there[list(sites)] = True
+    return rows & there
 
 
 def only(routes: RoutedExperts, rows: Bool[Tensor, "B T L"]) -> RoutedExperts:

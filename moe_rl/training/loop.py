@@ -11,12 +11,14 @@ import time
 import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_rl.measure.logprobs import TokenLogps
 from moe_rl.rollout import Rollout, TaskError, demonstrate
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.randomness import seeded_random
@@ -26,7 +28,7 @@ from moe_rl.training.collect import check_routes, problems_of, respond, verify
 from moe_rl.training.config import ProbeConfig, RunConfig
 from moe_rl.training.dpo import best_and_worst, preferences
 from moe_rl.training.incidents import keep_incident
-from moe_rl.training.levers import kept_rows
+from moe_rl.training.levers import at_sites, kept_rows
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.not_finite import NotFiniteError, gradient_incident
 from moe_rl.training.partial import advance, version_metrics
@@ -34,7 +36,7 @@ from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
 from moe_rl.training.score import Scores, engine_rows, make_advantages, make_batch, score_rollout
 from moe_rl.training.state import Listener, State, begin
 from moe_rl.training.token_tables import write_probe_tables
-from moe_rl.training.update import update_policy
+from moe_rl.training.update import arm_loss, update_policy
 from moe_rl.training.validation import validate
 
 
@@ -207,11 +209,14 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
 
 def part_to_replay(state: State, rollout: Rollout, scores: Scores) -> Tensor | None:
     """The (token, site) rows that an arm replays which does not replay all."""
-    own = state.config.method
-    if scores.margins is None:
+    own, tokens, sites = state.config.method, rollout.attention_mask.bool(), len(scores.routes.sites)
+    if own.keep == 1 and own.keep_sites is None:
         return None
-    generator = state.generator("keep", len(state.waiting)) if own.keep_by == "random" else None
-    return kept_rows(scores.margins, rollout.attention_mask.bool(), own.keep, generator)
+    rows = tokens[..., None].repeat(1, 1, sites)
+    if scores.margins is not None:
+        generator = state.generator("keep", len(state.waiting)) if own.keep_by == "random" else None
+        rows = kept_rows(scores.margins, tokens, own.keep, generator)
+    return rows if own.keep_sites is None else at_sites(rows, own.keep_sites)
 
 
 def partial_responses(state: State, rng: Any, segment: int, record: bool) -> Rollout:
@@ -313,7 +318,15 @@ def start_probe(state: State, batch: Batch) -> Probe | None:
             state.log.append("floor", step, **row)
         for variant, reason in left_out.items():
             warnings.warn(f"noise floor: {variant} is left out, it cannot be run here: {reason}", stacklevel=2)
-    return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose)
+    loss = partial(probe_loss, state) if config.gradients else None
+    return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose, loss=loss)
+
+
+def probe_loss(state: State, out: TokenLogps, part: Batch) -> Tensor:
+    """The arm's loss of probed responses, as if they were a minibatch."""
+    tokens, sequences = int(part.completion_mask.sum()), int(part.completion_mask.any(1).sum())
+    pairs = int((part.advantages > 0).sum())
+    return arm_loss(out, part, state.method, state.config.method, tokens, sequences, pairs).loss
 
 
 def keep_tables(state: State, probe: Probe, responses: int) -> None:

@@ -4,7 +4,7 @@ Under replay the change rate is zero by construction, so the probe routes live; 
 policy's routes on the same weights. The difference between the two is what routing adds to the log-ratio.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.decompose import decompose_update
+from moe_rl.measure.gradients import gradient_metrics, loss_gradient
 from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
@@ -58,15 +59,26 @@ class Probe:
         decompose: split the log-ratio into weights, routes and their interaction, also by site; 3 + 2L forwards per
             update at L routing sites, and a CPU copy of the weights. Old are the weights that the step begins with;
             under rollout lag these are newer than the policy that sampled the batch.
+        loss: compare its gradients under live and under the old routes; of a forward over some of the probed responses
+            and these. Four forwards and backwards, and as many copies of the weights' size. One process only.
 
     Attributes:
         observations: one per update so far, if `live`.
     """
 
     def __init__(
-        self, policy: nn.Module, part: Batch, ranks: Ranks, temperature: float, *, live: bool, decompose: bool
+        self,
+        policy: nn.Module,
+        part: Batch,
+        ranks: Ranks,
+        temperature: float,
+        *,
+        live: bool,
+        decompose: bool,
+        loss: Callable[[TokenLogps, Batch], Tensor] | None = None,
     ):
         self.policy, self.part, self.ranks, self.temperature = policy, part, ranks, temperature
+        self.loss = loss
         self.observations: list[Observation] = []
         self.old_logits = self._old_router_logits() if live else None
         self.text = TokenBatch(part.input_ids, part.attention_mask, part.completion_mask, temperature)
@@ -78,7 +90,8 @@ class Probe:
         if self.old_logits is not None:
             metrics, seen = self._measure(update)
             self.observations.append(seen)
-            yield "probe", {"update": update, **metrics}
+            gradients = self._gradients() if self.loss else {}
+            yield "probe", {"update": update, **metrics, **gradients}
             if self.part.rollout_routes is not None:
                 yield "engine", {"pair": "rollout_to_new", "update": update, **self._from_engine(seen)}
         if self.old_weights is not None and self.old is not None:
@@ -124,6 +137,22 @@ class Probe:
                 ordered = ids.sort(-1).values  # as route tables have them
                 facts[f"{name}_gates"], facts[f"{name}_margins"] = router_facts(scores, ordered)
         return metrics, Observation(update, natural, replayed, routes, facts)
+
+    def _gradients(self) -> dict[str, Any]:
+        """The gradient of the arm's loss on the probed responses: live against replayed, and half against half."""
+        part, rows = self.part, torch.arange(len(self.part))
+        natural = self._gradient(rows)
+        with replay_routes(self.policy, part.routes):
+            replayed = self._gradient(rows)
+        halves = self._gradient(rows[::2]), self._gradient(rows[1::2])
+        self.policy.eval()
+        return gradient_metrics(natural, replayed, halves, part.routes.sites)
+
+    def _gradient(self, rows: Tensor) -> dict[str, Tensor]:
+        assert self.loss is not None
+        part = self.part.rows(rows)
+        self.policy.train()  # as in the updates
+        return loss_gradient(self.policy, self.loss(self._logps(part, router_logits=True), part))
 
     def _from_engine(self, seen: Observation) -> dict[str, Any]:
         """mu -> pi, live routing: engine and staleness together."""

@@ -42,6 +42,7 @@ RANGES: dict[str, Range] = {
     "model.lora.seed": SEED,
     "task.verifier_seconds": POSITIVE,
     "method.keep": FRACTION,
+    "method.keep_sites": COUNT_OR_NONE,
     "method.noise": NOT_NEGATIVE,
     "method.beta": POSITIVE,
     **{f"method.{name}": interval for name, interval in OF_OBJECTIVE.items()},

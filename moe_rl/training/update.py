@@ -75,22 +75,7 @@ def update_policy(
                 aux_loss=bool(optim.aux_loss_coef),
                 router_logits=method.weighs_routes,
             )
-            weight = route_weight(out, micro) if method.weighs_routes else None
-            if method.pairs:
-                loss = pair_loss(arm.beta, out.logps, micro, pairs)
-            else:
-                loss = policy_loss(
-                    method.objective,
-                    out.logps,
-                    micro.old_logps,
-                    micro.advantages,
-                    micro.completion_mask,
-                    ref_logps=micro.ref_logps,
-                    rollout_logps=micro.rollout_logps if method.needs_rollout_logps else None,
-                    route_weight=weight,
-                    total_tokens=tokens,
-                    total_sequences=sequences,
-                )
+            loss = arm_loss(out, micro, method, arm, tokens, sequences, pairs)
             total = loss.loss
             if out.aux_loss is not None:
                 total = total + optim.aux_loss_coef * share * out.aux_loss
@@ -116,6 +101,26 @@ def _not_finite(policy: nn.Module) -> list[str]:
     """Names of the parameters whose gradient, as this rank holds it, is not finite."""
     named = ((name, getattr(p.grad, "_local_tensor", p.grad)) for name, p in policy.named_parameters())
     return [name for name, grad in named if grad is not None and not bool(grad.isfinite().all())]
+
+
+def arm_loss(
+    out: TokenLogps, batch: Batch, method: Method, arm: MethodConfig, tokens: int, sequences: int, pairs: int
+) -> LossOutput:
+    """The method's loss of these rows, of a minibatch of so many response tokens, sequences, and pairs (DPO)."""
+    if method.pairs:
+        return pair_loss(arm.beta, out.logps, batch, pairs)
+    return policy_loss(
+        method.objective,
+        out.logps,
+        batch.old_logps,
+        batch.advantages,
+        batch.completion_mask,
+        ref_logps=batch.ref_logps,
+        rollout_logps=batch.rollout_logps if method.needs_rollout_logps else None,
+        route_weight=route_weight(out, batch) if method.weighs_routes else None,
+        total_tokens=tokens,
+        total_sequences=sequences,
+    )
 
 
 def route_weight(out: TokenLogps, micro: Batch) -> Tensor:

@@ -30,6 +30,12 @@ def validate(config: RunConfig) -> None:
         1 <= probe.sequences <= responses or not (probe.every or probe.decompose_every),
         f"probe.sequences: between 1 and the batch's {responses} responses, got {probe.sequences}",
     )
+    for ok, field, why in (
+        (config.distributed.strategy == "none", "distributed.strategy", "gradients are compared in one process"),
+        (probe.sequences > 1, "probe.sequences", "the responses are halved"),
+        (not method.pairs, "method.objective", "its loss is of pairs, which halving tears apart"),
+    ):
+        require(ok or not probe.gradients, f"probe.gradients does not go with this {field}: {why}")
     _unread(config, method)
     _reward(config, method)
     _dapo(config, method)
@@ -219,6 +225,12 @@ def _levers(config: RunConfig, method: Method) -> None:
         "the old policy under the engine's routes, all of them; use replay R2, or keep 1",
     )
     require(own.keep < 1 or own.keep_by == "margin", "method.keep_by: chooses rows where method.keep is below 1")
+    chosen = own.keep_sites
+    require(chosen is None or own.replay == "R2", "method.keep_sites: the sites that R2 replays; set method.replay: R2")
+    require(
+        chosen is None or 0 < len(chosen) == len(set(chosen)),
+        f"method.keep_sites: one or more different sites, got {list(chosen or ())}; leave it out to replay all",
+    )
     require(
         optim.expert_bias_loads == "used" or (optim.expert_bias_rate > 0 and own.replay != "none"),
         f"optim.expert_bias_loads {optim.expert_bias_loads!r}: what a bias follows under replay; set "

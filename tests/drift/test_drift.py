@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -95,6 +96,10 @@ def test_numbers_are_those_of_the_models_on_the_same_text(family, saved, prompts
     assert sites["slots_changed"].tolist() == counts.per_site_slots_changed.tolist()
     assert sites["token_var_alone"].tolist() == pytest.approx(direct.site_shares().rows()["token_var_alone"], rel=2e-3)
     tokens = pd.read_parquet(output / "tokens.parquet")
+    page = (Path(__file__).parents[2] / "docs" / "drift.md").read_text()
+    rows = "\n".join(line for line in page.splitlines() if re.match(r"\| `\w+\.(json|html|parquet)`", line))
+    assert {path.name for path in output.iterdir() if path.is_file()} == set(re.findall(r"`(\w+\.\w+)`", rows))
+    assert {*tokens.columns, "slot_change", "load_moved"} <= set(re.findall(r"`(\w+)`", rows)) & {*tokens, *sites}
     assert tokens["flips"].sum() == counts.sites_changed and (tokens["smallest_margin"] > 0).all()
     assert tokens["token"].tolist() == [token for text in TEXTS for token in tokenizer(text)["input_ids"][1:]]
     assert tokens["line"].tolist() == [n for n, text in enumerate(TEXTS, start=1) for _ in text[1:]]

@@ -1,5 +1,6 @@
 """A study file is checked whole before anything runs; every mistake is named with its field and a way out."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,23 @@ def test_every_shipped_study_resolves_and_survives_a_round_trip(path, tmp_path):
         config = study.resolve(arm, seed)
         assert config.seed == seed
         assert changed_settings(yaml.safe_load(dump_run(config)), config) == {}
+
+
+def test_the_example_of_the_page_of_studies_can_run():
+    page = (Path(__file__).parents[2] / "experiments" / "README.md").read_text()
+    study = parse_study(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
+    assert study.resolve("grpo_replay", 5).method.replay == "R2" and study.comparisons == (("grpo_replay", "grpo"),)
+
+
+def test_a_base_that_no_arm_takes_is_refused():
+    """One that some arm takes is not: the others keep what they set."""
+    study = parse_study(STUDY)
+    other = replace(study.base, method=replace(study.base.method, objective="gspo", clip_low=0.1), seed=0)
+    assert study.with_base(other).resolve("grpo", 0).method.clip_low == 0.1
+    with pytest.raises(ConfigError, match=r"method.objective: 'gspo' would change nothing.*\(gspo\)"):
+        study.with_arms(["gspo"]).with_base(other)
+    with pytest.raises(ConfigError, match="given by --seeds"):
+        study.with_base(replace(study.base, seed=3))
 
 
 def test_arms_lie_over_the_base_and_name_their_own_seeds():

@@ -16,12 +16,17 @@ from moe_rl.study.figures import (
     change_by_position,
     decomposition,
     decomposition_by_site,
+    design_effect,
     divergence,
     dose_response,
     each_figure,
     expert_change,
+    gradient_bias,
     minibatches,
 )
+from moe_rl.study.figures.gallery.design_effect import design_effects
+from moe_rl.study.result_tables import result_tables
+from moe_rl.study.results import markdown
 from moe_rl.study.summary import last_updates, noise_floor, routing_noise, routing_noise_ratios
 
 
@@ -150,6 +155,67 @@ def test_change_by_position_is_flips_over_sites_at_that_position(data):
     tokens = data.tokens.query("arm == 'grpo' and seed == 1 and update == 4 and pos == 3")
     row = frame[(frame["arm"] == "grpo") & (frame["position"] == 3)].iloc[0]
     assert row["seed1"] == pytest.approx(tokens["flips"].mean() / 4)
+
+
+def probed(value):
+    """One probe: 40 responses of 4 tokens, whose routing part is `value(response, position)`; odd positions flip."""
+    rows = [
+        {"seq": seq, "pos": pos, "logp_natural": value(seq, pos), "logp_replayed": 0.0, "flips": pos % 2}
+        for seq in range(40)
+        for pos in range(4)
+    ]
+    return pd.DataFrame(rows).assign(arm="grpo", seed=0, step=0, update=1)
+
+
+def test_the_design_effect_tells_tokens_that_move_together_from_independent_and_from_cancelling_ones():
+    def by_length(tokens, name="design_effect"):
+        return design_effects(tokens).set_index("length")[name].to_dict()
+
+    together = probed(lambda seq, pos: (-1.0) ** seq)
+    assert by_length(together) == pytest.approx({1: 1, 2: 2, 4: 4})
+    assert by_length(together, "tokens_flipped") == pytest.approx({1: 1, 2: 0, 4: 0}), "every second token flips"
+    cancelling = probed(lambda seq, pos: (-1.0) ** pos)
+    assert by_length(cancelling) == pytest.approx({1: 1, 2: 0, 4: 0})
+    rng = np.random.default_rng(0)
+    independent = pd.concat(
+        [probed(lambda seq, pos: rng.normal()).assign(step=step) for step in range(200)], ignore_index=True
+    )
+    found = design_effects(independent).groupby("length")["design_effect"].mean()
+    assert found.to_dict() == pytest.approx({1: 1, 2: 1, 4: 1}, abs=0.05)
+    short = together[together["pos"] < 3]
+    assert set(by_length(short)) == {1, 2}, "no whole block of four, and tokens outside whole blocks do not count"
+    assert design_effects(together.assign(logp_natural=0.0)).empty
+    assert design_effects(together[together["seq"] < 20]).groupby("length").size().to_dict() == {1: 1, 2: 1}
+
+
+def test_the_figure_of_the_design_effect_is_the_median_over_probes(data):
+    made = design_effect(data)
+    row = made.frame[(made.frame["arm"] == "grpo") & (made.frame["length"] == 2)].iloc[0]
+    probes = design_effects(data.tokens).query("arm == 'grpo' and seed == 1 and length == 2")
+    assert row["seed1"] == pytest.approx(probes["design_effect"].median())
+
+
+def test_gradients_are_told_by_the_median_over_probes_with_layers_apart(data):
+    with pytest.raises(NothingToDraw, match="gradient_bias: the runs recorded no gradient_cosine"):
+        gradient_bias(data)
+    cosines = np.linspace(0.2, 0.9, len(data.probes))
+    probes = data.probes.assign(
+        gradient_cosine=cosines,
+        router_gradient_cosine=cosines / 2,
+        gradient_halves_cosine=0.1,
+        gradient_norm_ratio=1.5,
+        router_gradient_norm_ratio=None,
+        gradient_layers=[["other", "0"]] * len(cosines),
+        layer_gradient_cosine=[[cosine, -cosine] for cosine in cosines],
+    )
+    compared = replace(data, probes=probes)
+    expected = probes.query("arm == 'grpo' and seed == 1 and update == 4")["gradient_cosine"].median()
+    frame = gradient_bias(compared).frame.set_index(["quantity", "arm", "update"])
+    assert frame.loc[("gradient_cosine", "grpo", 4), "seed1"] == pytest.approx(expected)
+    assert frame.loc[("gradient_halves_cosine", "grpo", 4), "mean"] == pytest.approx(0.1)
+    table = result_tables(compared)["gradients"].set_index(["arm", "update"]).loc[("grpo", 4)]
+    assert table["layer_0"] == pytest.approx(-table["gradient_cosine"]) and table["layer_other"] > 0
+    assert "| grpo | 4 |" in markdown("gradients", result_tables(compared)["gradients"])
 
 
 def test_extreme_tokens_come_from_the_probe_or_else_from_the_tokens(data):

@@ -38,7 +38,16 @@ def test_pages_hold_the_committed_tables(page):
 def test_tables_are_those_of_the_study(study, results):
     data = load(study)
     assert {path.name for path in (results / "small").iterdir()} == {
-        *("final_reward.csv", "comparisons.csv", "runs.csv", "change_rates.csv", "factors.csv", "env.json")
+        *(
+            "final_reward.csv",
+            "comparisons.csv",
+            "runs.csv",
+            "change_rates.csv",
+            "factors.csv",
+            "volatility.csv",
+            "design_effect.csv",
+        ),
+        "env.json",
     }
     finals = pd.read_csv(results / "small" / "final_reward.csv").set_index("arm")
     expected = final_rewards(data).set_index("arm")
@@ -67,12 +76,14 @@ def test_loads_and_versions_of_the_weights_are_tables_by_hand(tmp_path):
         for step, update, busiest in ((0, 2, 9.0), (1, 1, 7.0), (1, 2, 1.0 + seed)):
             counts = {"slots_changed": 1, "slots": 2, "sites_changed": 1, "sites": 1, "tokens_changed": 1, "tokens": 1}
             rows.append({"kind": "probe", "step": step, "update": update, "site_max_vio": [busiest, 0.0], **counts})
-            rows.append({"kind": "update", "step": step, "update": update, "max_vio": 2.0 * update})
+            slots = {"slots_changed": update + seed, "slots": 10}
+            rows.append({"kind": "update", "step": step, "update": update, "max_vio": 2.0 * update, **slots})
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tables = result_tables(load(tmp_path))
     balance, versions = tables["balance"].iloc[0], tables["versions"].iloc[0]
     assert balance["max_vio"] == pytest.approx((0.5 + 1.0) / 2)
     assert balance["trained_max_vio"] == pytest.approx((4 + 2 + 4) / 3)
+    assert tables["volatility"].iloc[0]["slots_rerouted"] == pytest.approx((5 / 30 + 8 / 30) / 2)
     assert versions["old_tokens"] == pytest.approx(0.4) and versions["version_age"] == pytest.approx(1)
     assert (
         markdown("balance", tables["balance"]).splitlines()[-1] == "| a | 2 | 0.75 [0.50, 1.00] | 3.33 [3.33, 3.33] |"

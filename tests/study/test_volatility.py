@@ -26,10 +26,10 @@ def test_the_table_holds_the_committed_numbers(script):
     ):
         finals = pd.read_csv(ROOT / f"docs/results/{study}/final_reward.csv").set_index("arm")
         shares = pd.read_csv(ROOT / f"docs/results/{study}/volatility.csv").set_index("arm")
-        row = table.loc[(study, arm)].iloc[0]
+        row = table.loc[[(study, arm)]].iloc[0]
         assert row["final"] == finals.loc[arm, "final"] and row["n"] == finals.loc[arm, "n"]
         assert row["slots_rerouted"] == shares.loc[measured, "slots_rerouted"]
-    engine = table.loc[("dppo_mismatch", "dppo_int4")].iloc[0]["slots_rerouted"]
+    engine = table.loc[[("dppo_mismatch", "dppo_int4")]].iloc[0]["slots_rerouted"]
     assert engine == pytest.approx(0.042, abs=0.001), "of the engine, not of the update forward, where it is 0.007"
 
 

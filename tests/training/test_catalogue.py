@@ -1,6 +1,7 @@
 """The catalogue against what runs write, in both directions, and against its page."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ RUNS = {
     "dapo": config_of("dapo", optim=ONE, rollout=replace(MICRO.rollout, dynamic_sampling=1, overlong_buffer=2)),
     "partial": config_of("grpo", optim=ONE, rollout=replace(MICRO.rollout, segment=3)),
     "rspo": config_of("rspo_replay", optim=ONE),
+    "gradients": replace(MICRO, optim=ONE, probe=ProbeConfig(sequences=4, tokens_every=0, floor=False, gradients=True)),
     "corrected": config_of("minirl", optim=ONE),
     "process": config_of("gspo_token_process", optim=ONE),
     "decoupled": config_of("grpo_decoupled", optim=ONE),
@@ -94,3 +96,5 @@ def test_a_name_has_one_entry_and_an_exact_one_comes_first():
 
 def test_the_page_is_the_registry():
     assert PAGE.read_text() == render(), "python -m moe_rl.measure.catalogue > docs/metrics.md"
+    rows = [line for line in render().splitlines() if line.startswith("|")]
+    assert all(len(re.findall(r"(?<!\\)\|", row)) == 7 for row in rows), "six cells each"

@@ -126,6 +126,24 @@ def test_part_of_the_routes_is_replayed_and_the_rest_is_live(state_of, tmp_path)
     assert count.slots_changed == change_counts(batch.routes, seen.routes, batch.completion_mask).slots_changed
 
 
+def test_routes_of_some_sites_are_replayed_and_the_others_are_live(state_of, tmp_path):
+    """Heavy noise re-routes the first site; the second is the old policy's, alone or with half of its rows."""
+    for keep, part in ((1.0, "all"), (0.5, "half")):
+        method = MethodConfig(replay="R2", keep=keep, keep_sites=(1,), noise=5.0)
+        state = state_of(replace(QUIET, method=method), tmp_path / part)
+        batch = collect_batch(state)
+        tokens = batch.attention_mask.bool()
+        assert batch.kept.sum((0, 1)).tolist() == [0, round(keep * int(tokens.sum()))]
+        noise = torch.Generator().manual_seed(0)
+        with torch.no_grad(), update_routing(state.policy, method, batch, noise), record_routes(state.policy) as seen:
+            state.policy(input_ids=batch.input_ids, attention_mask=tokens.long())
+        same = (seen.routes.ids.sort(-1).values == batch.routes.ids.sort(-1).values).all(-1)
+        assert bool(same[batch.kept].all()) and not bool(same[..., 0][tokens].all())
+    state = state_of(replace(QUIET, method=MethodConfig(replay="R2", keep_sites=(0, 2))), tmp_path / "none")
+    with pytest.raises(ValueError, match=r"keep_sites: no site \[2\]; this model has 2, from 0 to 1"):
+        collect_batch(state)
+
+
 @pytest.mark.parametrize("part", [False, True])
 def test_layers_that_are_routed_by_a_table_are_no_rows_to_replay(part):
     """DeepSeek-V4: the first layers look experts up by token id; a whole replay is one of the other sites."""
@@ -172,6 +190,11 @@ def test_a_part_of_all_is_all(state_of, tmp_path):
     [
         (replace(QUIET, method=MethodConfig(keep=0.5)), "method.keep: the part of the routes that R2 replays"),
         (replace(QUIET, method=MethodConfig(replay="R2", keep_by="random")), "method.keep_by"),
+        (replace(QUIET, method=MethodConfig(keep_sites=(0,))), "method.keep_sites: the sites that R2 replays"),
+        (
+            replace(QUIET, method=MethodConfig(replay="R2", keep_sites=())),
+            "method.keep_sites: one or more different sites",
+        ),
         (with_optim(expert_bias_rate=0.1, expert_bias_loads="live"), "what a bias follows under replay"),
         (with_optim(MICRO_KL, expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
         (

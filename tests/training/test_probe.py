@@ -11,7 +11,7 @@ from micro import MICRO, rows
 
 from moe_rl.measure import token_logps
 from moe_rl.measure.noise_floor import floor_metrics
-from moe_rl.training import EvalConfig, ProbeConfig, begin, probe, run, validate
+from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, begin, probe, run, validate
 from moe_rl.training.loop import collect_batch, start_probe
 from moe_rl.training.route_tables import read_route_table, write_route_table
 
@@ -104,6 +104,45 @@ def test_gates_stand_in_the_order_of_the_experts_in_route_tables(tmp_path):
     scores = torch.stack([site.softmax(-1) for site in seen.old_logits], 1)
     assert torch.equal(found.facts["old_gates"], scores.gather(-1, ids))
     assert (found.facts["old_gates"].diff(dim=-1) > 0).any(), "else any order would do"
+
+
+def test_comparing_gradients_changes_nothing_else_and_finds_no_bias_where_no_weight_moves(state_of, tmp_path):
+    plain = replace(MICRO, probe=ProbeConfig(sequences=4, tokens_every=0, floor=False))
+    compared = replace(plain, probe=replace(plain.probe, gradients=True))
+    still = replace(compared, optim=replace(compared.optim, learning_rate=1e-12))
+    ends = {}
+    for name, config in (("plain", plain), ("compared", compared), ("still", still)):
+        state = state_of(config, tmp_path / name)
+        run(state)
+        ends[name] = state.policy.state_dict()
+    assert all(torch.equal(value, ends["compared"][name]) for name, value in ends["plain"].items())
+    with_gradients = rows(tmp_path / "compared", "probe")
+    assert [{k: v for k, v in row.items() if "gradient" not in k} for row in with_gradients] == rows(
+        tmp_path / "plain", "probe"
+    )
+    assert any(row["gradient_cosine"] < 0.999 for row in with_gradients)
+    layers = ["other", "0", "1"]
+    for row in rows(tmp_path / "still", "probe"):
+        if row["gradient_cosine"] is not None:  # no group earned anything: no gradient
+            assert row["gradient_cosine"] == pytest.approx(1.0, abs=1e-6) and row["gradient_layers"] == layers
+            assert row["router_gradient_norm_ratio"] == pytest.approx(1.0, abs=1e-5)
+            assert row["layer_gradient_cosine"] == pytest.approx([1.0] * 3, abs=1e-6)
+    assert any(row["gradient_cosine"] is not None for row in rows(tmp_path / "still", "probe"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"probe": ProbeConfig(sequences=1, gradients=True)}, "probe.gradients does not go with this probe.sequences"),
+        (
+            {"probe": ProbeConfig(sequences=2, gradients=True), "method": MethodConfig(objective="dpo")},
+            "probe.gradients does not go with this method.objective",
+        ),
+    ],
+)
+def test_gradients_are_refused_where_they_would_mean_nothing(changes, message):
+    with pytest.raises(ValueError, match=message):
+        validate(replace(MICRO, **changes))
 
 
 @torch.no_grad()

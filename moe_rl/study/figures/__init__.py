@@ -27,7 +27,7 @@ FIGURES: dict[str, Registered] = dict(sorted(REGISTRY.items(), key=lambda item: 
 def __getattr__(name: str) -> Registered:
     if name in FIGURES:
         return FIGURES[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{nearest(name, FIGURES, listed=False)}")
 
 
 def __dir__() -> list[str]:
@@ -57,8 +57,17 @@ def draw_all(path: str | Path, out: str | Path | None = None) -> list[Path]:
     for figure in each_figure(data, skipped):
         written += save_figure(figure, folder)
     if not written:
-        raise NothingToDraw(f"{path}: nothing to draw yet. " + "; ".join(skipped))
+        raise nothing_yet(path, data, skipped)
     return written
+
+
+def nothing_yet(path: str | Path, data: StudyData, skipped: Sequence[str]) -> NothingToDraw:
+    """The error for a study without any figure: what each figure misses, or that no run has come so far."""
+    if all(table.empty for table in (data.rollouts, data.updates, data.probes, data.evals)):
+        why = f"None of its runs ({len(data.runs)} begun) has made a step; where one ended, its file in logs/ says why."
+    else:
+        why = "; ".join(skipped)
+    return NothingToDraw(f"{path}: nothing to draw yet. {why}")
 
 
 def draw_some(path: str | Path, names: Sequence[str], out: str | Path | None = None) -> list[Path]:
@@ -76,7 +85,7 @@ def named(name: str) -> Registered:
     """The figure of this name; ValueError with the nearest one if there is none."""
     if name in FIGURES:
         return FIGURES[name]
-    raise ValueError(f"unknown figure {name!r}{nearest(name, FIGURES)}. Figures: {', '.join(FIGURES)}")
+    raise ValueError(f"unknown figure {name!r}{nearest(name, FIGURES, listed=False)} (figures: {', '.join(FIGURES)})")
 
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from textwrap import fill
+from textwrap import fill, wrap
 
 import numpy as np
 import pandas as pd
@@ -68,7 +68,7 @@ def arm_rows(
     labels = {arm: str(data.arms["label"][arm]) for arm in places}
     longest = max(map(len, labels.values()))
     if longest > LETTERS:
-        labels = {arm: fill(label, LETTERS, max_lines=2, placeholder=" …") for arm, label in labels.items()}
+        labels = {arm: in_two_lines(label) for arm, label in labels.items()}
     left = 0.15 + 0.056 * min(LETTERS, longest)
     gap, head, foot = 0.14, 0.36, 0.5 + below
     high = EACH * (max([*places.values(), *headings.values()]) + 1)
@@ -93,6 +93,15 @@ def arm_rows(
     axes[0].set_ylim(high / EACH - 0.5, -0.5)
     _key(figure, columns, total)
     return Rows(figure, axes, places, _frame(columns))
+
+
+def in_two_lines(label: str) -> str:
+    """A label of more than `LETTERS` letters in two lines, as even as they can be; cut where two do not hold it."""
+    if len(label) <= LETTERS:
+        return label
+    even = (wrap(label, width) for width in range(len(label) // 2, LETTERS + 1))
+    lines = next((lines for lines in even if len(lines) <= 2), None)
+    return "\n".join(lines) if lines else fill(label, LETTERS, max_lines=2, placeholder=" …")
 
 
 def quiet_rows(ax: Axes) -> None:

@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
 from moe_rl.study.figures.saving import StudyFigure, styled
-from moe_rl.study.figures.style import WIDTH, legend_above, look_of, plain
+from moe_rl.study.figures.style import WIDTH, legend_above, look_of
 
 COLUMNS = 4
 APART = 2.0  # points between the marks of methods in one condition
@@ -38,8 +38,7 @@ def volatility_figure(table: pd.DataFrame) -> StudyFigure:
     for ax in axes[len(sources) :]:
         ax.set_visible(False)
     axes[0].set_xscale("symlog", linthresh=LINEAR, linscale=0.5)
-    ticks = [0, 1, 10, 100]
-    axes[0].set_xticks(ticks, [plain(tick, 0) for tick in ticks])
+    axes[0].set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
     axes[0].set_xlim(-0.4, 100)
     axes[0].set_ylim(0, 1)
     axes[0].set_yticks(np.linspace(0, 1, 5), ["0", "", "0.5", "", "1"])

@@ -1,0 +1,90 @@
+"""How a gradient under replay differs from the one under live routing, at the same weights and tokens.
+
+Replay holds the old policy's experts, so that its gradient is that of another function of the weights. Its bias is
+told by the cosine with the natural gradient, overall, by layer and of the routers alone; how much the gradient differs
+between two halves of the same responses says what sampling alone does.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+OTHER = "other"
+"""The group of parameters that lie in no layer: embeddings, the last norm, the head."""
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+
+
+def loss_gradient(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """The gradient of `loss` in every trainable parameter that it depends on, by name; `.grad` is left as it is."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(loss, [parameter for _, parameter in named], allow_unused=True)
+    return {name: grad for (name, _), grad in zip(named, found, strict=True) if grad is not None}
+
+
+def compare_gradients(
+    one: Mapping[str, Tensor], other: Mapping[str, Tensor], group: Callable[[str], str] = lambda name: "all"
+) -> dict[str, tuple[float, float]]:
+    """Cosine of two gradients, and the norm of `other` over that of `one`, by group of parameters.
+
+    A parameter that only one of them depends on counts as zero in the other. NaN where a norm is zero.
+
+    Args:
+        group: from a parameter's name to that of its group; groups keep the order of the names.
+    """
+    dots: dict[str, list[float]] = {}
+    for name in dict.fromkeys((*one, *other)):
+        a, b = (None if grad is None else grad.detach().double() for grad in (one.get(name), other.get(name)))
+        sums = dots.setdefault(group(name), [0.0, 0.0, 0.0])
+        for i, (left, right) in enumerate(((a, b), (a, a), (b, b))):
+            sums[i] += 0.0 if left is None or right is None else float((left * right).sum())
+    return {
+        name: (_ratio(ab, math.sqrt(aa) * math.sqrt(bb)), _ratio(math.sqrt(bb), math.sqrt(aa)))
+        for name, (ab, aa, bb) in dots.items()
+    }
+
+
+def layer_of(name: str) -> str:
+    """The layer of a parameter: the first number in its name; `OTHER` without one.
+
+    >>> layer_of("model.layers.3.mlp.experts.down_proj"), layer_of("lm_head.weight")
+    ('3', 'other')
+    """
+    found = _LAYER.search(name)
+    return found[1] if found else OTHER
+
+
+def gradient_metrics(
+    natural: Mapping[str, Tensor],
+    replayed: Mapping[str, Tensor],
+    halves: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    sites: Sequence[str],
+) -> dict[str, float | list[float] | list[str]]:
+    """What a probe logs of gradients; names as in the catalogue.
+
+    Args:
+        natural, replayed: of the same loss, under live and under replayed routing.
+        halves: natural, of two halves of the responses.
+        sites: names of the routing sites; a parameter below one of them is a router's.
+    """
+    routers = {name for name in natural if any(name.startswith(f"{site}.") for site in sites)}
+    cosine, ratio = compare_gradients(natural, replayed)["all"]
+    own, forced = ({name: g[name] for name in routers if name in g} for g in (natural, replayed))
+    router_cosine, router_ratio = compare_gradients(own, forced).get("all", (math.nan, math.nan))
+    by_layer = compare_gradients(natural, replayed, layer_of)
+    return {
+        "gradient_cosine": cosine,
+        "gradient_norm_ratio": ratio,
+        "gradient_halves_cosine": compare_gradients(*halves)["all"][0],
+        "router_gradient_cosine": router_cosine,
+        "router_gradient_norm_ratio": router_ratio,
+        "gradient_layers": list(by_layer),
+        "layer_gradient_cosine": [cosine for cosine, _ in by_layer.values()],
+        "layer_gradient_norm_ratio": [ratio for _, ratio in by_layer.values()],
+    }
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else math.nan

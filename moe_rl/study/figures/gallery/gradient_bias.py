@@ -1,0 +1,54 @@
+"""How far the gradient under replay is from the natural one."""
+
+import pandas as pd
+
+from moe_rl.study.data import StudyData
+from moe_rl.study.figures.curves import curve_frame, curves, over_seeds, seed_tables
+from moe_rl.study.figures.notes import PROBE
+from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.style import PALE
+
+COSINES = ("gradient_cosine", "router_gradient_cosine", "gradient_halves_cosine")
+
+
+@figure(
+    title="Gradient bias of replay.",
+    caption=(
+        "Cosine of the gradients of the arm's loss under live and under the old policy's routes, same weights and "
+        "responses, after each update; median over the probes of a seed. Dashed: of the routers' parameters alone. "
+        "Dotted: cosine of the live gradients of two halves of the same responses, which is what sampling alone does."
+    ),
+    needs={"probes": ["gradient_cosine", "gradient_halves_cosine", "update"]},
+    rank=27,
+    notes=(PROBE,),
+    special=True,
+)
+def gradient_bias(data: StudyData) -> Drawing:
+    """Cosine of natural and replayed gradient by update, beside that of two halves of the responses."""
+    medians = gradient_table(data)
+    tables = {name: seed_tables(medians, "update", name) for name in COSINES}
+    low = min(0.0, float(medians[list(COSINES)].min().min()))
+    drawn = curves(data, tables["gradient_cosine"], "cosine", "update", thin=False, ylim=(1.1 * low, 1.05))
+    for ax, arms in drawn.panels:
+        for arm in arms:
+            for name, dash in (("router_gradient_cosine", (0, (5, 2))), ("gradient_halves_cosine", (0, (1, 2)))):
+                if arm in tables[name]:
+                    table = tables[name][arm]
+                    ax.plot(table.index, over_seeds(table)[0], color=PALE, lw=1.0, ls=dash, zorder=1)
+    drawn.legend()
+    frames = [curve_frame(data, tables[name], name) for name in COSINES if tables[name]]
+    return Drawing(drawn.figure, pd.concat(frames, ignore_index=True), interval="band")
+
+
+def gradient_table(data: StudyData) -> pd.DataFrame:
+    """Per arm, seed and update: medians over probes of the cosines and norm ratios of gradients, and `layer_<name>` of
+    each layer's cosine."""
+    rows = data.probes.dropna(subset=["gradient_cosine"])
+    names = [*COSINES, "gradient_norm_ratio", "router_gradient_norm_ratio"]
+    found = rows[["arm", "seed", "update", *names]].reset_index(drop=True).astype(dict.fromkeys(names, float))
+    layers = [
+        {f"layer_{layer}": cosine for layer, cosine in zip(layers, cosines, strict=True)}
+        for layers, cosines in zip(rows["gradient_layers"], rows["layer_gradient_cosine"], strict=True)
+    ]
+    found = found.join(pd.DataFrame(layers, dtype=float))
+    return found.groupby(["arm", "seed", "update"], observed=True, sort=False).median().reset_index()

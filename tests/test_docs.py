@@ -1,0 +1,54 @@
+"""The pages: links lead somewhere, tables keep their columns, the index has every page."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*.md")])
+
+
+def prose(page):
+    """Numbered lines outside code blocks."""
+    inside = True
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        if line.startswith("```"):
+            inside = not inside
+        elif inside:
+            yield number, line
+
+
+def anchors(page):
+    """Of the headings, as GitHub makes them."""
+    headings = (re.match(r"#+ (.*)", line) for _, line in prose(page))
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading[1]) for heading in headings if heading)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    broken = []
+    for number, line in prose(page):
+        for target in re.findall(r"\]\(([^)\s]+)\)", line):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            if not target.startswith("http") and not (file.exists() and (not anchor or anchor in anchors(file))):
+                broken.append(f"{page.name}:{number}: {target}")
+    assert not broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_every_row_of_a_table_has_the_cells_of_its_head(page):
+    cells, wrong = None, []
+    for number, line in prose(page):
+        found = len(re.findall(r"(?<!\\)\|", line)) if line.lstrip().startswith("|") else None
+        if found is not None and cells is not None and found != cells:
+            wrong.append(f"{page.name}:{number}: {line[:80]}")
+        cells = found if cells is None or found is None else cells
+    assert not wrong
+
+
+def test_the_index_has_every_page():
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert linked == {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
