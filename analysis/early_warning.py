@@ -9,7 +9,7 @@ from pathlib import Path
 from moe_rl.study import load
 from moe_rl.study.early_warning import PREFIXES, UPDATE_SIGNALS, early_warning
 from moe_rl.study.figures.early_warning import early_warning_figure
-from moe_rl.study.figures.style import save_figure
+from moe_rl.study.figures.saving import save_figure
 
 
 def main() -> None:

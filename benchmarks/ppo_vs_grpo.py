@@ -28,7 +28,8 @@ import torch
 from rows import add_option, row, write
 from torch.profiler import ProfilerActivity, profile
 
-from moe_rl.policy.models import ModelConfig, TinyConfig
+from moe_rl.policy.models import ModelConfig
+from moe_rl.policy.tiny import TinyConfig
 from moe_rl.rollout import Rollout
 from moe_rl.training import MethodConfig, ProbeConfig, RunConfig, State, ValueConfig, begin
 from moe_rl.training.batch import minibatches

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from moe_rl.arguments import Given, arm_and_seed, fail, load, parse, study_file
 from moe_rl.names import nearest
@@ -57,7 +57,7 @@ def _main(arguments: Sequence[str] | None) -> None:
 
         print(f"moe_rl {__version__}")
         return
-    missing = [name for name in LABORATORY if not _present(name)]
+    missing = [name for name in LABORATORY if importlib.util.find_spec(name) is None]
     if missing:
         fail(
             f"the commands need the laboratory: pip install 'moe_rl[lab]' (not installed: {', '.join(missing)}). "
@@ -105,6 +105,7 @@ def study_verb(arguments: list[str]) -> None:
     import tyro
 
     from moe_rl.study.grid import run_study
+    from moe_rl.study.launchers import workers_of
     from moe_rl.training import RunConfig
 
     study = load(given.path)
@@ -390,23 +391,3 @@ def draw_report(folder: Path) -> None:
     from moe_rl.study.report import draw_study
 
     print(f"report: {draw_study(folder)}")
-
-
-def workers_of(study: Any, launcher: str, repeats: int) -> int:
-    """Runs at a time: one per core, one thread each; one in all where there is a GPU, or where a run has the vLLM of
-    another machine, which it lends to one at a time; all of them as jobs."""
-    import torch
-
-    from moe_rl.rollout.vllm_place import vllm_url
-
-    engines = [study.resolve(arm, study.seeds[0]).rollout.engine for arm in study.arms]
-    if any(engine.kind == "vllm" and vllm_url(engine) for engine in engines):
-        return 1
-    if launcher != "processes":
-        return len(study.runs()) * repeats
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 1 if torch.cuda.is_available() else cores
-
-
-def _present(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None

@@ -7,13 +7,34 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
-def end_with_parent(parent: int, poll_seconds: float = 0.5) -> None:
+OWN_COMMAND = """
+import sys
+from moe_rl.processes import end_with_parent
+end_with_parent(int(sys.argv[1]))
+from moe_rl.cli import main
+main(sys.argv[2:])
+"""
+
+
+def command_line(arguments: Sequence[str]) -> list[str]:
+    """`moe-rl ARGUMENTS` as a process that ends with this one."""
+    return [sys.executable, "-c", OWN_COMMAND, str(os.getpid()), *arguments]
+
+
+def usable_cores() -> int:
+    """Of this machine those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_with_parent(parent: int) -> None:
     """From now on this process is killed when process `parent`, which started it, is gone.
 
     By the kernel on Linux, at once, whatever this process is doing; elsewhere by a thread that looks every so often.
@@ -26,7 +47,7 @@ def end_with_parent(parent: int, poll_seconds: float = 0.5) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(poll_seconds)
+            time.sleep(0.5)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -51,6 +72,20 @@ def waiting_threads_sleep() -> None:
     those they wait for need: docs/speed.md has what that costs.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Inside, transformers draws none: a study has its own."""
+    from transformers.utils import logging as hf_logging  # here, for processes that are to start at once
+
+    enabled = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            hf_logging.enable_progress_bar()
 
 
 SMALL = 10_000_000

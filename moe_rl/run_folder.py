@@ -28,7 +28,6 @@ from moe_rl.done import write_done
 from moe_rl.files import atomic_file, naming, sole_writer, write_atomic, write_json
 from moe_rl.names import nearest
 from moe_rl.run_rows import (
-    FOREIGN,
     ROWS,
     RunFolderError,
     check_lists,
@@ -302,6 +301,3 @@ def _environment(command: str) -> dict[str, Any]:
         "command": command,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
-
-
-__all__ = ["FOREIGN", "ROWS", "RunFolderError", "RunWriter"]

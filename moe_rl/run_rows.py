@@ -39,24 +39,19 @@ def checked(kind: str, name: str, value: Any) -> Any:
     metric = find(kind, name)
     if metric is None:
         elsewhere = [other for other in CATALOGUE if other in ROWS and find(other, name)]
-        hint = f"; it is one of {elsewhere[0]} rows" if elsewhere else nearest(name, _names(kind), listed=False)
+        near = nearest(name, [m.name for m in CATALOGUE[kind]], listed=False)
+        hint = f"; it is one of {elsewhere[0]} rows" if elsewhere else near
         raise RunFolderError(
             f"{kind} row: no metric {name!r}{hint}. docs/metrics.md has all names; one of your own needs a slash, "
             f"e.g. 'mine/{name}'"
         )
-    wants_list = name.startswith(("site_", "position_")) or name.endswith("_histogram")
-    if wants_list != isinstance(value, list) and value is not None:
-        raise RunFolderError(f"{kind} row, {name}: expected {'a list' if wants_list else 'one value'}, got {value!r}")
+    if metric.is_list != isinstance(value, list) and value is not None:
+        wanted = "a list" if metric.is_list else "one value"
+        raise RunFolderError(f"{kind} row, {name}: expected {wanted}, got {value!r}")
     words = metric.unit in ("name", "names", "words")
-    if any(isinstance(item, str) != words for item in (value if wants_list else [value]) if item is not None):
+    if any(isinstance(item, str) != words for item in (value if metric.is_list else [value]) if item is not None):
         raise RunFolderError(f"{kind} row, {name}: expected {'text' if words else 'numbers'}, got {value!r}")
     return value
-
-
-def _names(kind: str) -> list[str]:
-    from moe_rl.measure.catalogue import CATALOGUE
-
-    return [m.name for m in CATALOGUE[kind]]
 
 
 def check_lists(kind: str, values: dict[str, Any]) -> None:

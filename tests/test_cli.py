@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from moe_rl.cli import VERBS, main, workers_of
+from moe_rl.cli import VERBS, main
 from moe_rl.study.config import ConfigError, load_study
 from moe_rl.study.grid import StudyFailed
+from moe_rl.study.launchers import workers_of
 from moe_rl.study.shipped import find_study
 from moe_rl.usage import CONFIGURATION, RUN_OPTIONS, STUDY_OPTIONS
 

@@ -19,7 +19,8 @@ from moe_rl.drift.options import CheckOptions
 from moe_rl.drift.route_check import RouteCheck, check_routes
 from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
-from moe_rl.policy.models import ModelError, check_path
+from moe_rl.policy.models import check_path
+from moe_rl.policy.tiny import ModelError
 from moe_rl.routing import RoutedExperts
 from moe_rl.routing.skeleton import sites_of
 
@@ -55,8 +56,6 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
     own = own_routes(model, captured.tokens, options.batch_size, say)
     try:
         result = check_routes(captured, own)
-    except DriftError:
-        raise
     except ValueError as error:
         raise DriftError(f"{options.file}: {error}") from error
     padding = _padding(captured.tokens) if result.faults and options.pad_token_id is None else None
@@ -107,8 +106,8 @@ def own_routes(
     is not in fp32."""
     base, routes = _scored(model, tokens, batch_size)
     say(f"scored {len(tokens)} sequences; again in other arithmetic, for the floor")
-    exact = next(model.parameters()).dtype == torch.float32
-    copy, _ = _scored(rounded_copy(model) if exact else _exact_copy(model), tokens, batch_size)
+    other = torch.bfloat16 if next(model.parameters()).dtype == torch.float32 else torch.float32
+    copy, _ = _scored(rounded_copy(model, other), tokens, batch_size)
     numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", site) for site in routes.sites]
     layers = tuple(int(number[1]) if number else i for i, number in enumerate(numbers))
     experts = routes.num_experts
@@ -121,13 +120,6 @@ def own_routes(
         layers,
         max(int(getattr(config.get_text_config(), "num_hidden_layers", 0)), max(layers) + 1),
     )
-
-
-def _exact_copy(model: nn.Module) -> nn.Module:
-    import copy
-
-    memo = {id(p): nn.Parameter(p.detach().float(), requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, memo).eval()
 
 
 def _scored(model: nn.Module, tokens: Sequence[np.ndarray], batch_size: int) -> tuple[list[np.ndarray], RoutedExperts]:

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.noise_floor import free_bytes
-from moe_rl.policy.models import DTYPES, ModelConfig, ModelError, check_path, load_model, load_tokenizer
+from moe_rl.policy.models import DTYPES, ModelConfig, check_path, load_model, load_tokenizer
+from moe_rl.policy.tiny import ModelError
 from moe_rl.processes import suit_model
 from moe_rl.routing import UnsupportedModelError, routing_sites
 

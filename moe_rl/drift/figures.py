@@ -12,7 +12,8 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from moe_rl.study.figures.floor import draw_along, draw_levels
 from moe_rl.study.figures.routing import binomial_of, short_sites
-from moe_rl.study.figures.style import StudyFigure, legend_above, log_y, panels, plain, styled
+from moe_rl.study.figures.saving import StudyFigure, styled
+from moe_rl.study.figures.style import legend_above, log_y, panels, plain
 from moe_rl.study.floors import floor_rates
 
 # Lightness differs (L* 53, 30, 66), as does every marker: readable in grey.
@@ -224,6 +225,3 @@ def depth_axis(ax: Axes, names: list[str]) -> None:
     step = max(1, -(-len(names) // 12))
     ax.set_xticks(range(0, len(names), step), names[::step])
     ax.set_xlabel("routing site")
-
-
-__all__ = ["change_by_position", "change_by_site", "flips", "load_by_expert", "margins"]

@@ -82,19 +82,7 @@ class Floor:
 
     def sites(self) -> pd.DataFrame:
         """One row per variant and routing site, as the comparison's own table."""
-        parts = [
-            pd.DataFrame(
-                {
-                    "variant": name,
-                    "site": counts.sites,
-                    "tokens": counts.per_site_total.numpy(),
-                    "tokens_changed": counts.per_site_changed.numpy(),
-                    "slots": counts.per_site_slots_total.numpy(),
-                    "slots_changed": counts.per_site_slots_changed.numpy(),
-                }
-            )
-            for name, _, counts in self._measured()
-        ]
+        parts = [site_table(counts, variant=name) for name, _, counts in self._measured()]
         columns = ["variant", "site", "tokens", "tokens_changed", "slots", "slots_changed"]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
 
@@ -127,6 +115,20 @@ class Floor:
                 yield name, variant, variant.counts
 
 
+def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:
+    """One row per routing site, after `labels`: changes with their denominators."""
+    return pd.DataFrame(
+        {
+            **labels,
+            "site": counts.sites,
+            "tokens": counts.per_site_total.numpy(),
+            "tokens_changed": counts.per_site_changed.numpy(),
+            "slots": counts.per_site_slots_total.numpy(),
+            "slots_changed": counts.per_site_slots_changed.numpy(),
+        }
+    )
+
+
 def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
     """Slot, site and token change: rate, numerator, denominator."""
     pairs = {
@@ -135,6 +137,3 @@ def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
         "token": (counts.tokens_changed, counts.tokens_total),
     }
     return {name: {"rate": a / b if b else float("nan"), "changed": a, "of": b} for name, (a, b) in pairs.items()}
-
-
-__all__ = ["Floor", "rates_of"]

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from moe_rl.drift.words import number, percent
 from moe_rl.pages import render_page
+from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
 from moe_rl.study.figures.screen import inline_svg
-from moe_rl.study.figures.style import GREY, StudyFigure, legend_above, panels, save_figure, styled
+from moe_rl.study.figures.style import GREY, legend_above, panels
 
 LABELS = {
     "repeat": "repeated",

@@ -5,7 +5,7 @@ What is measured is on disk after every variant, in OUTPUT.partial, which become
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import nn
 
 from moe_rl.drift import checkpoints
 from moe_rl.drift.errors import DriftError
+from moe_rl.drift.floor import site_table
 from moe_rl.drift.floor_model import Source, check_experts, load, resolve
 from moe_rl.drift.floor_options import FloorOptions
 from moe_rl.drift.floor_page import draw, render, say, verdict
@@ -26,11 +27,21 @@ from moe_rl.drift.output import (
     kept_when_stopped,
     output_folder,
     progress,
+    settings_of,
     short_names,
 )
 from moe_rl.drift.prompts import Example, Skipped, aligned, check_file, examples
-from moe_rl.files import write_atomic
-from moe_rl.measure.arithmetic import DECODE, LAYOUTS, CannotRun, GapTally, check_finite, compare, experts_variants
+from moe_rl.files import write_atomic, write_json
+from moe_rl.measure.arithmetic import (
+    DECODE,
+    LAYOUTS,
+    CannotRun,
+    GapTally,
+    check_finite,
+    compare,
+    experts_variants,
+    first_line,
+)
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
 from moe_rl.routing import RoutingError
 
@@ -49,27 +60,17 @@ class Found:
         counts = tally.counts
         assert counts is not None
         self.rows.append({"dtype": dtype, "variant": variant, "detail": detail, **tally.facts()})
-        table = {
-            "dtype": dtype,
-            "variant": variant,
-            "site": counts.sites,
-            "tokens": counts.per_site_total.numpy(),
-            "tokens_changed": counts.per_site_changed.numpy(),
-            "slots": counts.per_site_slots_total.numpy(),
-            "slots_changed": counts.per_site_slots_changed.numpy(),
-        }
-        self.sites.append(pd.DataFrame(table))
+        self.sites.append(site_table(counts, dtype=dtype, variant=variant))
 
     def skip(self, dtype: str, variant: str, reason: Exception | str) -> None:
         self.left_out.append({"dtype": dtype, "variant": variant, "reason": str(reason)})
 
 
-def run_floor(options: FloorOptions, console: Console | None = None) -> Path:
+def run_floor(options: FloorOptions) -> Path:
     """Measure and write floor.json, floor.csv, sites.csv, a figure and report.html; returns the folder.
 
     Everything is checked before a model is loaded. Raises DriftError; KeyboardInterrupt leaves OUTPUT.partial.
     """
-    console = console or Console(stderr=True)
     device = _check(options)
     source = resolve(options.model, options.adapter)
     check_experts(source, options.experts_implementation)
@@ -97,11 +98,7 @@ def run_floor(options: FloorOptions, console: Console | None = None) -> Path:
         "measured_tokens": int(sum(text.completion_mask.sum() for text in texts)),
         "truncated": skipped.truncated,
         "empty": skipped.empty,
-        "settings": {
-            **{key: _plain(value) for key, value in asdict(options).items()},
-            "max_tokens": max_tokens,
-            "device": str(device),
-        },
+        "settings": {**settings_of(options), "max_tokens": max_tokens, "device": str(device)},
         "environment": environment(device),
     }
     found = Found()
@@ -112,13 +109,13 @@ def run_floor(options: FloorOptions, console: Console | None = None) -> Path:
         def keep(complete: bool = False) -> dict[str, Any]:
             facts = {"verdict": verdict(found.rows), "complete": complete, **about}
             facts = finite({**facts, "rows": found.rows, "left_out": found.left_out})
-            write_atomic(folder / "floor.json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
+            write_json(folder / "floor.json", facts)
             if found.rows:
                 write_atomic(folder / "floor.csv", pd.DataFrame(found.rows).to_csv(index=False))
                 write_atomic(folder / "sites.csv", pd.concat(found.sites).to_csv(index=False))
             return facts
 
-        with progress(console, total) as tick:
+        with progress(Console(stderr=True), total) as tick:
             _measure(options, source, texts, device, found, keep, tick)
         if not found.rows:
             reasons = sorted({row["reason"] for row in found.left_out})
@@ -159,7 +156,7 @@ def _measure(
         except (RuntimeError, MemoryError, RoutingError) as error:
             kernels = options.experts_implementation is None and not isinstance(error, CannotRun)
             remedy = " (--experts-implementation eager may do)" if kernels else ""
-            found.skip(dtype, "all", f"{_brief(error)}{remedy}")
+            found.skip(dtype, "all", f"{first_line(error)}{remedy}")
             keep()
             continue
         if first is not None:
@@ -173,7 +170,7 @@ def _measure(
                 model.merge_adapter()
                 _one(model, texts, reference, dtype, "merged", "adapters beside and in the weights", found, tick)
             except (RuntimeError, ValueError, NotImplementedError) as error:  # PEFT's, of kinds that do not merge
-                found.skip(dtype, "merged", _brief(error))
+                found.skip(dtype, "merged", first_line(error))
             keep()
         first = first or (dtype, reference)
         del model
@@ -243,11 +240,3 @@ def _longest(options: FloorOptions, positions: int | None) -> int:
 def _ticked(scored: Scored, tick: Tick) -> Scored:
     tick()
     return scored
-
-
-def _brief(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from moe_rl.routing import ChangeCounts, RoutedExperts, change_counts, find_sites
+from moe_rl.routing import find_sites
 
 
 def gates_of(model: nn.Module) -> dict[str, Tensor]:
@@ -35,13 +35,6 @@ def with_gates(model: nn.Module, gates: Mapping[str, Tensor]) -> Iterator[None]:
         yield
     finally:
         _write(own, kept)
-
-
-def swap_counts(
-    old: RoutedExperts, routers: RoutedExperts, body: RoutedExperts, mask: Tensor
-) -> dict[str, ChangeCounts]:
-    """Changes against the old model's routes: by new routers on the old body, and by old routers on the new body."""
-    return {"routers": change_counts(old, routers, mask), "body": change_counts(old, body, mask)}
 
 
 def _gates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,11 @@ def progress(console: Console, total: int, of: str = "batches") -> Iterator[Tick
             console.print(f"{done} of {total} {of}")
 
     yield tick
+
+
+def settings_of(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass of options, for the record."""
+    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -18,9 +18,10 @@ from moe_rl.measure.moments import PARTS
 from moe_rl.pages import render_page
 from moe_rl.study.figures.floor import WORDS
 from moe_rl.study.figures.routing import short_sites
-from moe_rl.study.figures.style import StudyFigure, save_figure
+from moe_rl.study.figures.saving import StudyFigure, save_figure
+from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.floors import FLOORS
-from moe_rl.study.report import inline_svg
+from moe_rl.study.words import by_topic
 
 UNITS = ("slots", "sites", "tokens")
 
@@ -165,7 +166,7 @@ def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure
         "drift/drift.html.j2",
         facts=facts,
         verdict=pair_verdict(facts),
-        topics=_by_topic(summary(facts)),
+        topics=by_topic(summary(facts)),
         figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
         pattern=pattern,
         heads=[head for head, _, _ in columns],
@@ -182,13 +183,6 @@ def _cells(parts: dict[str, Any], level: str, variance: str, share: str) -> tupl
 
 def _twice(value: float | None) -> float | None:
     return None if value is None else 2 * value
-
-
-def _by_topic(pairs: list[tuple[str, str]]) -> list[tuple[str, list[str]]]:
-    topics: dict[str, list[str]] = {}
-    for topic, text in pairs:
-        topics.setdefault(topic, []).append(text)
-    return list(topics.items())
 
 
 def _interval(row: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_rl.routing import RoutedExperts, change_counts, flips_per_token, slot_change
 from moe_rl.study.figures.routing import short_sites
-from moe_rl.study.figures.style import house_style
+from moe_rl.study.figures.saving import house_style
 
 MOST_TOKENS = 4000
 """Tokens that `tokens` shows at most; a page of more is slow."""
@@ -156,6 +156,3 @@ def _axes(ax: Axes | None) -> Axes:
 
     with house_style():
         return plt.gca()
-
-
-__all__ = ["TokenChanges", "change_by_site", "change_heatmap", "tokens"]

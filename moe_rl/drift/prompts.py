@@ -47,6 +47,13 @@ class Skipped:
     truncated: int = 0
     empty: int = 0
 
+    def nothing_left(self, prompts: Path, number: int, max_tokens: int) -> DriftError:
+        """The error where none of `number` examples has a token to measure."""
+        return DriftError(
+            f"{prompts}: no token to measure: {self.empty} of {number} examples are empty, a single token, or have a "
+            f"prompt that fills the {max_tokens} tokens (--max-tokens)"
+        )
+
 
 def check_file(path: Path, tokenizer: Any) -> int:
     """Read every line once, keep none: the number of examples. Raises DriftError naming the line that is wrong."""

@@ -7,7 +7,8 @@ import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
 from moe_rl.drift.figures import FEWEST, LOOKS, depth, depth_axis
-from moe_rl.study.figures.style import GREY, StudyFigure, legend_above, log_y, panels, styled
+from moe_rl.study.figures.saving import StudyFigure, styled
+from moe_rl.study.figures.style import GREY, legend_above, log_y, panels
 
 PARTS = {"weight": "#0B4A8F", "routing": "#27B08B", "interaction": "#B0B0B0"}
 
@@ -127,6 +128,3 @@ def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyF
 
 def _whole(value: float) -> str:
     return f"{round(value)}".replace("-", "−") if np.isfinite(value) else "–"
-
-
-__all__ = ["decomposition", "decomposition_by_site", "log_ratios"]

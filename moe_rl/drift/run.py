@@ -3,7 +3,6 @@
 import json
 import shutil
 from collections.abc import Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,21 @@ from moe_rl.drift import checkpoints as pair
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions, SeriesOptions
-from moe_rl.drift.output import Tick, environment, finite, output_folder, progress, short_names, unfinished
+from moe_rl.drift.output import Tick, environment, finite, output_folder, progress, settings_of, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Skipped, batches, check_file, examples
 from moe_rl.drift.tally import Tally
 from moe_rl.drift.verdict import pair_verdict
+from moe_rl.files import write_json
 
 
-def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
+def run_drift(options: DriftOptions) -> Path:
     """Compare, print a summary, and write tables, figures and `report.html`; returns the folder.
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
-    console = console or Console(stderr=True)
+    console = Console(stderr=True)
     dtype, device = check_options(options)
     names = short_names([options.old, options.new])
     output = output_folder(options.output, Path("runs") / "drift" / "_vs_".join(names), "drift.json")
@@ -47,10 +47,7 @@ def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
         measured = _measure(options, found, load, max_tokens, skipped, folder / "cache", alone, floor, tick)
         _write_tokens(folder / "tokens.parquet", tally, measured)
         if tally.counts is None:
-            raise DriftError(
-                f"{options.prompts}: no token to measure: {skipped.empty} of {number} examples are empty, a single "
-                f"token, or have a prompt that fills the {max_tokens} tokens (--max-tokens)"
-            )
+            raise skipped.nothing_left(options.prompts, number, max_tokens)
         shutil.rmtree(folder / "cache", ignore_errors=True)
         facts = _facts(options, found, tally, floor, number, skipped, max_tokens, device, alone)
         tables = {"sites": tally.sites(), "experts": tally.experts(), "positions": tally.by_position()}
@@ -58,7 +55,7 @@ def run_drift(options: DriftOptions, console: Console | None = None) -> Path:
         for name, table in tables.items():
             table.to_parquet(folder / f"{name}.parquet", index=False)
         figures = draw(tally, tables, floor.histograms(), facts, folder / "figures")
-        (folder / "drift.json").write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+        write_json(folder / "drift.json", facts)
         (folder / "report.html").write_text(render(facts, tables["sites"], figures))
     return output
 
@@ -145,7 +142,6 @@ def _facts(
     """All that drift.json holds and the page says; null where a number does not exist."""
     counts, shares = tally.counts, tally.shares
     assert counts is not None and shares is not None
-    settings = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
     names = short_names([options.old, options.new])
     whole = None if tally.site_shares is None else tally.site_shares.whole
     facts = {
@@ -168,7 +164,7 @@ def _facts(
         "kl": tally.kl(),
         "decomposition": shares.rows(),
         "replay_effect_var": whole,
-        "settings": {**settings, "max_tokens": max_tokens, "device": str(device), "one_at_a_time": alone},
+        "settings": {**settings_of(options), "max_tokens": max_tokens, "device": str(device), "one_at_a_time": alone},
         "environment": environment(device),
     }
     return finite(facts)

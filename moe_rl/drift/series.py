@@ -7,7 +7,6 @@ other. What is measured is on disk after every checkpoint, in OUTPUT.partial, wh
 import json
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,28 @@ from moe_rl.drift.choose import chosen, steps_of
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import SeriesOptions
-from moe_rl.drift.output import environment, finite, kept_when_stopped, output_folder, progress, short_names
+from moe_rl.drift.output import (
+    environment,
+    finite,
+    kept_when_stopped,
+    output_folder,
+    progress,
+    settings_of,
+    short_names,
+)
 from moe_rl.drift.prompts import Skipped, TextBatch, batches, check_file, examples
 from moe_rl.drift.run import check_options
 from moe_rl.drift.series_page import draw, render, series_table
 from moe_rl.drift.series_passes import Gates, Held, Passes
 from moe_rl.drift.verdict import series_verdict, swap_sentence
-from moe_rl.files import write_atomic
+from moe_rl.files import write_atomic, write_json
 
 
-def run_series(options: SeriesOptions, console: Console | None = None) -> Path:
+def run_series(options: SeriesOptions) -> Path:
     """Compare, and write series.json, series.csv, sites.csv, figures and report.html; returns the folder.
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
-    console = console or Console(stderr=True)
     dtype, device = check_options(options)
     paths = chosen(options.checkpoints)
     if len(set(paths)) < len(paths):
@@ -58,7 +64,6 @@ def run_series(options: SeriesOptions, console: Console | None = None) -> Path:
         return batches(source, options.batch_size, known.tokenizer.pad_token_id)
 
     def facts_now() -> dict[str, Any]:
-        settings = {**asdict(options), "max_tokens": max_tokens, "device": str(device)}
         return {
             "checkpoints": paths,
             "steps": steps_of(names),
@@ -70,12 +75,12 @@ def run_series(options: SeriesOptions, console: Console | None = None) -> Path:
             "empty": skipped.empty,
             "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.facts()},
             "rows": [held.row(name) for held, name in zip(helds, names, strict=False)],
-            "settings": {key: str(value) if isinstance(value, Path) else value for key, value in settings.items()},
+            "settings": {**settings_of(options), "max_tokens": max_tokens, "device": str(device)},
             "environment": environment(device),
         }
 
     total = (len(paths) + (1 if options.gate_swap else 0)) * -(-number // options.batch_size)
-    with kept_when_stopped(output) as folder, progress(console, total) as tick:
+    with kept_when_stopped(output) as folder, progress(Console(stderr=True), total) as tick:
         passes = Passes(load, text, folder / "cache", tick)
         for index in range(len(paths)):
             if index == 0:
@@ -83,10 +88,7 @@ def run_series(options: SeriesOptions, console: Console | None = None) -> Path:
             else:
                 held, own = passes.other(index, gates[0] if options.gate_swap else None)
             if not held.tokens:
-                raise DriftError(
-                    f"{options.prompts}: no token to measure: {skipped.empty} of {number} examples are empty, a single "
-                    f"token, or have a prompt that fills the {max_tokens} tokens (--max-tokens)"
-                )
+                raise skipped.nothing_left(options.prompts, number, max_tokens)
             helds.append(held)
             gates.append(own)
             _write(folder, facts_now(), helds, names, complete=False)
@@ -118,7 +120,7 @@ def _write(
         return facts
     swap = swap_sentence(facts["rows"][-1]["gate_swap"])
     whole: dict[str, Any] = finite({"verdict": series_verdict(facts), "swap": swap, "complete": complete, **facts})
-    write_atomic(folder / "series.json", json.dumps(whole, indent=1, allow_nan=False) + "\n")
+    write_json(folder / "series.json", whole)
     write_atomic(folder / "series.csv", series_table(facts["rows"]).to_csv(index=False))
     sites = pd.concat([held.sites(name) for held, name in zip(helds, names, strict=False)])
     write_atomic(folder / "sites.csv", sites.to_csv(index=False))

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from markupsafe import Markup
-from matplotlib.axes import Axes
 
 from moe_rl.drift.figures import LOOKS
 from moe_rl.drift.page import floor_text
+from moe_rl.drift.verdict import slot_floors
 from moe_rl.drift.words import number, percent
 from moe_rl.pages import render_page
 from moe_rl.study.figures.floor import FLOOR_LINES
 from moe_rl.study.figures.routing import short_sites
+from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
 from moe_rl.study.figures.screen import inline_svg
-from moe_rl.study.figures.style import StudyFigure, legend_above, panels, save_figure, styled
-from moe_rl.study.floors import FLOORS
+from moe_rl.study.figures.style import legend_above, panels
 
 LEVELS = {"slot": ("#D55E00", "o"), "site": ("#0B4A8F", "s"), "token": ("#27B08B", "^")}
 SWAPS = {
@@ -62,8 +62,9 @@ def series_curves(facts: Mapping[str, Any], note: str) -> StudyFigure:
     for level, (colour, marker) in LEVELS.items():
         first.plot(x, 100 * table[f"{level}_change"], color=colour, marker=marker, ms=3, label=f"{level}s")
         step.plot(x[1:], 100 * table[f"step_{level}_change"][1:], color=colour, marker=marker, ms=3)
-    for ax in (first, step):
-        _floors(ax, facts)
+    for floor, rate in slot_floors(facts).items():
+        for ax in (first, step):
+            ax.axhline(100 * rate, **FLOOR_LINES[floor])
     for kind, column in (("natural", "gap_mean"), ("replayed", "gap_mean_replayed")):
         gap.plot(x, table[column], **{**LOOKS[kind], "ms": 3, "label": kind})
     if swapped:
@@ -151,11 +152,3 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 def _floor(facts: Mapping[str, Any]) -> str:
     return floor_text({"old_name": facts["rows"][0]["name"], "floor": facts["floor"]})
-
-
-def _floors(ax: Axes, facts: Mapping[str, Any]) -> None:
-    variants = facts["floor"]["variants"]
-    for floor, members in FLOORS.items():
-        rates = [variants[name]["slot"]["rate"] or 0.0 for name in members if name in variants]
-        if rates:
-            ax.axhline(100 * max(rates), **FLOOR_LINES[floor])

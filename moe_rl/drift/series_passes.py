@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from torch import Tensor, nn
 
-from moe_rl.drift.floor import Floor, rates_of
+from moe_rl.drift.floor import Floor, rates_of, site_table
 from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.output import Tick
 from moe_rl.drift.passes import keep_scored, kept_scored, scored
@@ -109,12 +109,4 @@ class Held:
         """One row per routing site, against the first checkpoint."""
         counts = self.gap.counts
         assert counts is not None
-        table = {
-            "checkpoint": name,
-            "site": counts.sites,
-            "tokens": counts.per_site_total.numpy(),
-            "tokens_changed": counts.per_site_changed.numpy(),
-            "slots": counts.per_site_slots_total.numpy(),
-            "slots_changed": counts.per_site_slots_changed.numpy(),
-        }
-        return pd.DataFrame(table)
+        return site_table(counts, checkpoint=name)

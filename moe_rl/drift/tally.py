@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from moe_rl.drift.floor import rates_of
-from moe_rl.drift.gates import swap_counts
 from moe_rl.drift.passes import Measured
 from moe_rl.drift.positions import add_positions, count_positions, position_table
 from moe_rl.measure.moments import Moments, Shares, SiteShares
@@ -64,9 +63,8 @@ class Tally:
         self.by_flips = _plus(self.by_flips, _by_flips(before[mask], log_ratios[:2], old.shape[2]))
         self.positions = add_positions(self.positions, count_positions(old, new, mask))
         if measured.swapped is not None:
-            found = swap_counts(old, *measured.swapped, mask)
-            known = self.swapped or {}
-            self.swapped = {name: _plus(known.get(name), counts) for name, counts in found.items()}
+            known, swapped = self.swapped or {}, zip(("routers", "body"), measured.swapped, strict=True)
+            self.swapped = {name: _plus(known.get(name), change_counts(old, own, mask)) for name, own in swapped}
         changed = site_change(old, new)[mask]
         self.margins = _plus(self.margins, _by_margin(measured.margins[mask], changed))
         return _token_rows(measured, slots.sum(-1), flips, before)

@@ -1,6 +1,6 @@
 """A comparison in one sentence: how much changed, and how many times the floor that is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from moe_rl.drift.words import number, percent
@@ -21,10 +21,8 @@ def series_verdict(facts: Mapping[str, Any]) -> str:
     steps = [(row["name"], row["step"]["slot"]["rate"]) for row in rows[1:]]
     most = max(steps, key=lambda step: step[1])
     mean = sum(rate for _, rate in steps) / len(steps)
-    return (
-        f"{text}; from one of the {len(rows)} to the next {percent(mean)} on average, at most {percent(most[1])} "
-        + (f"({most[0]}).")
-    )
+    between = f"from one of the {len(rows)} to the next {percent(mean)} on average"
+    return f"{text}; {between}, at most {percent(most[1])} ({most[0]})."
 
 
 def swap_sentence(swap: Mapping[str, Any] | None) -> str:
@@ -44,21 +42,23 @@ def swap_sentence(swap: Mapping[str, Any] | None) -> str:
     return text + f"the {'routers' if routers > body else 'hidden states'} move the selection {much}."
 
 
+def slot_floors(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Slot change of each noise floor that was measured."""
+    variants = facts["floor"]["variants"]
+    rates = {
+        name: [variants[m]["slot"]["rate"] or 0.0 for m in members if m in variants] for name, members in FLOORS.items()
+    }
+    return {name: max(found) for name, found in rates.items() if found}
+
+
 def _changed(change: Mapping[str, Any], old: str, new: str) -> str:
-    return (
-        f"{percent(change['slot']['rate'])} of slots and {percent(change['token']['rate'])} of tokens changed from "
-        + (f"{old} to {new}")
-    )
+    slots, tokens = (percent(change[level]["rate"]) for level in ("slot", "token"))
+    return f"{slots} of slots and {tokens} of tokens changed from {old} to {new}"
 
 
 def _times(change: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     """How many times each floor, by slots: the model's own arithmetic, and a bf16 copy."""
-    variants, rate = facts["floor"]["variants"], change["slot"]["rate"]
-    floors: dict[str, float] = {}
-    for name, members in FLOORS.items():
-        rates: Sequence[float] = [variants[m]["slot"]["rate"] or 0.0 for m in members if m in variants]
-        if rates:
-            floors[name] = max(rates)
+    rate, floors = change["slot"]["rate"], slot_floors(facts)
     if not floors:
         return ""
     parts = []

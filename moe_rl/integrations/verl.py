@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_rl.integrations.measures import CHANGES
 from moe_rl.integrations.old_policy import refuse_random, same_policy
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 
@@ -118,17 +119,14 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
             if fraction != 1:
                 raise RoutingError(f"only {fraction:.3%} of the (token, site) rows with a route were replayed")
         rates = change_counts(routes, now, real).rates()
-        names = {"slot_change": "shadow_slot_change"} if replay == "R2" else dict.fromkeys(_RATES)
-        metrics = {f"routing/{ours or name}": rates[name] for name, ours in names.items()}
+        names = {"shadow_slot_change": "slot_change"} if replay == "R2" else {name: name for name in CHANGES}
+        metrics = {f"routing/{ours}": rates[name] for ours, name in names.items()}
         if first:
             metrics["routing/first_change"] = same_policy(routes, now, real, tolerance)
         output["metrics"] = {**output["metrics"], **metrics, "routing/replayed_fraction": fraction}
         return loss, output
 
     return forward_step
-
-
-_RATES = ("slot_change", "site_change", "token_change")
 
 
 def as_jagged(routes: RoutedExperts, offsets: Tensor) -> Tensor:

@@ -160,11 +160,16 @@ def compare(
                 tally.add(before, own, replayed, mask)
                 tick()
     except (RuntimeError, MemoryError, RoutingError) as error:
-        raise CannotRun(next(iter(str(error).splitlines()), type(error).__name__)) from error
+        raise CannotRun(first_line(error)) from error
     if tally.counts is None:
         why = "every batch is one sequence" if variant.startswith("batch") else "no padding would move"
         raise CannotRun(f"nothing to compare: {why}")
     return tally
+
+
+def first_line(error: BaseException) -> str:
+    """Of what it says."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def check_finite(scored: Iterable[Scored]) -> None:

@@ -9,6 +9,7 @@ runs micro runs and compares the names that they write with the names here, in b
 # ruff: noqa: E501  (a table: one metric, one line)
 import re
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from moe_rl.measure.moments import PARTS
 from moe_rl.measure.peer_metrics import OF_ENGINES, OF_RATIOS, OF_TRUST_REGIONS
@@ -37,6 +38,11 @@ class Metric:
     over: str = ""
     source: str = ""
     when: str = ""
+
+    @property
+    def is_list(self) -> bool:
+        """Whether its values are lists: by site, by position, histograms."""
+        return self.name.startswith(("site_", "position_")) or self.name.endswith("_histogram")
 
 
 M = Metric
@@ -101,12 +107,11 @@ PROBED = (
 
 
 def _level(level: str) -> tuple[Metric, ...]:
-    pairs = [(a, b) for i, a in enumerate(PARTS) for b in PARTS[i + 1 :]]
     of = "tokens" if level == "token" else "means over sequences"
     return (
         M(f"{level}_variance", "nats²", f"Var(log r) over {of}: Σ var + 2 Σ cov"),
         *(M(f"{level}_var_{p}", "nats²", f"variance of the {p} part over {of}") for p in PARTS),
-        *(M(f"{level}_cov_{a}_{b}", "nats²", f"covariance of the {a} and {b} parts over {of}") for a, b in pairs),
+        *(M(f"{level}_cov_{a}_{b}", "nats²", f"covariance of the {a} and {b} parts over {of}") for a, b in combinations(PARTS, 2)),
         *(M(f"{level}_share_{p}", "fraction", f"share of the {p} part, may be negative",
             f"Cov({p}, log r) / Var(log r)") for p in PARTS),
     )  # fmt: skip

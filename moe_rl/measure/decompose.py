@@ -239,9 +239,9 @@ def combine(
 def _pieces(text: TokenBatch, batch_size: int | None) -> Iterator[TokenBatch]:
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"batch_size counts sequences and must be at least 1, got {batch_size}")
-    total = text.input_ids.shape[0]
-    for start in range(0, total, batch_size or max(total, 1)):
-        yield text.rows(start, min(start + (batch_size or total), total))
+    size = batch_size or max(len(text.input_ids), 1)
+    for start in range(0, len(text.input_ids), size):
+        yield text.rows(start, start + size)
 
 
 def _join(parts: list[Decomposition]) -> Decomposition:

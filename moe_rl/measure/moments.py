@@ -1,6 +1,7 @@
 """Variances and covariances of the parts of a log-ratio, over tokens and over sequences; batches add up with `+`."""
 
 from dataclasses import dataclass
+from itertools import combinations
 
 import torch
 from jaxtyping import Bool, Float
@@ -87,11 +88,10 @@ class Variance:
 
     def rows(self) -> dict[str, float]:
         """variance, var_*, cov_* (each counted twice in the total) and share_*, to log or to tabulate."""
-        pairs = [(a, b) for i, a in enumerate(PARTS) for b in PARTS[i + 1 :]]
         return {
             "variance": self.total,
             **{f"var_{part}": self.var(part) for part in PARTS},
-            **{f"cov_{a}_{b}": self.cov(a, b) for a, b in pairs},
+            **{f"cov_{a}_{b}": self.cov(a, b) for a, b in combinations(PARTS, 2)},
             **{f"share_{part}": self.share(part) for part in PARTS},
         }
 

@@ -63,7 +63,7 @@ class NoiseFloor:
         size = len(text.input_ids)
         if size > 1:
             step = -(-size // PIECES)
-            pieces = [score_live(model, text.rows(i, min(i + step, size))) for i in range(0, size, step)]
+            pieces = [score_live(model, text.rows(i, i + step)) for i in range(0, size, step)]
             whole = Scored(torch.cat([p.logps for p in pieces]), RoutedExperts.cat([p.routes for p in pieces]))
             yield Variant("batch", f"{size} sequences at once and in pieces of {step}", whole)
         with other_experts(model) as names:
@@ -137,10 +137,11 @@ def experts_computed_by(model: nn.Module, name: str) -> Iterator[None]:
         inner.set_experts_implementation(own)
 
 
-def rounded_copy(model: nn.Module) -> nn.Module:
-    """A bf16 copy of the weights in the same modules: parameters are rounded as they are copied, never held twice."""
+def rounded_copy(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """A copy of the weights in the same modules, in another dtype: parameters are cast as they are copied, never held
+    twice."""
     memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to(torch.bfloat16), requires_grad=False)
+        id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False)
         for p in model.parameters()
         if p.is_floating_point()
     }

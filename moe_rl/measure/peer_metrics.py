@@ -4,7 +4,7 @@
 mu is the engine that sampled, pi the training engine's policy before the update; d = log pi - log mu of a token, w = e^d.
 All functions are detached, float64 inside, NaN without tokens. Their metrics of an update are `ratio_range_metrics` and
 `masked_mismatch_metrics` of `moe_rl.measure.ratio_metrics`, those of routing `load_violation` and `routing_confidence` of
-`moe_rl.measure.routing_metrics`; all are defined here. What these trainers have and `ratio_metrics`, `gap_metrics` or
+`moe_rl.measure.routing_metrics`; all but the last two are defined here. What these trainers have and `ratio_metrics`, `gap_metrics` or
 `moe_rl.objectives.loss_metrics` already say under another name:
 
     NeMo-RL gen_kl_error, verl rollout_corr/k3_kl, prime-rl mismatch_kl     k3 of the engine rows
@@ -178,16 +178,3 @@ OF_TRUST_REGIONS: tuple[Definition, ...] = tuple(
     )
 )  # fmt: skip
 """What `masked_mismatch_metrics` returns."""
-
-OF_LOADS: tuple[Definition, ...] = tuple(
-    Definition(*row)
-    for row in (
-        ("max_vio", "1", "(largest load of an expert - even load) / even load, by site", "", "arXiv 2408.15664; prime-rl, verl"),
-        ("min_vio", "1", "(smallest load - even load) / even load, by site", "", "verl rollout/moe/"),
-        ("avg_vio", "1", "mean abs(load - even load) / even load, by site", "", "verl rollout/moe/"),
-        ("routing_confidence", "fraction", "share of the score mass that the chosen experts have, mean over tokens, by site", "Σ / tokens", _PRIME),
-    )
-)  # fmt: skip
-"""What `load_violation` and `routing_confidence` return."""
-
-PEER_METRICS = (*OF_ENGINES, *OF_TRUST_REGIONS, *OF_LOADS)

@@ -117,17 +117,15 @@ def effective_share(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
     return weights.sum().square() / (len(weights) * weights.square().sum())
 
 
-def ratio_range_metrics(
-    log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, low: float = 0.9, high: float = 1.1
-) -> dict[str, Tensor]:
+def ratio_range_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> dict[str, Tensor]:
     """`probs_ratio_min`, `probs_ratio_max` (NeMo-RL): of the ratios r = e^`log_ratio`; `outside_fraction`: the share of
-    tokens with r outside [low, high] (0.9 and 1.1: verl issue 6280)."""
+    tokens with r outside [0.9, 1.1] (verl issue 6280)."""
     with torch.no_grad():
         ratio = log_ratio[mask].double().exp()
         return {
             "probs_ratio_min": extreme(ratio, "min"),
             "probs_ratio_max": extreme(ratio, "max"),
-            "outside_fraction": ((ratio < low) | (ratio > high)).double().mean(),
+            "outside_fraction": ((ratio < 0.9) | (ratio > 1.1)).double().mean(),
         }
 
 

@@ -126,9 +126,7 @@ def load_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T
     }
 
 
-def load_violation(
-    load: Int[Tensor, "L E"] | Float[Tensor, "L E"], experts: Sequence[int] | None = None
-) -> dict[str, Float[Tensor, " L"]]:
+def load_violation(load: Int[Tensor, "L E"] | Float[Tensor, "L E"]) -> dict[str, Float[Tensor, " L"]]:
     """MaxVio of each routing site and its kin: how far loads are from even, over the even load.
 
     `max_vio` = (max load - mean load) / mean load (arXiv 2408.15664; prime-rl, verl), `min_vio` = (min - mean) / mean,
@@ -136,18 +134,13 @@ def load_violation(
 
     Args:
         load: tokens by site and expert, as `moe_rl.routing.change.expert_load` counts them. The last token of a
-            response has no route of a rollout engine's: leave it out of the mask, as verl does.
-        experts: how many experts each site has, where they differ; further columns are padding, and so are negative
-            counts (`expert_load`).
+            response has no route of a rollout engine's: leave it out of the mask, as verl does. Negative counts are
+            padding, where sites differ in their experts.
 
     >>> load_violation(torch.tensor([[0, 0, 8, 0], [2, 2, 2, 2]]))["max_vio"]
     tensor([3., 0.], dtype=torch.float64)
     """
     there = load >= 0
-    if experts is not None:
-        there = there & (
-            torch.arange(load.shape[1], device=load.device) < torch.tensor(experts, device=load.device)[:, None]
-        )
     counts = load.double() * there
     mean = counts.sum(1, keepdim=True) / there.sum(1, keepdim=True)
     off = (counts - mean) / mean

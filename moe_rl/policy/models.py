@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as hf_logging
 
 from moe_rl.checks import changed_since, digests, parse_json, sealed
 from moe_rl.files import one_at_a_time
@@ -30,24 +29,11 @@ from moe_rl.policy.tiny import (
     char_tokenizer,
     cold_start,
 )
+from moe_rl.processes import no_progress_bars
 from moe_rl.rollout import Task
 from moe_rl.routing import UnsupportedModelError
 from moe_rl.routing.experts import check_experts_name, check_megablocks, register_experts
 from moe_rl.routing.sites import find_sites
-
-__all__ = [
-    "ColdStartConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "ModelError",
-    "TinyConfig",
-    "build_tiny",
-    "char_tokenizer",
-    "cold_start",
-    "load_policy",
-    "seeded",
-    "weights_sha256",
-]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COLD_START = "cold_start.json"
@@ -217,7 +203,7 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
     if wrong:
         raise ModelError(f"model.path: {wrong}")
     try:
-        with _quiet():
+        with no_progress_bars():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=DTYPES[config.dtype],
@@ -278,21 +264,9 @@ def _default_experts(config: ModelConfig) -> str | None:
     return "grouped_mm" if config.device != "cpu" and torch.accelerator.is_available() else TINY_EXPERTS
 
 
-def _brief(error: Exception, limit: int = 300) -> str:
+def _brief(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= limit else text[:limit] + "..."
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars of transformers: a study has its own."""
-    enabled = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if enabled:
-            hf_logging.enable_progress_bar()
+    return text if len(text) <= 300 else text[:300] + "..."
 
 
 # -- cold-started models, kept --------------------------------------------------------------------------------
@@ -346,7 +320,7 @@ def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: 
         result = cold_start(model, tokenizer, task, config.cold_start, progress)
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
     try:
-        with _quiet():
+        with no_progress_bars():
             model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
         made = {"recipe": recipe, **result, "files": digests(unfinished)}

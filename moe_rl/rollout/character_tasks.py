@@ -14,7 +14,8 @@ from moe_rl.rollout.task import Problem, TaskError, VerifiableTask
 BOS, EOS = "^", "$"
 
 
-def _require(ok: bool, option: str, expected: str, value: Any) -> None:
+def require(ok: bool, option: str, expected: str, value: Any) -> None:
+    """Raises TaskError, naming the option, unless it is `ok`."""
     if not ok:
         raise TaskError(f"task.options.{option}: expected {expected}, got {value!r}")
 
@@ -33,10 +34,10 @@ class Arithmetic(VerifiableTask):
     operators: str = "+-*"
 
     def __post_init__(self) -> None:
-        _require(2 <= self.modulus <= 10, "modulus", "between 2 and 10 (one digit)", self.modulus)
-        _require(self.steps >= 1, "steps", "at least 1", self.steps)
+        require(2 <= self.modulus <= 10, "modulus", "between 2 and 10 (one digit)", self.modulus)
+        require(self.steps >= 1, "steps", "at least 1", self.steps)
         known = bool(self.operators) and set(self.operators) <= set("+-*")
-        _require(known, "operators", "some of + - *", self.operators)
+        require(known, "operators", "some of + - *", self.operators)
 
     @property
     def _digits(self) -> str:
@@ -190,10 +191,10 @@ class StringTask(VerifiableTask):
     symbols: str = "abcdefgh"
 
     def __post_init__(self) -> None:
-        _require(self.length >= 1, "length", "at least 1", self.length)
+        require(self.length >= 1, "length", "at least 1", self.length)
         distinct = len(set(self.symbols)) == len(self.symbols) >= 2
         usable = distinct and not set(self.symbols) & set(BOS + EOS + "=")
-        _require(usable, "symbols", "2 or more distinct characters, none of ^ $ =", self.symbols)
+        require(usable, "symbols", "2 or more distinct characters, none of ^ $ =", self.symbols)
 
     @property
     def alphabet(self) -> str:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
 
 from moe_rl.rollout.completions import Rollout
-from moe_rl.rollout.sampler import encode_prompts
+from moe_rl.rollout.sampler import encode_prompts, padding_token
 from moe_rl.rollout.task import Problem, user_code
 
 
@@ -28,17 +28,13 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
     answers = [list(ids) for ids in tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"]]
     lengths = torch.tensor([len(ids) for ids in answers])
     written = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.full(written.shape, int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0))
+    ids = torch.full(written.shape, padding_token(tokenizer))
     ids[written] = torch.tensor([token for row in answers for token in row])
-
-    def behind(prompt: Tensor, answer: Tensor) -> Tensor:
-        return torch.cat([prompt, answer], 1)
-
-    input_ids = behind(prompts, ids)
+    input_ids = torch.cat([prompts, ids], 1)
     return Rollout(
         input_ids=input_ids,
-        attention_mask=behind(prompt_mask, written),
-        completion_mask=behind(torch.zeros_like(prompt_mask), written),
+        attention_mask=torch.cat([prompt_mask, written], 1),
+        completion_mask=F.pad(written, (prompts.shape[1], 0)),
         logps=torch.zeros(input_ids.shape),
         rewards=torch.full((len(texts),), float("nan")),
         finished=torch.ones(len(texts), dtype=torch.bool),

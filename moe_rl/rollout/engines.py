@@ -181,8 +181,7 @@ def rounded(weight: Float[Tensor, "E D"], router_format: str) -> Float[Tensor, "
     """
     if router_format == "e5m2":
         return weight.to(torch.float8_e5m2).to(weight.dtype)
-    scale = (weight.float().abs().amax(-1, keepdim=True) / 7).clamp(min=torch.finfo(torch.float32).tiny)
-    return ((weight.float() / scale).round() * scale).to(weight.dtype)
+    return _int4(weight.float()).to(weight.dtype)
 
 
 @torch.no_grad()
@@ -196,15 +195,20 @@ def rounded_layer(weight: Float[Tensor, "*rows D"], weight_format: str) -> Float
     tensor([[448.,  16.,  -1.]])
     """
     values = weight.float()
-    tiny = torch.finfo(torch.float32).tiny
     if weight_format == "fp8":
-        scale = (values.abs().amax(-1, keepdim=True) / 448).clamp(min=tiny)
+        scale = _row_scale(values, 448)
         return ((values / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
-    groups = []
-    for group in values.split(GROUP, -1):
-        scale = (group.abs().amax(-1, keepdim=True) / 7).clamp(min=tiny)
-        groups.append((group / scale).round() * scale)
-    return torch.cat(groups, -1).to(weight.dtype)
+    return torch.cat([_int4(group) for group in values.split(GROUP, -1)], -1).to(weight.dtype)
+
+
+def _int4(values: Tensor) -> Tensor:
+    scale = _row_scale(values, 7)
+    return (values / scale).round() * scale
+
+
+def _row_scale(values: Tensor, largest: int) -> Tensor:
+    """By which the largest entry of a row is `largest`."""
+    return (values.abs().amax(-1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def _layers(model: nn.Module, routers: list[nn.Parameter]) -> list[nn.Parameter]:

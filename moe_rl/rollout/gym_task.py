@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from moe_rl.names import nearest
-from moe_rl.rollout.character_tasks import BOS, EOS
+from moe_rl.rollout.character_tasks import BOS, EOS, require
 from moe_rl.rollout.chat import as_problem
 from moe_rl.rollout.task import Problem, TaskError, VerifiableTask
 
@@ -43,8 +43,7 @@ class ReasoningGym(VerifiableTask):
                 "task.name: reasoning_gym needs the reasoning-gym package: pip install 'moe_rl[reasoning-gym]'"
             )
         for option in ("size", "max_new_tokens"):
-            if getattr(self, option) < 1:
-                raise TaskError(f"task.options.{option}: expected at least 1, got {getattr(self, option)}")
+            require(getattr(self, option) >= 1, option, "at least 1", getattr(self, option))
 
     @property
     def chats(self) -> bool:

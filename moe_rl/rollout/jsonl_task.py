@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from moe_rl.checks import parse_json
-from moe_rl.rollout.character_tasks import BOS, EOS
+from moe_rl.rollout.character_tasks import BOS, EOS, require
 from moe_rl.rollout.chat import as_problem
 from moe_rl.rollout.task import Messages, Problem, TaskError, is_held_out
 from moe_rl.rollout.verifiers import VERIFIERS
@@ -46,8 +46,7 @@ class JsonLines:
             raise TaskError("task.options.path: expected a file with a JSON object per line, got none")
         if self.verifier not in VERIFIERS:
             raise TaskError(f"task.options.verifier: expected one of {', '.join(VERIFIERS)}, got {self.verifier!r}")
-        if self.max_new_tokens < 1:
-            raise TaskError(f"task.options.max_new_tokens: expected at least 1, got {self.max_new_tokens}")
+        require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
 
     @cached_property
     def problems(self) -> tuple[list[Problem], list[Problem]]:

@@ -17,9 +17,9 @@ import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers.utils import logging as hf_logging
 
 from moe_rl.measure.unwrap import causal_lm
+from moe_rl.processes import no_progress_bars
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.engine import NEVER, gathered
 from moe_rl.rollout.engine_config import ARITHMETIC, ENGINE_DTYPES, EngineConfig, EngineError, check_engine
@@ -167,18 +167,14 @@ def write_hub(model: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> 
             raise EngineError(f"weight sync: {name} is {shapes[0]} in what is synced and {shapes[1]} in the model")
     start = f"{prefix}." if prefix else ""
     tensors = {name.removeprefix(start): gathered(tensor.detach()) for name, tensor in weights.items()}
-    bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
     try:
-        inner.save_pretrained(folder, state_dict=tensors)
+        with no_progress_bars():
+            inner.save_pretrained(folder, state_dict=tensors)
     except (OSError, SafetensorError) as error:
         raise EngineError(
             f"cannot write the weights for the rollout engine to {folder}: {error}. The variable TMPDIR names another "
             "place for them."
         ) from error
-    finally:
-        if bars:
-            hf_logging.enable_progress_bar()
 
 
 def _lengths(found: Mapping[str, np.ndarray], rows: int, most: int) -> Tensor:

@@ -3,12 +3,8 @@
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-import numpy as np
 
 from moe_rl.rollout.engine_config import EngineConfig, EngineError, url_address
 from moe_rl.rollout.server_http import HttpServer, ask_versions
@@ -20,27 +16,7 @@ URL_VARIABLE = "MOE_RL_VLLM_URL"
 ASK_VERSIONS = "import json, runpy, sys; print(json.dumps(runpy.run_path(sys.argv[1])['versions']()))"
 
 
-@runtime_checkable
-class VllmServer(Protocol):
-    """vLLM in a process, however it is reached: `ServerProcess`, `HttpServer`. What fails is an EngineError."""
-
-    def ask(
-        self, request: Mapping[str, Any], tensors: Mapping[str, np.ndarray] | None = None
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Header and tensors of the answer."""
-        ...
-
-    def load(self, write: Callable[[Path], None], settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Let it open the model that `write` writes to a folder in hub format; what it says of itself. The folder is
-        gone when this returns, on both sides."""
-        ...
-
-    def close(self) -> None:
-        """End it. Once is enough."""
-        ...
-
-
-def start_vllm(config: EngineConfig) -> VllmServer:
+def start_vllm(config: EngineConfig) -> ServerProcess | HttpServer:
     """A server without an engine yet, where `config` says."""
     if url := vllm_url(config):
         return HttpServer(url, config.timeout)

@@ -7,12 +7,12 @@ GRPO nor of GSPO with either; a study without the second or third question says 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moe_rl.study.arms import condition_label, dose_label, full_label
 from moe_rl.study.comparing import Pair, comparisons, declared
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.reading import name_of, power_sentence
 from moe_rl.study.statistics import Verdict
-from moe_rl.study.summary import condition_label, dose_label, full_label
 from moe_rl.study.words import count, listed, minus
 
 REPLAY, NO_REPLAY = "grpo_replay", "grpo"
@@ -86,7 +86,8 @@ def _need(data: StudyData, pairs: Sequence[Pair]) -> Line:
 
 def _without(data: StudyData, pairs: Sequence[Pair]) -> Line:
     """GSPO against replay where that was compared, else against GRPO."""
-    told = [p for p in pairs if _methods(data, p)[1] == REPLAY or p.noise not in _noises(data, pairs, REPLAY)]
+    with_replay = {p.noise for p in pairs if _methods(data, p)[1] == REPLAY}
+    told = [p for p in pairs if _methods(data, p)[1] == REPLAY or p.noise not in with_replay]
     words = {
         Verdict.HIGHER: "yes, ended higher",
         Verdict.LOWER: "no, ended lower",
@@ -96,10 +97,6 @@ def _without(data: StudyData, pairs: Sequence[Pair]) -> Line:
         Verdict.TOO_FEW: "too few seeds",
     }
     return Line("Did GSPO do without?", _answers(data, told, words, against=True), _failures_of(data, pairs))
-
-
-def _noises(data: StudyData, pairs: Sequence[Pair], control: str) -> set[float]:
-    return {pair.noise for pair in pairs if _methods(data, pair)[1] == control}
 
 
 def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], against: bool = False) -> str:
@@ -196,6 +193,3 @@ def _row(data: StudyData, pair: Pair) -> Row:
         str(one.verdict),
         one.verdict in (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT),
     )
-
-
-__all__ = ["Answer", "Line", "Row", "answer"]

@@ -83,21 +83,10 @@ def comparisons(data: StudyData) -> list[Pair]:
     Compared are final rewards, or held-out rewards where the responses of one of the arms are not its policy's.
     """
     runs = run_outcomes(data)
-    return _compare(data, runs[runs["finished"].astype(bool)])
-
-
-def compare_arms(data: StudyData, a: str, b: str) -> Comparison:
-    """Final reward of arm a minus arm b, paired by seed, finished runs, as a comparison by itself (a family of one)."""
-    runs = run_outcomes(data)
-    values = _values(runs[runs["finished"].astype(bool)], _measure(runs, a, b))
-    return compare_paired(values.get(a, {}), values.get(b, {}), interest(data))
-
-
-def _compare(data: StudyData, runs: pd.DataFrame) -> list[Pair]:
+    runs = runs[runs["finished"].astype(bool)]
     values = {name: _values(runs, name) for name in ("final", "held_out")}
-    found = []
+    least, found = interest(data), []
     for arm, other in pairs_to_compare(data):
-        least = interest(data)
         chosen, held = values[_measure(runs, arm, other)], values["held_out"]
         beside = compare_paired(held.get(arm, {}), held.get(other, {}), least)
         noise = float(max(data.arms["noise"][arm], data.arms["noise"][other]))
@@ -161,7 +150,3 @@ def enough_pairs(data: StudyData) -> bool:
     """Whether the pairs suffice for any verdict of a difference: Holm over m comparisons needs m · 2^(1-n) <= 5 %."""
     tested = [pair.result for pair in comparisons(data) if pair.result.verdict != Verdict.TOO_FEW]
     return any(one.n >= fewest_pairs(one.family) for one in tested)
-
-
-__all__ = ["Pair", "compare_arms", "comparison_table", "comparisons", "declared", "enough_pairs", "interest",
-           "pairs_to_compare"]  # fmt: skip

@@ -17,7 +17,7 @@ FAILED_RULE = f"a run failed when it ended less than {GAIN} above its held-out r
 BELOW_START_RULE = "it ended below its start when it ended below that reward"
 
 
-def final_value(values: Numbers, last: int = FINAL_STEPS) -> float:
+def final_value(values: Numbers) -> float:
     """Mean of the last five steps (fewer if the run is shorter): less noisy than the last step alone.
 
     >>> final_value([0.0, 1.0, 1.0, 1.0, 1.0, 1.0])
@@ -25,7 +25,7 @@ def final_value(values: Numbers, last: int = FINAL_STEPS) -> float:
     """
     array = np.asarray(values, dtype=float)
     array = array[np.isfinite(array)]
-    return float(array[-last:].mean()) if array.size else float("nan")
+    return float(array[-FINAL_STEPS:].mean()) if array.size else float("nan")
 
 
 def area_under_curve(steps: Numbers, values: Numbers) -> float:
@@ -44,7 +44,7 @@ def area_under_curve(steps: Numbers, values: Numbers) -> float:
     return float(np.trapezoid(y, x) / (x[-1] - x[0]))
 
 
-def trailing_mean(values: Numbers, window: int = FINAL_STEPS) -> np.ndarray:
+def trailing_mean(values: Numbers, window: int) -> np.ndarray:
     """Mean over the last `window` entries at every position (fewer at the start).
 
     >>> trailing_mean([1.0, 3.0, 5.0], window=2).tolist()
@@ -56,22 +56,6 @@ def trailing_mean(values: Numbers, window: int = FINAL_STEPS) -> np.ndarray:
     if array.size < window:
         return np.array(start)
     return np.concatenate([start, np.lib.stride_tricks.sliding_window_view(array, window).mean(axis=1)])
-
-
-def time_to_threshold(
-    steps: Numbers,
-    values: Numbers,
-    threshold: float,
-    window: int = FINAL_STEPS,
-) -> float:
-    """First step at which the trailing mean of `window` full steps reaches the threshold; NaN if none.
-
-    >>> time_to_threshold([0, 1, 2, 3], [0.0, 0.9, 0.1, 0.9], 0.5, window=2)
-    2.0
-    """
-    mean = trailing_mean(values, window)
-    reached = np.flatnonzero((mean >= threshold) & (np.arange(mean.size) >= window - 1))
-    return float(np.asarray(steps, dtype=float)[reached[0]]) if reached.size else float("nan")
 
 
 @dataclass(frozen=True)
@@ -93,12 +77,7 @@ COLLAPSE_RULE = (
 )
 
 
-def detect_collapse(
-    steps: Numbers,
-    rewards: Numbers,
-    window: int = FINAL_STEPS,
-    drop: float = 0.5,
-) -> Collapse:
+def detect_collapse(steps: Numbers, rewards: Numbers, window: int = FINAL_STEPS, drop: float = 0.5) -> Collapse:
     """Apply `COLLAPSE_RULE`: the first step from which trailing mean <= (1 - drop) * best so far, to the end.
 
     >>> detect_collapse(range(6), [0.8, 0.8, 0.8, 0.2, 0.2, 0.2], window=1)

@@ -20,7 +20,6 @@ from moe_rl.names import nearest
 from moe_rl.study import shown
 from moe_rl.study.folders import (
     KINDS,
-    SEED_FOLDER,
     Run,
     StudyDataError,
     folder_order,
@@ -29,6 +28,7 @@ from moe_rl.study.folders import (
     read_json,
     read_parquet,
     read_yaml,
+    run_folders,
     stacked,
     step_of,
 )
@@ -76,7 +76,7 @@ class StudyData:
     @cached_property
     def arms(self) -> pd.DataFrame:
         """One row per arm, in the study's order: label, objective, replay, noise, method, seeds, finished."""
-        declared = _declared_arms(self.config)
+        declared = declared_arms(self.config)
         rows: dict[str, dict[str, Any]] = {}
         for run in self.runs:
             row = rows.setdefault(
@@ -223,7 +223,7 @@ def load(path: str | Path) -> StudyData:
         config = read_yaml(above) if above.exists() else {}
         config["name"] = f"{path.resolve().parent.name}/{path.resolve().name}"
     else:
-        folders = [f for f in sorted(path.glob("*/seed*")) if f.is_dir() and SEED_FOLDER.fullmatch(f.name)]
+        folders = run_folders(path)
         own, above = path / "study.yaml", path.resolve().parent / "study.yaml"
         config = read_yaml(own) if own.exists() else {}
         if not folders:
@@ -276,17 +276,19 @@ def _stack(frames: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True)
 
 
-def _declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    arms = config.get("arms") or {}
-    if isinstance(arms, dict):
-        return {str(name): value if isinstance(value, dict) else {} for name, value in arms.items()}
-    return {str(a.get("name")) if isinstance(a, dict) else str(a): a if isinstance(a, dict) else {} for a in arms}
+def declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a study's configuration says of its arms, a mapping or a list of names or mappings; nothing of what is
+    neither."""
+    arms = config.get("arms")
+    if isinstance(arms, list):
+        return {str(a.get("name")) if isinstance(a, dict) else str(a): a if isinstance(a, dict) else {} for a in arms}
+    return {str(k): v if isinstance(v, dict) else {} for k, v in arms.items()} if isinstance(arms, dict) else {}
 
 
 def _missing(config: dict[str, Any], runs: tuple[Run, ...]) -> tuple[str, ...]:
     """Runs that the study declares and that have no folder yet."""
     there = {(run.arm, run.seed) for run in runs}
-    declared = _declared_arms(config).items()
+    declared = declared_arms(config).items()
     wanted = [(arm, seed) for arm, about in declared for seed in about.get("seeds") or config.get("seeds") or ()]
     return tuple(f"{arm}/seed{seed}" for arm, seed in wanted if (arm, seed) not in there)
 
@@ -294,9 +296,10 @@ def _missing(config: dict[str, Any], runs: tuple[Run, ...]) -> tuple[str, ...]:
 def _nothing_here(path: Path, is_study: bool) -> str:
     if is_study:
         return f"{path}: a study without runs yet; start it with: moe-rl study {path / 'study.yaml'}"
+    return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{studies_inside(path)}"
+
+
+def studies_inside(path: Path) -> str:
+    """Which studies a folder holds, to be added to a message; empty if none."""
     inside = sorted(p.parent.name for p in path.glob("*/study.yaml"))
-    hint = f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""
-    return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{hint}"
-
-
-__all__ = ["FIELDS", "KINDS", "ROUNDING", "Run", "StudyData", "StudyDataError", "join", "load"]
+    return f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""

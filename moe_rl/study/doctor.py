@@ -16,6 +16,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from moe_rl.measure.noise_floor import free_bytes
+from moe_rl.processes import usable_cores
 from moe_rl.rollout import TaskError, make_task
 from moe_rl.rollout.engines import EngineError
 from moe_rl.study.config import StudyConfig
@@ -45,9 +47,9 @@ class Machine:
     bf16: bool
 
 
-def inspect_machine(folder: Path = Path()) -> Machine:
-    """Devices with the memory that is free on the fullest, host memory that is available, disk free under `folder`."""
-    host, disk = available_memory(), shutil.disk_usage(folder).free
+def inspect_machine() -> Machine:
+    """Devices with the memory that is free on the fullest, host memory that is available, disk free in this folder."""
+    host, disk = available_memory(), shutil.disk_usage(".").free
     if torch.cuda.is_available():
         indices = range(torch.cuda.device_count())
         names = tuple(torch.cuda.get_device_name(i) for i in indices)
@@ -73,10 +75,8 @@ def planned(devices: int | None, memory: float | None) -> Machine:
 
 def available_memory() -> int:
     """Bytes of host memory to be had now: what the kernel says is available, within the container's limit."""
-    try:
-        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
+    free = free_bytes(torch.device("cpu"))
+    if free is None:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         group = Path("/sys/fs/cgroup")
@@ -138,7 +138,7 @@ def check_machine_parts(machine: Machine) -> list[Check]:
             f"{len(machine.devices)} x {machine.devices[0]} ({machine.accelerator}), {gb(machine.device_bytes)} free, "
             + ("bf16" if machine.bf16 else "no native bf16"),
         ),
-        Check("cores", None, str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())),
+        Check("cores", None, str(usable_cores())),
         Check("host memory", None, f"{gb(machine.host_bytes)} available"),
         Check("disk", None, f"{gb(machine.disk_bytes)} free here"),
         Check(

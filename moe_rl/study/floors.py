@@ -104,14 +104,3 @@ def _binned(lists: list[list[int]], width: int) -> np.ndarray:
     """Lists of any length, added entry by entry, then in groups of `width`."""
     length = -(-max(map(len, lists)) // width) * width
     return np.sum([np.pad(np.asarray(x, float), (0, length - len(x))) for x in lists], axis=0).reshape(-1, width).sum(1)
-
-
-__all__ = [
-    "FLOORS",
-    "MISSING",
-    "floor_by_position",
-    "floor_by_site",
-    "floor_histogram",
-    "floor_rates",
-    "floor_variance",
-]

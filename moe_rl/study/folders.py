@@ -89,6 +89,11 @@ def folder_order(folder: Path) -> tuple[str, int]:
     return folder.parent.name, int(match.group(1)) if match else 0
 
 
+def run_folders(study: Path) -> list[Path]:
+    """ARM/seedN below a study's folder."""
+    return [f for f in sorted(study.glob("*/seed*")) if f.is_dir() and SEED_FOLDER.fullmatch(f.name)]
+
+
 def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -> Run:
     """The run of a folder; its metrics are added to `rows` by kind, marked with the run's number."""
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}

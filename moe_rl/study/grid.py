@@ -1,6 +1,5 @@
 """All runs of a study, many at a time: here or as jobs of a cluster, with progress and resumption."""
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -9,7 +8,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from moe_rl.files import sole_writer, write_atomic
+from moe_rl.files import sole_writer, write_atomic, write_json
 from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study, load_study
 from moe_rl.study.display import LiveTable, PlainLines
 from moe_rl.study.folders import SEED_FOLDER
@@ -77,7 +76,7 @@ def _run_all(
         place.mkdir(parents=True, exist_ok=True)
         (place / "logs").mkdir(exist_ok=True)
         write_atomic(place / "study.yaml", dump_study(with_earlier(study, place)))
-        write_atomic(place / "env.json", json.dumps(environment(command), indent=1) + "\n")
+        write_json(place / "env.json", environment(command))
     console = Console()
     display = LiveTable(console, runs, workers) if console.is_terminal else PlainLines(console, runs, workers)
     with display:
@@ -242,6 +241,3 @@ def _arguments(run: Run, cold_starts: Path) -> list[object]:
     chosen = ["run", study, "--arm", run.arm, "--seed", run.seed]
     # Whoever started the study has decided about code that it names.
     return [*chosen, "--output", run.folder, "--cold-starts", cold_starts, "--trust"]
-
-
-__all__ = ["ConfigError", "StudyFailed", "run_study"]

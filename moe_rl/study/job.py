@@ -6,14 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-SINGLE = """
-import sys
-from moe_rl.processes import end_with_parent
-end_with_parent(int(sys.argv[1]))
-from moe_rl.cli import main
-main(sys.argv[2:])
-"""
-"""submitit keeps the job's process from ending at SIGTERM: the run must not stay when that process is killed."""
+from moe_rl.processes import command_line
 
 
 @dataclass(frozen=True)
@@ -28,8 +21,8 @@ class Node:
 
 def job_command(arguments: Sequence[str], processes: int | None, node: Node) -> list[str]:
     """`moe-rl ARGUMENTS` as one process, or this node's share of `processes` under torchrun."""
-    if processes is None:
-        return [sys.executable, "-c", SINGLE, str(os.getpid()), *arguments]
+    if processes is None:  # submitit keeps the job from ending at SIGTERM: the run must not outlive it
+        return command_line(arguments)
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes // node.count}"]
     if node.count == 1:
         return [*torchrun, "--standalone", "-m", "moe_rl", *arguments]

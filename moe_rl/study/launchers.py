@@ -3,6 +3,11 @@
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+import torch
+
+from moe_rl.processes import usable_cores
+from moe_rl.rollout.vllm_place import vllm_url
+from moe_rl.study.config import StudyConfig
 from moe_rl.study.runs import Run
 from moe_rl.study.worker import Worker
 
@@ -52,3 +57,14 @@ class Processes:
             else:
                 worker.stop()
         return found or Worker(run.rounding, run.log)
+
+
+def workers_of(study: StudyConfig, launcher: str, repeats: int) -> int:
+    """Runs at a time: one per core, one thread each; one in all where there is a GPU, or where a run has the vLLM of
+    another machine, which it lends to one at a time; all of them as jobs."""
+    engines = [study.resolve(arm, study.seeds[0]).rollout.engine for arm in study.arms]
+    if any(engine.kind == "vllm" and vllm_url(engine) for engine in engines):
+        return 1
+    if launcher != "processes":
+        return len(study.runs()) * repeats
+    return 1 if torch.cuda.is_available() else usable_cores()

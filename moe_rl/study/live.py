@@ -14,14 +14,14 @@ import pandas as pd
 
 from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
-from moe_rl.study.data import Run, StudyData, StudyDataError
+from moe_rl.settings import laid_over
+from moe_rl.study.arms import arm_settings, full_label
+from moe_rl.study.data import Run, StudyData, StudyDataError, declared_arms, studies_inside
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
+from moe_rl.study.folders import folder_order, run_folders
 from moe_rl.study.live_rows import LiveError
-from moe_rl.study.summary import arm_settings, full_label
 from moe_rl.yaml_files import parse_yaml
-
-_SEED = re.compile(r"seed(\d+)")
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,19 @@ class LiveStudy:
             )
         self.single = any((self.folder / name).exists() for name in ("metrics.jsonl", "config.yaml"))
         if not self.single and not (self.folder / "study.yaml").exists() and not self._found():
-            inside = sorted(p.parent.name for p in self.folder.glob("*/study.yaml"))
-            hint = f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""
             raise StudyDataError(
-                f"{self.folder}: neither a study (study.yaml) nor a run (ARM/seedN/metrics.jsonl) is in it.{hint}"
+                f"{self.folder}: neither a study (study.yaml) nor a run (ARM/seedN/metrics.jsonl) is in it."
+                f"{studies_inside(self.folder)}"
             )
 
     def overview(self) -> dict[str, Any]:
         """Runs with state and size, arms with their looks: what changes while a study runs, without its numbers."""
         config, runs = self._config(), self.runs()
-        base, declared = config.get("base") or {}, _declared(config)
+        base, declared = config.get("base"), declared_arms(config)
+        base = base if isinstance(base, dict) else {}
         known = {
-            run.name: _read_yaml(run.folder / "config.yaml") or _merged(base, declared.get(run.arm, {})) for run in runs
+            run.name: _read_yaml(run.folder / "config.yaml") or laid_over(base, declared.get(run.arm, {}))
+            for run in runs
         }
         arms = self._arms(runs, known)
         return {
@@ -79,15 +80,13 @@ class LiveStudy:
     def runs(self) -> list[LiveRun]:
         """Declared and found runs, arms in the study's order, then by seed."""
         if self.single:
-            folder = self.folder.resolve()
-            match = _SEED.fullmatch(folder.name)
-            return [LiveRun(folder.parent.name, int(match[1]) if match else 0, self.folder)]
+            return [LiveRun(*folder_order(self.folder.resolve()), self.folder)]
         config = self._config()
         found = {(run.arm, run.seed): run for run in self._found()}
-        for arm, about in _declared(config).items():
+        for arm, about in declared_arms(config).items():
             for seed in about.get("seeds") or config.get("seeds") or ():
                 found.setdefault((arm, int(seed)), LiveRun(arm, int(seed), self.folder / arm / f"seed{seed}"))
-        order = {arm: i for i, arm in enumerate(_declared(config))}
+        order = {arm: i for i, arm in enumerate(declared_arms(config))}
         return sorted(found.values(), key=lambda run: (order.get(run.arm, len(order)), run.arm, run.seed))
 
     def run(self, name: str) -> LiveRun:
@@ -103,9 +102,7 @@ class LiveStudy:
         return self._config().get("alarms")
 
     def _found(self) -> list[LiveRun]:
-        folders = [f for f in self.folder.glob("*/seed*") if f.is_dir()]
-        matches = [(f, _SEED.fullmatch(f.name)) for f in folders]
-        return [LiveRun(f.parent.name, int(match[1]), f) for f, match in matches if match]
+        return [LiveRun(*folder_order(f), f) for f in run_folders(self.folder)]
 
     def _config(self) -> dict[str, Any]:
         folder = self.folder.resolve().parent.parent if self.single else self.folder
@@ -207,18 +204,6 @@ def _error_in(log: Path, *written: Path) -> str:
     if last.startswith("moe-rl: error:"):
         return last.removeprefix("moe-rl: error:").strip()
     return last if "Traceback (most recent call last)" in text and re.match(r"[\w.]+(: |$)", last) else ""
-
-
-def _declared(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    arms = config.get("arms")
-    return {str(k): v if isinstance(v, dict) else {} for k, v in arms.items()} if isinstance(arms, dict) else {}
-
-
-def _merged(base: Any, changes: Any) -> dict[str, Any]:
-    both = dict(base) if isinstance(base, dict) else {}
-    for key, value in changes.items():
-        both[key] = _merged(both.get(key), value) if isinstance(value, dict) else value
-    return both
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 KINDS = ("rollout", "update", "probe", "eval", "step", "engine", "decomposition")
 """Kinds of rows with one value per step (floors are of a whole run, tokens are files)."""
 _NO_NUMBER = ("names", "name", "words", "boolean", "id", "index")
-_LISTS = ("by site", "lists below", "by position", "histogram")
 
 
 @lru_cache(maxsize=1)
@@ -20,15 +19,9 @@ def choosable() -> dict[str, dict[str, Any]]:
     for kind in KINDS:
         names = {metric.name for metric in CATALOGUE[kind]}
         for metric in CATALOGUE[kind]:
-            if _is_number(metric):
+            if not metric.is_list and metric.unit not in _NO_NUMBER and "<" not in metric.name:
                 of = re.match(r"over (\w+)", metric.over)
                 over = of[1] if of and of[1] in names else ""
                 about = {"kind": kind, "name": metric.name, "unit": metric.unit, "definition": metric.definition}
                 found[f"{kind}.{metric.name}"] = {**about, "over": over}
     return found
-
-
-def _is_number(metric: Any) -> bool:
-    if metric.unit in _NO_NUMBER or "<" in metric.name or metric.name.endswith("_histogram"):
-        return False
-    return not metric.name.startswith(("site_", "position_")) and not any(w in metric.definition for w in _LISTS)

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_rl.measure.head import default_chunk
 from moe_rl.policy.lora import add_lora
-from moe_rl.policy.models import DTYPES, ModelConfig, ModelError, check_path
-from moe_rl.policy.tiny import build_tiny, char_tokenizer
+from moe_rl.policy.models import DTYPES, ModelConfig, check_path
+from moe_rl.policy.tiny import ModelError, build_tiny, char_tokenizer
 from moe_rl.rollout import TaskError, make_task
 from moe_rl.rollout.vllm_place import vllm_url
 from moe_rl.routing.packing import packed_dtype

@@ -88,7 +88,7 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
                 "high": final.high,
                 "interval": final.method,
                 "sd": values.std(ddof=1) if len(values) > 1 else np.nan,
-                "iqm": float(interquartile_mean(values)) if len(values) else np.nan,
+                "iqm": interquartile_mean(values) if len(values) else np.nan,
                 "area": of["area"].mean(),
                 "evaluation": held_out.estimate,
                 "evaluation_low": held_out.low,
@@ -116,6 +116,3 @@ def _evaluations(data: StudyData) -> tuple[dict[tuple[str, int], float], dict[tu
     rows = data.evals.dropna(subset=["reward"]).sort_values("step", kind="stable")
     starts = {key: float(run["reward"].iloc[0]) for key, run in _by_run(rows[rows["step"] == 0])}
     return starts, {key: float(run["reward"].iloc[-1]) for key, run in _by_run(rows)}
-
-
-__all__ = ["OUTCOMES", "final_rewards", "run_outcomes"]

@@ -6,10 +6,14 @@ import numpy as np
 
 from moe_rl.study.statistics import ALPHA, FEWEST
 
+POWER = 0.8
+MOST = 1000
+"""More pairs than this are not looked for."""
+
 
 @lru_cache(maxsize=4096)
-def _standardised(n: int, power: float, alpha: float) -> float:
-    """Mean over standard deviation that a two-sided paired t-test of n differences finds with this power."""
+def _standardised(n: int, alpha: float) -> float:
+    """Mean over standard deviation that a two-sided paired t-test of n differences finds with `POWER`."""
     from scipy import optimize, stats
 
     critical = stats.t.ppf(1 - alpha / 2, n - 1)
@@ -20,59 +24,54 @@ def _standardised(n: int, power: float, alpha: float) -> float:
     def missing(standardised: float) -> float:
         nc = standardised * np.sqrt(n)
         found = stats.norm.sf(critical * spread - nc) + stats.norm.cdf(-critical * spread - nc)
-        return float(found.mean() - power)
+        return float(found.mean() - POWER)
 
     return float(optimize.brentq(missing, 0.0, 1e5))
 
 
-def resolvable_difference(sd: float, n: int, power: float = 0.8, alpha: float = ALPHA) -> float:
-    """Smallest true mean difference that a two-sided paired t-test of n seeds finds with this power.
+def resolvable_difference(sd: float, n: int, alpha: float = ALPHA) -> float:
+    """Smallest true mean difference that a two-sided paired t-test of n seeds finds with 80 % power.
 
     `sd` is the standard deviation of the paired differences (for unpaired arms of equal seed sd s, √2 s).
-    Solves  P(|T'| > t_{1-α/2, n-1}) = power  for T' noncentral t with noncentrality δ√n/sd. NaN if n < 2.
+    Solves  P(|T'| > t_{1-α/2, n-1}) = 0.8  for T' noncentral t with noncentrality δ√n/sd. NaN if n < 2.
 
     >>> round(resolvable_difference(0.03, 8), 3)
     0.035
     """
     if n < 2 or not np.isfinite(sd):
         return float("nan")
-    return sd * _standardised(n, power, alpha) if sd else 0.0
+    return sd * _standardised(n, alpha) if sd else 0.0
 
 
-def fewest_pairs(family: int = 1, alpha: float = ALPHA) -> int:
+def fewest_pairs(family: int = 1) -> int:
     """Fewest pairs with which the exact sign-flip test can pass Holm over `family` comparisons: its least p is
-    2^(1-n), so n with family · 2^(1-n) <= alpha, and never below six.
+    2^(1-n), so n with family · 2^(1-n) <= ALPHA, and never below six.
 
     >>> [fewest_pairs(m) for m in (1, 3, 6, 7, 12)]
     [6, 7, 8, 9, 9]
     """
     n = FEWEST
-    while family * 2.0 ** (1 - n) > alpha:
+    while family * 2.0 ** (1 - n) > ALPHA:
         n += 1
     return n
 
 
-def pairs_needed(
-    sd: float, difference: float, family: int = 1, power: float = 0.8, alpha: float = ALPHA, most: int = 1000
-) -> int | None:
-    """Fewest pairs that find a true difference with this power as the first of `family` by Holm (paired t at alpha /
-    family, and not fewer than `fewest_pairs`); None above `most`.
+def pairs_needed(sd: float, difference: float, family: int = 1) -> int | None:
+    """Fewest pairs that find a true difference with 80 % power as the first of `family` by Holm (paired t at ALPHA /
+    family, and not fewer than `fewest_pairs`); None above `MOST`.
 
     >>> pairs_needed(0.03, 0.05), pairs_needed(0.08, 0.05), pairs_needed(0.03, 0.05, family=6)
     (6, 23, 8)
     """
     if not (np.isfinite(sd) and difference > 0):
         return None
-    low, high = fewest_pairs(family, alpha), most
-    if resolvable_difference(sd, high, power, alpha / family) > difference:
+    low, high = fewest_pairs(family), MOST
+    if resolvable_difference(sd, high, ALPHA / family) > difference:
         return None
     while low < high:
         middle = (low + high) // 2
-        if resolvable_difference(sd, middle, power, alpha / family) <= difference:
+        if resolvable_difference(sd, middle, ALPHA / family) <= difference:
             high = middle
         else:
             low = middle + 1
     return low
-
-
-__all__ = ["fewest_pairs", "pairs_needed", "resolvable_difference"]

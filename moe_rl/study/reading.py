@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from moe_rl.study.arms import condition_label, full_label, replay_identity
 from moe_rl.study.comparing import Pair, comparisons, declared, enough_pairs, interest
 from moe_rl.study.curves import COLLAPSE_RULE
 from moe_rl.study.data import StudyData
@@ -16,7 +17,6 @@ from moe_rl.study.reading_routing import routing_statements
 from moe_rl.study.roundings import SURVIVAL_RULES, Survival, component_table, conclusion_table
 from moe_rl.study.rules import rules
 from moe_rl.study.statistics import FEWEST, Verdict
-from moe_rl.study.summary import condition_label, full_label, replay_identity
 from moe_rl.study.words import Statement, count, listed, minus, probability, span
 
 RULES = tuple(rules())
@@ -223,6 +223,3 @@ def _roundings(data: StudyData) -> list[Statement]:
                 )
             )
     return found
-
-
-__all__ = ["RULES", "Statement", "compare", "power_sentence", "read", "rules_of"]

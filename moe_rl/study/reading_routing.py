@@ -3,17 +3,15 @@
 import numpy as np
 import pandas as pd
 
+from moe_rl.study.arms import condition_label, full_label, same_but_for_method
 from moe_rl.study.data import StudyData
 from moe_rl.study.summary import (
     POSITIONS,
-    condition_label,
     factor_table,
-    full_label,
     in_run_variance,
     last_updates,
     noise_floor,
     routing_noise_ratios,
-    same_but_for_method,
 )
 from moe_rl.study.words import Statement, count, listed, span, two
 

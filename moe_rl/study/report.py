@@ -8,21 +8,22 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 
-from moe_rl.files import still_written
+from moe_rl.files import still_written, write_atomic
 from moe_rl.pages import render_page
 from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
+from moe_rl.study.arms import arm_settings, condition_label, flatten, full_label
 from moe_rl.study.comparing import comparisons
-from moe_rl.study.data import Run, StudyData, load
+from moe_rl.study.data import Run, StudyData, declared_arms, load
 from moe_rl.study.figures import StudyFigure, each_figure, nothing_yet, save_figure
-from moe_rl.study.figures.saving import write_atomic
 from moe_rl.study.figures.screen import inline_svg
+from moe_rl.study.outcomes import final_rewards
 from moe_rl.study.reading import name_of, read, rules_of
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import interval_note
-from moe_rl.study.summary import POSITIONS, arm_settings, condition_label, final_rewards, flatten, full_label
+from moe_rl.study.summary import POSITIONS
 from moe_rl.study.token_view import token_view_html
-from moe_rl.study.words import probability
+from moe_rl.study.words import by_topic, probability
 
 FIRST = "final_reward"
 """The figure that stands beside the verdict."""
@@ -39,15 +40,15 @@ LIMITS = (
 )
 
 
-def write_report(path: str | Path, figures: Sequence[StudyFigure] | None = None) -> Path:
+def write_report(path: str | Path) -> Path:
     """Write `report.html` into the study (or run) folder `path` and return where it is.
 
-    The page needs no network; only its token view needs its (inline) script. Figures are drawn from the runs unless
-    they are given.
+    The page needs no network; only its token view needs its (inline) script.
     """
     data = load(path)
-    target = Path(path) / "report.html"
-    return write_atomic(target, render_report(data, figures).encode())
+    skipped: list[str] = []
+    figures = list(each_figure(data, skipped))
+    return write_atomic(Path(path) / "report.html", render_report(data, figures, skipped))
 
 
 def draw_study(path: str | Path) -> Path:
@@ -59,15 +60,11 @@ def draw_study(path: str | Path) -> Path:
         raise nothing_yet(path, data, skipped)
     for figure in figures:
         save_figure(figure, Path(path) / "figures")
-    return write_atomic(Path(path) / "report.html", render_report(data, figures, skipped).encode())
+    return write_atomic(Path(path) / "report.html", render_report(data, figures, skipped))
 
 
-def render_report(
-    data: StudyData, figures: Sequence[StudyFigure] | None = None, skipped: Sequence[str] | None = None
-) -> str:
-    """The page as text; the same runs give the same page."""
-    missing = list(skipped or [])
-    drawn = list(each_figure(data, missing)) if figures is None else list(figures)
+def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequence[str] = ()) -> str:
+    """The page as text; the same runs give the same page. `skipped`: why figures are not there."""
     filters = {
         "minus": lambda text: text.replace("-", "−"),
         "probability": lambda p: probability(p) if np.isfinite(p) else "–",
@@ -80,7 +77,7 @@ def render_report(
         data=data,
         question=str(data.config.get("question") or ""),
         notes=str(data.config.get("notes") or ""),
-        statements=_by_topic(data),
+        statements=by_topic((s.topic, s.text) for s in read(data)),
         answer=answer(data),
         rules=rules_of(data),
         intervals=interval_note(int(data.arms["seeds"].map(len).mode().iloc[0])),
@@ -91,8 +88,8 @@ def render_report(
         alarms=alarm_rows(data),
         collapsed=collapses(data),
         pairs=_pairs(data),
-        **_arranged(drawn),
-        missing=missing,
+        **_arranged(figures),
+        missing=list(skipped),
         token_view=token_view_html(data),
         arms=_arms(data),
         differ=[
@@ -114,13 +111,6 @@ def _arranged(drawn: Sequence[StudyFigure]) -> dict[str, Any]:
     most = MAIN_FIGURES - (1 if first else 0)
     notes = dict.fromkeys(note for figure in drawn for note in figure.notes)
     return {"first": first, "main_figures": rest[:most], "appendix": rest[most:], "shared_notes": list(notes)}
-
-
-def _by_topic(data: StudyData) -> list[tuple[str, list[str]]]:
-    topics: dict[str, list[str]] = {}
-    for statement in read(data):
-        topics.setdefault(statement.topic, []).append(statement.text)
-    return list(topics.items())
 
 
 def _finals(data: StudyData) -> list[dict[str, Any]]:
@@ -154,19 +144,14 @@ def _pairs(data: StudyData) -> list[dict[str, Any]]:
 
 
 def _arms(data: StudyData) -> list[dict[str, Any]]:
-    declared = data.config.get("arms")
-    notes = (
-        {arm: about.get("note", "") for arm, about in declared.items() if isinstance(about, dict)}
-        if isinstance(declared, dict)
-        else {}
-    )
+    declared = declared_arms(data.config)
     return [
         {
             "arm": arm,
             "label": full_label(data, str(arm)),
             "seeds": ", ".join(map(str, row["seeds"])),
             "finished": f"{row['finished']} of {len(row['seeds'])}",
-            "note": notes.get(arm, ""),
+            "note": declared.get(str(arm), {}).get("note", ""),
         }
         for arm, row in data.arms.iterrows()
     ]

@@ -151,7 +151,3 @@ def survival(native: Pair, others: list[Pair]) -> Survival:
 
 def _same(pair: Pair, study: StudyData) -> Pair | None:
     return next((other for other in comparisons(study) if (other.arm, other.other) == (pair.arm, pair.other)), None)
-
-
-__all__ = ["NATIVE", "SURVIVAL_RULES", "Components", "Survival", "component_table", "components", "conclusion_table",
-           "survival"]  # fmt: skip

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.metadata
-import json
 import os
 import platform
 import random
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from moe_rl.done import NAME, remedy, what_is_lost, write_done
-from moe_rl.files import sole_writer, sweep, write_atomic
+from moe_rl.files import sole_writer, sweep, write_atomic, write_json
 from moe_rl.policy.models import check_machine, seeded
 from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
@@ -82,7 +81,7 @@ def run_one(
             return False
         if not (folder / "config.yaml").exists():
             write_atomic(folder / "config.yaml", dump_run(config))
-        write_atomic(folder / "env.json", json.dumps(facts, indent=1) + "\n")
+        write_json(folder / "env.json", facts)
         return True
 
     def listen(row: dict[str, Any]) -> None:
@@ -91,7 +90,7 @@ def run_one(
                 listener(row)
         elif ranks.main:
             start = {key: row[key] for key in ("weights_sha256", "cold_start")}
-            write_atomic(folder / "env.json", json.dumps({**facts, **start}, indent=1) + "\n")
+            write_json(folder / "env.json", {**facts, **start})
 
     with ExitStack() as lock:
         if not ranks.first(begin):

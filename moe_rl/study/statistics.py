@@ -13,20 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.study.curves import (
-    BELOW_START_RULE,
-    COLLAPSE_RULE,
-    FAILED_RULE,
-    FINAL_STEPS,
-    GAIN,
-    Collapse,
-    Numbers,
-    area_under_curve,
-    detect_collapse,
-    final_value,
-    time_to_threshold,
-    trailing_mean,
-)
+from moe_rl.study.curves import Numbers
 
 FEWEST = 6
 """Fewest seeds with an interval, and fewest pairs with a verdict: with five the exact test cannot reach 5 %."""
@@ -48,7 +35,6 @@ class Interval:
     low: float
     high: float
     n: int
-    confidence: float
     method: str
 
     @property
@@ -67,7 +53,7 @@ def _finite(values: Numbers) -> np.ndarray:
     return array[np.isfinite(array)]
 
 
-def seed_interval(values: Numbers, confidence: float = 0.95) -> Interval:
+def seed_interval(values: Numbers) -> Interval:
     """The interval that tables and figures show: Student's from six seeds on, below that the range of the seeds.
 
     The range is no confidence interval: that of n = 3 holds the centre of a symmetric distribution in 75 % of studies.
@@ -79,38 +65,36 @@ def seed_interval(values: Numbers, confidence: float = 0.95) -> Interval:
     """
     array = _finite(values)
     if array.size >= FEWEST:
-        return student_interval(array, confidence)
+        return student_interval(array)
     if array.size < 2:
-        return Interval(float(array[0]) if array.size else np.nan, np.nan, np.nan, array.size, confidence, "none")
-    return Interval(float(array.mean()), float(array.min()), float(array.max()), array.size, confidence, "range")
+        return Interval(float(array[0]) if array.size else np.nan, np.nan, np.nan, array.size, "none")
+    return Interval(float(array.mean()), float(array.min()), float(array.max()), array.size, "range")
 
 
-def student_interval(values: Numbers, confidence: float = 0.95) -> Interval:
-    """Mean ± t_{n-1} s / √n: exact if seeds scatter normally; values that are not finite are left out.
+def student_interval(values: Numbers) -> Interval:
+    """Mean ± t_{.975, n-1} s / √n, at 95 %: exact if seeds scatter normally; values that are not finite are left out.
 
     >>> str(student_interval([1.0, 2.0, 3.0]))       # 2 ± 4.303 * 1 / √3
     '2.000 [-0.484, 4.484]'
     """
-    if not 0.0 < confidence < 1.0:
-        raise ValueError(f"confidence must lie strictly between 0 and 1, got {confidence!r}")
     array = _finite(values)
     n = array.size
     if n < 2:
         estimate = float(array.mean()) if n else np.nan
-        return Interval(estimate, np.nan, np.nan, n, confidence, "none")
-    mean, half = float(array.mean()), float(student_factor(n, confidence) * array.std(ddof=1))
-    return Interval(mean, mean - half, mean + half, n, confidence, "Student t")
+        return Interval(estimate, np.nan, np.nan, n, "none")
+    mean, half = float(array.mean()), float(student_factor(n) * array.std(ddof=1))
+    return Interval(mean, mean - half, mean + half, n, "Student t")
 
 
 @lru_cache
-def student_factor(n: int, confidence: float = 0.95) -> float:
-    """t_{(1+confidence)/2, n-1} / √n: half-width of Student's interval in standard deviations."""
+def student_factor(n: int) -> float:
+    """t_{.975, n-1} / √n: half-width of Student's interval in standard deviations."""
     from scipy import stats  # a second of import: only where it is needed
 
-    return float(stats.t.ppf((1 + confidence) / 2, n - 1) / np.sqrt(n))
+    return float(stats.t.ppf(0.975, n - 1) / np.sqrt(n))
 
 
-def seed_band(values: np.ndarray, confidence: float = 0.95) -> tuple[np.ndarray, np.ndarray]:
+def seed_band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`seed_interval` at every column: values [n, X] -> (low [X], high [X]).
 
     NaN (a seed that has not come that far) is left out pointwise; NaN where fewer than two seeds remain, and where a
@@ -126,7 +110,7 @@ def seed_band(values: np.ndarray, confidence: float = 0.95) -> tuple[np.ndarray,
     for count in np.unique(n[n >= FEWEST]):
         here = np.flatnonzero(n == count)
         mean = np.nanmean(values[:, here], axis=0)
-        half = student_factor(int(count), confidence) * np.nanstd(values[:, here], axis=0, ddof=1)
+        half = student_factor(int(count)) * np.nanstd(values[:, here], axis=0, ddof=1)
         low[here], high[here] = mean - half, mean + half
     return low, high
 
@@ -144,18 +128,17 @@ def interval_note(n: int) -> str:
     return f"intervals: 95 % Student over {n} seeds"
 
 
-def interquartile_mean(values: Numbers, axis: int = -1) -> Any:
+def interquartile_mean(values: Numbers) -> float:
     """Mean without the lowest and the highest ⌊n/4⌋ values (IQM as in rliable, 2108.13264 §4.3).
 
     Below four values nothing is cut, and the result is the plain mean.
 
-    >>> float(interquartile_mean([0.0, 1.0, 2.0, 99.0]))
+    >>> interquartile_mean([0.0, 1.0, 2.0, 99.0])
     1.5
     """
-    array = np.sort(np.asarray(values, dtype=float), axis=axis)
-    n = array.shape[axis]
-    cut = n // 4
-    return np.take(array, np.arange(cut, n - cut), axis=axis).mean(axis=axis)
+    array = np.sort(np.asarray(values, dtype=float))
+    cut = len(array) // 4
+    return float(array[cut : len(array) - cut].mean())
 
 
 @lru_cache
@@ -283,7 +266,7 @@ class Comparison:
         return float(np.std(self.differences, ddof=1)) if self.n > 1 else float("nan")
 
 
-def judge(family: Sequence[Comparison], alpha: float = ALPHA) -> list[Comparison]:
+def judge(family: Sequence[Comparison]) -> list[Comparison]:
     """The comparisons of one family with adjusted p and verdicts, by `VERDICT_RULES`. Those of fewer than six pairs
     are not tested and do not count into the family."""
     judged = [replace(one, verdict=Verdict.TOO_FEW) for one in family]
@@ -297,7 +280,7 @@ def judge(family: Sequence[Comparison], alpha: float = ALPHA) -> list[Comparison
     equivalent = holm([family[i].p_equivalent for i in tested])
     interest = np.array([family[i].interest for i in tested])
     mean, low, high = ends.T
-    codes = verdict_codes(mean, low, high, adjusted, equivalent, interest, alpha)
+    codes = verdict_codes(mean, low, high, adjusted, equivalent, interest)
     for i, p, equal, code in zip(tested, adjusted.tolist(), equivalent.tolist(), codes, strict=True):
         judged[i] = replace(
             family[i], adjusted=p, adjusted_equivalent=equal, family=len(tested), verdict=_CODES[int(code)]
@@ -315,19 +298,16 @@ def verdict_codes(
     adjusted: np.ndarray,
     equivalent: np.ndarray,
     interest: float | np.ndarray,
-    alpha: float = ALPHA,
 ) -> np.ndarray:
     """The rule of `judge` for arrays of comparisons: 0 not resolved, 1 higher, 2 lower, 3 small, 4 equivalent."""
-    different = (adjusted <= alpha) & ((low > 0) | (high < 0))
+    different = (adjusted <= ALPHA) & ((low > 0) | (high < 0))
     side = np.where(mean > 0, 1, 2)
     return np.select(
-        [equivalent <= alpha, different & (np.abs(mean) >= interest), different], [np.full_like(side, 4), side, 3], 0
+        [equivalent <= ALPHA, different & (np.abs(mean) >= interest), different], [np.full_like(side, 4), side, 3], 0
     )
 
 
-def compare_paired(
-    a: Mapping[int, float], b: Mapping[int, float], interest: float = INTEREST, confidence: float = 0.95
-) -> Comparison:
+def compare_paired(a: Mapping[int, float], b: Mapping[int, float], interest: float = INTEREST) -> Comparison:
     """Compare two arms seed by seed, as a family of one (`judge` takes more); `a` and `b` map a seed to its value,
     seeds of only one arm are left out.
 
@@ -340,38 +320,7 @@ def compare_paired(
     seeds = tuple(sorted(s for s in a.keys() & b.keys() if np.isfinite(a[s]) and np.isfinite(b[s])))
     d = np.array([a[s] - b[s] for s in seeds])
     p, equal = float(sign_flip_test(d)), float(equivalence_test(d, interest))
-    interval = seed_interval(d, confidence)
-    found = Comparison(seeds, tuple(map(float, d)), interval, p, equal, np.nan, np.nan, 1, interest, Verdict.TOO_FEW)
+    found = Comparison(
+        seeds, tuple(map(float, d)), seed_interval(d), p, equal, np.nan, np.nan, 1, interest, Verdict.TOO_FEW
+    )
     return judge([found])[0]
-
-
-__all__ = [
-    "ALPHA",
-    "BELOW_START_RULE",
-    "COLLAPSE_RULE",
-    "FAILED_RULE",
-    "FEWEST",
-    "FINAL_STEPS",
-    "GAIN",
-    "INTEREST",
-    "VERDICT_RULES",
-    "Collapse",
-    "Comparison",
-    "Interval",
-    "Verdict",
-    "area_under_curve",
-    "compare_paired",
-    "detect_collapse",
-    "equivalence_test",
-    "final_value",
-    "holm",
-    "interquartile_mean",
-    "interval_note",
-    "judge",
-    "seed_band",
-    "seed_interval",
-    "sign_flip_test",
-    "student_interval",
-    "time_to_threshold",
-    "trailing_mean",
-]

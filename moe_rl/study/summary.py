@@ -9,23 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from moe_rl.study.arms import (
-    METHOD_FIELDS,
-    arm_settings,
-    condition_label,
-    dose_label,
-    doses,
-    flatten,
-    full_label,
-    outside_method,
-    per_study,
-    replay_identity,
-    replay_stands_for_noise,
-    same_but_for_method,
-)
-from moe_rl.study.comparing import Pair, compare_arms, comparison_table, comparisons
+from moe_rl.study.arms import per_study
+from moe_rl.study.comparing import Pair, comparison_table, comparisons  # noqa: F401  (to be had from here)
 from moe_rl.study.data import StudyData
-from moe_rl.study.outcomes import final_rewards, run_outcomes
+from moe_rl.study.outcomes import final_rewards, run_outcomes  # noqa: F401
 from moe_rl.study.statistics import compare_paired, judge, seed_interval
 
 POSITIONS = "at the response tokens' own positions, not at those that predict them"
@@ -101,6 +88,12 @@ def noise_floor(data: StudyData) -> pd.DataFrame:
     return pd.concat(parts)
 
 
+_FACTORS = {
+    "replay": ("var_token_natural", "var_token_replayed"),
+    "averaging": ("var_token_natural", "var_sequence_natural"),
+}
+
+
 def probe_factors(data: StudyData) -> pd.DataFrame:
     """Per arm, seed and update index, medians over steps of two paired ratios of variances (same tokens).
 
@@ -108,15 +101,9 @@ def probe_factors(data: StudyData) -> pd.DataFrame:
     Medians, because single probes are heavy-tailed.
     """
     rows = data.probes[["arm", "seed", "update"]].copy()
-    rows["replay"] = _ratio(data.probes["var_token_natural"], data.probes["var_token_replayed"])
-    rows["averaging"] = _ratio(data.probes["var_token_natural"], data.probes["var_sequence_natural"])
+    for name, (a, b) in _FACTORS.items():
+        rows[name] = (data.probes[a] / data.probes[b].where(data.probes[b] > 0)).astype(float)
     return rows.groupby(["arm", "seed", "update"], as_index=False, observed=True).median()
-
-
-_FACTORS = {
-    "replay": ("var_token_natural", "var_token_replayed"),
-    "averaging": ("var_token_natural", "var_sequence_natural"),
-}
 
 
 @per_study
@@ -132,7 +119,7 @@ def factor_table(data: StudyData) -> pd.DataFrame:
     columns = ["arm", "update", "probes", *(f"{f}_{kind}" for f in _FACTORS for kind in ("median", "of_means"))]
     if data.probes.empty or not needed <= set(data.probes):
         return pd.DataFrame(columns=columns)
-    rows = _natural(data, data.probes)
+    rows = data.probes[data.probes["arm"].isin(data.arms.index[data.arms["noise"] == 0])]
     rows = rows[(rows[sorted(needed)] > 0).all(axis=1)]
     ratios = rows.assign(**{name: rows[a] / rows[b] for name, (a, b) in _FACTORS.items()})
     grouped = ratios.groupby(["arm", "update"], sort=False, observed=True)
@@ -167,42 +154,3 @@ def change_rates(data: StudyData) -> pd.DataFrame:
             row |= {f"{name}_high": own.high}
         rows.append(row | {name: int(total[name]) for name in counts})
     return pd.DataFrame(rows)[[*columns, *counts]]
-
-
-def _natural(data: StudyData, rows: pd.DataFrame) -> pd.DataFrame:
-    return rows[rows["arm"].isin(data.arms.index[data.arms["noise"] == 0])]
-
-
-def _ratio(a: pd.Series, b: pd.Series) -> pd.Series:
-    return (a / b.where(b > 0)).astype(float)
-
-
-__all__ = [
-    "METHOD_FIELDS",
-    "OWN_ARITHMETIC",
-    "POSITIONS",
-    "Pair",
-    "arm_settings",
-    "change_rates",
-    "compare_arms",
-    "comparison_table",
-    "comparisons",
-    "condition_label",
-    "dose_label",
-    "doses",
-    "factor_table",
-    "final_rewards",
-    "flatten",
-    "full_label",
-    "in_run_variance",
-    "last_updates",
-    "noise_floor",
-    "outside_method",
-    "probe_factors",
-    "replay_identity",
-    "replay_stands_for_noise",
-    "routing_noise",
-    "routing_noise_ratios",
-    "run_outcomes",
-    "same_but_for_method",
-]

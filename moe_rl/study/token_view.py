@@ -16,11 +16,11 @@ import numpy as np
 import pandas as pd
 from markupsafe import Markup, escape
 
-from moe_rl.study.data import Run, StudyData, StudyDataError
+from moe_rl.study.arms import full_label
+from moe_rl.study.data import StudyData, StudyDataError
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.folders import read_parquet
-from moe_rl.study.summary import full_label
 from moe_rl.tables import facts_of
 
 MOST_TOKENS = 4096
@@ -200,24 +200,18 @@ def stored_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in found if match)
 
 
-def token_view_html(
-    data: StudyData, run: Run | None = None, step: int | None = None, limit: int = REPORT_BYTES
-) -> Markup:
-    """The token view of one run as an HTML fragment with data, style and script in it; empty if no tokens are stored.
+def token_view_html(data: StudyData, limit: int = REPORT_BYTES) -> Markup:
+    """The last stored step of the first run (arms in the study's order) that stored tokens, as an HTML fragment with
+    data, style and script in it; empty if there is none.
 
     Args:
-        data: the study.
-        run: which run; None takes the first arm's first seed that stored tokens.
-        step: which stored step; None takes the last.
         limit: bytes of data; as many responses as fit are taken, spread over the step's, at least one.
     """
-    for candidate in [run] if run else _in_order(data):
-        steps = stored_steps(candidate.folder)
-        if steps:
-            stored = TokenStep(candidate.folder, steps[-1] if step is None else step)
-            break
-    else:
+    runs = (run for arm in data.arms.index for run in data.runs_of(str(arm)))
+    chosen = next((run for run in runs if stored_steps(run.folder)), None)
+    if chosen is None:
         return Markup("")
+    stored = TokenStep(chosen.folder, stored_steps(chosen.folder)[-1])
     index = stored.index()
     responses: dict[str, Any] = {}
     size = len(json.dumps(index))
@@ -229,7 +223,7 @@ def token_view_html(
         responses |= parts
     kept = {int(name.split("/")[0]) for name in responses}
     index["responses"] = [response for response in index["responses"] if response["seq"] in kept]
-    name = f"{full_label(data, candidate.arm)}, seed {candidate.seed}"
+    name = f"{full_label(data, chosen.arm)}, seed {chosen.seed}"
     content = {"run": name, "index": index, "responses": responses, "scales": scales()}
     about = (
         f"{name}, step {stored.step}: {len(kept)} of the {len(stored.sequences)} responses that were stored. The old "
@@ -266,10 +260,6 @@ def spread(items: Sequence[int]) -> Iterator[int]:
                 seen.add(place)
                 yield items[place]
         parts *= 2
-
-
-def _in_order(data: StudyData) -> list[Run]:
-    return [run for arm in data.arms.index for run in data.runs_of(str(arm))]
 
 
 def _dump(content: Any) -> str:

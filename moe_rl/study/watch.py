@@ -33,22 +33,13 @@ from moe_rl.study.token_view import TokenStep, static, stored_steps
 ADDRESS = "127.0.0.1"
 PORT = 8765
 OWN_NAMES = {"127.0.0.1", "localhost"}
+KINDS = {".js": "text/javascript", ".css": "text/css"}
 ASSETS = {
     "/": ("watch.html", "text/html"),
     **{
-        f"/{name}": (name, "text/javascript" if name.endswith(".js") else "text/css")
-        for name in (
-            "watch.css",
-            "token_view.css",
-            "token_view.js",
-            "runs_table.js",
-            "alarms.js",
-            "chart_tools.js",
-            "charts.js",
-            "heat.js",
-            "experts.js",
-            "watch.js",
-        )
+        f"/{file.name}": (file.name, KINDS[file.suffix])
+        for file in Path(__file__).with_name("static").iterdir()
+        if file.suffix in KINDS
     },
 }
 HEADERS = {
@@ -127,15 +118,8 @@ class Api:
         self.studies = studies
         self.lock = threading.Lock()
         self.alarms: dict[Path, LiveAlarms] = {}
-        self.answers: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {
-            "study": self.study,
-            "catalogue": self.catalogue,
-            "experts": self.experts,
-            "run": self.run,
-            "sites": self.sites,
-            "tokens": self.tokens,
-            "response": self.response,
-        }
+        names = ("study", "catalogue", "experts", "run", "sites", "tokens", "response")
+        self.answers: dict[str, Callable[[dict[str, str]], dict[str, Any]]] = {n: getattr(self, n) for n in names}
 
     def study(self, query: dict[str, str]) -> dict[str, Any]:
         """Runs, arms, conditions, settings in which arms differ, alarms; with what the page draws them in."""

@@ -25,6 +25,14 @@ def minus(text: str) -> str:
     return re.sub(r"(?<![\w^])-(?=\d)", "−", text)
 
 
+def by_topic(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
+    """(topic, text) as each topic with its texts."""
+    topics: dict[str, list[str]] = {}
+    for topic, text in pairs:
+        topics.setdefault(topic, []).append(text)
+    return list(topics.items())
+
+
 def listed(items: Iterable[str]) -> str:
     return ", ".join(items)
 

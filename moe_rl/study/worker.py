@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from moe_rl.processes import end_with_parent
+from moe_rl.processes import command_line, end_with_parent
 
 NEEDED = (
     "moe_rl.cli",
@@ -29,14 +29,6 @@ NEEDED = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 """What a run of the tiny policy imports; anything else it imports itself."""
-
-SPAWNED = """
-import sys
-from moe_rl.processes import end_with_parent
-end_with_parent(int(sys.argv[1]))
-from moe_rl.cli import main
-main(sys.argv[2:])
-"""
 
 
 class Worker:
@@ -156,7 +148,7 @@ def _become_run(arguments: list[str], log: str) -> None:
 def _spawn(arguments: list[str], log: str) -> int:
     global _child
     with open(log, "ab") as file:
-        command = [sys.executable, "-c", SPAWNED, str(os.getpid()), *arguments]
+        command = command_line(arguments)
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
     _child = process.pid
     status = process.wait()

@@ -2,7 +2,8 @@
 
 import torch
 
-from moe_rl.policy.models import ColdStartConfig, ModelConfig, TinyConfig, char_tokenizer, cold_start
+from moe_rl.policy.models import ModelConfig
+from moe_rl.policy.tiny import ColdStartConfig, TinyConfig, char_tokenizer, cold_start
 from moe_rl.rollout import TaskConfig, make_task
 
 TASK = make_task(TaskConfig("copy", {"length": 2, "symbols": "abcd"}))

@@ -6,8 +6,15 @@ import pytest
 import torch
 from policy_helpers import CONFIG, SMALL, START, TASK, TOKENIZER, equal, learning
 
-from moe_rl.policy.models import ColdStartConfig, ModelError, build_tiny, cold_start, load_policy
-from moe_rl.policy.tiny import demonstration_batch, router_parameters
+from moe_rl.policy.models import load_policy
+from moe_rl.policy.tiny import (
+    ColdStartConfig,
+    ModelError,
+    build_tiny,
+    cold_start,
+    demonstration_batch,
+    router_parameters,
+)
 from moe_rl.rollout import Problem, VerifiableTask
 
 

@@ -10,7 +10,8 @@ import torch
 from policy_helpers import CONFIG, SMALL, START, TASK, TOKENIZER, equal, learning, truncate
 from transformers import PreTrainedModel
 
-from moe_rl.policy.models import ModelConfig, ModelError, build_tiny, cold_start, load_policy, seeded, weights_sha256
+from moe_rl.policy.models import ModelConfig, load_policy, seeded, weights_sha256
+from moe_rl.policy.tiny import ModelError, build_tiny, cold_start
 from moe_rl.rollout import Problem, TaskConfig, make_task, sample
 
 

@@ -9,7 +9,8 @@ import torch
 from policy_helpers import CONFIG, SMALL, TASK, TOKENIZER, equal, truncate
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
-from moe_rl.policy.models import ModelConfig, ModelError, build_tiny, load_policy
+from moe_rl.policy.models import ModelConfig, load_policy
+from moe_rl.policy.tiny import ModelError, build_tiny
 
 
 @pytest.fixture(scope="module")

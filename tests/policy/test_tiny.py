@@ -6,8 +6,7 @@ import pytest
 import torch
 from policy_helpers import SMALL, TASK, TOKENIZER, equal
 
-from moe_rl.policy.models import ModelError, build_tiny, char_tokenizer
-from moe_rl.policy.tiny import router_parameters
+from moe_rl.policy.tiny import ModelError, build_tiny, char_tokenizer, router_parameters
 
 
 def test_char_tokenizer_is_one_token_per_character():

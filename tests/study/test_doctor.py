@@ -9,7 +9,8 @@ import torch
 
 from moe_rl.cli import main
 from moe_rl.policy.lora import LoraConfig
-from moe_rl.policy.models import ModelConfig, ModelError
+from moe_rl.policy.models import ModelConfig
+from moe_rl.policy.tiny import ModelError
 from moe_rl.rollout.engines import EngineConfig
 from moe_rl.study.config import load_study, parse_study
 from moe_rl.study.doctor import Machine, Requirement, examine, inspect_machine, installed, planned, report
@@ -93,7 +94,7 @@ def test_adapters_train_little_and_are_their_own_reference():
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "mixtral"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_activations_are_estimated_within_a_factor_of_two(family, checkpointed):
-    from moe_rl.policy.models import TinyConfig, build_tiny, char_tokenizer
+    from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 
     tiny = TinyConfig(family=family, hidden_size=64, num_layers=6, num_experts=8, moe_intermediate_size=48)
     model = build_tiny(tiny, char_tokenizer("ab")).train()

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib.collections import PathCollection
 
+from moe_rl.study.comparing import comparisons
 from moe_rl.study.figures import (
     clipped_tokens,
     expert_change,
@@ -20,7 +21,6 @@ from moe_rl.study.figures import (
 from moe_rl.study.figures.gallery.variance_by_flips import predictor_flips
 from moe_rl.study.figures.layout import shown
 from moe_rl.study.figures.routing import binomial_of, short_sites
-from moe_rl.study.summary import comparisons
 
 
 def test_reward_table_is_mean_and_range_of_the_seeds(data):

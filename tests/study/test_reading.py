@@ -8,9 +8,12 @@ import pandas as pd
 import pytest
 
 from moe_rl.study.answer import answer
+from moe_rl.study.arms import condition_label
+from moe_rl.study.comparing import comparisons
 from moe_rl.study.data import Run, StudyData
+from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.reading import read, rules_of
-from moe_rl.study.summary import comparisons, condition_label, factor_table, final_rewards, run_outcomes
+from moe_rl.study.summary import factor_table
 
 EIGHT = (0.80, 0.81, 0.83, 0.79, 0.82, 0.80, 0.84, 0.81)
 LOW = (0.40, 0.42, 0.42, 0.41, 0.40, 0.43, 0.41, 0.39)

@@ -8,9 +8,10 @@ import pytest
 from synthetic import write_study
 
 from moe_rl.study import load
+from moe_rl.study.outcomes import final_rewards
 from moe_rl.study.result_tables import result_tables
 from moe_rl.study.results import ResultsError, fill, main, markdown, write_results
-from moe_rl.study.summary import change_rates, final_rewards
+from moe_rl.study.summary import change_rates
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("experiments/**/*.md"))]

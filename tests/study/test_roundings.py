@@ -9,6 +9,8 @@ import pytest
 from synthetic import write_study
 
 from moe_rl.study import load
+from moe_rl.study.comparing import comparisons
+from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.reading import read
 from moe_rl.study.report import render_report
 from moe_rl.study.results import write_results
@@ -21,7 +23,6 @@ from moe_rl.study.roundings import (
     survival,
 )
 from moe_rl.study.statistics import Verdict
-from moe_rl.study.summary import comparisons, run_outcomes
 
 
 def test_components_by_hand():

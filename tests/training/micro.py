@@ -3,7 +3,8 @@
 import json
 
 from moe_rl.measure import token_logps
-from moe_rl.policy.models import ModelConfig, TinyConfig
+from moe_rl.policy.models import ModelConfig
+from moe_rl.policy.tiny import TinyConfig
 from moe_rl.rollout import TaskConfig
 from moe_rl.training import EvalConfig, OptimConfig, ProbeConfig, RolloutConfig, RunConfig
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from micro import MICRO
 
-from moe_rl.policy.models import ModelConfig, ModelError, load_model
+from moe_rl.policy.models import ModelConfig, load_model
+from moe_rl.policy.tiny import ModelError
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.routing import RoutedExperts
 from moe_rl.tables import write_table

@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from moe_rl.policy.lora import LoraConfig
-from moe_rl.policy.models import ModelConfig, ModelError
+from moe_rl.policy.models import ModelConfig
+from moe_rl.policy.tiny import ModelError
 from moe_rl.rollout import TaskConfig
 from moe_rl.training import (
     EvalConfig,

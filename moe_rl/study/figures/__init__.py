@@ -15,7 +15,8 @@ from moe_rl.names import nearest
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures import gallery
 from moe_rl.study.figures.register import REGISTRY, Registered
-from moe_rl.study.figures.style import LOOKS, NothingToDraw, StudyFigure, look_of, save_figure
+from moe_rl.study.figures.saving import StudyFigure, save_figure
+from moe_rl.study.figures.style import LOOKS, NothingToDraw, look_of
 
 for _module in iter_modules(gallery.__path__):
     import_module(f"{gallery.__name__}.{_module.name}")

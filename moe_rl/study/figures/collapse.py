@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
+from moe_rl.study.curves import COLLAPSE_RULE
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.style import look_of
-from moe_rl.study.statistics import COLLAPSE_RULE
-from moe_rl.study.summary import final_rewards
+from moe_rl.study.figures.style import arm_colour
+from moe_rl.study.outcomes import final_rewards
 
 
 def mark_collapses(ax: Axes, data: StudyData, arms: Sequence[str]) -> None:
@@ -16,22 +16,11 @@ def mark_collapses(ax: Axes, data: StudyData, arms: Sequence[str]) -> None:
     for arm in arms:
         steps = table["collapse_steps"][arm]
         if steps:
-            colour = look_of(str(data.arms["method"][arm])).colour
-            ax.plot(
-                steps,
-                [0.02] * len(steps),
-                "x",
-                color=colour,
-                transform=ax.get_xaxis_transform(),
-                mew=1.4,
-                clip_on=False,
-            )
+            colour, across = arm_colour(data, arm), ax.get_xaxis_transform()
+            ax.plot(steps, [0.02] * len(steps), "x", color=colour, transform=across, mew=1.4, clip_on=False)
 
 
 def collapse_note(data: StudyData) -> str:
     """What the crosses are, where there are some."""
     fell = bool(final_rewards(data)["collapsed"].any())
     return f" ×: step at which a run collapsed ({COLLAPSE_RULE})." if fell else ""
-
-
-__all__ = ["collapse_note", "mark_collapses"]

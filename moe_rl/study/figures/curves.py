@@ -121,14 +121,13 @@ def curves(
     geometric: bool = False,
     thin: bool = True,
     ylim: Limits = (None, None),
-    height: float = 1.9,
 ) -> Curves:
     """A line per arm: panels by condition, or one small panel per arm where a condition has many of them.
 
     `scale` multiplies what is drawn (100 for per cent), not the table. `geometric`: mean and interval of the
     logarithms, which a log axis of positive quantities needs (an interval of their mean may reach below 0).
     """
-    how = _How(ylabel, xlabel, scale, log, geometric, thin, ylim, height)
+    how = _How(ylabel, xlabel, scale, log, geometric, thin, ylim)
     figure, panels = (_small_panels if many(data) else _panels)(data, tables, how)
     return Curves(figure, panels, curve_frame(data, tables, quantity, geometric))
 
@@ -158,11 +157,10 @@ class _How:
     geometric: bool
     thin: bool
     ylim: Limits
-    height: float
 
 
 def _panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How) -> tuple[Figure, Panels]:
-    figure, axes, each = condition_panels(data, how.height)
+    figure, axes, each = condition_panels(data, 1.9)
     panels = []
     for i, (ax, one) in enumerate(zip(axes[0], each, strict=True)):
         for arm, (look, label) in arm_looks(data, one.arms).items():
@@ -213,6 +211,3 @@ def _small_panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How
     grey_background(figure, axes, means)
     label_grid(figure, axes, how.xlabel, how.ylabel, "grey: all other arms")
     return figure, [(ax, (arm,)) for ax, arm in zip(axes, arms, strict=True)]
-
-
-__all__ = ["Curves", "curve_frame", "curves", "draw_seeds", "over_seeds", "pooled_tables", "seed_tables", "summarise"]

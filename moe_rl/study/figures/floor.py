@@ -81,6 +81,3 @@ def draw_columns(ax: Axes, table: pd.DataFrame, **image: Any) -> np.ndarray:
     for spine in ax.spines.values():
         spine.set(visible=True, linestyle=(0, (4, 2)), color=GREY, linewidth=0.8)
     return values
-
-
-__all__ = ["FLOOR_LINES", "draw_across", "draw_along", "draw_columns", "draw_levels", "floor_note", "gap_note"]

@@ -12,10 +12,10 @@ from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 
+from moe_rl.study.arms import condition_label, dose_label, full_label, replay_stands_for_noise
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.notes import repeats
 from moe_rl.study.figures.style import PAGE, PALE, Condition, conditions, log_y
-from moe_rl.study.summary import condition_label, dose_label, full_label, replay_stands_for_noise
 
 Limits = tuple[float | int | None, float | int | None]
 MANY = 6
@@ -102,11 +102,10 @@ def condition_panels(data: StudyData, height: float, rows: int = 1) -> tuple[Fig
     return figure, grid, each
 
 
-def arm_grid(
-    data: StudyData, arms: Sequence[str], height: float = 0.72, columns: int | None = None, foot: float = 0.62
-) -> tuple[Figure, list[Axes]]:
+def arm_grid(data: StudyData, arms: Sequence[str]) -> tuple[Figure, list[Axes]]:
     """One small panel per arm, titled with its label; numbers on the outer axes only."""
-    columns = columns or min(5 if len(arms) > 8 else 4, max(2, len(arms)))
+    height, foot = 0.72, 0.62
+    columns = min(5 if len(arms) > 8 else 4, max(2, len(arms)))
     lines = -(-len(arms) // columns)
     titles = [short_label(data, arm) for arm in arms]
     left, right, gap, head = 0.52, 0.06, 0.1, 0.1 + 0.09 * max(title.count("\n") + 1 for title in titles)
@@ -127,7 +126,7 @@ def arm_grid(
     return figure, axes
 
 
-def same_axes(axes: Sequence[Axes], ylim: Limits = (None, None), log: bool = False) -> None:
+def same_axes(axes: Sequence[Axes], ylim: Limits, log: bool) -> None:
     """One range and one set of ticks for all panels of `arm_grid`; call it when all is drawn."""
     x, y = np.array([ax.get_xlim() for ax in axes]), np.array([ax.get_ylim() for ax in axes])
     if log:
@@ -177,20 +176,3 @@ def grey_background(figure: Figure, axes: Sequence[Axes], lines: dict[str, pd.Se
         shown.set_data(picture)
         shown.set_transform(panel.transAxes)
         panel.add_artist(shown)  # imshow would take the limits of the picture
-
-
-__all__ = [
-    "MANY",
-    "Shown",
-    "arm_grid",
-    "condition_panels",
-    "crowded",
-    "drawn_arms",
-    "fixed_figure",
-    "grey_background",
-    "label_grid",
-    "many",
-    "same_axes",
-    "short_label",
-    "shown",
-]

@@ -1,9 +1,9 @@
 """Sentences that several captions share. The report prints them once; a figure's own caption ends with them."""
 
+from moe_rl.study.arms import full_label, replay_identity
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.style import THIN_LINES
 from moe_rl.study.statistics import FEWEST, interval_note
-from moe_rl.study.summary import full_label, replay_identity
 
 PROBE = (
     "Probe: a fixed subset of each step's responses, routed live and without noise in every arm, old policy of the "
@@ -19,7 +19,6 @@ NOISE = (
 )
 LINES = "Line: mean over seeds."
 GEOMETRIC = "On a log axis: geometric mean over seeds, and the interval of the logarithms."
-MANY_ARMS = "One panel per arm, in the order of the study file; grey: the means of all other arms."
 
 
 def noise_note(data: StudyData) -> str:

@@ -107,6 +107,3 @@ def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFra
         why = "their rows of this kind lack it" if len(frame) else "no such rows yet, or switched off"
         raise NothingToDraw(f"{figure}: the runs recorded no {what} ({why})")
     return rows
-
-
-__all__ = ["REGISTRY", "Drawing", "Registered", "figure", "need"]

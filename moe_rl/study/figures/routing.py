@@ -36,6 +36,3 @@ def short_sites(names: list[str]) -> tuple[list[str], str]:
     back = next((i for i in range(shortest - front) if len({p[-1 - i] for p in parts}) > 1), 0)
     short = [".".join(p[front : len(p) - back]) for p in parts]
     return short, ".".join([*parts[0][:front], "·", *parts[0][len(parts[0]) - back :]])
-
-
-__all__ = ["DEFINITIONS", "GSPO_CHANGE", "binomial_of", "short_sites"]

@@ -15,7 +15,7 @@ from matplotlib.transforms import blended_transform_factory
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import fixed_figure, shown
-from moe_rl.study.figures.style import GREY, PAGE, log_x, look_of
+from moe_rl.study.figures.style import GREY, PAGE, arm_colour, log_x
 from moe_rl.study.statistics import seed_interval
 
 EACH = 0.185  # inches per row
@@ -135,7 +135,7 @@ def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, fl
         ax.set_xscale("log")
     for dots in column.dots:
         table = dots.table.loc[[arm for arm in places if arm in dots.table.index]]
-        colours = [look_of(str(data.arms["method"][arm])).colour for arm in table.index]
+        colours = [arm_colour(data, arm) for arm in table.index]
         y = np.array([places[arm] for arm in table.index])
         values = table.to_numpy(dtype=float)
         draw_dots(ax, y, np.where(values > 0, values, np.nan) if column.log else values, colours, dots.open)
@@ -148,10 +148,8 @@ def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, fl
         ax.xaxis.set_major_locator(MaxNLocator(4))
 
 
-def draw_dots(
-    ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str], hollow: bool = False, lower: float = 0.27
-) -> None:
-    """Rows of values [rows, seeds] at `y`: mean, interval, and every seed, `lower` than these."""
+def draw_dots(ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str], hollow: bool = False) -> None:
+    """Rows of values [rows, seeds] at `y`: mean, interval, and every seed, lower than these."""
     intervals = [seed_interval(row) for row in values]
     known = [(one, h, c) for one, h, c in zip(intervals, y, colours, strict=True) if one.known]
     bars = [[(one.low, h), (one.high, h)] for one, h, _ in known]
@@ -159,7 +157,7 @@ def draw_dots(
     if values.shape[1] > 1:
         each = values.shape[1]
         ax.scatter(
-            values.ravel(), np.repeat(y + lower, each), s=5, c=list(np.repeat(np.array(colours), each)), linewidths=0,
+            values.ravel(), np.repeat(y + 0.27, each), s=5, c=list(np.repeat(np.array(colours), each)), linewidths=0,
             alpha=0.6, zorder=2.5, clip_on=False,
         )  # fmt: skip
     means = [one.estimate for one in intervals]
@@ -199,6 +197,3 @@ def _frame(columns: Sequence[Column]) -> pd.DataFrame:
 def by_seed(rows: pd.DataFrame, y: str) -> pd.DataFrame:
     """index arm, columns seeds, mean of y over a run's rows."""
     return rows.groupby(["arm", "seed"], observed=True)[y].mean().unstack("seed")
-
-
-__all__ = ["EACH", "Column", "Dots", "Rows", "arm_rows", "by_seed", "draw_dots", "quiet_rows"]

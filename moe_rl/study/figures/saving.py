@@ -101,17 +101,16 @@ def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
     return inside
 
 
-def save_figure(figure: StudyFigure, folder: str | Path, name: str | None = None) -> list[Path]:
+def save_figure(figure: StudyFigure, folder: str | Path) -> list[Path]:
     """Write NAME.pdf, .svg, .png, .csv (what was plotted) and .md (the caption), each whole or not at all; further
     tables as NAME.TABLE.csv."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    name = name or figure.name
     contents = {kind: figure.render(kind) for kind in ("pdf", "svg", "png")}
     contents["csv"] = _csv(figure.frame)
     contents["md"] = f"**{figure.title}** {figure.caption}\n".encode()
     contents |= {f"{key}.csv": _csv(table) for key, table in figure.tables.items()}
-    return [write_atomic(folder / f"{name}.{kind}", content) for kind, content in contents.items()]
+    return [write_atomic(folder / f"{figure.name}.{kind}", content) for kind, content in contents.items()]
 
 
 def _csv(table: pd.DataFrame) -> bytes:

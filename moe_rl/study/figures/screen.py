@@ -12,9 +12,8 @@ from moe_rl.study.figures.saving import StudyFigure
 
 ON_LIGHT_CELL, ON_DARK_CELL = "#101113", "#fdfeff"
 """Ink on the cells of a heat map, whose colours stay as they are on a dark screen: used for nothing else."""
-
-
-DARK = {"#ffffff": "#15181c", "#1a1a1a": "#e9e7e2", "#6b6b6b": "#a9aaab", "#e6e6e6": "#2f353b"}
+PAPER = "#15181c"  # of a dark page
+DARK = {"#ffffff": PAPER, "#1a1a1a": "#e9e7e2", "#6b6b6b": "#a9aaab", "#e6e6e6": "#2f353b"}
 """Paper, ink, axes and grid of figures -> what they are on a dark page."""
 WIDER = 1.35  # of its size on paper, at most, where a page has the room
 
@@ -63,7 +62,7 @@ def scales() -> dict[str, dict[str, list[str]]]:
     }
 
 
-def on_dark(colour: str, contrast: float = 4.5, background: str = "#15181c") -> str:
+def on_dark(colour: str, contrast: float = 4.5) -> str:
     """The colour, made lighter until it stands out from a dark background (WCAG contrast ratio); hue kept.
 
     >>> on_dark("#E69F00"), on_dark("#0B4A8F")
@@ -72,7 +71,7 @@ def on_dark(colour: str, contrast: float = 4.5, background: str = "#15181c") -> 
     hue, light, saturation = colorsys.rgb_to_hls(*_rgb(colour))
     while light < 1:
         rgb = colorsys.hls_to_rgb(hue, light, saturation)
-        if (_luminance(rgb) + 0.05) / (_luminance(_rgb(background)) + 0.05) >= contrast:
+        if (_luminance(rgb) + 0.05) / (_luminance(_rgb(PAPER)) + 0.05) >= contrast:
             break
         light = min(1.0, light + 0.01)
     return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, light, saturation))

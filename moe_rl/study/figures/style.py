@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.saving import StudyFigure, house_style, save_figure, styled, write_atomic
 
 WIDTH = 7.0  # inches: the text width of a two-column paper
 PAGE = 5.0  # inches: a study's figures, so that they can be read on a phone and stand in a column
@@ -106,26 +105,16 @@ def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str
     return found
 
 
+def arm_colour(data: StudyData, arm: str) -> str:
+    """That of its method."""
+    return look_of(str(data.arms["method"][arm])).colour
+
+
 def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, np.ndarray]:
     """A figure with a grid of axes [rows, columns], of the house width unless it is one panel; in `house_style`."""
     figure = Figure(figsize=(WIDTH if columns > 1 else 0.65 * WIDTH, height))
     axes = figure.subplots(rows, columns, squeeze=False, **options)
     return figure, axes
-
-
-def share_axes(axes: np.ndarray, xlabel: str, ylabel: str) -> None:
-    """Common limits; the y label and y numbers only in the first column, the x label once per line."""
-    x, y = np.array([ax.get_xlim() for ax in axes]), np.array([ax.get_ylim() for ax in axes])
-    for ax in axes:
-        ax.set_xlim(x.min(), x.max())
-        ax.set_ylim(y.min(), y.max())
-        place = ax.get_subplotspec()
-        if place.is_first_col():
-            ax.set_ylabel(ylabel)
-        else:
-            ax.tick_params(labelleft=False)
-        if place.colspan.start == place.get_gridspec().ncols // 2 or len(axes) == 1:
-            ax.set_xlabel(xlabel)
 
 
 def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Sequence[Artist] = ()) -> None:
@@ -146,13 +135,13 @@ def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Seque
         )
 
 
-def legend_columns(labels: Sequence[str], width: float, most: int = 4) -> int:
-    """Columns, at most `most`, of a legend that fits `width` inches; entries fill one column after the other.
+def legend_columns(labels: Sequence[str], width: float) -> int:
+    """Columns, at most four, of a legend that fits `width` inches; entries fill one column after the other.
 
     >>> legend_columns(["GRPO", "GSPO"], 7.0), legend_columns(["GRPO + Routing Replay"] * 4, 4.5)
     (2, 2)
     """
-    for columns in range(min(most, len(labels)), 1, -1):
+    for columns in range(min(4, len(labels)), 1, -1):
         longest = [max(len(label) for label in part) for part in np.array_split(np.array(labels), columns)]
         if sum(0.6 + 0.061 * n for n in longest) - 0.18 <= width - 0.05:  # handle and gaps, and a letter, in inches
             return columns
@@ -202,30 +191,3 @@ def _power(value: float, _: int) -> str:
 
 
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-__all__ = [
-    "GREY",
-    "INK",
-    "LOOKS",
-    "PAGE",
-    "PALE",
-    "WIDTH",
-    "Condition",
-    "Look",
-    "NothingToDraw",
-    "StudyFigure",
-    "arm_looks",
-    "conditions",
-    "house_style",
-    "legend_above",
-    "log_y",
-    "look_of",
-    "panels",
-    "plain",
-    "save_figure",
-    "share_axes",
-    "step_axis",
-    "styled",
-    "write_atomic",
-]

@@ -1,5 +1,7 @@
 """Where the log-ratio comes from: weights, routes and their interaction, by update and level."""
 
+from itertools import combinations
+
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -78,7 +80,7 @@ def decomposition(data: StudyData) -> Drawing:
 
 def share_table(data: StudyData) -> pd.DataFrame:
     """By arm, seed, update, level and part: `share` of Var(log r), `variance` of the part (nats², mean over steps)."""
-    pairs = (("weight", "routing"), ("weight", "interaction"), ("routing", "interaction"))
+    pairs = list(combinations(PARTS, 2))
     names = [f"{lv}_{n}" for lv in LEVELS for n in ("variance", *(f"var_{p}" for p in PARTS))]
     names += [f"{level}_cov_{a}_{b}" for level in LEVELS for a, b in pairs]
     rows = need(data.decompositions, names, "decomposition")
@@ -97,6 +99,3 @@ def share_table(data: StudyData) -> pd.DataFrame:
             )
             parts.append(found)
     return pd.concat(parts, ignore_index=True)
-
-
-__all__ = ["PARTS", "decomposition", "share_table"]

@@ -64,8 +64,7 @@ def decomposition_by_site(data: StudyData) -> Drawing:
 
 def site_table(data: StudyData) -> pd.DataFrame:
     """By arm, seed, site and kind (alone, last): `share` of the replay effect's token variance, last update."""
-    columns = ["replay_effect_var", "site_token_share_alone", "site_token_share_last", "site_names"]
-    rows = need(data.decompositions, columns, "decomposition_by_site")
+    rows = need(data.decompositions, COLUMNS, "decomposition_by_site")
     rows = last_updates(rows[rows["replay_effect_var"] > 0])
     found = []
     for (arm, seed), part in rows.groupby(["arm", "seed"]):
@@ -77,6 +76,3 @@ def site_table(data: StudyData) -> pd.DataFrame:
     return need(
         pd.DataFrame(found, columns=["arm", "seed", "site", "kind", "share"]), ["share"], "decomposition_by_site"
     )
-
-
-__all__ = ["decomposition_by_site", "site_table"]

@@ -181,6 +181,3 @@ def _tiny(config: dict) -> dict:
     """The tiny policy's sizes; empty for a model that was loaded."""
     model = config.get("model") or {}
     return {} if model.get("path") else model.get("tiny") or {}
-
-
-__all__ = ["along", "depth_width", "power_law", "power_laws", "size_rows"]

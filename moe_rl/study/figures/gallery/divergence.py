@@ -87,6 +87,3 @@ def extreme_share(data: StudyData) -> pd.DataFrame:
     last = last_updates(tokens)
     extreme = (last["logp_natural"] - last["old_logp"]).abs() > np.log(2)
     return extreme.groupby([last[key] for key in keys], observed=True).mean().rename("F(2)").reset_index()
-
-
-__all__ = ["divergence", "extreme_share"]

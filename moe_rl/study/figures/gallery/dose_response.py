@@ -6,13 +6,15 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
+from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_across, floor_note
 from moe_rl.study.figures.layout import drawn_arms
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, look_of
-from moe_rl.study.statistics import FINAL_STEPS, seed_interval
-from moe_rl.study.summary import in_run_variance, noise_floor, run_outcomes
+from moe_rl.study.outcomes import run_outcomes
+from moe_rl.study.statistics import seed_interval
+from moe_rl.study.summary import in_run_variance, noise_floor
 
 FEWEST_DOSES = 4
 """Fewer doses are no curve: they are told in the figure of final rewards."""
@@ -108,6 +110,3 @@ def method_label(data: StudyData, method: str) -> str:
     """The label that a method's first arm has, without what tells its arms apart."""
     label = str(data.arms.loc[data.arms["method"] == method, "label"].iloc[0])
     return label.split(",")[0]
-
-
-__all__ = ["dose_response", "dose_table", "draw_marks", "interval_table", "method_label"]

@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 
+from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.collapse import collapse_note, mark_collapses
 from moe_rl.study.figures.curves import curve_frame, draw_seeds, seed_tables
@@ -11,7 +12,6 @@ from moe_rl.study.figures.notes import lines_note
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import arm_looks, legend_above, step_axis
-from moe_rl.study.statistics import FINAL_STEPS
 
 QUANTITIES = {
     "entropy": ("updates", "entropy\nnats / token", 1.0),

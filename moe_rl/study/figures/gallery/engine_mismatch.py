@@ -2,14 +2,13 @@
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_across, gap_note
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import GREY, PAGE, look_of
+from moe_rl.study.figures.style import GREY, PAGE, arm_colour
 from moe_rl.study.floors import floor_variance
 
 LEVELS = {"var_token": "o", "var_sequence": "^"}
@@ -38,7 +37,7 @@ def engine_mismatch(data: StudyData) -> Drawing:
     drawn = Figure(figsize=(PAGE, 1.15 + 0.3 * len(arms)))
     left, right = drawn.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
     for y, arm in enumerate(arms):
-        colour = look_of(str(data.arms["method"][arm])).colour
+        colour = arm_colour(data, arm)
         rows = table[table["arm"] == arm]
         for level, marker in LEVELS.items():
             for routing, face in (("live", colour), ("R3", "white")):
@@ -47,7 +46,9 @@ def engine_mismatch(data: StudyData) -> Drawing:
                     style = {"marker": marker, "color": colour, "mfc": face, "ls": ""}
                     left.plot(values, [y + 0.18] * len(values), ms=2.2, alpha=0.6, **style)
                     left.plot([np.nanmean(values)], [y], ms=5, **style)
-        _clip_mark(left, y, rows["clip_low"].iloc[0])
+        clip = rows["clip_low"].iloc[0]
+        if np.isfinite(clip) and clip > 0:
+            left.plot([clip**2] * 2, [y - 0.32, y + 0.32], color=GREY, lw=1.4)
         clipped = rows.loc[rows["routing"] == "live", "clipped_first"].to_numpy(dtype=float)
         if np.isfinite(clipped).any():
             right.plot(100 * clipped, [y + 0.18] * len(clipped), "o", color=colour, ms=2.2, alpha=0.6)
@@ -87,11 +88,6 @@ def engine_table(data: StudyData) -> pd.DataFrame:
     return table.assign(clip_low=table["arm"].map(clips).astype(float))
 
 
-def _clip_mark(ax: Axes, y: int, clip: float) -> None:
-    if np.isfinite(clip) and clip > 0:
-        ax.plot([clip**2] * 2, [y - 0.32, y + 0.32], color=GREY, lw=1.4)
-
-
 def _entries() -> list[Line2D]:
     def entry(label: str, **style: object) -> Line2D:
         return Line2D([], [], color=GREY, label=label, **{"ls": "", **style})  # type: ignore[arg-type]  # mixed kinds
@@ -103,6 +99,3 @@ def _entries() -> list[Line2D]:
         entry("sequence, R3", marker="^", mfc="white"),
         entry("clip range²", marker="|", ms=9, mew=1.4),
     ]
-
-
-__all__ = ["engine_mismatch", "engine_table"]

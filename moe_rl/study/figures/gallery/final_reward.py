@@ -7,12 +7,13 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
+from moe_rl.study.comparing import Pair, comparison_table, comparisons
+from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
-from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, look_of
-from moe_rl.study.statistics import FINAL_STEPS
-from moe_rl.study.summary import Pair, comparison_table, comparisons, final_rewards
+from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour
+from moe_rl.study.outcomes import final_rewards
 
 MOST_PAIRS = 16
 """More comparisons than this are left to the table."""
@@ -99,7 +100,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
             ax.text(-(left - 0.06) / wide, y, words, fontweight="bold", **place)
             shown, y = pair.noise, y + 1
         one = pair.result
-        colour = look_of(str(data.arms["method"][pair.arm])).colour
+        colour = arm_colour(data, pair.arm)
         draw_dots(ax, np.array([y]), np.array([one.differences]), [colour])
         mark = "▸ " if str(one.verdict) in ("higher", "lower") else ""
         words = f"{one.difference.estimate:+.3f}"

@@ -13,7 +13,7 @@ from moe_rl.study.figures.notes import PROBE
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.routing import binomial_of
 from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
-from moe_rl.study.figures.style import GREY, INK, PAGE, legend_above, log_y, look_of
+from moe_rl.study.figures.style import GREY, INK, PAGE, arm_colour, legend_above, log_y
 from moe_rl.study.floors import MISSING, floor_histogram
 from moe_rl.study.summary import last_updates, noise_floor
 
@@ -60,7 +60,7 @@ def flips_per_token(data: StudyData) -> Drawing:
     axes = drawn.subplots(lines, columns, squeeze=False)
     for i, arm in enumerate(arms):
         line, place = 2 * (i // columns), i % columns
-        colour = look_of(str(data.arms["method"][arm])).colour
+        colour = arm_colour(data, arm)
         for k, name in enumerate(HISTOGRAMS):
             _histogram(axes[line + k, place], counted[name, arm], floors[name], colour)
             axes[line + k, place].tick_params(labelleft=place == 0)

@@ -12,7 +12,7 @@ from moe_rl.study.figures.layout import MANY, drawn_arms, many, short_label
 from moe_rl.study.figures.notes import PAIR
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, log_y, look_of, step_axis
+from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, log_y, step_axis
 from moe_rl.study.summary import last_updates
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -53,7 +53,7 @@ def log_ratio_bands(data: StudyData) -> Drawing:
     axes = drawn.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
     for ax, arm in zip(axes.flat, arms, strict=False):
         of = {str(kind): part.set_index("step") for kind, part in medians[medians["arm"] == arm].groupby("routing")}
-        _bands(ax, of, look_of(str(data.arms["method"][arm])).colour)
+        _bands(ax, of, arm_colour(data, arm))
         ax.set_title(short_label(data, arm), fontsize=7)
     for ax in axes.flat[len(arms) :]:
         ax.remove()

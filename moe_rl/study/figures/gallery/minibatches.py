@@ -3,11 +3,11 @@
 import pandas as pd
 from matplotlib.figure import Figure
 
+from moe_rl.study.curves import FINAL_STEPS, final_value
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.dose_response import draw_marks, interval_table, method_label
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of
-from moe_rl.study.statistics import FINAL_STEPS, final_value
 
 
 @figure(
@@ -65,6 +65,3 @@ def minibatch_table(data: StudyData) -> pd.DataFrame:
         peak = float(of.rolling(min(FINAL_STEPS, len(of))).mean().max())
         rows.append(row | {"final": final_value(of.to_numpy()), "peak": peak})
     return pd.DataFrame(rows, columns=["arm", "seed", "method", "updates", "final", "peak"])
-
-
-__all__ = ["minibatch_table", "minibatches"]

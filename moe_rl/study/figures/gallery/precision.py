@@ -87,14 +87,14 @@ def precision_rows(data: StudyData) -> pd.DataFrame:
     return table.reset_index()
 
 
-def precision_table(data: StudyData, ends: int = 5) -> pd.DataFrame:
+def precision_table(data: StudyData) -> pd.DataFrame:
     """By arm and seed, over all steps: `slot_change` (pooled), `k3` (geometric mean), `routing_share` (mean); and from
-    the first `ends` steps to the last: `k3_growth`, ratio of geometric means, `share_growth`, difference of means."""
+    the first five steps to the last: `k3_growth`, ratio of geometric means, `share_growth`, difference of means."""
     found = []
     for (arm, seed), part in precision_rows(data).groupby(["arm", "seed"], sort=False):
         steps = part.sort_values("step")
         log_k3 = np.log(steps["k3"].where(steps["k3"] > 0).to_numpy(dtype=float))
-        first, last, share = slice(ends), slice(-ends, None), steps["routing_share"].to_numpy(dtype=float)
+        first, last, share = slice(5), slice(-5, None), steps["routing_share"].to_numpy(dtype=float)
         found.append(
             {
                 "arm": arm,
@@ -140,6 +140,3 @@ def engine_format(config: dict) -> tuple[str, bool]:
         return "", False
     both = (config.get("model") or {}).get("dtype", "float32") != "float32"
     return str(engine.get("weight_format") or engine.get("dtype") or ""), both
-
-
-__all__ = ["engine_format", "flip_ratio", "precision", "precision_rows", "precision_table"]

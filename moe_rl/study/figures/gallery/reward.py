@@ -1,12 +1,12 @@
 """Reward of the sampled responses against the RL step."""
 
+from moe_rl.study.arms import full_label
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.collapse import collapse_note, mark_collapses
 from moe_rl.study.figures.curves import curves, seed_tables
 from moe_rl.study.figures.layout import shown
 from moe_rl.study.figures.notes import lines_note
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.summary import full_label
 
 
 @figure(

@@ -10,7 +10,7 @@ from moe_rl.study.figures.curves import curves
 from moe_rl.study.figures.layout import many
 from moe_rl.study.figures.notes import LINES, PAIR
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import GREY, NothingToDraw, legend_above, look_of, plain
+from moe_rl.study.figures.style import GREY, NothingToDraw, arm_colour, legend_above, plain
 from moe_rl.study.summary import last_updates
 
 TAUS = np.round(np.geomspace(1.01, 10, 60), 6)
@@ -50,7 +50,7 @@ def tail_fraction(data: StudyData) -> Drawing:
         for arm in arms:
             if arm in found["replayed"]:
                 share = found["replayed"][arm].mean(axis=1)
-                colour = look_of(str(data.arms["method"][arm])).colour
+                colour = arm_colour(data, arm)
                 ax.plot(share[share > 0], color=colour, ls=(0, (1, 1.5)), lw=1.1)
     first, last = drawn.axes[0], max(float(table.index.max()) for table in natural.values())
     if not many(data):  # a picture of the grey lines would not follow

@@ -150,6 +150,3 @@ def _same_as_before(tokens: pd.DataFrame) -> pd.Series:
         column = tokens[name].cat.codes if isinstance(tokens[name].dtype, pd.CategoricalDtype) else tokens[name]
         same &= column.eq(column.shift(1))
     return same
-
-
-__all__ = ["predictor_flips", "variance_by_flips", "variance_table"]

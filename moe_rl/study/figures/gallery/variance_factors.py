@@ -81,6 +81,6 @@ def _rows(data: StudyData, rows: pd.DataFrame, lines: dict[str, list[float]], fr
             log=True,
             lines=lines[name],
         )
-        for name, title in TITLES.items()
+        for name in TITLES
     ]
     return Drawing(arm_rows(data, columns).figure, frame, interval="bar")
