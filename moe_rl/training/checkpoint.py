@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from moe_rl.checks import digests, is_sealed, other_content, parse_json, sealed
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.unwrap import hf_model
-from moe_rl.routing import RoutedExperts
 from moe_rl.training.batch import Batch
-from moe_rl.training.partial import load_draft, save_draft
+from moe_rl.training.partial import load_draft, load_routes, save_draft
 from moe_rl.training.runlog import Mark
 from moe_rl.training.sharding import as_placed, load_whole, whole
 from moe_rl.training.state import State
@@ -157,11 +156,11 @@ def load_checkpoint(state: State) -> Mark | None:
     state.waiting.clear()
     for index, step in enumerate(manifest["queue_steps"]):
         tensors = {k: v.to(state.ranks.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
-        routes = _load_routes(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
+        routes = load_routes(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
         optional: dict[str, Any] = {"ref_logps": None, **tensors}
         path = folder / f"batch_{index}_rollout_routes.safetensors"
         if path.exists():
-            optional["rollout_routes"] = _load_routes(path).to(state.ranks.device)
+            optional["rollout_routes"] = load_routes(path).to(state.ranks.device)
         state.waiting.append(Batch(**optional, routes=routes, step=step))
     state.drafts.clear()
     for index in range(len(list(folder.glob("draft_*.json")))):
@@ -193,13 +192,6 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     return dict(_stream(path))
-
-
-def _load_routes(path: Path) -> RoutedExperts:
-    """As they were before they were saved: reading notes who wrote them, which would go to the files of the run."""
-    read = RoutedExperts.load(path)
-    meta = {key: value for key, value in read.meta.items() if key != "written_by"}
-    return RoutedExperts(read.ids, read.sites, read.num_experts, tokens=read.tokens, meta=meta)
 
 
 def _stream(path: Path) -> Iterator[tuple[str, Tensor]]:

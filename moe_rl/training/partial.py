@@ -79,8 +79,15 @@ def load_draft(folder: Path, index: int, tensors: dict[str, Tensor], device: tor
         group_size=about["group_size"],
         problems=[_problem(problem) for problem in about["problems"]],
         completions=about["completions"],
-        routes=RoutedExperts.load(path) if path.exists() else None,
+        routes=load_routes(path) if path.exists() else None,
     ).to(device)
+
+
+def load_routes(path: Path) -> RoutedExperts:
+    """As they were before they were saved: reading notes who wrote them, which would go to the files of the run."""
+    read = RoutedExperts.load(path)
+    meta = {key: value for key, value in read.meta.items() if key != "written_by"}
+    return RoutedExperts(read.ids, read.sites, read.num_experts, tokens=read.tokens, meta=meta)
 
 
 def _problem(facts: dict[str, Any]) -> Problem:

@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from micro import MICRO, logps, rows
+from safetensors.torch import load_file
 
 from moe_rl.rollout import TaskConfig
 from moe_rl.rollout.engines import EngineConfig
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
 from moe_rl.training.loop import collect_batch, update_on
+from moe_rl.training.partial import load_draft, save_draft
 
 QUIET = replace(MICRO, probe=ProbeConfig(every=0), optim=replace(MICRO.optim, steps=4))
 SEGMENTED = replace(QUIET, rollout=replace(MICRO.rollout, segment=3))
@@ -52,6 +54,15 @@ def test_an_interrupted_partial_run_ends_as_an_uninterrupted_one(state_of, tmp_p
     weights, again = (dict(state.policy.state_dict()) for state in (whole, resumed))
     assert all(torch.equal(value, again[name]) for name, value in weights.items())
     assert rows(tmp_path / "whole", "update") == rows(tmp_path / "broken", "update")
+
+
+def test_routes_of_a_draft_say_the_same_of_themselves_after_a_resumption(state_of, tmp_path):
+    state = state_of(replace(SEGMENTED, method=MethodConfig(replay="R3")), tmp_path)
+    collect_batch(state)
+    draft = state.drafts[0]
+    save_draft(tmp_path, 0, draft)
+    read = load_draft(tmp_path, 0, load_file(tmp_path / "draft_0.safetensors"), "cpu")
+    assert read.routes.equal(draft.routes) and read.routes.meta == draft.routes.meta
 
 
 def test_r3_replays_the_route_by_which_the_next_token_was_written(state_of, tmp_path):
