@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from moe_rl.measure.randomness import random_parts
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts
 
 KINDS = ("none", "R2", "R3")
@@ -66,14 +67,11 @@ def refuse_random(model: nn.Module) -> None:
     Raises:
         RoutingError: naming the module and what to set.
     """
-    for name, module in model.named_modules():
-        dropout = module.p if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
-        others = ("attention_dropout", "jitter_noise", "router_jitter_noise")
-        for what, amount in (("dropout", dropout), *((other, getattr(module, other, 0.0)) for other in others)):
-            if isinstance(amount, float) and amount > 0:
-                raise RoutingError(
-                    f"{name or type(model).__name__} has {what} = {amount:g}, drawn anew in every forward: the policy "
-                    "would choose other experts than it chose a moment ago with the same weights, and nothing that is "
-                    "measured would be of the update. Set it to 0 (disable_dropout=True in the trainer's arguments, "
-                    "lora_dropout=0, attention_dropout and router_jitter_noise in the model's configuration)"
-                )
+    for name, _, attribute, amount in random_parts(model):
+        what = "dropout" if attribute == "p" else attribute
+        raise RoutingError(
+            f"{name} has {what} = {amount:g}, drawn anew in every forward: the policy would choose other experts than "
+            "it chose a moment ago with the same weights, and nothing that is measured would be of the update. Set it "
+            "to 0 (disable_dropout=True in the trainer's arguments, lora_dropout=0, attention_dropout, "
+            "router_jitter_noise and input_jitter_noise in the model's configuration)"
+        )

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_rl.checks import changed_since, digests, parse_json, sealed
 from moe_rl.files import one_at_a_time
+from moe_rl.measure.randomness import turn_off_randomness
 from moe_rl.policy.lora import LoraConfig, add_lora
 from moe_rl.policy.tiny import (
     TINY_EXPERTS,
@@ -195,7 +197,8 @@ def check_path(path: str) -> str:
 
 
 def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
-    """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device.
+    """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device; its
+    dropout and router jitter are off, which a warning says.
 
     Raises ModelError, also for missing weights, and for a run's checkpoint that is not what was written."""
     path = check_path(path)
@@ -226,6 +229,12 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
         raise ModelError(
             f"model.path: {path}: {len(bad)} tensors hold values that are not finite, first {bad[0]}. A run that "
             "diverged before it was saved, or a damaged file?"
+        )
+    if off := turn_off_randomness(model):
+        warnings.warn(
+            f"{path}: dropout and router jitter are off, as the old and the new policy would differ by what they draw "
+            f"({len(off)} places, first {off[0]})",
+            stacklevel=2,
         )
     return model
 

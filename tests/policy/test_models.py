@@ -9,6 +9,7 @@ import torch
 from policy_helpers import CONFIG, SMALL, TASK, TOKENIZER, equal, truncate
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
+from moe_rl.measure.randomness import random_parts
 from moe_rl.policy.models import ModelConfig, load_policy
 from moe_rl.policy.tiny import ModelError, build_tiny
 
@@ -38,6 +39,18 @@ def test_a_local_folder(saved, monkeypatch):
     monkeypatch.setenv("HOME", str(saved.parent))
     assert equal(load("~/tiny")[0], model)
     assert load(saved, dtype="bfloat16")[0].dtype == torch.bfloat16
+
+
+def test_dropout_is_off_and_said(copied):
+    """Else the ratio of the policy to itself would not be 1."""
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    with pytest.warns(UserWarning, match=r"2 places, first model.layers.0.self_attn.attention_dropout = 0.5"):
+        model = load(copied)[0].train()
+    ids = torch.tensor([[1, 2, 3, 1, 2]])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, model(ids).logits)
+    assert not list(random_parts(model))
 
 
 def test_a_tokenizer_without_padding_gets_some(copied):
