@@ -118,7 +118,7 @@ def lent(python: str, address: str = "127.0.0.1:0", token: str = "", host: Path 
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
             out, errors = process.communicate(timeout=60)
-            assert process.returncode == 0 and out.endswith("ended\n") and errors == "", (out, errors)
+            assert process.returncode == 0 and "\nended\n" in f"\n{out}" and errors == "", (out, errors)
     finally:
         process.kill()
         process.wait()

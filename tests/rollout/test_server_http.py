@@ -287,8 +287,10 @@ def test_a_full_disk_over_there_is_said(host, tmp_path):
     with contextlib.closing(connection):
         raw(host, "POST", "/session", connection=connection)
         (pid,) = processes(host)
-        folder = Path(Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").rpartition("\0")[2])
-        (folder / "weights").symlink_to("/dev/full")
+        command = Path(f"/proc/{pid}/cmdline")
+        while not (folder := command.read_text().rstrip("\0").rpartition("\0")[2]).startswith("/"):
+            time.sleep(0.01)  # it is empty while the process becomes another program
+        (Path(folder) / "weights").symlink_to("/dev/full")
         status, said = raw(host, "PUT", "/weights/config.json", b"x" * 2**22, connection=connection)
     assert status == 507 and "cannot write config.json to" in said["error"]
 
