@@ -115,7 +115,8 @@ def volatility_table() -> pd.DataFrame:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw final reward against routing volatility, by source.")
     parser.add_argument("folder", type=Path, help="gets volatility.pdf, .svg, .png and .csv")
-    save_figure(volatility_figure(volatility_table()), parser.parse_args().folder)
+    for file in save_figure(volatility_figure(volatility_table()), parser.parse_args().folder):
+        print(file)
 
 
 if __name__ == "__main__":

@@ -55,9 +55,10 @@ def checked(kind: str, name: str, value: Any) -> Any:
 
 
 def check_lists(kind: str, values: dict[str, Any]) -> None:
-    lengths = {name: len(v) for name, v in values.items() if name.startswith("site_") and isinstance(v, list)}
-    if len(set(lengths.values())) > 1:
-        raise RunFolderError(f"{kind} row: lists by site must have one length, got {lengths}")
+    for of in ("site", "layer"):
+        lengths = {name: len(v) for name, v in values.items() if name.startswith(f"{of}_") and isinstance(v, list)}
+        if len(set(lengths.values())) > 1:
+            raise RunFolderError(f"{kind} row: lists by {of} must have one length, got {lengths}")
 
 
 def json_value(value: Any, where: str) -> Any:

@@ -41,8 +41,8 @@ class Metric:
 
     @property
     def is_list(self) -> bool:
-        """Whether its values are lists: by site, by position, histograms."""
-        return self.name.startswith(("site_", "position_")) or self.name.endswith("_histogram")
+        """Whether its values are lists: by site, by layer, by position, histograms."""
+        return self.name.startswith(("site_", "layer_", "position_")) or self.name.endswith("_histogram")
 
 
 M = Metric
@@ -210,7 +210,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("gradient_halves_cosine", "1", "cosine of the live gradients of two halves of the responses: what sampling does", when="probe.gradients"),
         M("router_gradient_cosine", "1", "gradient_cosine of the routers' parameters", when="probe.gradients"),
         M("router_gradient_norm_ratio", "1", "gradient_norm_ratio of the routers' parameters", when="probe.gradients"),
-        M("gradient_layers", "names", "the layers of the lists below; other: parameters in none", when="probe.gradients"),
+        M("layer_names", "names", "the layers, in the order of every list by layer; other: parameters in none", when="probe.gradients"),
         M("layer_gradient_cosine", "1", "gradient_cosine by layer", when="probe.gradients"),
         M("layer_gradient_norm_ratio", "1", "gradient_norm_ratio by layer", when="probe.gradients"),
     ),

@@ -80,7 +80,7 @@ def gradient_metrics(
         "gradient_halves_cosine": compare_gradients(*halves)["all"][0],
         "router_gradient_cosine": router_cosine,
         "router_gradient_norm_ratio": router_ratio,
-        "gradient_layers": list(by_layer),
+        "layer_names": list(by_layer),
         "layer_gradient_cosine": [cosine for cosine, _ in by_layer.values()],
         "layer_gradient_norm_ratio": [ratio for _, ratio in by_layer.values()],
     }

@@ -4,8 +4,8 @@
 mu is the engine that sampled, pi the training engine's policy before the update; d = log pi - log mu of a token, w = e^d.
 All functions are detached, float64 inside, NaN without tokens. Their metrics of an update are `ratio_range_metrics` and
 `masked_mismatch_metrics` of `moe_rl.measure.ratio_metrics`, those of routing `load_violation` and `routing_confidence` of
-`moe_rl.measure.routing_metrics`; all but the last two are defined here. What these trainers have and `ratio_metrics`, `gap_metrics` or
-`moe_rl.objectives.loss_metrics` already say under another name:
+`moe_rl.measure.routing_metrics`; all but the last two are defined here. What these trainers have and `ratio_metrics`,
+`gap_metrics` or `moe_rl.objectives.loss_metrics` already say under another name:
 
     NeMo-RL gen_kl_error, verl rollout_corr/k3_kl, prime-rl mismatch_kl     k3 of the engine rows
     verl rollout_corr/kl                                                    k1

@@ -112,10 +112,16 @@ def doses(data: StudyData) -> dict[float, tuple[float, float]]:
     if data.updates.empty or not {"slots_changed", "slots"} <= set(data.updates):
         return {}
     live = data.arms[(data.arms["replay"].str.lower() == "none") & (data.arms["noise"] > 0)]
-    sums = data.updates.groupby("arm", observed=True)[["slots_changed", "slots"]].sum()
-    rates = (sums["slots_changed"] / sums["slots"].where(sums["slots"] > 0)).reindex(live.index).dropna()
+    rates = slots_rerouted(data, ["arm"]).reindex(live.index).dropna()
     grouped = rates.groupby(live["noise"].reindex(rates.index))
     return {float(str(noise)): (float(part.min()), float(part.max())) for noise, part in grouped}
+
+
+def slots_rerouted(data: StudyData, by: list[str]) -> pd.Series:
+    """The share of response slots that update forwards routed otherwise than the old policy, pooled over updates; NaN
+    where none was compared."""
+    sums = data.updates.groupby(by, sort=False, observed=True)[["slots_changed", "slots"]].sum()
+    return (sums["slots_changed"] / sums["slots"].where(sums["slots"] > 0)).rename("slots_rerouted")
 
 
 def condition_label(data: StudyData, noise: float) -> str:

@@ -20,20 +20,29 @@ UPDATE_SIGNALS = (
     "entropy",
 )
 PROBE_SIGNALS = ("router_kl", "margin_p10", "shift_over_margin", "k3_natural", "ess_token_natural", "load_cv_max")
+SHARES = {
+    "slot_change": ("slots_changed", "slots"),
+    "site_change": ("sites_changed", "sites"),
+    "f2": ("extreme_2_natural", "tokens"),
+}
+"""Of a probe, pooled over its rows: numerator and denominator. f2: tokens with max(r, 1/r) > 2, live routing."""
 PREFIXES = (5, 10, 20)
 """The first so many steps, over which a signal is averaged."""
 
 
 def signals(data: StudyData, steps: int) -> pd.DataFrame:
     """One row per (arm, seed): the mean of each signal over the first `steps` steps; of updates as they were made (with
-    the arm's replay and noise), of probes by live routing. `slot_change` is a share of slots, pooled."""
+    the arm's replay and noise), of probes by live routing; `SHARES` are pooled."""
     key = ["arm", "seed"]
     updates = data.updates[data.updates["step"] < steps]
     probes = data.probes[data.probes["step"] < steps]
     found = updates.groupby(key)[[s for s in UPDATE_SIGNALS if s in updates]].mean()
     found = found.join(probes.groupby(key)[[s for s in PROBE_SIGNALS if s in probes]].mean())
-    counts = probes.groupby(key)[["slots_changed", "slots"]].sum()
-    return found.join((counts["slots_changed"] / counts["slots"]).rename("slot_change"))
+    for name, (part, whole) in SHARES.items():
+        if {part, whole} <= set(probes):
+            counts = probes.groupby(key)[[part, whole]].sum()
+            found = found.join((counts[part] / counts[whole]).rename(name))
+    return found
 
 
 def origins(data: StudyData, study: str) -> pd.DataFrame:
@@ -91,7 +100,7 @@ def early_warning(
             np.concatenate([clusters[i] for i in generator.integers(len(clusters), size=len(clusters))])
             for _ in range(resamples)
         ]
-        for name in ("slot_change", *PROBE_SIGNALS, *UPDATE_SIGNALS):
+        for name in (*SHARES, *PROBE_SIGNALS, *UPDATE_SIGNALS):
             if name not in table:
                 continue
             values = table[name].to_numpy(float)

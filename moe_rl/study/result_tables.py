@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_rl.study.arms import condition_label, flatten
+from moe_rl.study.arms import condition_label, flatten, slots_rerouted
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData
 from moe_rl.study.effective_routes import effective_routes
@@ -54,7 +54,9 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         "variance_components": component_table(data),
     }
     if {"slots", "slots_changed"} <= set(data.updates):
-        found["volatility"] = _over_seeds(_volatility(data), ["arm"], ["slots_rerouted"])
+        found["volatility"] = _over_seeds(
+            slots_rerouted(data, ["arm", "seed"]).reset_index(), ["arm"], ["slots_rerouted"]
+        )
     if {"logp_natural", "logp_replayed", "flips"} <= set(data.tokens):
         keys = ["arm", "seed", "length"]
         effects = design_effects(data.tokens).groupby(keys, observed=True)[["design_effect", "tokens_flipped"]].median()
@@ -103,13 +105,6 @@ def _over_seeds(
             row |= {end: math.exp(value) for end, value in ends.items()} if name in geometric else ends
         rows.append(row)
     return pd.DataFrame(rows)
-
-
-def _volatility(data: StudyData) -> pd.DataFrame:
-    """By arm and seed: `slots_rerouted`, the share of slots that an update forward routed otherwise than the old
-    policy, pooled over the updates of a run."""
-    sums = data.updates.groupby(["arm", "seed"], sort=False, observed=True)[["slots_changed", "slots"]].sum()
-    return (sums["slots_changed"] / sums["slots"]).rename("slots_rerouted").reset_index()
 
 
 def _balance(data: StudyData) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """Routing and ratios in numbers that figures, tables and sentences share, so that they cannot disagree.
 
 Rates are counted at the response tokens' own positions (`POSITIONS`). Final rewards are in `moe_rl.study.outcomes`,
-comparisons in `moe_rl.study.comparing`; both can be had from here.
+comparisons in `moe_rl.study.comparing`.
 """
 
 from dataclasses import replace
@@ -10,9 +10,8 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.arms import per_study
-from moe_rl.study.comparing import Pair, comparison_table, comparisons  # noqa: F401  (to be had from here)
+from moe_rl.study.comparing import Pair, comparisons
 from moe_rl.study.data import StudyData
-from moe_rl.study.outcomes import final_rewards, run_outcomes  # noqa: F401
 from moe_rl.study.statistics import compare_paired, judge, seed_interval
 
 POSITIONS = "at the response tokens' own positions, not at those that predict them"

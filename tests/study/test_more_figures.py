@@ -205,7 +205,7 @@ def test_gradients_are_told_by_the_median_over_probes_with_layers_apart(data):
         gradient_halves_cosine=0.1,
         gradient_norm_ratio=1.5,
         router_gradient_norm_ratio=None,
-        gradient_layers=[["other", "0"]] * len(cosines),
+        layer_names=[["other", "0"]] * len(cosines),
         layer_gradient_cosine=[[cosine, -cosine] for cosine in cosines],
     )
     compared = replace(data, probes=probes)

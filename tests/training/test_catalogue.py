@@ -54,7 +54,11 @@ def written(tmp_path_factory):
             names = found[name] = {}
             for line in (folder / "metrics.jsonl").read_text().splitlines():
                 row = json.loads(line)
-                names.setdefault(row.pop("kind"), set()).update(row)
+                kind = row.pop("kind")
+                names.setdefault(kind, set()).update(row)
+                for key, value in row.items():
+                    if value is not None and (metric := find(kind, key)):
+                        assert isinstance(value, list) == metric.is_list, f"{kind}.{key}"
             for file in (folder / "tokens").glob("*.parquet"):
                 names.setdefault("tokens", {"step"}).update(pq.read_schema(file).names)
     return found

@@ -6,6 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
+from moe_rl.study.arms import slots_rerouted
 from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_across, floor_note
@@ -79,8 +80,7 @@ def dose_table(data: StudyData) -> pd.DataFrame:
     """One row per arm and seed: method, noise, `dose` (slots changed in the update forward, %), `final` reward,
     `variance` of the token log-ratio in training (mean over steps, nats²)."""
     keys = ["arm", "seed"]
-    sums = data.updates.groupby(keys)[["slots_changed", "slots"]].sum()
-    found = (100 * sums["slots_changed"] / sums["slots"]).rename("dose").to_frame()
+    found = (100 * slots_rerouted(data, keys)).rename("dose").to_frame()
     found["final"] = run_outcomes(data).set_index(keys)["final"]
     found["variance"] = in_run_variance(data).groupby(keys)["token"].mean()
     found = found.reset_index()

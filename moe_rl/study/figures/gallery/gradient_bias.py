@@ -48,7 +48,7 @@ def gradient_table(data: StudyData) -> pd.DataFrame:
     found = rows[["arm", "seed", "update", *names]].reset_index(drop=True).astype(dict.fromkeys(names, float))
     layers = [
         {f"layer_{layer}": cosine for layer, cosine in zip(layers, cosines, strict=True)}
-        for layers, cosines in zip(rows["gradient_layers"], rows["layer_gradient_cosine"], strict=True)
+        for layers, cosines in zip(rows["layer_names"], rows["layer_gradient_cosine"], strict=True)
     ]
     found = found.join(pd.DataFrame(layers, dtype=float))
     return found.groupby(["arm", "seed", "update"], observed=True, sort=False).median().reset_index()
