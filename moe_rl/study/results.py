@@ -111,6 +111,14 @@ PAGES: dict[str, dict[str, Column]] = {
         "sites, %": lambda row: _percent(row, "site"),
         "tokens, %": lambda row: _percent(row, "token"),
     },
+    "change_by_load": {
+        "arm": lambda row: row["arm"],
+        "load over the even load": lambda row: row["load"],
+        "n": lambda row: str(row["n"]),
+        "of the experts, %": lambda row: _percent(row, "experts", 0),
+        "of the slots, %": lambda row: _percent(row, "slots", 0),
+        "changed, %": lambda row: _percent(row, "slot_change"),
+    },
     "gradients": {
         "arm": lambda row: row["arm"],
         "update": lambda row: str(row["update"]),
