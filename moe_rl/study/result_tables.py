@@ -79,7 +79,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     if {"var_token_natural", "var_token_replayed"} <= set(data.probes):
         sizes, _ = size_rows(data)
         if laws := power_laws(sizes):
-            found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps"])
+            found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps", "independent_sites"])
             found["power_laws"] = pd.DataFrame(laws)
     if "site_max_vio" in data.probes and "max_vio" in data.updates:
         found["balance"] = _over_seeds(_balance(data), ["arm"], ["max_vio", "trained_max_vio"])

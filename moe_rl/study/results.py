@@ -188,6 +188,9 @@ PAGES: dict[str, dict[str, Column]] = {
         "slots, %": lambda row: _percent(row, "slot_change"),
         "sites, %": lambda row: _percent(row, "site_change"),
         "tokens, %": lambda row: _percent(row, "token_change"),
+        "independent sites": lambda row: _interval(
+            row, "independent_sites", "independent_sites_low", "independent_sites_high", ".1f"
+        ),
         "variance that replay removes, nats²": lambda row: _interval(
             row, "removed", "removed_low", "removed_high", ".1e"
         ),
