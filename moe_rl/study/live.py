@@ -159,7 +159,7 @@ class LiveStudy:
                 {"name": str(name), "values": {str(arm): _words(differ.loc[name, arm]) for arm in differ.columns}}
                 for name in differ.index
             ],
-            "conditions": [condition.title() for condition in shown],
+            "conditions": [condition.title for condition in shown],
             "arms": [
                 {
                     "arm": arm,
