@@ -13,7 +13,6 @@ from moe_rl.study.arms import condition_label, flatten, slots_rerouted
 from moe_rl.study.change_by_load import change_by_load
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData
-from moe_rl.study.effective_routes import effective_routes
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES, power_laws, size_rows
 from moe_rl.study.figures.gallery.design_effect import design_effects
@@ -107,6 +106,40 @@ def _over_seeds(
             ends = {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
             row |= {end: math.exp(value) for end, value in ends.items()} if name in geometric else ends
         rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def effective_routes(data: StudyData) -> pd.DataFrame:
+    """How much of their routing capacity runs use: by arm and seed, of the last policy whose routes were kept,
+    on the tokens of its probe, live routing: `step`, `tokens`, `effective_sets` (of K experts) and `effective_experts`,
+    exp of the entropy of their use, mean over sites.
+
+    Every arm's probe has as many responses; sets are compared on the first tokens, as many as the shortest has.
+    """
+    from moe_rl.routing import effective_sets, expert_load, load_entropy  # torch, which most of a study does without
+    from moe_rl.training.route_tables import read_route_table
+
+    found = []
+    last = data.route_files.groupby(["arm", "seed"], sort=False).last().reset_index()
+    for row in last.itertuples():
+        routes = read_route_table(str(row.path))
+        ids = routes.ids.flatten(0, 1)
+        found.append((row, ids[(ids >= 0).all(-1).all(-1)], routes.num_experts))
+    most = min((len(ids) for _, ids, _ in found), default=0)
+    rows = []
+    for row, ids, experts in found:
+        number = experts if isinstance(experts, int) else max(experts)
+        load = expert_load(ids[:most], num_experts=number)
+        rows.append(
+            {
+                "arm": row.arm,
+                "seed": row.seed,
+                "step": row.step,
+                "tokens": most,
+                "effective_sets": float(effective_sets(ids[:most], num_experts=number).nanmean()),
+                "effective_experts": float(load_entropy(load).exp().nanmean()),
+            }
+        )
     return pd.DataFrame(rows)
 
 
