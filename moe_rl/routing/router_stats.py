@@ -95,7 +95,7 @@ def active_set_churn(
     Long sequences use nearly all experts, so that it falls with length where `slot_change` does not.
     """
     if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts):
-        new = new.select(old.sites)
+        new = new if new.sites == old.sites else new.select(old.sites)
     before = active_experts(old, mask, num_experts=num_experts)
     after = active_experts(new, mask, num_experts=num_experts)
     return (after & ~before).sum(-1) / after.sum(-1).clamp(min=1)

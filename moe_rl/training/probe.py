@@ -18,8 +18,8 @@ from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.ratio_metrics import ratio_metrics
-from moe_rl.measure.router_shift import as_logits
 from moe_rl.measure.routing_metrics import (
+    as_logits,
     change_metrics,
     load_metrics,
     router_facts,

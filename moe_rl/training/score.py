@@ -24,11 +24,10 @@ from moe_rl.objectives import (
     process_advantages,
 )
 from moe_rl.rollout import Rollout, named_rewards, step_rewards
-from moe_rl.routing import RoutedExperts, change_counts, record_margins, record_routes
+from moe_rl.routing import RoutedExperts, change_counts, record_margins, record_routes, replay_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import Ranks
-from moe_rl.training.levers import forced_routes
 from moe_rl.training.not_finite import NotFiniteError, prompt_of
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.weight_sync import SyncGuard
@@ -106,7 +105,7 @@ def score_rollout(
             if margins:
                 seen["margins"] = choices.values.to(old.logps.device)
             if part.routes is not None:  # of the rollout engine
-                with forced_routes(policy, part.routes):
+                with replay_routes(policy, part.routes, once=True):
                     seen["replayed_logps"] = token_logps(policy, *tokens, temperature=temperature).logps
             if old.router_logits is not None:
                 seen["route_scores"] = chosen_scores(old.router_logits, recording.routes)

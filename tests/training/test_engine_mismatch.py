@@ -9,11 +9,10 @@ from micro import MICRO, logps, rows
 
 from moe_rl.rollout.completions import unrouted_tokens
 from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine
-from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.routing import RoutedExperts, RoutingError, replay_routes
 from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, rollout_engine, run, validate
 from moe_rl.training.collect import check_routes, respond
 from moe_rl.training.loop import collect_batch
-from moe_rl.training.update import forced_routes
 from moe_rl.training.weight_sync import probed_tensors
 
 MICRO = replace(
@@ -185,11 +184,14 @@ def test_a_forward_outside_replay_or_twice_under_it_is_an_error(state_of, tmp_pa
     state = state_of(changed(method={"replay": "R3"}), tmp_path)
     batch = collect_batch(state)
     with (
-        pytest.raises(RuntimeError, match=r"replay forced 0 .*did not run wholly"),
-        forced_routes(state.policy, batch.rollout_routes),
+        pytest.raises(RoutingError, match=r"replay forced 0 .*did not run wholly"),
+        replay_routes(state.policy, batch.rollout_routes, once=True),
     ):
         pass
-    with pytest.raises(RuntimeError, match="not once"), forced_routes(state.policy, batch.rollout_routes):
+    with (
+        pytest.raises(RoutingError, match="not once"),
+        replay_routes(state.policy, batch.rollout_routes, once=True),
+    ):
         logps(state, state.policy, batch)
         logps(state, state.policy, batch)
 

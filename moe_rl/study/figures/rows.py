@@ -1,8 +1,9 @@
 """Figures with one row per arm: dots for numbers, side by side in columns; as many arms as there are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from textwrap import fill, wrap
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -30,6 +31,11 @@ class Dots:
     table: pd.DataFrame
     label: str = ""
     open: bool = False
+
+    @classmethod
+    def each(cls, tables: Mapping[str, pd.DataFrame], value: Callable[[pd.DataFrame], pd.Series], **how: Any) -> "Dots":
+        """`value` of the table of every arm (columns seeds): one number for each seed."""
+        return cls(pd.DataFrame({arm: value(table) for arm, table in tables.items()}).T, **how)
 
 
 @dataclass(frozen=True)
