@@ -9,9 +9,11 @@ calibrated one against collapses.
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from moe_rl.names import nearest
+from moe_rl.study.cursor import follow
 from moe_rl.study.curves import detect_collapse
 
 
@@ -200,6 +202,22 @@ class RunAlarms:
             "collapse": self.collapse,
             "first": [[alarm.name, step] for alarm, step in self.before_collapse()],
         }
+
+
+class LiveAlarms:
+    """The alarms of one run that is being written; a run that was rewritten is read again."""
+
+    def __init__(self, path: Path, alarms: tuple[Alarm, ...]):
+        self.path, self.alarms, self.since = path, alarms, ""
+        self._forget()
+
+    def now(self) -> dict[str, Any]:
+        """`RunAlarms.summary` of all rows that are there."""
+        self.since = follow(self.path, self.since, lambda row: self.state.take(row), self._forget)
+        return self.state.summary()
+
+    def _forget(self) -> None:
+        self.state = RunAlarms(self.alarms)
 
 
 def _number(value: Any) -> float | None:

@@ -16,11 +16,11 @@ from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
 from moe_rl.settings import laid_over
 from moe_rl.study.arms import arm_settings, full_label
+from moe_rl.study.cursor import LiveError
 from moe_rl.study.data import Run, StudyData, StudyDataError, declared_arms, studies_inside
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.folders import folder_order, run_folders
-from moe_rl.study.live_rows import LiveError
 from moe_rl.yaml_files import parse_yaml
 
 
@@ -159,7 +159,7 @@ class LiveStudy:
                 {"name": str(name), "values": {str(arm): _words(differ.loc[name, arm]) for arm in differ.columns}}
                 for name in differ.index
             ],
-            "conditions": [condition.title() for condition in shown],
+            "conditions": [condition.title for condition in shown],
             "arms": [
                 {
                     "arm": arm,
@@ -173,6 +173,38 @@ class LiveStudy:
                 for arm, (look, label) in arm_looks(data, condition.arms).items()
             ],
         }
+
+
+class LiveStudies:
+    """The studies under a folder: it may be a run, a study, or a folder with studies in it (`runs/`).
+
+    Raises StudyDataError where there is none of them.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder).expanduser()
+        self.alone: LiveStudy | None = None
+        try:
+            self.alone = LiveStudy(self.folder)
+        except StudyDataError:
+            if not self.names():
+                raise
+
+    def names(self) -> list[str]:
+        """Folders with a study, those that were written to last first; empty where the folder itself is the study."""
+        if self.alone is not None or not self.folder.is_dir():
+            return []
+        found = [path.parent for path in self.folder.glob("*/study.yaml")]
+        return [path.name for path in sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))]
+
+    def study(self, name: str = "") -> LiveStudy:
+        """The study called `name`, without one the first. Raises LiveError for any other: no paths from requests."""
+        if self.alone is not None:
+            return self.alone
+        names = self.names()
+        if not names or (name and name not in names):
+            raise LiveError(f"no study {name!r}; there are {', '.join(names) or 'none any more'}")
+        return LiveStudy(self.folder / (name or names[0]))
 
 
 def _words(value: Any) -> str | None:

@@ -1,23 +1,18 @@
-"""Rows of a run that is being written: `metrics.jsonl` from a cursor on.
+"""What the live page draws of a run that is being written: its curves, its routing sites, and other metrics by name.
 
-`new_rows` and `new_sites` answer with the next cursor. A run that was resumed has rewritten its file: the cursor no
-longer fits, and the answer says `reset`.
+`new_rows` and `new_sites` answer with the next cursor (`moe_rl.study.cursor`).
 """
 
 import math
-import os
 import re
-import zlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from moe_rl.checks import parse_json
+from moe_rl.study.cursor import read_since
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.floors import FLOORS
-
-CHUNK = 2_000_000
-"""Bytes of metrics.jsonl in one answer; the page asks again while there is `more`."""
 
 COLUMNS = {
     "rollout": ("step", "reward", "response_length"),
@@ -37,18 +32,13 @@ COLUMNS = {
 }
 """What curves are made of: per kind of row, the values that are sent, in this order."""
 
-_CHECKED = 256  # bytes before a cursor that must not have changed
 _FLOOR_OF = {variant: floor for floor, variants in FLOORS.items() for variant in variants}
-
-
-class LiveError(ValueError):
-    """A request for something that is not there; the message says what and what is."""
 
 
 def new_rows(path: Path, since: str = "", metrics: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
     """The curves' values of rows after the cursor `since`, as {kind: [[value, ...], ...]} in the order of COLUMNS.
 
-    metrics: chosen ones (`live_metrics.choosable`); `chosen` in the answer has of each
+    metrics: chosen ones (`choosable`); `chosen` in the answer has of each
         [[step, value, denominator or null], ...]. Of rows of the kind "engine" those of the pair "engines".
     """
     rows, answer = read_since(path, since)
@@ -88,54 +78,31 @@ def new_sites(path: Path, since: str = "") -> dict[str, Any]:
     return {**answer, "rows": found, "floor": floor, "sites": names, "labels": labels, "common": common}
 
 
-def read_since(path: Path, since: str = "") -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Whole lines after a cursor, at most about CHUNK bytes, and {since, more, reset, damaged}.
-
-    `since` in the answer is the next cursor; `more`: ask again at once; `reset`: what was read before is no longer in
-    the file (a resume rewrote it), forget it; `damaged`: lines that are not rows, left out. A last line without its
-    end is left for later. A missing file has no rows. Raises LiveError for a cursor that is none.
-    """
-    match = re.fullmatch(r"(?:(\d{1,15})-([0-9a-f]{8}))?", since)
-    if not match:
-        raise LiveError(f"since: expected a cursor from an earlier answer, got {since!r}")
-    offset, check = int(match[1] or 0), int(match[2] or "0", 16)
-    try:
-        with open(path, "rb") as file:
-            reset = offset > os.fstat(file.fileno()).st_size or (offset > 0 and _before(file, offset) != check)
-            offset = 0 if reset else offset
-            file.seek(offset)
-            data = file.read(CHUNK)
-            if len(data) == CHUNK:
-                data += file.readline()
-            data = data[: data.rfind(b"\n") + 1]
-            offset += len(data)
-            more = bool(data) and file.read(1) != b""
-            cursor = f"{offset}-{_before(file, offset):08x}" if offset else ""
-    except FileNotFoundError:
-        return [], {"since": "", "more": False, "reset": offset > 0, "damaged": 0}
-    rows, damaged = [], 0
-    for line in data.splitlines():
-        try:
-            row = parse_json(line)
-        except ValueError:  # json's and unicode's
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            damaged += 1
-    return rows, {"since": cursor, "more": more, "reset": reset, "damaged": damaged}
-
-
-def _before(file: Any, offset: int) -> int:
-    """Checksum of what stands just before an offset; -1 if the file ends earlier."""
-    start = max(0, offset - _CHECKED)
-    file.seek(start)
-    data = file.read(offset - start)
-    return zlib.crc32(data) if len(data) == offset - start else -1
-
-
 def _number(value: Any) -> Any:
     """Numbers as they fit on a screen (six digits); what is not finite or not a number as null."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return value if isinstance(value, int) else float(f"{value:.6g}")
+
+
+KINDS = ("rollout", "update", "probe", "eval", "step", "engine", "decomposition")
+"""Kinds of rows with one value per step (floors are of a whole run, tokens are files)."""
+_NO_NUMBER = ("names", "name", "words", "boolean", "id", "index")
+
+
+@lru_cache(maxsize=1)
+def choosable() -> dict[str, dict[str, Any]]:
+    """`kind.name` -> kind, name, unit, definition, and `over`: the name of the denominator where the value is a count
+    that the catalogue divides by another value of its row."""
+    from moe_rl.measure.catalogue import CATALOGUE  # torch takes seconds: only where metrics are chosen
+
+    found = {}
+    for kind in KINDS:
+        names = {metric.name for metric in CATALOGUE[kind]}
+        for metric in CATALOGUE[kind]:
+            if not metric.is_list and metric.unit not in _NO_NUMBER and "<" not in metric.name:
+                of = re.match(r"over (\w+)", metric.over)
+                over = of[1] if of and of[1] in names else ""
+                about = {"kind": kind, "name": metric.name, "unit": metric.unit, "definition": metric.definition}
+                found[f"{kind}.{metric.name}"] = {**about, "over": over}
+    return found

@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.arms import condition_label, flatten, slots_rerouted
+from moe_rl.study.change_by_load import change_by_load
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData
-from moe_rl.study.effective_routes import effective_routes
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES, power_laws, size_rows
 from moe_rl.study.figures.gallery.design_effect import design_effects
@@ -33,8 +33,8 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     roundings and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine,
     engines, and with engines of several formats precision; where arms are of several sizes, sizes and power_laws;
     where gradients were compared, gradients, and where tokens were kept, design_effect (both medians over probes);
-    where routes were, effective_routes; where loads were, balance; with responses of several versions of the weights,
-    versions.
+    where routes were, effective_routes, and with tokens change_by_load; where loads were, balance; with responses of
+    several versions of the weights, versions.
     Columns as in the functions that make them, with labels and conditions beside the names.
     """
     finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
@@ -78,13 +78,15 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     if {"var_token_natural", "var_token_replayed"} <= set(data.probes):
         sizes, _ = size_rows(data)
         if laws := power_laws(sizes):
-            found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps"])
+            found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps", "independent_sites"])
             found["power_laws"] = pd.DataFrame(laws)
     if "site_max_vio" in data.probes and "max_vio" in data.updates:
         found["balance"] = _over_seeds(_balance(data), ["arm"], ["max_vio", "trained_max_vio"])
     if "old_tokens" in data.rollouts:
         found["versions"] = _versions(data)
     if len(data.route_files):
+        if len(by_load := change_by_load(data)):
+            found["change_by_load"] = _over_seeds(by_load, ["arm", "load"], ["experts", "slots", "slot_change"])
         found["effective_routes"] = _over_seeds(
             effective_routes(data), ["arm", "step", "tokens"], ["effective_sets", "effective_experts"]
         )
@@ -104,6 +106,40 @@ def _over_seeds(
             ends = {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
             row |= {end: math.exp(value) for end, value in ends.items()} if name in geometric else ends
         rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def effective_routes(data: StudyData) -> pd.DataFrame:
+    """How much of their routing capacity runs use: by arm and seed, of the last policy whose routes were kept,
+    on the tokens of its probe, live routing: `step`, `tokens`, `effective_sets` (of K experts) and `effective_experts`,
+    exp of the entropy of their use, mean over sites.
+
+    Every arm's probe has as many responses; sets are compared on the first tokens, as many as the shortest has.
+    """
+    from moe_rl.routing import effective_sets, expert_load, load_entropy  # torch, which most of a study does without
+    from moe_rl.training.route_tables import read_route_table
+
+    found = []
+    last = data.route_files.groupby(["arm", "seed"], sort=False).last().reset_index()
+    for row in last.itertuples():
+        routes = read_route_table(str(row.path))
+        ids = routes.ids.flatten(0, 1)
+        found.append((row, ids[(ids >= 0).all(-1).all(-1)], routes.num_experts))
+    most = min((len(ids) for _, ids, _ in found), default=0)
+    rows = []
+    for row, ids, experts in found:
+        number = experts if isinstance(experts, int) else max(experts)
+        load = expert_load(ids[:most], num_experts=number)
+        rows.append(
+            {
+                "arm": row.arm,
+                "seed": row.seed,
+                "step": row.step,
+                "tokens": most,
+                "effective_sets": float(effective_sets(ids[:most], num_experts=number).nanmean()),
+                "effective_experts": float(load_entropy(load).exp().nanmean()),
+            }
+        )
     return pd.DataFrame(rows)
 
 

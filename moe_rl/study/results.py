@@ -50,161 +50,141 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     for old in folder.glob("*.csv"):
         if old.stem not in tables:
             old.unlink()
-    written = []
-    for name, table in tables.items():
-        written.append(folder / f"{name}.csv")
-        write_atomic(written[-1], table.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode())
-    written.append(folder / "env.json")
-    write_atomic(
-        written[-1], json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False).encode() + b"\n"
-    )
-    return written
-
-
-def _interval(row: dict[str, Any], name: str, low: str, high: str, form: str) -> str:
-    if pd.isna(row[name]):
-        return "–"
-    ends = "" if pd.isna(row[low]) else f" [{row[low]:{form}}, {row[high]:{form}}]"
-    return minus(f"{row[name]:{form}}{ends}".replace("[+", "[").replace(", +", ", "))
-
-
-def _percent(row: dict[str, Any], name: str, digits: int = 1) -> str:
-    shares = {f"{name}{end}": 100 * row[f"{name}{end}"] for end in ("", "_low", "_high")}
-    return _interval(shares, name, f"{name}_low", f"{name}_high", f".{digits}f")
-
-
-def _of(row: dict[str, Any], name: str) -> str:
-    return _interval(row, name, f"{name}_low", f"{name}_high", ".3f")
+    contents = {
+        f"{name}.csv": table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+        for name, table in tables.items()
+    }
+    contents["env.json"] = json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False) + "\n"
+    return [write_atomic(folder / name, content.encode()) for name, content in contents.items()]
 
 
 Column = Callable[[dict[str, Any]], str]
 
 
-def _whole(name: str) -> Column:
-    return lambda row: str(int(row[name]))
+def _texts(*headings: str) -> dict[str, Column]:
+    """Columns as they are, under their own names, with spaces for underscores."""
+    return {heading: lambda row, of=heading: str(row[of.replace(" ", "_")]) for heading in headings}
+
+
+def _interval(form: str, name: str, low: str = "", high: str = "", factor: int = 1) -> Column:
+    """An estimate with its interval: columns `name`, `low` and `high`, by default `name`_low and `name`_high."""
+
+    def cell(row: dict[str, Any]) -> str:
+        value, *ends = (factor * row[column] for column in (name, low or f"{name}_low", high or f"{name}_high"))
+        if pd.isna(value):
+            return "–"
+        interval = "" if pd.isna(ends[0]) else f" [{ends[0]:{form}}, {ends[1]:{form}}]"
+        return minus(f"{value:{form}}{interval}".replace("[+", "[").replace(", +", ", "))
+
+    return cell
+
+
+def _percent(name: str, digits: int = 1) -> Column:
+    return _interval(f".{digits}f", name, factor=100)
 
 
 PAGES: dict[str, dict[str, Column]] = {
     "final_reward": {
         "arm": lambda row: row["label"] + (", held out" if row["measured"] == "held out" else ""),
-        "condition": lambda row: row["condition"],
-        "n": lambda row: str(row["n"]),
-        "final reward": lambda row: _interval(row, "final", "low", "high", ".2f"),
-        "held out": lambda row: _interval(row, "evaluation", "evaluation_low", "evaluation_high", ".2f"),
+        **_texts("condition", "n"),
+        "final reward": _interval(".2f", "final", "low", "high"),
+        "held out": _interval(".2f", "evaluation"),
         "failed": lambda row: f"{row['failed']} of {row['finished']}",
-        "below start": lambda row: str(row["below_start"]),
-        "collapsed": lambda row: str(row["collapsed"]),
+        **_texts("below start", "collapsed"),
     },
     "comparisons": {
-        "condition": lambda row: row["condition"],
+        **_texts("condition"),
         "difference": lambda row: f"{row['label']} − {row['other_label']}",
-        "n": lambda row: str(row["n"]),
-        "final reward": lambda row: _interval(row, "difference", "low", "high", "+.3f"),
+        **_texts("n"),
+        "final reward": _interval("+.3f", "difference", "low", "high"),
         "p": lambda row: "–" if pd.isna(row["p_adjusted"]) else probability(float(row["p_adjusted"])),
-        "held out": lambda row: _interval(row, "held_out_difference", "held_out_low", "held_out_high", "+.3f"),
-        "verdict": lambda row: row["verdict"],
+        "held out": _interval("+.3f", "held_out_difference", "held_out_low", "held_out_high"),
+        **_texts("verdict"),
     },
     "change_rates": {
-        "arm": lambda row: row["arm"],
-        "update": lambda row: str(row["update"]),
-        "slots, %": lambda row: _percent(row, "slot"),
-        "sites, %": lambda row: _percent(row, "site"),
-        "tokens, %": lambda row: _percent(row, "token"),
+        **_texts("arm", "update"),
+        "slots, %": _percent("slot"),
+        "sites, %": _percent("site"),
+        "tokens, %": _percent("token"),
+    },
+    "change_by_load": {
+        **_texts("arm"),
+        "load over the even load": lambda row: row["load"],
+        **_texts("n"),
+        "of the experts, %": _percent("experts", 0),
+        "of the slots, %": _percent("slots", 0),
+        "changed, %": _percent("slot_change"),
     },
     "gradients": {
-        "arm": lambda row: row["arm"],
-        "update": lambda row: str(row["update"]),
-        "n": lambda row: str(row["n"]),
-        "cosine, replayed": lambda row: _of(row, "gradient_cosine"),
-        "of the routers": lambda row: _of(row, "router_gradient_cosine"),
-        "norm, replayed / natural": lambda row: _of(row, "gradient_norm_ratio"),
-        "cosine, two halves": lambda row: _of(row, "gradient_halves_cosine"),
+        **_texts("arm", "update", "n"),
+        "cosine, replayed": _interval(".3f", "gradient_cosine"),
+        "of the routers": _interval(".3f", "router_gradient_cosine"),
+        "norm, replayed / natural": _interval(".3f", "gradient_norm_ratio"),
+        "cosine, two halves": _interval(".3f", "gradient_halves_cosine"),
     },
     "decomposition": {
-        "arm": lambda row: row["arm"],
-        "level": lambda row: row["level"],
-        "update": lambda row: str(row["update"]),
-        "n": lambda row: str(row["n"]),
-        "weights, %": lambda row: _percent(row, "weight", 0),
-        "routing, %": lambda row: _percent(row, "routing", 0),
-        "interaction, %": lambda row: _percent(row, "interaction", 0),
+        **_texts("arm", "level", "update", "n"),
+        "weights, %": _percent("weight", 0),
+        "routing, %": _percent("routing", 0),
+        "interaction, %": _percent("interaction", 0),
     },
     "routing_noise": {
         "difference": lambda row: f"{row['arm']} / {row['other']}",
-        "n": lambda row: str(row["n"]),
-        "ratio of Var(routing)": lambda row: _interval(row, "ratio", "low", "high", ".2f"),
+        **_texts("n"),
+        "ratio of Var(routing)": _interval(".2f", "ratio", "low", "high"),
     },
     "engines": {
-        "arm": lambda row: row["arm"],
-        "routing": lambda row: row["routing"],
-        "n": lambda row: str(row["n"]),
-        "slots changed, %": lambda row: _percent(row, "slots_changed_share", 2),
-        "Var(token), nats²": lambda row: _interval(row, "var_token", "var_token_low", "var_token_high", ".1e"),
-        "Var(sequence), nats²": lambda row: _interval(
-            row, "var_sequence", "var_sequence_low", "var_sequence_high", ".1e"
-        ),
-        "clipped at the first update, %": lambda row: _percent(row, "clipped_first", 2),
+        **_texts("arm", "routing", "n"),
+        "slots changed, %": _percent("slots_changed_share", 2),
+        "Var(token), nats²": _interval(".1e", "var_token"),
+        "Var(sequence), nats²": _interval(".1e", "var_sequence"),
+        "clipped at the first update, %": _percent("clipped_first", 2),
     },
     "balance": {
-        "arm": lambda row: row["arm"],
-        "n": lambda row: str(row["n"]),
-        "MaxVio, last probe": lambda row: _interval(row, "max_vio", "max_vio_low", "max_vio_high", ".2f"),
-        "MaxVio of what was trained on": lambda row: _interval(
-            row, "trained_max_vio", "trained_max_vio_low", "trained_max_vio_high", ".2f"
-        ),
+        **_texts("arm", "n"),
+        "MaxVio, last probe": _interval(".2f", "max_vio"),
+        "MaxVio of what was trained on": _interval(".2f", "trained_max_vio"),
     },
     "effective_routes": {
-        "arm": lambda row: row["arm"],
-        "n": lambda row: str(row["n"]),
-        "effective number of sets": lambda row: _interval(
-            row, "effective_sets", "effective_sets_low", "effective_sets_high", ".1f"
-        ),
-        "effective number of experts": lambda row: _interval(
-            row, "effective_experts", "effective_experts_low", "effective_experts_high", ".2f"
-        ),
+        **_texts("arm", "n"),
+        "effective number of sets": _interval(".1f", "effective_sets"),
+        "effective number of experts": _interval(".2f", "effective_experts"),
     },
     "precision": {
-        "arm": lambda row: row["arm"],
-        "n": lambda row: str(row["n"]),
-        "slots changed, %": lambda row: _percent(row, "slot_change", 2),
-        "k3, nats per token": lambda row: _interval(row, "k3", "k3_low", "k3_high", ".1e"),
-        "routing share of the mean gap, %": lambda row: _percent(row, "routing_share", 0),
-        "k3, last five steps over first five": lambda row: _interval(
-            row, "k3_growth", "k3_growth_low", "k3_growth_high", ".2f"
-        ),
-        "routing share, last five minus first five, %": lambda row: _percent(row, "share_growth", 0),
+        **_texts("arm", "n"),
+        "slots changed, %": _percent("slot_change", 2),
+        "k3, nats per token": _interval(".1e", "k3"),
+        "routing share of the mean gap, %": _percent("routing_share", 0),
+        "k3, last five steps over first five": _interval(".2f", "k3_growth"),
+        "routing share, last five minus first five, %": _percent("share_growth", 0),
     },
     "sizes": {
-        **{words: _whole(axis) for axis, words in AXES.items()},
-        "n": lambda row: str(row["n"]),
-        "slots, %": lambda row: _percent(row, "slot_change"),
-        "sites, %": lambda row: _percent(row, "site_change"),
-        "tokens, %": lambda row: _percent(row, "token_change"),
-        "variance that replay removes, nats²": lambda row: _interval(
-            row, "removed", "removed_low", "removed_high", ".1e"
-        ),
+        **{words: (lambda row, axis=axis: str(int(row[axis]))) for axis, words in AXES.items()},
+        **_texts("n"),
+        "slots, %": _percent("slot_change"),
+        "sites, %": _percent("site_change"),
+        "tokens, %": _percent("token_change"),
+        "independent sites": _interval(".1f", "independent_sites"),
+        "variance that replay removes, nats²": _interval(".1e", "removed"),
     },
     "power_laws": {
         "along": lambda row: AXES[row["axis"]],
         "of": lambda row: QUANTITIES[row["quantity"]][0],
-        "seeds": lambda row: str(row["seeds"]),
-        "exponent": lambda row: _interval(row, "exponent", "low", "high", "+.2f"),
+        **_texts("seeds"),
+        "exponent": _interval("+.2f", "exponent", "low", "high"),
     },
     "early_warning": {
-        "signal": lambda row: row["signal"],
+        **_texts("signal"),
         "after steps": lambda row: str(row["steps"]),
-        "runs": lambda row: str(row["runs"]),
+        **_texts("runs"),
         "ended badly": lambda row: str(row["bad"]),
-        "area under ROC": lambda row: _interval(row, "auc", "auc_low", "auc_high", ".2f"),
-        "rank correlation with final reward": lambda row: _interval(
-            row, "correlation", "correlation_low", "correlation_high", ".2f"
-        ),
+        "area under ROC": _interval(".2f", "auc"),
+        "rank correlation with final reward": _interval(".2f", "correlation"),
     },
     "roundings": {
         "difference": lambda row: f"{row['arm']} − {row['other']}",
-        "rounding": lambda row: row["rounding"],
-        "n": lambda row: str(row["n"]),
-        "final reward": lambda row: _interval(row, "difference", "low", "high", "+.3f"),
+        **_texts("rounding", "n"),
+        "final reward": _interval("+.3f", "difference", "low", "high"),
         "verdict": lambda row: "" if pd.isna(row["verdict"]) else row["verdict"],
         "conclusion": lambda row: row["survival"],
     },
@@ -214,23 +194,17 @@ PAGES: dict[str, dict[str, Column]] = {
 _MARKER = re.compile(r"<!-- table: (?P<study>[^/\s]+)/(?P<name>\w+) -->\n(?P<body>.*?)<!-- end -->", re.DOTALL)
 
 
-def _plain(column: str) -> Column:
-    def cell(row: dict[str, Any]) -> str:
-        value = row[column]
-        if pd.isna(value):
-            return "–"
-        return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-    return cell
+def _plain(value: Any) -> str:
+    if pd.isna(value):
+        return "–"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def markdown(name: str, table: pd.DataFrame) -> str:
     """A summary table as a Markdown table, with the columns that pages show."""
-    columns = PAGES.get(name) or {str(column): _plain(str(column)) for column in table}
+    columns = PAGES.get(name) or {str(column): lambda row, name=column: _plain(row[name]) for column in table}
     lines = [list(columns), ["---"] * len(columns)]
-    for record in table.to_dict("records"):
-        row = {str(key): value for key, value in record.items()}
-        lines.append([cell(row) for cell in columns.values()])
+    lines += [[cell(row) for cell in columns.values()] for row in table.to_dict("records")]
     return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 

@@ -1,13 +1,12 @@
 """One run of a study as the study sees it: how far it is, read from its run folder and its log."""
 
 import contextlib
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from moe_rl.checks import parse_json
+from moe_rl.study.cursor import follow
 from moe_rl.training import RunConfig
 
 
@@ -34,8 +33,7 @@ class Run:
     change: float | None = None
     note: str = ""
     problem: str = ""
-    offset: int = field(default=0, repr=False)
-    inode: int = field(default=0, repr=False)
+    since: str = field(default="", repr=False)
 
     @property
     def name(self) -> str:
@@ -62,29 +60,24 @@ class Run:
     def read(self) -> None:
         """Take in what the run wrote to metrics.jsonl since the last call. What is wrong with the file, or with a line
         of it, the run itself says: here it stops nothing."""
-        with contextlib.suppress(OSError), open(self.folder / "metrics.jsonl", "rb") as file:
-            # A resume rewrites the file: whatever it was, what was read before no longer ends where it did.
-            inode = os.fstat(file.fileno()).st_ino
-            if self.offset and (inode != self.inode or not ends_line(file, self.offset)):
-                self.offset, self.step, self.reward, self.change = 0, 0, None, None
-            self.inode = inode
-            file.seek(self.offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self.offset += len(line)
-                with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
-                    self.take(parse_json(line))
+        path = self.folder / "metrics.jsonl"
+        with contextlib.suppress(OSError):
+            path.stat()  # of a file that is gone, what was read stays
+            self.since = follow(path, self.since, self.take, self._forget)
+
+    def _forget(self) -> None:
+        self.step, self.reward, self.change = 0, None, None
 
     def take(self, row: dict[str, Any]) -> None:
-        if row["kind"] == "rollout":
-            self.reward = None if row["reward"] is None else float(row["reward"])
-        elif row["kind"] == "probe":
-            self.change = row["slots_changed"] / row["slots"] if row["slots"] else None
-        elif row["kind"] == "step":
-            self.step = min(int(row["step"]) + 1, self.steps)
-            if self.first_step is None and self.state == "running":
-                self.first_step, self.began = self.step, time.monotonic()
+        with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
+            if row["kind"] == "rollout":
+                self.reward = None if row["reward"] is None else float(row["reward"])
+            elif row["kind"] == "probe":
+                self.change = row["slots_changed"] / row["slots"] if row["slots"] else None
+            elif row["kind"] == "step":
+                self.step = min(int(row["step"]) + 1, self.steps)
+                if self.first_step is None and self.state == "running":
+                    self.first_step, self.began = self.step, time.monotonic()
 
     def beginning(self) -> str:
         """What a run says before its first step: how far its cold start is, or that it waits for another's."""
@@ -108,11 +101,6 @@ class Run:
             pace = (time.monotonic() - self.began) / (self.step - self.first_step)
             return pace * (self.steps - self.step)
         return usual * (1 - self.step / self.steps) if usual else None
-
-
-def ends_line(file: BinaryIO, offset: int) -> bool:
-    file.seek(offset - 1)
-    return file.read(1) == b"\n"
 
 
 def last_line(log: Path) -> str:

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from moe_rl.study.power import resolvable_difference
-from moe_rl.study.rules import rules
+from moe_rl.study.reading import rules
 from moe_rl.study.statistics import (
     ALPHA,
     FEWEST,

@@ -20,14 +20,13 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from moe_rl.names import nearest
+from moe_rl.study.alarms import ALARMS, Alarm, AlarmError, LiveAlarms, alarms_of
+from moe_rl.study.cursor import LiveError
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import scales
-from moe_rl.study.live import LiveStudy
-from moe_rl.study.live_alarms import LiveAlarms, live_table
+from moe_rl.study.live import LiveStudies, LiveStudy
 from moe_rl.study.live_experts import expert_counts
-from moe_rl.study.live_metrics import choosable
-from moe_rl.study.live_rows import COLUMNS, LiveError, new_rows, new_sites
-from moe_rl.study.live_studies import LiveStudies
+from moe_rl.study.live_rows import COLUMNS, choosable, new_rows, new_sites
 from moe_rl.study.token_view import TokenStep, static, stored_steps
 
 ADDRESS = "127.0.0.1"
@@ -124,7 +123,7 @@ class Api:
     def study(self, query: dict[str, str]) -> dict[str, Any]:
         """Runs, arms, conditions, settings in which arms differ, alarms; with what the page draws them in."""
         live = self._live(query)
-        table, problem = live_table(live.thresholds)
+        table, problem = _alarm_table(live.thresholds)
         shown = [
             {"name": a.name, "title": a.title, "rule": a.rule, "source": a.source, "of": [a.kind, a.metric]}
             for a in table
@@ -178,7 +177,7 @@ class Api:
         return self.studies.study(query.get("study", ""))
 
     def _alarms(self, live: LiveStudy, folder: Path) -> dict[str, Any]:
-        table, _ = live_table(live.thresholds)
+        table, _ = _alarm_table(live.thresholds)
         with self.lock:
             known = self.alarms.get(folder)
             if known is None or known.alarms != table:
@@ -268,6 +267,14 @@ def _answer(api: Api, name: str, query: str) -> tuple[HTTPStatus, str, bytes]:
     except (StudyDataError, OSError, ValueError) as error:
         status, content = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
     return status, kind, json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _alarm_table(own: Any) -> tuple[tuple[Alarm, ...], str]:
+    """A study's alarms, and what is wrong with thresholds that it sets itself (then those of the table hold)."""
+    try:
+        return alarms_of(own), ""
+    except AlarmError as error:
+        return ALARMS, str(error)
 
 
 def _whole(query: dict[str, str], name: str) -> int:

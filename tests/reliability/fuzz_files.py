@@ -15,8 +15,8 @@ from moe_rl.policy.tiny import char_tokenizer
 from moe_rl.rollout.jsonl_task import JsonLines
 from moe_rl.routing import RoutedExperts
 from moe_rl.study.config import load_study
+from moe_rl.study.cursor import LiveError, read_since
 from moe_rl.study.data import load
-from moe_rl.study.live_rows import LiveError, read_since
 from moe_rl.study.outcomes import final_rewards
 from moe_rl.study.shipped import outline
 from moe_rl.training.route_tables import read_route_table, write_route_table

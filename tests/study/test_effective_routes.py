@@ -8,7 +8,7 @@ import yaml
 
 from moe_rl.routing import RoutedExperts, effective_sets
 from moe_rl.study.data import load
-from moe_rl.study.effective_routes import effective_routes
+from moe_rl.study.result_tables import effective_routes
 from moe_rl.training.route_tables import write_route_table
 
 SITES = ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]

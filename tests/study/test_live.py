@@ -7,12 +7,13 @@ import re
 import pytest
 from synthetic import write_study
 
-from moe_rl.study import RunWriter, live_rows, load
+from moe_rl.study import RunWriter, cursor, load
+from moe_rl.study.cursor import LiveError, read_since
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import LOOKS
 from moe_rl.study.live import LiveStudy
-from moe_rl.study.live_rows import LiveError, new_rows, new_sites, read_since
+from moe_rl.study.live_rows import new_rows, new_sites
 from moe_rl.study.report import render_report
 
 
@@ -105,22 +106,22 @@ def test_a_cursor_goes_on_where_it_stopped_and_leaves_half_lines(tmp_path):
 def test_a_resume_that_rewrote_the_file_resets_the_cursor(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(line(kind="rollout", step=i, reward=0.1) for i in range(9)))
-    cursor = read_since(path)[1]["since"]
+    before = read_since(path)[1]["since"]
     path.write_text("".join(line(kind="rollout", step=i, reward=0.1) for i in range(5)))  # shorter
-    rows, answer = read_since(path, cursor)
+    rows, answer = read_since(path, before)
     assert answer["reset"] and [row["step"] for row in rows] == list(range(5))
     path.write_text(
         "".join(line(kind="rollout", step=i, reward=0.1 * (1 + (i > 4))) for i in range(12))
     )  # grown past it
-    rows, answer = read_since(path, cursor)
+    rows, answer = read_since(path, before)
     assert answer["reset"] and len(rows) == 12
     path.unlink()
-    assert read_since(path, cursor)[1]["reset"]
+    assert read_since(path, before)[1]["reset"]
 
 
 @pytest.mark.parametrize("size", [1, 30, 31, 32, 1000])
 def test_pieces_of_any_size_give_every_row_once(tmp_path, monkeypatch, size):
-    monkeypatch.setattr(live_rows, "CHUNK", size)
+    monkeypatch.setattr(cursor, "CHUNK", size)
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(line(kind="rollout", step=i) for i in range(25)))
     steps, since, more = [], "", True

@@ -216,6 +216,8 @@ def test_gradients_are_told_by_the_median_over_probes_with_layers_apart(data):
     table = result_tables(compared)["gradients"].set_index(["arm", "update"]).loc[("grpo", 4)]
     assert table["layer_0"] == pytest.approx(-table["gradient_cosine"]) and table["layer_other"] > 0
     assert "| grpo | 4 |" in markdown("gradients", result_tables(compared)["gradients"])
+    earlier = replace(compared, probes=probes.drop(columns=["layer_names", "layer_gradient_cosine"]))
+    assert gradient_bias(earlier).frame["quantity"].nunique() == 3, "runs of versions that did not tell layers apart"
 
 
 def test_extreme_tokens_come_from_the_probe_or_else_from_the_tokens(data):

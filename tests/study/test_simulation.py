@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe_rl.study import simulation
-from moe_rl.study.rules import rules
+from moe_rl.study.reading import rules
 from moe_rl.study.simulation import Scenario, simulate
 from moe_rl.study.statistics import compare_paired
 

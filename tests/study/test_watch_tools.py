@@ -9,10 +9,10 @@ from synthetic import write_study
 from token_files import routes, write_step
 
 from moe_rl.study import load
+from moe_rl.study.cursor import LiveError
+from moe_rl.study.live import LiveStudies
 from moe_rl.study.live_experts import expert_counts
-from moe_rl.study.live_metrics import choosable
-from moe_rl.study.live_rows import LiveError, new_rows
-from moe_rl.study.live_studies import LiveStudies
+from moe_rl.study.live_rows import choosable, new_rows
 
 SAVED = (
     "window.saved = []; moeRL.save = async (name, blob) => saved.push([name, blob.type, blob.size, await blob.text()])"

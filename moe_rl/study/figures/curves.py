@@ -1,6 +1,6 @@
 """Figures of lines: one table per arm (rows x, columns seeds), drawn as mean and interval over seeds."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from matplotlib.ticker import MaxNLocator
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import (
     Limits,
-    Shown,
     arm_grid,
     condition_panels,
     drawn_arms,
@@ -87,6 +86,15 @@ def draw_seeds(
     return ax.plot(x, mean, label=label, **style)[0]
 
 
+def draw_arms(
+    ax: Axes, data: StudyData, arms: Sequence[str], tables: Mapping[str, pd.DataFrame], **options: Any
+) -> None:
+    """`draw_seeds` of these arms, as far as they have tables, each in its look and with its label."""
+    for arm, (look, label) in arm_looks(data, arms).items():
+        if arm in tables:
+            draw_seeds(ax, tables[arm], look, label, **options)
+
+
 Panels = list[tuple[Axes, tuple[str, ...]]]
 """Axes with the arms that are drawn in them."""
 
@@ -127,9 +135,36 @@ def curves(
     `scale` multiplies what is drawn (100 for per cent), not the table. `geometric`: mean and interval of the
     logarithms, which a log axis of positive quantities needs (an interval of their mean may reach below 0).
     """
-    how = _How(ylabel, xlabel, scale, log, geometric, thin, ylim)
-    figure, panels = (_small_panels if many(data) else _panels)(data, tables, how)
-    return Curves(figure, panels, curve_frame(data, tables, quantity, geometric))
+    frame = curve_frame(data, tables, quantity, geometric)
+    if many(data):
+        arms = drawn_arms(data, list(tables))
+        figure, small = arm_grid(data, arms)
+        looks, means = arm_looks(data, arms), {}
+        for ax, arm in zip(small, arms, strict=True):
+            line: dict[str, Any] = {"scale": scale, "geometric": geometric, "marker": "", "ls": "-", "lw": 1.3}
+            draw_seeds(ax, tables[arm], looks[arm][0], "", thin=False, **line)
+            ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+            means[arm] = pd.Series(over_seeds(scale * tables[arm], geometric)[0], tables[arm].index)
+        same_axes(small, ylim, log)
+        grey_background(figure, small, means)
+        label_grid(figure, small, xlabel, ylabel, "grey: all other arms")
+        return Curves(figure, [(ax, (arm,)) for ax, arm in zip(small, arms, strict=True)], frame)
+    figure, axes, each = condition_panels(data, 1.9)
+    for i, (ax, one) in enumerate(zip(axes[0], each, strict=True)):
+        draw_arms(ax, data, one.arms, tables, thin=thin, scale=scale, geometric=geometric)
+        if one.stand_in in tables:  # by construction the replay run under noise: its mean, pale
+            look, label = arm_looks(data, [str(one.stand_in)])[str(one.stand_in)]
+            table, style = scale * tables[str(one.stand_in)], {"ls": look.dash, "lw": 0.9, "alpha": 0.6}
+            mean = over_seeds(table, geometric)[0]
+            ax.plot(table.index, mean, color=look.colour, label=f"{label}, its natural run", **style)
+        step_axis(ax, xlabel if ax.xaxis.get_tick_params().get("labelbottom", True) else "")
+        if not i % 3:
+            ax.set_ylabel(ylabel)
+    if log:
+        log_y(axes[0, 0])
+    if ylim != (None, None):
+        axes[0, 0].set_ylim(*ylim)
+    return Curves(figure, [(ax, one.arms) for ax, one in zip(axes[0], each, strict=True)], frame)
 
 
 def curve_frame(
@@ -144,70 +179,3 @@ def curve_frame(
         if arm in tables
     ]
     return pd.concat(parts, ignore_index=True)
-
-
-@dataclass(frozen=True)
-class _How:
-    """The options of `curves`."""
-
-    ylabel: str
-    xlabel: str
-    scale: float | int
-    log: bool
-    geometric: bool
-    thin: bool
-    ylim: Limits
-
-
-def _panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How) -> tuple[Figure, Panels]:
-    figure, axes, each = condition_panels(data, 1.9)
-    panels = []
-    for i, (ax, one) in enumerate(zip(axes[0], each, strict=True)):
-        for arm, (look, label) in arm_looks(data, one.arms).items():
-            if arm in tables:
-                draw_seeds(ax, tables[arm], look, label, thin=how.thin, scale=how.scale, geometric=how.geometric)
-        _stand_in(ax, data, one, tables, how)
-        step_axis(ax, how.xlabel if ax.xaxis.get_tick_params().get("labelbottom", True) else "")
-        if not i % 3:
-            ax.set_ylabel(how.ylabel)
-        panels.append((ax, one.arms))
-    first: Axes = axes[0, 0]
-    if how.log:
-        log_y(first)
-    if how.ylim != (None, None):
-        first.set_ylim(*how.ylim)
-    return figure, panels
-
-
-def _stand_in(ax: Axes, data: StudyData, one: Shown, tables: Mapping[str, pd.DataFrame], how: _How) -> None:
-    """The natural replay run, which is by construction the replay run under noise: its mean, pale."""
-    if one.stand_in in tables:
-        look, label = arm_looks(data, [str(one.stand_in)])[str(one.stand_in)]
-        table = how.scale * tables[str(one.stand_in)]
-        ax.plot(
-            table.index,
-            over_seeds(table, how.geometric)[0],
-            color=look.colour,
-            ls=look.dash,
-            lw=0.9,
-            alpha=0.6,
-            label=f"{label}, its natural run",
-        )
-
-
-def _small_panels(data: StudyData, tables: Mapping[str, pd.DataFrame], how: _How) -> tuple[Figure, Panels]:
-    arms = drawn_arms(data, list(tables))
-    figure, axes = arm_grid(data, arms)
-    looks = arm_looks(data, arms)
-    means = {arm: pd.Series(over_seeds(how.scale * tables[arm], how.geometric)[0], tables[arm].index) for arm in arms}
-    for ax, arm in zip(axes, arms, strict=True):
-        draw_seeds(
-            ax, tables[arm], looks[arm][0], "", thin=False, scale=how.scale, geometric=how.geometric,
-            marker="", ls="-", lw=1.3,
-        )  # fmt: skip
-    for ax in axes:
-        ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    same_axes(axes, how.ylim, how.log)
-    grey_background(figure, axes, means)
-    label_grid(figure, axes, how.xlabel, how.ylabel, "grey: all other arms")
-    return figure, [(ax, (arm,)) for ax, arm in zip(axes, arms, strict=True)]

@@ -73,11 +73,9 @@ class Condition:
     def name(self) -> str:
         return "natural" if self.noise == 0 else f"noise σ = {self.noise:g}"
 
-    def title(self, lines: int = 1) -> str:
-        """Heading of its panel; in two lines where panels are narrow."""
-        if self.noise == 0:
-            return "Natural routing"
-        return f"Selection noise σ = {self.noise:g}" + ("\n" if lines > 1 else " ") + "(stress test)"
+    @property
+    def title(self) -> str:
+        return f"Selection noise σ = {self.noise:g} (stress test)" if self.noise else "Natural routing"
 
 
 def conditions(data: StudyData) -> list[Condition]:

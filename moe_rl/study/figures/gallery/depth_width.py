@@ -57,17 +57,8 @@ def depth_width(data: StudyData) -> Drawing:
     parts, fits = [], power_laws(rows)
     for fit in fits:
         axis, name = fit["axis"], fit["quantity"]
-        part, (label, colour, marker) = axes_there[axis], QUANTITIES[name]
-        _draw(
-            axes[0 if name.endswith("change") else 1, list(axes_there).index(axis)],
-            part,
-            axis,
-            name,
-            label,
-            colour,
-            marker,
-            fit,
-        )
+        part, row = axes_there[axis], 0 if name.endswith("change") else 1
+        _draw(axes[row, list(axes_there).index(axis)], part[part[name] > 0], fit, scale=1 if row else 100)
         means = part.groupby(axis)[name].agg(["mean", "count"]).reset_index()
         parts.append(means.rename(columns={axis: "size"}).assign(axis=axis, quantity=name))
     for column, (axis, part) in enumerate(axes_there.items()):
@@ -88,8 +79,9 @@ def depth_width(data: StudyData) -> Drawing:
 
 
 def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
-    """One row per run at equal reward: its sizes (the fields of AXES), rates pooled over steps, `removed` (mean over
-    steps, nats²); and the runs, as ARM/seedN, that have no step at that reward."""
+    """One row per run at equal reward: its sizes (the fields of AXES), rates pooled over steps, `independent_sites`
+    (how many independent sites with this site rate would give the token rate), `removed` (mean over steps, nats²);
+    and the runs, as ARM/seedN, that have no step at that reward."""
     sizes = {run.arm: {axis: _tiny(run.config).get(axis) for axis in AXES} for run in data.runs}
     low, high = EQUAL_REWARD
     rewards = data.rollouts.groupby(["arm", "seed", "step"])["reward"].mean()
@@ -103,12 +95,14 @@ def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
         for unit in ("slot", "site", "token"):
             if f"{unit}s_changed" in part:
                 row[f"{unit}_change"] = part[f"{unit}s_changed"].sum() / part[f"{unit}s"].sum()
+        if {"site_change", "token_change"} <= set(row):  # 1 - token change = (1 - site change) ^ independent sites
+            row["independent_sites"] = np.log1p(-row["token_change"]) / np.log1p(-row["site_change"])
         row["removed"] = float((part["var_token_natural"] - part["var_token_replayed"]).mean())
         found.append(row)
     there = {(row["arm"], row["seed"]) for row in found}
     every = probes.reset_index()[["arm", "seed"]].drop_duplicates().itertuples(index=False)
     missing = [f"{arm}/seed{seed}" for arm, seed in every if (arm, seed) not in there]
-    columns = ["arm", "seed", *AXES, "steps", *QUANTITIES]
+    columns = ["arm", "seed", *AXES, "steps", *QUANTITIES, "independent_sites"]
     return pd.DataFrame(found, columns=columns).dropna(subset=list(AXES)), missing
 
 
@@ -144,27 +138,13 @@ def power_law(rows: pd.DataFrame, axis: str, quantity: str) -> dict[str, float |
     if not exponents:
         return None
     found = seed_interval(np.array(exponents))
-    return {
-        "exponent": found.estimate,
-        "low": found.low,
-        "high": found.high,
-        "level": float(np.exp(np.mean(levels))),
-        "seeds": len(exponents),
-    }
+    ends = {"exponent": found.estimate, "low": found.low, "high": found.high}
+    return {**ends, "level": float(np.exp(np.mean(levels))), "seeds": len(exponents)}
 
 
-def _draw(
-    ax: Axes,
-    rows: pd.DataFrame,
-    axis: str,
-    name: str,
-    label: str,
-    colour: str,
-    marker: str,
-    fit: Mapping[str, Any],
-) -> None:
-    scale = 100 if name.endswith("change") else 1
-    shown = rows[rows[name] > 0]
+def _draw(ax: Axes, shown: pd.DataFrame, fit: Mapping[str, Any], scale: int) -> None:
+    axis, name = fit["axis"], fit["quantity"]
+    label, colour, marker = QUANTITIES[name]
     ax.plot(shown[axis], scale * shown[name], marker, color=colour, ms=2.4, alpha=0.45, mew=0, ls="")
     means = shown.groupby(axis)[name].mean()
     ax.plot(means.index, scale * means, marker, color=colour, mec="white", ms=5.5, ls="", label=label)

@@ -5,12 +5,12 @@ import pandas as pd
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.collapse import collapse_note, mark_collapses
-from moe_rl.study.figures.curves import curve_frame, draw_seeds, seed_tables
+from moe_rl.study.figures.curves import curve_frame, draw_arms, seed_tables
 from moe_rl.study.figures.layout import condition_panels, crowded
 from moe_rl.study.figures.notes import GEOMETRIC, PROBE, lines_note
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import NothingToDraw, arm_looks, legend_above, log_y, step_axis
+from moe_rl.study.figures.style import NothingToDraw, legend_above, log_y, step_axis
 from moe_rl.study.summary import last_updates
 
 LABELS = {"k3_natural": "KL (k3)\nnats / token", "F(2)": "F(2)\n% of tokens"}
@@ -38,21 +38,17 @@ def divergence(data: StudyData) -> Drawing:
         [curve_frame(data, table, name, name != "F(2)") for name, table in tables.items()], ignore_index=True
     )
     if crowded(data):
-        return _rows(data, tables, frame)
+        columns = [
+            Column(LABELS["k3_natural"], [Dots.each(tables["k3_natural"], pd.DataFrame.median)], log=True),
+            Column(LABELS["F(2)"], [Dots.each(tables["F(2)"], lambda table: 100 * table.median())]),
+        ]
+        said = "Median over the steps of a run; by step in the table."
+        return Drawing(arm_rows(data, columns).figure, frame, said, interval="bar")
     drawn, axes, each = condition_panels(data, 1.55, rows=2)
     for line, (name, label) in zip(axes, LABELS.items(), strict=True):
         for ax, one in zip(line, each, strict=True):
-            for arm, (look, text) in arm_looks(data, one.arms).items():
-                if arm in tables[name]:
-                    draw_seeds(
-                        ax,
-                        tables[name][arm],
-                        look,
-                        text,
-                        thin=False,
-                        scale=100 if name == "F(2)" else 1,
-                        geometric=name != "F(2)",
-                    )
+            scale = 100 if name == "F(2)" else 1
+            draw_arms(ax, data, one.arms, tables[name], thin=False, scale=scale, geometric=name != "F(2)")
             mark_collapses(ax, data, one.arms)
         line[0].set_ylabel(label)
     log_y(axes[0, 0])
@@ -61,17 +57,6 @@ def divergence(data: StudyData) -> Drawing:
         step_axis(ax)
     legend_above(drawn, axes)
     return Drawing(drawn, frame, f"{lines_note(data)}{collapse_note(data)}", interval="band")
-
-
-def _rows(data: StudyData, tables: dict[str, dict[str, pd.DataFrame]], frame: pd.DataFrame) -> Drawing:
-    """Many arms: the median over steps of each."""
-    medians = {name: pd.DataFrame({arm: t.median() for arm, t in by_arm.items()}).T for name, by_arm in tables.items()}
-    columns = [
-        Column(LABELS["k3_natural"], [Dots(medians["k3_natural"])], log=True),
-        Column(LABELS["F(2)"], [Dots(100 * medians["F(2)"])]),
-    ]
-    drawn = arm_rows(data, columns)
-    return Drawing(drawn.figure, frame, "Median over the steps of a run; by step in the table.", interval="bar")
 
 
 def extreme_share(data: StudyData) -> pd.DataFrame:

@@ -6,12 +6,12 @@ import pandas as pd
 from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.collapse import collapse_note, mark_collapses
-from moe_rl.study.figures.curves import curve_frame, draw_seeds, seed_tables
+from moe_rl.study.figures.curves import curve_frame, draw_arms, seed_tables
 from moe_rl.study.figures.layout import condition_panels, crowded
 from moe_rl.study.figures.notes import lines_note
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import arm_looks, legend_above, step_axis
+from moe_rl.study.figures.style import legend_above, step_axis
 
 QUANTITIES = {
     "entropy": ("updates", "entropy\nnats / token", 1.0),
@@ -49,17 +49,9 @@ def dynamics(data: StudyData) -> Drawing:
     ]
     if crowded(data):
         columns = [
-            Column(
-                QUANTITIES[name][1],
-                [
-                    Dots(
-                        pd.DataFrame(
-                            {a: QUANTITIES[name][2] * t.tail(FINAL_STEPS).mean() for a, t in found[name].items()}
-                        ).T
-                    )
-                ],
-            )
+            Column(words, [Dots.each(found[name], lambda table, scale=scale: scale * table.tail(FINAL_STEPS).mean())])
             for name in drawn_names
+            for _, words, scale in [QUANTITIES[name]]
         ]
         told.append(f"Mean of the last {FINAL_STEPS} steps; by step in the table.")
         return Drawing(arm_rows(data, columns).figure, frame, " ".join(told), interval="bar")
@@ -67,9 +59,7 @@ def dynamics(data: StudyData) -> Drawing:
     axes = np.atleast_2d(axes)
     for line, name in zip(axes, drawn_names, strict=True):
         for ax, one in zip(line, each, strict=True):
-            for arm, (look, label) in arm_looks(data, one.arms).items():
-                if arm in found[name]:
-                    draw_seeds(ax, found[name][arm], look, label, thin=False, scale=QUANTITIES[name][2])
+            draw_arms(ax, data, one.arms, found[name], thin=False, scale=QUANTITIES[name][2])
             mark_collapses(ax, data, one.arms)
         line[0].set_ylabel(QUANTITIES[name][1])
     for ax in axes[-1]:

@@ -6,14 +6,14 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.curves import curve_frame, draw_seeds, pooled_tables
+from moe_rl.study.figures.curves import curve_frame, draw_arms, pooled_tables
 from moe_rl.study.figures.floor import FLOOR_LINES, draw_across, floor_note
 from moe_rl.study.figures.layout import condition_panels, crowded
 from moe_rl.study.figures.notes import PROBE, lines_note
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.routing import DEFINITIONS, GSPO_CHANGE
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import GREY, arm_looks, legend_above
+from moe_rl.study.figures.style import GREY, legend_above
 from moe_rl.study.summary import last_updates, noise_floor
 
 
@@ -46,9 +46,7 @@ def expert_change(data: StudyData) -> Drawing:
     figure, axes, each = condition_panels(data, 1.5, rows=3)
     for line, (name, (_, _, words)) in zip(axes, DEFINITIONS.items(), strict=True):
         for ax, one in zip(line, each, strict=True):
-            for arm, (look, label) in arm_looks(data, one.arms).items():
-                if arm in tables[name]:
-                    draw_seeds(ax, tables[name][arm], look, label, scale=100)
+            draw_arms(ax, data, one.arms, tables[name], scale=100)
             for variant, rate in floor[name].items():
                 ax.axhline(100 * rate, **FLOOR_LINES[str(variant)])
         line[0].set_ylim(0, None)

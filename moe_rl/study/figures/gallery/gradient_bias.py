@@ -46,9 +46,8 @@ def gradient_table(data: StudyData) -> pd.DataFrame:
     rows = data.probes.dropna(subset=["gradient_cosine"])
     names = [*COSINES, "gradient_norm_ratio", "router_gradient_norm_ratio"]
     found = rows[["arm", "seed", "update", *names]].reset_index(drop=True).astype(dict.fromkeys(names, float))
-    layers = [
-        {f"layer_{layer}": cosine for layer, cosine in zip(layers, cosines, strict=True)}
-        for layers, cosines in zip(rows["layer_names"], rows["layer_gradient_cosine"], strict=True)
-    ]
-    found = found.join(pd.DataFrame(layers, dtype=float))
+    if "layer_names" in rows:  # not in runs of earlier versions
+        pairs = zip(rows["layer_names"], rows["layer_gradient_cosine"], strict=True)
+        layers = [{f"layer_{name}": x for name, x in zip(names, cosines, strict=True)} for names, cosines in pairs]
+        found = found.join(pd.DataFrame(layers, dtype=float))
     return found.groupby(["arm", "seed", "update"], observed=True, sort=False).median().reset_index()

@@ -27,26 +27,17 @@ from moe_rl.study.summary import in_run_variance
 def ratio_variance(data: StudyData) -> Drawing:
     """Variance of token and sequence log-ratios in training against the step."""
     rows = in_run_variance(data)
-    found = {
-        level: {
-            arm: table.dropna(how="all")
-            for arm, table in seed_tables(
-                rows.assign(**{level: rows[level].replace(0.0, np.nan)}), "step", level
-            ).items()
-            if table.notna().any(axis=None)
-        }
-        for level in ("token", "sequence")
-    }
+    rows[["token", "sequence"]] = rows[["token", "sequence"]].replace(0.0, np.nan)  # 0 has no place on a log axis
+    found = {level: seed_tables(rows.dropna(subset=[level]), "step", level) for level in ("token", "sequence")}
     if not found["token"]:
         raise NothingToDraw("ratio_variance: every log-ratio is 0, the policies did not move")
     frame = pd.concat([curve_frame(data, tables, f"in-run {level}", True) for level, tables in found.items()])
     if crowded(data):
-        medians = {k: pd.DataFrame({arm: t.median() for arm, t in tables.items()}).T for k, tables in found.items()}
-        dots = [Dots(medians["token"], "tokens"), Dots(medians["sequence"], "sequence means", open=True)]
-        drawn_rows = arm_rows(data, [Column("variance of log r in training, nats²", dots, log=True)])
-        return Drawing(
-            drawn_rows.figure, frame, "Median over the steps of a run; by step in the table.", interval="bar"
-        )
+        token = Dots.each(found["token"], pd.DataFrame.median, label="tokens")
+        sequence = Dots.each(found["sequence"], pd.DataFrame.median, label="sequence means", open=True)
+        drawn_rows = arm_rows(data, [Column("variance of log r in training, nats²", [token, sequence], log=True)])
+        said = "Median over the steps of a run; by step in the table."
+        return Drawing(drawn_rows.figure, frame, said, interval="bar")
     drawn = curves(data, found["token"], "variance of log r, nats²", log=True, geometric=True, thin=False)
     for ax, arms in drawn.panels:
         for arm, (look, _) in arm_looks(data, arms).items():

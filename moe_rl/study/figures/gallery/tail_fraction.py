@@ -37,15 +37,8 @@ def tail_fraction(data: StudyData) -> Drawing:
     if not natural:
         raise NothingToDraw(f"tail_fraction: no ratio leaves {TAUS[0]:g}, the policies hardly moved")
     least = min(float(table.mean(axis=1).min()) for table in natural.values())
-    drawn = curves(
-        data,
-        natural,
-        "tokens with\nmax(r, 1/r) > τ",
-        "τ",
-        log=True,
-        thin=False,
-        ylim=(10 ** np.floor(np.log10(least)), 1),
-    )
+    ylim = (10 ** np.floor(np.log10(least)), 1)
+    drawn = curves(data, natural, "tokens with\nmax(r, 1/r) > τ", "τ", log=True, thin=False, ylim=ylim)
     for ax, arms in drawn.panels:
         for arm in arms:
             if arm in found["replayed"]:
