@@ -206,9 +206,8 @@ class Replay:
 
     def _prove_once(self) -> None:
         """Every row that has a route was forced, all others were left to the router, and nothing more ran."""
-        rows = self._packed[..., 0]
-        forced = rows.numel() if self._holes == "none" else int((unpack_ids(rows) >= 0).sum())
-        live = self._choices * rows[0].numel() - forced
+        forced = self.forced_rows
+        live = self._choices * self._packed[0, ..., 0].numel() - forced
         if (self.replayed_rows, self.live_rows) != (forced, live):
             raise RoutingError(
                 f"replay forced {self.replayed_rows} (token, site) rows and left {self.live_rows} live, but the routes "
@@ -225,6 +224,12 @@ class Replay:
     @property
     def live_rows(self) -> int:
         return self._all_rows - self.replayed_rows
+
+    @property
+    def forced_rows(self) -> int:
+        """(token, site) rows that one forward of the whole batch forces, at the sites that have a choice."""
+        rows = self._packed[..., 0]
+        return rows.numel() if self._holes == "none" else int((unpack_ids(rows) >= 0).sum())
 
     @property
     def replayed_fraction(self) -> float:

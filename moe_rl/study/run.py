@@ -25,7 +25,7 @@ from moe_rl.rollout.task import checked_reward, user_code
 from moe_rl.settings import listed
 from moe_rl.study.config import ConfigError, DamagedRunError, changed_settings, dump_run
 from moe_rl.training import RunConfig, train, validate
-from moe_rl.training.distributed import Ranks
+from moe_rl.training.distributed import ranks_of
 from moe_rl.training.launch import check_shares
 from moe_rl.training.trackers import check_tracker
 from moe_rl.yaml_files import parse_yaml
@@ -66,7 +66,7 @@ def run_one(
         config = dataclasses.replace(config, model=model)
     validate(config)
     check_here(config)
-    ranks = Ranks(config.distributed, config.model.device)
+    ranks = ranks_of(config.distributed, config.model.device)
     ranks.agree("the configuration", dataclasses.asdict(config))
 
     facts = {**environment(command), "processes": ranks.size}

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.routing import RoutedExperts, biased_routes
+from moe_rl.training.config import MethodConfig
 
 
 class ExpertBias:
@@ -47,6 +48,20 @@ def load_error(load: Int[Tensor, "L E"]) -> Float[Tensor, "L E"]:
     there = load >= 0
     counts = load.clamp(min=0).double()
     return (counts.sum(-1, keepdim=True) / there.sum(-1, keepdim=True) - counts) * there
+
+
+def part_to_replay(
+    method: MethodConfig,
+    tokens: Bool[Tensor, "B T"],
+    sites: int,
+    margins: Float[Tensor, "B T L"] | None,
+    generator: torch.Generator,
+) -> Bool[Tensor, "B T L"]:
+    """The (token, site) rows of all `tokens` that an arm replays which does not replay all (`keep`, `keep_sites`)."""
+    rows = tokens[..., None].repeat(1, 1, sites)
+    if margins is not None:
+        rows = kept_rows(margins, tokens, method.keep, generator if method.keep_by == "random" else None)
+    return rows if method.keep_sites is None else at_sites(rows, method.keep_sites)
 
 
 def kept_rows(

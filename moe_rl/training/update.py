@@ -18,10 +18,10 @@ from moe_rl.routing import change_counts, expert_load, noisy_routes, record_rout
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.critic import Critic
-from moe_rl.training.distributed import Ranks
 from moe_rl.training.dpo import pair_loss
 from moe_rl.training.levers import ExpertBias, only
 from moe_rl.training.method import Method
+from moe_rl.training.ranks import Ranks
 
 COUNTS = ("replayed_rows", "routed_rows", "slots_changed", "slots")
 
