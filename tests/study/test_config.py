@@ -116,6 +116,7 @@ def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
         (changed(seeds=[0, -1]), r"seeds\[1\]: expected a whole number of at least 0 .*got -1"),
         (changed(arms={"a": {"seeds": [2**64]}}), r"arms.a.seeds\[0\]: expected a whole number"),
         (changed(arms={"a": {"metod": {}}}), "arms.a.metod: unknown field; did you mean 'method'"),
+        (changed(arms={"a": {"lable": "A"}}), "arms.a.lable: unknown field; did you mean 'label'"),
         (
             changed(arms={"a": {"optim": {"num_minibatches": 5}}}),
             "optim.num_minibatches: .*must divide rollout.prompts",
