@@ -26,6 +26,7 @@ def written(folder, config, without):
     del place[last]
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "metrics.jsonl").touch()
     return folder
 
 
@@ -51,6 +52,14 @@ def test_dpo_which_has_no_objective_too(tmp_path):
 def test_but_no_other_value(tmp_path, config, without, said):
     with pytest.raises(ConfigError, match=f"another configuration \\({said}\\)"):
         check_folder(config, written(tmp_path / "run", config, without))
+
+
+def test_settings_of_a_run_that_never_began_may_be_corrected(tmp_path):
+    """A wrong model path fails before the first row; the file put right, the same command must go on."""
+    folder = written(tmp_path / "run", replace(RunConfig(), checkpoint_every=3), "rollout.lag")
+    (folder / "metrics.jsonl").unlink()
+    (folder / "env.json").write_text("{}")
+    assert check_folder(RunConfig(), folder)
 
 
 def test_what_is_there_is_compared_as_it_is(tmp_path):

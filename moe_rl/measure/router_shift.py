@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from moe_rl.measure.routing_metrics import as_logits
 from moe_rl.routing import RoutedExperts, RoutingError
 
 
@@ -36,16 +37,6 @@ def chosen_scores(router_logits: tuple[Tensor, ...] | list[Tensor], routes: Rout
         picked = logits.log_softmax(-1).gather(-1, chosen.clamp(min=0))
         scores.append(torch.where(chosen >= 0, picked, 0.0))
     return torch.stack(scores, dim=2)
-
-
-def as_logits(scores: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows E"]:
-    """What a model returns as router logits, as logits: some families (Gemma 4) return their softmax, which shows.
-
-    >>> as_logits(torch.tensor([[0.25, 0.75]])).softmax(-1)
-    tensor([[0.2500, 0.7500]])
-    """
-    probabilities = (scores >= 0).all() & ((scores.sum(-1) - 1).abs() < 1e-2).all()
-    return scores.log() if bool(probabilities) else scores
 
 
 def shift_weight(scores: Float[Tensor, "B T L K"], old_scores: Float[Tensor, "B T L K"]) -> Float[Tensor, "B T"]:

@@ -78,6 +78,16 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
     }
 
 
+def as_logits(scores: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows E"]:
+    """What a model returns as router logits, as logits: some families (Gemma 4) return their softmax, which shows.
+
+    >>> as_logits(torch.tensor([[0.25, 0.75]])).softmax(-1)
+    tensor([[0.2500, 0.7500]])
+    """
+    probabilities = (scores >= 0).all() & ((scores.sum(-1) - 1).abs() < 1e-2).all()
+    return scores.log() if bool(probabilities) else scores
+
+
 def router_facts(
     logits: Sequence[Float[Tensor, "n E"]], ids: Int[Tensor, "n L K"]
 ) -> tuple[Float[Tensor, "n L K"], Float[Tensor, "n L"]]:

@@ -21,17 +21,18 @@ from moe_rl.objectives.corrections import (
     token_mask,
     token_truncate,
 )
-from moe_rl.objectives.diagnostics import LOSS_METRICS, TokenValues, loss_metrics
+from moe_rl.objectives.diagnostics import LOSS_METRICS
 from moe_rl.objectives.gae import generalized_advantages, token_rewards, value_loss, whiten
 from moe_rl.objectives.gates import GATES, Gate, Gated, GateInputs, gate
 from moe_rl.objectives.gradient import TokenWeights, token_weights
 from moe_rl.objectives.iterative import historical_sample, reward_model_loss
 from moe_rl.objectives.kl import kl_estimate
-from moe_rl.objectives.loss import LossOutput, aggregation_weights, policy_loss
+from moe_rl.objectives.loss import LossOutput, aggregation_weights, loss_metrics, policy_loss
 from moe_rl.objectives.objective import Objective
 from moe_rl.objectives.preferences import dpo_coefficients, dpo_loss, sequence_margin
 from moe_rl.objectives.presets import OBJECTIVES, PRESETS, Preset, get_objective
 from moe_rl.objectives.ratios import sequence_log_ratio, token_log_ratio
+from moe_rl.objectives.terms import TokenValues
 
 __all__ = [
     "GATES",

@@ -1,66 +1,15 @@
-"""What every token was to a loss, and what that says of a minibatch: counts, clip shares, correction weights.
+"""Every metric that a loss says of a minibatch, with its definition: counts, clip shares, correction weights.
 
 How log-ratios are distributed (k1, k3, effective sample size, ...) is not here: `LossOutput.log_ratio` has them, and
 `moe_rl.measure` the functions.
 """
 
 # ruff: noqa: E501  (a table: one metric, one line)
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from typing import NamedTuple
-
-import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
-
-from moe_rl.objectives.ratios import masked_row_sum
-
-EXTREME_NATS = 20.0
-
-
-@dataclass(frozen=True)
-class TokenValues:
-    """All `[B,T]`, detached, 0 (False) in padding; None where the loss has no such thing.
-
-    Fields:
-        log_ratio: log pi - log pi_anchor, nats.
-        clipped: tokens that the clip takes out of the gradient.
-        mask: True on completion tokens.
-        advantages: as the loss used them.
-        gate_log_ratio: the log-ratio that the gate saw, nats.
-        ref_kl: the objective's estimate of KL(pi || pi_ref), nats; with a reference only.
-        engine_log_weight: log pi_old - log mu, nats; with rollout log-probabilities only.
-        correction_weight: product of the engine corrections' weights; with corrections in force only.
-        correction_truncated: whether a truncating correction stands at its cap.
-        route_weight: RSPO's router-shift weight before its floor.
-        route_floored: whether the floor acts.
-    """
-
-    log_ratio: Float[Tensor, "B T"]
-    clipped: Bool[Tensor, "B T"]
-    mask: Bool[Tensor, "B T"]
-    advantages: Float[Tensor, "B T"]
-    gate_log_ratio: Float[Tensor, "B T"]
-    ref_kl: Float[Tensor, "B T"] | None = None
-    engine_log_weight: Float[Tensor, "B T"] | None = None
-    correction_weight: Float[Tensor, "B T"] | None = None
-    correction_truncated: Bool[Tensor, "B T"] | None = None
-    route_weight: Float[Tensor, "B T"] | None = None
-    route_floored: Bool[Tensor, "B T"] | None = None
-
-    def items(self) -> list[tuple[str, Tensor]]:
-        """Name and tensor of what is there."""
-        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return [(name, value) for name, value in named if value is not None]
-
-    @staticmethod
-    def cat(parts: Sequence["TokenValues"]) -> "TokenValues":
-        """The rows of several micro-batches of one loss, in order; their T must agree."""
-        return TokenValues(**{name: torch.cat([getattr(part, name) for part in parts]) for name, _ in parts[0].items()})
 
 
 class Definition(NamedTuple):
-    """One entry of `loss_metrics`: what it is, its unit, what it is over, where it comes from, when it is there."""
+    """One entry of `moe_rl.objectives.loss_metrics`: what it is, its unit, what it is over, where it comes from, when it is there."""
 
     name: str
     unit: str
@@ -104,53 +53,3 @@ LOSS_METRICS: tuple[Definition, ...] = tuple(
     )
 )  # fmt: skip
 """Every name that `loss_metrics` may return, with its definition."""
-
-
-def loss_metrics(values: TokenValues) -> dict[str, Tensor]:
-    """Scalars about the tokens of one (mini-)batch; the names are defined in `LOSS_METRICS`.
-
-    Pass the tokens of the whole minibatch (`TokenValues.cat`, gathered over processes): means, minima and maxima of
-    micro-batches do not add up. Without any token every mean is 0.
-    """
-    mask, clipped, up = values.mask, values.clipped, values.advantages > 0
-    tokens = mask.sum()
-    above = values.gate_log_ratio > 0
-    metrics = {
-        "tokens": tokens,
-        "sequences": mask.any(-1).sum(),
-        "live_tokens": (mask & (values.advantages != 0)).sum(),
-        "clipped_tokens": clipped.sum(),
-        "clipped_low_tokens": (clipped & ~up & ~above).sum(),
-        "clipped_high_tokens": (clipped & up & above).sum(),
-        "clipped_sequences": clipped.any(-1).sum(),
-        "gate_ratio_mean": masked_row_sum(values.gate_log_ratio.exp(), mask).sum() / tokens.clamp(min=1),
-        "extreme_tokens": (mask & ~(values.log_ratio.abs() <= EXTREME_NATS)).sum(),
-    }
-    if values.ref_kl is not None:
-        metrics["ref_kl"] = _mean(values.ref_kl, mask)
-    if values.engine_log_weight is not None:
-        log_weight = values.engine_log_weight
-        metrics["engine_kl_k1"] = -_mean(log_weight, mask)
-        metrics["engine_kl_k3"] = _mean(torch.expm1(log_weight) - log_weight, mask)
-        metrics["engine_log_weight_abs_max"] = _extreme(log_weight.abs(), mask, "max")
-    if values.correction_weight is not None and values.correction_truncated is not None:
-        weight = values.correction_weight
-        metrics["correction_weight_mean"] = _mean(weight, mask)
-        metrics["correction_weight_min"] = _extreme(weight, mask, "min")
-        metrics["correction_weight_max"] = _extreme(weight, mask, "max")
-        metrics["correction_dropped_tokens"] = (mask & (weight == 0)).sum()
-        metrics["correction_truncated_tokens"] = (mask & values.correction_truncated).sum()
-    if values.route_weight is not None and values.route_floored is not None:
-        metrics["route_weight"] = _mean(values.route_weight, mask)
-        metrics["route_weight_floored"] = _mean(values.route_floored.float(), mask)
-    return metrics
-
-
-def _mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
-    live = values[mask]
-    return live.mean() if len(live) else values.new_zeros(())
-
-
-def _extreme(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], which: str) -> Tensor:
-    live = values[mask]
-    return getattr(live, which)() if len(live) else values.new_zeros(())

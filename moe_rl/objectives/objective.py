@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 from moe_rl.objectives import divergence, other_gates  # noqa: F401  (they register their gates)
@@ -124,7 +125,7 @@ class Objective:
         if self.local_normalizer and self.aggregate != "token_mean":
             raise ValueError(f"Objective.local_normalizer belongs to aggregate='token_mean', got {self.aggregate!r}.")
 
-    @property
+    @cached_property
     def needs(self) -> frozenset[str]:
         """Names of the optional arguments of `policy_loss` that this objective cannot do without.
 

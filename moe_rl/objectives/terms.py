@@ -1,17 +1,59 @@
-"""What the loss and the gradient analysis both start from: checked inputs, ratios, correction weights."""
+"""What the loss and the gradient analysis both start from: checked inputs, ratios, correction weights; and what every
+token was to the loss."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from moe_rl.objectives.corrections import Correction
-from moe_rl.objectives.diagnostics import TokenValues
 from moe_rl.objectives.gates import GATES, Gated, GateInputs
 from moe_rl.objectives.objective import Objective
 from moe_rl.objectives.presets import get_objective
 from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, log_ratio_at_level, token_log_ratio
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """All `[B,T]`, detached, 0 (False) in padding; None where the loss has no such thing.
+
+    Fields:
+        log_ratio: log pi - log pi_anchor, nats.
+        clipped: tokens that the clip takes out of the gradient.
+        mask: True on completion tokens.
+        advantages: as the loss used them.
+        gate_log_ratio: the log-ratio that the gate saw, nats.
+        ref_kl: the objective's estimate of KL(pi || pi_ref), nats; with a reference only.
+        engine_log_weight: log pi_old - log mu, nats; with rollout log-probabilities only.
+        correction_weight: product of the engine corrections' weights; with corrections in force only.
+        correction_truncated: whether a truncating correction stands at its cap.
+        route_weight: RSPO's router-shift weight before its floor.
+        route_floored: whether the floor acts.
+    """
+
+    log_ratio: Float[Tensor, "B T"]
+    clipped: Bool[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    advantages: Float[Tensor, "B T"]
+    gate_log_ratio: Float[Tensor, "B T"]
+    ref_kl: Float[Tensor, "B T"] | None = None
+    engine_log_weight: Float[Tensor, "B T"] | None = None
+    correction_weight: Float[Tensor, "B T"] | None = None
+    correction_truncated: Bool[Tensor, "B T"] | None = None
+    route_weight: Float[Tensor, "B T"] | None = None
+    route_floored: Bool[Tensor, "B T"] | None = None
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """Name and tensor of what is there."""
+        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, value) for name, value in named if value is not None]
+
+    @staticmethod
+    def cat(parts: Sequence["TokenValues"]) -> "TokenValues":
+        """The rows of several micro-batches of one loss, in order; their T must agree."""
+        return TokenValues(**{name: torch.cat([getattr(part, name) for part in parts]) for name, _ in parts[0].items()})
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,8 @@ def check_machine(config: ModelConfig) -> None:
     """Refuse, before anything is loaded, what this machine or installation lacks. Raises ModelError."""
     if config.dtype not in DTYPES:
         raise ModelError(f"model.dtype: expected one of {', '.join(DTYPES)}, got {config.dtype!r}")
+    if config.path is not None:
+        check_path(config.path)
     there: dict[str, Any] = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
     if config.device in there and not there[config.device]():
         build = f"torch {torch.__version__}" + ("" if torch.version.cuda else ", built without CUDA")

@@ -3,7 +3,7 @@
 The text so far is prefilled anew by whoever goes on, so that nothing of a KV cache of other weights is used.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token
-from moe_rl.rollout.task import user_code
+from moe_rl.rollout.task import Problem, user_code
 from moe_rl.routing import RoutedExperts
 
 TURNS = 4
@@ -138,6 +138,35 @@ def converse(
             return rollout
         rollout = go_on(append_text(rollout, tokenizer, replies), turn)
     return rollout
+
+
+class Conversing:
+    """An engine whose responses take several turns, in which the task replies; everything but `sample` is its own.
+
+    Args:
+        engine: which can `extend`.
+        seconds: how long a reply may take; None: no limit.
+    """
+
+    def __init__(self, engine: Any, task: Any, tokenizer: Any, seconds: float | None = None):
+        self.engine, self.task, self.tokenizer, self.seconds = engine, task, tokenizer, seconds
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def sample(self, problems: Sequence[Problem], *, group_size: int, max_new_tokens: int, **options: Any) -> Rollout:
+        """As `Engine.sample`; `max_new_tokens` is of all turns of the policy together."""
+        rollout = self.engine.sample(problems, group_size=group_size, max_new_tokens=max_new_tokens, **options)
+
+        def go_on(rollout: Rollout, turn: int) -> Rollout:
+            return self.engine.extend(rollout, tokens=max_new_tokens, longest=max_new_tokens, **options)
+
+        return converse(rollout, self.task, self.tokenizer, go_on, max_new_tokens, self.seconds)
+
+
+def in_turns(engine: Any, task: Any, tokenizer: Any, seconds: float | None = None) -> Any:
+    """The engine; for a task that replies, one that converses with it."""
+    return Conversing(engine, task, tokenizer, seconds) if hasattr(task, "reply") else engine
 
 
 def right_aligned(ids: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> tuple[Int[Tensor, "n T"], Bool[Tensor, "n T"]]:

@@ -150,6 +150,12 @@ def user_code(
         raise TaskError(f"task {task.name}, {part}: {said}{where}") from error
 
 
+def problems_of(task: Any, rng: random.Random, count: int, held_out: bool = False) -> list[Problem]:
+    """So many problems of the task. Raises TaskError for whatever its code raises."""
+    with user_code(task, "problem"):
+        return [task.problem(rng, held_out=held_out) for _ in range(count)]
+
+
 def checked_reward(value: Any) -> float:
     """A reward as a float.
 

@@ -10,18 +10,11 @@ from moe_rl.routing.change import (
     slot_change,
     token_change,
 )
-from moe_rl.routing.contexts import (
-    Attachment,
-    attach,
-    biased_routes,
-    noisy_routes,
-    record_margins,
-    record_routes,
-    replay_routes,
-)
+from moe_rl.routing.contexts import Attachment, attach, record_routes, replay_routes
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.recording import Recording
 from moe_rl.routing.replay import Replay
+from moe_rl.routing.rerun import biased_routes, noisy_routes, record_margins
 from moe_rl.routing.router_stats import (
     active_set_churn,
     boundary_margin,

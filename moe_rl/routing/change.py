@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Integer, UInt
+from jaxtyping import Bool, Float, Int, Integer, Shaped, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import changed_slots, compact, differing_rows, rows_at_once
+from moe_rl.routing.packing import changed_slots, compact, differing_rows, rows_at_once, token_mask
 from moe_rl.routing.router_stats import (
     active_set_churn,
     boundary_margin,
@@ -95,7 +95,9 @@ def jaccard(old: Routes, new: Routes) -> Float[Tensor, "*rows L"]:
     return (k - changed.float()) / (k + changed.float())
 
 
-def deviation_histogram(old: Routes, new: Routes, mask: Bool[Tensor, "..."] | None = None) -> Int[Tensor, " K_plus_1"]:
+def deviation_histogram(
+    old: Routes, new: Routes, mask: Shaped[Tensor, "..."] | None = None
+) -> Int[Tensor, " K_plus_1"]:
     """How many (token, site) pairs changed 0, 1, .., K slots; mask as in `change_counts`.
 
     Entry 0 over the sum is the zero-deviation ratio of PR² (arXiv 2606.00395), if its unit is (token, site).
@@ -221,22 +223,20 @@ class ChangeCounts:
 
 
 def change_counts(
-    old: Routes, new: Routes, mask: Bool[Tensor, "..."] | None = None, *, pair: str = "policies"
+    old: Routes, new: Routes, mask: Shaped[Tensor, "..."] | None = None, *, pair: str = "policies"
 ) -> ChangeCounts:
     """Count changes; everything that reports a rate goes through here.
 
-    mask: bool over the leading axes (`[B,T]`), True on the tokens to count: leave out padding, and for a
-    metric of the completion, the prompt. The last sampled token of `generate` has no route and leaves
-    itself out. The result is on the CPU.
+    mask: bool or 0/1 over the leading axes (`[B,T]`), True on the tokens to count, e.g. `attention_mask`: leave out
+    padding, and for a metric of the completion, the prompt. The last sampled token of `generate` has no route and
+    leaves itself out. The result is on the CPU.
 
     Raises RoutingError if shapes, sites, or, where both know them, the counted tokens differ.
     """
     a, b = _aligned(old, new)
     sites, k = a.shape[-2:]
     if mask is not None:
-        if mask.shape != a.shape[:-2]:
-            raise RoutingError(f"mask must have the shape {list(a.shape[:-2])} of tokens, got {list(mask.shape)}")
-        mask = mask.to(a.device)
+        mask = token_mask(mask, a)
     _refuse_other_tokens(old, new, mask)
     counted = None if mask is None else mask.reshape(-1)
     a, b = a.reshape(-1, sites, k), b.reshape(-1, sites, k)

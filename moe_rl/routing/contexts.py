@@ -1,4 +1,6 @@
-"""The context managers: record what routers choose, make them choose it again, disturb their choice, tell its margin.
+"""The context managers: record what routers choose, and make them choose it again.
+
+Those that disturb the choice or tell its margin are in `moe_rl.routing.rerun`.
 
 >>> import torch
 >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -20,31 +22,79 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
-import torch
-from jaxtyping import Float
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from moe_rl.routing.errors import RoutingError, UnsupportedModelError
-from moe_rl.routing.hooks import Tap, device_of
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.hooks import Tap
 from moe_rl.routing.recording import Recording
 from moe_rl.routing.replay import Replay
-from moe_rl.routing.rerun import Bias, Margins, Noise
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Selector
 from moe_rl.routing.selfcheck import examine
-from moe_rl.routing.sites import Layout, layout_of
+from moe_rl.routing.sites import Site, boundary_of, find_sites
 
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The modules of a model (as `_walk` lists them), its sites, and the call that is one forward (`boundary_of`).
+
+    Kept until a module, its class or its name changes, because contexts are opened around every minibatch. Nothing in
+    what is kept holds a module.
+    """
+
+    modules: list[nn.Module]
+    sites: list[Site]
+    boundary: PreTrainedModel
+
+
+_Kept = tuple[list[str], list[type], list["weakref.ref[nn.Module]"], list[tuple[str, list[int], list[int], bool]], int]
 _Checked = tuple[Any, list[Selector], dict[bool, list[Selector | None]]]
-# What is known about models that are alive; neither keeps a model alive.
+# What is known about models that are alive; none of these keeps a model alive.
+_LAYOUTS: "weakref.WeakKeyDictionary[nn.Module, _Kept]" = weakref.WeakKeyDictionary()
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tap]]" = weakref.WeakKeyDictionary()
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDictionary()
 
 
-def _acquire(model: nn.Module) -> tuple[Tap, list[str]]:
+def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
+    """All modules of a model, each once, and the names that they have where they are held."""
+    modules, names, seen = [model], list[str](), {model}
+    for module in modules:
+        for name, child in module._modules.items():
+            names.append(name)
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return modules, names
+
+
+def _layout_of(model: nn.Module) -> Layout:
+    """The layout of a model, found anew where anything in it was replaced."""
+    kept = _LAYOUTS.get(model) if isinstance(model, nn.Module) else None
+    if kept is not None:
+        modules, names = _walk(model)
+        same = all(ref() is m for ref, m in zip(kept[2], modules, strict=False))
+        if same and kept[0] == names and kept[1] == [type(m) for m in modules]:
+            sites = [
+                Site(name, tuple(modules[i] for i in own), tuple(modules[i] for i in up), fixed)
+                for name, own, up, fixed in kept[3]
+            ]
+            return Layout(modules, sites, cast(PreTrainedModel, modules[kept[4]]))
+    sites = find_sites(model)
+    boundary = boundary_of(model, sites)
+    modules, names = _walk(model)
+    place = {module: i for i, module in enumerate(modules)}
+    found = [(s.name, [place[m] for m in s.modules], [place[m] for m in s.parents], s.fixed) for s in sites]
+    _LAYOUTS[model] = names, [type(m) for m in modules], [weakref.ref(m) for m in modules], found, place[boundary]
+    return Layout(modules, sites, boundary)
+
+
+def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     """The tap of a model, checked in the mode that it is in, and the names of its sites as seen from `model`."""
-    layout = layout_of(model)
+    layout = _layout_of(model)
     sites, boundary = layout.sites, layout.boundary
     modules = [m for site in sites for m in site.modules]
     known = _TAPS.get(boundary)
@@ -94,7 +144,7 @@ class Attachment:
     """Hooks that stay on a model until `.detach()`; also a context manager."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._tap, _ = _acquire(model)
+        self._tap, _ = acquire(model)
         self._tap.users += 1
         self._tap.hook()
         self._attached = True
@@ -136,7 +186,7 @@ def record_routes(model: nn.Module) -> Iterator[Recording]:
     Raises UnsupportedModelError for a model that fails the self-check (run once per model), RoutingError for one that
     was compiled without `attach`, for packed continuous batching, and for a forward in which a router did not run.
     """
-    tap, names = _acquire(model)
+    tap, names = acquire(model)
     recording = Recording(tap, names)
     with tap.listen(recording):
         yield recording
@@ -152,6 +202,7 @@ def replay_routes(
     slots: int | None = None,
     shadow: bool = False,
     check_tokens: bool = True,
+    once: bool = False,
 ) -> Iterator[Replay]:
     """Make the routers of `model` choose the given experts; gate weights come from the live scores.
 
@@ -165,13 +216,14 @@ def replay_routes(
         only the first n slots (the others are the best of the remaining experts).
     shadow: also rank live: `.shadow` and `.regret` of the Replay.
     check_tokens: compare input_ids with those that the routes were recorded for.
+    once: RoutingError at the end unless one forward of the whole batch ran under the replay, and nothing more.
     Nested: an inner replay decides where it forces, elsewhere the outer one does.
 
     Raises RoutingError for routes that do not fit (sites, experts, shape, tokens); UnsupportedModelError as
     `record_routes`.
     """
-    tap, names = _acquire(model)
-    replay = Replay(tap, names, routes, sites, tokens, slots, shadow, check_tokens)
+    tap, names = acquire(model)
+    replay = Replay(tap, names, routes, sites, tokens, slots, shadow, check_tokens, once)
     with tap.listen(replay):
         yield replay
     if not replay.reached and _dynamo_ran():
@@ -182,83 +234,3 @@ def replay_routes(
             "torch._dynamo.config.skip_nnmodule_hook_guards = False",
             stacklevel=3,
         )
-
-
-@contextmanager
-def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | None = None) -> Iterator[None]:
-    """Selection noise, a stress test: experts are chosen by the top k of `logits + sigma * N(0,1)`.
-
-    Only the choice is noisy: gate weights, gradients and router losses come from the clean logits of the chosen
-    experts. It is routing volatility of a dose that can be set, where real volatility has to be waited for; nothing in
-    it is a model of how real routers change. A replay, inside or outside, wins where it forces. A recomputation
-    (gradient checkpointing) finds the choice of its forward. Routers that are random in train mode (jitter) draw twice.
-
-    sigma: in units of the router's logits. generator: source of the noise; its device may differ from the model's.
-    Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError inside another
-    noise or `record_margins`.
-    """
-    if not sigma >= 0:
-        raise RoutingError(f"sigma must not be negative, got {sigma}")
-    tap, names = _acquire(model)
-    for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
-        if probe.logits < 0 and not site.fixed:
-            raise UnsupportedModelError(f"site {name} ({type(site.module).__name__}): no linear map makes its logits")
-    _refuse_second(tap)
-    with tap.listen(Noise(sigma, generator)):
-        yield
-
-
-@contextmanager
-def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) -> Iterator[Float[Tensor, "L E"]]:
-    """Experts are chosen by the top k of `scores + bias`; gate weights and gradients come from the scores alone.
-
-    The selection bias of DeepSeek-V3 (arXiv 2412.19437, eq. 16; arXiv 2408.15664), for models that have none of their
-    own; added to one of their own, and to that of a context around it. A replay wins where it forces; noise and margins
-    see the bias. It is in force only inside of the context: whoever trains under it samples and scores inside, too.
-
-    bias: of every site, in order, and expert, in units of what the router ranks (see `record_margins`); where sites
-        differ in the number of experts, further columns are ignored. None: zeros.
-    Yields the bias, which may be changed in place between calls.
-    Raises RoutingError for another shape; UnsupportedModelError where the experts are not one top k of all scores
-    (groups of experts, hash routing, Phi-MoE), and as `record_routes`.
-    """
-    tap, names = _acquire(model)
-    experts = [probe.num_experts for probe in tap.probes]
-    if bias is None:
-        bias = torch.zeros(len(names), max(experts), device=device_of(tap.boundary))
-    if bias.shape != (len(names), max(experts)):
-        raise RoutingError(f"bias must be [L,E] = {[len(names), max(experts)]}, got {list(bias.shape)}")
-    for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
-        if site.fixed or probe.by_max or probe.calls != 1:
-            raise UnsupportedModelError(
-                f"site {name} ({type(site.module).__name__}): its experts are not one top k of all scores, so that a "
-                "bias on the last choice would not be a bias on the selection. Families that limit a token to groups "
-                "of experts have a bias of their own (e_score_correction_bias)"
-            )
-    with tap.listen(Bias(tuple(row[:count] for row, count in zip(bias, experts, strict=True)))):
-        yield bias
-
-
-def _refuse_second(tap: Tap) -> None:
-    if any(isinstance(listener, Noise | Margins) for listener in tap.listeners):
-        raise RoutingError(
-            "noisy_routes or record_margins is open on this model already: each has a router choose again what it "
-            "chose in a run of its own, so that of two only one would act. Leave that context first"
-        )
-
-
-@contextmanager
-def record_margins(model: nn.Module) -> Iterator[Margins]:
-    """Record `boundary_margin` of the scores that every router ranks: s_(k) - s_(k+1), in their units (probabilities
-    where softmax comes before the selection, as in Qwen3-MoE, OLMoE and Mixtral; logits where it comes after, as in
-    Granite; with the selection bias where there is one). A change of scores below half of it cannot change the choice;
-    infinite where all experts are taken.
-
-    Outputs are not changed. Inside a replay the margin is that of the live choice. Raises as `record_routes`;
-    RoutingError inside `noisy_routes` or another `record_margins`.
-    """
-    tap, _ = _acquire(model)
-    _refuse_second(tap)
-    margins = Margins(tap.names)
-    with tap.listen(margins):
-        yield margins

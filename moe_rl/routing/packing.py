@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int, Integer, UInt
+from jaxtyping import Bool, Int, Integer, Shaped, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
@@ -180,6 +180,18 @@ def changed_slots(
         if routed is not None:
             both[part] = routed
     return changed.view(rows), both.view(rows)
+
+
+def token_mask(mask: Shaped[Tensor, "..."], like: Shaped[Tensor, "... L K"]) -> Bool[Tensor, "..."]:
+    """The mask as bool, on the device of the ids `like`: from bool, or from 0 and 1 as tokenizers write it.
+
+    Raises RoutingError: another shape than that of the tokens, or other values.
+    """
+    if mask.shape != like.shape[:-2]:
+        raise RoutingError(f"mask must have the shape {list(like.shape[:-2])} of tokens, got {list(mask.shape)}")
+    if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+        raise RoutingError("mask: expected only 0 and 1 (or bool), got other values; it says which tokens count")
+    return mask.to(like.device).bool()
 
 
 def rows_at_once(ids: Tensor) -> int:

@@ -41,11 +41,12 @@ class Replay:
         slots: int | None,
         shadow: bool,
         check_tokens: bool,
+        once: bool,
     ) -> None:
         one_width(tap)
         if not isinstance(routes, RoutedExperts):
             raise RoutingError(f"routes must be RoutedExperts (recording.routes), got {type(routes).__name__}")
-        self._tap, self._names = tap, tuple(names)
+        self._tap, self._names, self._once = tap, tuple(names), once
         chosen = set(range(len(names)) if sites is None else match_sites(names, sites))
         where = _aligned(routes, names, chosen, tap)
         self._sites = [i for i in sorted(chosen) if not tap.sites[i].fixed]
@@ -200,6 +201,18 @@ class Replay:
         self._refuse_changed()
         if self._pending:
             self._refuse_pending()
+        if self._once:
+            self._prove_once()
+
+    def _prove_once(self) -> None:
+        """Every row that has a route was forced, all others were left to the router, and nothing more ran."""
+        forced = self.forced_rows
+        live = self._choices * self._packed[0, ..., 0].numel() - forced
+        if (self.replayed_rows, self.live_rows) != (forced, live):
+            raise RoutingError(
+                f"replay forced {self.replayed_rows} (token, site) rows and left {self.live_rows} live, but the routes "
+                f"hold {forced} and lack {live}: the forward did not run wholly, or not once, under replay"
+            )
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -214,15 +227,9 @@ class Replay:
 
     @property
     def forced_rows(self) -> int:
-        """(token, site) rows that one forward of the whole batch forces, at the sites that have a choice: what
-        `replayed_rows` is after one such forward."""
-        forced = unpack_ids(self._packed[..., 0]) >= 0 if self._holes != "none" else None
-        return self._packed[..., 0].numel() if forced is None else int(forced.sum())
-
-    @property
-    def choice_rows(self) -> int:
-        """(token, site) rows of one forward of the whole batch; fixed sites (hash routing) have no choice."""
-        return self._choices * self._packed.shape[1] * self._packed.shape[2]
+        """(token, site) rows that one forward of the whole batch forces, at the sites that have a choice."""
+        rows = self._packed[..., 0]
+        return rows.numel() if self._holes == "none" else int((unpack_ids(rows) >= 0).sum())
 
     @property
     def replayed_fraction(self) -> float:

@@ -1,10 +1,12 @@
-"""Listeners that change or watch the live choice: selection noise, a selection bias, margins.
+"""Contexts that change or watch the live choice: selection noise, a selection bias, margins.
 
 Noise and margins run a router once more, on copies and without gradients, before it runs, and let it then choose what
 it chose in that run. Neither is a model of training: noise is a stress test of a dose that can be set, margins tell how
 close each choice was. A bias is added where a router ranks its experts.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.routing.calls import Call
-from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.contexts import acquire
+from moe_rl.routing.errors import RoutingError, UnsupportedModelError
+from moe_rl.routing.hooks import Tap, device_of
 from moe_rl.routing.router_stats import boundary_margin
 from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Selector, selection_mode
 
@@ -153,3 +157,86 @@ class Margins:
             none = torch.full((batch * length,), float("nan"))
             parts.append(torch.stack([none if row is None else row for row in rows], -1).view(batch, length, -1))
         return torch.cat(parts)
+
+
+# -- the contexts ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | None = None) -> Iterator[None]:
+    """Selection noise, a stress test: experts are chosen by the top k of `logits + sigma * N(0,1)`.
+
+    Only the choice is noisy: gate weights, gradients and router losses come from the clean logits of the chosen
+    experts. It is routing volatility of a dose that can be set, where real volatility has to be waited for; nothing in
+    it is a model of how real routers change. A replay, inside or outside, wins where it forces. A recomputation
+    (gradient checkpointing) finds the choice of its forward. Routers that are random in train mode (jitter) draw twice.
+
+    sigma: in units of the router's logits. generator: source of the noise; its device may differ from the model's.
+    Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError inside another
+    noise or `record_margins`.
+    """
+    if not sigma >= 0:
+        raise RoutingError(f"sigma must not be negative, got {sigma}")
+    tap, names = acquire(model)
+    for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
+        if probe.logits < 0 and not site.fixed:
+            raise UnsupportedModelError(f"site {name} ({type(site.module).__name__}): no linear map makes its logits")
+    _refuse_second(tap)
+    with tap.listen(Noise(sigma, generator)):
+        yield
+
+
+@contextmanager
+def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) -> Iterator[Float[Tensor, "L E"]]:
+    """Experts are chosen by the top k of `scores + bias`; gate weights and gradients come from the scores alone.
+
+    The selection bias of DeepSeek-V3 (arXiv 2412.19437, eq. 16; arXiv 2408.15664), for models that have none of their
+    own; added to one of their own, and to that of a context around it. A replay wins where it forces; noise and margins
+    see the bias. It is in force only inside of the context: whoever trains under it samples and scores inside, too.
+
+    bias: of every site, in order, and expert, in units of what the router ranks (see `record_margins`); where sites
+        differ in the number of experts, further columns are ignored. None: zeros.
+    Yields the bias, which may be changed in place between calls.
+    Raises RoutingError for another shape; UnsupportedModelError where the experts are not one top k of all scores
+    (groups of experts, hash routing, Phi-MoE), and as `record_routes`.
+    """
+    tap, names = acquire(model)
+    experts = [probe.num_experts for probe in tap.probes]
+    if bias is None:
+        bias = torch.zeros(len(names), max(experts), device=device_of(tap.boundary))
+    if bias.shape != (len(names), max(experts)):
+        raise RoutingError(f"bias must be [L,E] = {[len(names), max(experts)]}, got {list(bias.shape)}")
+    for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
+        if site.fixed or probe.by_max or probe.calls != 1:
+            raise UnsupportedModelError(
+                f"site {name} ({type(site.module).__name__}): its experts are not one top k of all scores, so that a "
+                "bias on the last choice would not be a bias on the selection. Families that limit a token to groups "
+                "of experts have a bias of their own (e_score_correction_bias)"
+            )
+    with tap.listen(Bias(tuple(row[:count] for row, count in zip(bias, experts, strict=True)))):
+        yield bias
+
+
+def _refuse_second(tap: Tap) -> None:
+    if any(isinstance(listener, Noise | Margins) for listener in tap.listeners):
+        raise RoutingError(
+            "noisy_routes or record_margins is open on this model already: each has a router choose again what it "
+            "chose in a run of its own, so that of two only one would act. Leave that context first"
+        )
+
+
+@contextmanager
+def record_margins(model: nn.Module) -> Iterator[Margins]:
+    """Record `boundary_margin` of the scores that every router ranks: s_(k) - s_(k+1), in their units (probabilities
+    where softmax comes before the selection, as in Qwen3-MoE, OLMoE and Mixtral; logits where it comes after, as in
+    Granite; with the selection bias where there is one). A change of scores below half of it cannot change the choice;
+    infinite where all experts are taken.
+
+    Outputs are not changed. Inside a replay the margin is that of the live choice. Raises as `record_routes`;
+    RoutingError inside `noisy_routes` or another `record_margins`.
+    """
+    tap, _ = acquire(model)
+    _refuse_second(tap)
+    margins = Margins(tap.names)
+    with tap.listen(margins):
+        yield margins

@@ -1,22 +1,23 @@
 """How routers behave: the load of their experts and its balance, the margins and divergences of their scores."""
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.packing import token_mask
 from moe_rl.routing.routes import RoutedExperts
 
 Routes = RoutedExperts | Tensor
 
 
 def expert_load(
-    routes: Routes, mask: Bool[Tensor, "..."] | None = None, *, num_experts: int | None = None
+    routes: Routes, mask: Shaped[Tensor, "..."] | None = None, *, num_experts: int | None = None
 ) -> Int[Tensor, "L E"]:
     """How many tokens each expert of each site was given: counts that sum to K times the routed tokens.
 
-    routes: RoutedExperts, or ids `[...,L,K]` together with num_experts. mask: over the leading axes, True on
-    the tokens to count. Rows without a route count nowhere; a zero-filled row would credit expert 0, so that
+    routes: RoutedExperts, or ids `[...,L,K]` together with num_experts. mask: bool or 0/1 over the leading axes, True
+    on the tokens to count. Rows without a route count nowhere; a zero-filled row would credit expert 0, so that
     padding and the last sampled token must be -1 or masked. Where sites differ in num_experts, E is the largest, and
     the columns that a site has no expert for are negative (-1; loads of batches may be added).
     """
@@ -50,7 +51,7 @@ def load_entropy(load: Int[Tensor, "L E"]) -> Float[Tensor, " L"]:
 
 
 def effective_sets(
-    routes: Routes, mask: Bool[Tensor, "..."] | None = None, *, num_experts: int | None = None
+    routes: Routes, mask: Shaped[Tensor, "..."] | None = None, *, num_experts: int | None = None
 ) -> Float[Tensor, " L"]:
     """How many sets of K experts each site uses, as if it used them alike: exp(-Σ_s f_s ln f_s), f_s the share of the
     tokens that got set s. float64, between 1 and the number of sets that occur; NaN without tokens.
@@ -70,7 +71,7 @@ def effective_sets(
 
 
 def active_experts(
-    routes: Routes, mask: Bool[Tensor, "B T"] | None = None, *, num_experts: int | None = None
+    routes: Routes, mask: Shaped[Tensor, "B T"] | None = None, *, num_experts: int | None = None
 ) -> Bool[Tensor, "B L E"]:
     """Which experts of each site a sequence used at least once, over its tokens in mask."""
     ids, experts = _ids(routes, num_experts, mask)
@@ -83,7 +84,7 @@ def active_experts(
 def active_set_churn(
     old: Routes,
     new: Routes,
-    mask: Bool[Tensor, "B T"] | None = None,
+    mask: Shaped[Tensor, "B T"] | None = None,
     *,
     num_experts: int | None = None,
 ) -> Float[Tensor, "B L"]:
@@ -94,7 +95,7 @@ def active_set_churn(
     Long sequences use nearly all experts, so that it falls with length where `slot_change` does not.
     """
     if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts):
-        new = new.select(old.sites)
+        new = new if new.sites == old.sites else new.select(old.sites)
     before = active_experts(old, mask, num_experts=num_experts)
     after = active_experts(new, mask, num_experts=num_experts)
     return (after & ~before).sum(-1) / after.sum(-1).clamp(min=1)
@@ -113,9 +114,7 @@ def _ids(routes: Routes, num_experts: int | None, mask: Tensor | None) -> tuple[
             raise RoutingError(f"ids from {int(ids.min())} to {int(ids.max())}, expected -1..{experts - 1}")
     counted = (ids >= 0).all(-1)
     if mask is not None:
-        if mask.shape != ids.shape[:-2]:
-            raise RoutingError(f"mask must have the shape {list(ids.shape[:-2])} of tokens, got {list(mask.shape)}")
-        counted = counted & mask.to(ids.device)[..., None]
+        counted = counted & token_mask(mask, ids)[..., None]
     return torch.where(counted[..., None], ids, -1), experts
 
 

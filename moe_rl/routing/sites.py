@@ -2,7 +2,6 @@
 
 import difflib
 import fnmatch
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,75 +49,12 @@ def find_sites(model: nn.Module) -> list[Site]:
     Structure only: nothing runs, and a family whose routers cannot be intercepted is refused later, by `attach` or by
     the first context. Raises UnsupportedModelError for a model without registered routers.
     """
-    _require_module(model)
-    return _sites_among(dict(model.named_modules()))
-
-
-def _require_module(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise UnsupportedModelError(
             f"expected a model (an nn.Module that holds a transformers model), got {type(model).__name__}: a name "
             "has to be loaded first, with AutoModelForCausalLM.from_pretrained"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """The modules of a model (as `walk` lists them), its sites, and the call that is one forward (`boundary_of`).
-
-    Kept until a module, its class or its name changes, because contexts are opened around every minibatch. Nothing in
-    what is kept holds a module.
-    """
-
-    modules: list[nn.Module]
-    sites: list[Site]
-    boundary: PreTrainedModel
-
-
-_Kept = tuple[list[str], list[type], list["weakref.ref[nn.Module]"], list[tuple[str, list[int], list[int], bool]], int]
-_LAYOUTS: "weakref.WeakKeyDictionary[nn.Module, _Kept]" = weakref.WeakKeyDictionary()
-
-
-def walk(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
-    """All modules of a model, each once, and the names that they have where they are held."""
-    modules, names, seen = [model], list[str](), {model}
-    for module in modules:
-        for name, child in module._modules.items():
-            names.append(name)
-            if child is not None and child not in seen:
-                seen.add(child)
-                modules.append(child)
-    return modules, names
-
-
-def layout_of(model: nn.Module) -> Layout:
-    """The layout of a model, found anew where anything in it was replaced."""
-    _require_module(model)
-    modules, names = walk(model)
-    kept = _LAYOUTS.get(model)
-    if (
-        kept is None
-        or kept[0] != names
-        or kept[1] != [type(m) for m in modules]
-        or any(ref() is not m for ref, m in zip(kept[2], modules, strict=True))
-    ):
-        sites = _sites_among(dict(model.named_modules()))
-        boundary = boundary_of(model, sites)
-        place = {module: i for i, module in enumerate(modules)}
-        found = [(s.name, [place[m] for m in s.modules], [place[m] for m in s.parents], s.fixed) for s in sites]
-        kinds = [type(m) for m in modules]
-        _LAYOUTS[model] = names, kinds, [weakref.ref(m) for m in modules], found, place[boundary]
-        return Layout(modules, sites, boundary)
-    sites = [
-        Site(name, tuple(modules[i] for i in own), tuple(modules[i] for i in up), fixed)
-        for name, own, up, fixed in kept[3]
-    ]
-    outer = modules[kept[4]]
-    assert isinstance(outer, PreTrainedModel)
-    return Layout(modules, sites, outer)
-
-
-def _sites_among(named: dict[str, nn.Module]) -> list[Site]:
+    named = dict(model.named_modules())
     registered = tuple({cls for m in named.values() for cls in _router_classes(m)})
     found = {name for name, module in named.items() if isinstance(module, registered)} if registered else set()
     routers = {name for name in found if not any(n.startswith(name + ".") and not _twin(name, n) for n in found)}

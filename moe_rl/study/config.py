@@ -116,10 +116,15 @@ def load_study(path: str | Path) -> StudyConfig:
         raise ConfigError(f"{path}: {error}") from error
 
 
+ARM_FIELDS = ("label", "seeds", "note")
+"""What an arm has beside the settings that it changes."""
+
+
 def parse_study(data: Any) -> StudyConfig:
     """A study from plain YAML data; every arm is resolved once so that a mistake shows before anything runs."""
     if not isinstance(data, dict):
-        raise ConfigError(f"expected a mapping with name, question, seeds, base and arms, got {type(data).__name__}")
+        got = "nothing" if data is None else f"a {type(data).__name__}"
+        raise ConfigError(f"expected a mapping with name, question, seeds, base and arms, got {got}")
     arms = data.get("arms")
     if arms is None and data.get("studies"):
         raise ConfigError(f"lists studies and has no arms; load one of them: {data['studies']}")
@@ -133,7 +138,11 @@ def parse_study(data: Any) -> StudyConfig:
         if not isinstance(changes, dict | None):
             raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})
-        own = {key: changes.pop(key) for key in ("label", "seeds", "note") if key in changes}
+        own = {key: changes.pop(key) for key in ARM_FIELDS if key in changes}
+        fields = [field.name for field in dataclasses.fields(RunConfig)]
+        for key in changes:
+            if key not in fields:
+                raise ConfigError(f"arms.{name}.{key}: unknown field{nearest(str(key), [*ARM_FIELDS, *fields])}")
         parsed[str(name)] = build(Arm, {"label": str(name), **own, "changes": changes}, f"arms.{name}")
     given = data.get("seeds", (0, 1, 2))
     if not isinstance(given, list | tuple) or not given:

@@ -85,9 +85,10 @@ def _run_all(
     failed = [run for run in runs if run.state == "failed"]
     if failed:
         reasons = "\n".join(f"  {run.name}: {run.reason()}" for run in failed)
+        others = "The others are complete. " if len(failed) < len(runs) else ""
         raise StudyFailed(
             f"{len(failed)} of {len(runs)} runs did not finish:\n{reasons}\n"
-            "The others are complete. The same command goes on from the last checkpoints."
+            f"{others}The same command goes on from the last checkpoints."
         )
 
 

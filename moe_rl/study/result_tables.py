@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.arms import condition_label, flatten, slots_rerouted
+from moe_rl.study.change_by_load import change_by_load
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
@@ -32,8 +33,8 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     roundings and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine,
     engines, and with engines of several formats precision; where arms are of several sizes, sizes and power_laws;
     where gradients were compared, gradients, and where tokens were kept, design_effect (both medians over probes);
-    where routes were, effective_routes; where loads were, balance; with responses of several versions of the weights,
-    versions.
+    where routes were, effective_routes, and with tokens change_by_load; where loads were, balance; with responses of
+    several versions of the weights, versions.
     Columns as in the functions that make them, with labels and conditions beside the names.
     """
     finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
@@ -77,13 +78,15 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     if {"var_token_natural", "var_token_replayed"} <= set(data.probes):
         sizes, _ = size_rows(data)
         if laws := power_laws(sizes):
-            found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps"])
+            found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps", "independent_sites"])
             found["power_laws"] = pd.DataFrame(laws)
     if "site_max_vio" in data.probes and "max_vio" in data.updates:
         found["balance"] = _over_seeds(_balance(data), ["arm"], ["max_vio", "trained_max_vio"])
     if "old_tokens" in data.rollouts:
         found["versions"] = _versions(data)
     if len(data.route_files):
+        if len(by_load := change_by_load(data)):
+            found["change_by_load"] = _over_seeds(by_load, ["arm", "load"], ["experts", "slots", "slot_change"])
         found["effective_routes"] = _over_seeds(
             effective_routes(data), ["arm", "step", "tokens"], ["effective_sets", "effective_experts"]
         )

@@ -107,6 +107,14 @@ PAGES: dict[str, dict[str, Column]] = {
         "sites, %": _percent("site"),
         "tokens, %": _percent("token"),
     },
+    "change_by_load": {
+        **_texts("arm"),
+        "load over the even load": lambda row: row["load"],
+        **_texts("n"),
+        "of the experts, %": _percent("experts", 0),
+        "of the slots, %": _percent("slots", 0),
+        "changed, %": _percent("slot_change"),
+    },
     "gradients": {
         **_texts("arm", "update", "n"),
         "cosine, replayed": _interval(".3f", "gradient_cosine"),
@@ -156,6 +164,7 @@ PAGES: dict[str, dict[str, Column]] = {
         "slots, %": _percent("slot_change"),
         "sites, %": _percent("site_change"),
         "tokens, %": _percent("token_change"),
+        "independent sites": _interval(".1f", "independent_sites"),
         "variance that replay removes, nats²": _interval(".1e", "removed"),
     },
     "power_laws": {

@@ -25,7 +25,7 @@ from moe_rl.rollout.task import checked_reward, user_code
 from moe_rl.settings import listed
 from moe_rl.study.config import ConfigError, DamagedRunError, changed_settings, dump_run
 from moe_rl.training import RunConfig, train, validate
-from moe_rl.training.distributed import Ranks
+from moe_rl.training.distributed import ranks_of
 from moe_rl.training.launch import check_shares
 from moe_rl.training.trackers import check_tracker
 from moe_rl.yaml_files import parse_yaml
@@ -66,7 +66,7 @@ def run_one(
         config = dataclasses.replace(config, model=model)
     validate(config)
     check_here(config)
-    ranks = Ranks(config.distributed, config.model.device)
+    ranks = ranks_of(config.distributed, config.model.device)
     ranks.agree("the configuration", dataclasses.asdict(config))
 
     facts = {**environment(command), "processes": ranks.size}
@@ -79,7 +79,7 @@ def run_one(
         sweep(folder)
         if not check_folder(config, folder):  # done meanwhile
             return False
-        if not (folder / "config.yaml").exists():
+        if not begun(folder):
             write_atomic(folder / "config.yaml", dump_run(config))
         write_json(folder / "env.json", facts)
         return True
@@ -137,7 +137,7 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
         except (OSError, ValueError) as error:
             raise DamagedRunError(f"{stored} is damaged: {error}. Move {folder} away to run again.") from error
         changed = changed_settings(old, config)
-        if changed:
+        if changed and begun(folder):
             raise ConfigError(
                 f"{folder} holds a run of another configuration ({listed(changed)}). Nothing was overwritten: choose "
                 "another --output, or move the folder away."
@@ -148,6 +148,11 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
     if lost:
         raise DamagedRunError(f"{lost}. {remedy(folder)}")
     return not (folder / NAME).exists()
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run left more there than its settings; one that failed before (a wrong path, say) may be corrected."""
+    return any(path.name not in ("config.yaml", "env.json") and path.name[0] != "." for path in folder.iterdir())
 
 
 def environment(command: str) -> dict[str, Any]:

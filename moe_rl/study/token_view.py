@@ -124,14 +124,17 @@ class TokenStep:
 
     def rows(self, seq: int, update: int) -> pd.DataFrame:
         """The table's rows of one response after one update. Raises StudyDataError if there are none."""
-        table = self.table
-        rows = table[(table["seq"] == seq) & (table["update"] == update)]
-        if rows.empty:
+        rows = self._rows.get((seq, update))
+        if rows is None:
             raise StudyDataError(
                 f"{self.folder} step {self.step}: no response {seq} after update {update}; stored are responses "
                 f"{self.sequences} and updates {self.updates}"
             )
-        return rows.sort_values("pos")
+        return rows
+
+    @cached_property
+    def _rows(self) -> dict[Any, pd.DataFrame]:
+        return dict(iter(self.table.sort_values("pos", kind="stable").groupby(["seq", "update"])))
 
     def changed(self, seq: int, update: int) -> np.ndarray:
         """Experts exchanged per token, summed over sites; without routes the number of changed sites."""
@@ -157,6 +160,11 @@ class TokenStep:
                     f"{self._path(update)}: its tokens are not those of tokens/step_{self.step:06d}.parquet"
                 )
         return part.ids[0].numpy()[columns]
+
+    def all_experts(self, update: int) -> np.ndarray:
+        """Expert ids [N,L,K] of all stored tokens, response after response, as `experts` has them."""
+        positions = [(seq, self.rows(seq, self.updates[0])["pos"].to_numpy()) for seq in self.sequences]
+        return np.concatenate([self.experts(seq, update, offsets) for seq, offsets in positions])
 
     def first(self, row: int) -> int:
         """Column of the routes in which a response begins; searched by its tokens in files that do not say it."""

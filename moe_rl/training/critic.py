@@ -20,8 +20,8 @@ from moe_rl.measure.unwrap import causal_lm
 from moe_rl.objectives import generalized_advantages, token_rewards, value_loss, whiten
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import OptimConfig, ValueConfig
-from moe_rl.training.distributed import Ranks
 from moe_rl.training.optimizer import make_optimizer
+from moe_rl.training.ranks import Ranks
 
 
 class ScalarModel(nn.Module):

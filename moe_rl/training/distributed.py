@@ -3,8 +3,7 @@
 Every rank holds every batch (tokens, log-probabilities, routes: 384 bytes per token for 48 sites of 8 experts) but
 computes only its share of it: samples its prompts, scores its responses, goes forward and backward on its rows of each
 minibatch. What is measured is gathered per token, in the order of a single process, and then reduced, so that a
-mean is one over tokens and not over ranks, and a variance is that of all tokens. Under one process every function here
-gives back what it was given.
+mean is one over tokens and not over ranks, and a variance is that of all tokens.
 """
 
 import atexit
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
 from jaxtyping import Shaped
 from torch import Tensor, nn
@@ -27,56 +26,55 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_rl.policy.lora import AdaptersOff
+from moe_rl.rollout import Rollout
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch, launched_processes
+from moe_rl.training.ranks import Ranks
 from moe_rl.training.sharding import fill_from_rank_0, is_sharded, rebind, shard_from_rank_0
 
 COMPUTE = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class Ranks(Accelerator):
-    """accelerate's Accelerator, held to what was asked for, with shares and gathering.
+def ranks_of(
+    config: DistributedConfig | None = None,
+    device: str = "auto",
+    tracker: str | None = None,
+    folder: Path | None = None,
+) -> Ranks:
+    """The processes that were launched, held to what was asked for.
 
     Args:
         config: the strategy and what is expected of the launcher.
-        device: `model.device`.
-        tracker: see `moe_rl.training.trackers`.
-        folder: the run folder, which a tracker may write to.
+        device, tracker, folder: see `Ranks`.
 
     Raises:
         DistributedError: other processes than `config` asks for.
     """
-
-    def __init__(
-        self,
-        config: DistributedConfig | None = None,
-        device: str = "auto",
-        tracker: str | None = None,
-        folder: Path | None = None,
-    ):
-        self.distributed = config or DistributedConfig()
-        launched, started = launched_processes(), "LOCAL_RANK" in os.environ
-        check_launch(self.distributed, launched, os.environ, device)
-        super().__init__(
-            cpu=device == "cpu" or (started and not torch.accelerator.is_available()),
-            log_with=tracker,
-            project_dir=None if tracker is None or folder is None else str(folder / "tracker"),
+    config = config or DistributedConfig()
+    launched, started = launched_processes(), "LOCAL_RANK" in os.environ
+    check_launch(config, launched, os.environ, device)
+    cpu = started and not torch.accelerator.is_available()
+    alone = launched == 1 and config.strategy != "fsdp2"
+    ranks = Ranks(device, tracker, folder, cpu) if alone else Group(config, device, tracker, folder, cpu)
+    if ranks.size != launched:
+        raise DistributedError(
+            f"the launcher started {launched} processes, and accelerate sees {ranks.size}: each would train by "
+            f"itself. On a CPU set model.device: cpu (it is {device!r})"
         )
-        self.rank, self.size = self.process_index, self.num_processes
-        if self.size != launched:
-            raise DistributedError(
-                f"the launcher started {launched} processes, and accelerate sees {self.size}: each would train by "
-                f"itself. On a CPU set model.device: cpu (it is {device!r})"
-            )
+    if config.strategy == "fsdp2":
+        ranks.mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    return ranks
+
+
+class Group(Ranks):
+    """Several processes, or one that holds shards; arguments and methods as those of `Ranks`."""
+
+    def __init__(self, config: DistributedConfig, device: str, tracker: str | None, folder: Path | None, cpu: bool):
+        super().__init__(device, tracker, folder, cpu)
+        self.distributed = config
         if self.size > 1:
             atexit.register(_leave)
-        self.mesh = init_device_mesh(self.device.type, (self.size,)) if self.distributed.strategy == "fsdp2" else None
-
-    @property
-    def main(self) -> bool:
-        """The rank that writes files and speaks."""
-        return self.rank == 0
 
     # -- models ----------------------------------------------------------------------------------------------------
 
@@ -96,15 +94,12 @@ class Ranks(Accelerator):
         return model, optimizer
 
     def shard(self, module: nn.Module) -> nn.Module:
-        """Under fsdp2 the module is sharded in place, as rank 0 has it; in any case it is on this rank's device."""
         if self.mesh is not None and not isinstance(module, AdaptersOff):  # whose modules are the policy's
             compute = COMPUTE[self.distributed.compute_dtype]
             shard_from_rank_0(module, self.mesh, compute, self.distributed.router_fp32)
         return module.to(self.device)
 
     def whole(self, module: nn.Module) -> nn.Module:
-        """The module, whole and on this rank's device; under fsdp2 as rank 0 has it, where alone it may hold anything.
-        In place."""
         if self.mesh is not None:
             fill_from_rank_0(module, module.state_dict() if self.main else {}, self.device)
         return module.to(self.device)
@@ -113,16 +108,6 @@ class Ranks(Accelerator):
     def loads(self) -> bool:
         """Whether this rank loads weights: under fsdp2 the first alone, since the others get shards of its own."""
         return self.mesh is None or self.main
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
-        """Clip, unless the norm over all ranks' shards is not finite: clipping would spread that to every gradient.
-        Returns the norm."""
-        parameters = list(parameters)
-        norm: Any = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], norm_type)
-        whole = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        if torch.isfinite(whole):
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-        return whole
 
     @contextmanager
     def lock_step(self, model: nn.Module | None) -> Iterator[None]:
@@ -152,6 +137,22 @@ class Ranks(Accelerator):
 
     # -- shares ----------------------------------------------------------------------------------------------------
 
+    def sample(self, engine: Any, problems: list[Any], **options: Any) -> Rollout:
+        """Each rank samples responses to its share of the problems; then all hold all, padded as if by one process.
+
+        Random numbers are drawn in the order of rows, so that a response depends neither on the number of ranks nor on
+        which samples it.
+
+        Raises:
+            DistributedError: ranks whose problems differ.
+        """
+        self.agree_on("the prompts", [(p.prompt, p.answer) for p in problems])
+        mine, rows = self.share(len(problems)), options["group_size"] * options["max_new_tokens"]
+        torch.rand(mine.start * rows, generator=options["generator"], dtype=torch.float64)  # of lower ranks
+        with self.lock_step(getattr(engine, "model", None)):
+            own = engine.sample([problems[i] for i in mine], **options)
+        return self._joined(own, problems)
+
     def share(self, count: int, rank: int | None = None) -> range:
         """Which of `count` things are this rank's: consecutive ones, as many as every other rank's, give or take one.
 
@@ -165,13 +166,10 @@ class Ranks(Accelerator):
         return range(start, stop)
 
     def mine(self, batch: Any) -> Any:
-        """This rank's rows of a Batch or Rollout."""
-        return batch if self.size == 1 else batch.rows(torch.tensor(self.share(len(batch))))
+        return batch.rows(torch.tensor(self.share(len(batch))))
 
     def gather(self, own: Shaped[Tensor, "n ..."], count: int) -> Shaped[Tensor, "N ..."]:
         """All `count` rows, on every rank, of which each computed its `share`. Detached."""
-        if self.size == 1:
-            return own
         sizes = [len(self.share(count, rank)) for rank in range(self.size)]
         if len(own) != sizes[self.rank]:
             raise DistributedError(f"rank {self.rank} has {len(own)} rows to gather; its share is {sizes[self.rank]}")
@@ -183,9 +181,6 @@ class Ranks(Accelerator):
         return joined.view(own.dtype).reshape(count, *own.shape[1:])
 
     def gather_routes(self, own: RoutedExperts, count: int) -> RoutedExperts:
-        """The same for routes."""
-        if self.size == 1:
-            return own
         packed = self.gather(own.packed, count)
         ids = packed.view(torch.int16)
         if packed.dtype == torch.uint8:
@@ -195,23 +190,54 @@ class Ranks(Accelerator):
         return RoutedExperts(ids, own.sites, own.num_experts, tokens=tokens, meta=own.meta)
 
     def sums(self, *own: float | int) -> tuple[float | int, ...]:
-        """Sums over ranks, in double precision."""
-        if self.size == 1:
-            return own
         everyone = [json.loads(text) for text in self.exchange(json.dumps(own))]
         return tuple(sum(values) for values in zip(*everyone, strict=True))
 
     def largest(self, own: float) -> float:
-        """The largest over ranks; NaN if any is."""
         everyone = [float(text) for text in self.exchange(repr(float(own)))]
         return next((value for value in everyone if value != value), max(everyone))
+
+    def _joined(self, own: Rollout, problems: list[Any]) -> Rollout:
+        """The rollouts of all ranks as one: prompts padded on the left and responses on the right to the longest."""
+        first = int(own.completion_mask[0].int().argmax())
+        widths = [first, own.input_ids.shape[1] - first, own.completions]
+        everyone = [json.loads(text) for text in self.exchange(json.dumps(widths))]
+        left, right = (max(of[i] for of in everyone) - widths[i] for i in (0, 1))
+        G, count = own.group_size, len(problems) * own.group_size
+
+        def pad(x: Tensor, value: float = 0) -> Tensor:
+            return F.pad(x, (*[0] * (2 * (x.ndim - 2)), left, right), value=value)
+
+        def joined(x: Tensor) -> Tensor:
+            # Ranks have shares of problems; shares of rows are the same only if they divide evenly.
+            per_problem = x.reshape(-1, G, *x.shape[1:])
+            return self.gather(per_problem, len(problems)).reshape(count, *x.shape[1:])
+
+        # Padding holds what the sampler itself pads with, which is never read.
+        input_ids = joined(pad(own.input_ids))
+        routes = None
+        if own.routes is not None:
+            ids = joined(pad(own.routes.ids.to(torch.int16), -1))
+            routes = RoutedExperts(
+                ids, own.routes.sites, own.routes.num_experts, tokens=input_ids, meta=own.routes.meta
+            )
+        return Rollout(
+            input_ids=input_ids,
+            attention_mask=joined(pad(own.attention_mask)),
+            completion_mask=joined(pad(own.completion_mask)),
+            logps=joined(pad(own.logps)),
+            rewards=joined(own.rewards),
+            finished=joined(own.finished),
+            group_size=G,
+            problems=[problem for problem in problems for _ in range(G)],
+            completions=[text for _, _, texts in everyone for text in texts],
+            routes=routes,
+        )
 
     # -- agreement -------------------------------------------------------------------------------------------------
 
     def exchange(self, text: str) -> list[str]:
         """Every rank's text, in the order of ranks, on every rank."""
-        if self.size == 1:
-            return [text]
         own = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(text.encode())], device=self.device))
@@ -222,9 +248,6 @@ class Ranks(Accelerator):
         return [bytes(part[:n].tolist()).decode() for part, n in zip(parts, counts, strict=True)]
 
     def agree(self, what: str, own: Any) -> None:
-        """Raises DistributedError on every rank unless all hold the same `own` (JSON data)."""
-        if self.size == 1:
-            return
         everyone = [json.loads(text) for text in self.exchange(json.dumps(own, sort_keys=True, default=str))]
         others = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
         if others:
@@ -234,20 +257,14 @@ class Ranks(Accelerator):
             )
 
     def agree_on(self, what: str, *own: Any) -> None:
-        """The same of tensors, and of what is told apart by its `repr`: their SHA-256 is compared."""
-        if self.size > 1:
-            self.agree(what, digest(*own))
+        self.agree(what, digest(*own))
 
     def agree_on_weights(self, model: nn.Module) -> None:
         """Raises DistributedError unless all ranks loaded the same: under fsdp2 the same shapes and dtypes, since they
         will get the weights of rank 0, else also the same weights."""
-        if self.size > 1:
-            self.agree("the weights that they loaded", fingerprint(model, sums=self.mesh is None))
+        self.agree("the weights that they loaded", fingerprint(model, sums=self.mesh is None))
 
     def first(self, act: Callable[[], bool]) -> bool:
-        """What `act` says on rank 0, on every rank; its error on every rank, too."""
-        if self.size == 1:
-            return act()
         answer, error = False, None
         if self.main:
             try:

@@ -1,14 +1,14 @@
-"""What a run may do to its routers: force routes on them, all or a part, and balance their experts without a loss."""
+"""What a run may do to its routers: force a part of the routes alone, and balance their experts without a loss."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.routing import RoutedExperts, biased_routes, replay_routes
-from moe_rl.routing.replay import Replay
+from moe_rl.routing import RoutedExperts, biased_routes
+from moe_rl.training.config import MethodConfig
 
 
 class ExpertBias:
@@ -50,6 +50,20 @@ def load_error(load: Int[Tensor, "L E"]) -> Float[Tensor, "L E"]:
     return (counts.sum(-1, keepdim=True) / there.sum(-1, keepdim=True) - counts) * there
 
 
+def part_to_replay(
+    method: MethodConfig,
+    tokens: Bool[Tensor, "B T"],
+    sites: int,
+    margins: Float[Tensor, "B T L"] | None,
+    generator: torch.Generator,
+) -> Bool[Tensor, "B T L"]:
+    """The (token, site) rows of all `tokens` that an arm replays which does not replay all (`keep`, `keep_sites`)."""
+    rows = tokens[..., None].repeat(1, 1, sites)
+    if margins is not None:
+        rows = kept_rows(margins, tokens, method.keep, generator if method.keep_by == "random" else None)
+    return rows if method.keep_sites is None else at_sites(rows, method.keep_sites)
+
+
 def kept_rows(
     margins: Float[Tensor, "B T L"], tokens: Bool[Tensor, "B T"], share: float, generator: torch.Generator | None = None
 ) -> Bool[Tensor, "B T L"]:
@@ -85,22 +99,3 @@ def only(routes: RoutedExperts, rows: Bool[Tensor, "B T L"]) -> RoutedExperts:
     """These rows of the routes; all others are live (-1)."""
     ids = torch.where(rows.to(routes.device)[..., None], routes.ids, -1)
     return RoutedExperts(ids, routes.sites, routes.num_experts, tokens=routes.tokens, meta=routes.meta)
-
-
-@contextmanager
-def forced_routes(model: nn.Module, routes: RoutedExperts, shadow: bool = False) -> Iterator[Replay]:
-    """`replay_routes` for one forward of the whole batch, proven: every row that has a route was forced, all others
-    were left to the router, and nothing more ran.
-
-    Raises:
-        RuntimeError: after the block, where that is not so.
-    """
-    with replay_routes(model, routes, shadow=shadow) as replay:
-        yield replay
-    expected = replay.forced_rows
-    live = replay.choice_rows - expected
-    if (replay.replayed_rows, replay.live_rows) != (expected, live):
-        raise RuntimeError(
-            f"replay forced {replay.replayed_rows} (token, site) rows and left {replay.live_rows} live, but the routes "
-            f"hold {expected} and lack {live}: the forward did not run wholly, or not once, under replay"
-        )

@@ -20,20 +20,21 @@ from torch import Tensor
 
 from moe_rl.measure.logprobs import TokenLogps
 from moe_rl.rollout import Rollout, TaskError, demonstrate
+from moe_rl.rollout.completions import check_routes
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.randomness import seeded_random
+from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
-from moe_rl.training.collect import check_routes, problems_of, respond, verify
 from moe_rl.training.config import ProbeConfig, RunConfig
 from moe_rl.training.dpo import best_and_worst, preferences
 from moe_rl.training.incidents import keep_incident
-from moe_rl.training.levers import at_sites, kept_rows
+from moe_rl.training.levers import part_to_replay
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.not_finite import NotFiniteError, gradient_incident
-from moe_rl.training.partial import advance, version_metrics
+from moe_rl.training.partial import partial_responses, version_metrics
 from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
-from moe_rl.training.score import Scores, engine_rows, make_advantages, make_batch, score_rollout
+from moe_rl.training.score import Scores, engine_rows, make_advantages, make_batch, score_rollout, verify
 from moe_rl.training.state import Listener, State, begin
 from moe_rl.training.token_tables import write_probe_tables
 from moe_rl.training.update import arm_loss, update_policy
@@ -162,8 +163,11 @@ def collect_batch(state: State) -> Batch:
     if decoded:
         rollout = replace(rollout, routes=None)  # those of the old policy now, and of no other engine
     advantages, returns, metrics = advantages_of(state, rollout, scores)
-    replay, kept = config.method.replay, part_to_replay(state, rollout, scores)
-    batch = make_batch(rollout, scores, advantages, replay=replay, step=state.step, returns=returns, kept=kept)
+    batch = make_batch(rollout, scores, advantages, replay=config.method.replay, step=state.step, returns=returns)
+    if config.method.keep < 1 or config.method.keep_sites is not None:
+        tokens, sites = rollout.attention_mask.bool(), len(scores.routes.sites)
+        kept = part_to_replay(config.method, tokens, sites, scores.margins, state.generator("keep", index))
+        batch = replace(batch, kept=kept)
     for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
         state.log.append("engine", state.step, **row)
     if method.pairs:
@@ -182,69 +186,38 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
     """Responses to new prompts, from whomever the method learns from, with the verifier's rewards; to `prompts` of
     them, and to one for each rank at least."""
     config, source, task, guard = state.config.rollout, state.method.source, state.task, state.sync_guard
+    if source == "policy" and guard and state.engine.version != state.step:
+        guard.sync(state.step)
+    needed = guard is not None or state.config.method.replay == "R3" or config.scoring == "decoding"
+    options: dict[str, Any] = {
+        "group_size": config.group_size,
+        "temperature": config.temperature,
+        "record_routes": source == "policy" and needed,
+    }
     if source == "demonstrations":
-        problems = problems_of(task, rng, config.prompts * config.group_size)
-        rollout = demonstrate(task, state.tokenizer, problems, rng)
+        rollout = demonstrate(task, state.tokenizer, problems_of(task, rng, config.prompts * config.group_size), rng)
+    elif config.segment is not None:
+        rollout = partial_responses(
+            state.drafts,
+            state.engine,
+            partial(problems_of, task, rng, config.prompts),
+            partial(state.generator, "sample"),
+            segment=config.segment,
+            longest=state.max_new_tokens,
+            version=state.step,
+            **options,
+        )
     else:
-        if source == "policy" and guard and state.engine.version != state.step:
-            guard.sync(state.step)
-        needed = guard is not None or state.config.method.replay == "R3" or config.scoring == "decoding"
-        record = source == "policy" and needed
-        if config.segment is not None:
-            rollout = partial_responses(state, rng, config.segment, record)
-        else:
-            rollout = respond(
-                state.engine if source == "policy" else state.self_engine(state.initial),
-                problems_of(task, rng, config.prompts if prompts is None else max(prompts, state.ranks.size)),
-                state.ranks,
-                generator,
-                group_size=config.group_size,
-                max_new_tokens=state.max_new_tokens,
-                temperature=config.temperature,
-                record_routes=record,
-                **state.turns,
-            )
-    return verify(task, rollout, state.ranks, state.config.task.verifier_seconds).to(state.ranks.device)
-
-
-def part_to_replay(state: State, rollout: Rollout, scores: Scores) -> Tensor | None:
-    """The (token, site) rows that an arm replays which does not replay all."""
-    own, tokens, sites = state.config.method, rollout.attention_mask.bool(), len(scores.routes.sites)
-    if own.keep == 1 and own.keep_sites is None:
-        return None
-    rows = tokens[..., None].repeat(1, 1, sites)
-    if scores.margins is not None:
-        generator = state.generator("keep", len(state.waiting)) if own.keep_by == "random" else None
-        rows = kept_rows(scores.margins, tokens, own.keep, generator)
-    return rows if own.keep_sites is None else at_sites(rows, own.keep_sites)
-
-
-def partial_responses(state: State, rng: Any, segment: int, record: bool) -> Rollout:
-    """The batch whose last segment the current weights wrote (`rollout.segment`)."""
-    config, engine, version = state.config.rollout, state.engine, state.step
-
-    def start(number: int) -> Rollout:
-        problems, generator = problems_of(state.task, rng, config.prompts), state.generator("sample", number)
-        options: dict[str, Any] = {
-            "max_new_tokens": min(segment, state.max_new_tokens),
-            "temperature": config.temperature,
-            "record_routes": record,
-        }
-        return engine.sample(problems, group_size=config.group_size, generator=generator, **options)
-
-    def go_on(draft: Rollout, number: int) -> Rollout:
-        options: dict[str, Any] = {
-            "tokens": segment,
-            "longest": state.max_new_tokens,
-            "temperature": config.temperature,
-        }
-        generator = state.generator("sample", number)
-        return engine.extend(draft, generator=generator, version=version, record_routes=record, **options)  # type: ignore[attr-defined]  # validated
-
-    rollout = advance(state.drafts, start, go_on, state.max_new_tokens, version)
-    if record:
+        rollout = state.ranks.sample(
+            state.engine if source == "policy" else state.self_engine(state.initial),
+            problems_of(task, rng, config.prompts if prompts is None else max(prompts, state.ranks.size)),
+            max_new_tokens=state.max_new_tokens,
+            generator=generator,
+            **options,
+        )
+    if options["record_routes"]:
         check_routes(rollout)
-    return rollout
+    return verify(task, rollout, state.ranks, state.config.task.verifier_seconds).to(state.ranks.device)
 
 
 def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
@@ -340,15 +313,14 @@ def keep_tables(state: State, probe: Probe, responses: int) -> None:
 def evaluate(state: State) -> None:
     """Mean reward on held-out prompts, sampled at the training temperature; the same prompts every time."""
     count, rng = state.config.eval.prompts, random.Random("held-out")
-    rollout = respond(
+    rollout = state.ranks.sample(
         state.self_engine(),
         problems_of(state.task, rng, count, held_out=True),
-        state.ranks,
-        state.generator("evaluate"),
         group_size=1,
         max_new_tokens=state.max_new_tokens,
         temperature=state.config.rollout.temperature,
-        **state.turns,
+        generator=state.generator("evaluate"),
+        record_routes=False,
     )
     rewards = verify(state.task, rollout, state.ranks, state.config.task.verifier_seconds).rewards
     state.log.append("eval", state.step, reward=rewards.mean(), reward_n=count, greedy=False)

@@ -1,5 +1,6 @@
 """Partial rollouts: batches of responses that are written a segment per step, each by the weights of its step."""
 
+import itertools
 import json
 from collections import deque
 from collections.abc import Callable
@@ -18,12 +19,18 @@ from moe_rl.routing import RoutedExperts
 _TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished", "versions")
 
 
-def advance(
+def partial_responses(
     drafts: deque[Rollout],
-    start: Callable[[int], Rollout],
-    go_on: Callable[[Rollout, int], Rollout],
+    engine: Any,
+    problems: Callable[[], list[Problem]],
+    generator: Callable[[int], torch.Generator],
+    *,
+    segment: int,
     longest: int,
     version: int,
+    group_size: int,
+    temperature: float,
+    record_routes: bool,
 ) -> Rollout:
     """The oldest batch, finished; all others in `drafts` are one segment further, and a new one has begun.
 
@@ -31,15 +38,26 @@ def advance(
     under one version, so that from then on one is finished at every step.
 
     Args:
-        start: (number) -> the first segment of a new batch.
-        go_on: (batch, number) -> the batch with one segment more.
+        engine: which can `extend`.
+        problems: of a new batch.
+        generator: (number) -> random numbers for one segment of one batch.
+        segment: tokens.
+        longest: tokens that a response may have.
         version: of the weights that write now.
     """
-    number = 0
+    options: dict[str, Any] = {"temperature": temperature, "record_routes": record_routes}
+    numbers = itertools.count(1)
     while True:
         for index, draft in enumerate(drafts):
-            drafts[index] = go_on(draft, number := number + 1)
-        begun = start(number := number + 1)
+            more = {"tokens": segment, "longest": longest, "version": version, **options}
+            drafts[index] = engine.extend(draft, generator=generator(next(numbers)), **more)
+        begun = engine.sample(
+            problems(),
+            group_size=group_size,
+            max_new_tokens=min(segment, longest),
+            generator=generator(next(numbers)),
+            **options,
+        )
         drafts.append(replace(begun, versions=torch.where(begun.completion_mask, version, -1)))
         if not bool(unfinished(drafts[0], longest).any()):
             return drafts.popleft()

@@ -18,8 +18,8 @@ from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.ratio_metrics import ratio_metrics
-from moe_rl.measure.router_shift import as_logits
 from moe_rl.measure.routing_metrics import (
+    as_logits,
     change_metrics,
     load_metrics,
     router_facts,
@@ -31,7 +31,7 @@ from moe_rl.measure.weights import copy_weights
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch
-from moe_rl.training.distributed import Ranks
+from moe_rl.training.ranks import Ranks
 
 Row = tuple[str, dict[str, Any]]
 """A kind of row in `metrics.jsonl`, and its values."""

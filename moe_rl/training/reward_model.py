@@ -15,7 +15,7 @@ from moe_rl.objectives import historical_sample, reward_model_loss
 from moe_rl.rollout import Rollout
 from moe_rl.training.config import OptimConfig, RewardConfig
 from moe_rl.training.critic import ScalarModel, optimizer_of
-from moe_rl.training.distributed import Ranks
+from moe_rl.training.ranks import Ranks
 
 
 @dataclass(frozen=True)

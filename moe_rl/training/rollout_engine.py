@@ -11,7 +11,7 @@ from torch import nn
 from moe_rl.rollout.engine import Engine, ModelEngine
 from moe_rl.rollout.engines import gathered, make_engine
 from moe_rl.training.config import RolloutConfig
-from moe_rl.training.distributed import Ranks
+from moe_rl.training.ranks import Ranks
 from moe_rl.training.sharding import is_sharded
 from moe_rl.training.weight_sync import SyncGuard, sync_probe
 

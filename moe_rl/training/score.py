@@ -1,15 +1,15 @@
-"""Responses -> a batch: what the old policy says of them in one pass without gradient, and their advantages;
-how engines compare.
+"""Responses -> a batch: their rewards, what the old policy says of them in one pass without gradient, and their
+advantages; how engines compare.
 
 Three policies meet here: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current one.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
@@ -23,13 +23,12 @@ from moe_rl.objectives import (
     leave_one_out_advantages,
     process_advantages,
 )
-from moe_rl.rollout import Rollout, named_rewards, step_rewards
-from moe_rl.routing import RoutedExperts, change_counts, record_margins, record_routes
+from moe_rl.rollout import Rollout, named_rewards, score, step_rewards
+from moe_rl.routing import RoutedExperts, change_counts, record_margins, record_routes, replay_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.critic import Critic
-from moe_rl.training.distributed import Ranks
-from moe_rl.training.levers import forced_routes
 from moe_rl.training.not_finite import NotFiniteError, prompt_of
+from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.weight_sync import SyncGuard
 
@@ -106,7 +105,7 @@ def score_rollout(
             if margins:
                 seen["margins"] = choices.values.to(old.logps.device)
             if part.routes is not None:  # of the rollout engine
-                with forced_routes(policy, part.routes):
+                with replay_routes(policy, part.routes, once=True):
                     seen["replayed_logps"] = token_logps(policy, *tokens, temperature=temperature).logps
             if old.router_logits is not None:
                 seen["route_scores"] = chosen_scores(old.router_logits, recording.routes)
@@ -131,6 +130,26 @@ def score_rollout(
             )
     tensors = {name: ranks.gather(torch.cat([seen[name] for seen in found]), len(rollout)) for name in found[0]}
     return Scores(routes=ranks.gather_routes(RoutedExperts.cat(routes), len(rollout)), **tensors)
+
+
+def verify(task: Any, rollout: Rollout, ranks: Ranks, seconds: float | None = None) -> Rollout:
+    """The rollout with its rewards, each rank verifying its share.
+
+    Raises:
+        TaskError: as `score`.
+        NotFiniteError: a sampler that gave a token no probability, which is no sample of its distribution.
+    """
+    bad = ~torch.isfinite(rollout.logps).all(1)
+    if bool(bad.any()):
+        raise NotFiniteError(
+            "sampling",
+            f"logps of {int(bad.sum())} of {len(rollout)} responses are not finite, first of one to "
+            f"{prompt_of(rollout, int(bad.int().argmax()))}. The weights of the model that sampled are of no more use",
+            rollout,
+            everywhere=True,
+        )
+    own = score(task, ranks.mine(rollout), seconds).rewards
+    return replace(rollout, rewards=ranks.gather(own, len(rollout)))
 
 
 def make_advantages(
@@ -186,7 +205,6 @@ def make_batch(
     replay: str,
     step: int,
     returns: Float[Tensor, "B T"] | None = None,
-    kept: Bool[Tensor, "B T L"] | None = None,
 ) -> Batch:
     """What one RL step trains on. Under R3 the old log-probabilities are those under the rollout engine's routes
     (arXiv 2510.11370), otherwise those of natural routing."""
@@ -210,7 +228,6 @@ def make_batch(
         route_scores=scores.route_scores,
         natural_logps=natural,
         rollout_routes=rollout.routes,
-        kept=kept,
         versions=rollout.versions,
     )
 

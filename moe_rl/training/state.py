@@ -14,16 +14,18 @@ from moe_rl.policy.lora import frozen_reference
 from moe_rl.policy.models import load_policy, seeded
 from moe_rl.policy.router_precision import keep_routers_fp32
 from moe_rl.rollout import Rollout, make_task
+from moe_rl.rollout.continuing import in_turns
 from moe_rl.rollout.engine import Engine, ModelEngine
 from moe_rl.rollout.randomness import seeded_generator
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import RunConfig
 from moe_rl.training.critic import Critic
-from moe_rl.training.distributed import Ranks
+from moe_rl.training.distributed import ranks_of
 from moe_rl.training.launch import check_shares
 from moe_rl.training.levers import ExpertBias
 from moe_rl.training.method import Method, resolve_method
 from moe_rl.training.optimizer import policy_optimizer
+from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.rollout_engine import build_engine, guard_of
 from moe_rl.training.runlog import NoLog, RunLog
@@ -87,15 +89,11 @@ class State:
             found["reward"] = (self.reward_model.model, self.reward_model.optimizer)
         return {name: (self.ranks.unwrap_model(m), optimizer) for name, (m, optimizer) in found.items()}
 
-    @property
-    def turns(self) -> dict[str, Any]:
-        """What `respond` needs of a task with several turns."""
-        return {"task": self.task, "tokenizer": self.tokenizer, "seconds": self.config.task.verifier_seconds}
-
-    def self_engine(self, model: nn.Module | None = None) -> ModelEngine:
+    def self_engine(self, model: nn.Module | None = None) -> Engine:
         """The current policy, or another model, that samples by itself, whatever `rollout.engine` is."""
         model = self.ranks.unwrap_model(self.policy) if model is None else model
-        return ModelEngine(model, self.tokenizer, self.config.rollout.max_batch)
+        engine = ModelEngine(model, self.tokenizer, self.config.rollout.max_batch)
+        return in_turns(engine, self.task, self.tokenizer, self.config.task.verifier_seconds)
 
     def generator(self, purpose: str, index: int = 0) -> torch.Generator:
         """Random numbers for one purpose at the current step, the same in every arm (`moe_rl.rollout.randomness`)."""
@@ -123,7 +121,7 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     """
     check_tracker(config.tracker)
     torch.manual_seed(config.seed)
-    ranks = Ranks(config.distributed, config.model.device, config.tracker, folder)
+    ranks = ranks_of(config.distributed, config.model.device, config.tracker, folder)
     check_shares(config, ranks.size)
     ranks.agree("the configuration", dataclasses.asdict(config))
     log: RunLog = NoLog()
@@ -172,7 +170,7 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         max_new_tokens=max_new_tokens,
         policy=policy,
         optimizer=optimizer,
-        engine=engine,
+        engine=in_turns(engine, task, tokenizer, config.task.verifier_seconds),
         sync_guard=guard,
         reference=reference,
         initial=initial,

@@ -14,14 +14,14 @@ from moe_rl.measure.ratio_metrics import masked_mismatch_metrics, ratio_range_me
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
 from moe_rl.measure.routing_metrics import load_violation
 from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
-from moe_rl.routing import change_counts, expert_load, noisy_routes, record_routes
+from moe_rl.routing import change_counts, expert_load, noisy_routes, record_routes, replay_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.critic import Critic
-from moe_rl.training.distributed import Ranks
 from moe_rl.training.dpo import pair_loss
-from moe_rl.training.levers import ExpertBias, forced_routes, only
+from moe_rl.training.levers import ExpertBias, only
 from moe_rl.training.method import Method
+from moe_rl.training.ranks import Ranks
 
 COUNTS = ("replayed_rows", "routed_rows", "slots_changed", "slots")
 
@@ -162,7 +162,7 @@ def update_routing(
     with ExitStack() as stack:
         if method.noise:
             stack.enter_context(noisy_routes(model, method.noise, generator=noise))
-        replay = None if routes is None else stack.enter_context(forced_routes(model, routes, shadow=live))
+        replay = None if routes is None else stack.enter_context(replay_routes(model, routes, shadow=live, once=True))
         recording = stack.enter_context(record_routes(model))
         yield count
     changed = change_counts(batch.routes, recording.routes, batch.completion_mask)

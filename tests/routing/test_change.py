@@ -12,6 +12,7 @@ from moe_rl.routing.change import (
     ChangeCounts,
     change_counts,
     deviation_histogram,
+    expert_load,
     flips_per_token,
     jaccard,
     site_change,
@@ -251,6 +252,17 @@ def test_a_mask_of_another_shape_is_refused():
     ids = torch.zeros(2, 3, 1, 1, dtype=torch.long)
     with pytest.raises(RoutingError, match=r"mask must have the shape \[2, 3\]"):
         change_counts(ids, ids, torch.ones(2, 2, dtype=torch.bool))
+
+
+def test_a_mask_of_0_and_1_counts_as_one_of_bool_and_weights_are_refused():
+    old, new = torch.tensor([[[[0]], [[1]], [[2]]]]), torch.tensor([[[[0]], [[3]], [[4]]]])
+    attention_mask = torch.tensor([[1, 1, 0]])  # as a tokenizer writes it: one of the two tokens that count changed
+    for mask in (attention_mask, attention_mask.float(), attention_mask.bool()):
+        assert change_counts(old, new, mask).rates()["slot_change"] == 0.5
+        assert expert_load(new, mask, num_experts=5).tolist() == [[1, 0, 0, 1, 0]]
+    for function in (lambda m: change_counts(old, new, m), lambda m: expert_load(new, m, num_experts=5)):
+        with pytest.raises(RoutingError, match="expected only 0 and 1"):
+            function(0.5 * attention_mask)
 
 
 def test_counts_of_different_pairs_do_not_add():

@@ -19,8 +19,8 @@ from moe_rl.tables import write_table
 from moe_rl.training import run
 from moe_rl.training.batch import Batch
 from moe_rl.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, settle
-from moe_rl.training.distributed import Ranks
 from moe_rl.training.method import resolve_method
+from moe_rl.training.ranks import Ranks
 from moe_rl.training.runlog import DamagedMetricsError, RunLog
 from moe_rl.training.state import State
 

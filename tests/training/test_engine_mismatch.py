@@ -7,13 +7,11 @@ import pytest
 import torch
 from micro import MICRO, logps, rows
 
-from moe_rl.rollout.completions import unrouted_tokens
+from moe_rl.rollout.completions import check_routes, unrouted_tokens
 from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine
-from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.routing import RoutedExperts, RoutingError, replay_routes
 from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, rollout_engine, run, validate
-from moe_rl.training.collect import check_routes, respond
 from moe_rl.training.loop import collect_batch
-from moe_rl.training.update import forced_routes
 from moe_rl.training.weight_sync import probed_tensors
 
 MICRO = replace(
@@ -154,14 +152,12 @@ def test_tokens_without_a_route():
 def test_routes_of_an_engine_that_lost_or_invented_some_are_refused(state_of, tmp_path):
     state = state_of(MICRO, tmp_path)
     problems = [state.task.problem(random.Random(i)) for i in range(4)]
-    rollout = respond(
-        state.engine,
+    rollout = state.engine.sample(
         problems,
-        state.ranks,
-        torch.Generator().manual_seed(0),
         group_size=4,
         max_new_tokens=state.max_new_tokens,
         temperature=1.0,
+        generator=torch.Generator().manual_seed(0),
         record_routes=True,
     )
     ids, routes = rollout.routes.ids, rollout.routes
@@ -185,11 +181,14 @@ def test_a_forward_outside_replay_or_twice_under_it_is_an_error(state_of, tmp_pa
     state = state_of(changed(method={"replay": "R3"}), tmp_path)
     batch = collect_batch(state)
     with (
-        pytest.raises(RuntimeError, match=r"replay forced 0 .*did not run wholly"),
-        forced_routes(state.policy, batch.rollout_routes),
+        pytest.raises(RoutingError, match=r"replay forced 0 .*did not run wholly"),
+        replay_routes(state.policy, batch.rollout_routes, once=True),
     ):
         pass
-    with pytest.raises(RuntimeError, match="not once"), forced_routes(state.policy, batch.rollout_routes):
+    with (
+        pytest.raises(RoutingError, match="not once"),
+        replay_routes(state.policy, batch.rollout_routes, once=True),
+    ):
         logps(state, state.policy, batch)
         logps(state, state.policy, batch)
 

@@ -10,10 +10,18 @@ from micro import MICRO, rows
 
 from moe_rl.objectives import group_advantages
 from moe_rl.policy.lora import LoraConfig
-from moe_rl.routing import RoutedExperts, change_counts, expert_load, load_cv, record_routes
+from moe_rl.routing import (
+    RoutedExperts,
+    RoutingError,
+    change_counts,
+    expert_load,
+    load_cv,
+    record_routes,
+    replay_routes,
+)
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
 from moe_rl.training.batch import Batch
-from moe_rl.training.levers import ExpertBias, forced_routes, kept_rows, only
+from moe_rl.training.levers import ExpertBias, kept_rows, only
 from moe_rl.training.loop import collect_batch
 from moe_rl.training.update import update_routing
 
@@ -153,16 +161,13 @@ def test_layers_that_are_routed_by_a_table_are_no_rows_to_replay(part):
     assert 0 < fixed < len(routes.sites)
     kept = torch.rand(routes.shape[:3], generator=torch.Generator().manual_seed(0)) < 0.5
     wanted = only(routes, kept) if part else routes
-    with forced_routes(model, wanted) as replay, torch.no_grad():
+    with replay_routes(model, wanted, once=True) as replay, torch.no_grad():
         model(input_ids=ids)
-    assert (replay.forced_rows, replay.choice_rows) == (
-        int((~wanted.live[..., fixed:]).sum()),
-        kept[..., fixed:].numel(),
-    )
-    assert replay.replayed_rows == replay.forced_rows
+    forced = int((~wanted.live[..., fixed:]).sum())
+    assert (replay.replayed_rows, replay.live_rows) == (forced, kept[..., fixed:].numel() - forced)
     with (
-        pytest.raises(RuntimeError, match="did not run wholly, or not once"),
-        forced_routes(model, wanted),
+        pytest.raises(RoutingError, match="did not run wholly, or not once"),
+        replay_routes(model, wanted, once=True),
         torch.no_grad(),
     ):
         model(input_ids=ids)

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from moe_rl.rollout.engines import EngineConfig, EngineError, gathered
 from moe_rl.study.run import run_one
 from moe_rl.training import EvalConfig, MethodConfig, begin, resume, run, sharding, state
 from moe_rl.training.config import DistributedConfig, RewardConfig
-from moe_rl.training.distributed import Ranks
+from moe_rl.training.distributed import Group, ranks_of
 from moe_rl.training.launch import DistributedError, check_shares
 from moe_rl.training.sharding import ShardingError, check_sharded, whole
 
@@ -111,7 +112,7 @@ def worker(rank, port, folder):
     others_hold_nothing(rank)
     for name, config in CASES.items():
         run_one(config, folder / name)
-    ranks = Ranks(CPU.distributed, "cpu") if rank > 1 else Ranks(DistributedConfig("ddp"), "cpu")
+    ranks = ranks_of(DistributedConfig("ddp"), "cpu")
     assert (ranks.rank, ranks.size, ranks.main) == (rank, 2, rank == 0)
     modules = {"fsdp2_replay": 2, "fsdp2_ppo": 3, "fsdp2_dpo": 2}  # references, a value model
     assert len(WATCHED) == sum(modules.get(name, 1) for name in CASES if name.startswith("fsdp2")), WATCHED
@@ -257,12 +258,12 @@ def test_two_processes_are_one(tmp_path, random_rewards):
 
 def test_a_launcher_that_accelerate_does_not_see_is_refused(monkeypatch):
     """WORLD_SIZE says two, but this process is in no group of two."""
-    alone = Ranks()
+    alone = ranks_of()
     assert alone.size == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
     try:
         with pytest.raises(DistributedError, match="started 2 processes, and accelerate sees 1"):
-            Ranks(DistributedConfig("ddp"), "auto")
+            ranks_of(DistributedConfig("ddp"), "auto")
     finally:
         AcceleratorState._reset_state()
         PartialState._reset_state()
@@ -282,9 +283,8 @@ def test_shares_are_checked_before_anything_is_loaded():
 
 
 def test_shares_are_consecutive_and_cover_everything():
-    alone = Ranks()
-    assert list(alone.share(5)) == [0, 1, 2, 3, 4]
-    alone.size = 3
-    assert [list(alone.share(7, rank)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert list(ranks_of().share(5)) == [0, 1, 2, 3, 4]
+    three = SimpleNamespace(size=3, rank=0)
+    assert [list(Group.share(three, 7, rank)) for rank in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
     with pytest.raises(DistributedError, match="2 things cannot be shared by 3"):
-        alone.share(2)
+        Group.share(three, 2)

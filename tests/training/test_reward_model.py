@@ -12,8 +12,8 @@ from moe_rl.rollout.character_tasks import ModChain
 from moe_rl.routing import RoutedExperts
 from moe_rl.training import OptimConfig, RewardConfig
 from moe_rl.training.batch import Batch
-from moe_rl.training.distributed import Ranks
 from moe_rl.training.dpo import best_and_worst, pair_loss, preferences
+from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import Comparisons, RewardModel, ranked_pairs
 
 TINY = TinyConfig(hidden_size=16, num_layers=1, num_heads=2, num_experts=4, moe_intermediate_size=8)

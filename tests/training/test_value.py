@@ -12,7 +12,7 @@ from moe_rl.routing import record_routes
 from moe_rl.training import OptimConfig, ValueConfig
 from moe_rl.training.batch import Batch
 from moe_rl.training.critic import Critic
-from moe_rl.training.distributed import Ranks
+from moe_rl.training.ranks import Ranks
 
 TINY = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
 

@@ -77,7 +77,8 @@ def arm_rows(
         labels = {arm: in_two_lines(label) for arm, label in labels.items()}
     left = 0.15 + 0.056 * min(LETTERS, longest)
     gap, head, foot = 0.14, 0.36, 0.5 + below
-    high = EACH * (max([*places.values(), *headings.values()]) + 1)
+    rows = max([*places.values(), *headings.values()]) + 1
+    high = EACH * rows * (1.35 if longest > LETTERS else 1)  # two lines need room
     total = head + foot + high
     figure = fixed_figure(PAGE, total)
     wide = (PAGE - left - 0.08 - beside - gap * (len(columns) - 1)) / len(columns)
@@ -96,7 +97,7 @@ def arm_rows(
     across = blended_transform_factory(figure.transFigure, axes[0].transData)
     for name, y in headings.items():
         axes[0].text(0.06 / PAGE, y, name, transform=across, fontsize=7, fontweight="bold", va="center")
-    axes[0].set_ylim(high / EACH - 0.5, -0.5)
+    axes[0].set_ylim(rows - 0.5, -0.5)
     _key(figure, columns, total)
     return Rows(figure, axes, places, _frame(columns))
 

@@ -79,8 +79,9 @@ def depth_width(data: StudyData) -> Drawing:
 
 
 def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
-    """One row per run at equal reward: its sizes (the fields of AXES), rates pooled over steps, `removed` (mean over
-    steps, nats²); and the runs, as ARM/seedN, that have no step at that reward."""
+    """One row per run at equal reward: its sizes (the fields of AXES), rates pooled over steps, `independent_sites`
+    (how many independent sites with this site rate would give the token rate), `removed` (mean over steps, nats²);
+    and the runs, as ARM/seedN, that have no step at that reward."""
     sizes = {run.arm: {axis: _tiny(run.config).get(axis) for axis in AXES} for run in data.runs}
     low, high = EQUAL_REWARD
     rewards = data.rollouts.groupby(["arm", "seed", "step"])["reward"].mean()
@@ -94,12 +95,14 @@ def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
         for unit in ("slot", "site", "token"):
             if f"{unit}s_changed" in part:
                 row[f"{unit}_change"] = part[f"{unit}s_changed"].sum() / part[f"{unit}s"].sum()
+        if {"site_change", "token_change"} <= set(row):  # 1 - token change = (1 - site change) ^ independent sites
+            row["independent_sites"] = np.log1p(-row["token_change"]) / np.log1p(-row["site_change"])
         row["removed"] = float((part["var_token_natural"] - part["var_token_replayed"]).mean())
         found.append(row)
     there = {(row["arm"], row["seed"]) for row in found}
     every = probes.reset_index()[["arm", "seed"]].drop_duplicates().itertuples(index=False)
     missing = [f"{arm}/seed{seed}" for arm, seed in every if (arm, seed) not in there]
-    columns = ["arm", "seed", *AXES, "steps", *QUANTITIES]
+    columns = ["arm", "seed", *AXES, "steps", *QUANTITIES, "independent_sites"]
     return pd.DataFrame(found, columns=columns).dropna(subset=list(AXES)), missing
 
 

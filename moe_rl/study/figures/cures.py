@@ -1,0 +1,43 @@
+"""What each method gives back of what a cause costs GRPO: causes side by side, a row for each method."""
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from moe_rl.study.figures.saving import StudyFigure, styled
+from moe_rl.study.figures.style import GREY, INK, WIDTH
+
+ROW = 0.2  # inches
+TOLD = ("higher", "lower")
+
+
+@styled
+def cures_figure(table: pd.DataFrame) -> StudyFigure:
+    """Final reward of each method less that of GRPO under the same cause, with its interval.
+
+    Args:
+        table: columns cause (a panel), method (a row), both categorical in the order in which they are drawn;
+            difference, low, high, verdict.
+    """
+    causes, methods = (list(table[name].cat.categories) for name in ("cause", "method"))
+    drawn = Figure(figsize=(WIDTH, 1.0 + ROW * len(methods)))
+    axes = drawn.subplots(1, len(causes), sharex=True, sharey=True, squeeze=False)[0]
+    for ax, cause in zip(axes, causes, strict=True):
+        rows = table[table["cause"] == cause]
+        places = [methods.index(method) for method in rows["method"]]
+        told = rows["verdict"].isin(TOLD)
+        ax.axvline(0, color=INK, lw=0.8, zorder=1)
+        ax.hlines(places, rows["low"], rows["high"], color=GREY, lw=2.0, alpha=0.5, zorder=2)
+        fill = [INK if one else "white" for one in told]
+        ax.scatter(rows["difference"], places, s=16, c=fill, edgecolors=INK, linewidths=0.8, zorder=3)
+        ax.set_title(cause, fontsize=7)
+        ax.grid(axis="y", visible=False)
+    axes[0].set_xticks([-0.25, 0, 0.25], ["−.25", "0", ".25"])
+    axes[0].set_yticks(range(len(methods)), methods)
+    axes[0].set_ylim(len(methods) - 0.5, -0.5)
+    drawn.supxlabel("final reward less that of GRPO under the same cause", fontsize=7.5)
+    caption = (
+        "Mean over seeds of the paired differences and its 95 % interval. Filled: told from 0 by the test of its "
+        "study; open: not resolved, or no difference of interest; blank: not run. Columns are of different studies, "
+        "and cells of one column may be of different seeds."
+    )
+    return StudyFigure("cures", "What each method gives back, by cause.", caption, drawn, table)
