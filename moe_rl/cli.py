@@ -258,21 +258,18 @@ def drift_verb(arguments: list[str]) -> None:
 
         checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="OLD NEW [...]")] = ()
         """Folders in hub format, run folders or hub ids; a folder that holds several checkpoints stands for them."""
-        old: tyro.conf.Suppress[str] = ""
-        new: tyro.conf.Suppress[str] = ""
 
     options = parse(Options, arguments, "moe-rl drift")
     from moe_rl.drift.choose import chosen
-    from moe_rl.drift.options import SeriesOptions, pick
     from moe_rl.drift.run import run_drift, say
     from moe_rl.drift.series import run_series, say_series
 
     paths = chosen(options.checkpoints)
     try:
         if len(paths) == 2:
-            say(run_drift(replace(pick(DriftOptions, options), old=paths[0], new=paths[1])))
+            say(run_drift(replace(options, checkpoints=tuple(paths))))
         else:
-            say_series(run_series(replace(pick(SeriesOptions, options), checkpoints=tuple(paths))))
+            say_series(run_series(replace(options, checkpoints=tuple(paths))))
     except KeyboardInterrupt:
         series = "; what a series had measured is in OUTPUT.partial" if len(paths) > 2 else "; nothing was written"
         fail(f"interrupted{series}", 130)
@@ -284,7 +281,7 @@ def drift_verb(arguments: list[str]) -> None:
 def floor_verb(arguments: list[str]) -> None:
     import tyro
 
-    from moe_rl.drift.floor_options import FloorOptions
+    from moe_rl.drift.options import FloorOptions
 
     @dataclass(frozen=True)
     class Options(FloorOptions):

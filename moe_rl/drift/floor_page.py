@@ -6,15 +6,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 from matplotlib.lines import Line2D
 from rich.console import Console
 from rich.table import Table
 
+from moe_rl.drift.output import page_of
 from moe_rl.drift.words import number, percent
-from moe_rl.pages import render_page
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
-from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.figures.style import GREY, legend_above, panels
 
 LABELS = {
@@ -174,17 +172,8 @@ def render(facts: Mapping[str, Any], figure: StudyFigure) -> str:
         + [number(row[name]) for name in ("k3", "k3_replayed", "chi2_token", "ess_token", "gap_p99")]
         for row in facts["rows"]
     ]
-    return render_page(
-        "drift/floor.html.j2",
-        facts=facts,
-        heads=HEADS,
-        rows=[cells(row) for row in facts["rows"]],
-        counts=counts,
-        details={label(row): row["detail"] for row in facts["rows"]},
-        figure=figure,
-        svg=Markup(inline_svg(figure)),
-        settings=[(name, value) for name, value in {**facts["settings"], **facts["environment"]}.items()],
-    )
+    rows, details = [cells(row) for row in facts["rows"]], {label(row): row["detail"] for row in facts["rows"]}
+    return page_of("floor", facts, [figure], heads=HEADS, rows=rows, counts=counts, details=details)
 
 
 UNITS = ("slots", "sites", "tokens")

@@ -18,8 +18,8 @@ from moe_rl.drift import checkpoints
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import site_table
 from moe_rl.drift.floor_model import Source, check_experts, load, resolve
-from moe_rl.drift.floor_options import FloorOptions
 from moe_rl.drift.floor_page import draw, render, say, verdict
+from moe_rl.drift.options import FloorOptions
 from moe_rl.drift.output import (
     Tick,
     environment,

@@ -1,20 +1,18 @@
-"""What `moe-rl drift` and `moe-rl check-routes` can be told; imports nothing, so that their help answers at once."""
+"""What `moe-rl drift`, `floor` and `check-routes` can be told; imports nothing, so that their help answers at once."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 MAX_TOKENS = 2048
 
 
 @dataclass(frozen=True)
 class DriftOptions:
-    """What to compare, on what, and how."""
+    """What to compare, on what, and how: two checkpoints, or a series of one training, each against the first and
+    against the one before it."""
 
-    old: str
-    """The first checkpoint: a folder in hub format or a hub id."""
-    new: str
-    """The second, of the same architecture."""
+    checkpoints: tuple[str, ...]
+    """Folders in hub format, run folders or hub ids; a folder that holds several checkpoints stands for them."""
     prompts: Path
     """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}; the
     same as columns of a .parquet; or a .txt of one text per line. Completions are measured where there are any, else
@@ -75,23 +73,39 @@ class CheckOptions:
 
 
 @dataclass(frozen=True)
-class SeriesOptions:
-    """Checkpoints of one training, each held against the first and against the one before it."""
+class FloorOptions:
+    """What to measure, on what, and how."""
 
-    checkpoints: tuple[str, ...]
-    """Folders in hub format or hub ids, in order; a folder that holds several stands for them (`choose.chosen`)."""
+    model: str
+    """A folder in hub format, a hub id, or a folder of LoRA adapters (PEFT)."""
     prompts: Path
+    """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}; the
+    same as columns of a .parquet; or a .txt of one text per line. Completions are measured where there are any, else
+    the whole text."""
     output: Path | None = None
+    """Folder to write; by default runs/floor/MODEL. An earlier one there is replaced."""
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    """Each is measured by itself, and against the first."""
     batch_size: int = 8
-    max_tokens: int = MAX_TOKENS
-    dtype: str = "float32"
-    device: str | None = None
-    gate_swap: bool = True
-    floor_sequences: int = 64
+    """Sequences of the reference's forward; what "batch 1" is compared with."""
+    sequences: int = 64
+    """The first so many examples are used."""
+    max_tokens: int | None = None
+    """Longer examples are cut to their first tokens; by default 1024, or as many positions as the model has."""
+    decode_tokens: int = 64
+    """Tokens of each sequence that are decoded one by one; 0 leaves decoding out."""
+    experts: tuple[str, ...] = ("eager", "grouped_mm")
+    """Experts implementations to compare with the model's own. batched_mm copies weights for every token: small models
+    only."""
+    experts_implementation: str | None = None
+    """The reference's; by default transformers' choice."""
+    adapter: Path | None = None
+    """Folder of LoRA adapters (PEFT) to put on MODEL; also compared with themselves merged into the weights."""
     tokenizer: str | None = None
+    """Folder or hub id of a tokenizer; by default the model's."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, mps; by default the GPU if there is one."""
+    json: bool = False
+    """Print JSON instead of a table."""
     trust_remote_code: bool = False
-
-
-def pick(kind: Any, options: Any) -> Any:
-    """An instance of another dataclass of options from the fields that both have."""
-    return kind(**{field.name: getattr(options, field.name) for field in fields(kind)})
+    """Run code that comes with the model. Leave it off unless you trust its author."""

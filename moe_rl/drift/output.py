@@ -4,7 +4,7 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from markupsafe import Markup
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe_rl.drift.errors import DriftError
+from moe_rl.pages import render_page
+from moe_rl.study.figures.saving import StudyFigure
+from moe_rl.study.figures.screen import inline_svg
 
 Tick = Callable[[], None]
 
@@ -103,9 +107,10 @@ def progress(console: Console, total: int, of: str = "batches") -> Iterator[Tick
     yield tick
 
 
-def settings_of(options: Any) -> dict[str, Any]:
+def settings_of(options: Any, *left_out: str) -> dict[str, Any]:
     """The fields of a dataclass of options, for the record."""
-    return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()}
+    kept = {key: value for key, value in asdict(options).items() if key not in left_out}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in kept.items()}
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -119,6 +124,18 @@ def environment(device: torch.device) -> dict[str, Any]:
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "cpu_kernels": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def page_of(template: str, facts: Mapping[str, Any], figures: Sequence[StudyFigure], **values: Any) -> str:
+    """A page of `drift/`: self-contained, without scripts; what it is made of are facts, figures, settings."""
+    settings = {**facts["settings"], **facts["environment"]}
+    return render_page(
+        f"drift/{template}.html.j2",
+        facts=facts,
+        figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
+        settings=[(name, "–" if value is None else str(value)) for name, value in settings.items()],
+        **values,
+    )
 
 
 def finite(value: Any) -> Any:

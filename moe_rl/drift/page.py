@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 
 from moe_rl.drift import figures as figures_of
 from moe_rl.drift import ratio_figures as ratios_of
+from moe_rl.drift.output import page_of
 from moe_rl.drift.tally import Tally
 from moe_rl.drift.verdict import pair_verdict, swap_sentence
 from moe_rl.drift.words import number, percent
 from moe_rl.measure.moments import PARTS
-from moe_rl.pages import render_page
 from moe_rl.study.figures.floor import WORDS
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import StudyFigure, save_figure
-from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.floors import FLOORS
 from moe_rl.study.words import by_topic
 
@@ -162,18 +160,17 @@ def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure
         )
         for a, b in combinations(PARTS, 2)
     ]
-    return render_page(
-        "drift/drift.html.j2",
-        facts=facts,
+    return page_of(
+        "drift",
+        facts,
+        figures,
         verdict=pair_verdict(facts),
         topics=by_topic(summary(facts)),
-        figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
         pattern=pattern,
-        heads=[head for head, _, _ in columns],
+        heads=["Site", *(head for head, _, _ in columns)],
         rows=rows,
         parts=table,
         totals=[number(parts[f"{level}_variance"]) for level in levels],
-        settings=[(name, _plain(value)) for name, value in {**facts["settings"], **facts["environment"]}.items()],
     )
 
 
@@ -189,10 +186,6 @@ def _interval(row: dict[str, Any]) -> str:
     if row["low"] is None or not row["changed"]:
         return ""
     return f" [{percent(row['low'])[:-2]}, {percent(row['high'])[:-2]}]"
-
-
-def _plain(value: Any) -> str:
-    return "–" if value is None else str(value)
 
 
 COLUMNS: list[tuple[str, str, Callable[[Any], str]]] = [

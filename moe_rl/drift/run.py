@@ -15,7 +15,7 @@ from rich.console import Console
 from moe_rl.drift import checkpoints as pair
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
-from moe_rl.drift.options import DriftOptions, SeriesOptions
+from moe_rl.drift.options import DriftOptions
 from moe_rl.drift.output import Tick, environment, finite, output_folder, progress, settings_of, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
@@ -26,15 +26,16 @@ from moe_rl.files import write_json
 
 
 def run_drift(options: DriftOptions) -> Path:
-    """Compare, print a summary, and write tables, figures and `report.html`; returns the folder.
+    """Compare two checkpoints, and write tables, figures and `report.html`; returns the folder.
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
     console = Console(stderr=True)
     dtype, device = check_options(options)
-    names = short_names([options.old, options.new])
+    old, new = options.checkpoints
+    names = short_names([old, new])
     output = output_folder(options.output, Path("runs") / "drift" / "_vs_".join(names), "drift.json")
-    found = pair.check({"OLD": options.old, "NEW": options.new}, options.tokenizer, options.trust_remote_code)
+    found = pair.check({"OLD": old, "NEW": new}, options.tokenizer, options.trust_remote_code)
     number = check_file(options.prompts, found.tokenizer)
     max_tokens = min(options.max_tokens, found.max_length or options.max_tokens)
     alone = options.one_at_a_time or not pair.fits_twice(found.parameters, dtype, device)
@@ -60,7 +61,7 @@ def run_drift(options: DriftOptions) -> Path:
     return output
 
 
-def check_options(options: DriftOptions | SeriesOptions) -> tuple[str, torch.device]:
+def check_options(options: DriftOptions) -> tuple[str, torch.device]:
     """What is wrong with options by themselves. Raises DriftError."""
     dtype, device = pair.check_dtype(options.dtype), pair.check_device(options.device)
     if options.batch_size < 1 or options.max_tokens < 2 or options.floor_sequences < 0:
@@ -98,21 +99,13 @@ def _measure(
     def text(count: Skipped) -> Any:
         return batches(examples(options.prompts, tokenizer, max_tokens, count), size, tokenizer.pad_token_id)
 
-    load_old, load_new = partial(load, "OLD", options.old), partial(load, "NEW", options.new)
+    load_old, load_new = (partial(load, *named) for named in zip(("OLD", "NEW"), options.checkpoints, strict=True))
     if not alone:
         yield from with_both(load_old(), load_new(), text(skipped), options.per_site, options.gate_swap, floor, tick)
         return
     passes = iter([skipped, Skipped(), Skipped()])  # count what is skipped in the first pass only
-    yield from one_at_a_time(
-        load_old,
-        load_new,
-        lambda: text(next(passes)),
-        options.per_site,
-        options.gate_swap,
-        cache,
-        floor,
-        tick,
-    )
+    again, wanted = (lambda: text(next(passes))), (options.per_site, options.gate_swap)
+    yield from one_at_a_time(load_old, load_new, again, *wanted, cache, floor, tick)
 
 
 def _write_tokens(path: Path, tally: Tally, measured: Iterator[Measured]) -> None:
@@ -142,7 +135,9 @@ def _facts(
     """All that drift.json holds and the page says; null where a number does not exist."""
     counts, shares = tally.counts, tally.shares
     assert counts is not None and shares is not None
-    names = short_names([options.old, options.new])
+    old, new = options.checkpoints
+    names = short_names([old, new])
+    settings = {"old": old, "new": new, **settings_of(options, "checkpoints")}
     whole = None if tally.site_shares is None else tally.site_shares.whole
     facts = {
         "old_name": names[0],
@@ -164,7 +159,7 @@ def _facts(
         "kl": tally.kl(),
         "decomposition": shares.rows(),
         "replay_effect_var": whole,
-        "settings": {**settings_of(options), "max_tokens": max_tokens, "device": str(device), "one_at_a_time": alone},
+        "settings": {**settings, "max_tokens": max_tokens, "device": str(device), "one_at_a_time": alone},
         "environment": environment(device),
     }
     return finite(facts)

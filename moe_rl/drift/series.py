@@ -18,7 +18,7 @@ from moe_rl.drift import checkpoints
 from moe_rl.drift.choose import chosen, steps_of
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
-from moe_rl.drift.options import SeriesOptions
+from moe_rl.drift.options import DriftOptions
 from moe_rl.drift.output import (
     environment,
     finite,
@@ -36,7 +36,7 @@ from moe_rl.drift.verdict import series_verdict, swap_sentence
 from moe_rl.files import write_atomic, write_json
 
 
-def run_series(options: SeriesOptions) -> Path:
+def run_series(options: DriftOptions) -> Path:
     """Compare, and write series.json, series.csv, sites.csv, figures and report.html; returns the folder.
 
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
@@ -53,6 +53,7 @@ def run_series(options: SeriesOptions) -> Path:
     number = check_file(options.prompts, known.tokenizer)
     max_tokens = min(options.max_tokens, known.max_length or options.max_tokens)
     skipped, floor = Skipped(), Floor(options.floor_sequences)
+    settings = settings_of(options, "per_site", "one_at_a_time")  # of pairs alone
     helds: list[Held] = []
     gates: list[Gates] = []
 
@@ -75,7 +76,7 @@ def run_series(options: SeriesOptions) -> Path:
             "empty": skipped.empty,
             "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.facts()},
             "rows": [held.row(name) for held, name in zip(helds, names, strict=False)],
-            "settings": {**settings_of(options), "max_tokens": max_tokens, "device": str(device)},
+            "settings": {**settings, "max_tokens": max_tokens, "device": str(device)},
             "environment": environment(device),
         }
 

@@ -6,17 +6,15 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
 
 from moe_rl.drift.figures import LOOKS
+from moe_rl.drift.output import page_of
 from moe_rl.drift.page import floor_text
 from moe_rl.drift.verdict import slot_floors
 from moe_rl.drift.words import number, percent
-from moe_rl.pages import render_page
 from moe_rl.study.figures.floor import FLOOR_LINES
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
-from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.figures.style import legend_above, panels
 
 LEVELS = {"slot": ("#D55E00", "o"), "site": ("#0B4A8F", "s"), "token": ("#27B08B", "^")}
@@ -126,14 +124,8 @@ def draw(facts: Mapping[str, Any], sites: pd.DataFrame, folder: Path) -> list[St
 
 def render(facts: Mapping[str, Any], figures: Sequence[StudyFigure]) -> str:
     """The page: self-contained, without scripts."""
-    return render_page(
-        "drift/series.html.j2",
-        facts=facts,
-        floor=_floor(facts),
-        figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
-        rows=[_cells(row) for row in facts["rows"]],
-        settings=list({**facts["settings"], **facts["environment"]}.items()),
-    )
+    rows = [_cells(row) for row in facts["rows"]]
+    return page_of("series", facts, figures, floor=_floor(facts), rows=rows)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

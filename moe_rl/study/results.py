@@ -173,6 +173,10 @@ PAGES: dict[str, dict[str, Column]] = {
         **_texts("seeds"),
         "exponent": _interval("+.2f", "exponent", "low", "high"),
     },
+    "rate_exponents": {
+        **_texts("of", "update", "seeds"),
+        "exponent": _interval("+.2f", "exponent", "low", "high"),
+    },
     "early_warning": {
         **_texts("signal"),
         "after steps": lambda row: str(row["steps"]),

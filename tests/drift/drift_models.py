@@ -1,7 +1,9 @@
 """Tiny checkpoints of several families, saved as a person would have them."""
 
 import copy
+import re
 
+import pytest
 import torch
 from transformers import (
     GraniteMoeConfig,
@@ -13,6 +15,8 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+
+from moe_rl.cli import main
 
 ALPHABET = "abcdefghij =+"
 TEXTS = ["abc=def", "ghij+a", "aa bb cc dd", "j=i+h", "fedcba", "a+b=c d+e=f"]
@@ -49,6 +53,28 @@ def save(model, tokenizer, folder):
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
+
+
+def padded(texts, tokenizer):
+    """Token ids padded on the right, and where they are."""
+    width = max(map(len, texts))
+    ids = torch.tensor([tokenizer(text)["input_ids"] + [0] * (width - len(text)) for text in texts])
+    return ids, torch.arange(width) < torch.tensor([[len(text)] for text in texts])
+
+
+def refused(capsys, *arguments, status=1):
+    """What a command says that ends with this status."""
+    with pytest.raises(SystemExit) as stop:
+        main([*map(str, arguments)])
+    assert stop.value.code == status
+    return capsys.readouterr().err
+
+
+def stands_alone(page, figures):
+    """A page without scripts or holes, with so many figures."""
+    words = re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)
+    assert not re.search(r"\bnan\b|\bNone\b", words) and not re.search(r'(src|href)="(?!#|data:)', page)
+    return page.count("<svg") == figures and "<script" not in page
 
 
 def moved(model, scale=0.05):

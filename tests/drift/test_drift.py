@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from drift_models import ALPHABET, TEXTS, build, moved, save
+from drift_models import ALPHABET, TEXTS, build, moved, padded, refused, save, stands_alone
 
 from moe_rl.cli import main
 from moe_rl.drift import figures, run
@@ -25,11 +25,6 @@ from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.policy.tiny import char_tokenizer
 from moe_rl.routing import change_counts, record_routes
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return char_tokenizer(ALPHABET)
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +54,6 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(run, "draw", lambda *_: [])
 
 
-def refused(capsys, *arguments, status=1):
-    with pytest.raises(SystemExit) as stop:
-        main(["drift", *map(str, arguments)])
-    assert stop.value.code == status
-    return capsys.readouterr().err
-
-
 def facts_of(folder):
     return json.loads((folder / "drift.json").read_text())
 
@@ -77,12 +65,7 @@ def test_numbers_are_those_of_the_models_on_the_same_text(family, saved, prompts
     main(["drift", str(old), str(new), "--prompts", str(prompts), "--output", str(output), "--batch-size", "4"])
     facts = facts_of(output)
     models = [build(family, tokenizer).eval(), moved(build(family, tokenizer)).eval()]
-    length = max(map(len, TEXTS))
-    ids = torch.zeros(len(TEXTS), length, dtype=torch.long)
-    attention = torch.zeros(len(TEXTS), length, dtype=torch.bool)
-    for row, text in enumerate(TEXTS):
-        ids[row, : len(text)] = torch.tensor(tokenizer(text)["input_ids"])
-        attention[row, : len(text)] = True
+    ids, attention = padded(TEXTS, tokenizer)
     completion = attention.clone()
     completion[:, 0] = False
     direct = decompose(*models, ids, attention, completion, per_site=True)
@@ -113,7 +96,8 @@ def test_numbers_are_those_of_the_models_on_the_same_text(family, saved, prompts
 
 
 def test_the_floor_is_what_the_old_checkpoint_changes_against_itself(tokenizer, tmp_path, capsys, monkeypatch):
-    """Recounted from the routes of the first six of nine texts: whole batches of three, until five were seen."""
+    """Recounted from the routes of the first six of nine texts: whole batches of three, until five were seen. And the
+    page stands alone, with figures in every format."""
     old = build("qwen3_moe", tokenizer, intermediate_size=16, moe_size=16).eval()
     folders = [save(model, tokenizer, tmp_path / name) for name, model in (("a", old), ("b", moved(old)))]
     texts = [*TEXTS, *TEXTS[:3]]
@@ -134,10 +118,7 @@ def test_the_floor_is_what_the_old_checkpoint_changes_against_itself(tokenizer, 
     by_site, by_position, tokens, touched = [0, 0], {}, 0, 0
     for start in (0, 3):
         rows = texts[start : start + 3]
-        ids = torch.zeros(3, max(map(len, rows)), dtype=torch.long)
-        for row, text in enumerate(rows):
-            ids[row, : len(text)] = torch.tensor(tokenizer(text)["input_ids"])
-        mask = torch.tensor([[t < len(text) for t in range(ids.shape[1])] for text in rows])
+        ids, mask = padded(rows, tokenizer)
         taken = []
         for model in (old, rounded):
             with torch.no_grad(), record_routes(model) as recording:
@@ -158,18 +139,22 @@ def test_the_floor_is_what_the_old_checkpoint_changes_against_itself(tokenizer, 
     assert positions["sites_changed"].to_dict() == by_position and positions["tokens"].sum() == tokens
 
     percent = f"{100 * touched / tokens:.3g} % of tokens"
-    page = (tmp_path / "both" / "report.html").read_text()
+    page, drawn = (tmp_path / "both" / "report.html").read_text(), tmp_path / "both" / "figures"
+    assert stands_alone(page, 8)
+    for name in ("decomposition", "log_ratios", "change_by_site", "change_by_position", "flips"):
+        assert {file.suffix for file in drawn.glob(f"{name}.*")} == {".pdf", ".svg", ".png", ".csv", ".md"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "alone", "b", "both", "text.jsonl"]
     assert f"Noise floor: {folders[0].name} against itself on 6 sequences" in said and percent in said
     assert page.count(percent) >= 4, "summary, and the captions of three figures"
     for figure in ("change_by_site", "change_by_position", "flips"):
-        assert "Noise floor: a against itself" in (tmp_path / "both" / "figures" / f"{figure}.md").read_text()
-    drawn = pd.read_csv(tmp_path / "both" / "figures" / "change_by_site.csv")
-    assert drawn[drawn["variant"] == "bf16"]["slots_changed"].tolist() == by_site
+        assert "Noise floor: a against itself" in (drawn / f"{figure}.md").read_text()
+    table = pd.read_csv(drawn / "change_by_site.csv")
+    assert table[table["variant"] == "bf16"]["slots_changed"].tolist() == by_site
 
 
 def test_a_floor_is_left_out_when_asked_and_where_a_kernel_cannot_run(saved, prompts, tmp_path, undrawn):
     """Experts of 12 inner units have rows of 24 bytes in bf16, and grouped_mm wants multiples of 16."""
-    options = DriftOptions(*map(str, saved("qwen3_moe")), prompts, tmp_path / "out", per_site=False)
+    options = DriftOptions(tuple(map(str, saved("qwen3_moe"))), prompts, tmp_path / "out", per_site=False)
     floor = facts_of(run_drift(options))["floor"]
     assert (
         list(floor["variants"]) == ["repeat", "batch", "experts"]
@@ -202,7 +187,7 @@ def test_a_bf16_copy_that_does_not_fit_is_left_out(tokenizer, monkeypatch):
 
 def test_flips_are_set_beside_the_log_ratio_that_they_can_move(saved, prompts, tmp_path, undrawn):
     """Where no route changed at or before the predicting position, the routing part is exactly 0."""
-    output = run_drift(DriftOptions(*map(str, saved("qwen3_moe")), prompts, tmp_path / "out", per_site=False))
+    output = run_drift(DriftOptions(tuple(map(str, saved("qwen3_moe"))), prompts, tmp_path / "out", per_site=False))
     tokens = pd.read_parquet(output / "tokens.parquet")
     second = tokens[tokens["position"] > 0]  # flips of the position before are in the row before
     before = tokens["flips"].shift(1).loc[second.index]
@@ -213,21 +198,9 @@ def test_flips_are_set_beside_the_log_ratio_that_they_can_move(saved, prompts, t
     assert "token_var_alone" not in pd.read_parquet(output / "sites.parquet")
 
 
-def test_the_page_stands_alone_and_figures_come_in_every_format(saved, prompts, tmp_path):
-    output = run_drift(DriftOptions(*map(str, saved("qwen3_moe")), prompts, tmp_path / "out", batch_size=3))
-    page = (output / "report.html").read_text()
-    assert page.count("<svg") == 8 and "<script" not in page and not re.search(r'(src|href)="(?!#|data:)', page)
-    assert not re.search(r"\bnan\b|\bNone\b", re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL))
-    names = {file.stem for file in (output / "figures").iterdir()}
-    for name in names:
-        assert {f.suffix for f in (output / "figures").glob(f"{name}.*")} == {".pdf", ".svg", ".png", ".csv", ".md"}
-    assert {"decomposition", "change_by_site", "log_ratios"} <= names
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.jsonl"]
-
-
 def test_a_checkpoint_against_itself_is_zero_everywhere_and_still_drawn(saved, prompts, tmp_path):
     old, _ = saved("qwen3_moe")
-    output = run_drift(DriftOptions(str(old), str(old), prompts, tmp_path / "out"))
+    output = run_drift(DriftOptions((str(old), str(old)), prompts, tmp_path / "out"))
     facts, tokens = facts_of(output), pd.read_parquet(output / "tokens.parquet")
     assert [row["changed"] for row in facts["change"].values()] == [0, 0, 0]
     assert (tokens[["log_ratio", "weight", "routing", "interaction"]] == 0).all(axis=None)
@@ -238,8 +211,8 @@ def test_a_checkpoint_against_itself_is_zero_everywhere_and_still_drawn(saved, p
 
 def test_one_at_a_time_gives_the_same_numbers(saved, prompts, tmp_path, undrawn):
     pair = [str(folder) for folder in saved("olmoe")]
-    both = run_drift(DriftOptions(*pair, prompts, tmp_path / "both", batch_size=4))
-    alone = run_drift(DriftOptions(*pair, prompts, tmp_path / "alone", batch_size=4, one_at_a_time=True))
+    both = run_drift(DriftOptions(tuple(pair), prompts, tmp_path / "both", batch_size=4))
+    alone = run_drift(DriftOptions(tuple(pair), prompts, tmp_path / "alone", batch_size=4, one_at_a_time=True))
     a, b = facts_of(both), facts_of(alone)
     assert a.pop("settings")["one_at_a_time"] is False and b.pop("settings")["one_at_a_time"] is True
     assert a == b
@@ -254,7 +227,7 @@ def test_where_two_do_not_fit_one_at_a_time_is_taken(saved, prompts, tmp_path, u
     cpu = torch.device("cpu")
     assert fits_twice(1, "float32", cpu) and not fits_twice(10**15, "float32", cpu)
     monkeypatch.setattr(run.pair, "fits_twice", lambda *_: False)
-    output = run_drift(DriftOptions(*map(str, saved("olmoe")), prompts, tmp_path / "out"))
+    output = run_drift(DriftOptions(tuple(map(str, saved("olmoe"))), prompts, tmp_path / "out"))
     assert facts_of(output)["settings"]["one_at_a_time"] is True
 
 
@@ -263,14 +236,16 @@ def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
 ):
     monkeypatch.chdir(tmp_path)
     pair = [str(folder) for folder in saved("olmoe")]
-    output = run_drift(DriftOptions(*pair, prompts))
+    output = run_drift(DriftOptions(tuple(pair), prompts))
     assert output.as_posix() == "runs/drift/old_vs_new"
     (output / "stale").write_text("")
-    assert run_drift(DriftOptions(*pair, prompts)) == output and not (output / "stale").exists()
+    assert run_drift(DriftOptions(tuple(pair), prompts)) == output and not (output / "stale").exists()
     assert short_names(["a/step_1/hf", "a/step_2/hf"]) == ["step_1-hf", "step_2-hf"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
-    assert "no earlier comparison" in refused(capsys, *pair, "--prompts", prompts, "--output", tmp_path / "mine")
+    assert "no earlier comparison" in refused(
+        capsys, "drift", *pair, "--prompts", prompts, "--output", tmp_path / "mine"
+    )
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "..."
 
 
@@ -322,7 +297,7 @@ def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
     wrong, message, odd, saved, prompts, tmp_path, capsys
 ):
     old, _ = saved("qwen3_moe")
-    error = refused(capsys, old, odd[wrong], "--prompts", prompts, "--output", tmp_path / "out")
+    error = refused(capsys, "drift", old, odd[wrong], "--prompts", prompts, "--output", tmp_path / "out")
     assert re.search(message, error), error
     assert error.count("moe-rl: error") == 1 and "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
@@ -330,7 +305,7 @@ def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
 
 def test_a_named_tokenizer_stands_in(odd, saved, prompts, tmp_path, undrawn):
     old, _ = saved("qwen3_moe")
-    options = DriftOptions(str(old), str(odd["no tokenizer"]), prompts, tmp_path / "out", tokenizer=str(old))
+    options = DriftOptions((str(old), str(odd["no tokenizer"])), prompts, tmp_path / "out", tokenizer=str(old))
     assert facts_of(run_drift(options))["measured_tokens"] > 0
 
 
@@ -353,7 +328,7 @@ def test_a_named_tokenizer_stands_in(odd, saved, prompts, tmp_path, undrawn):
 def test_a_prompt_file_that_cannot_be_read_names_the_line(content, message, saved, tmp_path, capsys):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content.encode("latin1"))
-    error = refused(capsys, *saved("qwen3_moe"), "--prompts", path, "--output", tmp_path / "out")
+    error = refused(capsys, "drift", *saved("qwen3_moe"), "--prompts", path, "--output", tmp_path / "out")
     assert re.search(message, error), error
     assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.jsonl"]
 
@@ -372,7 +347,15 @@ def test_a_prompt_file_that_cannot_be_read_names_the_line(content, message, save
 )
 def test_options_that_cannot_be_are_named(options, message, status, saved, prompts, tmp_path, capsys):
     error = refused(
-        capsys, *saved("qwen3_moe"), "--prompts", prompts, "--output", tmp_path / "out", *options, status=status
+        capsys,
+        "drift",
+        *saved("qwen3_moe"),
+        "--prompts",
+        prompts,
+        "--output",
+        tmp_path / "out",
+        *options,
+        status=status,
     )
     assert message in error and not (tmp_path / "out").exists()
 
@@ -384,7 +367,7 @@ def test_an_error_halfway_leaves_nothing_behind(saved, prompts, tmp_path, monkey
         raise OSError(28, "No space left on device", "figures")
 
     monkeypatch.setattr(run, "draw", full_disk)
-    error = refused(capsys, old, new, "--prompts", prompts, "--output", tmp_path / "out")
+    error = refused(capsys, "drift", old, new, "--prompts", prompts, "--output", tmp_path / "out")
     assert "No space left" in error and "nothing was written" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
 

@@ -5,23 +5,17 @@ import re
 
 import pandas as pd
 import pytest
-from drift_models import ALPHABET, build, save
+from drift_models import build, refused, save, stands_alone
 
 from moe_rl.cli import main
 from moe_rl.drift import floor_run
-from moe_rl.drift.floor_options import FloorOptions
 from moe_rl.drift.floor_page import verdict
 from moe_rl.drift.floor_run import run_floor
+from moe_rl.drift.options import FloorOptions
 from moe_rl.measure.arithmetic import compare
 from moe_rl.policy.lora import LoraConfig, add_lora
-from moe_rl.policy.tiny import char_tokenizer
 
 TEXTS = [("abc=", "def+a"), ("ghij+a=", "aa bb"), ("aa ", "cc dd j=i+h"), ("j=", "i+h fedcba")]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return char_tokenizer(ALPHABET)
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +35,6 @@ def prompts(tmp_path):
 def undrawn(monkeypatch):
     monkeypatch.setattr(floor_run, "draw", lambda *_: None)
     monkeypatch.setattr(floor_run, "render", lambda *_: "")
-
-
-def refused(capsys, *arguments, status=1):
-    with pytest.raises(SystemExit) as stop:
-        main(["floor", *map(str, arguments)])
-    assert stop.value.code == status
-    return capsys.readouterr().err
 
 
 def test_a_granite_is_measured_in_every_dtype_and_said_in_a_sentence(granite, prompts, tmp_path, capsys):
@@ -74,8 +61,7 @@ def test_a_granite_is_measured_in_every_dtype_and_said_in_a_sentence(granite, pr
     changed = sites.groupby(["dtype", "variant"])["slots_changed"].sum()
     assert all(changed[key] == row["slots_changed"] for key, row in rows.items())
     page = (output / "report.html").read_text()
-    assert facts["verdict"] in page and page.count("<svg") == 1 and "<script" not in page
-    assert not re.search(r"\bnan\b|\bNone\b", re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL))
+    assert facts["verdict"] in page and stands_alone(page, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.jsonl"]
 
 
@@ -94,13 +80,10 @@ def test_adapters_are_compared_with_themselves_merged(granite, prompts, tmp_path
     rows = {(row["dtype"], row["variant"]): row for row in facts["rows"]}
     assert rows["float32", "merged"]["gap_max"] < 1e-4 < rows["bfloat16", "merged"]["gap_max"]
     assert rows["float32", "merged"]["slots_changed"] == 0 and facts["adapter"] == str(tmp_path / "adapters")
-    plain = json.loads(
-        (run_floor(FloorOptions(str(granite), prompts, tmp_path / "b", ("float32",))))
-        .joinpath("floor.json")
-        .read_text()
-    )
+    bare = run_floor(FloorOptions(str(granite), prompts, tmp_path / "b", ("float32",)))
+    plain = json.loads((bare / "floor.json").read_text())
     assert "merged" not in {row["variant"] for row in plain["rows"]}
-    error = refused(capsys, granite, "--prompts", prompts, "--adapter", granite)
+    error = refused(capsys, "floor", granite, "--prompts", prompts, "--adapter", granite)
     assert "--adapter: " in error and "holds no LoRA adapters" in error
 
 
@@ -114,7 +97,7 @@ def test_what_was_measured_before_an_interruption_is_kept(granite, prompts, tmp_
         return compare(model, texts, reference, variant, **options)
 
     monkeypatch.setattr(floor_run, "compare", stops)
-    error = refused(capsys, granite, "--prompts", prompts, "--output", tmp_path / "out", status=130)
+    error = refused(capsys, "floor", granite, "--prompts", prompts, "--output", tmp_path / "out", status=130)
     assert "OUTPUT.partial" in error and (tmp_path / "out" / "floor.json").read_text() == "{}", "an earlier one stays"
     facts = json.loads((tmp_path / "out.partial" / "floor.json").read_text())
     assert facts["complete"] is False and [row["variant"] for row in facts["rows"]] == ["repeat", "batch_1"]
@@ -177,7 +160,7 @@ def test_bad_input_is_one_message_and_nothing_written(change, message, granite, 
     if change.pop("empty", False):
         prompts.write_text("\n\n")
     options = {"--prompts": prompts, "--output": tmp_path / "out", **change}
-    error = refused(capsys, model, *(word for pair in options.items() for word in pair))
+    error = refused(capsys, "floor", model, *(word for pair in options.items() for word in pair))
     assert re.search(message, error), error
     assert error.count("moe-rl: error") == 1 and "Traceback" not in error
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.partial").exists()

@@ -2,14 +2,13 @@
 
 import copy
 import json
-import re
 
 import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from drift_models import ALPHABET, TEXTS, build, moved, save
+from drift_models import TEXTS, build, moved, padded, refused, save, stands_alone
 from matplotlib.figure import Figure
 
 from moe_rl.cli import main
@@ -17,17 +16,11 @@ from moe_rl.drift import plot, run, series
 from moe_rl.drift.choose import chosen
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.gates import gates_of, with_gates
-from moe_rl.drift.options import DriftOptions, SeriesOptions
+from moe_rl.drift.options import DriftOptions
 from moe_rl.drift.run import run_drift
 from moe_rl.drift.series import run_series
 from moe_rl.drift.verdict import pair_verdict, swap_sentence
-from moe_rl.policy.tiny import char_tokenizer
 from moe_rl.routing import RoutedExperts, change_counts, find_sites, record_routes
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return char_tokenizer(ALPHABET)
 
 
 def stages(family, tokenizer):
@@ -67,12 +60,10 @@ def undrawn(monkeypatch):
 
 def routes_of(model, tokenizer):
     """Of TEXTS, padded on the right, and the mask of all but first tokens."""
-    width = max(map(len, TEXTS))
-    ids = torch.tensor([tokenizer(text)["input_ids"] + [0] * (width - len(text)) for text in TEXTS])
-    real = torch.tensor([[t < len(text) for t in range(width)] for text in TEXTS])
+    ids, real = padded(TEXTS, tokenizer)
     with torch.no_grad(), record_routes(model) as recording:
         model(input_ids=ids, attention_mask=real.long())
-    return recording.routes, real & (torch.arange(width) > 0)
+    return recording.routes, real & (torch.arange(ids.shape[1]) > 0)
 
 
 def test_a_folder_of_checkpoints_is_a_series_in_the_order_of_its_steps(folder, prompts, tmp_path, tokenizer, capsys):
@@ -97,9 +88,8 @@ def test_a_folder_of_checkpoints_is_a_series_in_the_order_of_its_steps(folder, p
     assert table["slots_changed"].tolist() == [row["change"]["slot"]["changed"] for row in facts["rows"]]
     assert sites.groupby("checkpoint")["slots_changed"].sum()["checkpoint-100"] == two["change"]["slot"]["changed"]
     page = (output / "report.html").read_text()
-    assert said.startswith(facts["verdict"]) and facts["verdict"] in page and page.count("<svg") == 2
+    assert said.startswith(facts["verdict"]) and facts["verdict"] in page and stands_alone(page, 2)
     assert "alone" in facts["swap"] and facts["swap"] in said and facts["swap"] in page
-    assert "<script" not in page and not re.search(r"\bnan\b|\bNone\b", re.sub(r"<svg.*?</svg>", "", page, flags=re.S))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
 
 
@@ -107,7 +97,7 @@ def test_swapped_routers_of_a_pair_with_two_models_or_one_at_a_time(folder, prom
     for new, (routers, body) in {"checkpoint-20": (True, False), "checkpoint-100": (False, True)}.items():
         pair = [str(folder / name) for name in ("checkpoint-5", new)]
         options = [
-            DriftOptions(*pair, prompts, tmp_path / n, per_site=False, one_at_a_time=n == "b", floor_sequences=0)
+            DriftOptions(tuple(pair), prompts, tmp_path / n, per_site=False, one_at_a_time=n == "b", floor_sequences=0)
             for n in "ab"
         ]
         facts = [json.loads((run_drift(one) / "drift.json").read_text()) for one in options]
@@ -141,9 +131,8 @@ def test_a_series_that_is_stopped_keeps_what_it_measured(folder, prompts, tmp_pa
         return load(label, path, *rest)
 
     monkeypatch.setattr(series.checkpoints, "load", stops)
-    with pytest.raises(SystemExit) as stop:
-        main(["drift", str(folder), "--prompts", str(prompts), "--output", str(tmp_path / "out")])
-    assert stop.value.code == 130 and "OUTPUT.partial" in capsys.readouterr().err
+    error = refused(capsys, "drift", folder, "--prompts", prompts, "--output", tmp_path / "out", status=130)
+    assert "OUTPUT.partial" in error
     facts = json.loads((tmp_path / "out.partial" / "series.json").read_text())
     assert facts["complete"] is False and [row["name"] for row in facts["rows"]] == ["checkpoint-5", "checkpoint-20"]
     assert not (tmp_path / "out").exists()
@@ -174,7 +163,7 @@ def test_what_the_arguments_mean(folder, tmp_path, tokenizer, prompts, capsys):
         ((*inside, inside[0]), "names .*checkpoint-5 twice"),
     ):
         with pytest.raises(DriftError, match=message):
-            run_series(SeriesOptions(paths, prompts, tmp_path / "out"))
+            run_series(DriftOptions(paths, prompts, tmp_path / "out"))
     assert not list(tmp_path.glob("out*"))
 
 

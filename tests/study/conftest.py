@@ -59,16 +59,16 @@ def url(study):
         yield address
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
     return write_study(tmp_path_factory.mktemp("runs") / "small", steps=7, sequences=6, tokens_every=3)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def data(folder):
     return load(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def one_seed(tmp_path_factory):
     return load(write_study(tmp_path_factory.mktemp("runs") / "one", arms=("grpo", "gspo"), seeds=(0,), steps=3))

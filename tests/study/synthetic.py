@@ -4,6 +4,7 @@ The numbers are shaped like those of the tiny model (see the study's README): th
 """
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +43,58 @@ def write_study(
     sequences: int = 32,
     tokens_every: int = 10,
     unfinished: tuple[tuple[str, int], ...] = (),
+    more: Mapping[str, tuple[dict[str, Any], float]] | None = None,
 ) -> Path:
-    """Write `folder` as one study and return it."""
+    """Write `folder` as one study and return it. more: what the study's file says of other arms, and their rewards."""
     folder.mkdir(parents=True, exist_ok=True)
+    every = {**ARMS, **{name: about for name, (about, _) in (more or {}).items()}}
+    finals = {**FINAL, **{name: final for name, (_, final) in (more or {}).items()}}
     study = {
         "name": folder.name,
         "question": "Does Routing Replay or GSPO keep a small Mixture-of-Experts model stable?",
         "notes": "Synthetic numbers for tests.",
-        "arms": {arm: ARMS[arm] for arm in arms},
+        "arms": {arm: every[arm] for arm in arms},
         "seeds": list(seeds),
         "base": {"optim": {"learning_rate": 1e-3, "num_minibatches": minibatches, "steps": steps}},
     }
     (folder / "study.yaml").write_text(yaml.safe_dump(study, sort_keys=False))
     for arm in arms:
-        for seed in [seed for seed in seeds if seed in ARMS[arm].get("seeds", seeds)]:
+        method = every[arm]["method"]
+        draws = "grpo_replay" if method["replay"] == "R2" else arm  # replay does not see noise: the same run
+        for seed in [seed for seed in seeds if seed in every[arm].get("seeds", seeds)]:
             done = (arm, seed) not in unfinished
-            write_run(folder / arm / f"seed{seed}", arm, seed, steps, minibatches, sequences, tokens_every, done)
+            rng = np.random.default_rng([seed, list(every).index(draws)])
+            run = folder / arm / f"seed{seed}"
+            _write_run(run, rng, method, finals[draws], seed, steps, minibatches, sequences, tokens_every, done)
     return folder
 
 
-def write_run(
+def read_rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of a run folder."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def write_rows(run: Path, rows: Iterable[dict[str, Any]], config: dict[str, Any] | None = None) -> None:
+    """A run folder's rows, in place of those that it has; and its configuration, where one is given."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if config is not None:
+        method = {"objective": "grpo", "replay": "none", "noise": 0.0}
+        about = {"arm": run.parent.name, "label": run.parent.name, "seed": int(run.name.removeprefix("seed"))}
+        (run / "config.yaml").write_text(yaml.safe_dump({**about, "method": method, **config}))
+
+
+def add_rows(run: Path, *rows: dict[str, Any]) -> None:
+    """More rows at the end of a run's, as it would write them."""
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def _write_run(
     folder: Path,
-    arm: str,
+    rng: np.random.Generator,
+    method: dict[str, Any],
+    final: float,
     seed: int,
     steps: int,
     minibatches: int,
@@ -71,9 +102,6 @@ def write_run(
     tokens_every: int,
     done: bool,
 ) -> None:
-    method = ARMS[arm]["method"]
-    draws = "grpo_replay" if method["replay"] == "R2" else arm  # replay does not see noise: the same run
-    rng = np.random.default_rng([seed, list(ARMS).index(draws)])
     noisy, replay, gspo = method["noise"] > 0, method["replay"] == "R2", method["objective"] == "gspo"
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -104,7 +132,7 @@ def write_run(
     }
     (folder / "env.json").write_text(json.dumps(environment, indent=1))
     rows: list[dict[str, Any]] = []
-    goal = FINAL[draws] + rng.normal(0, 0.02)
+    goal = final + rng.normal(0, 0.02)
     steps_done = steps if done else steps // 2
     for step in range(steps_done):
         rise = 0.38 + (max(goal, 0.62) - 0.38) * (1 - np.exp(-step / 5))
@@ -136,7 +164,7 @@ def write_run(
         rows.append({"kind": "step", "step": step, "seconds": 1.5})
         if step % 10 == 0:
             rows.append({"kind": "eval", "step": step, "reward": reward, "reward_n": 128, "greedy": False})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder, rows)
     if done:
         (folder / "DONE").write_text('{"seconds": 1.0}\n')
 

@@ -1,11 +1,10 @@
 """Alarms: what crosses a threshold, when, and what crossed before a collapse."""
 
-import json
 import math
 import random
 
 import pytest
-from synthetic import write_study
+from synthetic import read_rows, write_rows, write_study
 
 from moe_rl.measure.catalogue import find
 from moe_rl.study import load
@@ -100,14 +99,13 @@ def test_a_study_sets_its_own_thresholds():
 def fallen(tmp_path):
     """A study of two arms; grpo's first seed collapses at once after a low effective sample size."""
     folder = write_study(tmp_path / "s", ("grpo", "gspo"), (0, 1), 20)
-    path = folder / "grpo" / "seed0" / "metrics.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()]
+    found = read_rows(folder / "grpo" / "seed0")
     for row in found:
         if row["kind"] == "rollout":
             row["reward"] = 0.8 if row["step"] < 10 else 0.1
         if row["kind"] == "update":
             row["ess_token"] = 0.1 if row["step"] == 6 else 0.9
-    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    write_rows(folder / "grpo" / "seed0", found)
     return folder
 
 

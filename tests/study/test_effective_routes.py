@@ -1,10 +1,8 @@
 """How much of their routing capacity runs use: by hand, from route files."""
 
-import json
-
 import pytest
 import torch
-import yaml
+from synthetic import write_rows
 
 from moe_rl.routing import RoutedExperts, effective_sets
 from moe_rl.study.data import load
@@ -25,9 +23,7 @@ def test_sets_that_are_used_alike_count_whatever_their_order_and_rare_ones_count
 def write_run(folder, arm, ids, more):
     place = folder / arm / "seed0"
     (place / "routes").mkdir(parents=True)
-    config = {"label": arm, "seed": 0, "method": {"objective": "grpo", "replay": "none", "noise": 0.0}}
-    (place / "config.yaml").write_text(yaml.safe_dump(config))
-    (place / "metrics.jsonl").write_text(json.dumps({"kind": "rollout", "step": 0, "reward": 0.5}) + "\n")
+    write_rows(place, [{"kind": "rollout", "step": 0, "reward": 0.5}], {})
     routes = torch.stack([ids, torch.zeros_like(ids) + torch.tensor([0, 1])], 2)  # the second site: one set
     write_route_table(place / "routes" / "step_000000_update_0.parquet", RoutedExperts(routes[:, :1], SITES, 4))
     routes = torch.cat([routes, torch.full((1, more, 2, 2), -1)], 1)  # padding

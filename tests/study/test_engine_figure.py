@@ -1,9 +1,7 @@
 """Rows of two engines: read as a table, drawn where they are there, absent from every other study."""
 
-import json
-
 import pytest
-from synthetic import write_study
+from synthetic import add_rows, write_study
 
 from moe_rl.study.data import StudyDataError, load
 from moe_rl.study.figures import FIGURES, each_figure, engine_mismatch
@@ -11,23 +9,17 @@ from moe_rl.study.figures.gallery.engine_mismatch import engine_table
 from moe_rl.study.figures.style import NothingToDraw
 
 
-def add_rows(folder, **changes):
-    for file in folder.glob("*/seed*/metrics.jsonl"):
-        lines = file.read_text()
+def add_engines(folder, **changes):
+    for run in folder.glob("*/seed*"):
+        rows = []
         for step in (0, 1):
             both = {"kind": "engine", "step": step, "update": 0, "k3": 1e-4, "extreme_fraction": 0.0}
-            live = {
-                "pair": "engines",
-                "var_token": 1e-3 * (1 + step),
-                "var_sequence": 4e-5,
-                "slots_changed": 3,
-                "slots": 60,
-            }
+            live = {"pair": "engines", "var_token": 1e-3 * (1 + step), "var_sequence": 4e-5}
+            live |= {"slots_changed": 3, "slots": 60}
             live |= {"sites_changed": 3, "sites": 30, "tokens_changed": 2, "tokens": 10}
             forced = {"pair": "engines_replayed", "var_token": 2e-5, "var_sequence": 0.0}
-            for row in (live, forced):
-                lines += json.dumps(both | row | changes) + "\n"
-        file.write_text(lines)
+            rows += [both | row | changes for row in (live, forced)]
+        add_rows(run, *rows)
 
 
 @pytest.fixture
@@ -36,7 +28,7 @@ def folder(tmp_path):
 
 
 def test_the_table_is_means_over_steps_and_shares_over_the_first_update(folder):
-    add_rows(folder)
+    add_engines(folder)
     data = load(folder)
     assert not data.notes and len(data.engines) == 2 * 2 * 2 * 2
     table = engine_table(data).set_index(["arm", "seed", "routing"])
@@ -50,7 +42,7 @@ def test_the_table_is_means_over_steps_and_shares_over_the_first_update(folder):
 
 
 def test_the_figure_draws_every_arm_and_says_what_is_what(folder):
-    add_rows(folder)
+    add_engines(folder)
     figure = engine_mismatch(load(folder))
     left, right = figure.figure.axes
     assert [label.get_text() for label in left.get_yticklabels()] == ["GRPO", "GSPO"]
@@ -65,14 +57,13 @@ def test_the_figure_draws_every_arm_and_says_what_is_what(folder):
 
 
 def test_the_floor_of_equal_weights_stands_where_the_axis_shows_it(folder):
-    add_rows(folder)
-    metrics = folder / "grpo" / "seed0" / "metrics.jsonl"
+    add_engines(folder)
     floors = (("repeat", 1e-15), ("experts", 3e-15), ("bf16", 2e-4))
     counts = {f"{name}{end}": 0 for name in ("slots", "sites", "tokens") for end in ("_changed", "")}
     rows = [
         {"kind": "floor", "step": 0, "variant": v, "var_token": x, "var_sequence": x / 3} | counts for v, x in floors
     ]
-    metrics.write_text(metrics.read_text() + "".join(json.dumps(row) + "\n" for row in rows))
+    add_rows(folder / "grpo" / "seed0", *rows)
     figure = engine_mismatch(load(folder))
     shown = [line for line in figure.figure.axes[0].lines if str(line.get_label()).startswith("equal weights")]
     assert [line.get_xdata()[0] for line in shown] == pytest.approx([2e-4]), "own arithmetic is far to the left"
@@ -88,13 +79,12 @@ def test_studies_of_one_engine_neither_have_nor_miss_it(folder, monkeypatch):
     assert "engine_mismatch" not in names and not any("engine" in reason for reason in skipped)
     with pytest.raises(NothingToDraw, match="engine_mismatch: the runs recorded no var_token"):
         engine_mismatch(load(folder))
-    add_rows(folder)
+    add_engines(folder)
     assert "engine_mismatch" in {figure.name for figure in each_figure(load(folder))}
 
 
 def test_a_row_without_its_pair_is_damage(folder):
-    add_rows(folder, pair=None)
-    file = next(folder.glob("*/seed*/metrics.jsonl"))
-    file.write_text(file.read_text() + '{"kind":"step","step":2,"seconds":1}\n')
+    add_engines(folder, pair=None)
+    add_rows(next(folder.glob("*/seed*")), {"kind": "step", "step": 2, "seconds": 1})
     with pytest.raises(StudyDataError, match="lacks pair"):
         load(folder)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
-from synthetic import ARMS, FINAL, write_study
+from synthetic import ARMS, write_study
 
 from moe_rl.study import load
 from moe_rl.study.figures import FIGURES
@@ -29,38 +29,29 @@ DRAWN = [name for name, figure in FIGURES.items() if not figure.special]
 @pytest.fixture(scope="module")
 def crowd(tmp_path_factory):
     """Fourteen arms without noise, of which some have long labels; two seeds."""
-    saved = dict(ARMS), dict(FINAL)
+    more = {}
     for i in range(11):
-        name = f"arm_{i}"
-        objective = ("rspo", "sapo", "dapo")[i % 3]
         label = f"{LABELS[i % len(LABELS)]}{'' if i < len(LABELS) else f' {i}'}"
-        ARMS[name] = {"label": label, "method": {"objective": objective, "replay": "none", "noise": 0.0}}
-        FINAL[name] = 0.65 + 0.02 * i
-    try:
-        arms = ("grpo", "grpo_replay", "gspo", *(f"arm_{i}" for i in range(11)))
-        folder = tmp_path_factory.mktemp("runs") / "crowd"
-        yield load(write_study(folder, arms, seeds=(0, 1), steps=6, sequences=8, tokens_every=3))
-    finally:
-        for table, old in zip((ARMS, FINAL), saved, strict=True):
-            table.clear()
-            table.update(old)
+        method = {"objective": ("rspo", "sapo", "dapo")[i % 3], "replay": "none", "noise": 0.0}
+        more[f"arm_{i}"] = {"label": label, "method": method}, 0.65 + 0.02 * i
+    return small(tmp_path_factory, more)
 
 
 @pytest.fixture(scope="module")
 def doses(tmp_path_factory):
     """Three arms under each of two doses, as the main study has them."""
-    saved = dict(ARMS), dict(FINAL)
-    for noise in (0.02, 0.05):
-        for arm in ("grpo", "gspo"):
-            ARMS[f"{arm}_{noise}"] = {**ARMS[arm], "method": {**ARMS[arm]["method"], "noise": noise}}
-            FINAL[f"{arm}_{noise}"] = 0.8
-    try:
-        arms = ("grpo", "grpo_replay", "gspo", *(f"{a}_{n}" for n in (0.02, 0.05) for a in ("grpo", "gspo")))
-        yield load(write_study(tmp_path_factory.mktemp("runs") / "doses", arms, (0, 1), 6, sequences=8, tokens_every=3))
-    finally:
-        for table, old in zip((ARMS, FINAL), saved, strict=True):
-            table.clear()
-            table.update(old)
+    more = {
+        f"{arm}_{noise}": ({**ARMS[arm], "method": {**ARMS[arm]["method"], "noise": noise}}, 0.8)
+        for noise in (0.02, 0.05)
+        for arm in ("grpo", "gspo")
+    }
+    return small(tmp_path_factory, more)
+
+
+def small(tmp_path_factory, more):
+    arms = ("grpo", "grpo_replay", "gspo", *more)
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    return load(write_study(folder, arms, (0, 1), 6, sequences=8, tokens_every=3, more=more))
 
 
 @pytest.mark.parametrize("name", DRAWN)

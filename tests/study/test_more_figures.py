@@ -30,11 +30,6 @@ from moe_rl.study.results import markdown
 from moe_rl.study.summary import last_updates, noise_floor, routing_noise, routing_noise_ratios
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return load(write_study(tmp_path_factory.mktemp("runs") / "small", steps=7, sequences=6, tokens_every=3))
-
-
 def test_a_study_in_which_nothing_is_solved_or_moves_is_drawn_without_complaint(tmp_path):
     data = load(write_study(tmp_path / "still", ("grpo", "gspo"), (0,), 3, tokens_every=1))
     data.tokens[["logp_natural", "logp_replayed"]] = 0.0

@@ -1,10 +1,8 @@
 """The figures of the studies `precision` and `depth_width`: what they read, by hand, and where they are absent."""
 
-import json
-
 import pandas as pd
 import pytest
-import yaml
+from synthetic import write_rows
 
 from moe_rl.study.config import load_study
 from moe_rl.study.data import load
@@ -12,34 +10,14 @@ from moe_rl.study.figures import depth_width, precision
 from moe_rl.study.figures.gallery.depth_width import along, power_law, size_rows
 from moe_rl.study.figures.gallery.precision import engine_format, flip_ratio, precision_rows, precision_table
 from moe_rl.study.figures.style import NothingToDraw
-from moe_rl.study.result_tables import result_tables
+from moe_rl.study.result_tables import rate_exponents, result_tables
 from moe_rl.study.results import markdown
 from moe_rl.study.shipped import find_study
 
 
-def write_run(folder, arm, seed, config, rows):
-    place = folder / arm / f"seed{seed}"
-    place.mkdir(parents=True)
-    config = {
-        "arm": arm,
-        "label": arm,
-        "seed": seed,
-        "method": {"objective": "grpo", "replay": "none", "noise": 0.0},
-        **config,
-    }
-    (place / "config.yaml").write_text(yaml.safe_dump(config))
-    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def engine_rows(step, changed, gap, forced):
-    both = {
-        "kind": "engine",
-        "step": step,
-        "update": 0,
-        "var_token": gap**2,
-        "var_sequence": 0.0,
-        "extreme_fraction": 0.0,
-    }
+    both = {"kind": "engine", "step": step, "update": 0}
+    both |= {"var_token": gap**2, "var_sequence": 0.0, "extreme_fraction": 0.0}
     live = {"pair": "engines", "slots_changed": changed, "slots": 1000, "gap_mean": gap, "k3": gap**2 / 2}
     live |= {"sites_changed": 0, "sites": 1, "tokens_changed": 0, "tokens": 1}
     return [both | live, both | {"pair": "engines_replayed", "gap_mean": forced, "k3": forced**2 / 2}]
@@ -57,7 +35,7 @@ def engines(tmp_path):
         for seed in (0, 1):
             rows = [row for step in (0, 1) for row in engine_rows(step, changed * (1 + seed), gap, gap / 4)]
             rows += [{"kind": "rollout", "step": step, "reward": 0.5} for step in (0, 1)]
-            write_run(tmp_path, arm, seed, {"rollout": {"engine": {"kind": "hf", **engine}}}, rows)
+            write_rows(tmp_path / arm / f"seed{seed}", rows, {"rollout": {"engine": {"kind": "hf", **engine}}})
     return tmp_path
 
 
@@ -88,7 +66,7 @@ def test_precision_of_a_study_is_a_table_over_seeds_with_growth_over_the_steps(t
             ]
             rows += [{"kind": "rollout", "step": step, "reward": 0.5} for step in range(10)]
             rows += [{"kind": "update", "step": 0, "update": 1, "tokens": 9, "clipped_tokens": 0}]
-            write_run(tmp_path, arm, seed, {"rollout": {"engine": {"kind": "hf", "dtype": dtype}}}, rows)
+            write_rows(tmp_path / arm / f"seed{seed}", rows, {"rollout": {"engine": {"kind": "hf", "dtype": dtype}}})
     data = load(tmp_path)
     row = precision_table(data).set_index(["arm", "seed"]).loc[("bf16", 1)]
     assert row["slot_change"] == pytest.approx(0.08) and row["routing_share"] == pytest.approx(0.625)
@@ -148,7 +126,7 @@ def sizes(tmp_path):
                     }
                     probe |= {"var_token_natural": 1e-3 * layers**2 * wild + 0.5, "var_token_replayed": 0.5}
                     rows.append(probe)
-            write_run(tmp_path, arm, seed, {"model": {"tiny": tiny}}, rows)
+            write_rows(tmp_path / arm / f"seed{seed}", rows, {"model": {"tiny": tiny}})
     return tmp_path
 
 
@@ -191,10 +169,21 @@ def test_the_study_files_resolve_and_every_arm_is_another_engine_or_size(name):
         assert len(set(engines.values())) == len(study.arms) == 7 and engines["int4"] == ("bfloat16", "int4", "float32")
     else:
         tiny = [c.model.tiny for c in configs.values()]
-        assert {t.num_layers for t in tiny} == {2, 4, 8, 16, 24} and {t.num_experts_per_tok for t in tiny} == {
-            1,
-            2,
-            4,
-            8,
-        }
+        assert {t.num_layers for t in tiny} == {2, 4, 8, 16, 24}
+        assert {t.num_experts_per_tok for t in tiny} == {1, 2, 4, 8}
         assert {t.num_experts for t in tiny} == {8, 16, 32, 64, 128}
+
+
+def test_exponents_of_the_learning_rate_are_fitted_where_every_arm_has_its_own(tmp_path):
+    """Slots in proportion, sites by the square root, tokens not at all; and no table where two arms share a rate."""
+    for arm, power in (("low", 0), ("mid", 2), ("high", 4)):
+        for seed in (0, 1):
+            counts = {"slots": 10_000, "sites": 10_000, "tokens": 100}
+            changed = {"slots_changed": 10 * 2**power, "sites_changed": 10 * 2 ** (power // 2), "tokens_changed": 50}
+            probe = {"kind": "probe", "step": 0, "update": 1, **counts, **changed}
+            write_rows(tmp_path / arm / f"seed{seed}", [probe], {"optim": {"learning_rate": 1e-4 * 2**power}})
+    table = rate_exponents(load(tmp_path)).set_index("of")
+    assert table["exponent"].to_dict() == pytest.approx({"slots": 1, "sites": 0.5, "tokens": 0}, abs=1e-9)
+    assert (table["seeds"] == 2).all() and (table["update"] == 1).all()
+    write_rows(tmp_path / "same" / "seed0", [probe], {"optim": {"learning_rate": 1e-4}})
+    assert rate_exponents(load(tmp_path)).empty

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic import write_study
+from synthetic import read_rows, write_rows, write_study
 
 from moe_rl.study import load
 from moe_rl.study.comparing import comparisons
@@ -55,11 +55,8 @@ def folder(tmp_path_factory):
     for run in sorted(folder.glob("*/seed[012]")):
         other = folder / "rounding_avx2" / run.parent.name / run.name
         shutil.copytree(run, other)
-        rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
-        for row in rows:
-            if row["kind"] == "rollout":
-                row["reward"] -= 0.03
-        (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = read_rows(other)
+        write_rows(other, [row | {"reward": row["reward"] - 0.03} if row["kind"] == "rollout" else row for row in rows])
         environment = json.loads((other / "env.json").read_text()) | {"rounding": "avx2"}
         (other / "env.json").write_text(json.dumps(environment))
     return folder

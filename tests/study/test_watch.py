@@ -108,14 +108,8 @@ def test_strangers_writers_and_climbers_are_refused(server):
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         answer, _ = ask(server, "/api/study", method, body="x")
         assert answer.status == 405 and answer.headers["Allow"] == "GET, HEAD"
-    for path in (
-        "/../watch.py",
-        "/static/../watch.py",
-        "/%2e%2e/watch.py",
-        "/etc/passwd",
-        "//etc/passwd",
-        "/study.yaml",
-    ):
+    up = ("/../watch.py", "/static/../watch.py", "/%2e%2e/watch.py")
+    for path in (*up, "/etc/passwd", "//etc/passwd", "/study.yaml"):
         assert ask(server, path)[0].status == 404
     assert "Access-Control-Allow-Origin" not in ask(server, "/api/study")[0].headers
 
@@ -143,15 +137,9 @@ def test_the_command_serves_until_interrupted(server):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "moe_rl", "watch", str(server.api.studies.folder), "--port", str(port)]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # ignored by all that a shell puts behind itself
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored by all that a shell puts behind itself  # noqa: E731
+    process = subprocess.Popen(command, preexec_fn=heard, **options)
     assert f"http://127.0.0.1:{port}/" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=300)

@@ -3,7 +3,7 @@
 import json
 
 from browser import lines, serving, text
-from synthetic import write_study
+from synthetic import add_rows, write_study
 
 from moe_rl.study import RunWriter, load
 from moe_rl.study.report import render_report
@@ -34,11 +34,10 @@ def test_the_noise_floor_stands_beside_the_curve_and_the_map(browser, url, study
     assert "noise floor by site: not recorded" in text(browser, ".heat-legend"), "runs of older versions"
     assert browser.js("document.querySelectorAll('.level, #heat .floor').length") == 0
     for run, bf16 in (("grpo/seed0", 80), ("gspo/seed0", 40)):  # of 1600 slots: 5 and 2.5 %, their mean 3.75 %
-        with open(study / run / "metrics.jsonl", "a") as file:
-            for variant, changed in (("repeat", 0), ("batch", 8), ("bf16", bf16)):
-                by_site = {"site_slots_changed": [changed, 0, 0, 0], "site_slots": [400] * 4}
-                row = {"kind": "floor", "step": 0, "variant": variant, "slots_changed": changed, "slots": 1600}
-                file.write(json.dumps(row | by_site) + "\n")
+        for variant, changed in (("repeat", 0), ("batch", 8), ("bf16", bf16)):
+            by_site = {"site_slots_changed": [changed, 0, 0, 0], "site_slots": [400] * 4}
+            row = {"kind": "floor", "step": 0, "variant": variant, "slots_changed": changed, "slots": 1600}
+            add_rows(study / run, row | by_site)
     browser.wait("document.querySelectorAll('#heat .floor').length === 1")
     titles = "[...document.querySelectorAll('#chart-changed .level title')].map(e => e.textContent)"
     assert browser.js(titles) == ["equal weights, bf16: 3.75 %", "equal weights, own: 0.5 %"]
@@ -183,11 +182,9 @@ def test_alarms_are_listed_marked_and_ordered_before_a_collapse(browser, url, st
     browser.open(url)
     browser.wait("document.querySelectorAll('#alarms tbody tr').length > 0")
     assert text(browser, "#alarms [data-alarm='ess']") == "", "no run recorded it"
-    path = study / "grpo" / "seed0" / "metrics.jsonl"
     rows = [{"kind": "rollout", "step": step, "reward": 0.8 if step < 10 else 0.05} for step in range(6, 20)]
     rows += [{"kind": "update", "step": s, "update": 1, "ess_token": e, "k3": 0.5} for s, e in ((7, 0.1), (9, 0.2))]
-    with open(path, "a") as file:
-        file.write("".join(json.dumps(row) + "\n" for row in sorted(rows, key=lambda row: row["step"])))
+    add_rows(study / "grpo" / "seed0", *sorted(rows, key=lambda row: row["step"]))
     browser.wait("document.querySelector(\"#alarms [data-alarm='ess']\")?.textContent.includes('1 of 1')")
     assert "7" in text(browser, "#alarms [data-alarm='ess'] td:last-child")
     title = browser.js("document.querySelector(\"#alarms [data-alarm='ess']\").title")

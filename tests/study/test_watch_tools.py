@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 from browser import lines, serving, text
-from synthetic import write_study
+from synthetic import add_rows, read_rows, write_rows, write_study
 from token_files import routes, write_step
 
 from moe_rl.study import load
@@ -55,7 +55,7 @@ def test_every_metric_of_the_catalogue_can_be_drawn_and_the_link_keeps_it(browse
     browser.open(f"{url}#metrics=update.k3")
     browser.wait("document.querySelectorAll(\"[id='chart-update.k3'] .thick path\").length === 3")
     told = browser.js("document.querySelector(\"[id='chart-update.k3'] .plot\").getAttribute('aria-label')")
-    rows = [json.loads(line) for line in (study / "gspo/seed0/metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(study / "gspo" / "seed0")
     last = [row["k3"] for row in rows if row["kind"] == "update" and row["step"] == 5]
     assert len(last) == 4 and "GSPO" in told, "gspo/seed1 is unfinished, so its mean ends earlier"
 
@@ -177,17 +177,16 @@ def test_the_map_of_experts_sums_old_against_new_over_the_stored_steps(browser, 
 
 
 def test_chosen_values_come_with_their_denominators_and_of_one_pair_of_engines(tmp_path):
-    path = tmp_path / "metrics.jsonl"
     rows = [
         {"kind": "update", "step": 0, "clipped_tokens": 3, "tokens": 12},
         {"kind": "engine", "step": 0, "pair": "engines", "k3": 0.25},
         {"kind": "engine", "step": 0, "pair": "rollout_to_new", "k3": 9.0},
         {"kind": "update", "step": 1, "clipped_tokens": None, "tokens": 12},
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path, rows)
     known = choosable()
     wanted = {name: known[name] for name in ("update.clipped_tokens", "engine.k3")}
-    chosen = new_rows(path, "", wanted)["chosen"]
+    chosen = new_rows(tmp_path / "metrics.jsonl", "", wanted)["chosen"]
     assert chosen == {"update.clipped_tokens": [[0, 3, 12]], "engine.k3": [[0, 0.25, None]]}
     assert known["update.clipped_tokens"]["over"] == "tokens" and known["engine.k3"]["over"] == ""
     assert not [name for name in known if "site_names" in name or "histogram" in name or "<" in name]
@@ -201,8 +200,7 @@ def test_the_token_view_shows_gates_and_margins_where_they_were_kept(browser, ur
         browser, ".tv-detail"
     )
     write_step(study / "grpo" / "seed0", 4, routers=True)
-    with open(study / "grpo" / "seed0" / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"kind": "step", "step": 6, "seconds": 1.0}) + "\n")
+    add_rows(study / "grpo" / "seed0", {"kind": "step", "step": 6, "seconds": 1.0})
     browser.wait("[...document.querySelectorAll('.tv-controls select')][0].options.length === 3")
     choose(browser, ".tv-controls select", "4")
     browser.click("[data-update='2'] [data-token='1']")

@@ -32,21 +32,8 @@ def routes(update: int) -> RoutedExperts:
 def write_step(folder: Path, step: int, texts: bool = True, kept: bool = True, routers: bool = False) -> None:
     """tokens/step_*.parquet with log-probabilities that are easy to follow, and routes/ of updates 0 to 2. With
     `routers` also gates, 40 and 20 % of old experts, 50 and 30 % of new ones at every site; margins 0.25 and 1.5."""
-    columns: dict[str, list] = {
-        name: []
-        for name in (
-            "seq",
-            "pos",
-            "token",
-            "update",
-            "old_logp",
-            "logp_natural",
-            "logp_replayed",
-            "flips",
-            "reward",
-            "text",
-        )
-    }
+    names = "seq pos token update old_logp logp_natural logp_replayed flips reward text"
+    columns: dict[str, list] = {name: [] for name in names.split()}
     for update in (1, 2):
         for row, seq in enumerate((0, 3)):
             for pos, text in enumerate(TEXTS[seq]):
