@@ -86,7 +86,9 @@ class Rollout:
 def padded(rollout: Rollout, left: int, right: int) -> Rollout:
     """The rollout with so many more columns of padding, whose tokens are 0, which nothing reads, before and behind."""
     tensors: dict[str, Any] = {name: getattr(rollout, name) for name in TENSORS}
-    wide = {name: F.pad(value, (left, right)) if value.ndim == 2 else value for name, value in tensors.items()}
+    wide: dict[str, Any] = {
+        n: F.pad(value, (left, right)) if value.ndim == 2 else value for n, value in tensors.items()
+    }
     routes = rollout.routes
     return replace(
         rollout,
