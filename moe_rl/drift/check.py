@@ -61,7 +61,10 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
     padding = _padding(captured.tokens) if result.faults and options.pad_token_id is None else None
     if padding is None:
         return result
-    text = f"sequences begin or end with runs of token {padding}; if that is padding: --pad-token-id {padding}"
+    text = (
+        f"sequences begin or end with runs of token {padding}; if that is padding, its rows were compared, too, and "
+        f"what is named above may be nothing else: check again with --pad-token-id {padding}"
+    )
     return dataclasses.replace(result, findings=(*result.findings, Finding("padding?", text, False)))
 
 

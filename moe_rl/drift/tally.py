@@ -1,11 +1,13 @@
 """What is counted while the text streams by: sums of fixed size, whatever the length of the text."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from moe_rl.drift.floor import rates_of
@@ -73,10 +75,11 @@ class Tally:
 
     def rates(self) -> dict[str, dict[str, float]]:
         """Slot, site and token change: rate, numerator, denominator, and a 95 % interval over sequences (a ratio
-        estimator's normal interval with sequences as clusters; NaN with one sequence)."""
+        estimator's, Student's with sequences as clusters; NaN with one sequence)."""
         counts, clusters = self._counts, self.clusters
         assert clusters is not None
         n, covariance = clusters.count, clusters.covariance
+        student = float(stdtrit(n - 1, 0.975)) if n > 1 else math.nan  # of two sequences 12.7, of many 1.96
         units = {"slot": counts.slots_total, "site": counts.sites_total, "token": counts.tokens_total}
         changed = {"slot": counts.slots_changed, "site": counts.sites_changed, "token": counts.tokens_changed}
         found = {}
@@ -84,7 +87,7 @@ class Tally:
             per_token = units[name] / counts.tokens_total
             slope = changed[name] / counts.tokens_total
             spread = covariance[i, i] - 2 * slope * covariance[i, 3] + slope**2 * covariance[3, 3]
-            half = 1.96 * float((spread / n).clamp(min=0).sqrt() / clusters.mean[3]) / per_token
+            half = student * float((spread / n).clamp(min=0).sqrt() / clusters.mean[3]) / per_token
             rate = changed[name] / units[name]
             found[name] = {
                 "rate": rate,

@@ -8,9 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.head import LogitMap, head_logps
-from moe_rl.measure.logprobs import _obstacle
+from moe_rl.measure.logprobs import _obstacle, causal_lm, evaluating
 from moe_rl.measure.scoring import Scored, TokenBatch, in_order_of
-from moe_rl.measure.unwrap import causal_lm, evaluating
 from moe_rl.routing import RoutedExperts, record_routes, replay_routes
 
 

@@ -33,9 +33,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from moe_rl.measure.logprobs import evaluating
 from moe_rl.measure.moments import Shares, SiteShares
 from moe_rl.measure.scoring import Scored, TokenBatch, _logps, in_order_of, score_live, score_replayed
-from moe_rl.measure.unwrap import evaluating
 from moe_rl.measure.weights import temporary_weights
 from moe_rl.routing import RoutedExperts, replay_routes, site_change
 

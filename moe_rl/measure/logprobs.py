@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from moe_rl.measure.head import LogitMap, logit_map_of, threaded_head_logps
-from moe_rl.measure.unwrap import causal_lm
 
 logger = logging.getLogger(__name__)
 
@@ -249,3 +248,38 @@ def _arguments(lm: PreTrainedModel) -> set[str]:
 @functools.cache
 def _warn_once(message: str) -> None:
     logger.warning(message)
+
+
+# -- the transformers model inside whatever wraps it (DDP, FSDP2, PEFT, accelerate, torch.compile) ---------------------
+
+
+def hf_model(model: nn.Module) -> nn.Module:
+    """The outermost transformers model, which alone says what it accepts; `model` itself where there is none."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+
+
+def causal_lm(model: nn.Module) -> PreTrainedModel:
+    """The outermost transformers model that has an output head.
+
+    Raises:
+        TypeError: there is none.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None:
+            return module
+    raise TypeError(
+        f"{type(model).__name__} holds no transformers model with an output head (get_output_embeddings() is "
+        "None everywhere). Load it with AutoModelForCausalLM."
+    )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """`eval()` inside, so that no dropout or router jitter is drawn; afterwards every module's own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode

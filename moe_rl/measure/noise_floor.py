@@ -22,10 +22,10 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor, nn
 
+from moe_rl.measure.logprobs import hf_model
 from moe_rl.measure.ratio_metrics import gap_metrics
 from moe_rl.measure.routing_metrics import change_metrics, position_metrics
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
-from moe_rl.measure.unwrap import hf_model
 from moe_rl.routing import RoutedExperts, UnsupportedModelError, change_counts
 
 PIECES = 4

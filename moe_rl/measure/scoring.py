@@ -6,8 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.measure.logprobs import token_logps
-from moe_rl.measure.unwrap import evaluating
+from moe_rl.measure.logprobs import evaluating, token_logps
 from moe_rl.routing import RoutedExperts, record_routes, replay_routes, site_change
 
 

@@ -76,20 +76,21 @@ def token_weights(
         rollout_logps=rollout_logps,
         route_weight=route_weight,
     )
-    o, keep = terms.objective, terms.mask
+    o, x = terms.objective, terms.inputs
+    keep = x.mask
     share = aggregation_weights(
         keep,
         o.aggregate,
         length_constant=o.length_constant,
         local_normalizer=o.local_normalizer,
-        dtype=terms.log_ratio.dtype,
+        dtype=x.token_log_ratio.dtype,
     )
     gate = GATES[o.gate]
     clipped = terms.gated().clipped & keep
-    slope = torch.where(keep, gate.importance(terms.gate_inputs(), **terms.knobs()), 0.0)
+    slope = torch.where(keep, gate.importance(x, **terms.knobs()), 0.0)
     importance = torch.where(clipped, 0.0, slope)
     after_gate = terms.after_gate()
-    scaled = share * terms.advantages if after_gate is None else share * terms.advantages * after_gate
+    scaled = share * x.advantages if after_gate is None else share * x.advantages * after_gate
     if gate.flow == "row":
         weight = torch.where(clipped, 0.0, _over_row(scaled * slope, keep))
     elif gate.flow == "ratio":
@@ -105,9 +106,9 @@ def _through_ratio(values: Float[Tensor, "B T"], terms: Terms) -> Float[Tensor, 
     """What the log-probability of each token gets of `values`, the slopes in the log-ratio that each token sees."""
     match terms.objective.ratio:
         case "sequence":
-            return _over_row(values, terms.mask)
+            return _over_row(values, terms.inputs.mask)
         case "sequence_product":
-            return torch.where(terms.mask, masked_row_sum(values, terms.mask)[:, None], 0.0)
+            return torch.where(terms.inputs.mask, masked_row_sum(values, terms.inputs.mask)[:, None], 0.0)
     return values
 
 
@@ -118,11 +119,12 @@ def _over_row(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[
 
 def _kl_slope(terms: Terms, ref_logps: Float[Tensor, "B T"], share: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """d Agg[KL] / d log pi[i,t]."""
-    o, keep = terms.objective, terms.mask
-    d = torch.where(keep, ref_logps, 0.0) - terms.logps
+    o, x = terms.objective, terms.inputs
+    keep = x.mask
+    d = torch.where(keep, ref_logps, 0.0) - x.logps
     slope = {"k1": torch.ones_like(d), "k2": -d, "k3": -torch.expm1(d)}[o.kl_estimator]
     if not o.kl_importance_weighted:
         return share * slope
-    kl = kl_estimate(terms.logps, ref_logps, keep, o.kl_estimator)
-    ratio = terms.level_log_ratio.exp()
+    kl = kl_estimate(x.logps, ref_logps, keep, o.kl_estimator)
+    ratio = x.level_log_ratio.exp()
     return share * slope * ratio + _through_ratio(share * kl * ratio, terms)

@@ -117,7 +117,7 @@ def policy_loss(
         rollout_logps=rollout_logps,
         route_weight=route_weight,
     )
-    o, keep = terms.objective, terms.mask
+    o, keep = terms.objective, terms.inputs.mask
     surrogate, clipped = terms.gated()
     after_gate = terms.after_gate()
     token_loss = -surrogate if after_gate is None else -surrogate * after_gate
@@ -126,7 +126,7 @@ def policy_loss(
     if ref_logps is not None:
         kl = kl_estimate(logps if o.kl_coef else logps.detach(), ref_logps, keep, o.kl_estimator)
         if o.kl_coef:
-            penalty = kl * terms.level_log_ratio.exp() if o.kl_importance_weighted else kl
+            penalty = kl * terms.inputs.level_log_ratio.exp() if o.kl_importance_weighted else kl
             token_loss = token_loss + o.kl_coef * penalty
 
     weights = aggregation_weights(

@@ -62,33 +62,17 @@ class Terms:
 
     Fields:
         objective: the resolved objective.
-        mask: bool.
-        logps: current policy, nats; with gradient.
-        advantages: detached.
-        log_ratio: log pi - log pi_anchor, nats; with gradient.
-        level_log_ratio: what the gate sees: `log_ratio` at the objective's level, with RSPO's router-shift
-            weight already in it if it enters before the clip.
-        log_gamma_after: that weight, log, if it enters after the clip.
+        inputs: what its gate sees.
         corrections: each engine correction in force with its weights, detached.
         engine_log_weight: log pi_old - log mu, nats, detached; None without rollout log-probabilities.
         route_weight: the router-shift weight as given; None without one.
     """
 
     objective: Objective
-    mask: Bool[Tensor, "B T"]
-    logps: Float[Tensor, "B T"]
-    advantages: Float[Tensor, "B T"]
-    log_ratio: Float[Tensor, "B T"]
-    level_log_ratio: Float[Tensor, "B T"]
-    log_gamma_after: Float[Tensor, "B T"] | None
+    inputs: GateInputs
     corrections: tuple[tuple[Correction, Float[Tensor, "B T"]], ...]
     engine_log_weight: Float[Tensor, "B T"] | None
     route_weight: Float[Tensor, "B T"] | None
-
-    def gate_inputs(self) -> GateInputs:
-        return GateInputs(
-            self.level_log_ratio, self.log_ratio, self.logps, self.advantages, self.mask, self.log_gamma_after
-        )
 
     def knobs(self) -> dict[str, float | int | None]:
         """The values of the fields that the objective's gate reads."""
@@ -96,25 +80,25 @@ class Terms:
 
     def gated(self) -> Gated:
         """The surrogate of each token under the objective's gate, before any correction weight."""
-        return GATES[self.objective.gate].surrogate(self.gate_inputs(), **self.knobs())
+        return GATES[self.objective.gate].surrogate(self.inputs, **self.knobs())
 
     def values(self, clipped: Bool[Tensor, "B T"], ref_kl: Float[Tensor, "B T"] | None) -> TokenValues:
         """What each token was to the loss, detached."""
         weight = truncated = floored = None
         if self.corrections:
-            weight = self._correction_weight()
-            truncated = torch.zeros_like(self.mask)
+            weight = torch.stack([each for _, each in self.corrections]).prod(0)
+            truncated = torch.zeros_like(clipped)
             for correction, each in self.corrections:
                 if correction.kind.endswith("truncate"):
                     truncated = truncated | (each >= correction.high)
         if self.route_weight is not None:
             floored = self.route_weight < self.objective.route_floor
         return TokenValues(
-            log_ratio=self.log_ratio.detach(),
+            log_ratio=self.inputs.token_log_ratio.detach(),
             clipped=clipped,
-            mask=self.mask,
-            advantages=self.advantages,
-            gate_log_ratio=self.level_log_ratio.detach(),
+            mask=self.inputs.mask,
+            advantages=self.inputs.advantages,
+            gate_log_ratio=self.inputs.level_log_ratio.detach(),
             ref_kl=ref_kl,
             engine_log_weight=self.engine_log_weight,
             correction_weight=weight,
@@ -123,17 +107,14 @@ class Terms:
             route_floored=floored,
         )
 
-    def _correction_weight(self) -> Float[Tensor, "B T"]:
-        return torch.stack([weight for _, weight in self.corrections]).prod(0)
-
     def after_gate(self) -> Float[Tensor, "B T"] | None:
         """The product of the weights that multiply a token's surrogate; None if there are none.
 
-        A gate that takes a mean over the sequence has `log_gamma_after` in it, so there it is not among them.
+        A gate that takes a mean over the sequence has `log_route_weight` in it, so there it is not among them.
         """
         weights = [weight for _, weight in self.corrections]
-        if self.log_gamma_after is not None and GATES[self.objective.gate].flow != "row":
-            weights.append(self.log_gamma_after.exp())
+        if self.inputs.log_route_weight is not None and GATES[self.objective.gate].flow != "row":
+            weights.append(self.inputs.log_route_weight.exp())
         return torch.stack(weights).prod(0) if weights else None
 
 
@@ -186,12 +167,14 @@ def prepare_terms(
             corrections.append((correction, correction.weight(log_weight, advantage, keep)))
     return Terms(
         objective=o,
-        mask=keep,
-        logps=torch.where(keep, at_least_float32(logps), 0.0),
-        advantages=advantage,
-        log_ratio=log_ratio,
-        level_log_ratio=log_ratio_at_level(entering, keep, o.ratio),
-        log_gamma_after=None if before else log_gamma,
+        inputs=GateInputs(
+            level_log_ratio=log_ratio_at_level(entering, keep, o.ratio),
+            token_log_ratio=log_ratio,
+            logps=torch.where(keep, at_least_float32(logps), 0.0),
+            advantages=advantage,
+            mask=keep,
+            log_route_weight=None if before else log_gamma,
+        ),
         corrections=tuple(corrections),
         engine_log_weight=engine_log_weight,
         route_weight=gamma,

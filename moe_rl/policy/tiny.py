@@ -23,9 +23,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from moe_rl.rollout import Task, sample, score
+from moe_rl.rollout import Task, score
 from moe_rl.rollout.character_tasks import BOS, EOS
-from moe_rl.rollout.continuing import converse, extend
+from moe_rl.rollout.continuing import in_turns
+from moe_rl.rollout.engine import ModelEngine
 from moe_rl.routing.experts import register_experts
 from moe_rl.routing.sites import find_sites
 
@@ -272,14 +273,14 @@ def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int) -> float:
     """Mean reward on held-out problems, one completion each, at temperature 1; the same problems every time."""
     rng = random.Random("cold-start/held-out")
     asked = [task.problem(rng, held_out=True) for _ in range(problems)]
-    generator = torch.Generator().manual_seed(0)
-    longest = task.max_new_tokens
-    rollout = sample(model, tokenizer, asked, group_size=1, max_new_tokens=longest, generator=generator)
-    if hasattr(task, "reply"):  # several turns
-        options: dict[str, Any] = {"tokens": longest, "longest": longest, "temperature": 1.0, "generator": generator}
-        rollout = converse(
-            rollout, task, tokenizer, lambda told, turn: extend(model, tokenizer, told, **options), longest
-        )
+    rollout = in_turns(ModelEngine(model, tokenizer), task, tokenizer).sample(
+        asked,
+        group_size=1,
+        max_new_tokens=task.max_new_tokens,
+        temperature=1.0,
+        generator=torch.Generator().manual_seed(0),
+        record_routes=False,
+    )
     return float(score(task, rollout).rewards.mean())
 
 

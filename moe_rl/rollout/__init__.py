@@ -19,8 +19,7 @@
 
 from moe_rl.rollout.completions import Rollout, score
 from moe_rl.rollout.demonstrations import demonstrate
-from moe_rl.rollout.engine import Engine, Tolerance
-from moe_rl.rollout.sampler import sample
+from moe_rl.rollout.engine import Engine, Tolerance, sample
 from moe_rl.rollout.supervision import named_rewards, step_rewards
 from moe_rl.rollout.task import Problem, Task, TaskError, VerifiableTask, is_held_out
 from moe_rl.rollout.tasks import TASKS, TaskConfig, make_task

@@ -1,6 +1,5 @@
 """Prompts as messages: a conversation that the tokenizer's chat template turns into tokens."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from moe_rl.rollout.task import Messages, Problem, TaskError
@@ -28,22 +27,13 @@ def as_problem(asked: str | Messages, answer: str, *, chat: bool = False, instru
     return Problem("\n\n".join(f"{role}: {content}" for role, content in messages), answer, messages)
 
 
-def prompt_tokens(tokenizer: Any, problems: Sequence[Problem]) -> list[list[int]]:
-    """Token ids of every prompt: messages through the chat template with the assistant's turn opened, without further
-    special tokens (the template writes its own); text as the tokenizer takes it.
+def message_tokens(tokenizer: Any, problem: Problem) -> list[int]:
+    """Token ids of a problem's messages through the chat template, with the assistant's turn opened and without further
+    special tokens (the template writes its own).
 
     Raises:
-        TaskError: messages and no chat template, or a template that refuses them.
+        TaskError: no chat template, or one that refuses them.
     """
-    return [
-        list(tokenizer(problem.prompt)["input_ids"])
-        if problem.messages is None
-        else list(tokenizer(_rendered(tokenizer, problem), add_special_tokens=False)["input_ids"])
-        for problem in problems
-    ]
-
-
-def _rendered(tokenizer: Any, problem: Problem) -> str:
     assert problem.messages is not None
     if not getattr(tokenizer, "chat_template", None):
         raise TaskError(
@@ -52,9 +42,10 @@ def _rendered(tokenizer: Any, problem: Problem) -> str:
         )
     messages = [{"role": role, "content": content} for role, content in problem.messages]
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # Jinja's own, and what templates raise themselves
         raise TaskError(
             f"the tokenizer's chat template refuses the messages of {problem.prompt[:80]!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -36,7 +36,7 @@ def extend(
     temperature: float,
     generator: torch.Generator | None = None,
     version: int | None = None,
-    record: bool = False,
+    record_routes: bool = False,
     max_batch: int | None = None,
 ) -> Rollout:
     """The rollout with every unfinished response gone on by up to `tokens` tokens of `model`.
@@ -64,7 +64,9 @@ def extend(
     prefix, prefix_mask = right_aligned(rollout.input_ids[rows], rollout.attention_mask[rows])
     ends = end_tokens(model, tokenizer).to(device)
     each = torch.arange(len(rows), device=device)
-    drawn, logps, traces = decode(model, prefix, prefix_mask, each, uniform[rows], ends, temperature, record, max_batch)
+    drawn, logps, traces = decode(
+        model, prefix, prefix_mask, each, uniform[rows], ends, temperature, record_routes, max_batch
+    )
     room = (longest - rollout.lengths[rows])[:, None]
     new = (drawn != UNWRITTEN) & (torch.arange(tokens, device=device) < room)
     wide, at = _placed(rollout, rows, new, padding_token(tokenizer))
@@ -74,7 +76,7 @@ def extend(
     if wide.versions is not None and version is not None:
         wide.versions[at] = version
     routes = wide.routes
-    if record:
+    if record_routes:
         own = assemble(traces, torch.cat([prefix, drawn.clamp(min=0)], 1), torch.cat([prefix_mask, new], 1))
         part = own.realign(torch.cat([prefix_mask, new], 1), wide.attention_mask[rows])
         ids = torch.full((*wide.input_ids.shape, *part.shape[2:]), -1, device=device)

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from moe_rl.rollout.completions import Rollout
-from moe_rl.rollout.sampler import encode_prompts, padding_token
+from moe_rl.rollout.engine import encode_prompts
+from moe_rl.rollout.sampler import padding_token
 from moe_rl.rollout.task import Problem, user_code
 
 

@@ -1,86 +1,71 @@
-"""Whoever samples: the `Engine` that the loop asks, and the plainest one, the model itself.
+"""The plainest engine: a Hugging Face causal language model that samples by itself.
 
-The policy that samples (mu) and the training engine's old policy (pi_old) are two things even at equal weights:
-kernels, precision and batch shapes differ, routers near a tie flip, and log-probabilities move. Engines with weights
-and arithmetic of their own are in `moe_rl.rollout.engines`.
+What an engine is stands in `engine_config`, those with weights and arithmetic of their own in `engines`.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import replace
+from typing import Any
 
 import torch
-from jaxtyping import Float
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from moe_rl.measure.logprobs import token_logps
+from moe_rl.measure.logprobs import hf_model, token_logps
+from moe_rl.rollout.chat import message_tokens
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.continuing import extend
-from moe_rl.rollout.sampler import sample
+from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
+from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token
 from moe_rl.rollout.task import Problem
 
-NEVER = -1
-"""Version of an engine whose weights nobody has named yet."""
+__all__ = ["EXACT", "NEVER", "Engine", "ModelEngine", "Tolerance", "forward_logps", "gathered", "sample"]
 
 
-class Tolerance(NamedTuple):
-    """How far an engine's log-probabilities may be from the training model's at equal weights: mean absolute
-    difference, nats per token.
+def sample(
+    model: nn.Module,
+    tokenizer: Any,
+    problems: Sequence[Problem],
+    *,
+    group_size: int,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    record: bool = False,
+    max_batch: int | None = None,
+) -> Rollout:
+    """Sample `group_size` completions of each problem's prompt.
 
-    least: what is always allowed: a token or two whose router flips at a tie.
-    most: what its arithmetic explains; a gap above means other weights, or weights that are read otherwise.
+    Args:
+        model: any Hugging Face causal language model; evaluated in `eval()` mode, its own mode is restored.
+        tokenizer: its tokenizer.
+        problems: one prompt each.
+        group_size: completions per prompt (G); row `b` of the result answers problem `b // G`.
+        max_new_tokens: length limit of a completion, the end token included.
+        temperature: softmax(logits / temperature) is sampled from, and is what `logps` speak of; 0 takes the most
+            probable token.
+        generator: source of randomness (any device); None: torch's default one. One uniform number per row and
+            position is drawn before decoding begins.
+        record: record the experts that prefill and decoding chose.
+        max_batch: completions decoded together; None decodes all at once.
+
+    Returns:
+        A `Rollout` on the model's device, without rewards (see `score`). Nothing in it requires grad.
+
+    Raises:
+        ValueError: an empty list of problems, an empty prompt, a prompt that leaves no room for `max_new_tokens` in the
+            model's positions, a number that makes no sense.
     """
-
-    least: float = 1e-3
-    most: float = 1e-2
-
-
-EXACT = Tolerance()
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """What the training loop asks of whoever samples.
-
-    Attributes:
-        version: of the weights that it holds, as named at the last `sync`; `NEVER` before.
-        tolerance: what its arithmetic may make of equal weights.
-
-    It may also have:
-        slow_sync: True where a sync takes seconds; the test at the start then changes fewer tensors.
-        renewed(): itself, made anew from the training model's weights, where there can be no second one beside it.
-    """
-
-    version: int
-    tolerance: Tolerance
-
-    def sample(
-        self,
-        problems: Sequence[Problem],
-        *,
-        group_size: int,
-        max_new_tokens: int,
-        temperature: float,
-        generator: torch.Generator | None,
-        record_routes: bool,
-    ) -> Rollout:
-        """Completions with the engine's own `logps` (nats, at the sampling temperature) and, if asked, its `routes`:
-        of prefill for the prompt, of decoding for the rest, -1 on padding and on each row's last token."""
-        ...
-
-    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take over these weights (names and shapes of the training model's state dict, any floating dtype). Whatever
-        was cached under the old ones (prefixes, KV) must be gone when this returns. Of a sharded training model they
-        are DTensors, to be gathered (`gathered`) one after another, on all ranks in the same order."""
-        ...
-
-    def logps(self, rollout: Rollout, temperature: float) -> Float[Tensor, "B T"]:
-        """The engine's log-probabilities of given completions, nats, 0 elsewhere: the probe after each sync."""
-        ...
-
-    def close(self) -> None:
-        """Free what the engine holds; it is not used again."""
-        ...
+    engine = ModelEngine(model, tokenizer, max_batch)
+    return engine.sample(
+        problems,
+        group_size=group_size,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        generator=generator,
+        record_routes=record,
+    )
 
 
 class ModelEngine:
@@ -102,42 +87,31 @@ class ModelEngine:
         generator: torch.Generator | None = None,
         record_routes: bool = False,
     ) -> Rollout:
-        return sample(
-            self.model,
-            self.tokenizer,
-            problems,
-            group_size=group_size,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            generator=generator,
-            record=record_routes,
-            max_batch=self.max_batch,
-        )
+        """See `sample`."""
+        check_request(problems, group_size, max_new_tokens, temperature, self.max_batch)
+        device = next(self.model.parameters()).device
+        prompts, prompt_mask = encode_prompts(self.tokenizer, problems)
+        check_length(self.model, problems, prompt_mask, max_new_tokens)
+        prompts, prompt_mask = prompts.to(device), prompt_mask.to(device)
+        B, N = len(problems) * group_size, max_new_tokens
+        source = "cpu" if generator is None else generator.device
+        uniform = torch.rand(B, N, generator=generator, dtype=torch.float64, device=source).to(device)
+        ends = end_tokens(self.model, self.tokenizer).to(device)
+        prompt = torch.arange(B, device=device) // group_size
 
-    def extend(
-        self,
-        rollout: Rollout,
-        *,
-        tokens: int,
-        longest: int,
-        temperature: float = 1.0,
-        generator: torch.Generator | None = None,
-        version: int | None = None,
-        record_routes: bool = False,
-    ) -> Rollout:
-        """Unfinished responses go on, see `moe_rl.rollout.continuing.extend`."""
-        return extend(
-            self.model,
-            self.tokenizer,
-            rollout,
-            tokens=tokens,
-            longest=longest,
-            temperature=temperature,
-            generator=generator,
-            version=version,
-            record=record_routes,
-            max_batch=self.max_batch,
+        tokens, logps, traces = decode(
+            self.model, prompts, prompt_mask, prompt, uniform, ends, temperature, record_routes, self.max_batch
         )
+        rollout = made_of(
+            self.tokenizer, problems, group_size, prompts[prompt], prompt_mask[prompt], tokens, logps, ends
+        )
+        if record_routes:
+            rollout = replace(rollout, routes=assemble(traces, rollout.input_ids, rollout.attention_mask))
+        return rollout
+
+    def extend(self, rollout: Rollout, **options: Any) -> Rollout:
+        """Unfinished responses go on; `options` as in `moe_rl.rollout.continuing.extend`."""
+        return extend(self.model, self.tokenizer, rollout, max_batch=self.max_batch, **options)
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Nothing to copy: `weights` are this model's own."""
@@ -150,11 +124,6 @@ class ModelEngine:
         pass
 
 
-def gathered(tensor: Tensor) -> Tensor:
-    """A sharded tensor (DTensor), whole on every rank, all of which must ask; any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 @torch.no_grad()
 def forward_logps(model: nn.Module, rollout: Rollout, temperature: float = 1.0) -> Float[Tensor, "B T"]:
     """Log-probabilities (nats) of a rollout's completion tokens under the model's own arithmetic, 0 elsewhere; on the
@@ -163,3 +132,84 @@ def forward_logps(model: nn.Module, rollout: Rollout, temperature: float = 1.0) 
     inputs = (rollout.input_ids, rollout.attention_mask, rollout.completion_mask)
     out = token_logps(model, *(x.to(device) for x in inputs), temperature=temperature)
     return out.logps.to(rollout.input_ids.device)
+
+
+# -- prompts, completions ----------------------------------------------------------------------------------------------
+
+
+def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Tensor, "N P"], Bool[Tensor, "N P"]]:
+    """Token ids and mask, left-padded whatever side the tokenizer pads on."""
+    encoded = [
+        list(tokenizer(p.prompt)["input_ids"]) if p.messages is None else message_tokens(tokenizer, p) for p in problems
+    ]
+    empty = [i for i, ids in enumerate(encoded) if not ids]
+    if empty:
+        raise ValueError(f"problem {empty[0]}: the prompt {problems[empty[0]].prompt!r} has no tokens")
+    width = max(map(len, encoded))
+    padding = padding_token(tokenizer)
+    ids = torch.tensor([[padding] * (width - len(row)) + row for row in encoded])
+    lengths = torch.tensor([len(row) for row in encoded])
+    return ids, torch.arange(width) >= width - lengths[:, None]
+
+
+def check_request(
+    problems: Sequence[Problem],
+    group_size: int,
+    max_new_tokens: int,
+    temperature: float,
+    max_batch: int | None,
+) -> None:
+    """Raises ValueError for what cannot be sampled whatever the model."""
+    if not problems:
+        raise ValueError("problems: nothing to sample, the list is empty")
+    for name, value in (
+        ("group_size", group_size),
+        ("max_new_tokens", max_new_tokens),
+        ("max_batch", max_batch),
+    ):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: at least 1, got {value}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature: 0 (greedy) or a positive number, got {temperature}")
+
+
+def check_length(model: nn.Module, problems: Sequence[Problem], mask: Bool[Tensor, "P T"], max_new_tokens: int) -> None:
+    """Raises ValueError for a prompt that leaves no room for `max_new_tokens` in the model's positions."""
+    config = getattr(hf_model(model), "config", None)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+    lengths, new = mask.sum(1), max_new_tokens
+    if most and int(lengths.max()) + new > most:
+        longest = int(lengths.argmax())
+        raise ValueError(
+            f"a prompt of {int(lengths[longest])} tokens and {new} new ones (rollout.max_new_tokens) are more "
+            f"than the {most} positions that the model has: {problems[longest].prompt[:80]!r}. Shorter prompts, fewer "
+            "new tokens, or a model of longer context."
+        )
+
+
+def made_of(
+    tokenizer: Any,
+    problems: Sequence[Problem],
+    group_size: int,
+    prompts: Int[Tensor, "B P"],
+    prompt_mask: Bool[Tensor, "B P"],
+    tokens: Int[Tensor, "B M"],
+    logps: Float[Tensor, "B M"],
+    ends: Int[Tensor, " e"],
+) -> Rollout:
+    """The rollout of left-padded prompts and what was drawn after them (`UNWRITTEN` past a row's end), no routes."""
+    written = tokens != UNWRITTEN
+    B, P, N = len(tokens), prompts.shape[1], int(written.sum(1).max())
+    tokens, written, logps = tokens[:, :N], written[:, :N], logps[:, :N]
+    ended = torch.isin(tokens, ends)
+    return Rollout(
+        input_ids=torch.cat([prompts, tokens.masked_fill(~written, padding_token(tokenizer))], 1),
+        attention_mask=torch.cat([prompt_mask, written], 1),
+        completion_mask=F.pad(written, (P, 0)),
+        logps=F.pad(logps, (P, 0)),
+        rewards=torch.full((B,), float("nan"), device=tokens.device),
+        finished=ended.any(1),
+        group_size=group_size,
+        problems=[problem for problem in problems for _ in range(group_size)],
+        completions=decode_text(tokenizer, tokens, (written & ~ended).sum(1)),
+    )

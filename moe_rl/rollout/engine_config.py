@@ -1,14 +1,94 @@
-"""What a study file says of the rollout engine (`rollout.engine`), and what it may say."""
+"""What the training loop asks of whoever samples, and what a study file may say of it (`rollout.engine`).
 
+The policy that samples (mu) and the training engine's old policy (pi_old) are two things even at equal weights:
+kernels, precision and batch shapes differ, routers near a tie flip, and log-probabilities move.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moe_rl.names import nearest
-from moe_rl.rollout.engine import EXACT, Tolerance
+from moe_rl.rollout.completions import Rollout
+from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_host.agreed import OPTIONS as VLLM_OPTIONS
+
+NEVER = -1
+"""Version of an engine whose weights nobody has named yet."""
+
+
+class Tolerance(NamedTuple):
+    """How far an engine's log-probabilities may be from the training model's at equal weights: mean absolute
+    difference, nats per token.
+
+    least: what is always allowed: a token or two whose router flips at a tie.
+    most: what its arithmetic explains; a gap above means other weights, or weights that are read otherwise.
+    """
+
+    least: float = 1e-3
+    most: float = 1e-2
+
+
+EXACT = Tolerance()
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """What the training loop asks of whoever samples.
+
+    Attributes:
+        version: of the weights that it holds, as named at the last `sync`; `NEVER` before.
+        tolerance: what its arithmetic may make of equal weights.
+
+    It may also have:
+        slow_sync: True where a sync takes seconds; the test at the start then changes fewer tensors.
+        renewed(): itself, made anew from the training model's weights, where there can be no second one beside it.
+    """
+
+    version: int
+    tolerance: Tolerance
+
+    def sample(
+        self,
+        problems: Sequence[Problem],
+        *,
+        group_size: int,
+        max_new_tokens: int,
+        temperature: float,
+        generator: torch.Generator | None,
+        record_routes: bool,
+    ) -> Rollout:
+        """Completions with the engine's own `logps` (nats, at the sampling temperature) and, if asked, its `routes`:
+        of prefill for the prompt, of decoding for the rest, -1 on padding and on each row's last token."""
+        ...
+
+    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Take over these weights (names and shapes of the training model's state dict, any floating dtype). Whatever
+        was cached under the old ones (prefixes, KV) must be gone when this returns. Of a sharded training model they
+        are DTensors, to be gathered (`gathered`) one after another, on all ranks in the same order."""
+        ...
+
+    def logps(self, rollout: Rollout, temperature: float) -> Float[Tensor, "B T"]:
+        """The engine's log-probabilities of given completions, nats, 0 elsewhere: the probe after each sync."""
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds; it is not used again."""
+        ...
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """A sharded tensor (DTensor), whole on every rank, all of which must ask; any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+# -- what a study file says --------------------------------------------------------------------------------------------
 
 ENGINE_KINDS = ("self", "hf", "vllm")
 CONTINUING_KINDS = ("self", "hf")

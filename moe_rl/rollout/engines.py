@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moe_rl.measure.unwrap import hf_model
+from moe_rl.measure.logprobs import hf_model
 from moe_rl.names import load_class
 from moe_rl.rollout.engine import Engine, ModelEngine, Tolerance, gathered
 from moe_rl.rollout.engine_config import (

@@ -1,15 +1,14 @@
-"""Sample completions from a Hugging Face causal language model, with a KV cache and one prefill per group.
+"""Decode with a KV cache and one prefill per prompt; finished sequences leave the batch.
 
-Finished sequences leave the batch; every token's log-probability is kept, and, where asked for, the experts that
-decoding chose. `generate()` would repeat the prefill G times, decode every sequence to the longest one's end, and draw
-randomness that depends on the batch. Here the random numbers of a sequence depend on its row alone, so that neither
-compaction nor chunking changes what is sampled (up to what the model's own arithmetic makes of another batch shape).
+Every token's log-probability is kept, and, where asked for, the experts that decoding chose. `generate()` would repeat
+the prefill G times, decode every sequence to the longest one's end, and draw randomness that depends on the batch. Here
+the random numbers of a sequence depend on its row alone, so that neither compaction nor chunking changes what is
+sampled (up to what the model's own arithmetic makes of another batch shape).
 """
 
 import inspect
-from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,94 +16,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.measure.unwrap import evaluating, hf_model
-from moe_rl.rollout.chat import prompt_tokens
-from moe_rl.rollout.completions import Rollout, unrouted_tokens
-from moe_rl.rollout.task import Problem
+from moe_rl.measure.logprobs import evaluating, hf_model
+from moe_rl.rollout.completions import unrouted_tokens
 from moe_rl.routing import RoutedExperts, record_routes
 
 UNWRITTEN = -1  # in the token buffer: past the end of this completion
 COMPACT_SHARE = 0.25  # finished sequences leave the batch when they are this share of it
-
-
-def sample(
-    model: nn.Module,
-    tokenizer: Any,
-    problems: Sequence[Problem],
-    *,
-    group_size: int,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-    record: bool = False,
-    max_batch: int | None = None,
-) -> Rollout:
-    """Sample `group_size` completions of each problem's prompt.
-
-    Args:
-        model: any Hugging Face causal language model; evaluated in `eval()` mode, its own mode is restored.
-        tokenizer: its tokenizer.
-        problems: one prompt each.
-        group_size: completions per prompt (G); row `b` of the result answers problem `b // G`.
-        max_new_tokens: length limit of a completion, the end token included.
-        temperature: softmax(logits / temperature) is sampled from, and is what `logps` speak of; 0 takes the most
-            probable token.
-        generator: source of randomness (any device); None: torch's default one. One uniform number per row and
-            position is drawn before decoding begins.
-        record: record the experts that prefill and decoding chose.
-        max_batch: completions decoded together; None decodes all at once.
-
-    Returns:
-        A `Rollout` on the model's device, without rewards (see `score`). Nothing in it requires grad.
-
-    Raises:
-        ValueError: an empty list of problems, an empty prompt, a prompt that leaves no room for `max_new_tokens` in the
-            model's positions, a number that makes no sense.
-    """
-    check_request(problems, group_size, max_new_tokens, temperature, max_batch)
-    device = next(model.parameters()).device
-    prompts, prompt_mask = encode_prompts(tokenizer, problems)
-    check_length(model, problems, prompt_mask, max_new_tokens)
-    prompts, prompt_mask = prompts.to(device), prompt_mask.to(device)
-    B, N = len(problems) * group_size, max_new_tokens
-    source = "cpu" if generator is None else generator.device
-    uniform = torch.rand(B, N, generator=generator, dtype=torch.float64, device=source).to(device)
-    ends = end_tokens(model, tokenizer).to(device)
-    prompt = torch.arange(B, device=device) // group_size
-
-    tokens, logps, traces = decode(model, prompts, prompt_mask, prompt, uniform, ends, temperature, record, max_batch)
-    rollout = made_of(tokenizer, problems, group_size, prompts[prompt], prompt_mask[prompt], tokens, logps, ends)
-    if record:
-        rollout = replace(rollout, routes=assemble(traces, rollout.input_ids, rollout.attention_mask))
-    return rollout
-
-
-def made_of(
-    tokenizer: Any,
-    problems: Sequence[Problem],
-    group_size: int,
-    prompts: Int[Tensor, "B P"],
-    prompt_mask: Bool[Tensor, "B P"],
-    tokens: Int[Tensor, "B M"],
-    logps: Float[Tensor, "B M"],
-    ends: Int[Tensor, " e"],
-) -> Rollout:
-    """The rollout of left-padded prompts and what was drawn after them (`UNWRITTEN` past a row's end), no routes."""
-    written = tokens != UNWRITTEN
-    B, P, N = len(tokens), prompts.shape[1], int(written.sum(1).max())
-    tokens, written, logps = tokens[:, :N], written[:, :N], logps[:, :N]
-    ended = torch.isin(tokens, ends)
-    return Rollout(
-        input_ids=torch.cat([prompts, tokens.masked_fill(~written, padding_token(tokenizer))], 1),
-        attention_mask=torch.cat([prompt_mask, written], 1),
-        completion_mask=F.pad(written, (P, 0)),
-        logps=F.pad(logps, (P, 0)),
-        rewards=torch.full((B,), float("nan"), device=tokens.device),
-        finished=ended.any(1),
-        group_size=group_size,
-        problems=[problem for problem in problems for _ in range(group_size)],
-        completions=decode_text(tokenizer, tokens, (written & ~ended).sum(1)),
-    )
 
 
 def decode(
@@ -259,17 +176,15 @@ def draw_tokens(
     return token, logp.gather(1, token[:, None])[:, 0]
 
 
-def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Tensor, "N P"], Bool[Tensor, "N P"]]:
-    """Token ids and mask, left-padded whatever side the tokenizer pads on."""
-    encoded = prompt_tokens(tokenizer, problems)
-    empty = [i for i, ids in enumerate(encoded) if not ids]
-    if empty:
-        raise ValueError(f"problem {empty[0]}: the prompt {problems[empty[0]].prompt!r} has no tokens")
-    width = max(map(len, encoded))
-    padding = padding_token(tokenizer)
-    ids = torch.tensor([[padding] * (width - len(row)) + row for row in encoded])
-    lengths = torch.tensor([len(row) for row in encoded])
-    return ids, torch.arange(width) >= width - lengths[:, None]
+def _selectable(cache: Any) -> bool:
+    """Whether rows of the cache can be repeated and dropped: its layers are known to keep all of their state in what
+    `batch_select_indices` selects. Recurrent and hybrid layers inherit that method but not for their own states, so
+    they are prefilled once per row and never compacted; without a cache, the tokens are all there is."""
+    known = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer")
+    return cache is None or all(type(layer).__name__ in known for layer in getattr(cache, "layers", [None]))
+
+
+# -- tokens ------------------------------------------------------------------------------------------------------------
 
 
 def padding_token(tokenizer: Any) -> int:
@@ -291,46 +206,3 @@ def decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
     """Special tokens inside a completion stay visible: a verifier must not be blind to them."""
     rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-
-def _selectable(cache: Any) -> bool:
-    """Whether rows of the cache can be repeated and dropped: its layers are known to keep all of their state in what
-    `batch_select_indices` selects. Recurrent and hybrid layers inherit that method but not for their own states, so
-    they are prefilled once per row and never compacted; without a cache, the tokens are all there is."""
-    known = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer")
-    return cache is None or all(type(layer).__name__ in known for layer in getattr(cache, "layers", [None]))
-
-
-def check_request(
-    problems: Sequence[Problem],
-    group_size: int,
-    max_new_tokens: int,
-    temperature: float,
-    max_batch: int | None,
-) -> None:
-    """Raises ValueError for what cannot be sampled whatever the model."""
-    if not problems:
-        raise ValueError("problems: nothing to sample, the list is empty")
-    for name, value in (
-        ("group_size", group_size),
-        ("max_new_tokens", max_new_tokens),
-        ("max_batch", max_batch),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}: at least 1, got {value}")
-    if not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature: 0 (greedy) or a positive number, got {temperature}")
-
-
-def check_length(model: nn.Module, problems: Sequence[Problem], mask: Bool[Tensor, "P T"], max_new_tokens: int) -> None:
-    """Raises ValueError for a prompt that leaves no room for `max_new_tokens` in the model's positions."""
-    config = getattr(hf_model(model), "config", None)
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
-    lengths, new = mask.sum(1), max_new_tokens
-    if most and int(lengths.max()) + new > most:
-        longest = int(lengths.argmax())
-        raise ValueError(
-            f"a prompt of {int(lengths[longest])} tokens and {new} new ones (rollout.max_new_tokens) are more "
-            f"than the {most} positions that the model has: {problems[longest].prompt[:80]!r}. Shorter prompts, fewer "
-            "new tokens, or a model of longer context."
-        )

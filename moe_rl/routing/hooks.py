@@ -25,7 +25,7 @@ from moe_rl.routing.calls import Call
 from moe_rl.routing.checkpoints import Checkpoints, refuse_by_hand, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
-from moe_rl.routing.selection import Selection, Selector, beneath, selection_mode
+from moe_rl.routing.selection import Selection, Selector, beneath
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
@@ -216,7 +216,8 @@ class Tap:
         job = call.jobs[index]
         if job is not None:
             frame = None if compiled else sys._getframe(1)
-            mode = selection_mode(self.names[index], self.checked(index, module), job, frame)
+            probe = self.checked(index, module)
+            mode = (probe.mode or Selection)(self.names[index], probe, job, frame)
             mode.__enter__()
             self._entered[index] = mode
 

@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.routing.calls import CHANGED, CacheState, Call, Collected
+from moe_rl.routing.calls import Call, Collected
 from moe_rl.routing.change import ChangeCounts, change_counts
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap, device_of
+from moe_rl.routing.kv_cache import CHANGED, CacheState
 from moe_rl.routing.packing import unpack_ids
 from moe_rl.routing.recording import one_width, stacked, tokens_of, wrapped
 from moe_rl.routing.routes import RoutedExperts
@@ -90,8 +91,8 @@ class Replay:
 
     def begin(self, call: Call) -> None:
         self.reached = True
-        if self._left is not None and self._left.continued_by(call):
-            self._changed = self._changed | self._left.changed(call)
+        if self._left is not None and self._left.continued_by(call.cache, call.past):
+            self._changed = self._changed | self._left.changed(call.cache, call.past)
             if isinstance(self._changed, bool) or self._changed.device.type == "cpu":
                 self._refuse_changed()
         elif self._pending and not call.past:
@@ -206,8 +207,8 @@ class Replay:
 
     def _prove_once(self) -> None:
         """Every row that has a route was forced, all others were left to the router, and nothing more ran."""
-        forced = self.forced_rows
-        live = self._choices * self._packed[0, ..., 0].numel() - forced
+        forced, (_, B, T, _) = self.forced_rows, self._packed.shape
+        live = self._choices * B * T - forced
         if (self.replayed_rows, self.live_rows) != (forced, live):
             raise RoutingError(
                 f"replay forced {self.replayed_rows} (token, site) rows and left {self.live_rows} live, but the routes "

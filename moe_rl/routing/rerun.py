@@ -19,7 +19,7 @@ from moe_rl.routing.contexts import acquire
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.hooks import Tap, device_of
 from moe_rl.routing.router_stats import boundary_margin
-from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Selector, selection_mode
+from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Selection, Selector
 
 
 def _rerun(
@@ -28,7 +28,7 @@ def _rerun(
     """`[N,K]` ids that the router chooses under `watch`."""
     job = Job(bias=bias)
     copies = [a.clone() if isinstance(a, Tensor) else a for a in args]  # some scale their input in place
-    with torch.no_grad(), selection_mode(name, probe, job), watch:
+    with torch.no_grad(), (probe.mode or Selection)(name, probe, job), watch:
         module.forward(*copies, **kwargs)
     if job.chosen is None:
         raise RoutingError(f"site {name} ranked no experts in this forward")

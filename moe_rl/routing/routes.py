@@ -14,8 +14,9 @@ from torch import Tensor
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.formats import read_routes, write_routes
 from moe_rl.routing.others import FromOthers
-from moe_rl.routing.packing import check_packed, is_live, move_tokens, pack_checked, pack_ids, unpack_ids, words
+from moe_rl.routing.packing import is_live, move_tokens, pack_ids, unpack_ids, words
 from moe_rl.routing.sites import canonical_site, match_sites
+from moe_rl.routing.validity import check_packed, pack_checked
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -22,10 +22,10 @@ from moe_rl.routing.traced import no_type_check
 TOPK = frozenset({torch.topk, torch.Tensor.topk})
 MAX = frozenset({torch.max, torch.Tensor.max})
 LINEAR = frozenset({torch.nn.functional.linear, torch.mm, torch.matmul, torch.Tensor.matmul, torch.addmm})
-_FILL = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
+FILL = frozenset({torch.masked_fill, torch.Tensor.masked_fill})
 # What is called while answering: not the functions that are answered. Where a router is compiled as a frame of its own,
 # its graph may run under the mode, and would be answered a second time.
-_topk, _max, _masked_fill = torch.ops.aten.topk, torch.ops.aten.max, torch.ops.aten.masked_fill
+_topk, _masked_fill = torch.ops.aten.topk, torch.ops.aten.masked_fill
 
 Holes = Literal["none", "rows", "slots"]
 
@@ -41,7 +41,7 @@ class Selector:
     arrival: where the selected ids reach the experts: the child of the block and its argument, by place or by name;
         None where they arrive in another form (all experts run, slots sorted by expert, an id that is remapped).
     output: where in the output tuple the selected ids are, or None where no output holds them unchanged.
-    by_max: the selection is a sequence of `max` calls (Phi-MoE's sparsemixer), not a `topk`.
+    mode: what answers the router, where it does not select with a `topk` (Phi-MoE); None: `Selection`.
     logits: which of the router's linear maps onto `num_experts` makes the logits; where selection noise goes.
     """
 
@@ -52,8 +52,13 @@ class Selector:
     depth: int = 0
     arrival: tuple[str, int | str] | None = None
     output: int | None = None
-    by_max: bool = False
+    mode: "type[Selection] | None" = None
     logits: int = -1
+
+    @property
+    def by_max(self) -> bool:
+        """The selection is a sequence of `max` calls, not a `topk`."""
+        return self.mode is not None
 
 
 @no_type_check
@@ -165,7 +170,7 @@ class Selection(TorchFunctionMode):
             self.calls += 1
             if self.calls - 1 == self.probe.selection:
                 return self.select(*args, **(kwargs or {}))
-        elif func in _FILL and self.job.forced is not None and self.concerned():
+        elif func in FILL and self.job.forced is not None and self.concerned():
             return self.open(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
@@ -249,59 +254,3 @@ class Selection(TorchFunctionMode):
             used = scores.detach().clone()  # what the router goes on with: some renormalise it in place
             best = used if best is scores else best.detach()
             job.live, job.best, job.scores = live.reshape(-1, k), best.reshape(-1, k), used.reshape(-1, k)
-
-
-@no_type_check
-class SequentialMax(Selection):
-    """Phi-MoE's sparsemixer: k times a `max` over what is left (in train mode: of a sample); it has no `topk`.
-
-    Slot j's index is answered. The threshold stays that of the live maximum, and the mask drawn around it is opened
-    for the expert of slot j, so that its gate is never zero. Shadow reports the top k of the logits.
-    """
-
-    def __init__(self, name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> None:
-        super().__init__(name, probe, job, frame)
-        self.per_slot = probe.calls // probe.k  # 1, or 3 in train mode: threshold, sampled choice, one for Heun's rule
-        self.slots: list[Tensor] = []
-        self.top: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in MAX and "dim" in kwargs and self.concerned():
-            return self.answer(args, kwargs)
-        if (
-            func in _FILL
-            and self.concerned()
-            and self.job.forced is not None
-            and args[0].shape[-1] == self.probe.num_experts
-        ):
-            own = self.slot(args[0], (self.calls - 1) // self.per_slot)
-            return _masked_fill(args[0], args[1] & ~is_held(own, self.probe.num_experts), *args[2:], **kwargs)
-        return func(*args, **kwargs)
-
-    def slot(self, scores: Tensor, j: int) -> Tensor:
-        return self.shaped(scores)[..., j : j + 1]
-
-    def answer(self, args: Any, kwargs: Any) -> Any:
-        scores, (values, ids) = args[0], _max(*args, **kwargs)
-        j, step = divmod(self.calls, self.per_slot)
-        self.calls += 1
-        if self.calls == 1 and self.job.shadow:
-            self.top = (scores, *_topk(scores, self.probe.k))
-        if step == (0 if self.per_slot == 1 else 1):
-            chosen = ids if kwargs.get("keepdim") else ids.unsqueeze(-1)
-            if self.job.forced is not None:
-                own = self.slot(scores, j)
-                chosen = own.where(own >= 0, chosen)
-            self.slots.append(chosen)
-            ids = chosen if kwargs.get("keepdim") else chosen.squeeze(-1)
-            if j + 1 == self.probe.k:
-                used = torch.cat(self.slots, -1)
-                logits, best, live = self.top or (None, None, None)
-                self.report(used, live, best, None if logits is None else logits.gather(-1, used))
-        return torch.return_types.max((values, ids))
-
-
-@no_type_check
-def selection_mode(name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> Selection:
-    return (SequentialMax if probe.by_max else Selection)(name, probe, job, frame)

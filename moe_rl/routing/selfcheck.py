@@ -20,6 +20,7 @@ from moe_rl.routing.evidence import kept_slots, tensors_of
 from moe_rl.routing.hooks import Tap, device_of
 from moe_rl.routing.probing import Seen, around, evidence, forced_forward, forward, quiet, refused, watch
 from moe_rl.routing.selection import LINEAR, Selector
+from moe_rl.routing.sequential_max import SequentialMax
 
 _BY_MAX = {"PhimoeTopKRouter"}  # routers that select by successive maxima
 _ZERO_GATES = 0.05  # share of exactly zero gates that underflow may explain, where logits cannot be set
@@ -94,7 +95,9 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
         k = ids.numel() // rows
         experts = int(getattr(site.module, "num_experts", 0)) or int(ids.max()) + 1
         logits = _last_of(seen.linear, experts)
-        return Selector(experts, k, len(seen.maxima), output=place, by_max=not site.fixed, logits=logits)
+        return Selector(
+            experts, k, len(seen.maxima), output=place, mode=None if site.fixed else SequentialMax, logits=logits
+        )
     if not seen.ranked:
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
     calls = len(seen.ranked)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moe_rl.checks import digests, is_sealed, other_content, parse_json, sealed
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
-from moe_rl.measure.unwrap import hf_model
+from moe_rl.measure.logprobs import hf_model
 from moe_rl.training.batch import Batch
 from moe_rl.training.partial import load_draft, load_routes, save_draft
 from moe_rl.training.runlog import Mark

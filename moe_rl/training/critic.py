@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.measure.unwrap import causal_lm
+from moe_rl.measure.logprobs import causal_lm
 from moe_rl.objectives import generalized_advantages, token_rewards, value_loss, whiten
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import OptimConfig, ValueConfig

@@ -33,7 +33,8 @@ from moe_rl.training.levers import part_to_replay
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.not_finite import NotFiniteError, gradient_incident
 from moe_rl.training.partial import partial_responses, version_metrics
-from moe_rl.training.probe import Probe, noise_floor_rows, probed_rows
+from moe_rl.training.probe import Probe, probed_rows
+from moe_rl.training.probe_options import noise_floor_rows
 from moe_rl.training.score import Scores, engine_rows, make_advantages, make_batch, score_rollout, verify
 from moe_rl.training.state import Listener, State, begin
 from moe_rl.training.token_tables import write_probe_tables

@@ -12,10 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from moe_rl.measure.decompose import decompose_update
-from moe_rl.measure.gradients import gradient_metrics, loss_gradient
 from moe_rl.measure.logprobs import TokenLogps, token_logps
-from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.ratio_metrics import ratio_metrics
 from moe_rl.measure.routing_metrics import (
@@ -26,11 +23,10 @@ from moe_rl.measure.routing_metrics import (
     router_metrics,
     routing_confidence,
 )
-from moe_rl.measure.scoring import TokenBatch, score_live
-from moe_rl.measure.weights import copy_weights
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch
+from moe_rl.training.probe_options import Decomposition, replay_gradients
 from moe_rl.training.ranks import Ranks
 
 Row = tuple[str, dict[str, Any]]
@@ -56,9 +52,7 @@ class Probe:
     Args:
         part: the probed responses.
         live: measure change rates, variances, router scores; two forwards of the part per update.
-        decompose: split the log-ratio into weights, routes and their interaction, also by site; 3 + 2L forwards per
-            update at L routing sites, and a CPU copy of the weights. Old are the weights that the step begins with;
-            under rollout lag these are newer than the policy that sampled the batch.
+        decompose: split the log-ratio into weights, routes and their interaction, see `Decomposition`.
         loss: compare its gradients under live and under the old routes; of a forward over some of the probed responses
             and these. Four forwards and backwards, and as many copies of the weights' size. One process only.
 
@@ -81,26 +75,20 @@ class Probe:
         self.loss = loss
         self.observations: list[Observation] = []
         self.old_logits = self._old_router_logits() if live else None
-        self.text = TokenBatch(part.input_ids, part.attention_mask, part.completion_mask, temperature)
-        self.old_weights = copy_weights(policy) if decompose else None
-        self.old = score_live(policy, self.text) if decompose else None
+        self.decomposition = Decomposition(policy, part, temperature) if decompose else None
 
     def rows(self, update: int) -> Iterator[Row]:
         """Measure the policy after `update`: rows of the kinds "probe", "engine" and "decomposition"."""
         if self.old_logits is not None:
             metrics, seen = self._measure(update)
             self.observations.append(seen)
-            gradients = self._gradients() if self.loss else {}
-            yield "probe", {"update": update, **metrics, **gradients}
+            if self.loss is not None:
+                metrics |= replay_gradients(self.policy, self.part, self._loss_of)
+            yield "probe", {"update": update, **metrics}
             if self.part.rollout_routes is not None:
                 yield "engine", {"pair": "rollout_to_new", "update": update, **self._from_engine(seen)}
-        if self.old_weights is not None and self.old is not None:
-            found = decompose_update(self.policy, self.old_weights, self.text, self.old, per_site=True)
-            sites = found.site_shares()
-            assert sites is not None
-            by_site = {f"site_{name}": values for name, values in sites.rows().items()}
-            shares = {**found.shares().rows(), "replay_effect_var": sites.whole, "site_names": sites.sites, **by_site}
-            yield "decomposition", {"update": update, **shares}
+        if self.decomposition is not None:
+            yield "decomposition", {"update": update, **self.decomposition.shares()}
 
     @torch.no_grad()
     def _measure(self, update: int) -> tuple[dict[str, Any], Observation]:
@@ -138,21 +126,9 @@ class Probe:
                 facts[f"{name}_gates"], facts[f"{name}_margins"] = router_facts(scores, ordered)
         return metrics, Observation(update, natural, replayed, routes, facts)
 
-    def _gradients(self) -> dict[str, Any]:
-        """The gradient of the arm's loss on the probed responses: live against replayed, and half against half."""
-        part, rows = self.part, torch.arange(len(self.part))
-        natural = self._gradient(rows)
-        with replay_routes(self.policy, part.routes):
-            replayed = self._gradient(rows)
-        halves = self._gradient(rows[::2]), self._gradient(rows[1::2])
-        self.policy.eval()
-        return gradient_metrics(natural, replayed, halves, part.routes.sites)
-
-    def _gradient(self, rows: Tensor) -> dict[str, Tensor]:
+    def _loss_of(self, part: Batch) -> Tensor:
         assert self.loss is not None
-        part = self.part.rows(rows)
-        self.policy.train()  # as in the updates
-        return loss_gradient(self.policy, self.loss(self._logps(part, router_logits=True), part))
+        return self.loss(self._logps(part, router_logits=True), part)
 
     def _from_engine(self, seen: Observation) -> dict[str, Any]:
         """mu -> pi, live routing: engine and staleness together."""
@@ -184,18 +160,3 @@ class Probe:
 def probed_rows(responses: int, sequences: int) -> Tensor:
     """Which responses of a batch are probed: `sequences` of them, spread over its groups."""
     return torch.linspace(0, responses - 1, sequences).round().long()
-
-
-def noise_floor_rows(
-    policy: nn.Module, part: Batch, temperature: float, bf16: bool
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rows of kind "floor": the policy against itself with equal weights, one row per variant that can be run here; and
-    the variants that cannot, each with the reason."""
-    text = TokenBatch(part.input_ids, part.attention_mask, part.completion_mask, temperature)
-    base, floor = score_live(policy, text), NoiseFloor(bf16)
-    mask = text.completion_mask.cpu()
-    rows = [
-        {"variant": name, "detail": detail, **floor_metrics(mask, base, scored)}
-        for name, detail, scored in floor.variants(policy, text)
-    ]
-    return rows, floor.left_out

@@ -149,10 +149,14 @@ def test_counts_and_rates_by_hand():
     # measured tokens 3, slots 12, sites 6; slots changed 1 + 1 + 2 = 4, sites 2 + 1 = 3, tokens 2
     rates = tally.rates()
     assert [(rates[n]["changed"], rates[n]["of"]) for n in ("slot", "site", "token")] == [(4, 12), (3, 6), (2, 3)]
-    # Two clusters, (slots, tokens) = (4, 2), (0, 1): mean tokens 1.5, slope 4/3; residuals 4 - 8/3 and 0 - 4/3, so
-    # ±4/3; their variance 32/9; half width 1.96 * sqrt(32/9 / 2) / 1.5 per token, / 4 slots = 0.4356.
-    assert rates["slot"]["high"] == pytest.approx(4 / 12 + 1.96 * (16 / 9) ** 0.5 / 1.5 / 4)
-    assert rates["slot"]["low"] == 0
+    # Two clusters, (slots, tokens) = (4, 2), (0, 1), say next to nothing: Student's t of one degree of freedom is 12.7.
+    assert (rates["slot"]["low"], rates["slot"]["high"]) == (0, 1)
+    # The same text twice, four clusters: mean tokens 1.5, slope 4/3; residuals 4 - 8/3 and 0 - 4/3, so ±4/3; their
+    # variance 4 * 16/9 / 3; half width 3.1824 * sqrt(64/27 / 4) / 1.5 per token, / 4 slots = 0.408.
+    twice = Tally()
+    twice.add(measured_by_hand())
+    twice.add(measured_by_hand())
+    assert twice.rates()["slot"]["high"] == pytest.approx(4 / 12 + 3.18245 * (16 / 27) ** 0.5 / 1.5 / 4, rel=1e-5)
     assert rows["line"].tolist() == [3, 3, 8] and rows["position"].tolist() == [0, 1, 0]
     assert rows["token"].tolist() == [1, 2, 4] and rows["slots_changed"].tolist() == [2, 2, 0]
     assert rows["flips"].tolist() == [2, 1, 0] and rows["flips_before"].tolist() == [1, 2, 0]

@@ -34,7 +34,7 @@ def begun(policy, tokens=4, record=True, group_size=2):
 
 def gone_on(policy, rollout, tokens=5, longest=9, seed=2, **options):
     generator = torch.Generator().manual_seed(seed)
-    options = {"record": True, "temperature": 1.0, **options}
+    options = {"record_routes": True, "temperature": 1.0, **options}
     return extend(policy, TOKENIZER, rollout, tokens=tokens, longest=longest, generator=generator, **options)
 
 

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from moe_rl.rollout import Problem, TaskConfig, TaskError, is_held_out, make_task
-from moe_rl.rollout.chat import as_problem, prompt_tokens
+from moe_rl.rollout.chat import as_problem, message_tokens
+from moe_rl.rollout.engine import encode_prompts
 from moe_rl.rollout.verifiers import MathVerify, exact_match, last_answer, last_boxed
 
 TEMPLATE = (
@@ -89,14 +90,14 @@ def test_messages_go_through_the_chat_template(tmp_path):
     assert problem.messages == (("system", "Be brief."), ("user", f"{number}?!"))
     assert problem.prompt == f"system: Be brief.\n\nuser: {number}?!"
     tokenizer = byte_tokenizer(TEMPLATE)
-    ids, plain = prompt_tokens(tokenizer, [problem, Problem("a", "")])
+    (ids,), (plain,) = (encode_prompts(tokenizer, [p])[0].tolist() for p in (problem, Problem("a", "")))
     assert tokenizer.decode(ids) == f"<system>Be brief.\n<user>{number}?!\n<bot>"  # no second beginning token
     assert plain == [0, tokenizer("a")["input_ids"][-1]]  # a text begins as the tokenizer wants it
     with pytest.raises(TaskError, match="gives messages and the tokenizer has no chat template"):
-        prompt_tokens(byte_tokenizer(), [problem])
+        message_tokens(byte_tokenizer(), problem)
     picky = byte_tokenizer("{{ raise_exception('no system role') }}")
     with pytest.raises(TaskError, match=r"chat template refuses the messages of 'system: Be.*no system role"):
-        prompt_tokens(picky, [problem])
+        message_tokens(picky, problem)
 
 
 def test_a_problem_is_hashable_and_says_what_it_asks():

@@ -1,0 +1,89 @@
+"""Whether a KV cache is as it was left: what proves that two calls of a model are one forward."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.routing.traced import no_type_check
+
+CHANGED = (
+    "the KV cache was reordered or changed between two calls (beam search, sequences leaving the batch, a cache that "
+    "was moved or edited): nothing proves that its rows are the same sequences as before"
+)
+
+
+@no_type_check
+class CacheState:
+    """A KV cache as a call left it, to recognise the call that goes on with it and to see what happened in between.
+
+    The proof that its rows are still the same sequences: it holds the very tensors that it held, unchanged (torch
+    counts the changes of a tensor), or views of them (a cropped cache). Where that cannot be seen (inference mode, an
+    offloaded or a compiled cache), a sum of the keys of each token, taken over their bits, is compared.
+    """
+
+    def __init__(self, cache: Any, length: int) -> None:
+        self._cache, self.length = weakref.ref(cache), length
+        eager = not torch.compiler.is_compiling() and not getattr(cache, "offloading", False)
+        self._places = _places(cache) if eager else None
+        self._sums = _sums(cache) if self._places is None or getattr(cache, "is_compileable", False) else None
+
+    def continued_by(self, cache: Any, past: int) -> bool:
+        return past > 0 and self._cache() is cache
+
+    def changed(self, cache: Any, past: int) -> bool | Tensor:
+        """Before a call that continues this one: are rows of the cache other sequences now, as far as can be proven?
+        A tensor where the answer is on the device: nothing waits for it."""
+        if self._places is not None and not torch.compiler.is_compiling():
+            now = _places(cache) or []
+            if len(now) == len(self._places) and all(
+                new() is old() and rest == before
+                for (new, *rest), (old, *before) in zip(now, self._places, strict=True)
+            ):
+                return False
+        before, sums = self._sums, None if self._sums is None else _sums(cache)
+        if before is None or sums is None or sums.shape[0] != before.shape[0]:
+            return True
+        known = min(past, self.length, sums.shape[1])
+        return (sums[:, :known] != before[:, :known].to(sums.device)).any()
+
+
+@no_type_check
+def tokens_in(cache: Any) -> int:
+    """Tokens that are in the cache already."""
+    try:
+        return int(cache.get_seq_length())
+    except ValueError:  # recurrent layers only: such a cache does not count
+        return -1
+
+
+@no_type_check
+def _places(cache: Any) -> list[Any] | None:
+    """Of every tensor in the layers of a cache: what it is (or is a view of), how often that was written to, and where
+    its rows lie. Cropping changes nothing of this. None where torch does not say (inference mode, torch.func)."""
+    found: list[Any] = []
+    for layer in getattr(cache, "layers", ()):
+        for value in vars(layer).values():
+            for tensor in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.numel():
+                    whole = tensor if tensor._base is None else tensor._base
+                    try:
+                        count, start = whole._version, tensor.data_ptr()
+                    except (RuntimeError, NotImplementedError):  # inference mode; torch.func
+                        return None
+                    found.append((weakref.ref(whole), count, start, tensor.stride(0), tensor.shape[0]))
+    return found or None
+
+
+@no_type_check
+def _sums(cache: Any) -> Tensor | None:
+    """`[B,T]`: over the bits of the first layer's keys, so that the order of summation cannot matter."""
+    for layer in getattr(cache, "layers", ()):
+        keys = getattr(layer, "keys", None)
+        if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel():
+            if getattr(cache, "offloading", False) and torch.cuda.is_available():
+                torch.cuda.synchronize()  # the copy to the CPU may still be under way
+            words = keys.detach().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[keys.itemsize])
+            return words.sum(dim=(1, 3), dtype=torch.int64)
+    return None

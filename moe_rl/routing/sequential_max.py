@@ -1,0 +1,63 @@
+"""The mode for routers that select with a sequence of `max` calls (Phi-MoE)."""
+
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_rl.routing.selection import FILL, MAX, Job, Selection, Selector, is_held
+from moe_rl.routing.traced import no_type_check
+
+
+@no_type_check
+class SequentialMax(Selection):
+    """Phi-MoE's sparsemixer: k times a `max` over what is left (in train mode: of a sample); it has no `topk`.
+
+    Slot j's index is answered. The threshold stays that of the live maximum, and the mask drawn around it is opened
+    for the expert of slot j, so that its gate is never zero. Shadow reports the top k of the logits.
+    """
+
+    def __init__(self, name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> None:
+        super().__init__(name, probe, job, frame)
+        self.per_slot = probe.calls // probe.k  # 1, or 3 in train mode: threshold, sampled choice, one for Heun's rule
+        self.slots: list[Tensor] = []
+        self.top: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in MAX and "dim" in kwargs and self.concerned():
+            return self.answer(args, kwargs)
+        if (
+            func in FILL
+            and self.concerned()
+            and self.job.forced is not None
+            and args[0].shape[-1] == self.probe.num_experts
+        ):
+            own = self.slot(args[0], (self.calls - 1) // self.per_slot)
+            return torch.ops.aten.masked_fill(
+                args[0], args[1] & ~is_held(own, self.probe.num_experts), *args[2:], **kwargs
+            )
+        return func(*args, **kwargs)
+
+    def slot(self, scores: Tensor, j: int) -> Tensor:
+        return self.shaped(scores)[..., j : j + 1]
+
+    def answer(self, args: Any, kwargs: Any) -> Any:
+        scores, (values, ids) = args[0], torch.ops.aten.max(*args, **kwargs)
+        j, step = divmod(self.calls, self.per_slot)
+        self.calls += 1
+        if self.calls == 1 and self.job.shadow:
+            self.top = (scores, *torch.ops.aten.topk(scores, self.probe.k))
+        if step == (0 if self.per_slot == 1 else 1):
+            chosen = ids if kwargs.get("keepdim") else ids.unsqueeze(-1)
+            if self.job.forced is not None:
+                own = self.slot(scores, j)
+                chosen = own.where(own >= 0, chosen)
+            self.slots.append(chosen)
+            ids = chosen if kwargs.get("keepdim") else chosen.squeeze(-1)
+            if j + 1 == self.probe.k:
+                used = torch.cat(self.slots, -1)
+                logits, best, live = self.top or (None, None, None)
+                self.report(used, live, best, None if logits is None else logits.gather(-1, used))
+        return torch.return_types.max((values, ids))

@@ -1,0 +1,91 @@
+"""The check that expert ids are what they claim to be."""
+
+from collections.abc import Collection, Sequence
+
+import torch
+from jaxtyping import UInt
+from torch import Tensor
+
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.packing import LIVE, pack_ids, packed_dtype, unpack_ids, words
+
+_CHUNK = 1 << 20  # ids validated at a time, so that the int64 temporaries stay small
+
+
+def pack_checked(
+    ids: Tensor, sites: Sequence[str], experts: Sequence[int], repeats: Collection[str] = ()
+) -> UInt[Tensor, "B T L K"]:
+    """Packed ids, rows with a -1 normalised to all -1; RoutingError with the site and value of what is wrong.
+
+    ids: `[B,T,L,K]` by claim only, so it carries no annotation; experts: num_experts of each of the L sites; repeats:
+        sites whose rows may name an expert twice.
+    """
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise RoutingError(f"ids must be integers, got {ids.dtype}: router logits or gate weights, not ids?")
+    if ids.ndim != 4:
+        raise RoutingError(f"ids must be [B,T,L,K] (sequence, token, site, slot), got {list(ids.shape)}")
+    if ids.shape[2] != len(sites):
+        raise RoutingError(f"ids {list(ids.shape)} have {ids.shape[2]} sites on axis 2, named: {len(sites)}")
+    if ids.shape[3] < 1:
+        raise RoutingError(f"ids {list(ids.shape)} have no slots")
+    if len(set(sites)) != len(sites):
+        twice = next(site for i, site in enumerate(sites) if site in sites[:i])
+        raise RoutingError(f"site {twice} is named twice (names are compared without wrapper parts)")
+    packed = torch.empty(ids.shape, dtype=packed_dtype(max(experts)), device=ids.device)
+    for chunk in _chunks(ids):
+        words(packed)[chunk] = words(
+            _checked(ids[chunk].to(torch.int64), chunk.start, ids.dtype, sites, experts, repeats)
+        )
+    return packed
+
+
+def check_packed(packed: Tensor, sites: Sequence[str], experts: Sequence[int], repeats: Collection[str] = ()) -> None:
+    """RoutingError unless `packed` is what `pack_checked` makes for these sites."""
+    expected = packed_dtype(max(experts))
+    if packed.dtype != expected or packed.ndim != 4 or packed.shape[2] != len(sites) or packed.shape[3] < 1:
+        raise RoutingError(
+            f"packed ids are {packed.dtype} {list(packed.shape)}, expected {expected} [B,T,{len(sites)},K]"
+        )
+    for chunk in _chunks(packed):
+        again = _checked(unpack_ids(packed[chunk]), chunk.start, torch.int64, sites, experts, repeats)
+        if not torch.equal(words(again), words(packed[chunk])):
+            raise RoutingError("a row of packed ids is live in some slots only")
+
+
+def _chunks(ids: Tensor) -> list[slice]:
+    step = max(1, _CHUNK // max(1, ids.shape[1:].numel()))
+    return [slice(start, start + step) for start in range(0, len(ids), step)]
+
+
+def _checked(
+    wide: Tensor,
+    start: int,
+    dtype: torch.dtype,
+    sites: Sequence[str],
+    experts: Sequence[int],
+    repeats: Collection[str],
+) -> Tensor:
+    bad = (wide < LIVE) | (wide >= torch.tensor(experts, device=wide.device)[:, None])
+    if bad.any():
+        b, t, site, k = bad.nonzero()[0].tolist()
+        value, limit = int(wide[b, t, site, k]), experts[site]
+        cause = "routes of another model, or physical instead of logical expert ids?"
+        if value < LIVE:
+            cause = "below zero only -1 has a meaning (live); an overflow of int8 or int16?"
+        elif not dtype.is_signed and value == torch.iinfo(dtype).max:
+            cause = f"{value} is the sentinel of packed {dtype} ids: pass `.ids`, or -1 in its place"
+        raise RoutingError(
+            f"site {sites[site]}: sequence {start + b}, token {t}, slot {k} names expert {value}, "
+            f"expected 0..{limit - 1} or -1: {cause}"
+        )
+    wide = torch.where((wide == LIVE).any(-1, keepdim=True), LIVE, wide)
+    ordered = wide.sort(-1).values
+    once = torch.tensor([site not in repeats for site in sites], device=wide.device)
+    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != LIVE) & once[:, None]
+    if twice.any():
+        b, t, site, _ = twice.nonzero()[0].tolist()
+        raise RoutingError(
+            f"site {sites[site]}: sequence {start + b}, token {t} names an expert twice: "
+            f"{wide[b, t, site].tolist()}; rows that are padding or were never captured must be -1"
+        )
+    return pack_ids(wide, max(experts))
