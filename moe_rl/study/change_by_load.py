@@ -40,7 +40,7 @@ def _counted(stored: TokenStep) -> np.ndarray:
     """Of one step: experts, slots, and slots left, by class of load."""
     old, new = (stored.all_experts(update) for update in (0, stored.updates[-1]))
     routed = (old >= 0).all(-1, keepdims=True) & (new >= 0).all(-1, keepdims=True)
-    left = routed & ~(old[..., :, None] == new[..., None, :]).any(-1)
+    left: np.ndarray = routed & ~(old[..., :, None] == new[..., None, :]).any(-1)
     given, sites = stored.routes(0).num_experts, old.shape[1]
     numbers = [given] * sites if isinstance(given, int) else given
     found = np.zeros((3, len(CLASSES)))
