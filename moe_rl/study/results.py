@@ -61,9 +61,13 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
 Column = Callable[[dict[str, Any]], str]
 
 
+def _column(name: str, text: Callable[[Any], str] = str) -> Column:
+    return lambda row: text(row[name])
+
+
 def _texts(*headings: str) -> dict[str, Column]:
     """Columns as they are, under their own names, with spaces for underscores."""
-    return {heading: lambda row, of=heading: str(row[of.replace(" ", "_")]) for heading in headings}
+    return {heading: _column(heading.replace(" ", "_")) for heading in headings}
 
 
 def _interval(form: str, name: str, low: str = "", high: str = "", factor: int = 1) -> Column:
@@ -159,7 +163,7 @@ PAGES: dict[str, dict[str, Column]] = {
         "routing share, last five minus first five, %": _percent("share_growth", 0),
     },
     "sizes": {
-        **{words: (lambda row, axis=axis: str(int(row[axis]))) for axis, words in AXES.items()},
+        **{words: _column(axis, lambda size: str(int(size))) for axis, words in AXES.items()},
         **_texts("n"),
         "slots, %": _percent("slot_change"),
         "sites, %": _percent("site_change"),
@@ -206,9 +210,11 @@ def _plain(value: Any) -> str:
 
 def markdown(name: str, table: pd.DataFrame) -> str:
     """A summary table as a Markdown table, with the columns that pages show."""
-    columns = PAGES.get(name) or {str(column): lambda row, name=column: _plain(row[name]) for column in table}
+    columns = PAGES.get(name) or {str(column): _column(str(column), _plain) for column in table}
     lines = [list(columns), ["---"] * len(columns)]
-    lines += [[cell(row) for cell in columns.values()] for row in table.to_dict("records")]
+    for record in table.to_dict("records"):
+        row = {str(key): value for key, value in record.items()}
+        lines.append([cell(row) for cell in columns.values()])
     return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 

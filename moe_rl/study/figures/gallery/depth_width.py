@@ -91,7 +91,7 @@ def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
     kept = probes[probes.index.isin(equal)].reset_index()
     found = []
     for (arm, seed), part in kept.groupby(["arm", "seed"], sort=False):
-        row = {"arm": arm, "seed": seed, **sizes.get(str(arm), {}), "steps": part["step"].nunique()}
+        row: dict[str, Any] = {"arm": arm, "seed": seed, **sizes.get(str(arm), {}), "steps": part["step"].nunique()}
         for unit in ("slot", "site", "token"):
             if f"{unit}s_changed" in part:
                 row[f"{unit}_change"] = part[f"{unit}s_changed"].sum() / part[f"{unit}s"].sum()
