@@ -5,7 +5,7 @@ from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.presets import OBJECTIVES
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engine_config import CONTINUING_KINDS, EngineError, check_engine
-from moe_rl.training.config import DPO, IN_GROUPS, RunConfig
+from moe_rl.training.config import DPO, IN_GROUPS, ProbeConfig, RunConfig
 from moe_rl.training.method import Method, overrides, resolve_method
 from moe_rl.training.ranges import check_settings
 
@@ -28,7 +28,8 @@ def validate(config: RunConfig) -> None:
     responses = rollout.prompts * (2 if method.pairs else rollout.group_size)
     require(
         1 <= probe.sequences <= responses or not (probe.every or probe.decompose_every),
-        f"probe.sequences: between 1 and the batch's {responses} responses, got {probe.sequences}",
+        f"probe.sequences: between 1 and the batch's {responses} responses, got {probe.sequences}"
+        + (", its default" if probe.sequences == ProbeConfig().sequences else ""),
     )
     for ok, field, why in (
         (config.distributed.strategy == "none", "distributed.strategy", "gradients are compared in one process"),

@@ -123,6 +123,7 @@ def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
         ),
         (changed(arms={"a": {"method": {"noise": -1}}}), "method.noise: .*of at least 0, got -1"),
         (changed(arms={"a": {"rollout": {"group_size": 1}}}), "rollout.group_size: a group baseline needs 2"),
+        (changed(arms={"a": {"rollout": {"prompts": 4, "group_size": 4}}}), "16 responses, got 32, its default"),
     ],
 )
 def test_a_mistake_is_named_with_its_field(data, message):
