@@ -39,7 +39,7 @@ def change_by_load(data: StudyData) -> pd.DataFrame:
 def _counted(stored: TokenStep) -> np.ndarray:
     """Of one step: experts, slots, and slots left, by class of load."""
     old, new = (stored.all_experts(update) for update in (0, stored.updates[-1]))
-    routed = (old >= 0).all(-1, keepdims=True) & (new >= 0).all(-1, keepdims=True)
+    routed = np.all((old >= 0) & (new >= 0), axis=-1, keepdims=True)
     left: np.ndarray = routed & ~(old[..., :, None] == new[..., None, :]).any(-1)
     given, sites = stored.routes(0).num_experts, old.shape[1]
     numbers = [given] * sites if isinstance(given, int) else given

@@ -13,7 +13,7 @@ A page asks for a table with a pair of markers, between which nothing is written
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +58,22 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     return [write_atomic(folder / name, content.encode()) for name, content in contents.items()]
 
 
-Column = Callable[[dict[str, Any]], str]
+Column = Callable[[Mapping[Any, Any]], str]
 
 
 def _texts(*headings: str) -> dict[str, Column]:
     """Columns as they are, under their own names, with spaces for underscores."""
-    return {heading: lambda row, of=heading: str(row[of.replace(" ", "_")]) for heading in headings}
+    return {heading: _text(heading.replace(" ", "_")) for heading in headings}
+
+
+def _text(name: str, kind: Callable[[Any], Any] = str) -> Column:
+    return lambda row: str(kind(row[name]))
 
 
 def _interval(form: str, name: str, low: str = "", high: str = "", factor: int = 1) -> Column:
     """An estimate with its interval: columns `name`, `low` and `high`, by default `name`_low and `name`_high."""
 
-    def cell(row: dict[str, Any]) -> str:
+    def cell(row: Mapping[Any, Any]) -> str:
         value, *ends = (factor * row[column] for column in (name, low or f"{name}_low", high or f"{name}_high"))
         if pd.isna(value):
             return "–"
@@ -159,7 +163,7 @@ PAGES: dict[str, dict[str, Column]] = {
         "routing share, last five minus first five, %": _percent("share_growth", 0),
     },
     "sizes": {
-        **{words: (lambda row, axis=axis: str(int(row[axis]))) for axis, words in AXES.items()},
+        **{words: _text(axis, int) for axis, words in AXES.items()},
         **_texts("n"),
         "slots, %": _percent("slot_change"),
         "sites, %": _percent("site_change"),
@@ -202,7 +206,7 @@ def _plain(value: Any) -> str:
 
 def markdown(name: str, table: pd.DataFrame) -> str:
     """A summary table as a Markdown table, with the columns that pages show."""
-    columns = PAGES.get(name) or {str(column): lambda row, name=column: _plain(row[name]) for column in table}
+    columns = PAGES.get(name) or {str(column): _text(str(column), _plain) for column in table}
     lines = [list(columns), ["---"] * len(columns)]
     lines += [[cell(row) for cell in columns.values()] for row in table.to_dict("records")]
     return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
