@@ -42,8 +42,8 @@ def checked(kind: str, name: str, value: Any) -> Any:
         near = nearest(name, [m.name for m in CATALOGUE[kind]], listed=False)
         hint = f"; it is one of {elsewhere[0]} rows" if elsewhere else near
         raise RunFolderError(
-            f"{kind} row: no metric {name!r}{hint}. docs/metrics.md has all names; one of your own needs a slash, "
-            f"e.g. 'mine/{name}'"
+            f"{kind} row: no metric {name!r}{hint} (docs/metrics.md has all names; one of your own needs a slash, "
+            f"e.g. 'mine/{name}')"
         )
     if metric.is_list != isinstance(value, list) and value is not None:
         wanted = "a list" if metric.is_list else "one value"

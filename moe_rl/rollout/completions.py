@@ -53,13 +53,18 @@ class Rollout:
         """Completion tokens per row, the end token included."""
         return self.completion_mask.sum(1)
 
+    @property
+    def first(self) -> int:
+        """The column in which the completions begin."""
+        return int(self.completion_mask.any(0).int().argmax())
+
     def rows(self, index: Int[Tensor, " n"]) -> "Rollout":
         """The completions `index`, in that order. `group_size` is kept: whether groups stay whole is up to `index`."""
         where = index.tolist()
         index = index.to(self.input_ids.device)
         return replace(
             self,
-            **{name: getattr(self, name)[index] for name in _TENSORS},
+            **{name: getattr(self, name)[index] for name in TENSORS},
             problems=[self.problems[i] for i in where],
             completions=[self.completions[i] for i in where],
             routes=None if self.routes is None else self.routes.rows(index),
@@ -68,7 +73,7 @@ class Rollout:
 
     def to(self, device: torch.device | str) -> "Rollout":
         """The same rollout on another device."""
-        moved = {name: getattr(self, name).to(device) for name in _TENSORS}
+        moved = {name: getattr(self, name).to(device) for name in TENSORS}
         routes, versions = self.routes, self.versions
         return replace(
             self,
@@ -78,22 +83,28 @@ class Rollout:
         )
 
 
+def padded(rollout: Rollout, left: int, right: int) -> Rollout:
+    """The rollout with so many more columns of padding, whose tokens are 0, which nothing reads, before and behind."""
+    tensors: dict[str, Any] = {name: getattr(rollout, name) for name in TENSORS}
+    wide: dict[str, Any] = {
+        n: F.pad(value, (left, right)) if value.ndim == 2 else value for n, value in tensors.items()
+    }
+    routes = rollout.routes
+    return replace(
+        rollout,
+        **wide,
+        routes=None if routes is None else routes.realign(rollout.attention_mask, wide["attention_mask"]),
+    )
+
+
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     """Rollouts of one group size and one version as one, in order: prompts padded on the left and completions on the
-    right to the widest. Padding tokens are 0, which nothing reads."""
-    firsts = [int(part.completion_mask.any(0).int().argmax()) for part in parts]
-    left = max(firsts)
-    right = max(part.input_ids.shape[1] - first for part, first in zip(parts, firsts, strict=True))
-    tensors: dict[str, list[Tensor]] = {name: [] for name in _TENSORS}
-    routes = []
-    for part, first in zip(parts, firsts, strict=True):
-        ends = (left - first, right - (part.input_ids.shape[1] - first))
-        for name in _TENSORS:
-            value = getattr(part, name)
-            tensors[name].append(F.pad(value, ends) if value.ndim == 2 else value)
-        if part.routes is not None:
-            routes.append(part.routes.realign(part.attention_mask, tensors["attention_mask"][-1]))
-    joined: dict[str, Any] = {name: torch.cat(values) for name, values in tensors.items()}
+    right to the widest."""
+    widths = [(part.first, part.input_ids.shape[1] - part.first) for part in parts]
+    left, right = (max(of) for of in zip(*widths, strict=True))
+    wide = [padded(part, left - before, right - behind) for part, (before, behind) in zip(parts, widths, strict=True)]
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in wide]) for name in TENSORS}
+    routes = [part.routes for part in wide if part.routes is not None]
     return replace(
         parts[0],
         **joined,
@@ -103,7 +114,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     )
 
 
-_TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished")
+TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished")
 
 
 def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:

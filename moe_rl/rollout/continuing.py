@@ -210,6 +210,5 @@ def _placed(
 
 def _texts(rollout: Rollout, tokenizer: Any) -> list[str]:
     """Everything after the prompts, tool text included, without the end token that closes a row."""
-    first = int(rollout.completion_mask.any(0).int().argmax())
-    tokens, mask = rollout.input_ids[:, first:], rollout.attention_mask[:, first:]
+    tokens, mask = rollout.input_ids[:, rollout.first :], rollout.attention_mask[:, rollout.first :]
     return decode_text(tokenizer, tokens, mask.sum(1) - rollout.finished.long())

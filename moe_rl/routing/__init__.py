@@ -1,5 +1,6 @@
 """What routers chose, and making them choose it again. Needs torch and transformers only."""
 
+from moe_rl.routing.calls import Recording
 from moe_rl.routing.change import (
     ChangeCounts,
     change_counts,
@@ -12,7 +13,6 @@ from moe_rl.routing.change import (
 )
 from moe_rl.routing.contexts import Attachment, attach, record_routes, replay_routes
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
-from moe_rl.routing.recording import Recording
 from moe_rl.routing.replay import Replay
 from moe_rl.routing.rerun import biased_routes, noisy_routes, record_margins
 from moe_rl.routing.router_stats import (

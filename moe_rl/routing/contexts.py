@@ -28,9 +28,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moe_rl.routing.calls import Recording
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap
-from moe_rl.routing.recording import Recording
 from moe_rl.routing.replay import Replay
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Selector

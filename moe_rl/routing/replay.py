@@ -7,13 +7,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.routing.calls import Call, Collected
+from moe_rl.routing.calls import Call, Collected, one_width, stacked, tokens_of, wrapped
 from moe_rl.routing.change import ChangeCounts, change_counts
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap, device_of
 from moe_rl.routing.kv_cache import CHANGED, CacheState
 from moe_rl.routing.packing import unpack_ids
-from moe_rl.routing.recording import one_width, stacked, tokens_of, wrapped
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Holes
 from moe_rl.routing.sites import match_sites

@@ -39,14 +39,14 @@ def change_by_load(data: StudyData) -> pd.DataFrame:
 def _counted(stored: TokenStep) -> np.ndarray:
     """Of one step: experts, slots, and slots left, by class of load."""
     old, new = (stored.all_experts(update) for update in (0, stored.updates[-1]))
-    routed = np.all((old >= 0) & (new >= 0), axis=-1, keepdims=True)
-    left: np.ndarray = routed & ~(old[..., :, None] == new[..., None, :]).any(-1)
+    routed = np.broadcast_to(((old >= 0) & (new >= 0)).all(-1, keepdims=True), old.shape)
+    left: np.ndarray = routed & (old[..., :, None] != new[..., None, :]).all(-1)
     given, sites = stored.routes(0).num_experts, old.shape[1]
     numbers = [given] * sites if isinstance(given, int) else given
     found = np.zeros((3, len(CLASSES)))
     for site, number in enumerate(numbers):
         ids = old[:, site]
-        load = np.bincount(ids[np.broadcast_to(routed[:, site], ids.shape)], minlength=number)
+        load = np.bincount(ids[routed[:, site]], minlength=number)
         lost = np.bincount(ids[left[:, site]], minlength=number)
         group = np.digitize(load * number / max(1, load.sum()), list(CLASSES.values())) - 1
         found += [np.bincount(group, weights, minlength=len(CLASSES)) for weights in (None, load, lost)]

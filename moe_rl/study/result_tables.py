@@ -14,7 +14,14 @@ from moe_rl.study.change_by_load import change_by_load
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
-from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES, power_laws, size_rows
+from moe_rl.study.figures.gallery.depth_width import (
+    AXES,
+    FEWEST,
+    QUANTITIES,
+    power_law,
+    power_laws,
+    size_rows,
+)
 from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.figures.gallery.engine_mismatch import engine_table
 from moe_rl.study.figures.gallery.gradient_bias import gradient_table
@@ -31,10 +38,10 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     final_reward, comparisons, runs (how every run ended), change_rates, factors; volatility, what share of the slots
     the update forward routed otherwise than the old policy, of all updates (0 under R2); with other roundings also
     roundings and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine,
-    engines, and with engines of several formats precision; where arms are of several sizes, sizes and power_laws;
-    where gradients were compared, gradients, and where tokens were kept, design_effect (both medians over probes);
-    where routes were, effective_routes, and with tokens change_by_load; where loads were, balance; with responses of
-    several versions of the weights, versions.
+    engines, and with engines of several formats precision; where arms are of several sizes, sizes and power_laws; where
+    they are of several learning rates, rate_exponents; where gradients were compared, gradients, and where tokens were
+    kept, design_effect (both medians over probes); where routes were, effective_routes, and with tokens
+    change_by_load; where loads were, balance; with responses of several versions of the weights, versions.
     Columns as in the functions that make them, with labels and conditions beside the names.
     """
     finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
@@ -80,6 +87,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         if laws := power_laws(sizes):
             found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps", "independent_sites"])
             found["power_laws"] = pd.DataFrame(laws)
+    found["rate_exponents"] = rate_exponents(data)
     if "site_max_vio" in data.probes and "max_vio" in data.updates:
         found["balance"] = _over_seeds(_balance(data), ["arm"], ["max_vio", "trained_max_vio"])
     if "old_tokens" in data.rollouts:
@@ -140,6 +148,23 @@ def effective_routes(data: StudyData) -> pd.DataFrame:
                 "effective_experts": float(load_entropy(load).exp().nanmean()),
             }
         )
+    return pd.DataFrame(rows)
+
+
+def rate_exponents(data: StudyData) -> pd.DataFrame:
+    """Change rate = a (learning rate)^b, by update and unit: `exponent` b with its interval over seeds (`power_law`),
+    rates pooled over the probes of a run. Empty unless every arm has a learning rate of its own, at least three.
+    """
+    learning = {run.arm: float((run.config.get("optim") or {}).get("learning_rate", np.nan)) for run in data.runs}
+    if len(set(learning.values())) < max(FEWEST, len(learning)) or data.probes.empty:
+        return pd.DataFrame()
+    rows = []
+    for unit in ("slot", "site", "token"):
+        rates = data.rates(unit, by=["arm", "seed", "update"])
+        rates["learning_rate"] = rates["arm"].astype(str).map(learning)
+        for update, part in rates.groupby("update"):
+            fit = power_law(part, "learning_rate", "rate")
+            rows += [] if fit is None else [{"update": update, "of": f"{unit}s", **fit}]
     return pd.DataFrame(rows)
 
 

@@ -13,7 +13,7 @@ A page asks for a table with a pair of markers, between which nothing is written
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +58,22 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     return [write_atomic(folder / name, content.encode()) for name, content in contents.items()]
 
 
-Column = Callable[[Mapping[Any, Any]], str]
+Column = Callable[[dict[str, Any]], str]
+
+
+def _column(name: str, text: Callable[[Any], str] = str) -> Column:
+    return lambda row: text(row[name])
 
 
 def _texts(*headings: str) -> dict[str, Column]:
     """Columns as they are, under their own names, with spaces for underscores."""
-    return {heading: _text(heading.replace(" ", "_")) for heading in headings}
-
-
-def _text(name: str, kind: Callable[[Any], Any] = str) -> Column:
-    return lambda row: str(kind(row[name]))
+    return {heading: _column(heading.replace(" ", "_")) for heading in headings}
 
 
 def _interval(form: str, name: str, low: str = "", high: str = "", factor: int = 1) -> Column:
     """An estimate with its interval: columns `name`, `low` and `high`, by default `name`_low and `name`_high."""
 
-    def cell(row: Mapping[Any, Any]) -> str:
+    def cell(row: dict[str, Any]) -> str:
         value, *ends = (factor * row[column] for column in (name, low or f"{name}_low", high or f"{name}_high"))
         if pd.isna(value):
             return "–"
@@ -163,7 +163,7 @@ PAGES: dict[str, dict[str, Column]] = {
         "routing share, last five minus first five, %": _percent("share_growth", 0),
     },
     "sizes": {
-        **{words: _text(axis, int) for axis, words in AXES.items()},
+        **{words: _column(axis, lambda size: str(int(size))) for axis, words in AXES.items()},
         **_texts("n"),
         "slots, %": _percent("slot_change"),
         "sites, %": _percent("site_change"),
@@ -175,6 +175,10 @@ PAGES: dict[str, dict[str, Column]] = {
         "along": lambda row: AXES[row["axis"]],
         "of": lambda row: QUANTITIES[row["quantity"]][0],
         **_texts("seeds"),
+        "exponent": _interval("+.2f", "exponent", "low", "high"),
+    },
+    "rate_exponents": {
+        **_texts("of", "update", "seeds"),
         "exponent": _interval("+.2f", "exponent", "low", "high"),
     },
     "early_warning": {
@@ -206,9 +210,11 @@ def _plain(value: Any) -> str:
 
 def markdown(name: str, table: pd.DataFrame) -> str:
     """A summary table as a Markdown table, with the columns that pages show."""
-    columns = PAGES.get(name) or {str(column): _text(str(column), _plain) for column in table}
+    columns = PAGES.get(name) or {str(column): _column(str(column), _plain) for column in table}
     lines = [list(columns), ["---"] * len(columns)]
-    lines += [[cell(row) for cell in columns.values()] for row in table.to_dict("records")]
+    for record in table.to_dict("records"):
+        row = {str(key): value for key, value in record.items()}
+        lines.append([cell(row) for cell in columns.values()])
     return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 

@@ -13,12 +13,12 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from accelerate.state import AcceleratorState, PartialState
 from jaxtyping import Shaped
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_rl.policy.lora import AdaptersOff
 from moe_rl.rollout import Rollout
+from moe_rl.rollout.completions import TENSORS, padded
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch, launched_processes
@@ -199,38 +200,25 @@ class Group(Ranks):
 
     def _joined(self, own: Rollout, problems: list[Any]) -> Rollout:
         """The rollouts of all ranks as one: prompts padded on the left and responses on the right to the longest."""
-        first = int(own.completion_mask[0].int().argmax())
-        widths = [first, own.input_ids.shape[1] - first, own.completions]
-        everyone = [json.loads(text) for text in self.exchange(json.dumps(widths))]
-        left, right = (max(of[i] for of in everyone) - widths[i] for i in (0, 1))
-        G, count = own.group_size, len(problems) * own.group_size
-
-        def pad(x: Tensor, value: float = 0) -> Tensor:
-            return F.pad(x, (*[0] * (2 * (x.ndim - 2)), left, right), value=value)
+        G, widths = own.group_size, [own.first, own.input_ids.shape[1] - own.first]
+        everyone = [json.loads(text) for text in self.exchange(json.dumps([*widths, own.completions]))]
+        own = padded(own, *(max(of[i] for of in everyone) - widths[i] for i in (0, 1)))
 
         def joined(x: Tensor) -> Tensor:
             # Ranks have shares of problems; shares of rows are the same only if they divide evenly.
             per_problem = x.reshape(-1, G, *x.shape[1:])
-            return self.gather(per_problem, len(problems)).reshape(count, *x.shape[1:])
+            return self.gather(per_problem, len(problems)).flatten(0, 1)
 
-        # Padding holds what the sampler itself pads with, which is never read.
-        input_ids = joined(pad(own.input_ids))
-        routes = None
-        if own.routes is not None:
-            ids = joined(pad(own.routes.ids.to(torch.int16), -1))
-            routes = RoutedExperts(
-                ids, own.routes.sites, own.routes.num_experts, tokens=input_ids, meta=own.routes.meta
-            )
-        return Rollout(
-            input_ids=input_ids,
-            attention_mask=joined(pad(own.attention_mask)),
-            completion_mask=joined(pad(own.completion_mask)),
-            logps=joined(pad(own.logps)),
-            rewards=joined(own.rewards),
-            finished=joined(own.finished),
-            group_size=G,
+        tensors: dict[str, Any] = {name: joined(getattr(own, name)) for name in TENSORS}
+        routes = own.routes
+        if routes is not None:
+            ids, about = joined(routes.ids.to(torch.int16)), (routes.sites, routes.num_experts)
+            routes = RoutedExperts(ids, *about, tokens=tensors["input_ids"], meta=routes.meta)
+        return replace(
+            own,
+            **tensors,
             problems=[problem for problem in problems for _ in range(G)],
-            completions=[text for _, _, texts in everyone for text in texts],
+            completions=[text for *_, texts in everyone for text in texts],
             routes=routes,
         )
 

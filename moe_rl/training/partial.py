@@ -13,10 +13,11 @@ from torch import Tensor
 
 from moe_rl.files import write_json, write_tensors
 from moe_rl.rollout import Problem, Rollout
+from moe_rl.rollout.completions import TENSORS
 from moe_rl.rollout.continuing import unfinished
 from moe_rl.routing import RoutedExperts
 
-_TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished", "versions")
+_TENSORS = (*TENSORS, "versions")
 
 
 def partial_responses(

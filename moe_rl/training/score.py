@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
@@ -116,19 +116,12 @@ def score_rollout(
         if reward_model:
             seen["learned_rewards"] = reward_model.scores(part.input_ids, part.attention_mask)
         found.append(seen)
-    for name in ("logps", "replayed_logps", "ref_logps", "values", "learned_rewards"):
-        bad = [~torch.isfinite(seen[name].view(len(seen[name]), -1)).all(1) for seen in found if name in seen]
-        if bad and bool(torch.cat(bad).any()):
-            mine = rollout.rows(torch.tensor(ranks.share(len(rollout))))
-            row = int(torch.cat(bad).int().argmax())
-            raise NotFiniteError(
-                "scoring",
-                f"{name} of {int(torch.cat(bad).sum())} of {len(mine)} responses are not finite, first of one to "
-                f"{prompt_of(mine, row)}. The weights of that model are no longer usable, or a response has a token "
-                "that it gives no probability",
-                mine,
-            )
-    tensors = {name: ranks.gather(torch.cat([seen[name] for seen in found]), len(rollout)) for name in found[0]}
+    own = {name: torch.cat([seen[name] for seen in found]) for name in found[0]}
+    for name, values in own.items():
+        if name not in ("margins", "route_scores"):
+            why = "that model are no longer usable, or a response has a token that it gives no probability"
+            _refuse_not_finite("scoring", name, values, ranks.mine(rollout), why)
+    tensors = {name: ranks.gather(values, len(rollout)) for name, values in own.items()}
     return Scores(routes=ranks.gather_routes(RoutedExperts.cat(routes), len(rollout)), **tensors)
 
 
@@ -139,17 +132,24 @@ def verify(task: Any, rollout: Rollout, ranks: Ranks, seconds: float | None = No
         TaskError: as `score`.
         NotFiniteError: a sampler that gave a token no probability, which is no sample of its distribution.
     """
-    bad = ~torch.isfinite(rollout.logps).all(1)
-    if bool(bad.any()):
-        raise NotFiniteError(
-            "sampling",
-            f"logps of {int(bad.sum())} of {len(rollout)} responses are not finite, first of one to "
-            f"{prompt_of(rollout, int(bad.int().argmax()))}. The weights of the model that sampled are of no more use",
-            rollout,
-            everywhere=True,
-        )
+    why = "the model that sampled are of no more use"
+    _refuse_not_finite("sampling", "logps", rollout.logps, rollout, why, everywhere=True)
     own = score(task, ranks.mine(rollout), seconds).rewards
     return replace(rollout, rewards=ranks.gather(own, len(rollout)))
+
+
+def _refuse_not_finite(
+    where: str, name: str, values: Shaped[Tensor, "B ..."], rollout: Rollout, why: str, everywhere: bool = False
+) -> None:
+    bad = ~torch.isfinite(values.reshape(len(values), -1)).all(1)
+    if bool(bad.any()):
+        raise NotFiniteError(
+            where,
+            f"{name} of {int(bad.sum())} of {len(rollout)} responses are not finite, first of one to "
+            f"{prompt_of(rollout, int(bad.int().argmax()))}. The weights of {why}",
+            rollout,
+            everywhere=everywhere,
+        )
 
 
 def make_advantages(

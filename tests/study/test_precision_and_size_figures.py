@@ -10,7 +10,7 @@ from moe_rl.study.figures import depth_width, precision
 from moe_rl.study.figures.gallery.depth_width import along, power_law, size_rows
 from moe_rl.study.figures.gallery.precision import engine_format, flip_ratio, precision_rows, precision_table
 from moe_rl.study.figures.style import NothingToDraw
-from moe_rl.study.result_tables import result_tables
+from moe_rl.study.result_tables import rate_exponents, result_tables
 from moe_rl.study.results import markdown
 from moe_rl.study.shipped import find_study
 
@@ -172,3 +172,18 @@ def test_the_study_files_resolve_and_every_arm_is_another_engine_or_size(name):
         assert {t.num_layers for t in tiny} == {2, 4, 8, 16, 24}
         assert {t.num_experts_per_tok for t in tiny} == {1, 2, 4, 8}
         assert {t.num_experts for t in tiny} == {8, 16, 32, 64, 128}
+
+
+def test_exponents_of_the_learning_rate_are_fitted_where_every_arm_has_its_own(tmp_path):
+    """Slots in proportion, sites by the square root, tokens not at all; and no table where two arms share a rate."""
+    for arm, power in (("low", 0), ("mid", 2), ("high", 4)):
+        for seed in (0, 1):
+            counts = {"slots": 10_000, "sites": 10_000, "tokens": 100}
+            changed = {"slots_changed": 10 * 2**power, "sites_changed": 10 * 2 ** (power // 2), "tokens_changed": 50}
+            probe = {"kind": "probe", "step": 0, "update": 1, **counts, **changed}
+            write_rows(tmp_path / arm / f"seed{seed}", [probe], {"optim": {"learning_rate": 1e-4 * 2**power}})
+    table = rate_exponents(load(tmp_path)).set_index("of")
+    assert table["exponent"].to_dict() == pytest.approx({"slots": 1, "sites": 0.5, "tokens": 0}, abs=1e-9)
+    assert (table["seeds"] == 2).all() and (table["update"] == 1).all()
+    write_rows(tmp_path / "same" / "seed0", [probe], {"optim": {"learning_rate": 1e-4}})
+    assert rate_exponents(load(tmp_path)).empty
