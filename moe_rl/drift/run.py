@@ -16,10 +16,10 @@ from moe_rl.drift import checkpoints as pair
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions
-from moe_rl.drift.output import Tick, environment, finite, output_folder, progress, settings_of, short_names, unfinished
+from moe_rl.drift.output import environment, finite, output_folder, progress, settings_of, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
-from moe_rl.drift.prompts import Skipped, batches, check_file, examples
+from moe_rl.drift.prompts import Skipped, TextBatch, batches, check_file, examples
 from moe_rl.drift.tally import Tally
 from moe_rl.drift.verdict import pair_verdict
 from moe_rl.files import write_json
@@ -42,10 +42,22 @@ def run_drift(options: DriftOptions) -> Path:
     if alone and not options.one_at_a_time:
         console.print("Two models do not fit into memory: one at a time.", style="dim")
     skipped, tally, floor = Skipped(), Tally(), Floor(options.floor_sequences)
+    load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
+    load_old, load_new = partial(load, "OLD", old), partial(load, "NEW", new)
+
+    def text(count: Skipped) -> Iterator[TextBatch]:
+        source = examples(options.prompts, found.tokenizer, max_tokens, count)
+        return batches(source, options.batch_size, found.tokenizer.pad_token_id)
+
     total = (3 if alone else 1) * -(-number // options.batch_size)
     with unfinished(output) as folder, progress(console, total) as tick:
-        load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
-        measured = _measure(options, found, load, max_tokens, skipped, folder / "cache", alone, floor, tick)
+        wanted = options.per_site, options.gate_swap
+        if alone:
+            passes = iter([skipped, Skipped(), Skipped()])  # count what is skipped in the first pass only
+            again, cache = (lambda: text(next(passes))), folder / "cache"
+            measured = one_at_a_time(load_old, load_new, again, *wanted, cache, floor, tick)
+        else:
+            measured = with_both(load_old(), load_new(), text(skipped), *wanted, floor, tick)
         _write_tokens(folder / "tokens.parquet", tally, measured)
         if tally.counts is None:
             raise skipped.nothing_left(options.prompts, number, max_tokens)
@@ -81,31 +93,6 @@ def say(folder: Path) -> None:
     for topic, text in summary(facts):
         print(f"{topic}{'' if topic.endswith('?') else ':'} {text}")
     print(f"report: {folder / 'report.html'}")
-
-
-def _measure(
-    options: DriftOptions,
-    found: pair.Checkpoints,
-    load: Any,
-    max_tokens: int,
-    skipped: Skipped,
-    cache: Path,
-    alone: bool,
-    floor: Floor,
-    tick: Tick,
-) -> Iterator[Measured]:
-    tokenizer, size = found.tokenizer, options.batch_size
-
-    def text(count: Skipped) -> Any:
-        return batches(examples(options.prompts, tokenizer, max_tokens, count), size, tokenizer.pad_token_id)
-
-    load_old, load_new = (partial(load, *named) for named in zip(("OLD", "NEW"), options.checkpoints, strict=True))
-    if not alone:
-        yield from with_both(load_old(), load_new(), text(skipped), options.per_site, options.gate_swap, floor, tick)
-        return
-    passes = iter([skipped, Skipped(), Skipped()])  # count what is skipped in the first pass only
-    again, wanted = (lambda: text(next(passes))), (options.per_site, options.gate_swap)
-    yield from one_at_a_time(load_old, load_new, again, *wanted, cache, floor, tick)
 
 
 def _write_tokens(path: Path, tally: Tally, measured: Iterator[Measured]) -> None:

@@ -33,9 +33,15 @@ class Dots:
     open: bool = False
 
     @classmethod
-    def each(cls, tables: Mapping[str, pd.DataFrame], value: Callable[[pd.DataFrame], pd.Series], **how: Any) -> "Dots":
-        """`value` of the table of every arm (columns seeds): one number for each seed."""
-        return cls(pd.DataFrame({arm: value(table) for arm, table in tables.items()}).T, **how)
+    def each(
+        cls,
+        tables: Mapping[str, pd.DataFrame],
+        value: Callable[[pd.DataFrame], pd.Series],
+        scale: float = 1,
+        **how: Any,
+    ) -> "Dots":
+        """`value` of the table of every arm (columns seeds), times `scale`: one number for each seed."""
+        return cls(scale * pd.DataFrame({arm: value(table) for arm, table in tables.items()}).T, **how)
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def divergence(data: StudyData) -> Drawing:
     if crowded(data):
         columns = [
             Column(LABELS["k3_natural"], [Dots.each(tables["k3_natural"], pd.DataFrame.median)], log=True),
-            Column(LABELS["F(2)"], [Dots.each(tables["F(2)"], lambda table: 100 * table.median())]),
+            Column(LABELS["F(2)"], [Dots.each(tables["F(2)"], pd.DataFrame.median, 100)]),
         ]
         said = "Median over the steps of a run; by step in the table."
         return Drawing(arm_rows(data, columns).figure, frame, said, interval="bar")

@@ -49,7 +49,7 @@ def dynamics(data: StudyData) -> Drawing:
     ]
     if crowded(data):
         columns = [
-            Column(words, [Dots(scale * Dots.each(found[name], lambda table: table.tail(FINAL_STEPS).mean()).table)])
+            Column(words, [Dots.each(found[name], lambda table: table.tail(FINAL_STEPS).mean(), scale=scale)])
             for name in drawn_names
             for _, words, scale in [QUANTITIES[name]]
         ]
