@@ -37,7 +37,7 @@ class Dots:
         cls,
         tables: Mapping[str, pd.DataFrame],
         value: Callable[[pd.DataFrame], pd.Series],
-        scale: float = 1,
+        scale: float | int = 1,
         **how: Any,
     ) -> "Dots":
         """`value` of the table of every arm (columns seeds), times `scale`: one number for each seed."""
