@@ -1,0 +1,99 @@
+"""What each method gives back of what a cause costs GRPO, over the studies of question 4:  python analysis/cures.py DIR
+
+Reads the committed tables of docs/results, so that it needs no runs; draws DIR/cures.pdf, .svg, .png and writes what is
+drawn beside them as CSV.
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from moe_rl.study.figures.cures import cures_figure
+from moe_rl.study.figures.saving import save_figure
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+GONE = "the cause taken away"
+METHODS = {
+    "gone": GONE,
+    "replay": "GRPO + R2",
+    "live": "GRPO + R2, bias on live loads",
+    "r3": "GRPO + R3",
+    "gspo": "GSPO",
+    "gspo_replay": "GSPO + R2",
+    "gmpo": "GMPO",
+    "rspo": "RSPO",
+    "cispo": "CISPO",
+    "sapo": "SAPO",
+    "dppo": "DPPO",
+}
+OTHERS = ("gspo", "gmpo", "rspo", "cispo", "sapo")
+
+CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
+    "Selection noise,\n36 % of the slots": {
+        "replay": ("replay_vs_gspo", "grpo_replay", "grpo_noise02"),
+        **{method: ("methods_noise", method, "grpo") for method in OTHERS},
+        "dppo": ("methods_noise", "dppo_tv", "grpo"),
+    },
+    "Near-tied routers\nat the full rate": {
+        "gone": ("methods_router", "grpo_tenth", "grpo"),
+        "replay": ("levers_router", "grpo_replay_full", "grpo_full"),
+        **{method: ("methods_router", method, "grpo") for method in (*OTHERS, "gspo_replay")},
+        "dppo": ("methods_router", "dppo_tv", "grpo"),
+    },
+    "Balancing bias,\n0.001 a step": {
+        "gone": ("levers_balance_replay", "grpo", "grpo_bias1e3"),
+        "replay": ("levers_balance_replay", "grpo_replay_bias1e3", "grpo_bias1e3"),
+        "live": ("levers_balance_live", "grpo_replay_live", "grpo_bias"),
+        "gspo": ("levers_balance_replay", "gspo_bias1e3", "grpo_bias1e3"),
+    },
+    "Old tokens,\nof four versions": {
+        "gone": ("methods_stale", "grpo", "grpo_partial"),
+        "replay": ("partial_rollouts", "grpo_partial_r2", "grpo_partial"),
+        **{method: ("methods_stale", f"{method}_partial", "grpo_partial") for method in (*OTHERS, "dppo")},
+    },
+    "Rollout engine\nwith int4 weights": {
+        "gone": ("dppo_mismatch", "grpo_fp32", "grpo_int4"),
+        "r3": ("dppo_mismatch", "grpo_r3_int4", "grpo_int4"),
+        **{method: ("methods_int4", f"{method}_int4", "grpo_int4") for method in OTHERS},
+        "dppo": ("dppo_mismatch", "dppo_int4", "grpo_int4"),
+    },
+}
+"""Cause -> method -> the declared comparison with GRPO: study, arm, GRPO's arm."""
+
+
+def cures_table() -> pd.DataFrame:
+    """One row per cause and method, from the committed comparisons: what `cures_figure` takes."""
+    rows = []
+    for method, label in METHODS.items():
+        for cause, cells in CAUSES.items():
+            if method in cells:
+                study, arm, other = cells[method]
+                found = comparison(study, arm, other)
+                rows.append({"cause": cause, "method": label, "study": study, "arm": arm, "other": other, **found})
+    table = pd.DataFrame(rows)
+    table["cause"] = pd.Categorical(table["cause"], list(CAUSES))
+    table["method"] = pd.Categorical(table["method"], list(METHODS.values()))
+    return table.sort_values(["cause", "method"], ignore_index=True)
+
+
+def comparison(study: str, arm: str, other: str) -> dict[str, object]:
+    """n, difference, low, high and verdict of arm - other, which a study may have declared the other way round."""
+    table = pd.read_csv(RESULTS / study / "comparisons.csv").set_index(["arm", "other"])
+    if (arm, other) in table.index:
+        return table.loc[(arm, other), ["n", "difference", "low", "high", "verdict"]].to_dict()
+    row = table.loc[(other, arm)]
+    turned = {"higher": "lower", "lower": "higher"}.get(row["verdict"], row["verdict"])
+    ends = {"difference": -row["difference"], "low": -row["high"], "high": -row["low"]}
+    return {"n": row["n"], **ends, "verdict": turned}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw what each method gives back of what a cause costs GRPO.")
+    parser.add_argument("folder", type=Path, help="gets cures.pdf, .svg, .png and .csv")
+    for file in save_figure(cures_figure(cures_table()), parser.parse_args().folder):
+        print(file)
+
+
+if __name__ == "__main__":
+    main()

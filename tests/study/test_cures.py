@@ -1,0 +1,39 @@
+"""What methods give back, by cause: the committed comparisons, each with the sign of method less GRPO."""
+
+import runpy
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from moe_rl.study.figures.cures import cures_figure
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script():
+    return runpy.run_path(str(ROOT / "analysis" / "cures.py"))
+
+
+def test_comparisons_have_the_sign_of_method_less_grpo(script):
+    table = pd.read_csv(ROOT / "docs/results/methods_router/comparisons.csv").set_index(["arm", "other"])
+    declared = table.loc[("grpo", "grpo_tenth")]
+    turned = script["comparison"]("methods_router", "grpo_tenth", "grpo")
+    assert declared["verdict"] == "lower" and turned["verdict"] == "higher"
+    assert turned["difference"] == -declared["difference"] and turned["low"] == -declared["high"]
+    as_declared = script["comparison"]("methods_router", "gmpo", "grpo")
+    assert as_declared["low"] == table.loc[("gmpo", "grpo"), "low"]
+
+
+def test_each_cause_is_a_panel_and_marks_are_filled_where_the_verdict_tells(script):
+    table = script["cures_table"]()
+    assert set(table["cause"]) == set(script["CAUSES"])
+    assert (table.loc[table["method"] == script["GONE"], "difference"] > 0).all(), "they are causes of a loss"
+    made = cures_figure(table)
+    noise = made.figure.axes[0]
+    rows = table[table["cause"] == (noise.get_title(loc="left") or noise.get_title())]
+    marks = noise.collections[-1]
+    assert [x for x, _ in marks.get_offsets()] == list(rows["difference"])
+    filled = [tuple(colour[:3]) != (1, 1, 1) for colour in marks.get_facecolors()]
+    assert filled == list(rows["verdict"].isin(["higher", "lower"]))
