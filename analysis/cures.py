@@ -46,6 +46,8 @@ CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
         "replay": ("levers_balance_replay", "grpo_replay_bias1e3", "grpo_bias1e3"),
         "live": ("levers_balance_live", "grpo_replay_live", "grpo_bias"),
         "gspo": ("levers_balance_replay", "gspo_bias1e3", "grpo_bias1e3"),
+        **{method: ("methods_bias", method, "grpo") for method in OTHERS if method != "gspo"},
+        "dppo": ("methods_bias", "dppo_tv", "grpo"),
     },
     "Old tokens,\nof four versions": {
         "gone": ("methods_stale", "grpo", "grpo_partial"),

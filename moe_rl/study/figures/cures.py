@@ -7,7 +7,7 @@ from moe_rl.study.figures.saving import StudyFigure, styled
 from moe_rl.study.figures.style import GREY, INK, WIDTH
 
 ROW = 0.2  # inches
-TOLD = ("higher", "lower")
+TOLD = ("higher", "lower", "small difference")
 
 
 @styled
