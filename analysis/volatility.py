@@ -19,9 +19,14 @@ LABELS = {
     "grpo_replay": "GRPO + R2",
     "gspo": "GSPO",
     "grpo_r3": "GRPO + R3",
+    "gmpo": "GMPO",
+    "rspo": "RSPO",
+    "cispo": "CISPO",
+    "sapo": "SAPO",
     "dppo": "DPPO",
     "live": "GRPO + R2, bias on live loads",
 }
+OTHERS = {method: method for method in ("gmpo", "rspo", "cispo", "sapo")}
 
 
 @dataclass(frozen=True)
@@ -61,24 +66,33 @@ def _engine(study: str, **arms: str) -> Condition:
 
 
 SOURCES: dict[str, list[Condition]] = {
-    "Selection noise,\nnear-tied routers": _noise("replay_vs_gspo", "noise02", "noise05"),
+    "Selection noise,\nnear-tied routers": [
+        *_noise("replay_vs_gspo", "noise02", "noise05"),
+        Condition("methods_noise", "grpo", {**OTHERS, "dppo": "dppo_tv"}),
+    ],
     "Selection noise,\nordinary routers": _noise("selection_noise", "noise05", "noise10", "noise20"),
     "Near-tied routers:\nfrozen, rate x 0.1, x 1": [
         *_alone("levers_router", "grpo_frozen", "grpo_tenth"),
         *_suffixed("levers_router", "full"),
+        Condition("methods_router", "grpo", {**OTHERS, "dppo": "dppo_tv"}),
     ],
     "Balancing bias:\n0, 0.0001, 0.001": [
         *_alone("levers_balance_replay", "grpo"),
         *_suffixed("levers_balance_replay", "bias1e4", "bias1e3"),
         Condition("levers_balance_live", "grpo_bias", {"live": "grpo_replay_live"}),
+        Condition("methods_bias", "grpo", {**OTHERS, "dppo": "dppo_tv"}),
     ],
     "Updates per batch:\n1, 4, 8, 16": [
         *_alone("minibatches", "grpo_n1"),
         *_suffixed("minibatches", "n4", "n8", "n16"),
     ],
     "Responses whole,\nor of four versions": [
-        *_alone("partial_rollouts_anchor", "grpo"),
-        Condition("partial_rollouts_anchor", "grpo_partial", {"grpo": "grpo_partial", "gspo": "gspo_partial"}),
+        *_alone("methods_stale", "grpo"),
+        Condition(
+            "methods_stale",
+            "grpo_partial",
+            {method: f"{method}_partial" for method in ("grpo", "gspo", *OTHERS, "dppo")},
+        ),
         Condition("partial_rollouts", "grpo_partial", {"grpo_replay": "grpo_partial_r2", "grpo_r3": "grpo_partial_r3"}),
     ],
     "Rollout engine:\nfp32, bf16, int4 routers": [
@@ -89,6 +103,7 @@ SOURCES: dict[str, list[Condition]] = {
     "Rollout engine:\nfp32, int4 weights": [
         _engine("dppo_mismatch", grpo="grpo_fp32"),
         _engine("dppo_mismatch", grpo="grpo_int4", grpo_r3="grpo_r3_int4", dppo="dppo_int4"),
+        Condition("methods_int4", "grpo_int4", {method: f"{method}_int4" for method in ("gspo", *OTHERS)}, engine=True),
     ],
 }
 

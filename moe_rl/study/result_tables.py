@@ -35,8 +35,9 @@ from moe_rl.study.summary import change_rates, factor_table, routing_noise_ratio
 def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     """The summary tables of a study, by name; those that its runs have no data for are left out.
 
-    final_reward, comparisons, runs (how every run ended), change_rates, factors; volatility, what share of the slots
-    the update forward routed otherwise than the old policy, of all updates (0 under R2); with other roundings also
+    final_reward, comparisons, runs (how every run ended), updates (what every run clipped, and its gradient norms),
+    change_rates, factors; volatility, what share of the slots the update forward routed otherwise than the old policy,
+    of all updates (0 under R2); with other roundings also
     roundings and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine,
     engines, and with engines of several formats precision; where arms are of several sizes, sizes and power_laws; where
     they are of several learning rates, rate_exponents; where gradients were compared, gradients, and where tokens were
@@ -61,6 +62,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         "variance_components": component_table(data),
     }
     if {"slots", "slots_changed"} <= set(data.updates):
+        found["updates"] = update_outcomes(data)
         found["volatility"] = _over_seeds(
             slots_rerouted(data, ["arm", "seed"]).reset_index(), ["arm"], ["slots_rerouted"]
         )
@@ -84,7 +86,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
             found["precision"] = _over_seeds(formats, ["arm"], list(formats.columns[2:]), ("k3", "k3_growth"))
     if {"var_token_natural", "var_token_replayed"} <= set(data.probes):
         sizes, _ = size_rows(data)
-        if laws := power_laws(sizes):
+        if laws := power_laws(sizes, (*QUANTITIES, "independent_sites")):
             found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps", "independent_sites"])
             found["power_laws"] = pd.DataFrame(laws)
     found["rate_exponents"] = rate_exponents(data)
@@ -149,6 +151,19 @@ def effective_routes(data: StudyData) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def update_outcomes(data: StudyData) -> pd.DataFrame:
+    """One row per run: of the tokens of all updates the share that the clip took out of the gradient (`clipped`), and
+    of those the share at its lower end (`clipped_low`, NaN without any); `grad_norm` (median), `grad_norm_largest`."""
+    counts, keys = ["tokens", "clipped_tokens", "clipped_low_tokens"], ["arm", "seed"]
+    runs = data.updates.groupby(keys, sort=False, observed=True)
+    found = runs["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
+    if set(counts) <= set(data.updates):
+        sums = runs[counts].sum()
+        found.insert(0, "clipped", sums["clipped_tokens"] / sums["tokens"])
+        found.insert(1, "clipped_low", sums["clipped_low_tokens"] / sums["clipped_tokens"])
+    return found.reset_index()
 
 
 def rate_exponents(data: StudyData) -> pd.DataFrame:

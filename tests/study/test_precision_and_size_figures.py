@@ -85,7 +85,9 @@ def test_sizes_of_a_study_are_tables_of_rates_and_of_exponents(sizes):
     assert deep["slot_change"] == pytest.approx(0.08) and deep["removed"] == pytest.approx(1e-3 * 64)
     assert deep["independent_sites"] == pytest.approx(6.579, abs=1e-3), "0.9^6.579 = 1/2 of the tokens unchanged"
     lines = markdown("power_laws", tables["power_laws"]).splitlines()
-    assert "| layers | slots | 2 | +1.00 [1.00, 1.00] |" in lines and len(lines) == 2 + 4
+    assert "| layers | slots | 2 | +1.00 [1.00, 1.00] |" in lines and len(lines) == 2 + 4 + 1, (
+        "four quantities of the figure, and independent sites"
+    )
     assert "precision" not in tables and "| 8 | 16 | 2 | 2 | 8.0 [8.0, 8.0] |" in markdown("sizes", tables["sizes"])
 
 

@@ -5,9 +5,9 @@ from matplotlib.figure import Figure
 
 from moe_rl.study.figures.saving import StudyFigure, styled
 from moe_rl.study.figures.style import GREY, INK, WIDTH
+from moe_rl.study.statistics import Verdict
 
 ROW = 0.2  # inches
-TOLD = ("higher", "lower", "small difference")
 
 
 @styled
@@ -24,7 +24,7 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
     for ax, cause in zip(axes, causes, strict=True):
         rows = table[table["cause"] == cause]
         places = [methods.index(method) for method in rows["method"]]
-        told = rows["verdict"].isin(TOLD)
+        told = rows["verdict"].isin([Verdict.HIGHER, Verdict.LOWER])
         ax.axvline(0, color=INK, lw=0.8, zorder=1)
         ax.hlines(places, rows["low"], rows["high"], color=GREY, lw=2.0, alpha=0.5, zorder=2)
         fill = [INK if one else "white" for one in told]
@@ -36,8 +36,8 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
     axes[0].set_ylim(len(methods) - 0.5, -0.5)
     drawn.supxlabel("final reward less that of GRPO under the same cause", fontsize=7.5)
     caption = (
-        "Mean over seeds of the paired differences and its 95 % interval. Filled: told from 0 by the test of its "
-        "study; open: not resolved, or no difference of interest; blank: not run. Columns are of different studies, "
+        "Mean over seeds of the paired differences and its 95 % interval. Filled: higher or lower by the rules of its "
+        "study, that is told from 0 and 0.05 at least; open: not; blank: not run. Columns are of different studies, "
         "and cells of one column may be of different seeds."
     )
     return StudyFigure("cures", "What each method gives back, by cause.", caption, drawn, table)

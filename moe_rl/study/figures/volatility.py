@@ -9,7 +9,7 @@ from moe_rl.study.figures.saving import StudyFigure, styled
 from moe_rl.study.figures.style import WIDTH, legend_above, look_of
 
 COLUMNS = 4
-APART = 2.0  # points between the marks of methods in one condition
+APART, WIDEST = 2.0, 8.0  # points between the marks of two methods in one condition, and over all of them
 LINEAR = 1.0  # %; below it the axis is linear, so that 0 has a place
 
 
@@ -27,9 +27,10 @@ def volatility_figure(table: pd.DataFrame) -> StudyFigure:
     axes = drawn.subplots(lines, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
     for ax, source in zip(axes, sources, strict=False):
         methods = list(table[table["source"] == source].groupby("method", sort=False))
+        apart = min(APART, WIDEST / len(methods))
         for i, (method, rows) in enumerate(methods):
             look, x = look_of(str(method)), 100 * rows["slots_rerouted"]
-            aside = ScaledTranslation(APART * (i - (len(methods) - 1) / 2) / 72, 0, drawn.dpi_scale_trans)
+            aside = ScaledTranslation(apart * (i - (len(methods) - 1) / 2) / 72, 0, drawn.dpi_scale_trans)
             place = {"color": look.colour, "transform": ax.transData + aside}
             ax.vlines(x, rows["low"], rows["high"], lw=2.0, alpha=0.35, **place)
             style = {"lw": 0.9, "mec": "white", "mew": 0.5, "ms": 4.5, "zorder": 3, "label": rows["label"].iloc[0]}

@@ -1,7 +1,7 @@
 """Change of routes, and the variance that replay removes, against layers, experts and experts per token."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -120,9 +120,10 @@ def varied(rows: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {axis: part for axis in AXES if len(part := along(rows, axis)) and part[axis].nunique() >= FEWEST}
 
 
-def power_laws(rows: pd.DataFrame) -> list[dict[str, Any]]:
+def power_laws(rows: pd.DataFrame, quantities: Iterable[str] = tuple(QUANTITIES)) -> list[dict[str, Any]]:
     """`power_law` of every quantity along every axis with enough sizes: `axis`, `quantity` and its fields."""
-    found = ((axis, name, power_law(part, axis, name)) for axis, part in varied(rows).items() for name in QUANTITIES)
+    names = list(quantities)
+    found = ((axis, name, power_law(part, axis, name)) for axis, part in varied(rows).items() for name in names)
     return [{"axis": axis, "quantity": name, **fit} for axis, name, fit in found if fit is not None]
 
 

@@ -14,6 +14,7 @@ from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
 from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour
 from moe_rl.study.outcomes import final_rewards
+from moe_rl.study.statistics import Verdict
 
 MOST_PAIRS = 16
 """More comparisons than this are left to the table."""
@@ -55,8 +56,8 @@ def final_reward(data: StudyData) -> Drawing:
         _differences(drawn, data, pairs)
         said += [
             "Below: differences between arms, paired by seed, with mean and "
-            "interval; between the dotted lines they are too small to be of interest. ▸: told from 0 by the rules of "
-            "the comparison."
+            "interval; between the dotted lines they are too small to be of interest. ▸: higher or lower by the "
+            "rules of the comparison, that is told from 0 and not too small to be of interest."
         ]
     frame = table.drop(columns=[name for name in table if str(name).endswith(("by_seed", "collapse_steps"))])
     tables = {"differences": comparison_table(data)} if pairs else {}
@@ -102,7 +103,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
         one = pair.result
         colour = arm_colour(data, pair.arm)
         draw_dots(ax, np.array([y]), np.array([one.differences]), [colour])
-        mark = "▸ " if str(one.verdict) in ("higher", "lower") else ""
+        mark = "▸ " if one.verdict in (Verdict.HIGHER, Verdict.LOWER) else ""
         words = f"{one.difference.estimate:+.3f}"
         words += f" [{one.difference.low:+.3f}, {one.difference.high:+.3f}]" if one.difference.known else ""
         ax.text(1 + 1.4 / wide, y, (mark + words).replace("-", "−"), ha="right", **place)

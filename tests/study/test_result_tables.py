@@ -1,14 +1,16 @@
-"""Change of slots by an expert's load: by hand, from token and route files."""
+"""Tables of a study by hand: change of slots by an expert's load, and what runs clipped."""
 
 import json
 
 import numpy as np
 import pytest
 import yaml
+from synthetic import write_rows
 from token_files import write_step
 
 from moe_rl.study.change_by_load import change_by_load
 from moe_rl.study.data import load
+from moe_rl.study.result_tables import update_outcomes
 
 
 def test_slots_that_changed_are_counted_with_the_load_of_the_expert_that_lost_them(tmp_path):
@@ -28,3 +30,17 @@ def test_slots_that_changed_are_counted_with_the_load_of_the_expert_that_lost_th
     assert rows["slots"].tolist() == [0, 0, 0, 1]
     assert rows.loc["2 and more", "slot_change"] == pytest.approx(3 / 20)
     assert np.isnan(rows["slot_change"].iloc[:3]).all()
+
+
+def test_what_a_run_clipped_is_a_share_of_all_its_tokens(tmp_path):
+    for seed, clipped in ((0, 10), (1, 0)):
+        rows = [
+            {"kind": "update", "step": 0, "update": i, "slots": 8, "slots_changed": 0, "tokens": 50 * i}
+            | {"clipped_tokens": clipped, "clipped_low_tokens": clipped // 2, "grad_norm": float(i)}
+            for i in (1, 2, 3)
+        ]
+        write_rows(tmp_path / "grpo" / f"seed{seed}", rows, {})
+    some, none = update_outcomes(load(tmp_path)).to_dict("records")
+    assert (some["clipped"], some["clipped_low"]) == (pytest.approx(30 / 300), 0.5)
+    assert none["clipped"] == 0 and np.isnan(none["clipped_low"])
+    assert (none["grad_norm"], none["grad_norm_largest"]) == (2, 3)

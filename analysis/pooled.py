@@ -1,0 +1,43 @@
+"""One comparison over several studies, from their committed tables:
+
+    python analysis/pooled.py methods_stale:gspo_partial:grpo_partial partial_rollouts_anchor:gspo_partial:grpo_partial
+
+prints the mean of all paired differences of final reward with Student's 95 % interval. No study declared it, so that it
+is no test. Pairs count as independent: name studies of different seeds only.
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from moe_rl.study.statistics import student_interval
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+
+
+def differences(name: str) -> list[float]:
+    """Paired differences of STUDY:ARM:OTHER, in the order of seeds. Raises ValueError for what no table holds."""
+    parts = name.split(":")
+    if len(parts) != 3 or not (RESULTS / parts[0] / "comparisons.csv").is_file():
+        raise ValueError(f"{name}: expected STUDY:ARM:OTHER, a comparison of docs/results/STUDY/comparisons.csv")
+    study, arm, other = parts
+    table = pd.read_csv(RESULTS / study / "comparisons.csv").set_index(["arm", "other"])
+    if (arm, other) not in table.index:
+        declared = ", ".join(f"{study}:{one}:{two}" for one, two in table.index)
+        raise ValueError(f"{name}: not compared there; {study} has {declared}")
+    return [float(value) for value in str(table.loc[(arm, other), "differences"]).split()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One comparison over several studies of different seeds.")
+    parser.add_argument("names", nargs="+", metavar="STUDY:ARM:OTHER")
+    try:
+        values = [value for name in parser.parse_args().names for value in differences(name)]
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{len(values)} pairs, {sum(value > 0 for value in values)} above 0: {student_interval(values)}")
+
+
+if __name__ == "__main__":
+    main()
