@@ -61,8 +61,9 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         "roundings": conclusion_table(data),
         "variance_components": component_table(data),
     }
-    if {"slots", "slots_changed"} <= set(data.updates):
+    if "grad_norm" in data.updates:
         found["updates"] = update_outcomes(data)
+    if {"slots", "slots_changed"} <= set(data.updates):
         found["volatility"] = _over_seeds(
             slots_rerouted(data, ["arm", "seed"]).reset_index(), ["arm"], ["slots_rerouted"]
         )
