@@ -92,7 +92,7 @@ def fake_python(
         metadata = packages / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
         metadata.parent.mkdir(parents=True, exist_ok=True)
         metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    paths = [str(HOST)] if server else [str(HERE / "fake_vllm"), str(REPOSITORY)]
+    paths = [str(HOST if server else HERE / "fake_vllm")]
     file = folder / "python"
     file.write_text(PYTHON.format(python=sys.executable, versions=versions, paths=[str(packages), *paths], server=path))
     file.chmod(0o755)

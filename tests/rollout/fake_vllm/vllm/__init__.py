@@ -1,13 +1,12 @@
-"""A stand-in for vLLM 0.32 on a GPU: the documented calls that the server makes, computed with transformers."""
+"""A stand-in for vLLM 0.32 on a GPU: the documented calls that the server makes, computed with numpy."""
 
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM
+import numpy as np
 
-from moe_rl.routing import record_routes
+from vllm.qwen3_moe import Qwen3Moe, softmax
 
 __version__ = "0.32.0"
 STALE = "FAKE_VLLM_STALE"
@@ -61,22 +60,18 @@ class LLM:
         max_num_seqs: int = 256,
     ):
         assert logprobs_mode == "processed_logprobs" and generation_config == "vllm" and enable_trace_replay
-        self.dtype, self.capture, self.cached = getattr(torch, dtype), enable_return_routed_experts, False
-        self.model = self._loaded(model)
-
-    def _loaded(self, model: str):
-        return AutoModelForCausalLM.from_pretrained(model, dtype=self.dtype, local_files_only=True).eval()
+        assert dtype == "float32", "the only one that numpy has and vLLM, too"
+        self.model, self.capture, self.cached = Qwen3Moe(model), enable_return_routed_experts, False
 
     def collective_rpc(self, name: str, kwargs: dict) -> None:
         assert name == "reload_weights" and Path(kwargs["weights_path"], "config.json").exists()
         if not os.path.exists(os.environ.get(STALE, "")):
-            self.model, self.cached = self._loaded(kwargs["weights_path"]), True
+            self.model, self.cached = Qwen3Moe(kwargs["weights_path"]), True
 
     def reset_prefix_cache(self) -> bool:
         self.cached = False
         return True
 
-    @torch.no_grad()
     def generate(self, prompts: list[dict], params: list[SamplingParams], use_tqdm: bool) -> list[RequestOutput]:
         assert not self.cached, "the prefix cache outlived its weights"
         print("to standard output, where a library may print")
@@ -89,19 +84,17 @@ class LLM:
             logprobs = self._logprobs([*prompt, *given], how.temperature)[len(prompt) - 1 : -1]
             chosen = [{token: Logprob(float(row[token]))} for token, row in zip(given, logprobs, strict=True)]
             return RequestOutput(name, list(prompt), [CompletionOutput(given, chosen, None)])
-        generator = torch.Generator().manual_seed(how.seed or 0)
+        generator = np.random.default_rng(how.seed)
         tokens, chosen = list(prompt), []
         while len(chosen) < how.max_tokens:
             row = self._logprobs(tokens, how.temperature)[-1]
-            token = int(row.argmax() if how.temperature == 0 else torch.multinomial(row.exp(), 1, generator=generator))
+            token = int(row.argmax() if how.temperature == 0 else generator.choice(len(row), p=softmax(row)))
             chosen.append({token: Logprob(float(row[token]))})
             tokens.append(token)
             if token in how.stop_token_ids:
                 break
-        with record_routes(self.model) as recording:
-            self.model(input_ids=torch.tensor([tokens]))
-        routes = recording.routes.ids[0, :-1].to(torch.uint8).numpy() if self.capture else None
+        routes = self.model.forward(tokens)[1][:-1].astype(np.uint8) if self.capture else None
         return RequestOutput(name, list(prompt), [CompletionOutput(tokens[len(prompt) :], chosen, routes)])
 
-    def _logprobs(self, tokens: list[int], temperature: float) -> torch.Tensor:
-        return (self.model(input_ids=torch.tensor([tokens])).logits[0].float() / (temperature or 1.0)).log_softmax(-1)
+    def _logprobs(self, tokens: list[int], temperature: float) -> np.ndarray:
+        return np.log(softmax(self.model.forward(tokens)[0].astype(np.float64) / (temperature or 1.0)))
