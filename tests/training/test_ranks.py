@@ -1,6 +1,7 @@
 """Two processes are one: same prompts, samples and losses, whatever holds the weights; and what stops at once."""
 
 import json
+import multiprocessing
 import os
 import socket
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from micro import MICRO, judged, rows
+from safetensors.torch import load_file
 
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig
@@ -21,15 +23,16 @@ from moe_rl.training import EvalConfig, MethodConfig, begin, resume, run, shardi
 from moe_rl.training.config import DistributedConfig, RewardConfig
 from moe_rl.training.distributed import Group, ranks_of
 from moe_rl.training.launch import DistributedError, check_shares
-from moe_rl.training.sharding import ShardingError, check_sharded, whole
+from moe_rl.training.sharding import ShardingError, check_sharded
 
 CPU = replace(
     MICRO,
     model=replace(MICRO.model, device="cpu"),
     rollout=replace(MICRO.rollout, prompts=8),
     eval=EvalConfig(prompts=9),  # shares of 4 and 5
-    probe=replace(MICRO.probe, sequences=5, floor=False),
+    probe=replace(MICRO.probe, every=2, sequences=5, tokens_every=2, floor=False),
     optim=replace(MICRO.optim, max_grad_norm=0.5),
+    checkpoint_every=4,  # at the end
 )
 
 
@@ -44,14 +47,18 @@ def case(strategy, objective="grpo", replay="none", lag=0, micro_batch=None, **c
     return replace(config, **changes)
 
 
+def until(config, steps):
+    return replace(config, optim=replace(config.optim, steps=steps))
+
+
 LORA = LoraConfig(2, target_modules=("q_proj",), target_parameters=("mlp.experts.down_proj",), train_router=True)
 ENGINE = replace(CPU.rollout, engine=EngineConfig("hf", "bfloat16"))
 CASES = {
     "ddp": case("ddp"),
-    "ddp_replay": case("ddp", replay="R2", micro_batch=3),
+    "ddp_replay": until(case("ddp", replay="R2", lag=1, kl_coef=0.1, micro_batch=3), 3),
     "ddp_learned_reward": case("ddp", reward=RewardConfig(model="learned", initial_batches=1, epochs=1)),
     "fsdp2": case("fsdp2", objective="dapo"),
-    "fsdp2_replay": case("fsdp2", replay="R2", lag=1, kl_coef=0.1),
+    "fsdp2_replay": until(case("fsdp2", replay="R2", lag=1, kl_coef=0.1), 3),
     "fsdp2_rollout_replay": case("fsdp2", objective="gspo", replay="R3"),
     "fsdp2_ppo": case("fsdp2", objective="ppo"),
     "fsdp2_dpo": case("fsdp2", objective="dpo"),
@@ -81,7 +88,8 @@ def spawn(worker, *args):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(worker, args=(port, *args), nprocs=2)
+    multiprocessing.set_forkserver_preload(["moe_rl.study.run", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
+    torch.multiprocessing.start_processes(worker, args=(port, *args), nprocs=2, start_method="forkserver")
 
 
 @pytest.fixture
@@ -119,7 +127,7 @@ def worker(rank, port, folder):
     ends_apart(ranks, folder)
     routers_in_fp32(folder)
     wrong_sync(ranks, folder)
-    resumes_exactly(rank, folder)
+    resumes_exactly(folder)
     disagree(ranks, folder)
     dist.barrier()
 
@@ -140,7 +148,7 @@ def routers_in_fp32(folder):
     """bf16 layers, fp32 routers, fp32 shards: by what arrives at the modules and leaves them."""
     for keep in (False, True):
         distributed = DistributedConfig("fsdp2", compute_dtype="bfloat16", router_fp32=keep)
-        config = replace(CASES["fsdp2_replay"], distributed=distributed)
+        config = until(replace(CASES["fsdp2_replay"], distributed=distributed), 1)
         made = begin(config, folder / f"precision_{keep}")
         layer, seen = made.policy.model.layers[1].mlp, {}
         layer.gate.register_forward_hook(
@@ -162,34 +170,25 @@ def wrong_sync(ranks, folder):
         made.sync_guard.tolerance = 0.0
         resume(made), run(made)
         assert made.sync_guard.gap > 0
-        deaf = begin(CASES[f"{strategy}_engine"], folder / f"{strategy}_deaf")
-        deaf.sync_guard.tolerance = 0.0
-        if ranks.rank == 1:
-            deaf.engine.sync = lambda weights, version: [gathered(tensor) for tensor in weights.values()]
-        resume(deaf)
-        with pytest.raises(EngineError, match=r"weight sync 1: .* does not hold the policy"):
-            run(deaf)
+        made.config = until(made.config, 3)
+        if ranks.rank == 1:  # deaf from here on
+            made.engine.sync = lambda weights, version: [gathered(tensor) for tensor in weights.values()]
+        with pytest.raises(EngineError, match=r"weight sync 2: .* does not hold the policy"):
+            run(made)
 
 
-def resumes_exactly(rank, folder):
+def resumes_exactly(folder):
     """Interrupted after step 1 of 3, resumed by as many ranks: every number as without the interruption."""
     for strategy in ("ddp", "fsdp2"):
-        config = case(strategy, replay="R2", lag=1, kl_coef=0.1)
-        config = replace(config, optim=replace(config.optim, steps=3))
-
-        whole_run = begin(config, folder / f"{strategy}_whole")
-        resume(whole_run), run(whole_run)
+        config = CASES[f"{strategy}_replay"]
         broken = begin(config, folder / f"{strategy}_broken")
         resume(broken)
-        steps, broken.config = broken.config.optim.steps, replace(config, optim=replace(config.optim, steps=1))
-        assert steps == 3
+        broken.config = until(config, 1)
         run(broken)
         resumed = begin(config, folder / f"{strategy}_broken")
         resume(resumed)
-        assert resumed.step == 1
+        assert (resumed.step, config.optim.steps) == (1, 3)
         run(resumed)
-        ends = [whole(p).detach() for p in resumed.policy.parameters()]
-        assert all(torch.equal(whole(p), q) for p, q in zip(whole_run.policy.parameters(), ends, strict=True))
 
 
 def disagree(ranks, folder):
@@ -228,9 +227,11 @@ EXACT = ("reward", "response_length", "lr")
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path, random_rewards):
     spawn(worker, tmp_path)
-    for name, config in CASES.items():
-        run_one(replace(config, distributed=DistributedConfig()), tmp_path / f"{name}_alone")
-        found, wanted = rows(tmp_path / name), rows(tmp_path / f"{name}_alone")
+    one_process = {name: replace(config, distributed=DistributedConfig()) for name, config in CASES.items()}
+    for name, config in one_process.items():
+        first = next(other for other in CASES if one_process[other] == config)  # one run for all strategies
+        run_one(config, tmp_path / f"{first}_alone")
+        found, wanted = rows(tmp_path / name), rows(tmp_path / f"{first}_alone")
         assert [r["kind"] for r in found] == [r["kind"] for r in wanted]
         for mine, alone in zip(found, wanted, strict=True):
             for key, value in alone.items():
@@ -243,12 +244,15 @@ def test_two_processes_are_one(tmp_path, random_rewards):
         assert (tmp_path / name / "DONE").exists()
         assert json.loads((tmp_path / name / "env.json").read_text())["processes"] == 2
     for strategy in ("ddp", "fsdp2"):
-        assert rows(tmp_path / f"{strategy}_whole") == rows(tmp_path / f"{strategy}_broken")
+        unbroken, broken = tmp_path / f"{strategy}_replay", tmp_path / f"{strategy}_broken"
+        assert rows(unbroken) == rows(broken)
+        for name in ("model", "optimizer", "batch_0"):
+            ends = [load_file(folder / "checkpoint" / f"{name}.safetensors") for folder in (unbroken, broken)]
+            assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
     # A checkpoint does not say how many ranks wrote it: one process goes on where two stopped.
-    alone = replace(CASES["fsdp2_replay"], distributed=DistributedConfig())
-    one = begin(replace(alone, optim=replace(alone.optim, steps=3)), tmp_path / "fsdp2_replay")
+    one = begin(until(one_process["fsdp2_replay"], 4), tmp_path / "fsdp2_replay")
     resume(one)
-    assert one.step == 2 and len(one.waiting) == 1 and len(one.waiting[0]) == 32
+    assert one.step == 3 and len(one.waiting) == 1 and len(one.waiting[0]) == 32
     run(one)
     assert rows(tmp_path / "fsdp2_replay", "update")[-1]["replayed_rows"] > 0
 
