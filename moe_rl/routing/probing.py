@@ -208,17 +208,19 @@ def evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[Seen]]:
     seen = [Seen() for _ in tap.sites]
     with ExitStack() as stack:
         for site, depth, found in zip(tap.sites, depths, seen, strict=True):
-
-            def returned(m: Any, a: Any, output: Any, found: Seen = found) -> None:
-                found.ran += 1
-                found.output = tuple(output) if isinstance(output, tuple | list) else (output,)
-
-            def called(name: str, _: nn.Module, args: Any, kwargs: Any, found: Seen = found) -> None:
-                found.arrived.append((name, {**dict(enumerate(args)), **kwargs}))
-
             for module in site.modules if depth == 0 else (site.parents[depth - 1],):
-                stack.callback(module.register_forward_hook(returned).remove)
+                stack.callback(module.register_forward_hook(partial(_returned, found)).remove)
             for name, module in site.parents[0].named_children() if site.parents else ():
                 if module not in site.modules:
-                    stack.callback(module.register_forward_pre_hook(partial(called, name), with_kwargs=True).remove)
+                    called = partial(_called, found, name)
+                    stack.callback(module.register_forward_pre_hook(called, with_kwargs=True).remove)
         yield seen
+
+
+def _returned(found: Seen, module: nn.Module, args: Any, output: Any) -> None:
+    found.ran += 1
+    found.output = tuple(output) if isinstance(output, tuple | list) else (output,)
+
+
+def _called(found: Seen, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    found.arrived.append((name, {**dict(enumerate(args)), **kwargs}))
