@@ -1,9 +1,18 @@
 """Shared test settings."""
 
+import gc
 import os
 
 import hypothesis
 import torch
+
+gc.disable()  # while all is imported and collected: what comes of it stays
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
 
 # Shared machines stall: a deadline would fail a property for the neighbour's load.
 hypothesis.settings.register_profile("moe_rl", deadline=None)
