@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 
 from moe_rl.arguments import Given, arm_and_seed, fail, load, parse, study_file
 from moe_rl.names import nearest
-from moe_rl.processes import waiting_threads_sleep
+from moe_rl.processes import importing, waiting_threads_sleep
 
 LABORATORY = ("accelerate", "pandas", "pyarrow", "matplotlib", "scipy", "rich", "tyro", "yaml", "jinja2", "tokenizers")
 """What the commands need beyond the instrument: the extra `lab`."""
@@ -102,11 +102,12 @@ def study_verb(arguments: list[str]) -> None:
     if given.studies:
         run_listed(given)
         return
-    import tyro
+    with importing():
+        import tyro
 
-    from moe_rl.study.grid import run_study
-    from moe_rl.study.launchers import workers_of
-    from moe_rl.training import RunConfig
+        from moe_rl.study.grid import run_study
+        from moe_rl.study.launchers import workers_of
+        from moe_rl.training import RunConfig
 
     study = load(given.path)
 
@@ -164,13 +165,14 @@ def study_verb(arguments: list[str]) -> None:
 def run_verb(arguments: list[str]) -> None:
     given = study_file("run", arguments)
     arm, seed = arm_and_seed(given)
-    import tyro
+    with importing():
+        import tyro
 
-    from moe_rl.processes import end_at_once
-    from moe_rl.study.progress import Lines
-    from moe_rl.study.run import run_one
-    from moe_rl.training import RunConfig
-    from moe_rl.training.launch import launched_processes
+        from moe_rl.processes import end_at_once
+        from moe_rl.study.progress import Lines
+        from moe_rl.study.run import run_one
+        from moe_rl.training import RunConfig
+        from moe_rl.training.launch import launched_processes
 
     study = load(given.path)
     first = next(iter(study.arms)) if arm is None else arm

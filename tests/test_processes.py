@@ -1,5 +1,6 @@
 """What suits a small model: one thread, and memory that is kept."""
 
+import gc
 import os
 import platform
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from moe_rl.processes import suit_model
+from moe_rl.processes import importing, suit_model
 
 TRY = """
 from moe_rl.processes import keep_freed_memory
@@ -72,3 +73,17 @@ def test_threads_suit_the_size_of_a_model(monkeypatch):
     assert suit_model(small) is small and called == [True]
     suit_model(small.to("meta"))
     assert called == [True], "on another device"
+
+
+def test_garbage_is_looked_for_again_after_imports():
+    with pytest.raises(ImportError), importing():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with importing():
+            pass
+        assert not gc.isenabled(), "whoever disabled it enables it"
+    finally:
+        gc.enable()

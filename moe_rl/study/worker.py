@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from moe_rl.processes import command_line, end_with_parent
+from moe_rl.processes import command_line, end_with_parent, importing
 
 NEEDED = (
     "moe_rl.cli",
@@ -94,9 +94,10 @@ def serve() -> None:
     os.dup2(2, 1)  # whatever libraries print is no answer
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the run and the parent, who end this process
-    forks = _may_fork()
-    for name in NEEDED if forks else ():
-        importlib.import_module(name)
+    with importing():
+        forks = _may_fork()
+        for name in NEEDED if forks else ():
+            importlib.import_module(name)
     for line in sys.stdin:
         request = json.loads(line)
         status = (_fork if forks else _spawn)(request["arguments"], request["log"])
