@@ -9,6 +9,7 @@ import yaml
 from moe_rl.settings import differences
 from moe_rl.study.config import ConfigError, changed_settings, dump_run, dump_study, load_study, parse_study
 from moe_rl.training import RunConfig
+from moe_rl.yaml_files import parse_yaml
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
 
@@ -34,10 +35,12 @@ def test_every_shipped_study_resolves_and_survives_a_round_trip(path, tmp_path):
     copy = tmp_path / "study.yaml"
     copy.write_text(dump_study(study))
     assert load_study(copy) == study
-    assert all(study.resolve(arm, seed).seed == seed for arm, seed in study.runs())
-    for arm, seed in dict(reversed(study.runs())).items():  # one of each arm: YAML is slow
+    arms = dict(reversed(study.runs()))  # each arm and each seed once: there are hundreds of runs
+    seeds = {seed: arm for arm, seed in study.runs()}
+    assert all(study.resolve(arm, seed).seed == seed for seed, arm in seeds.items())
+    for arm, seed in arms.items():
         config = study.resolve(arm, seed)
-        assert changed_settings(yaml.safe_load(dump_run(config)), config) == {}
+        assert config.seed == seed and changed_settings(parse_yaml(dump_run(config)), config) == {}
 
 
 def test_the_example_of_the_page_of_studies_can_run():
