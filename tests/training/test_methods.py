@@ -31,7 +31,7 @@ from moe_rl.training import (
 from moe_rl.training.loop import advantages_of, collect_batch, responses
 from moe_rl.training.score import score_rollout
 
-MICRO = replace(MICRO, eval=EvalConfig(prompts=4), probe=ProbeConfig(every=0))
+MICRO = replace(MICRO, eval=EvalConfig(prompts=4), probe=ProbeConfig(every=0), checkpoint_every=9)  # at the end
 LEARNED = RewardConfig(model="learned", initial_batches=1, retrain_every=1, batch_size=4)
 ARMS = {
     **{name: {"method": {"objective": name}} for name in [*OBJECTIVES, "dpo"]},
@@ -80,7 +80,8 @@ def test_every_method_trains(state_of, tmp_path, name):
 @pytest.mark.parametrize("name", ["ppo", "ppo_head", "iterative_grpo", "rft", "dpo", "rspo"])
 def test_interrupted_runs_end_as_uninterrupted_ones(state_of, tmp_path, name):
     arm = config_of(name)
-    config = replace(arm, optim=replace(arm.optim, steps=3), rollout=replace(MICRO.rollout, lag=int(name == "ppo")))
+    lag = replace(MICRO.rollout, lag=int(name == "ppo"))
+    config = replace(arm, optim=replace(arm.optim, steps=3), rollout=lag, checkpoint_every=1)
     whole = state_of(config, tmp_path / "whole")
     run(whole)
 
