@@ -17,8 +17,7 @@ from torch import nn
 from moe_rl.measure import token_logps
 from moe_rl.objectives import OBJECTIVES, group_advantages, policy_loss
 from moe_rl.policy import ModelConfig, load_policy, seeded
-from moe_rl.rollout import TaskConfig, make_task, sample, score
-from moe_rl.rollout.randomness import seeded_generator, seeded_random
+from moe_rl.rollout import TaskConfig, make_task, sample, score, seeded_generator, seeded_random
 from moe_rl.routing import record_routes, replay_routes
 
 

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from moe_rl.measure.logprobs import TokenLogps
-from moe_rl.rollout import Rollout, TaskError, demonstrate
+from moe_rl.rollout import Rollout, TaskError, demonstrate, seeded_random
 from moe_rl.rollout.completions import check_routes
 from moe_rl.rollout.dapo import overlong_penalty, refill
-from moe_rl.rollout.randomness import seeded_random
 from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
@@ -35,8 +34,10 @@ from moe_rl.training.not_finite import NotFiniteError, gradient_incident
 from moe_rl.training.partial import partial_responses, version_metrics
 from moe_rl.training.probe import Probe, probed_rows
 from moe_rl.training.probe_options import noise_floor_rows
-from moe_rl.training.score import Scores, engine_rows, make_advantages, make_batch, score_rollout, verify
-from moe_rl.training.state import Listener, State, begin
+from moe_rl.training.rollout_engine import engine_rows
+from moe_rl.training.score import Scores, make_advantages, make_batch, score_rollout, verify
+from moe_rl.training.setup import begin
+from moe_rl.training.state import Listener, State
 from moe_rl.training.token_tables import write_probe_tables
 from moe_rl.training.update import arm_loss, update_policy
 from moe_rl.training.validation import validate
@@ -169,8 +170,9 @@ def collect_batch(state: State) -> Batch:
         tokens, sites = rollout.attention_mask.bool(), len(scores.routes.sites)
         kept = part_to_replay(config.method, tokens, sites, scores.margins, state.generator("keep", index))
         batch = replace(batch, kept=kept)
-    for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
-        state.log.append("engine", state.step, **row)
+    if batch.rollout_routes is not None:
+        for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
+            state.log.append("engine", state.step, **row)
     if method.pairs:
         rewards = rollout.rewards if scores.learned_rewards is None else scores.learned_rewards
         pairs = best_and_worst(rewards, rollout.group_size)

@@ -1,5 +1,5 @@
 """Responses -> a batch: their rewards, what the old policy says of them in one pass without gradient, and their
-advantages; how engines compare.
+advantages.
 
 Three policies meet here: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current one.
 """
@@ -13,9 +13,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
-from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.router_shift import chosen_scores
-from moe_rl.measure.routing_metrics import change_metrics
 from moe_rl.objectives import (
     accepted_advantages,
     decoupled_advantages,
@@ -24,13 +22,12 @@ from moe_rl.objectives import (
     process_advantages,
 )
 from moe_rl.rollout import Rollout, named_rewards, score, step_rewards
-from moe_rl.routing import RoutedExperts, change_counts, record_margins, record_routes, replay_routes
+from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.critic import Critic
 from moe_rl.training.not_finite import NotFiniteError, prompt_of
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
-from moe_rl.training.weight_sync import SyncGuard
 
 SCORING_BATCH = 256
 """Responses per pass, unless `optim.micro_batch` says what fits."""
@@ -230,30 +227,3 @@ def make_batch(
         rollout_routes=rollout.routes,
         versions=rollout.versions,
     )
-
-
-def engine_rows(
-    batch: Batch, replayed_logps: Float[Tensor, "B T"] | None, guard: SyncGuard | None
-) -> list[dict[str, Any]]:
-    """Rows of kind "engine" of a batch whose rollout engine's routes were recorded, one for each `pair`:
-
-    - "engines"           mu -> pi_old, equal weights, live routing in both: what the engine alone does
-    - "engines_replayed"  the same with the rollout's routes forced on pi_old: what is left of it under R3
-
-    The last token of a response has no route of the engine's and counts in no change rate. Of a partial rollout only
-    the tokens that the current weights wrote count: the others differ by more than the engine. Their replayed scores
-    still follow older versions' routes at the tokens before them.
-    """
-    if batch.rollout_routes is None:
-        return []
-    mask = batch.completion_mask
-    if batch.versions is not None:
-        mask = mask & (batch.versions == batch.step)
-    sync = {"sync_gap": guard.gap, "sync_tolerance": guard.tolerance} if guard else {}
-    changes = change_metrics(change_counts(batch.rollout_routes, batch.routes, mask, pair="engines"))
-    gap = engine_metrics(batch.live_old_logps, batch.rollout_logps, mask)
-    rows = [{"pair": "engines", "update": 0, **gap, **changes, **sync}]
-    if replayed_logps is not None:
-        gap = engine_metrics(replayed_logps, batch.rollout_logps, mask)
-        rows.append({"pair": "engines_replayed", "update": 0, **gap})
-    return rows

@@ -48,7 +48,7 @@ def test_it_ends_with_the_trainers_weights(tmp_path, monkeypatch, objective, rep
         probe=ProbeConfig(every=0),
         seed=3,
     )
-    monkeypatch.setattr("moe_rl.training.state.make_task", lambda config: ByParity(make_task(config)))
+    monkeypatch.setattr("moe_rl.training.setup.make_task", lambda config: ByParity(make_task(config)))
     state = begin(config, tmp_path)
     run(state)
     task = ByParity(make_task(config.task))
