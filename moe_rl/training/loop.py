@@ -109,8 +109,9 @@ def steps(state: State) -> None:
             update_on(state, batch.rows(rows), update)
             for kind, row in probe.rows(update) if probe else ():
                 state.log.append(kind, state.step, **row)
-        if probe:
-            keep_tables(state, probe, len(batch))
+        if probe and probe.observations:
+            rows = probed_rows(len(batch), config.probe.sequences)
+            write_probe_tables(state.folder, state.step, state.tokenizer, probe.part, rows, probe.observations)
         state.step += 1
         seconds = time.perf_counter() - started
         memory = memory_metrics(state.trained, state.frozen, state.ranks.device)
@@ -295,7 +296,8 @@ def start_probe(state: State, batch: Batch) -> Probe | None:
         for variant, reason in left_out.items():
             warnings.warn(f"noise floor: {variant} is left out, it cannot be run here: {reason}", stacklevel=2)
     loss = partial(probe_loss, state) if config.gradients else None
-    return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose, loss=loss)
+    tables = state.ranks.main and due(config.tokens_every, step)
+    return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose, loss=loss, tables=tables)
 
 
 def probe_loss(state: State, out: TokenLogps, part: Batch) -> Tensor:
@@ -303,14 +305,6 @@ def probe_loss(state: State, out: TokenLogps, part: Batch) -> Tensor:
     tokens, sequences = int(part.completion_mask.sum()), int(part.completion_mask.any(1).sum())
     pairs = int((part.advantages > 0).sum())
     return arm_loss(out, part, state.method, state.config.method, tokens, sequences, pairs).loss
-
-
-def keep_tables(state: State, probe: Probe, responses: int) -> None:
-    """The probe's tokens and routes as Parquet, at the steps that `probe.tokens_every` names."""
-    config = state.config.probe
-    if probe.observations and state.ranks.main and due(config.tokens_every, state.step):
-        rows = probed_rows(responses, config.sequences)
-        write_probe_tables(state.folder, state.step, state.tokenizer, probe.part, rows, probe.observations)
 
 
 def evaluate(state: State) -> None:
