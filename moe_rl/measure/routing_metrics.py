@@ -12,8 +12,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token
-from moe_rl.routing.change import active_set_churn, expert_load, load_cv, load_entropy
-from moe_rl.routing.router_stats import boundary_margin, router_js, router_kl
+from moe_rl.routing.router_stats import (
+    active_set_churn,
+    boundary_margin,
+    expert_load,
+    load_cv,
+    load_entropy,
+    router_js,
+    router_kl,
+)
 
 
 def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
@@ -143,7 +150,7 @@ def load_violation(load: Int[Tensor, "L E"] | Float[Tensor, "L E"]) -> dict[str,
     `avg_vio` = mean |load - mean| / mean (verl). 0 is even; NaN at a site without tokens.
 
     Args:
-        load: tokens by site and expert, as `moe_rl.routing.change.expert_load` counts them. The last token of a
+        load: tokens by site and expert, as `moe_rl.routing.expert_load` counts them. The last token of a
             response has no route of a rollout engine's: leave it out of the mask, as verl does. Negative counts are
             padding, where sites differ in their experts.
 

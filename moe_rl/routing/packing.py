@@ -80,27 +80,6 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
     return pack_ids(wide, high + 1)
 
 
-def changed_slots(
-    old: Integer[Tensor, "*rows K"], new: Integer[Tensor, "*rows K"]
-) -> tuple[UInt[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
-    """K - |old ∩ new| of each row as uint8, and whether both rows have a route; without, the count is 0.
-
-    Unsigned ids are taken as packed (`pack_ids`), signed ones are packed on the way.
-    """
-    rows, k = old.shape[:-1], old.shape[-1]
-    changed = torch.zeros(rows.numel(), dtype=torch.uint8, device=old.device)
-    both = torch.ones(rows.numel(), dtype=torch.bool, device=old.device)
-    flat_old, flat_new = old.reshape(-1, k), new.reshape(-1, k)
-    step = rows_at_once(old)
-    for start in range(0, len(changed), step):
-        part = slice(start, start + step)
-        index, count, routed = differing_rows(flat_old[part], flat_new[part])
-        changed[part][index] = count
-        if routed is not None:
-            both[part] = routed
-    return changed.view(rows), both.view(rows)
-
-
 def token_mask(mask: Shaped[Tensor, "..."], like: Shaped[Tensor, "... L K"]) -> Bool[Tensor, "..."]:
     """The mask as bool, on the device of the ids `like`: from bool, or from 0 and 1 as tokenizers write it.
 
