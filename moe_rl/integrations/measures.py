@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from moe_rl.measure.ratio_metrics import ratio_metrics, update_ratio_metrics
-from moe_rl.measure.routing_metrics import change_metrics, load_metrics
+from moe_rl.measure.metrics import change_metrics, load_metrics, ratio_metrics, update_ratio_metrics
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 

@@ -1,6 +1,6 @@
 """What a method makes of a ratio and an advantage: the surrogate of a token, to be maximised.
 
-Here: the clip of PPO, GRPO and GSPO, MiniRL's mask, no clip, no ratio. The others: `other_gates`, `divergence`.
+Here: the clip of PPO, GRPO and GSPO. The others: `other_gates`, `divergence`.
 
 A gate is one function and one registration:
 
@@ -156,30 +156,3 @@ def clip_gate(
         clipped = clipped | above_ceiling
     live = torch.where(clipped, 0.0, x.log_ratio).exp()
     return Gated(torch.where(clipped, bound, live) * x.advantages, clipped)
-
-
-@gate("mask", flow="logps")
-def mask_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
-    """MiniRL (arXiv:2512.01374): sg[M r] A log pi, with M = 0 exactly where `clip_gate` clips.
-
-    The gradient is that of `clip_gate`; only the reported value differs.
-    """
-    ratio = x.log_ratio.detach().exp()
-    clipped = outside_trust_region(ratio, x.advantages, 1.0 - clip_low, 1.0 + clip_high)
-    return Gated(torch.where(clipped, 0.0, ratio) * x.advantages * x.logps, clipped)
-
-
-@gate("none")
-def plain_gate(x: GateInputs) -> Gated:
-    """Plain importance sampling: r A (arXiv:2507.18071, eqs 8 and 11, where clipping is omitted)."""
-    return Gated(x.log_ratio.exp() * x.advantages, x.nowhere())
-
-
-def _one(x: GateInputs) -> Float[Tensor, "B T"]:
-    return torch.ones_like(x.logps)
-
-
-@gate("likelihood", flow="logps", importance=_one)
-def likelihood_gate(x: GateInputs) -> Gated:
-    """A log pi, the policy gradient without a ratio; SFT and RFT with A of 0 or 1 (arXiv:2402.03300, A.1)."""
-    return Gated(x.logps * x.advantages, x.nowhere())

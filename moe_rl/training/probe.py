@@ -13,16 +13,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import TokenLogps, token_logps
-from moe_rl.measure.peer_metrics import engine_metrics
-from moe_rl.measure.ratio_metrics import ratio_metrics
-from moe_rl.measure.routing_metrics import (
+from moe_rl.measure.metrics import (
     as_logits,
     change_metrics,
     load_metrics,
-    router_facts,
+    ratio_metrics,
     router_metrics,
     routing_confidence,
 )
+from moe_rl.measure.peer_metrics import engine_metrics
+from moe_rl.measure.router_shift import router_facts
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from moe_rl.measure.metrics import change_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
-from moe_rl.measure.routing_metrics import change_metrics
 from moe_rl.rollout.engine import Engine, ModelEngine
 from moe_rl.rollout.engines import gathered, make_engine
 from moe_rl.routing import change_counts

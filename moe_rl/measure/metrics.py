@@ -1,17 +1,17 @@
-"""What changed between two sets of routes, how far routers moved and how experts are loaded: pure functions, detached.
+"""What an update did to ratios, routes, routers and the loads of experts: pure functions, detached.
 
 Every name that they return is defined, with its unit and source, in `moe_rl.measure.catalogue`.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token
+from moe_rl.routing import ChangeCounts, RoutedExperts
 from moe_rl.routing.router_stats import (
     active_set_churn,
     boundary_margin,
@@ -21,6 +21,131 @@ from moe_rl.routing.router_stats import (
     router_js,
     router_kl,
 )
+
+TAUS = (2, 3, 5, 10)
+"""Thresholds of F(τ); R3 (arXiv 2510.11370) calls max(r, 1/r) > τ an extreme token."""
+
+
+def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> dict[str, Tensor]:
+    """How far ratios r = exp(d) are from 1, d = `log_ratio` on the tokens of `mask`; float64, detached.
+
+    - `k1` = mean(-d), `k2` = mean(d²/2), `k3` = mean(r - 1 - d): KL(old || new) in nats per token, from the old
+      policy's samples (Schulman, "Approximating KL divergence")
+    - `m2` = mean(d²), nats² (M2PO, arXiv 2510.01161)
+    - `gap_mean`, `gap_p99`, `gap_max`: of |d|, nats; p99 is the nearest rank
+    - `extreme_2`, `_3`, `_5`, `_10`: tokens with max(r, 1/r) > τ; over `tokens` they are F(τ) of R3 (arXiv 2510.11370)
+    - `var_ratio`: variance of r over tokens
+    - `chi2_token` = mean(r²) - 1 and `ess_token` = (Σ r)² / (n Σ r²), in (0, 1]; `chi2_sequence`, `ess_sequence` the
+      same of s = exp(mean of d over a sequence) (arXiv 2507.18071, eq. 7)
+    - `var_within`: Var_i of SAPO (arXiv 2511.20347), the variance of d within a sequence (divisor n), mean over
+      sequences, nats²
+    - `max_token_kl_mean`, `max_token_kl_max`: over sequences, of the largest r - 1 - d of a sequence's tokens, nats.
+      Differs: TRM (arXiv 2512.23075) bounds the KL of whole distributions; this is of the sampled token alone.
+
+    NaN without tokens.
+
+    >>> d = torch.tensor([[1.0, 8.0], [1.0, 8.0]], dtype=torch.float64).log()
+    >>> facts = ratio_metrics(d, torch.ones(2, 2, dtype=torch.bool))
+    >>> [round(float(facts[name]), 4) for name in ("extreme_5", "chi2_token", "ess_token")]  # 65/2 - 1; 18²/(4·130)
+    [2.0, 31.5, 0.6231]
+    """
+    with torch.no_grad():
+        d = torch.where(mask, log_ratio, 0.0).double()
+        tokens, rows = d[mask], mask.any(1)
+        size, ratio, count = tokens.abs(), tokens.exp(), len(tokens)
+        nan = d.new_tensor(float("nan"))
+        length = mask.sum(1).clamp(min=1)
+        mean = d.sum(1) / length
+        within = (torch.where(mask, d - mean[:, None], 0.0).square().sum(1) / length)[rows]
+        excess = torch.where(mask, torch.expm1(d) - d, 0.0)
+        peak = excess.amax(1)[rows]
+        sequence = mean[rows].exp()
+        return {
+            "k1": -tokens.mean(),
+            "k2": size.square().mean() / 2,
+            "k3": excess[mask].mean(),
+            "m2": size.square().mean(),
+            "gap_mean": size.mean(),
+            "gap_p99": size.kthvalue(max(1, math.ceil(0.99 * count))).values if count else nan,
+            "gap_max": size.max() if count else nan,
+            **{f"extreme_{tau}": (size > math.log(tau)).sum() for tau in TAUS},
+            "var_ratio": ratio.var(),
+            "chi2_token": ratio.square().mean() - 1,
+            "chi2_sequence": sequence.square().mean() - 1,
+            "ess_token": effective_share(ratio),
+            "ess_sequence": effective_share(sequence),
+            "var_within": within.mean(),
+            "max_token_kl_mean": peak.mean(),
+            "max_token_kl_max": peak.max() if len(peak) else nan,
+        }
+
+
+def update_ratio_metrics(
+    log_ratio: Float[Tensor, "B T"],
+    sequence_log_ratio: Float[Tensor, " B"],
+    mask: Bool[Tensor, "B T"],
+) -> dict[str, Any]:
+    """What the ratios of one update were: variances of log-ratios, `ratio_metrics`. What its clip did with them is in
+    `moe_rl.objectives.loss_metrics`."""
+    return {
+        "var_token_log_ratio": log_ratio[mask].var(),
+        "var_sequence_log_ratio": sequence_log_ratio[mask.any(1)].var(),
+        **ratio_metrics(log_ratio, mask),
+    }
+
+
+def effective_share(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+    """Effective sample size over n, (Σ w)² / (n Σ w²): 1 if all weights are equal, 1/n if one has all (Kish).
+
+    >>> effective_share(torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    tensor(0.5000)
+    """
+    return weights.sum().square() / (len(weights) * weights.square().sum())
+
+
+def ratio_range_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> dict[str, Tensor]:
+    """`probs_ratio_min`, `probs_ratio_max` (NeMo-RL): of the ratios r = e^`log_ratio`; `outside_fraction`: the share of
+    tokens with r outside [0.9, 1.1] (verl issue 6280)."""
+    with torch.no_grad():
+        ratio = log_ratio[mask].double().exp()
+        return {
+            "probs_ratio_min": extreme(ratio, "min"),
+            "probs_ratio_max": extreme(ratio, "max"),
+            "outside_fraction": ((ratio < 0.9) | (ratio > 1.1)).double().mean(),
+        }
+
+
+def masked_mismatch_metrics(
+    log_weight: Float[Tensor, "B T"],
+    masked_low: Bool[Tensor, "B T"],
+    masked_high: Bool[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> dict[str, Tensor]:
+    """prime-rl's account of a trust region on w = e^`log_weight`: what share of the tokens it takes out on each side,
+    and the mismatch KL (w - 1 - log w, nats) of those it takes out and of those it keeps.
+
+    Args:
+        masked_low, masked_high: the tokens that are taken out, below and above; in a loss of ours the `clipped` tokens
+            with A < 0 and with A > 0.
+    """
+    with torch.no_grad():
+        d = torch.where(mask, log_weight, 0.0).double()
+        kl, masked = torch.expm1(d) - d, (masked_low | masked_high) & mask
+        return {
+            "is_masked": masked[mask].double().mean(),
+            "is_masked_low": masked_low[mask].double().mean(),
+            "is_masked_high": masked_high[mask].double().mean(),
+            "masked_mismatch_kl": kl[masked].mean(),
+            "unmasked_mismatch_kl": kl[mask & ~masked].mean(),
+        }
+
+
+def extreme(values: Float[Tensor, " n"], which: Literal["min", "max"]) -> Float[Tensor, ""]:
+    """The smallest or largest value; NaN where there is none."""
+    return getattr(values, which)() if len(values) else values.new_tensor(float("nan"))
+
+
+# -- routes, routers, loads --------------------------------------------------------------------------------------------
 
 
 def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
@@ -39,22 +164,6 @@ def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
         "flips_histogram": counts.flips,
         "deviation_histogram": counts.deviation,
         "overdispersion": counts.overdispersion,
-    }
-
-
-def position_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
-    """Sites changed by the position of the token in its response: `position_sites_changed` over `position_sites`, lists
-    from position 0 (the first token of `mask` in its row) to the last that any row has.
-
-    >>> old, new = (RoutedExperts(torch.tensor(ids).view(1, 3, 1, 1), ("gate",), 4) for ids in ([0, 1, 2], [3, 1, 0]))
-    >>> {name: x.tolist() for name, x in position_metrics(old, new, torch.tensor([[False, True, True]])).items()}
-    {'position_sites_changed': [0, 1], 'position_sites': [1, 1]}
-    """
-    position = (mask.cumsum(1) - 1)[mask].cpu()
-    flips = flips_per_token(old, new).cpu()[mask.cpu()]
-    return {
-        "position_sites_changed": torch.bincount(position, flips.double()).long(),
-        "position_sites": torch.bincount(position) * len(old.sites),
     }
 
 
@@ -93,27 +202,6 @@ def as_logits(scores: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows E"]:
     """
     probabilities = (scores >= 0).all() & ((scores.sum(-1) - 1).abs() < 1e-2).all()
     return scores.log() if bool(probabilities) else scores
-
-
-def router_facts(
-    logits: Sequence[Float[Tensor, "n E"]], ids: Int[Tensor, "n L K"]
-) -> tuple[Float[Tensor, "n L K"], Float[Tensor, "n L"]]:
-    """Of n tokens at L sites: the share that each chosen expert has in the softmax over all experts (NaN where there is
-    no route), and the boundary margin s_(k) - s_(k+1) in logits (infinite where all experts are chosen).
-
-    >>> shares, margins = router_facts([torch.tensor([[3.0, 1.0, 1.0]]).log()], torch.tensor([[[0, 2]]]))
-    >>> shares, margins
-    (tensor([[[0.6000, 0.2000]]]), tensor([[0.]]))
-    """
-    k = ids.shape[-1]
-    shares, margins = [], []
-    for site, scores in enumerate(logits):
-        own = ids[:, site].to(scores.device)
-        share = scores.float().softmax(-1).gather(-1, own.clamp(min=0).long())
-        shares.append(share.masked_fill(own < 0, torch.nan))
-        whole = k >= scores.shape[-1]
-        margins.append(torch.full_like(share[:, 0], torch.inf) if whole else boundary_margin(scores.float(), k))
-    return torch.stack(shares, 1), torch.stack(margins, 1)
 
 
 def _shift_over_margin(old: Float[Tensor, "n E"], new: Float[Tensor, "n E"], k: int) -> Float[Tensor, " n"]:
