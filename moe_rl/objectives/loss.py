@@ -71,7 +71,7 @@ def policy_loss(
 
         loss = -Agg[ c * G(r; A) ] + kl_coef * Agg[ KL(pi || pi_ref) ]
 
-    with the ratio r (`ratios`), gate G (`gates`), engine correction c (`corrections`) and aggregation Agg
+    with the ratio r and gate G (`ratios`), engine correction c (`corrections`) and aggregation Agg
     (`aggregation_weights`) that the objective names. GRPO is arXiv:2507.18071 eq. 2, GSPO eq. 5, GSPO-token eq. 13.
 
     Values under a False mask may be anything, NaN included; a fully masked row contributes nothing and is not

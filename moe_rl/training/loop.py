@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.measure.logprobs import TokenLogps
+from moe_rl.objectives import group_advantages
 from moe_rl.rollout import Rollout, TaskError, demonstrate, seeded_random
 from moe_rl.rollout.completions import check_routes
 from moe_rl.rollout.dapo import overlong_penalty, refill
@@ -31,11 +32,12 @@ from moe_rl.training.incidents import keep_incident
 from moe_rl.training.levers import part_to_replay
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.not_finite import NotFiniteError, gradient_incident
+from moe_rl.training.other_advantages import other_advantages
 from moe_rl.training.partial import partial_responses, version_metrics
 from moe_rl.training.probe import Probe, probed_rows
 from moe_rl.training.probe_options import noise_floor_rows
 from moe_rl.training.rollout_engine import engine_rows
-from moe_rl.training.score import Scores, make_advantages, make_batch, score_rollout, verify
+from moe_rl.training.score import Scores, make_batch, score_rollout, verify
 from moe_rl.training.setup import begin
 from moe_rl.training.state import Listener, State
 from moe_rl.training.token_tables import write_probe_tables
@@ -242,9 +244,11 @@ def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tenso
         advantages, returns, more = state.critic.advantages(rewards, scores.values, rollout.completion_mask)
     elif method.pairs:
         advantages, more = torch.zeros_like(rewards), {}
+    elif method.advantage == "group":
+        advantages, more = group_advantages(rewards, rollout.group_size, method.objective.advantage_scale), {}
     else:
         scale = method.objective.advantage_scale
-        advantages, more = make_advantages(method.advantage, scale, rewards, rollout, state.task, state.tokenizer)
+        advantages, more = other_advantages(method.advantage, scale, rewards, rollout, state.task, state.tokenizer)
     return advantages, returns, {**metrics, **more}
 
 
