@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moe_rl.rollout.task import Problem, Task, checked_reward, user_code
-from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.routing import RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -92,28 +92,6 @@ def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     """
     later = attention_mask.flip(1).cumsum(1).flip(1) > 1
     return ~(attention_mask & later)
-
-
-def check_routes(rollout: Rollout) -> RoutedExperts:
-    """The rollout's routes, after a check that exactly the tokens of `unrouted_tokens` lack them, at every site.
-
-    Raises:
-        RoutingError: no routes at all; holes where the engine must have routed; routes where nothing was routed.
-    """
-    routes = rollout.routes
-    if routes is None:
-        raise RoutingError("the rollout engine gave no routes, which replay R3 and the comparison of engines need")
-    expected = unrouted_tokens(rollout.attention_mask.bool())[:, :, None].expand(routes.shape[:3]).to(routes.device)
-    wrong = routes.live != expected
-    if bool(wrong.any()):
-        b, t, site = wrong.nonzero()[0].tolist()
-        raise RoutingError(
-            f"routes of the rollout engine: {int(wrong.sum())} of {wrong.numel()} (token, site) rows are not as they "
-            f"should be; first: sequence {b}, token {t}, site {routes.sites[site]} "
-            f"{'has no route' if bool(routes.live[b, t, site]) else 'has a route, and is padding or a last token'}. "
-            "Prompt tokens need the routes of prefill (prefix caching may drop them), sampled ones those of decoding"
-        )
-    return routes
 
 
 def score(task: Task, rollout: Rollout, seconds: float | None = None) -> Rollout:
