@@ -8,7 +8,6 @@ Each step takes the few things that it needs and returns what it made; only the 
 
 import random
 import time
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -27,7 +26,7 @@ from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
 from moe_rl.training.config import ProbeConfig, RunConfig
-from moe_rl.training.dpo import best_and_worst, preferences
+from moe_rl.training.dpo import pairs_of
 from moe_rl.training.incidents import keep_incident
 from moe_rl.training.levers import part_to_replay
 from moe_rl.training.memory import memory_metrics
@@ -177,9 +176,7 @@ def collect_batch(state: State) -> Batch:
         for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
             state.log.append("engine", state.step, **row)
     if method.pairs:
-        rewards = rollout.rewards if scores.learned_rewards is None else scores.learned_rewards
-        pairs = best_and_worst(rewards, rollout.group_size)
-        batch = replace(batch.rows(pairs), advantages=preferences(rewards[pairs]))
+        batch = pairs_of(batch, rollout.group_size, scores.learned_rewards)
         metrics["pairs"] = (batch.advantages > 0).sum()
     ranks.agree_on("the batch", batch.input_ids, batch.rewards, batch.advantages, batch.old_logps)
     two = method.source == "policy" and not decoded  # a sampler and a scorer, which may differ
@@ -203,16 +200,7 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
     if source == "demonstrations":
         rollout = demonstrate(task, state.tokenizer, problems_of(task, rng, config.prompts * config.group_size), rng)
     elif config.segment is not None:
-        rollout = partial_responses(
-            state.drafts,
-            state.engine,
-            partial(problems_of, task, rng, config.prompts),
-            partial(state.generator, "sample"),
-            segment=config.segment,
-            longest=state.max_new_tokens,
-            version=state.step,
-            **options,
-        )
+        rollout = finished_drafts(state, rng, config.segment, options)
     else:
         rollout = state.ranks.sample(
             state.engine if source == "policy" else state.self_engine(state.initial),
@@ -277,12 +265,16 @@ def update_on(state: State, batch: Batch, update: int) -> None:
     except FloatingPointError as error:  # the forward gave no log-probabilities: there is no gradient to leave out
         raise NotFiniteError(f"update {update}", str(error), batch) from error
     if not torch.isfinite(row["grad_norm"]):
-        incident = gradient_incident(update, batch, row, gradients)
-        if config.optim.on_nonfinite == "stop":
-            raise incident
-        keep_incident(state, incident)
-        row["skipped"] = True
+        row["skipped"] = skipped(state, gradient_incident(update, batch, row, gradients))
     state.log.append("update", state.step, update=update, **row)
+
+
+def skipped(state: State, incident: NotFiniteError) -> bool:
+    """The update was left out and the run goes on; NotFiniteError if `optim.on_nonfinite` says stop."""
+    if state.config.optim.on_nonfinite == "stop":
+        raise incident
+    keep_incident(state, incident)
+    return True
 
 
 def start_probe(state: State, batch: Batch) -> Probe | None:
@@ -294,11 +286,8 @@ def start_probe(state: State, batch: Batch) -> Probe | None:
     part, temperature = batch.rows(probed_rows(len(batch), config.sequences)), state.config.rollout.temperature
     if live and step == 0 and config.floor:
         whole = state.ranks.size == 1 and state.ranks.mesh is None  # shards, be it on one rank, cannot be copied
-        rows, left_out = noise_floor_rows(state.policy, part, temperature, bf16=whole)
-        for row in rows:
+        for row in noise_floor_rows(state.policy, part, temperature, bf16=whole):
             state.log.append("floor", step, **row)
-        for variant, reason in left_out.items():
-            warnings.warn(f"noise floor: {variant} is left out, it cannot be run here: {reason}", stacklevel=2)
     loss = partial(probe_loss, state) if config.gradients else None
     tables = state.ranks.main and due(config.tokens_every, step)
     return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose, loss=loss, tables=tables)
@@ -343,6 +332,20 @@ def rollout_metrics(rollout: Rollout, batch: Batch, two: bool, lag: int) -> dict
 
 
 # -- what single methods add -------------------------------------------------------------------------------------------
+
+
+def finished_drafts(state: State, rng: Any, segment: int, options: dict[str, Any]) -> Rollout:
+    """Partial rollouts: the oldest batch of responses whose last segment is written now."""
+    return partial_responses(
+        state.drafts,
+        state.engine,
+        partial(problems_of, state.task, rng, state.config.rollout.prompts),
+        partial(state.generator, "sample"),
+        segment=segment,
+        longest=state.max_new_tokens,
+        version=state.step,
+        **options,
+    )
 
 
 def reset_reference(state: State) -> None:
