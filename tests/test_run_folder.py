@@ -125,6 +125,10 @@ def test_a_row_is_written_once_and_a_checkpoint_rewinds(tmp_path):
     assert run.rewind(2) == 6
     assert run.next_step == 2
     write(run, [2, 3])
+    assert run.keep_updates(9) == 0  # there are no more than four
+    assert run.keep_updates(3) == 3  # rollout, update and probe of the last step
+    assert run.next_step == 3
+    write(run, [3])
     run.finish()
     assert [row["step"] for row in rows(run.folder) if row["kind"] == "probe"] == [0, 1, 2, 3]
     assert load(tmp_path).notes == ()

@@ -106,30 +106,38 @@ def measure(model: nn.Module, probes: Sequence[Probe], ranks: Ranks) -> tuple[Ch
 class Measures:
     """Collects an update's facts over its micro-batches; writes the trainer's log and, with a writer, our rows.
 
-    log: the trainer's own lists of training metrics, of which it logs the means. writer: a `RunWriter`, on the main
-    process only. sequence_clip: whether its clip fractions are of sequences.
+    log: the trainer's own lists of training metrics, of which it logs the means. sequence_clip: whether its clip
+    fractions are of sequences. writer: a `RunWriter`, on the main process while it trains.
     """
 
-    def __init__(self, ranks: Ranks, log: Mapping[str, list[float]], writer: Any, sequence_clip: bool) -> None:
-        self.ranks, self.log, self.writer, self.sequence_clip = ranks, log, writer, sequence_clip
+    def __init__(self, ranks: Ranks, log: Mapping[str, list[float]], sequence_clip: bool) -> None:
+        self.ranks, self.log, self.sequence_clip = ranks, log, sequence_clip
+        self.writer: Any = None
         self.step: int | None = None
         self.minibatches: list[Minibatch] = []
         self.loss, self.grad_norm = 0.0, float("nan")
 
-    def scored(self, responses: int, batches: int) -> None:
-        """A batch was sampled and scored; its rewards are in the log. `batches`: how many were before it
-        where training begins or is resumed.
+    def begin(self, writer: Any) -> None:
+        """Training begins, or is resumed, with a writer or None."""
+        self.writer = writer
+        if writer is not None:
+            self.step = None
+
+    def scored(self, responses: int, updates: int, batches: int) -> None:
+        """A batch was sampled and scored; its rewards are in the log. `updates`, `batches`: how many there were before
+        it, where training begins or is resumed.
 
         Raises:
             RoutingError: training begins anew in a folder that has rows.
         """
         if self.step is None and self.writer is not None and self.writer.next_step:
-            if not batches:
+            if not updates:
                 raise RoutingError(
                     f"{self.writer.folder} has rows of {self.writer.next_step} batches, and training begins anew: pass "
                     "resume_from_checkpoint to train(), or choose another run_folder"
                 )
-            self.writer.rewind(batches)
+            self.writer.keep_updates(updates)  # a checkpoint may be inside a batch; after it, another one is sampled
+            batches = self.writer.next_step
         self.step = batches if self.step is None else self.step + 1
         responses = int(self.ranks.sums(torch.tensor([responses])))
         if self.writer is not None:
