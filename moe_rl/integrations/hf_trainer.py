@@ -140,11 +140,19 @@ def refuse_one_update(args: Any, num_iterations: int) -> None:
         )
 
 
-FREE = ("resume_from_checkpoint", "output_dir", "max_steps", "num_train_epochs", "run_name", "project", "disable_tqdm",
-        "local_rank", "do_", "dataloader_num_workers", "log_", "logging_", "save_", "hub_", "push_to_hub", "trackio_",
-        "ddp_timeout")  # fmt: skip
-"""So begin names of a trainer's arguments that may change when a run goes on: where it writes, what it says, how long
-it trains."""
+GROUPS = {
+    "method": ("loss_type", "importance_sampling_level", "epsilon", "delta", "beta", "scale_rewards", "advantage_",
+               "sapo_", "vespo_", "top_entropy_quantile", "mask_truncated_completions", "off_policy_mask_threshold",
+               "use_bias_correction_kl", "multi_objective_aggregation", "entropy_coef", "entropy_target",
+               "use_adaptive_entropy"),
+    "run": ("resume_from_checkpoint", "output_dir", "run_name", "project", "disable_tqdm", "local_rank", "do_", "log_",
+            "logging_", "save_", "hub_", "push_to_hub", "trackio_", "dataloader_num_workers", "ddp_timeout", "seed",
+            "data_seed"),
+}  # fmt: skip
+"""How the names of a trainer's arguments begin that say what the method is, and that say where and how a run writes.
+Arms may differ in both and still be compared; all others stay under `arguments`."""
+LENGTH = ("max_steps", "num_train_epochs")
+"""Arguments that may change when a run goes on, besides those of the group `run` but for the seeds."""
 
 
 def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
@@ -155,13 +163,14 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     seed = re.fullmatch(r"seed(\d+)", folder.name)
     arm = folder.parent.name if seed else objective + ("" if trainer.replay == "none" else f"_{trainer.replay.lower()}")
     plain = (bool, int, float, str, type(None))
-    config = {
-        "objective": objective,
-        "replay": trainer.replay,
-        "trainer": trainer._bare.__name__,
-        "arguments": {name: value for name, value in sorted(args.to_dict().items()) if isinstance(value, plain)},
-    }
-    known = {f.name: f.default for f in fields(args) if f.name in config["arguments"] and isinstance(f.default, plain)}
+    given = {name: value for name, value in sorted(args.to_dict().items()) if isinstance(value, plain)}
+    known = {f.name: f.default for f in fields(args) if f.name in given and isinstance(f.default, plain)}
+    group = {name: next((g for g, begins in GROUPS.items() if name.startswith(begins)), "arguments") for name in given}
+    config = {"objective": objective, "replay": trainer.replay, "trainer": trainer._bare.__name__}
+    config |= {g: {name: value for name, value in given.items() if group[name] == g} for g in (*GROUPS, "arguments")}
+    defaults = {g: {name: value for name, value in known.items() if group[name] == g} for g in (*GROUPS, "arguments")}
+    free = [
+        f"{group[name]}.{name}" for name in given if name in LENGTH or (group[name] == "run" and "seed" not in name)
+    ]
     number = int(seed[1]) if seed else args.seed
-    free = [f"arguments.{name}" for name in config["arguments"] if name.startswith(FREE)]
-    return RunWriter(folder, arm=arm, seed=number, config=config, defaults={"arguments": known}, free=free)
+    return RunWriter(folder, arm=arm, seed=number, config=config, defaults=defaults, free=free)

@@ -26,6 +26,7 @@ from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.figures.gallery.engine_mismatch import engine_table
 from moe_rl.study.figures.gallery.gradient_bias import gradient_table
 from moe_rl.study.figures.gallery.precision import engine_format, precision_table
+from moe_rl.study.folders import section
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import seed_interval
@@ -171,7 +172,7 @@ def rate_exponents(data: StudyData) -> pd.DataFrame:
     """Change rate = a (learning rate)^b, by update and unit: `exponent` b with its interval over seeds (`power_law`),
     rates pooled over the probes of a run. Empty unless every arm has a learning rate of its own, at least three.
     """
-    learning = {run.arm: float((run.config.get("optim") or {}).get("learning_rate", np.nan)) for run in data.runs}
+    learning = {run.arm: float(section(run.config, "optim").get("learning_rate", np.nan)) for run in data.runs}
     if len(set(learning.values())) < max(FEWEST, len(learning)) or data.probes.empty:
         return pd.DataFrame()
     rows = []

@@ -257,6 +257,8 @@ def test_same_policy_counts_real_tokens_only():
 @pytest.mark.parametrize("replay", ["none", "R2"])
 def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
     from moe_rl import study
+    from moe_rl.integrations.hf_trainer import run_writer
+    from moe_rl.study.comparing import pairs_to_compare
     from moe_rl.study.live_rows import new_rows
 
     options = {"replay": replay, "run_folder": tmp_path / "runs"}
@@ -281,6 +283,12 @@ def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
     assert len(new_rows(run.folder / "metrics.jsonl")["rows"]["probe"]) == 6
     if replay == "R2":
         assert study.figures.FIGURES["expert_change"](data).figure.axes
+        gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"}
+        for objective, settings in (("gspo", gspo), ("slow", {"learning_rate": 1e-3, **gspo})):
+            other = make(routing_replay(GRPOTrainer), tmp_path / objective, seed=2, **settings)
+            run_writer(other, tmp_path / "runs", objective).finish()
+        arms = pairs_to_compare(study.load(tmp_path / "runs"))
+        assert arms == [("gspo", "dapo_r2")], "the same but for the method; the third has another learning rate, too"
 
 
 def test_interrupted_run_goes_on_in_its_folder(tmp_path):
