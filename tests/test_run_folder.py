@@ -57,12 +57,17 @@ def test_arms_of_another_trainer_are_compared_whatever_its_settings_are_called(t
             with RunWriter(tmp_path, arm=arm, seed=seed, config=own) as run:
                 for step in range(2):
                     run.rollout(step, reward=0.5 + gain + 0.01 * seed)
+                tokens = {"seq": [0, 0], "pos": [0, 1], "token": [1, 2], "update": [1, 1], "flips": [0, 1]}
+                run.tokens(1, **tokens, old_logp=[-1.0, -2.0], logp_natural=[-1.0, -2.1])
     data = load(tmp_path)
     (pair,) = comparisons(data)
     assert (pair.arm, pair.other, str(pair.result.verdict)) == ("grpo_r2", "grpo", "higher")
     assert pair.result.difference.estimate == pytest.approx(0.2)
     assert [run["steps"] for run in LiveStudy(tmp_path).overview()["runs"]] == [None] * 12
-    assert len(result_tables(data)["final_reward"]) == 2
+    tables = result_tables(data)
+    assert len(tables["final_reward"]) == 2 and "design_effect" not in tables, "no token was scored under replay"
+    with pytest.raises(NothingToDraw, match="the runs recorded no logp_replayed "):
+        FIGURES["tail_fraction"](data)
     for name in ("minibatches", "precision", "depth_width"):  # which read settings of the laboratory's own runs
         with pytest.raises(NothingToDraw):
             FIGURES[name](data)

@@ -70,8 +70,10 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         )
     if {"logp_natural", "logp_replayed", "flips"} <= set(data.tokens):
         keys = ["arm", "seed", "length"]
-        effects = design_effects(data.tokens).groupby(keys, observed=True)[["design_effect", "tokens_flipped"]].median()
-        found["design_effect"] = _over_seeds(effects.reset_index(), ["arm", "length"], list(effects.columns))
+        effects = design_effects(data.tokens)
+        if len(effects):
+            effects = effects.groupby(keys, observed=True)[["design_effect", "tokens_flipped"]].median()
+            found["design_effect"] = _over_seeds(effects.reset_index(), ["arm", "length"], list(effects.columns))
     if "gradient_cosine" in data.probes:
         gradients = gradient_table(data)
         found["gradients"] = _over_seeds(gradients, ["arm", "update"], list(gradients.columns[3:]))
