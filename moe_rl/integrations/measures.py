@@ -119,9 +119,7 @@ class Measures:
 
     def begin(self, writer: Any) -> None:
         """Training begins, or is resumed, with a writer or None."""
-        self.writer = writer
-        if writer is not None:
-            self.step = None
+        self.writer, self.step = writer, None
 
     def scored(self, responses: int, updates: int, batches: int) -> None:
         """A batch was sampled and scored; its rewards are in the log. `updates`, `batches`: how many there were before
@@ -157,7 +155,7 @@ class Measures:
         """The optimizer has taken a step on the micro-batches since the last call."""
         parts, self.minibatches = self.minibatches, []
         loss, self.loss = self.loss, 0.0
-        if not parts or self.step is None:
+        if not parts:
             return
         rows = self.ranks.sums(torch.tensor([[p.replayed_rows, p.routed_rows] for p in parts]).sum(0)).tolist()
         self.log["routing/replayed_fraction"].append(rows[0] / rows[1] if rows[1] else 0.0)
@@ -173,7 +171,7 @@ class Measures:
         tokens = self.ranks.sums(torch.stack([p.mask.sum() for p in parts]))
         sequences = self.ranks.sums(torch.tensor([len(p.mask) for p in parts]))
         total = float(self.ranks.sums(torch.tensor([loss]))) / self.ranks.accelerator.num_processes
-        if self.writer is None:
+        if self.writer is None or self.step is None:  # None: an earlier train() sampled this batch
             return
         row: dict[str, Any] = {"loss": total, "lr": lr, "grad_norm": self.grad_norm}
         row |= {"tokens": int(tokens.sum()), "sequences": int(sequences.sum())}
