@@ -94,6 +94,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=31, help="RL steps (default: 31)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps: at least 1, got {options.steps}")
     torch.set_num_threads(1)  # the fastest for a model this small
     task = make_task(TaskConfig())
     policy, tokenizer = load_policy(

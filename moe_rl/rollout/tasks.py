@@ -63,8 +63,11 @@ def make_task(config: TaskConfig) -> Any:
             "named package.module:Class or path/to/file.py:Class)"
         )
     if dataclasses.is_dataclass(cls):
-        hints = typing.get_type_hints(cls)
-        _check_options(config, {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init})
+        try:
+            hints = typing.get_type_hints(cls)
+        except NameError:  # a type that only a type checker imports
+            hints = {}
+        _check_options(config, {f.name: hints.get(f.name) for f in dataclasses.fields(cls) if f.init})
     try:
         task = cls(**config.options)
     except TaskError:

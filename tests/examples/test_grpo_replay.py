@@ -20,6 +20,13 @@ def example():
     return module
 
 
+def test_no_steps_are_refused_before_the_cold_start(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["grpo_replay.py", "--steps", "0"])
+    with pytest.raises(SystemExit):
+        example().main()
+    assert "--steps: at least 1, got 0" in capsys.readouterr().err
+
+
 class ByParity:
     """A verifier under which a random policy has reward variance."""
 
