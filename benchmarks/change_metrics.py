@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from rows import add_option, quartiles, row, write
 
-from moe_rl.routing.change import change_counts, site_change, slot_change
-from moe_rl.routing.packing import changed_slots, packed_dtype
+from moe_rl.routing.change import change_counts, changed_slots, site_change, slot_change
+from moe_rl.routing.packing import packed_dtype
 from moe_rl.routing.routes import RoutedExperts
 
 CASES = {  # share of rows with one slot exchanged; or the noise, as a share of the scores' standard deviation
@@ -54,7 +54,7 @@ def policies(case: str, tokens: int, sites: int, k: int, experts: int) -> Iterat
     names = tuple(f"site.{i}" for i in range(sites))
     for x in (old, new):
         packed = x.to(packed_dtype(experts)).repeat(-(-tokens // len(x)), 1, 1)[None, :tokens].contiguous()
-        yield RoutedExperts._trusted(packed, names, experts, has_live=False)
+        yield RoutedExperts._trusted(packed, names, [experts] * sites, has_live=False)
 
 
 def python_sets(old: torch.Tensor, new: torch.Tensor) -> np.ndarray:
@@ -97,7 +97,9 @@ def methods(args: argparse.Namespace) -> tuple[dict[str, tuple[int, Callable[[],
     for case in CASES:
         old, new = policies(case, args.tokens, args.sites, args.k, args.experts)
         part = [
-            RoutedExperts._trusted(x.packed[:, :few].contiguous(), x.sites, args.experts, has_live=False)
+            RoutedExperts._trusted(
+                x.packed[:, :few].contiguous(), x.sites, [args.experts] * len(x.sites), has_live=False
+            )
             for x in (old, new)
         ]
         check(*part)

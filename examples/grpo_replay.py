@@ -17,8 +17,7 @@ from torch import nn
 from moe_rl.measure import token_logps
 from moe_rl.objectives import OBJECTIVES, group_advantages, policy_loss
 from moe_rl.policy import ModelConfig, load_policy, seeded
-from moe_rl.rollout import TaskConfig, make_task, sample, score
-from moe_rl.rollout.randomness import seeded_generator, seeded_random
+from moe_rl.rollout import TaskConfig, make_task, sample, score, seeded_generator, seeded_random
 from moe_rl.routing import record_routes, replay_routes
 
 
@@ -95,6 +94,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=31, help="RL steps (default: 31)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps: at least 1, got {options.steps}")
     torch.set_num_threads(1)  # the fastest for a model this small
     task = make_task(TaskConfig())
     policy, tokenizer = load_policy(

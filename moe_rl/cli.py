@@ -267,16 +267,16 @@ def drift_verb(arguments: list[str]) -> None:
     from moe_rl.drift.series import run_series, say_series
 
     paths = chosen(options.checkpoints)
+    series = "; what a series had measured is in OUTPUT.partial" if len(paths) > 2 else "; nothing was written"
     try:
         if len(paths) == 2:
             say(run_drift(replace(options, checkpoints=tuple(paths))))
         else:
             say_series(run_series(replace(options, checkpoints=tuple(paths))))
     except KeyboardInterrupt:
-        series = "; what a series had measured is in OUTPUT.partial" if len(paths) > 2 else "; nothing was written"
         fail(f"interrupted{series}", 130)
     except OSError as error:
-        fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}; nothing was written")
+        fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}{series}")
 
 
 @verb

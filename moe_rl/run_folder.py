@@ -17,7 +17,7 @@ import shlex
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -60,6 +60,8 @@ class RunWriter:
             `optim: {steps: N}` (docs/run_folder.md).
         defaults: what settings were before there were these settings, nested as `config`: a folder whose `config.yaml`
             lacks one, because an earlier version wrote it, is gone on with if it has this value now.
+        free: settings, dotted as in `arguments.output_dir`, that may have another value when the run goes on. The
+            number of steps, `optim.steps`, always may.
 
     Attributes:
         folder: the run folder, `Path`.
@@ -79,6 +81,7 @@ class RunWriter:
         seed: int = 0,
         config: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
+        free: Collection[str] = (),
     ):
         self.folder = _run_folder(Path(folder).expanduser(), arm, seed)
         self._metrics, self._started = self.folder / "metrics.jsonl", time.time()
@@ -93,7 +96,7 @@ class RunWriter:
                 raise RunFolderError(
                     f"{self.folder} holds a finished run. Choose another folder, or delete its file DONE to go on."
                 )
-            self._keep_config({**(config or {}), "arm": arm, "seed": seed}, plain(defaults or {}))
+            self._keep_config({**(config or {}), "arm": arm, "seed": seed}, plain(defaults or {}), free)
             write_json(self.folder / "env.json", _environment(command))
             self._read()
             self._failure.unlink(missing_ok=True)
@@ -163,13 +166,32 @@ class RunWriter:
 
     def rewind(self, step: SupportsIndex) -> int:
         """Drop the rows of `step` and later, which will be written again; how many these were."""
+        return self._drop(lambda row: row["step"] >= step)
+
+    def keep_updates(self, count: int) -> int:
+        """Drop what was written after the first `count` update rows and the probes of the last of them; how many rows
+        these were. For a trainer that returns to a checkpoint inside a batch and samples another batch there."""
+        updates, last, over = 0, None, False
+
+        def after(row: dict[str, Any]) -> bool:
+            nonlocal updates, last, over
+            place = row["step"], row.get("update")
+            if row["kind"] == "update" and updates < count:
+                updates, last = updates + 1, place
+            else:
+                over = over or (updates == count and place != last)
+            return over
+
+        return self._drop(after)
+
+    def _drop(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
         self._open()
         kept, dropped = [], 0
         for line, row in read_rows(self._metrics):
-            if row["step"] < step:
-                kept.append(line)
-            else:
+            if wanted(row):
                 dropped += 1
+            else:
+                kept.append(line)
         if dropped:
             with atomic_file(self._metrics) as file:
                 file.writelines(kept)
@@ -236,7 +258,7 @@ class RunWriter:
             with naming(self._metrics):
                 os.truncate(self._metrics, size)
 
-    def _keep_config(self, config: dict[str, Any], defaults: dict[str, Any]) -> None:
+    def _keep_config(self, config: dict[str, Any], defaults: dict[str, Any], free: Collection[str]) -> None:
         import yaml
 
         path = self.folder / "config.yaml"
@@ -255,7 +277,8 @@ class RunWriter:
         except (OSError, ValueError) as error:
             raise RunFolderError(f"{path} is damaged: {error}. Move {self.folder} away to run again.") from error
         known = laid_over(defaults, there) if isinstance(there, dict) else there
-        changed = differences(_without_steps(known), _without_steps(config))
+        changed = differences(known, config)
+        changed = {name: pair for name, pair in changed.items() if name not in ("optim.steps", *free)}
         if changed:
             raise RunFolderError(
                 f"{self.folder} holds a run of another configuration ({listed(changed)}). Nothing was changed: choose "
@@ -278,12 +301,6 @@ def _run_folder(folder: Path, arm: str, seed: int) -> Path:
     if any((folder / name).exists() for name in ("metrics.jsonl", "config.yaml")):
         raise RunFolderError(f"{folder} is itself a run; name a study's folder, in which {arm}/seed{seed} is made")
     return folder / arm / f"seed{seed}"
-
-
-def _without_steps(config: Any) -> Any:
-    """A run may be made longer; everything else makes it another run."""
-    optim = config.get("optim") if isinstance(config, dict) else None
-    return {**config, "optim": {k: v for k, v in optim.items() if k != "steps"}} if isinstance(optim, dict) else config
 
 
 def _environment(command: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any, SupportsIndex
 
 from moe_rl.checks import parse_json
 from moe_rl.names import nearest
+from moe_rl.runlog import RunFolderError, json_value
 
 ROWS: dict[str, tuple[str, ...]] = {
     "rollout": (),
@@ -23,10 +24,6 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 FOREIGN = "/"
 """A metric whose name has a slash is not ours: it is kept as it is (`mine/kl`)."""
-
-
-class RunFolderError(ValueError):
-    """A row, a name or a folder that cannot be right; the message says what, where, and what to do."""
 
 
 def checked(kind: str, name: str, value: Any) -> Any:
@@ -59,20 +56,6 @@ def check_lists(kind: str, values: dict[str, Any]) -> None:
         lengths = {name: len(v) for name, v in values.items() if name.startswith(f"{of}_") and isinstance(v, list)}
         if len(set(lengths.values())) > 1:
             raise RunFolderError(f"{kind} row: lists by {of} must have one length, got {lengths}")
-
-
-def json_value(value: Any, where: str) -> Any:
-    """A metric as JSON holds it: tensors and arrays as lists, null for what is not finite. RunFolderError, naming
-    `where`, for any other kind of value."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [json_value(item, where) for item in value]
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    raise RunFolderError(f"{where}: expected a number, text or a list of them, got {type(value).__name__}")
 
 
 def index_of(value: SupportsIndex, name: str, kind: str, least: int) -> int:

@@ -13,7 +13,10 @@ from moe_rl.files import InUseError
 from moe_rl.measure.catalogue import CATALOGUE, find
 from moe_rl.run_rows import ROWS, RunFolderError
 from moe_rl.study import RunWriter, load
-from moe_rl.study.figures import FIGURES
+from moe_rl.study.comparing import comparisons
+from moe_rl.study.figures import FIGURES, NothingToDraw
+from moe_rl.study.live import LiveStudy
+from moe_rl.study.result_tables import result_tables
 from moe_rl.study.token_view import TokenStep
 
 PAGE = (Path(__file__).parent.parent / "docs" / "run_folder.md").read_text()
@@ -44,6 +47,30 @@ def test_what_was_written_is_what_the_laboratory_reads(tmp_path):
     assert (arm["label"], arm["method"], arm["seeds"], arm["finished"]) == ("TRL, replayed", "grpo_replay", [2], 1)
     assert data.unfinished == []
     assert "torch" in data.runs[0].environment["versions"]
+
+
+def test_arms_of_another_trainer_are_compared_whatever_its_settings_are_called(tmp_path):
+    for arm, replay, gain in (("grpo", "none", 0.0), ("grpo_r2", "R2", 0.2)):
+        for seed in range(6):
+            own = {"model": "owner/name", "optim": "adamw", "rollout": "vllm", "noise": "low", "method": {"clip": gain}}
+            own |= {"objective": "grpo", "replay": replay, "run": {"output": f"out/{arm}/{seed}"}, "lr": 1e-6}
+            with RunWriter(tmp_path, arm=arm, seed=seed, config=own) as run:
+                for step in range(2):
+                    run.rollout(step, reward=0.5 + gain + 0.01 * seed)
+                tokens = {"seq": [0, 0], "pos": [0, 1], "token": [1, 2], "update": [1, 1], "flips": [0, 1]}
+                run.tokens(1, **tokens, old_logp=[-1.0, -2.0], logp_natural=[-1.0, -2.1])
+    data = load(tmp_path)
+    (pair,) = comparisons(data)
+    assert (pair.arm, pair.other, str(pair.result.verdict)) == ("grpo_r2", "grpo", "higher")
+    assert pair.result.difference.estimate == pytest.approx(0.2)
+    assert [run["steps"] for run in LiveStudy(tmp_path).overview()["runs"]] == [None] * 12
+    tables = result_tables(data)
+    assert len(tables["final_reward"]) == 2 and "design_effect" not in tables, "no token was scored under replay"
+    with pytest.raises(NothingToDraw, match="the runs recorded no logp_replayed "):
+        FIGURES["tail_fraction"](data)
+    for name in ("minibatches", "precision", "depth_width"):  # which read settings of the laboratory's own runs
+        with pytest.raises(NothingToDraw):
+            FIGURES[name](data)
 
 
 def test_the_path_of_the_run_itself_is_taken_as_it_is_and_must_agree(tmp_path):
@@ -125,6 +152,10 @@ def test_a_row_is_written_once_and_a_checkpoint_rewinds(tmp_path):
     assert run.rewind(2) == 6
     assert run.next_step == 2
     write(run, [2, 3])
+    assert run.keep_updates(9) == 0  # there are no more than four
+    assert run.keep_updates(3) == 3  # rollout, update and probe of the last step
+    assert run.next_step == 3
+    write(run, [3])
     run.finish()
     assert [row["step"] for row in rows(run.folder) if row["kind"] == "probe"] == [0, 1, 2, 3]
     assert load(tmp_path).notes == ()

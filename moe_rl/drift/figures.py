@@ -170,7 +170,11 @@ def margins(table: pd.DataFrame, note: str) -> StudyFigure:
     axes[0, 1].set(ylabel="(token, site) pairs", title="How close choices were")
     axes[0, 1].legend(loc="upper left")
     for ax in axes[0]:
-        ax.set(xscale="log", xlabel="margin of the old choice (score units)")
+        ax.set(xlabel="margin of the old choice (score units)")
+        if len(shown):
+            ax.set_xscale("log")
+        else:
+            ax.text(0.5, 0.5, "no margins", ha="center", transform=ax.transAxes)
     caption = (
         "Margin: gap between the last expert chosen and the first that was not, under the old weights, in the units of "
         "the scores that the router ranks; a change of scores below half of it changes nothing. All sites together; "

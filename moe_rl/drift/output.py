@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from moe_rl.drift.errors import DriftError
+from moe_rl.files import sole_writer
 from moe_rl.pages import render_page
 from moe_rl.study.figures.saving import StudyFigure
 from moe_rl.study.figures.screen import inline_svg
@@ -27,6 +28,8 @@ Tick = Callable[[], None]
 def output_folder(given: Path | None, default: Path, marker: str) -> Path:
     """The folder to write: one that is not there, is empty, or holds an earlier result (`marker`)."""
     output = default if given is None else given.expanduser()
+    if Path.cwd().is_relative_to(output.resolve()):
+        raise DriftError(f"--output: {output} is the folder you are in, or above it; name one inside it")
     if output.exists() and not (output / marker).exists() and (not output.is_dir() or any(output.iterdir())):
         raise DriftError(f"--output: {output} is there and is no earlier comparison; name another folder")
     return output
@@ -51,6 +54,7 @@ def _short(name: str, parts: int) -> str:
 @contextmanager
 def unfinished(output: Path) -> Iterator[Path]:
     """A hidden folder beside the output that takes its place at the end, and leaves nothing behind before."""
+    output = output.resolve()  # a link stays, and what it names is replaced
     made = output.parent / f".{output.name}.{os.getpid()}.unfinished"
     shutil.rmtree(made, ignore_errors=True)
     try:
@@ -64,27 +68,37 @@ def unfinished(output: Path) -> Iterator[Path]:
 @contextmanager
 def kept_when_stopped(output: Path) -> Iterator[Path]:
     """OUTPUT.partial, which takes the place of the output at the end. Where it does not come to that, it stays with
-    what was measured (its CSV files), or goes if that is nothing."""
+    what was measured (its CSV files), or goes if that is nothing. Raises InUseError where another process has it."""
+    output = output.resolve()
     partial = output.parent / f"{output.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        put_in_place(partial, output)
-    finally:
-        if partial.exists() and not any(partial.glob("*.csv")):
-            shutil.rmtree(partial)
+    with sole_writer(partial, "moe-rl"):
+        for old in partial.iterdir():
+            if old.is_dir():
+                shutil.rmtree(old)
+            elif old.name != ".lock":
+                old.unlink()
+        try:
+            yield partial
+            (partial / ".lock").unlink(missing_ok=True)
+            put_in_place(partial, output)
+        finally:
+            (partial / ".lock").unlink(missing_ok=True)
+            if partial.exists() and not any(partial.glob("*.csv")):
+                shutil.rmtree(partial)
 
 
 def put_in_place(made: Path, output: Path) -> None:
-    """`made` becomes `output`; what was there goes once the new one stands."""
+    """`made` becomes `output`; what was there goes once the new one stands, and comes back if it cannot."""
     former = output.parent / f".{output.name}.{os.getpid()}.former"
     try:
         if output.exists():
             output.rename(former)
         made.rename(output)
-    finally:
-        shutil.rmtree(former, ignore_errors=True)
+    except BaseException:
+        if former.exists() and not output.exists():
+            former.rename(output)
+        raise
+    shutil.rmtree(former, ignore_errors=True)
 
 
 @contextmanager

@@ -112,6 +112,8 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if swap := swap_sentence(facts.get("gate_swap")):
         found.append(("Routers or body", swap))
     natural, replayed = parts["token_variance"], parts["token_var_weight"]
+    if natural is None:
+        return [*found, ("Log-ratio", "One token alone has no variance: nothing can be said of it.")]
     if not natural:
         text = "Natural and replayed log-ratios do not vary: the two checkpoints say the same of this text."
         return [*found, ("Log-ratio", text)]

@@ -191,6 +191,8 @@ def _problem(row: Any) -> str | None:
     if not {"text", "prompt", "messages"} & row.keys():
         keys = ", ".join(map(repr, list(row)[:5])) or "no keys"
         return f"none of the keys text, prompt and messages ({keys})"
+    if "completion" in row and not {"prompt", "messages"} & row.keys():
+        return "a completion without a prompt"
     chat = [row[key] for key in ("messages", "prompt", "completion") if isinstance(row.get(key), list)]
     for messages in chat:
         if not messages or not all(

@@ -22,7 +22,7 @@ from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Skipped, TextBatch, batches, check_file, examples
 from moe_rl.drift.tally import Tally
 from moe_rl.drift.verdict import pair_verdict
-from moe_rl.files import write_json
+from moe_rl.files import write_atomic, write_json
 
 
 def run_drift(options: DriftOptions) -> Path:
@@ -69,7 +69,7 @@ def run_drift(options: DriftOptions) -> Path:
             table.to_parquet(folder / f"{name}.parquet", index=False)
         figures = draw(tally, tables, floor.histograms(), facts, folder / "figures")
         write_json(folder / "drift.json", facts)
-        (folder / "report.html").write_text(render(facts, tables["sites"], figures))
+        write_atomic(folder / "report.html", render(facts, tables["sites"], figures))
     return output
 
 

@@ -208,7 +208,7 @@ def _by_margin(margins: Tensor, changed: Tensor) -> Tensor:
     """[L, 2, bins]: choices that stayed and that changed, by the old margin; sites without a choice stay empty."""
     rows = []
     for margin, flipped in zip(margins.T, changed.T, strict=True):
-        known = ~margin.isnan()
+        known = margin.isfinite()  # infinite where all experts are chosen: no choice
         rows.append(torch.stack([_bins(margin[known & (flipped == kind)], MARGINS) for kind in (False, True)]))
     return torch.stack(rows)
 

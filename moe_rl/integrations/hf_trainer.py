@@ -26,7 +26,8 @@ class ReplayTrainer(Trainer):
 
     _bare: type
     _probes: Sequence[Probe] = ()
-    _scored_at: int | None = None  # optimizer steps taken when the batch in the buffer was scored
+    _taken = 0  # optimizer steps, over all calls of train(), each of which counts global_step from its own beginning
+    _scored_at: int | None = None  # of these, when the batch in the buffer was scored
     _forwards: list[Tensor] | None = None  # log-probabilities of the forward of a loss that is under way
 
     def _choose(self: Any, replay: str, kinds: Sequence[str], first_change_tolerance: float) -> None:
@@ -39,24 +40,24 @@ class ReplayTrainer(Trainer):
         """After the trainer is made. Raises RoutingError for settings under which there is nothing to measure."""
         refuse_one_update(self.args, self.num_iterations)
         refuse_random(self.model)
-        ranks = Ranks(self.accelerator)
-        writer = run_writer(self, run_folder, objective) if run_folder is not None and ranks.main else None
-        self._measures = Measures(ranks, self._metrics["train"], writer, sequence_clip)
+        self._run_folder, self._objective = run_folder, objective
+        self._measures = Measures(Ranks(self.accelerator), self._metrics["train"], sequence_clip)
         self.add_callback(_AfterUpdate(self))
 
     def _scored(self: Any, responses: int) -> None:
         """A batch was sampled and scored."""
         args = self.args  # after a resume a new batch is sampled
-        before = self.state.global_step * args.gradient_accumulation_steps
-        self._scored_at = self.state.global_step
-        self._measures.scored(responses, math.ceil(before / (args.steps_per_generation * self.num_iterations)))
+        updates = self.state.global_step
+        batches = updates * args.gradient_accumulation_steps / (args.steps_per_generation * self.num_iterations)
+        self._scored_at = self._taken
+        self._measures.scored(responses, updates, math.ceil(batches))
 
     def _replayed_loss(
         self: Any, model: nn.Module, old: OldPolicy, found: Minibatch, real: Tensor, loss_of: Callable[[], Any]
     ) -> Any:
         """The loss of a minibatch whose old policy is `old`, and the proof of what was replayed. real: `[B,T]`, true on
         real tokens. Raises RoutingError where anything but all of it was."""
-        first = self.state.global_step == old.step  # no weight has moved since it was scored
+        first = self._taken == old.step  # no weight has moved since it was scored
         now: RoutedExperts | None = None
         self._forwards = []
         try:
@@ -86,7 +87,11 @@ class ReplayTrainer(Trainer):
         return loss
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._measures.writer or nullcontext():
+        writer = None
+        if self._run_folder is not None and self._measures.ranks.main:
+            writer = run_writer(self, self._run_folder, self._objective)
+        self._measures.begin(writer)
+        with writer or nullcontext():
             return super().train(*args, **kwargs)
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,9 +111,10 @@ class ReplayTrainer(Trainer):
 
     def after_update(self: Any) -> None:
         """After each step of the optimizer, before it is logged."""
+        self._taken += 1
         if self._scored_at is None:
             return
-        update = self.state.global_step + 1 - self._scored_at
+        update = self._taken - self._scored_at
         self._measures.update(update, lr=self.optimizer.param_groups[0]["lr"])
         if self._probes:
             self._measures.probed(update, *measure(self.model, self._probes, self._measures.ranks))
@@ -134,6 +140,21 @@ def refuse_one_update(args: Any, num_iterations: int) -> None:
         )
 
 
+GROUPS = {
+    "method": ("loss_type", "importance_sampling_level", "epsilon", "delta", "beta", "scale_rewards", "advantage_",
+               "sapo_", "vespo_", "top_entropy_quantile", "mask_truncated_completions", "off_policy_mask_threshold",
+               "use_bias_correction_kl", "multi_objective_aggregation", "entropy_coef", "entropy_target",
+               "use_adaptive_entropy"),
+    "run": ("resume_from_checkpoint", "output_dir", "run_name", "project", "disable_tqdm", "local_rank", "do_", "log_",
+            "logging_", "save_", "hub_", "push_to_hub", "trackio_", "dataloader_num_workers", "ddp_timeout", "seed",
+            "data_seed"),
+}  # fmt: skip
+"""How the names of a trainer's arguments begin that say what the method is, and that say where and how a run writes.
+Arms may differ in both and still be compared; all others stay under `arguments`."""
+LENGTH = ("max_steps", "num_train_epochs")
+"""Arguments that may change when a run goes on, besides those of the group `run` but for the seeds."""
+
+
 def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     """A RunWriter on a study's folder, or on a run's (`.../ARM/seedN`)."""
     from moe_rl.run_folder import RunWriter
@@ -142,12 +163,14 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     seed = re.fullmatch(r"seed(\d+)", folder.name)
     arm = folder.parent.name if seed else objective + ("" if trainer.replay == "none" else f"_{trainer.replay.lower()}")
     plain = (bool, int, float, str, type(None))
-    config = {
-        "objective": objective,
-        "replay": trainer.replay,
-        "trainer": trainer._bare.__name__,
-        "arguments": {name: value for name, value in sorted(args.to_dict().items()) if isinstance(value, plain)},
-    }
-    known = {f.name: f.default for f in fields(args) if f.name in config["arguments"] and isinstance(f.default, plain)}
+    given = {name: value for name, value in sorted(args.to_dict().items()) if isinstance(value, plain)}
+    known = {f.name: f.default for f in fields(args) if f.name in given and isinstance(f.default, plain)}
+    group = {name: next((g for g, begins in GROUPS.items() if name.startswith(begins)), "arguments") for name in given}
+    config = {"objective": objective, "replay": trainer.replay, "trainer": trainer._bare.__name__}
+    config |= {g: {name: value for name, value in given.items() if group[name] == g} for g in (*GROUPS, "arguments")}
+    defaults = {g: {name: value for name, value in known.items() if group[name] == g} for g in (*GROUPS, "arguments")}
+    free = [
+        f"{group[name]}.{name}" for name in given if name in LENGTH or (group[name] == "run" and "seed" not in name)
+    ]
     number = int(seed[1]) if seed else args.seed
-    return RunWriter(folder, arm=arm, seed=number, config=config, defaults={"arguments": known})
+    return RunWriter(folder, arm=arm, seed=number, config=config, defaults=defaults, free=free)

@@ -8,8 +8,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from moe_rl.measure.ratio_metrics import ratio_metrics, update_ratio_metrics
-from moe_rl.measure.routing_metrics import change_metrics, load_metrics
+from moe_rl.measure.metrics import change_metrics, load_metrics, ratio_metrics, update_ratio_metrics
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 
@@ -106,30 +105,36 @@ def measure(model: nn.Module, probes: Sequence[Probe], ranks: Ranks) -> tuple[Ch
 class Measures:
     """Collects an update's facts over its micro-batches; writes the trainer's log and, with a writer, our rows.
 
-    log: the trainer's own lists of training metrics, of which it logs the means. writer: a `RunWriter`, on the main
-    process only. sequence_clip: whether its clip fractions are of sequences.
+    log: the trainer's own lists of training metrics, of which it logs the means. sequence_clip: whether its clip
+    fractions are of sequences. writer: a `RunWriter`, on the main process while it trains.
     """
 
-    def __init__(self, ranks: Ranks, log: Mapping[str, list[float]], writer: Any, sequence_clip: bool) -> None:
-        self.ranks, self.log, self.writer, self.sequence_clip = ranks, log, writer, sequence_clip
+    def __init__(self, ranks: Ranks, log: Mapping[str, list[float]], sequence_clip: bool) -> None:
+        self.ranks, self.log, self.sequence_clip = ranks, log, sequence_clip
+        self.writer: Any = None
         self.step: int | None = None
         self.minibatches: list[Minibatch] = []
         self.loss, self.grad_norm = 0.0, float("nan")
 
-    def scored(self, responses: int, batches: int) -> None:
-        """A batch was sampled and scored; its rewards are in the log. `batches`: how many were before it
-        where training begins or is resumed.
+    def begin(self, writer: Any) -> None:
+        """Training begins, or is resumed, with a writer or None."""
+        self.writer, self.step = writer, None
+
+    def scored(self, responses: int, updates: int, batches: int) -> None:
+        """A batch was sampled and scored; its rewards are in the log. `updates`, `batches`: how many there were before
+        it, where training begins or is resumed.
 
         Raises:
             RoutingError: training begins anew in a folder that has rows.
         """
         if self.step is None and self.writer is not None and self.writer.next_step:
-            if not batches:
+            if not updates:
                 raise RoutingError(
                     f"{self.writer.folder} has rows of {self.writer.next_step} batches, and training begins anew: pass "
                     "resume_from_checkpoint to train(), or choose another run_folder"
                 )
-            self.writer.rewind(batches)
+            self.writer.keep_updates(updates)  # a checkpoint may be inside a batch; after it, another one is sampled
+            batches = self.writer.next_step
         self.step = batches if self.step is None else self.step + 1
         responses = int(self.ranks.sums(torch.tensor([responses])))
         if self.writer is not None:
@@ -149,7 +154,7 @@ class Measures:
         """The optimizer has taken a step on the micro-batches since the last call."""
         parts, self.minibatches = self.minibatches, []
         loss, self.loss = self.loss, 0.0
-        if not parts or self.step is None:
+        if not parts:
             return
         rows = self.ranks.sums(torch.tensor([[p.replayed_rows, p.routed_rows] for p in parts]).sum(0)).tolist()
         self.log["routing/replayed_fraction"].append(rows[0] / rows[1] if rows[1] else 0.0)
@@ -165,7 +170,7 @@ class Measures:
         tokens = self.ranks.sums(torch.stack([p.mask.sum() for p in parts]))
         sequences = self.ranks.sums(torch.tensor([len(p.mask) for p in parts]))
         total = float(self.ranks.sums(torch.tensor([loss]))) / self.ranks.accelerator.num_processes
-        if self.writer is None:
+        if self.writer is None or self.step is None:  # None: an earlier train() sampled this batch
             return
         row: dict[str, Any] = {"loss": total, "lr": lr, "grad_norm": self.grad_norm}
         row |= {"tokens": int(tokens.sum()), "sequences": int(sequences.sum())}

@@ -108,7 +108,7 @@ class _RoutingReplay(ReplayTrainer):
                     "ms-swift made a micro-batch whose old log-probabilities are not those of a pass of the policy "
                     "that was recorded: whose routes an update would replay is not known"
                 )
-            setattr(batch["grpo_batch"], _ROUTING, OldPolicy(routes, routes, self.state.global_step))
+            setattr(batch["grpo_batch"], _ROUTING, OldPolicy(routes, routes, self._taken))
         return batches
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:

@@ -153,7 +153,7 @@ class _RoutingReplay(ReplayTrainer):
                 f"{self._bare.__name__} returned a batch whose old log-probabilities are not those of a pass of the "
                 "policy that was recorded: whose routes an update would replay is not known"
             )
-        self._old = OldPolicy(scoring.routes, scoring.choice, self.state.global_step)
+        self._old = OldPolicy(scoring.routes, scoring.choice, self._taken)
         self._scored(len(old_logps))
         self._probes = self._probes_of(scoring, output)
         output[ROWS] = torch.arange(len(old_logps), device=old_logps.device)

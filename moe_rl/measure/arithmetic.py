@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from moe_rl.measure.decoding import decode_live, decode_replayed
 from moe_rl.measure.logprobs import hf_model
+from moe_rl.measure.metrics import ratio_metrics, ratio_range_metrics
 from moe_rl.measure.noise_floor import experts_computed_by
-from moe_rl.measure.ratio_metrics import ratio_metrics, ratio_range_metrics
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live, score_replayed
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, site_change
 

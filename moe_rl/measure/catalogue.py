@@ -11,9 +11,9 @@ import re
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from moe_rl.measure.metrics import TAUS
 from moe_rl.measure.moments import PARTS
 from moe_rl.measure.peer_metrics import OF_ENGINES, OF_RATIOS, OF_TRUST_REGIONS
-from moe_rl.measure.ratio_metrics import TAUS
 from moe_rl.objectives import LOSS_METRICS
 
 GSPO, R3, SCHULMAN = "arXiv 2507.18071", "arXiv 2510.11370", "Schulman, Approximating KL divergence"

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.head import LogitMap, head_logps
-from moe_rl.measure.logprobs import _obstacle, causal_lm, evaluating
+from moe_rl.measure.logprobs import causal_lm, evaluating, head_treatment
 from moe_rl.measure.scoring import Scored, TokenBatch, in_order_of
 from moe_rl.routing import RoutedExperts, record_routes, replay_routes
 
@@ -42,7 +42,7 @@ def _decode(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Tensor, "
     device = next(model.parameters()).device
     ids, mask = text.input_ids.to(device), text.attention_mask.to(device).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    obstacle, logit_map = _obstacle(model, lm)
+    treatment = head_treatment(model, lm)
     states: list[Tensor] = []
     head = lm.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, args: states.append(args[0]))
@@ -60,21 +60,18 @@ def _decode(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Tensor, "
             if cache is None:
                 raise RuntimeError(f"{type(lm).__name__} returned no KV cache: it cannot decode token by token")
             if stop < width:
-                said = out.logits[:, -1] if obstacle is not None else states[-1][:, -1]
-                logps[:, stop] = _logps_of(said, ids[:, stop], head, obstacle, logit_map, text.temperature).cpu()
+                said = states[-1][:, -1] if isinstance(treatment, LogitMap) else out.logits[:, -1]
+                logps[:, stop] = _logps_of(said, ids[:, stop], head, treatment, text.temperature).cpu()
             states.clear()
     finally:
         hook.remove()
     return torch.where(text.completion_mask.cpu(), logps, 0.0)
 
 
-def _logps_of(
-    said: Tensor, targets: Tensor, head: Any, obstacle: str | None, logit_map: LogitMap, temperature: float
-) -> Tensor:
+def _logps_of(said: Tensor, targets: Tensor, head: Any, treatment: LogitMap | str, temperature: float) -> Tensor:
     """float64 log-probabilities of `targets` from the head's input or, where the head is special, from logits."""
-    if obstacle is None:
-        return head_logps(said, head.weight, targets, bias=head.bias, logit_map=logit_map, temperature=temperature)[
-            0
-        ].double()
+    if isinstance(treatment, LogitMap):
+        logps, _ = head_logps(said, head.weight, targets, bias=head.bias, logit_map=treatment, temperature=temperature)
+        return logps.double()
     z = said.to(torch.promote_types(said.dtype, torch.float32)) / temperature
     return z.log_softmax(-1).gather(1, targets[:, None])[:, 0].double()

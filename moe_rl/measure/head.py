@@ -4,18 +4,13 @@ For N tokens, hidden size H and vocabulary V, forward and backward together: 8 N
 the logits takes 6 N V H (one product more, the recomputation), and chunk x V entries held instead of N x V.
 """
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
-
-logger = logging.getLogger(__name__)
 
 
 def default_chunk(vocabulary: int, hidden_size: int) -> int:
@@ -200,58 +195,3 @@ def _divided_logits(
         return z.mul_(logit_map.softcap / temperature), slope
     factor = logit_map.scale / temperature
     return (z if factor == 1 else z.mul_(factor)), None
-
-
-def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
-    """Find what a model does to its head's output by trying it out; None if not a scale nor a soft cap.
-
-    Runs the model's own `forward` on a copy of its outermost object, in which the backbone answers zeros and
-    the head answers known numbers. No weight, layer or hook takes part: no recording is disturbed, sharded
-    and quantised models are no different, and it costs a few operations on two rows of logits.
-    """
-    head, backbone = lm.get_output_embeddings(), lm.base_model
-    V, H = head.weight.shape
-    # In float64, small numbers show the scale, large ones the cap, and a grid proves that there is no more to
-    # it.
-    grid = torch.linspace(-50, 50, 2 * V, dtype=torch.float64).view(1, 2, V)
-    probes = [torch.full_like(grid, 2.0**-30), torch.full_like(grid, 2.0**60), grid]
-    answers = iter(probes)
-    shapes: list[tuple[int, ...]] = []
-
-    def known_logits(hidden: Tensor) -> Tensor:
-        shapes.append(tuple(hidden.shape))
-        return next(answers).clone()
-
-    copy: Any = object.__new__(type(lm))
-    copy.__dict__.update(lm.__dict__)
-    copy.__dict__["_modules"] = {
-        name: known_logits if module is head else _Backbone(module, H) if module is backbone else module
-        for name, module in lm._modules.items()
-    }
-    ids = torch.zeros(1, 2, dtype=torch.long)
-    inputs = {"input_ids": ids, "attention_mask": ids + 1, "use_cache": False, "return_dict": True}
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            small, large, values = (type(lm).forward(copy, **inputs).logits.double() for _ in probes)
-    except Exception as error:  # a forward of another build: not an error, the caller takes the plain way
-        logger.debug("%s: the treatment of logits could not be tried out: %r", type(lm).__name__, error)
-        return None
-    if shapes != [(1, 2, H)] * len(probes) or values.shape != grid.shape:
-        return None
-    scale, largest = float(small[0, 0, 0]) * 2.0**30, float(large[0, 0, 0])
-    found = LogitMap(scale, largest if largest < 2.0**50 * scale else None)
-    # Some families cap in fp32, hence 1e-6.
-    return found if torch.allclose(found(grid), values, rtol=1e-6, atol=1e-6) else None
-
-
-class _Backbone:
-    """Answers a causal LM's call of its backbone with zeros; has the attributes of the real one."""
-
-    def __init__(self, real: nn.Module, hidden_size: int):
-        self.real, self.hidden_size = real, hidden_size
-
-    def __call__(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 2, self.hidden_size))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.real, name)

@@ -6,23 +6,21 @@ stand-in answers for the output head: it takes the hidden states that predict co
 to one number per token chunk by chunk (`moe_rl.measure.head`), and hands the model empty logits.
 """
 
-import functools
 import inspect
-import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from moe_rl.measure.head import LogitMap, logit_map_of, threaded_head_logps
-
-logger = logging.getLogger(__name__)
+from moe_rl.measure.head import LogitMap, threaded_head_logps
+from moe_rl.measure.other_heads import logit_map_of, warn_once, whole_logits_logps
 
 
 @dataclass(frozen=True)
@@ -109,29 +107,28 @@ def token_logps(
     token = F.pad(completion[:, 1:] & attended[:, :-1], (1, 0)).flatten().nonzero().squeeze(1)
     targets = input_ids.flatten()[token]
 
-    if position_ids is None and "position_ids" in _arguments(lm):
+    if position_ids is None and "position_ids" in inspect.signature(type(lm).forward).parameters:
         position_ids = (attended.long().cumsum(1) - 1).clamp(min=0)
     inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attended.long()}
     inputs |= {} if position_ids is None else {"position_ids": position_ids}
     inputs |= {"output_router_logits": True} if aux_loss or router_logits else {}
     inputs |= {"use_cache": False, "return_dict": True}
 
-    obstacle, logit_map = _obstacle(model, lm)
-    if obstacle is None:
-        outputs, logps, entropies = _through_head(
-            model,
-            cast(nn.Linear, lm.get_output_embeddings()),
-            inputs,
-            token,
-            targets,
-            logit_map,
-            temperature,
-            entropy,
-            chunk_size,
+    treatment = head_treatment(model, lm)
+    if isinstance(treatment, LogitMap):
+        reduce = partial(
+            threaded_head_logps,
+            targets=targets,
+            logit_map=treatment,
+            temperature=temperature,
+            entropy=entropy,
+            chunk_size=chunk_size,
         )
+        head = cast(nn.Linear, lm.get_output_embeddings())
+        outputs, logps, entropies = _through_head(model, head, inputs, token, reduce)
     else:
-        _warn_once(f"{type(lm).__name__}: {obstacle}; its log-probabilities are taken from whole logits")
-        outputs, logps, entropies = _through_logits(model, lm, inputs, token, targets, temperature, entropy)
+        warn_once(f"{type(lm).__name__}: {treatment}; its log-probabilities are taken from whole logits")
+        outputs, logps, entropies = whole_logits_logps(model, lm, inputs, token, targets, temperature, entropy)
 
     if aux_loss and not isinstance(outputs.get("aux_loss"), Tensor):
         raise ValueError(f"{type(lm).__name__} returned no aux_loss: this family has no load-balancing loss")
@@ -148,18 +145,10 @@ def token_logps(
 
 
 def _through_head(
-    model: nn.Module,
-    head: nn.Linear,
-    inputs: dict[str, Any],
-    token: Tensor,
-    targets: Tensor,
-    logit_map: LogitMap,
-    temperature: float,
-    entropy: bool,
-    chunk_size: int | None,
+    model: nn.Module, head: nn.Linear, inputs: dict[str, Any], token: Tensor, reduce: Callable[..., tuple[Any, ...]]
 ) -> tuple[Any, Tensor, Tensor | None]:
-    """Call the model with a stand-in for its head. Within the head's call its weight is whole: FSDP2 has just
-    gathered it."""
+    """Call the model with a stand-in for its head, which reduces the states that predict. Within the head's call its
+    weight is whole: FSDP2 has just gathered it."""
     B, T = inputs["input_ids"].shape
     results: list[tuple[Tensor, Tensor | None]] = []
 
@@ -170,9 +159,7 @@ def _through_head(
                 "expected one state per token (prompt tuning adds virtual ones, which is not supported)"
             )
         states = hidden.flatten(0, 1).index_select(0, token - 1)
-        logps, entropies, thread = threaded_head_logps(
-            states, head.weight, targets, head.bias, logit_map, temperature, entropy, chunk_size
-        )
+        logps, entropies, thread = reduce(states, head.weight, bias=head.bias)
         results.append((logps, entropies))
         return thread.view(B, 0, len(head.weight)).clone()  # FSDP2 warns of outputs that are views
 
@@ -190,45 +177,31 @@ def _through_head(
     return outputs, logps + zero, None if entropies is None else entropies + zero
 
 
-def _through_logits(
-    model: nn.Module,
-    lm: PreTrainedModel,
-    inputs: dict[str, Any],
-    token: Tensor,
-    targets: Tensor,
-    temperature: float,
-    entropy: bool,
-) -> tuple[Any, Tensor, Tensor | None]:
-    """The plain way: the model's logits, of those columns that predict something."""
-    T = inputs["input_ids"].shape[1]
-    row, column = (token - 1) // T, (token - 1) % T
-    columns = torch.arange(T, device=token.device)
-    if "logits_to_keep" in _arguments(lm) and len(token):
-        columns = column.unique()
-        inputs = {**inputs, "logits_to_keep": columns}
-    outputs = model(**inputs)
-    z = outputs.logits[row, torch.searchsorted(columns, column)]
-    log_p = (z.to(torch.promote_types(z.dtype, torch.float32)) / temperature).log_softmax(-1)
-    logps = log_p.gather(1, targets[:, None]).squeeze(1)
-    return outputs, logps, torch.special.entr(log_p.exp()).sum(1) if entropy else None
-
-
-def _obstacle(model: nn.Module, lm: PreTrainedModel) -> tuple[str | None, LogitMap]:
-    """Why the head cannot be stood in for, or None; and what the model does to the head's output."""
+def head_treatment(model: nn.Module, lm: PreTrainedModel) -> LogitMap | str:
+    """What the model does to its head's output; where the head cannot be stood in for, why not, in words."""
     head = lm.get_output_embeddings()
     if getattr(type(head), "forward", None) is not nn.Linear.forward or "forward" in vars(head):
-        return f"its output head ({type(head).__module__}.{type(head).__name__}) has a forward of its own", LogitMap()
+        return f"its output head ({type(head).__module__}.{type(head).__name__}) has a forward of its own"
     if getattr(lm, "tp_size", None):
-        return "its output head is split (tensor parallelism)", LogitMap()
+        return "its output head is split (tensor parallelism)"
     for module in model.modules():  # the wrappers, then the model: a compiled one would not see the stand-in
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
-            return "it was compiled as a whole", LogitMap()
+            return "it was compiled as a whole"
         if module is lm:
             break
-    logit_map = logit_map_of(lm)
-    if logit_map is None:
-        return "it treats its head's output to more than a scale and a soft cap", LogitMap()
-    return None, logit_map
+    # Tried out once, and again where a number that the model's forward may use has changed.
+    facts = [type(lm).forward, head.weight.shape, *map(_settings, (lm, lm.config, lm.config.get_text_config()))]
+    tried = _TRIED.get(lm)
+    if tried is None or tried[0] != facts:
+        tried = _TRIED[lm] = (facts, logit_map_of(lm))
+    return tried[1] or "it treats its head's output to more than a scale and a soft cap"
+
+
+_TRIED: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[Any], LogitMap | None]]" = weakref.WeakKeyDictionary()
+
+
+def _settings(of: Any) -> dict[str, Any]:
+    return {n: value for n, value in vars(of).items() if isinstance(value, int | float | str) and n != "training"}
 
 
 @contextmanager
@@ -239,15 +212,6 @@ def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) ->
         yield
     finally:
         del module.forward
-
-
-def _arguments(lm: PreTrainedModel) -> set[str]:
-    return set(inspect.signature(type(lm).forward).parameters)
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
 
 
 # -- the transformers model inside whatever wraps it (DDP, FSDP2, PEFT, accelerate, torch.compile) ---------------------

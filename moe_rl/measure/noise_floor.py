@@ -23,10 +23,10 @@ from jaxtyping import Bool
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import hf_model
-from moe_rl.measure.ratio_metrics import gap_metrics
-from moe_rl.measure.routing_metrics import change_metrics, position_metrics
+from moe_rl.measure.metrics import change_metrics
+from moe_rl.measure.peer_metrics import gap_metrics
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
-from moe_rl.routing import RoutedExperts, UnsupportedModelError, change_counts
+from moe_rl.routing import RoutedExperts, UnsupportedModelError, change_counts, flips_per_token
 
 PIECES = 4
 OTHER_EXPERTS = {"grouped_mm": "eager", "eager": "grouped_mm", "batched_mm": "eager"}
@@ -157,3 +157,19 @@ def free_bytes(device: torch.device) -> int | None:
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration, ValueError):  # not Linux
         return None
+
+
+def position_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
+    """Sites changed by the position of the token in its response: `position_sites_changed` over `position_sites`, lists
+    from position 0 (the first token of `mask` in its row) to the last that any row has.
+
+    >>> old, new = (RoutedExperts(torch.tensor(ids).view(1, 3, 1, 1), ("gate",), 4) for ids in ([0, 1, 2], [3, 1, 0]))
+    >>> {name: x.tolist() for name, x in position_metrics(old, new, torch.tensor([[False, True, True]])).items()}
+    {'position_sites_changed': [0, 1], 'position_sites': [1, 1]}
+    """
+    position = (mask.cumsum(1) - 1)[mask].cpu()
+    flips = flips_per_token(old, new).cpu()[mask.cpu()]
+    return {
+        "position_sites_changed": torch.bincount(position, flips.double()).long(),
+        "position_sites": torch.bincount(position) * len(old.sites),
+    }

@@ -3,8 +3,7 @@
 
 mu is the engine that sampled, pi the training engine's policy before the update; d = log pi - log mu of a token, w = e^d.
 All functions are detached, float64 inside, NaN without tokens. Their metrics of an update are `ratio_range_metrics` and
-`masked_mismatch_metrics` of `moe_rl.measure.ratio_metrics`, those of routing `load_violation` and `routing_confidence` of
-`moe_rl.measure.routing_metrics`; all but the last two are defined here. What these trainers have and `ratio_metrics`,
+`masked_mismatch_metrics`, those of routing `load_violation` and `routing_confidence`, of `moe_rl.measure.metrics`; all but the last two are defined here. What these trainers have and `ratio_metrics`,
 `gap_metrics` or `moe_rl.objectives.loss_metrics` already say under another name:
 
     NeMo-RL gen_kl_error, verl rollout_corr/k3_kl, prime-rl mismatch_kl     k3 of the engine rows
@@ -21,8 +20,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from moe_rl.measure.ratio_metrics import extreme, gap_metrics, ratio_range_metrics
-from moe_rl.objectives import token_log_ratio
+from moe_rl.measure.metrics import extreme, ratio_metrics, ratio_range_metrics
+from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.objectives.diagnostics import Definition
 
 _VERL_BOUND = 20.0  # nats: verl's SAFETY_BOUND on log-weights
@@ -42,6 +41,30 @@ def engine_metrics(
         **mismatch_metrics(logps, rollout_logps, mask),
         **importance_weight_metrics(d, mask),
         **ratio_range_metrics(d, mask),
+    }
+
+
+def gap_metrics(
+    logps: Float[Tensor, "B T"],
+    other: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    *,
+    names: tuple[str, ...] = ("gap_mean", "gap_p99", "gap_max", "k3"),
+) -> dict[str, Tensor]:
+    """How far two scorings of the same tokens are apart: d = logps - other (nats), r = exp(d).
+
+    `names`: of `ratio_metrics`; where `other` is mu, the engine that sampled, k3
+    estimates KL(mu || pi). `extreme_fraction`: F(2) of R3 (arXiv 2510.11370), the share of tokens with max(r, 1/r) > 2.
+    `var_token`, `var_sequence`: variance of d over tokens, and of its mean over each sequence (log s of arXiv
+    2507.18071, eq. 7) over sequences; their quotient would be the mean length if tokens were independent.
+    """
+    d = token_log_ratio(logps, other, mask)
+    spread = ratio_metrics(d, mask)
+    return {
+        **{name: spread[name] for name in names},
+        "extreme_fraction": spread["extreme_2"] / mask.sum(),
+        "var_token": d[mask].double().var(),
+        "var_sequence": sequence_log_ratio(logps, other, mask)[mask.any(1)].double().var(),
     }
 
 

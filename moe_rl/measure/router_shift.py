@@ -1,14 +1,17 @@
-"""RSPO's router-shift weight in the loop: how far the routers moved on the experts that the old policy used.
+"""What routers say of the experts that were chosen; RSPO's router-shift weight: how far they moved on those of the old
+policy.
 
 Only the scores of the chosen experts are kept of the old policy, `[B,T,L,K]` and not `[B,T,L,E]`.
 """
 
+from collections.abc import Sequence
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from moe_rl.measure.routing_metrics import as_logits
-from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.measure.metrics import as_logits
+from moe_rl.routing import RoutedExperts, RoutingError, boundary_margin
 
 
 def chosen_scores(router_logits: tuple[Tensor, ...] | list[Tensor], routes: RoutedExperts) -> Float[Tensor, "B T L K"]:
@@ -50,3 +53,24 @@ def shift_weight(scores: Float[Tensor, "B T L K"], old_scores: Float[Tensor, "B 
     tensor([[0.7071]])
     """
     return torch.exp(-(scores - old_scores).detach().abs().mean((2, 3)))
+
+
+def router_facts(
+    logits: Sequence[Float[Tensor, "n E"]], ids: Int[Tensor, "n L K"]
+) -> tuple[Float[Tensor, "n L K"], Float[Tensor, "n L"]]:
+    """Of n tokens at L sites: the share that each chosen expert has in the softmax over all experts (NaN where there is
+    no route), and the boundary margin s_(k) - s_(k+1) in logits (infinite where all experts are chosen).
+
+    >>> shares, margins = router_facts([torch.tensor([[3.0, 1.0, 1.0]]).log()], torch.tensor([[[0, 2]]]))
+    >>> shares, margins
+    (tensor([[[0.6000, 0.2000]]]), tensor([[0.]]))
+    """
+    k = ids.shape[-1]
+    shares, margins = [], []
+    for site, scores in enumerate(logits):
+        own = ids[:, site].to(scores.device)
+        share = scores.float().softmax(-1).gather(-1, own.clamp(min=0).long())
+        shares.append(share.masked_fill(own < 0, torch.nan))
+        whole = k >= scores.shape[-1]
+        margins.append(torch.full_like(share[:, 0], torch.inf) if whole else boundary_margin(scores.float(), k))
+    return torch.stack(shares, 1), torch.stack(margins, 1)

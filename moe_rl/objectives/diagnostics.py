@@ -7,6 +7,12 @@ How log-ratios are distributed (k1, k3, effective sample size, ...) is not here:
 # ruff: noqa: E501  (a table: one metric, one line)
 from typing import NamedTuple
 
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from moe_rl.objectives.terms import TokenValues
+
 
 class Definition(NamedTuple):
     """One entry of `moe_rl.objectives.loss_metrics`: what it is, its unit, what it is over, where it comes from, when it is there."""
@@ -53,3 +59,38 @@ LOSS_METRICS: tuple[Definition, ...] = tuple(
     )
 )  # fmt: skip
 """Every name that `loss_metrics` may return, with its definition."""
+
+
+def optional_metrics(values: TokenValues) -> dict[str, Tensor]:
+    """What is said of a reference policy, of another engine, of engine corrections and of a route weight, where there
+    are such."""
+    mask = values.mask
+    metrics: dict[str, Tensor] = {}
+    if values.ref_kl is not None:
+        metrics["ref_kl"] = _mean(values.ref_kl, mask)
+    if values.engine_log_weight is not None:
+        log_weight = values.engine_log_weight
+        metrics["engine_kl_k1"] = -_mean(log_weight, mask)
+        metrics["engine_kl_k3"] = _mean(torch.expm1(log_weight) - log_weight, mask)
+        metrics["engine_log_weight_abs_max"] = _extreme(log_weight.abs(), mask, "max")
+    if values.correction_weight is not None and values.correction_truncated is not None:
+        weight = values.correction_weight
+        metrics["correction_weight_mean"] = _mean(weight, mask)
+        metrics["correction_weight_min"] = _extreme(weight, mask, "min")
+        metrics["correction_weight_max"] = _extreme(weight, mask, "max")
+        metrics["correction_dropped_tokens"] = (mask & (weight == 0)).sum()
+        metrics["correction_truncated_tokens"] = (mask & values.correction_truncated).sum()
+    if values.route_weight is not None and values.route_floored is not None:
+        metrics["route_weight"] = _mean(values.route_weight, mask)
+        metrics["route_weight_floored"] = _mean(values.route_floored.float(), mask)
+    return metrics
+
+
+def _mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
+    live = values[mask]
+    return live.mean() if len(live) else values.new_zeros(())
+
+
+def _extreme(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], which: str) -> Tensor:
+    live = values[mask]
+    return getattr(live, which)() if len(live) else values.new_zeros(())

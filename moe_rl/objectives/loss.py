@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from moe_rl.objectives.diagnostics import optional_metrics
 from moe_rl.objectives.kl import kl_estimate
 from moe_rl.objectives.objective import Aggregate, Objective
 from moe_rl.objectives.ratios import masked_row_mean, masked_row_sum
@@ -70,7 +71,7 @@ def policy_loss(
 
         loss = -Agg[ c * G(r; A) ] + kl_coef * Agg[ KL(pi || pi_ref) ]
 
-    with the ratio r (`ratios`), gate G (`gates`), engine correction c (`corrections`) and aggregation Agg
+    with the ratio r and gate G (`ratios`), engine correction c (`corrections`) and aggregation Agg
     (`aggregation_weights`) that the objective names. GRPO is arXiv:2507.18071 eq. 2, GSPO eq. 5, GSPO-token eq. 13.
 
     Values under a False mask may be anything, NaN included; a fully masked row contributes nothing and is not
@@ -98,7 +99,8 @@ def policy_loss(
 
     Raises:
         ValueError: an unknown name, shapes that differ, a mask that is no mask, an input that the objective
-            needs and did not get, or a `route_weight` that it would ignore.
+            needs and did not get, or a `route_weight` that it would ignore; `old_logps` that are no log-probabilities,
+            being above 0 in the mean.
         FloatingPointError: NaN or infinity on a token that counts; the message names the argument and the token.
 
     >>> import torch
@@ -154,7 +156,7 @@ def loss_metrics(values: TokenValues) -> dict[str, Tensor]:
     mask, clipped, up = values.mask, values.clipped, values.advantages > 0
     tokens = mask.sum()
     above = values.gate_log_ratio > 0
-    metrics = {
+    found = {
         "tokens": tokens,
         "sequences": mask.any(-1).sum(),
         "live_tokens": (mask & (values.advantages != 0)).sum(),
@@ -165,34 +167,8 @@ def loss_metrics(values: TokenValues) -> dict[str, Tensor]:
         "gate_ratio_mean": masked_row_sum(values.gate_log_ratio.exp(), mask).sum() / tokens.clamp(min=1),
         "extreme_tokens": (mask & ~(values.log_ratio.abs() <= EXTREME_NATS)).sum(),
     }
-    if values.ref_kl is not None:
-        metrics["ref_kl"] = _mean(values.ref_kl, mask)
-    if values.engine_log_weight is not None:
-        log_weight = values.engine_log_weight
-        metrics["engine_kl_k1"] = -_mean(log_weight, mask)
-        metrics["engine_kl_k3"] = _mean(torch.expm1(log_weight) - log_weight, mask)
-        metrics["engine_log_weight_abs_max"] = _extreme(log_weight.abs(), mask, "max")
-    if values.correction_weight is not None and values.correction_truncated is not None:
-        weight = values.correction_weight
-        metrics["correction_weight_mean"] = _mean(weight, mask)
-        metrics["correction_weight_min"] = _extreme(weight, mask, "min")
-        metrics["correction_weight_max"] = _extreme(weight, mask, "max")
-        metrics["correction_dropped_tokens"] = (mask & (weight == 0)).sum()
-        metrics["correction_truncated_tokens"] = (mask & values.correction_truncated).sum()
-    if values.route_weight is not None and values.route_floored is not None:
-        metrics["route_weight"] = _mean(values.route_weight, mask)
-        metrics["route_weight_floored"] = _mean(values.route_floored.float(), mask)
-    return metrics
-
-
-def _mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
-    live = values[mask]
-    return live.mean() if len(live) else values.new_zeros(())
-
-
-def _extreme(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], which: str) -> Tensor:
-    live = values[mask]
-    return getattr(live, which)() if len(live) else values.new_zeros(())
+    optional = values.ref_kl, values.engine_log_weight, values.correction_weight, values.route_weight
+    return found if all(x is None for x in optional) else found | optional_metrics(values)
 
 
 # -- aggregation -------------------------------------------------------------------------------------------------------

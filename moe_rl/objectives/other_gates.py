@@ -1,13 +1,40 @@
-"""Gates of other methods: CISPO's cap, SAPO's sigmoid, GMPO's mean of clipped ratios, VESPO's gamma kernel."""
+"""Gates of other methods: MiniRL's mask, no clip, no ratio, CISPO's cap, SAPO's sigmoid, GMPO's mean of clipped ratios,
+VESPO's gamma kernel."""
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.objectives.gates import Gated, GateInputs, choose, gate
-from moe_rl.objectives.ratios import masked_row_mean
+from moe_rl.objectives.ratios import Gated, GateInputs, choose, gate, masked_row_mean, outside_trust_region
 
 _SATURATED = 50.0  # nats: sigma(tau (e^50 - 1)) is 1 and its slope 0 in float64 for every tau above 1e-20
+
+
+@gate("mask", flow="logps")
+def mask_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
+    """MiniRL (arXiv:2512.01374): sg[M r] A log pi, with M = 0 exactly where `clip_gate` clips.
+
+    The gradient is that of `clip_gate`; only the reported value differs.
+    """
+    ratio = x.log_ratio.detach().exp()
+    clipped = outside_trust_region(ratio, x.advantages, 1.0 - clip_low, 1.0 + clip_high)
+    return Gated(torch.where(clipped, 0.0, ratio) * x.advantages * x.logps, clipped)
+
+
+@gate("none")
+def plain_gate(x: GateInputs) -> Gated:
+    """Plain importance sampling: r A (arXiv:2507.18071, eqs 8 and 11, where clipping is omitted)."""
+    return Gated(x.log_ratio.exp() * x.advantages, x.nowhere())
+
+
+def _one(x: GateInputs) -> Float[Tensor, "B T"]:
+    return torch.ones_like(x.logps)
+
+
+@gate("likelihood", flow="logps", importance=_one)
+def likelihood_gate(x: GateInputs) -> Gated:
+    """A log pi, the policy gradient without a ratio; SFT and RFT with A of 0 or 1 (arXiv:2402.03300, A.1)."""
+    return Gated(x.logps * x.advantages, x.nowhere())
 
 
 def _capped_ratio(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Float[Tensor, "B T"]:

@@ -1,25 +1,25 @@
 """Prompts -> completions, their log-probabilities, rewards and routes.
 
 - `task`             what a verifiable task is
-- `character_tasks`  the small ones that come along
+- `character_tasks`, `string_tasks` the small ones that come along
 - `jsonl_task`       a file of prompts and answers
 - `gym_task`         reasoning-gym
 - `verifiers`        is the answer right?
 - `tasks`            tasks by name, one's own included
 - `chat`             prompts as messages
-- `sampler`          a model answers
+- `sampler`          a model answers; random numbers by seed and purpose
 - `engine`, `engine_config`, `engines` who samples
 - `vllm_engine`, `vllm_place` vLLM, in a process and a Python of its own: here (`server_process`) or elsewhere
   (`server_http`); `vllm_host` is what runs there
-- `randomness`       random numbers by seed and purpose
 - `demonstrations`   the task answers
 - `supervision`      rewards of steps, several rewards
-- `completions`      what comes of it
+- `completions`, `joining` what comes of it; several as one
 """
 
 from moe_rl.rollout.completions import Rollout, score
 from moe_rl.rollout.demonstrations import demonstrate
 from moe_rl.rollout.engine import Engine, Tolerance, sample
+from moe_rl.rollout.sampler import seeded_generator, seeded_random
 from moe_rl.rollout.supervision import named_rewards, step_rewards
 from moe_rl.rollout.task import Problem, Task, TaskError, VerifiableTask, is_held_out
 from moe_rl.rollout.tasks import TASKS, TaskConfig, make_task
@@ -40,5 +40,7 @@ __all__ = [
     "named_rewards",
     "sample",
     "score",
+    "seeded_generator",
+    "seeded_random",
     "step_rewards",
 ]

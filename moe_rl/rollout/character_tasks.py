@@ -1,4 +1,4 @@
-"""Small tasks whose prompts and answers are characters: what the tiny model can learn in a minute on a CPU.
+"""Small tasks of modular arithmetic, in characters: what the tiny model can learn in a minute on a CPU.
 
 Every prompt begins with `^`; `$` is the end token, which a completion's text does not hold.
 """
@@ -20,7 +20,8 @@ def require(ok: bool, option: str, expected: str, value: Any) -> None:
         raise TaskError(f"task.options.{option}: expected {expected}, got {value!r}")
 
 
-def _other(symbols: str, right: str, rng: random.Random) -> str:
+def other(symbols: str, right: str, rng: random.Random) -> str:
+    """Any of the symbols but the right one."""
     return rng.choice([symbol for symbol in symbols if symbol != right])
 
 
@@ -119,7 +120,7 @@ class ModChain(Arithmetic):
         for operator, operand in self._operations(text):
             result = self._operate(value, operator, operand)
             if noise and rng.random() < noise:
-                result = _other(self._digits, result, rng)
+                result = other(self._digits, result, rng)
             parts.append(f"{value}{operator}{operand}={result}")
             value = result
         return ";".join(parts) + "."
@@ -168,7 +169,7 @@ class Calculator(Arithmetic):
         text = problem.prompt[1:-1]
 
         def copied(digit: str) -> str:
-            return _other(self._digits, digit, rng) if noise and rng.random() < noise else digit
+            return other(self._digits, digit, rng) if noise and rng.random() < noise else digit
 
         value, transcript = text[0], ""
         for operator, operand in self._operations(text):
@@ -181,113 +182,3 @@ class Calculator(Arithmetic):
         """What the policy wrote, by turns: the tool's text, up to its `;`, begins all but the first."""
         first, *later = transcript.split(EOS)
         return [first, *(part.split(";", 1)[-1] for part in later)]
-
-
-@dataclass(frozen=True)
-class StringTask(VerifiableTask):
-    """Base of the tasks with one short answer: reward 1 for exactly the answer, else 0."""
-
-    length: int = 8
-    symbols: str = "abcdefgh"
-
-    def __post_init__(self) -> None:
-        require(self.length >= 1, "length", "at least 1", self.length)
-        distinct = len(set(self.symbols)) == len(self.symbols) >= 2
-        usable = distinct and not set(self.symbols) & set(BOS + EOS + "=")
-        require(usable, "symbols", "2 or more distinct characters, none of ^ $ =", self.symbols)
-
-    @property
-    def alphabet(self) -> str:
-        return self.symbols + "=" + BOS + EOS
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.length + 1
-
-    def answer(self, text: str) -> str:
-        """What `text` asks for."""
-        raise NotImplementedError(f"{type(self).__name__} must define answer(text) -> str")
-
-    def draw(self, rng: random.Random) -> Problem:
-        text = "".join(rng.choices(self.symbols, k=self.length))
-        return Problem(f"{BOS}{text}=", self.answer(text))
-
-    def reward(self, problem: Problem, completion: str) -> float:
-        return float(completion == problem.answer)
-
-    def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
-        """The answer; each character is, with probability `noise`, a wrong one."""
-        return "".join(_other(self.symbols, c, rng) if rng.random() < noise else c for c in problem.answer)
-
-
-@dataclass(frozen=True)
-class Copy(StringTask):
-    """`^bca=` is answered by `bca`."""
-
-    name: ClassVar[str] = "copy"
-
-    def answer(self, text: str) -> str:
-        return text
-
-
-@dataclass(frozen=True)
-class Reverse(StringTask):
-    """`^bca=` is answered by `acb`."""
-
-    name: ClassVar[str] = "reverse"
-
-    def answer(self, text: str) -> str:
-        return text[::-1]
-
-
-@dataclass(frozen=True)
-class Sort(StringTask):
-    """`^bca=` is answered by `abc`: in the order of `symbols`."""
-
-    name: ClassVar[str] = "sort"
-
-    def answer(self, text: str) -> str:
-        return "".join(sorted(text, key=self.symbols.index))
-
-
-@dataclass(frozen=True)
-class Parity(StringTask):
-    """`^1011=` is answered by `1`: whether the number of ones is odd."""
-
-    length: int = 12
-    symbols: ClassVar[str] = "01"  # type: ignore[misc]  # a field of the base is fixed here
-
-    name: ClassVar[str] = "parity"
-
-    @property
-    def max_new_tokens(self) -> int:
-        return 2
-
-    def answer(self, text: str) -> str:
-        return str(text.count("1") % 2)
-
-
-@dataclass(frozen=True)
-class Add(StringTask):
-    """`^27+85=` is answered by `112`: two numbers of up to `length` digits."""
-
-    length: int = 3
-    symbols: ClassVar[str] = "0123456789"  # type: ignore[misc]  # as above
-
-    name: ClassVar[str] = "add"
-
-    @property
-    def alphabet(self) -> str:
-        return super().alphabet + "+"
-
-    @property
-    def max_new_tokens(self) -> int:
-        return self.length + 2
-
-    def answer(self, text: str) -> str:
-        a, b = text.split("+")
-        return str(int(a) + int(b))
-
-    def draw(self, rng: random.Random) -> Problem:
-        text = f"{rng.randrange(10**self.length)}+{rng.randrange(10**self.length)}"
-        return Problem(f"{BOS}{text}=", self.answer(text))

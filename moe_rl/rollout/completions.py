@@ -1,16 +1,13 @@
 """What sampling gives: completions with the sampler's own log-probabilities, rewards and, if recorded, routes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from moe_rl.rollout.task import Problem, Task, checked_reward, user_code
-from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.routing import RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -83,37 +80,6 @@ class Rollout:
         )
 
 
-def padded(rollout: Rollout, left: int, right: int) -> Rollout:
-    """The rollout with so many more columns of padding, whose tokens are 0, which nothing reads, before and behind."""
-    tensors: dict[str, Any] = {name: getattr(rollout, name) for name in TENSORS}
-    wide: dict[str, Any] = {
-        n: F.pad(value, (left, right)) if value.ndim == 2 else value for n, value in tensors.items()
-    }
-    routes = rollout.routes
-    return replace(
-        rollout,
-        **wide,
-        routes=None if routes is None else routes.realign(rollout.attention_mask, wide["attention_mask"]),
-    )
-
-
-def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Rollouts of one group size and one version as one, in order: prompts padded on the left and completions on the
-    right to the widest."""
-    widths = [(part.first, part.input_ids.shape[1] - part.first) for part in parts]
-    left, right = (max(of) for of in zip(*widths, strict=True))
-    wide = [padded(part, left - before, right - behind) for part, (before, behind) in zip(parts, widths, strict=True)]
-    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in wide]) for name in TENSORS}
-    routes = [part.routes for part in wide if part.routes is not None]
-    return replace(
-        parts[0],
-        **joined,
-        problems=[problem for part in parts for problem in part.problems],
-        completions=[text for part in parts for text in part.completions],
-        routes=RoutedExperts.cat(routes) if len(routes) == len(parts) else None,
-    )
-
-
 TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished")
 
 
@@ -126,28 +92,6 @@ def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     """
     later = attention_mask.flip(1).cumsum(1).flip(1) > 1
     return ~(attention_mask & later)
-
-
-def check_routes(rollout: Rollout) -> RoutedExperts:
-    """The rollout's routes, after a check that exactly the tokens of `unrouted_tokens` lack them, at every site.
-
-    Raises:
-        RoutingError: no routes at all; holes where the engine must have routed; routes where nothing was routed.
-    """
-    routes = rollout.routes
-    if routes is None:
-        raise RoutingError("the rollout engine gave no routes, which replay R3 and the comparison of engines need")
-    expected = unrouted_tokens(rollout.attention_mask.bool())[:, :, None].expand(routes.shape[:3]).to(routes.device)
-    wrong = routes.live != expected
-    if bool(wrong.any()):
-        b, t, site = wrong.nonzero()[0].tolist()
-        raise RoutingError(
-            f"routes of the rollout engine: {int(wrong.sum())} of {wrong.numel()} (token, site) rows are not as they "
-            f"should be; first: sequence {b}, token {t}, site {routes.sites[site]} "
-            f"{'has no route' if bool(routes.live[b, t, site]) else 'has a route, and is padding or a last token'}. "
-            "Prompt tokens need the routes of prefill (prefix caching may drop them), sampled ones those of decoding"
-        )
-    return routes
 
 
 def score(task: Task, rollout: Rollout, seconds: float | None = None) -> Rollout:

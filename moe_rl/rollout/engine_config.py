@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moe_rl.names import nearest
-from moe_rl.rollout.completions import Rollout
+from moe_rl.rollout.completions import Rollout, unrouted_tokens
 from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_host.agreed import OPTIONS as VLLM_OPTIONS
+from moe_rl.routing import RoutedExperts, RoutingError
 
 NEVER = -1
 """Version of an engine whose weights nobody has named yet."""
@@ -81,6 +82,28 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free what the engine holds; it is not used again."""
         ...
+
+
+def check_routes(rollout: Rollout) -> RoutedExperts:
+    """The rollout's routes, after a check that exactly the tokens of `unrouted_tokens` lack them, at every site.
+
+    Raises:
+        RoutingError: no routes at all; holes where the engine must have routed; routes where nothing was routed.
+    """
+    routes = rollout.routes
+    if routes is None:
+        raise RoutingError("the rollout engine gave no routes, which replay R3 and the comparison of engines need")
+    expected = unrouted_tokens(rollout.attention_mask.bool())[:, :, None].expand(routes.shape[:3]).to(routes.device)
+    wrong = routes.live != expected
+    if bool(wrong.any()):
+        b, t, site = wrong.nonzero()[0].tolist()
+        raise RoutingError(
+            f"routes of the rollout engine: {int(wrong.sum())} of {wrong.numel()} (token, site) rows are not as they "
+            f"should be; first: sequence {b}, token {t}, site {routes.sites[site]} "
+            f"{'has no route' if bool(routes.live[b, t, site]) else 'has a route, and is padding or a last token'}. "
+            "Prompt tokens need the routes of prefill (prefix caching may drop them), sampled ones those of decoding"
+        )
+    return routes
 
 
 def gathered(tensor: Tensor) -> Tensor:

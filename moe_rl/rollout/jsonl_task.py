@@ -6,8 +6,10 @@
 Other fields are ignored. The file is read once, when it is first needed.
 """
 
+import math
 import random
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -98,7 +100,7 @@ class JsonLines:
     def _read(self, path: str) -> list[Problem]:
         file = Path(path).expanduser()
         try:
-            lines = file.read_text(encoding="utf-8").split("\n")
+            lines = file.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with its mark
         except FileNotFoundError:
             raise TaskError(f"task.options.path: there is no file {file.absolute()}") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -118,7 +120,9 @@ class JsonLines:
         if ("prompt" in data) == ("messages" in data):
             raise TaskError(f"{where}: expected either prompt or messages, got the fields {', '.join(data) or 'none'}")
         answer = data.get("answer")
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or answer == "":
+        if isinstance(answer, float) and math.isfinite(answer):
+            answer = format(Decimal(repr(answer)), "f")  # 0.00001, not 1e-05, which no completion says
+        if isinstance(answer, bool) or not isinstance(answer, str | int) or answer == "":
             raise TaskError(f"{where}: answer: expected a text or a number, got {answer!r}")
         asked: str | Messages
         if "messages" in data:

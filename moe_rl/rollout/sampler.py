@@ -6,7 +6,9 @@ the random numbers of a sequence depend on its row alone, so that neither compac
 sampled (up to what the model's own arithmetic makes of another batch shape).
 """
 
+import hashlib
 import inspect
+import random
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -206,3 +208,26 @@ def decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
     """Special tokens inside a completion stay visible: a verifier must not be blind to them."""
     rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
     return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+# -- random numbers --------------------------------------------------------------------------------------------------
+
+
+def seeded_generator(seed: int, purpose: str, step: int, index: int = 0) -> torch.Generator:
+    """A torch generator (CPU) for one purpose at one step.
+
+    Its numbers follow from a seed and a purpose, not from the past: runs with one seed share prompts, sampling noise
+    and minibatch order whatever their method does with them, and a resumed run draws what the uninterrupted one would
+    have.
+
+    >>> a, b = (torch.rand(1, generator=seeded_generator(0, "sample", step=3)) for _ in range(2))
+    >>> a == b
+    tensor([True])
+    """
+    digest = hashlib.sha256(f"{seed}/{purpose}/{step}/{index}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def seeded_random(seed: int, purpose: str, *index: int) -> random.Random:
+    """The same for the choice of prompts, as `random.Random`."""
+    return random.Random("/".join(map(str, (seed, purpose, *index))))

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moe_rl.names import load_class, nearest
-from moe_rl.rollout.character_tasks import Add, Calculator, Copy, ModChain, Parity, Reverse, Sort
+from moe_rl.rollout.character_tasks import Calculator, ModChain
 from moe_rl.rollout.gym_task import ReasoningGym
 from moe_rl.rollout.jsonl_task import JsonLines
+from moe_rl.rollout.string_tasks import Add, Copy, Parity, Reverse, Sort
 from moe_rl.rollout.task import TaskError
 
 TASKS: Mapping[str, type] = {
@@ -62,8 +63,11 @@ def make_task(config: TaskConfig) -> Any:
             "named package.module:Class or path/to/file.py:Class)"
         )
     if dataclasses.is_dataclass(cls):
-        hints = typing.get_type_hints(cls)
-        _check_options(config, {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init})
+        try:
+            hints = typing.get_type_hints(cls)
+        except NameError:  # a type that only a type checker imports
+            hints = {}
+        _check_options(config, {f.name: hints.get(f.name) for f in dataclasses.fields(cls) if f.init})
     try:
         task = cls(**config.options)
     except TaskError:

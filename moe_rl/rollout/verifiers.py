@@ -15,6 +15,7 @@ from typing import Any
 
 from moe_rl.rollout.task import TaskError
 
+MINUS = "\N{MINUS SIGN}"  # that of typography, which models write too
 NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
 
 
@@ -36,6 +37,7 @@ def last_answer(answer: str, completion: str) -> bool:
     >>> last_answer("7", "7 or 8"), last_answer("Paris", "Is it Rome?\nParis.")
     (False, True)
     """
+    completion = completion.replace(MINUS, "-")
     found = last_boxed(completion)
     if found is None and number(answer) is not None:
         numbers = NUMBER.findall(completion)
@@ -48,13 +50,13 @@ def last_answer(answer: str, completion: str) -> bool:
 
 
 def normalised(text: str) -> str:
-    """One space for any white space, no case, no closing full stop."""
-    return " ".join(text.split()).casefold().removesuffix(".")
+    """One space for any white space, no case, no closing full stop, one minus."""
+    return " ".join(text.replace(MINUS, "-").split()).casefold().removesuffix(".")
 
 
 def number(text: str) -> Decimal | None:
     """The number that a text is, thousands separated or not; None if it is more or less than a number."""
-    text = text.strip().strip("$").removesuffix(".")
+    text = text.replace(MINUS, "-").strip().strip("$").removesuffix(".")
     if not NUMBER.fullmatch(text):
         return None
     try:

@@ -1,5 +1,6 @@
 """What routers chose, and making them choose it again. Needs torch and transformers only."""
 
+from moe_rl.routing.attach import Attachment, attach
 from moe_rl.routing.calls import Recording
 from moe_rl.routing.change import (
     ChangeCounts,
@@ -11,7 +12,7 @@ from moe_rl.routing.change import (
     slot_change,
     token_change,
 )
-from moe_rl.routing.contexts import Attachment, attach, record_routes, replay_routes
+from moe_rl.routing.contexts import record_routes, replay_routes
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.replay import Replay
 from moe_rl.routing.rerun import biased_routes, noisy_routes, record_margins

@@ -35,6 +35,7 @@ from moe_rl.routing.replay import Replay
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Selector
 from moe_rl.routing.selfcheck import examine
+from moe_rl.routing.shadow import ShadowReplay
 from moe_rl.routing.sites import Site, boundary_of, find_sites
 
 
@@ -140,41 +141,6 @@ def _dynamo_ran() -> bool:
     return dynamo is not None and bool(dynamo.counters["frames"])
 
 
-class Attachment:
-    """Hooks that stay on a model until `.detach()`; also a context manager."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._tap, _ = acquire(model)
-        self._tap.users += 1
-        self._tap.hook()
-        self._attached = True
-
-    def detach(self) -> None:
-        """Take the hooks off (once no context is open any more)."""
-        if self._attached:
-            self._attached = False
-            self._tap.users -= 1
-            if not self._tap.users:
-                self._tap.unhook()
-
-    def __enter__(self) -> "Attachment":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.detach()
-
-
-def attach(model: nn.Module) -> Attachment:
-    """Put idle hooks on a model: needed before `torch.compile`, useful where contexts are opened very often.
-
-    Where another model of the same class (a reference policy) is compiled without hooks in the same process, torch
-    would run its code for both: attach it too, or set `torch._dynamo.config.skip_nnmodule_hook_guards = False` first.
-
-    Raises UnsupportedModelError if the model fails the self-check, RoutingError if it is compiled already.
-    """
-    return Attachment(model)
-
-
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Recording]:
     """Record which experts every router of `model` chooses for every token, in forward() and generate().
@@ -223,7 +189,8 @@ def replay_routes(
     `record_routes`.
     """
     tap, names = acquire(model)
-    replay = Replay(tap, names, routes, sites, tokens, slots, shadow, check_tokens, once)
+    kind = ShadowReplay if shadow else Replay
+    replay = kind(tap, names, routes, sites, tokens, slots, check_tokens, once)
     with tap.listen(replay):
         yield replay
     if not replay.reached and _dynamo_ran():

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,11 +14,87 @@ from torch import Tensor
 
 from moe_rl.files import write_tensors
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.validity import check_packed, checked_tokens, experts_per_site
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FORMAT = "moe_rl.routed_experts"
 FORMAT_VERSION = 2
 """1 had no checksum."""
 CHECKSUM = "sha256"
+
+Made = TypeVar("Made", bound="Stored")
+
+
+class Stored:
+    """Files and tables of `RoutedExperts`, into which it is mixed."""
+
+    _trusted: Any  # the constructor of what is known to be valid
+
+    def save(self: Any, path: str | os.PathLike[str]) -> None:
+        """One safetensors file; its header has sites, num_experts, K, meta, token hash, library versions.
+
+        Written to a temporary name, flushed, then renamed, so that `path` is never half a file.
+        """
+        tensors = {"ids": self._packed} | ({} if self._tokens is None else {"tokens": self._tokens})
+        facts = {
+            "sites": self._sites,
+            "num_experts": self._experts,
+            "num_experts_per_tok": self.shape[3],
+            "token_hash": self.token_hash,
+            "meta": self._meta,
+        }
+        write_routes(path, tensors, facts)
+
+    @classmethod
+    def load(cls: type[Made], path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Made:
+        """Read a file of `save`; library versions of the writer are under `meta["written_by"]`.
+
+        Raises FileNotFoundError; RoutingError for a file that is cut off, foreign, of a newer format, or
+        whose parts do not fit each other (ids against header, tokens against their hash).
+        """
+        tensors, facts = read_routes(path)
+        try:
+            packed, sites, tokens = tensors["ids"], tuple(facts["sites"]), tensors.get("tokens")
+            experts = experts_per_site(facts["num_experts"], sites)
+            check_packed(packed, sites, experts, facts["meta"].get("hash_routed", ()))
+            tokens = None if tokens is None else checked_tokens(tokens, packed)
+            meta = {**facts["meta"], "written_by": facts["written_by"]}
+            expected = facts["token_hash"], facts["num_experts_per_tok"]
+        except (AttributeError, KeyError, TypeError, RoutingError) as error:
+            raise RoutingError(f"{path}: header and contents do not fit each other: {error}") from error
+        routes = cls._trusted(packed, sites, experts, tokens=tokens, meta=meta)
+        if (routes.token_hash, routes.shape[3]) != expected:
+            raise RoutingError(f"{path}: tokens or slots are not those that the header names")
+        return routes.to(device)
+
+    def to_frame(self: Any, mask: Tensor | None = None) -> "pd.DataFrame":
+        """Tidy table, one row per (sequence, position, site); live rows are left out.
+
+        Columns: `sequence`, `position` (t), `token` (where known), `site` (categorical), `expert_0` ..
+        `expert_{K-1}` in slot order. mask: `[B,T]`, only positions where it is True.
+
+        >>> from moe_rl.routing import RoutedExperts
+        >>> routes = RoutedExperts(torch.tensor([[[[3, 0]], [[2, 3]]]]), ["gate"], 4)
+        >>> routes.to_frame().melt(["sequence", "position", "site"], value_name="expert")["expert"].tolist()
+        [3, 2, 0, 3]
+        """
+        import pandas as pd
+
+        keep = ~self.live
+        if mask is not None:
+            if mask.shape != self.shape[:2]:
+                raise RoutingError(f"mask must be [B,T] = {list(self.shape[:2])}, got {list(mask.shape)}")
+            keep = keep & mask.to(self.device).bool()[:, :, None]
+        where = keep.nonzero().cpu().numpy()
+        chosen = self.ids[keep].cpu().numpy()
+        columns: dict[str, Any] = {"sequence": where[:, 0], "position": where[:, 1]}
+        if self._tokens is not None:
+            columns["token"] = self._tokens.cpu().numpy()[where[:, 0], where[:, 1]]
+        columns["site"] = pd.Categorical.from_codes(where[:, 2], pd.Index(self._sites))
+        columns |= {f"expert_{slot}": chosen[:, slot] for slot in range(chosen.shape[1])}
+        return pd.DataFrame(columns)
 
 
 def write_routes(path: str | os.PathLike[str], tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:

@@ -80,27 +80,6 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
     return pack_ids(wide, high + 1)
 
 
-def changed_slots(
-    old: Integer[Tensor, "*rows K"], new: Integer[Tensor, "*rows K"]
-) -> tuple[UInt[Tensor, "*rows"], Bool[Tensor, "*rows"]]:
-    """K - |old ∩ new| of each row as uint8, and whether both rows have a route; without, the count is 0.
-
-    Unsigned ids are taken as packed (`pack_ids`), signed ones are packed on the way.
-    """
-    rows, k = old.shape[:-1], old.shape[-1]
-    changed = torch.zeros(rows.numel(), dtype=torch.uint8, device=old.device)
-    both = torch.ones(rows.numel(), dtype=torch.bool, device=old.device)
-    flat_old, flat_new = old.reshape(-1, k), new.reshape(-1, k)
-    step = rows_at_once(old)
-    for start in range(0, len(changed), step):
-        part = slice(start, start + step)
-        index, count, routed = differing_rows(flat_old[part], flat_new[part])
-        changed[part][index] = count
-        if routed is not None:
-            both[part] = routed
-    return changed.view(rows), both.view(rows)
-
-
 def token_mask(mask: Shaped[Tensor, "..."], like: Shaped[Tensor, "... L K"]) -> Bool[Tensor, "..."]:
     """The mask as bool, on the device of the ids `like`: from bool, or from 0 and 1 as tokenizers write it.
 
@@ -140,28 +119,30 @@ def _differing_numpy(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor |
     a, b = row_words(old_rows), row_words(new_rows)
     live = np.iinfo(a[0].dtype).max  # a row without a route is the sentinel in every slot
     some_live = False
+    waiting: list[np.ndarray] = []  # differing rows of some blocks: a few would not pay the calls of a comparison
     found = [(np.empty(0, np.int64), np.empty(0, np.uint8))]
     for start in range(0, len(old_rows), _BLOCK_ROWS):
         block = slice(start, start + _BLOCK_ROWS)
         differ = a[0][block] != b[0][block]
         for x, y in zip(a[1:], b[1:], strict=True):
             differ |= x[block] != y[block]
-        some_live = some_live or a[0][block].max() == live or b[0][block].max() == live
-        if 2 * np.count_nonzero(differ) > len(differ):  # picking rows would cost more than comparing the others too
-            changed = _changed_by_slot(old_rows[block], new_rows[block])
-            index = np.flatnonzero(changed)
-            found.append((index + start, changed.take(index)))
-        elif len(index := np.flatnonzero(differ)):
-            index += start
-            found.append((index, _changed_by_slot(old_rows.take(index, 0), new_rows.take(index, 0))))
+        some_live = some_live or a[0][block].max() == live
+        waiting.append(np.flatnonzero(differ) + start)
+        if block.stop >= len(old_rows) or sum(map(len, waiting)) >= _BLOCK_ROWS // 2:
+            index = np.concatenate(waiting)
+            some_live = some_live or (b[0].take(index) == live).any()  # where only `new` has no route the rows differ
+            changed = _changed_by_slot(old_rows.take(index, 0), new_rows.take(index, 0))
+            if not changed.all():  # other orders of the same sets
+                kept = np.flatnonzero(changed)
+                index, changed = index.take(kept), changed.take(kept)
+            found.append((index, changed))
+            waiting = []
     index, changed = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    routed = (a[0] != live) & (b[0] != live) if some_live else None
-    if routed is not None:
-        changed *= routed.take(index)
-    if not changed.all():
-        kept = np.flatnonzero(changed)
-        index, changed = index.take(kept), changed.take(kept)
-    return torch.from_numpy(index), torch.from_numpy(changed), None if routed is None else torch.from_numpy(routed)
+    if not some_live:
+        return torch.from_numpy(index), torch.from_numpy(changed), None
+    routed = (a[0] != live) & (b[0] != live)
+    kept = np.flatnonzero(routed.take(index))
+    return torch.from_numpy(index.take(kept)), torch.from_numpy(changed.take(kept)), torch.from_numpy(routed)
 
 
 def row_words(rows: np.ndarray) -> list[np.ndarray]:

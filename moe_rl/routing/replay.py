@@ -4,11 +4,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.routing.calls import Call, Collected, one_width, stacked, tokens_of, wrapped
-from moe_rl.routing.change import ChangeCounts, change_counts
+from moe_rl.routing.calls import Call, one_width
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap, device_of
 from moe_rl.routing.kv_cache import CHANGED, CacheState
@@ -28,7 +26,6 @@ class Replay:
     `.replayed_rows`, `.live_rows`: (token, site) rows of all finished forwards whose experts were those of the routes
         (at least in the slots that are forced), and the others; fixed sites (hash routing) are neither.
         `.replayed_fraction` is the share.
-    `.shadow`, `.regret`: with `shadow=True`, what the routers would have chosen live, and by how much they prefer it.
     """
 
     def __init__(
@@ -39,7 +36,6 @@ class Replay:
         sites: str | int | Iterable[str | int] | None,
         tokens: Tensor | None,
         slots: int | None,
-        shadow: bool,
         check_tokens: bool,
         once: bool,
     ) -> None:
@@ -52,13 +48,13 @@ class Replay:
         self._sites = [i for i in sorted(chosen) if not tap.sites[i].fixed]
         packed = routes.packed.to(device_of(tap.boundary))
         self._holes: Holes = "rows" if routes.has_live else "none"
-        packed = self._restricted(packed, tokens, slots)
+        if tokens is not None or slots is not None:
+            packed = self._restricted(packed, tokens, slots)
         order = [where[i] for i in self._sites]
         packed = packed if order == list(range(packed.shape[2])) else packed[:, :, order]
         self._packed = packed.permute(2, 0, 1, 3)  # [sites,B,T,K]
         self._sentinel = torch.iinfo(packed.dtype).max
         self._tokens = routes.tokens.to(packed.device) if routes.tokens is not None and check_tokens else None
-        self._seen = Collected() if shadow else None
         self._left: CacheState | None = None
         self._changed: bool | Tensor = False
         self._pending = 0  # tokens that calls on one KV cache have forced so far, where more must follow
@@ -103,11 +99,6 @@ class Replay:
         self._now = ids, holes
         for index, forced in zip(self._sites, ids.unbind(0), strict=True):
             call.job(index).impose(forced, holes)
-        if self._seen is not None:
-            self._seen.begin(call)
-            for index, site in enumerate(self._tap.sites):
-                if not site.fixed:
-                    call.job(index).shadow = True
 
     def _refuse_changed(self) -> None:
         if torch.compiler.is_compiling():
@@ -173,19 +164,6 @@ class Replay:
         self._rows_kept = self._rows_kept + self._count(call)  # not in place: it may come from inference mode
         self._all_rows += self._choices * call.rows
         self._left = CacheState(cache, call.past + call.length) if cache is not None else None
-        if self._seen is None:
-            return
-        live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]
-        packed = stacked(self._tap, call, live, self._packed.dtype)
-        device, k = packed.device, packed.shape[-1]
-        none = torch.zeros(call.rows, k, device=device)
-        with torch.no_grad():
-            best, used = (
-                torch.cat([none if x is None else x.to(device) for x in scores], dim=1).float().view(packed.shape)
-                for scores in zip(*((None, None) if j is None else (j.best, j.scores) for j in call.jobs), strict=True)
-            )
-            regret = (best - used).sum(-1).clamp_(min=0)
-        self._seen.end(call, cache, (packed, tokens_of(call, packed), regret), (self._sentinel, -1, 0))
 
     def _count(self, call: Call) -> int | Tensor:
         """Rows of this call whose experts were those of the routes. What is forced and was not used is an error
@@ -238,34 +216,11 @@ class Replay:
         return self.replayed_rows / self._all_rows
 
     @property
-    def shadow(self) -> RoutedExperts:
-        """What the routers would have chosen, `[B,T,L,K]`, at hidden states that follow the replay: behind the first
-        site not what they choose without a replay, for which a recording outside of the context has to be compared."""
-        packed, tokens, _ = self._shadowed()
-        return wrapped(self._tap, self._names, packed, tokens)
+    def shadow(self) -> Any:
+        """As `regret` and `shadow_change` of a `ShadowReplay` alone."""
+        raise RoutingError("ask for it: replay_routes(..., shadow=True)")
 
-    def shadow_change(self, routes: RoutedExperts, mask: Tensor | None = None) -> ChangeCounts:
-        """Shadow change: `change_counts` of the replayed routes against `.shadow`, pair "shadow".
-
-        How much replay holds back at each site, given that it held at all earlier ones. Natural change compares with a
-        recording without replay (pair "policies"): there a change at one site also moves the hidden states of the
-        next, so that the two differ at every site but the first, and natural change is usually the larger.
-        """
-        return change_counts(routes, self.shadow, mask, pair="shadow")
-
-    @property
-    def regret(self) -> Float[Tensor, "B T L"]:
-        """Sum of the live top-k scores minus the sum of the scores of the experts used; detached, at least 0.
-
-        In units of what the router ranks: probabilities, sigmoids or logits, with a selection bias where it has one.
-        Group-limited routers may choose a lower sum for the sake of their groups; that counts as 0.
-        """
-        return self._shadowed()[2]
-
-    def _shadowed(self) -> tuple[Tensor, ...]:
-        if self._seen is None:
-            raise RoutingError("ask for it: replay_routes(..., shadow=True)")
-        return self._seen.together()
+    regret = shadow_change = shadow
 
 
 def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap) -> dict[int, int]:

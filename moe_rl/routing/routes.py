@@ -1,10 +1,9 @@
-"""RoutedExperts: which experts every router chose for every token; packed, aligned with tokens, savable."""
+"""RoutedExperts: which experts every router chose for every token; packed, aligned with tokens. Its files and tables:
+`formats`; its constructors from what others return: `others`."""
 
 import hashlib
-import operator
-import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,19 +11,16 @@ from jaxtyping import Bool, Int, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.formats import read_routes, write_routes
+from moe_rl.routing.formats import Stored
 from moe_rl.routing.others import FromOthers
 from moe_rl.routing.packing import is_live, move_tokens, pack_ids, unpack_ids, words
 from moe_rl.routing.sites import canonical_site, match_sites
-from moe_rl.routing.validity import check_packed, pack_checked
-
-if TYPE_CHECKING:
-    import pandas as pd
+from moe_rl.routing.validity import checked_tokens, experts_per_site, pack_checked
 
 __all__ = ["RoutedExperts", "canonical_site", "match_sites", "pack_ids", "unpack_ids"]
 
 
-class RoutedExperts(FromOthers):
+class RoutedExperts(FromOthers, Stored):
     """The experts that every routing site chose for every token of a batch.
 
     ids: integer `[B,T,L,K]`, aligned with the tokens: `ids[b,t,l]` are the K experts that site l gave to
@@ -62,10 +58,10 @@ class RoutedExperts(FromOthers):
         meta: Mapping[str, Any] | None = None,
     ) -> None:
         names = tuple(canonical_site(name) for name in sites)
-        experts = _experts_per_site(num_experts, names)
+        experts = experts_per_site(num_experts, names)
         packed = pack_checked(torch.as_tensor(ids), names, experts, (meta or {}).get("hash_routed", ()))
         if tokens is not None:
-            tokens = _checked_tokens(tokens, packed)
+            tokens = checked_tokens(tokens, packed)
         self._set(packed, names, experts, tokens, meta, None)
 
     @classmethod
@@ -73,7 +69,7 @@ class RoutedExperts(FromOthers):
         cls,
         packed: UInt[Tensor, "B T L K"],
         sites: tuple[str, ...],
-        num_experts: int | Sequence[int],
+        num_experts: Sequence[int],
         *,
         tokens: Int[Tensor, "B T"] | None = None,
         meta: Mapping[str, Any] | None = None,
@@ -81,7 +77,7 @@ class RoutedExperts(FromOthers):
     ) -> "RoutedExperts":
         """Wrap packed ids known to be valid, and canonical names: nothing is checked, no device sync."""
         self = cls.__new__(cls)
-        self._set(packed, sites, _experts_per_site(num_experts, sites), tokens, meta, has_live)
+        self._set(packed, sites, tuple(num_experts), tokens, meta, has_live)
         return self
 
     def _set(
@@ -295,88 +291,3 @@ class RoutedExperts(FromOthers):
             meta=shared,
             has_live=has_live,
         )
-
-    # Files and tables
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """One safetensors file; its header has sites, num_experts, K, meta, token hash, library versions.
-
-        Written to a temporary name, flushed, then renamed, so that `path` is never half a file.
-        """
-        tensors = {"ids": self._packed} | ({} if self._tokens is None else {"tokens": self._tokens})
-        facts = {
-            "sites": self._sites,
-            "num_experts": self._experts,
-            "num_experts_per_tok": self.shape[3],
-            "token_hash": self.token_hash,
-            "meta": self._meta,
-        }
-        write_routes(path, tensors, facts)
-
-    @staticmethod
-    def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> "RoutedExperts":
-        """Read a file of `save`; library versions of the writer are under `meta["written_by"]`.
-
-        Raises FileNotFoundError; RoutingError for a file that is cut off, foreign, of a newer format, or
-        whose parts do not fit each other (ids against header, tokens against their hash).
-        """
-        tensors, facts = read_routes(path)
-        try:
-            packed, sites, tokens = tensors["ids"], tuple(facts["sites"]), tensors.get("tokens")
-            experts = _experts_per_site(facts["num_experts"], sites)
-            check_packed(packed, sites, experts, facts["meta"].get("hash_routed", ()))
-            tokens = None if tokens is None else _checked_tokens(tokens, packed)
-            meta = {**facts["meta"], "written_by": facts["written_by"]}
-            expected = facts["token_hash"], facts["num_experts_per_tok"]
-        except (AttributeError, KeyError, TypeError, RoutingError) as error:
-            raise RoutingError(f"{path}: header and contents do not fit each other: {error}") from error
-        routes = RoutedExperts._trusted(packed, sites, experts, tokens=tokens, meta=meta)
-        if (routes.token_hash, routes.shape[3]) != expected:
-            raise RoutingError(f"{path}: tokens or slots are not those that the header names")
-        return routes.to(device)
-
-    def to_frame(self, mask: Tensor | None = None) -> "pd.DataFrame":
-        """Tidy table, one row per (sequence, position, site); live rows are left out.
-
-        Columns: `sequence`, `position` (t), `token` (where known), `site` (categorical), `expert_0` ..
-        `expert_{K-1}` in slot order. mask: `[B,T]`, only positions where it is True.
-
-        >>> routes = RoutedExperts(torch.tensor([[[[3, 0]], [[2, 3]]]]), ["gate"], 4)
-        >>> routes.to_frame().melt(["sequence", "position", "site"], value_name="expert")["expert"].tolist()
-        [3, 2, 0, 3]
-        """
-        import pandas as pd
-
-        keep = ~self.live
-        if mask is not None:
-            if mask.shape != self.shape[:2]:
-                raise RoutingError(f"mask must be [B,T] = {list(self.shape[:2])}, got {list(mask.shape)}")
-            keep = keep & mask.to(self.device).bool()[:, :, None]
-        where = keep.nonzero().cpu().numpy()
-        chosen = self.ids[keep].cpu().numpy()
-        columns: dict[str, Any] = {"sequence": where[:, 0], "position": where[:, 1]}
-        if self._tokens is not None:
-            columns["token"] = self._tokens.cpu().numpy()[where[:, 0], where[:, 1]]
-        columns["site"] = pd.Categorical.from_codes(where[:, 2], pd.Index(self._sites))
-        columns |= {f"expert_{slot}": chosen[:, slot] for slot in range(chosen.shape[1])}
-        return pd.DataFrame(columns)
-
-
-def _experts_per_site(num_experts: Any, sites: tuple[str, ...]) -> tuple[int, ...]:
-    if not sites:
-        raise RoutingError("no sites were named: routes need at least one")
-    try:  # anything that is an integer, or several: numpy's and torch's scalars too
-        one = isinstance(num_experts, int) or getattr(num_experts, "ndim", None) == 0
-        counts = tuple(operator.index(n) for n in ((num_experts,) * len(sites) if one else num_experts))
-    except TypeError:
-        counts = ()
-    if len(counts) != len(sites) or min(counts) < 1:
-        raise RoutingError(f"num_experts must be positive, one int or {len(sites)} of them, got {num_experts}")
-    return counts
-
-
-def _checked_tokens(tokens: Tensor, packed: Tensor) -> Int[Tensor, "B T"]:
-    shape = packed.shape[:2]
-    if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != shape:
-        raise RoutingError(f"tokens must be integers [B,T] = {list(shape)}, got {tokens.dtype} {list(tokens.shape)}")
-    return tokens.to(packed.device, torch.int32)

@@ -1,9 +1,11 @@
-"""The check that expert ids are what they claim to be."""
+"""The checks that expert ids, their numbers and their tokens are what they claim to be."""
 
+import operator
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
-from jaxtyping import UInt
+from jaxtyping import Int, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
@@ -89,3 +91,25 @@ def _checked(
             f"{wide[b, t, site].tolist()}; rows that are padding or were never captured must be -1"
         )
     return pack_ids(wide, max(experts))
+
+
+def experts_per_site(num_experts: Any, sites: tuple[str, ...]) -> tuple[int, ...]:
+    """One number for each site, from one for all or from several."""
+    if not sites:
+        raise RoutingError("no sites were named: routes need at least one")
+    try:  # anything that is an integer, or several: numpy's and torch's scalars too
+        one = isinstance(num_experts, int) or getattr(num_experts, "ndim", None) == 0
+        counts = tuple(operator.index(n) for n in ((num_experts,) * len(sites) if one else num_experts))
+    except TypeError:
+        counts = ()
+    if len(counts) != len(sites) or min(counts) < 1:
+        raise RoutingError(f"num_experts must be positive, one int or {len(sites)} of them, got {num_experts}")
+    return counts
+
+
+def checked_tokens(tokens: Tensor, packed: Tensor) -> Int[Tensor, "B T"]:
+    """int32 token ids of the shape of the routes, where these are."""
+    shape = packed.shape[:2]
+    if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != shape:
+        raise RoutingError(f"tokens must be integers [B,T] = {list(shape)}, got {tokens.dtype} {list(tokens.shape)}")
+    return tokens.to(packed.device, torch.int32)

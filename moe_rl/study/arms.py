@@ -11,8 +11,9 @@ from moe_rl.study.data import StudyData
 
 Result = TypeVar("Result")
 
-METHOD_FIELDS = ("method", "objective", "seed", "arm", "label", "note")
-"""Parts of a configuration in which arms of one condition may differ and still be the same experiment."""
+METHOD_FIELDS = ("method", "objective", "replay", "noise", "trainer", "run", "seed", "arm", "label", "note")
+"""Parts of a configuration in which arms of one condition may differ and still be the same experiment. Some only other
+trainers' runs have; `run` is where a run writes and what it says."""
 
 
 def per_study(compute: Callable[[StudyData], Result]) -> Callable[[StudyData], Result]:

@@ -64,7 +64,8 @@ class Run:
     @property
     def noise(self) -> float:
         """Scale of the selection noise in router-logit units: a stress test, 0 in a natural run."""
-        return float(self.setting("noise", 0.0))
+        noise = self.setting("noise")
+        return float(noise) if isinstance(noise, int | float) and not isinstance(noise, bool) else 0.0
 
     @property
     def responses(self) -> str:
@@ -81,6 +82,14 @@ class Run:
     def method(self) -> str:
         """Objective and replay in one word, the key of a colour: `grpo`, `grpo_replay`, `gspo`, ..."""
         return self.objective if self.replay.lower() in ("none", "") else f"{self.objective}_replay"
+
+
+def section(config: dict[str, Any], *names: str) -> dict[str, Any]:
+    """A mapping in a configuration, by the names that lead to it; empty where another trainer has none there."""
+    found: Any = config
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def folder_order(folder: Path) -> tuple[str, int]:

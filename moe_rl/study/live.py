@@ -20,7 +20,7 @@ from moe_rl.study.cursor import LiveError
 from moe_rl.study.data import Run, StudyData, StudyDataError, declared_arms, studies_inside
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
-from moe_rl.study.folders import folder_order, run_folders
+from moe_rl.study.folders import folder_order, run_folders, section
 from moe_rl.yaml_files import parse_yaml
 
 
@@ -132,14 +132,13 @@ class LiveStudy:
             )
             stopped = state in ("running", "starting") and still_written(run.folder) is False
             state = "failed" if problem else "stopped" if stopped else state
-        steps = (config.get("optim") or {}).get("steps")
         return {
             "run": run.name,
             "arm": run.arm,
             "seed": run.seed,
             "state": state,
             "problem": problem,
-            "steps": steps,
+            "steps": section(config, "optim").get("steps"),
             "bytes": size,
             "written": changed,
             "age": None if changed is None else round(max(0.0, time.time() - changed), 1),

@@ -26,6 +26,7 @@ from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.figures.gallery.engine_mismatch import engine_table
 from moe_rl.study.figures.gallery.gradient_bias import gradient_table
 from moe_rl.study.figures.gallery.precision import engine_format, precision_table
+from moe_rl.study.folders import section
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import seed_interval
@@ -69,8 +70,10 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         )
     if {"logp_natural", "logp_replayed", "flips"} <= set(data.tokens):
         keys = ["arm", "seed", "length"]
-        effects = design_effects(data.tokens).groupby(keys, observed=True)[["design_effect", "tokens_flipped"]].median()
-        found["design_effect"] = _over_seeds(effects.reset_index(), ["arm", "length"], list(effects.columns))
+        effects = design_effects(data.tokens)
+        if len(effects):
+            effects = effects.groupby(keys, observed=True)[["design_effect", "tokens_flipped"]].median()
+            found["design_effect"] = _over_seeds(effects.reset_index(), ["arm", "length"], list(effects.columns))
     if "gradient_cosine" in data.probes:
         gradients = gradient_table(data)
         found["gradients"] = _over_seeds(gradients, ["arm", "update"], list(gradients.columns[3:]))
@@ -171,7 +174,7 @@ def rate_exponents(data: StudyData) -> pd.DataFrame:
     """Change rate = a (learning rate)^b, by update and unit: `exponent` b with its interval over seeds (`power_law`),
     rates pooled over the probes of a run. Empty unless every arm has a learning rate of its own, at least three.
     """
-    learning = {run.arm: float((run.config.get("optim") or {}).get("learning_rate", np.nan)) for run in data.runs}
+    learning = {run.arm: float(section(run.config, "optim").get("learning_rate", np.nan)) for run in data.runs}
     if len(set(learning.values())) < max(FEWEST, len(learning)) or data.probes.empty:
         return pd.DataFrame()
     rows = []

@@ -12,7 +12,8 @@ from moe_rl.training.config import (
     ValueConfig,
 )
 from moe_rl.training.loop import resume, run, train
-from moe_rl.training.state import State, begin
+from moe_rl.training.setup import begin
+from moe_rl.training.state import State
 from moe_rl.training.validation import validate
 
 __all__ = [

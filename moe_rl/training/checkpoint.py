@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from moe_rl.checks import digests, is_sealed, other_content, parse_json, sealed
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.logprobs import hf_model
+from moe_rl.runlog import Mark
 from moe_rl.training.batch import Batch
 from moe_rl.training.partial import load_draft, load_routes, save_draft
-from moe_rl.training.runlog import Mark
 from moe_rl.training.sharding import as_placed, load_whole, whole
 from moe_rl.training.state import State
 

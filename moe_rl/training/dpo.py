@@ -1,5 +1,7 @@
 """DPO in the loop: pairs out of groups, and their loss in the form that the loop logs."""
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -43,3 +45,10 @@ def pair_loss(beta: float, logps: Float[Tensor, "B T"], part: Batch, total_pairs
     log_ratio = token_log_ratio(logps.detach(), part.old_logps, mask)
     values = TokenValues(log_ratio, torch.zeros_like(mask), mask, part.advantages[:, None] * mask, log_ratio)
     return LossOutput(loss=loss, tokens=values)
+
+
+def pairs_of(batch: Batch, group_size: int, learned_rewards: Tensor | None) -> Batch:
+    """The best and the worst response of each group."""
+    rewards = batch.rewards if learned_rewards is None else learned_rewards
+    pairs = best_and_worst(rewards, group_size)
+    return replace(batch.rows(pairs), advantages=preferences(rewards[pairs]))

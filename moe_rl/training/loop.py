@@ -8,7 +8,6 @@ Each step takes the few things that it needs and returns what it made; only the 
 
 import random
 import time
-import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,24 +18,27 @@ import torch
 from torch import Tensor
 
 from moe_rl.measure.logprobs import TokenLogps
-from moe_rl.rollout import Rollout, TaskError, demonstrate
-from moe_rl.rollout.completions import check_routes
+from moe_rl.objectives import group_advantages
+from moe_rl.rollout import Rollout, TaskError, demonstrate, seeded_random
 from moe_rl.rollout.dapo import overlong_penalty, refill
-from moe_rl.rollout.randomness import seeded_random
+from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
 from moe_rl.training.config import ProbeConfig, RunConfig
-from moe_rl.training.dpo import best_and_worst, preferences
+from moe_rl.training.dpo import pairs_of
 from moe_rl.training.incidents import keep_incident
 from moe_rl.training.levers import part_to_replay
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.not_finite import NotFiniteError, gradient_incident
+from moe_rl.training.other_advantages import other_advantages
 from moe_rl.training.partial import partial_responses, version_metrics
 from moe_rl.training.probe import Probe, probed_rows
 from moe_rl.training.probe_options import noise_floor_rows
-from moe_rl.training.score import Scores, engine_rows, make_advantages, make_batch, score_rollout, verify
-from moe_rl.training.state import Listener, State, begin
+from moe_rl.training.rollout_engine import engine_rows
+from moe_rl.training.score import Scores, make_batch, score_rollout, verify
+from moe_rl.training.setup import begin
+from moe_rl.training.state import Listener, State
 from moe_rl.training.token_tables import write_probe_tables
 from moe_rl.training.update import arm_loss, update_policy
 from moe_rl.training.validation import validate
@@ -108,8 +110,9 @@ def steps(state: State) -> None:
             update_on(state, batch.rows(rows), update)
             for kind, row in probe.rows(update) if probe else ():
                 state.log.append(kind, state.step, **row)
-        if probe:
-            keep_tables(state, probe, len(batch))
+        if probe and probe.observations:
+            rows = probed_rows(len(batch), config.probe.sequences)
+            write_probe_tables(state.folder, state.step, state.tokenizer, probe.part, rows, probe.observations)
         state.step += 1
         seconds = time.perf_counter() - started
         memory = memory_metrics(state.trained, state.frozen, state.ranks.device)
@@ -169,12 +172,11 @@ def collect_batch(state: State) -> Batch:
         tokens, sites = rollout.attention_mask.bool(), len(scores.routes.sites)
         kept = part_to_replay(config.method, tokens, sites, scores.margins, state.generator("keep", index))
         batch = replace(batch, kept=kept)
-    for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
-        state.log.append("engine", state.step, **row)
+    if batch.rollout_routes is not None:
+        for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
+            state.log.append("engine", state.step, **row)
     if method.pairs:
-        rewards = rollout.rewards if scores.learned_rewards is None else scores.learned_rewards
-        pairs = best_and_worst(rewards, rollout.group_size)
-        batch = replace(batch.rows(pairs), advantages=preferences(rewards[pairs]))
+        batch = pairs_of(batch, rollout.group_size, scores.learned_rewards)
         metrics["pairs"] = (batch.advantages > 0).sum()
     ranks.agree_on("the batch", batch.input_ids, batch.rewards, batch.advantages, batch.old_logps)
     two = method.source == "policy" and not decoded  # a sampler and a scorer, which may differ
@@ -198,16 +200,7 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
     if source == "demonstrations":
         rollout = demonstrate(task, state.tokenizer, problems_of(task, rng, config.prompts * config.group_size), rng)
     elif config.segment is not None:
-        rollout = partial_responses(
-            state.drafts,
-            state.engine,
-            partial(problems_of, task, rng, config.prompts),
-            partial(state.generator, "sample"),
-            segment=config.segment,
-            longest=state.max_new_tokens,
-            version=state.step,
-            **options,
-        )
+        rollout = finished_drafts(state, rng, config.segment, options)
     else:
         rollout = state.ranks.sample(
             state.engine if source == "policy" else state.self_engine(state.initial),
@@ -239,9 +232,11 @@ def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tenso
         advantages, returns, more = state.critic.advantages(rewards, scores.values, rollout.completion_mask)
     elif method.pairs:
         advantages, more = torch.zeros_like(rewards), {}
+    elif method.advantage == "group":
+        advantages, more = group_advantages(rewards, rollout.group_size, method.objective.advantage_scale), {}
     else:
         scale = method.objective.advantage_scale
-        advantages, more = make_advantages(method.advantage, scale, rewards, rollout, state.task, state.tokenizer)
+        advantages, more = other_advantages(method.advantage, scale, rewards, rollout, state.task, state.tokenizer)
     return advantages, returns, {**metrics, **more}
 
 
@@ -270,12 +265,16 @@ def update_on(state: State, batch: Batch, update: int) -> None:
     except FloatingPointError as error:  # the forward gave no log-probabilities: there is no gradient to leave out
         raise NotFiniteError(f"update {update}", str(error), batch) from error
     if not torch.isfinite(row["grad_norm"]):
-        incident = gradient_incident(update, batch, row, gradients)
-        if config.optim.on_nonfinite == "stop":
-            raise incident
-        keep_incident(state, incident)
-        row["skipped"] = True
+        row["skipped"] = skipped(state, gradient_incident(update, batch, row, gradients))
     state.log.append("update", state.step, update=update, **row)
+
+
+def skipped(state: State, incident: NotFiniteError) -> bool:
+    """The update was left out and the run goes on; NotFiniteError if `optim.on_nonfinite` says stop."""
+    if state.config.optim.on_nonfinite == "stop":
+        raise incident
+    keep_incident(state, incident)
+    return True
 
 
 def start_probe(state: State, batch: Batch) -> Probe | None:
@@ -287,13 +286,11 @@ def start_probe(state: State, batch: Batch) -> Probe | None:
     part, temperature = batch.rows(probed_rows(len(batch), config.sequences)), state.config.rollout.temperature
     if live and step == 0 and config.floor:
         whole = state.ranks.size == 1 and state.ranks.mesh is None  # shards, be it on one rank, cannot be copied
-        rows, left_out = noise_floor_rows(state.policy, part, temperature, bf16=whole)
-        for row in rows:
+        for row in noise_floor_rows(state.policy, part, temperature, bf16=whole):
             state.log.append("floor", step, **row)
-        for variant, reason in left_out.items():
-            warnings.warn(f"noise floor: {variant} is left out, it cannot be run here: {reason}", stacklevel=2)
     loss = partial(probe_loss, state) if config.gradients else None
-    return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose, loss=loss)
+    tables = state.ranks.main and due(config.tokens_every, step)
+    return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose, loss=loss, tables=tables)
 
 
 def probe_loss(state: State, out: TokenLogps, part: Batch) -> Tensor:
@@ -301,14 +298,6 @@ def probe_loss(state: State, out: TokenLogps, part: Batch) -> Tensor:
     tokens, sequences = int(part.completion_mask.sum()), int(part.completion_mask.any(1).sum())
     pairs = int((part.advantages > 0).sum())
     return arm_loss(out, part, state.method, state.config.method, tokens, sequences, pairs).loss
-
-
-def keep_tables(state: State, probe: Probe, responses: int) -> None:
-    """The probe's tokens and routes as Parquet, at the steps that `probe.tokens_every` names."""
-    config = state.config.probe
-    if probe.observations and state.ranks.main and due(config.tokens_every, state.step):
-        rows = probed_rows(responses, config.sequences)
-        write_probe_tables(state.folder, state.step, state.tokenizer, probe.part, rows, probe.observations)
 
 
 def evaluate(state: State) -> None:
@@ -343,6 +332,20 @@ def rollout_metrics(rollout: Rollout, batch: Batch, two: bool, lag: int) -> dict
 
 
 # -- what single methods add -------------------------------------------------------------------------------------------
+
+
+def finished_drafts(state: State, rng: Any, segment: int, options: dict[str, Any]) -> Rollout:
+    """Partial rollouts: the oldest batch of responses whose last segment is written now."""
+    return partial_responses(
+        state.drafts,
+        state.engine,
+        partial(problems_of, state.task, rng, state.config.rollout.prompts),
+        partial(state.generator, "sample"),
+        segment=segment,
+        longest=state.max_new_tokens,
+        version=state.step,
+        **options,
+    )
 
 
 def reset_reference(state: State) -> None:

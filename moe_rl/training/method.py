@@ -30,7 +30,7 @@ class Method:
     Attributes:
         objective: the preset with the arm's own knobs; `length_constant` is the generation budget, in tokens.
         source: "policy", the current one; "initial", the policy that the run began with; "demonstrations", the task's.
-        advantage: a kind of `moe_rl.training.score.make_advantages`, "gae", or "pair" (DPO).
+        advantage: "group", a kind of `moe_rl.training.other_advantages`, "gae", or "pair" (DPO).
         pairs: learns from the best and the worst response of each group, not from `policy_loss`.
         needs_reference: is tied to a frozen policy.
         weighs_routes: weighs tokens by how far the routers moved (RSPO).

@@ -4,7 +4,7 @@ Under replay the change rate is zero by construction, so the probe routes live; 
 policy's routes on the same weights. The difference between the two is what routing adds to the log-ratio.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,16 +13,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import TokenLogps, token_logps
-from moe_rl.measure.peer_metrics import engine_metrics
-from moe_rl.measure.ratio_metrics import ratio_metrics
-from moe_rl.measure.routing_metrics import (
+from moe_rl.measure.metrics import (
     as_logits,
     change_metrics,
     load_metrics,
-    router_facts,
+    ratio_metrics,
     router_metrics,
     routing_confidence,
 )
+from moe_rl.measure.peer_metrics import engine_metrics
+from moe_rl.measure.router_shift import router_facts
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch
@@ -55,9 +55,10 @@ class Probe:
         decompose: split the log-ratio into weights, routes and their interaction, see `Decomposition`.
         loss: compare its gradients under live and under the old routes; of a forward over some of the probed responses
             and these. Four forwards and backwards, and as many copies of the weights' size. One process only.
+        tables: keep what the tables of tokens and routes hold.
 
     Attributes:
-        observations: one per update so far, if `live`.
+        observations: one per update so far, if `live` and `tables`.
     """
 
     def __init__(
@@ -70,9 +71,10 @@ class Probe:
         live: bool,
         decompose: bool,
         loss: Callable[[TokenLogps, Batch], Tensor] | None = None,
+        tables: bool = False,
     ):
         self.policy, self.part, self.ranks, self.temperature = policy, part, ranks, temperature
-        self.loss = loss
+        self.loss, self.tables = loss, tables
         self.observations: list[Observation] = []
         self.old_logits = self._old_router_logits() if live else None
         self.decomposition = Decomposition(policy, part, temperature) if decompose else None
@@ -80,18 +82,18 @@ class Probe:
     def rows(self, update: int) -> Iterator[Row]:
         """Measure the policy after `update`: rows of the kinds "probe", "engine" and "decomposition"."""
         if self.old_logits is not None:
-            metrics, seen = self._measure(update)
-            self.observations.append(seen)
+            metrics, natural, routes = self._measure(update)
             if self.loss is not None:
                 metrics |= replay_gradients(self.policy, self.part, self._loss_of)
             yield "probe", {"update": update, **metrics}
             if self.part.rollout_routes is not None:
-                yield "engine", {"pair": "rollout_to_new", "update": update, **self._from_engine(seen)}
+                yield "engine", {"pair": "rollout_to_new", "update": update, **self._from_engine(natural, routes)}
         if self.decomposition is not None:
             yield "decomposition", {"update": update, **self.decomposition.shares()}
 
     @torch.no_grad()
-    def _measure(self, update: int) -> tuple[dict[str, Any], Observation]:
+    def _measure(self, update: int) -> tuple[dict[str, Any], Float[Tensor, "B T"], RoutedExperts]:
+        """Metrics of the policy as it is now, its log-probabilities and routes."""
         policy, part, ranks, mask = self.policy, self.part, self.ranks, self.part.completion_mask
         mine = ranks.mine(part)
         policy.eval()
@@ -109,33 +111,40 @@ class Probe:
             metrics[f"var_sequence_{name}"] = sequence_log_ratio(logps, part.live_old_logps, mask).var()
             metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
         metrics |= load_metrics(part.routes, routes, mask)
-        logits = self._response_logits(live)
-        facts: dict[str, Tensor] = {}
-        if logits and self.old_logits and len(logits) == len(self.old_logits):
-            metrics |= router_metrics(self.old_logits, logits, part.routes.shape[-1])
+        old_logits, logits = self.old_logits or [], self._response_logits(live)
+        comparable = bool(logits) and len(logits) == len(old_logits)
+        if comparable:
+            metrics |= router_metrics(old_logits, logits, part.routes.shape[-1])
             chosen = routes.ids.to(mask.device)[mask]
             metrics["site_routing_confidence"] = [
                 float(routing_confidence(scores.softmax(-1), ids.to(scores.device)))
                 for scores, ids in zip(logits, chosen.unbind(1), strict=True)
             ]
-            for name, scores, ids in (
-                ("old", self.old_logits, part.routes.ids.to(mask.device)[mask]),
-                ("new", logits, chosen),
-            ):
-                ordered = ids.sort(-1).values  # as route tables have them
-                facts[f"{name}_gates"], facts[f"{name}_margins"] = router_facts(scores, ordered)
-        return metrics, Observation(update, natural, replayed, routes, facts)
+        if self.tables:
+            both = ("old", old_logits, part.routes), ("new", logits, routes)
+            facts = self._router_facts(both) if comparable else {}
+            self.observations.append(Observation(update, natural, replayed, routes, facts))
+        return metrics, natural, routes
+
+    def _router_facts(self, of: Iterable[tuple[str, list[Tensor], RoutedExperts]]) -> dict[str, Tensor]:
+        """What routers said of the experts that were chosen: `Observation.facts`."""
+        facts: dict[str, Tensor] = {}
+        for name, logits, routes in of:
+            mask = self.part.completion_mask
+            ids = routes.ids.to(mask.device)[mask].sort(-1).values  # in the order of route tables
+            facts[f"{name}_gates"], facts[f"{name}_margins"] = router_facts(logits, ids)
+        return facts
 
     def _loss_of(self, part: Batch) -> Tensor:
         assert self.loss is not None
         return self.loss(self._logps(part, router_logits=True), part)
 
-    def _from_engine(self, seen: Observation) -> dict[str, Any]:
+    def _from_engine(self, natural: Float[Tensor, "B T"], routes: RoutedExperts) -> dict[str, Any]:
         """mu -> pi, live routing: engine and staleness together."""
         part, mask = self.part, self.part.completion_mask
         assert part.rollout_routes is not None
-        changes = change_metrics(change_counts(part.rollout_routes, seen.routes, mask))
-        return {**engine_metrics(seen.natural, part.rollout_logps, mask), **changes}
+        changes = change_metrics(change_counts(part.rollout_routes, routes, mask))
+        return {**engine_metrics(natural, part.rollout_logps, mask), **changes}
 
     @torch.no_grad()
     def _old_router_logits(self) -> list[Float[Tensor, "n E"]]:

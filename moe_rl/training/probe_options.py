@@ -1,5 +1,6 @@
 """What a run may also measure around the updates of a step: the noise floor, gradients, the decomposed log-ratio."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,11 +53,9 @@ def replay_gradients(policy: nn.Module, part: Batch, loss: Callable[[Batch], Ten
     return gradient_metrics(natural, replayed, halves, part.routes.sites)
 
 
-def noise_floor_rows(
-    policy: nn.Module, part: Batch, temperature: float, bf16: bool
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Rows of kind "floor": the policy against itself with equal weights, one row per variant that can be run here; and
-    the variants that cannot, each with the reason."""
+def noise_floor_rows(policy: nn.Module, part: Batch, temperature: float, bf16: bool) -> list[dict[str, Any]]:
+    """Rows of kind "floor": the policy against itself with equal weights, one row per variant that can be run here; of
+    one that cannot, a warning with the reason."""
     text = _text(part, temperature)
     base, floor = score_live(policy, text), NoiseFloor(bf16)
     mask = text.completion_mask.cpu()
@@ -64,7 +63,9 @@ def noise_floor_rows(
         {"variant": name, "detail": detail, **floor_metrics(mask, base, scored)}
         for name, detail, scored in floor.variants(policy, text)
     ]
-    return rows, floor.left_out
+    for variant, reason in floor.left_out.items():
+        warnings.warn(f"noise floor: {variant} is left out, it cannot be run here: {reason}", stacklevel=2)
+    return rows
 
 
 def _text(part: Batch, temperature: float) -> TokenBatch:

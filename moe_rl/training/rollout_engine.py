@@ -1,4 +1,5 @@
-"""The engine that a run samples with, and the watch over its weights (`moe_rl.training.weight_sync`)."""
+"""The engine that a run samples with, the watch over its weights (`moe_rl.training.weight_sync`), and how far from the
+training engine it is."""
 
 import copy
 from collections.abc import Callable
@@ -6,10 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from jaxtyping import Float
+from torch import Tensor, nn
 
+from moe_rl.measure.metrics import change_metrics
+from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.rollout.engine import Engine, ModelEngine
 from moe_rl.rollout.engines import gathered, make_engine
+from moe_rl.routing import change_counts
+from moe_rl.training.batch import Batch
 from moe_rl.training.config import RolloutConfig
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.sharding import is_sharded
@@ -59,3 +65,30 @@ def rebuilt(engine: Any, model: nn.Module) -> Engine:
         tensor.copy_(gathered(weights[name]))
     fresh._round_weights()
     return fresh
+
+
+def engine_rows(
+    batch: Batch, replayed_logps: Float[Tensor, "B T"] | None, guard: SyncGuard | None
+) -> list[dict[str, Any]]:
+    """How the engines of a batch compare whose rollout engine's routes were recorded: rows of kind "engine", one for
+    each `pair`:
+
+    - "engines"           mu -> pi_old, equal weights, live routing in both: what the engine alone does
+    - "engines_replayed"  the same with the rollout's routes forced on pi_old: what is left of it under R3
+
+    The last token of a response has no route of the engine's and counts in no change rate. Of a partial rollout only
+    the tokens that the current weights wrote count: the others differ by more than the engine. Their replayed scores
+    still follow older versions' routes at the tokens before them.
+    """
+    assert batch.rollout_routes is not None
+    mask = batch.completion_mask
+    if batch.versions is not None:
+        mask = mask & (batch.versions == batch.step)
+    sync = {"sync_gap": guard.gap, "sync_tolerance": guard.tolerance} if guard else {}
+    changes = change_metrics(change_counts(batch.rollout_routes, batch.routes, mask, pair="engines"))
+    gap = engine_metrics(batch.live_old_logps, batch.rollout_logps, mask)
+    rows = [{"pair": "engines", "update": 0, **gap, **changes, **sync}]
+    if replayed_logps is not None:
+        gap = engine_metrics(replayed_logps, batch.rollout_logps, mask)
+        rows.append({"pair": "engines_replayed", "update": 0, **gap})
+    return rows

@@ -1,5 +1,4 @@
-"""Responses -> a batch: their rewards, what the old policy says of them in one pass without gradient, and their
-advantages; how engines compare.
+"""Responses -> a batch: their rewards, and what the old policy says of them in one pass without gradient.
 
 Three policies meet here: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current one.
 """
@@ -13,24 +12,14 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
-from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.router_shift import chosen_scores
-from moe_rl.measure.routing_metrics import change_metrics
-from moe_rl.objectives import (
-    accepted_advantages,
-    decoupled_advantages,
-    group_advantages,
-    leave_one_out_advantages,
-    process_advantages,
-)
-from moe_rl.rollout import Rollout, named_rewards, score, step_rewards
-from moe_rl.routing import RoutedExperts, change_counts, record_margins, record_routes, replay_routes
+from moe_rl.rollout import Rollout, score
+from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.critic import Critic
 from moe_rl.training.not_finite import NotFiniteError, prompt_of
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
-from moe_rl.training.weight_sync import SyncGuard
 
 SCORING_BATCH = 256
 """Responses per pass, unless `optim.micro_batch` says what fits."""
@@ -152,51 +141,6 @@ def _refuse_not_finite(
         )
 
 
-def make_advantages(
-    kind: str, scale: str, rewards: Float[Tensor, " B"], rollout: Rollout, task: Any, tokenizer: Any
-) -> tuple[Float[Tensor, " B"] | Float[Tensor, "B T"], dict[str, float]]:
-    """Advantages of a rollout's responses, and what is to be logged of how they came about. Those of kind `gae` are
-    the critic's.
-
-    Args:
-        kind: `group`, `leave_one_out`, `one`, `accepted`; `process` (step rewards of the task, normalised in the group,
-            returns-to-go) and `decoupled` (several rewards of the task, GDPO) do not look at `rewards`.
-        scale: as in `group_advantages`; for `group` and `process`.
-        rewards: what counts as each response's reward, the verifier's or a learned model's.
-        rollout: groups contiguous.
-        task, tokenizer: the tokenizer places step rewards on tokens.
-
-    Returns:
-        `[B]`, or `[B,T]` for `process`, detached.
-
-    Raises:
-        ValueError: an unknown kind.
-    """
-    size = rollout.group_size
-    match kind:
-        case "group":
-            return group_advantages(rewards, size, scale=scale), {}
-        case "leave_one_out":
-            return leave_one_out_advantages(rewards, size), {}
-        case "one":
-            return torch.ones_like(rewards), {}
-        case "accepted":
-            accepted = accepted_advantages(rewards)
-            return accepted, {"accepted": float(accepted.mean())}
-        case "process":
-            values, ends = step_rewards(task, tokenizer, rollout)
-            count = int(ends.sum())
-            facts = {"step_reward": float(values.sum()) / max(1, count), "steps_per_response": count / len(rollout)}
-            return process_advantages(values, ends, size, scale=scale), facts
-        case "decoupled":
-            names, table = named_rewards(task, rollout)
-            facts = {f"reward_{name}": float(column.mean()) for name, column in zip(names, table.T, strict=True)}
-            return decoupled_advantages(table, size), facts
-    raise ValueError(
-        f"advantage: unknown kind {kind!r}; known: group, leave_one_out, one, accepted, process, decoupled"
-    )
-
-
 def make_batch(
     rollout: Rollout,
     scores: Scores,
@@ -230,30 +174,3 @@ def make_batch(
         rollout_routes=rollout.routes,
         versions=rollout.versions,
     )
-
-
-def engine_rows(
-    batch: Batch, replayed_logps: Float[Tensor, "B T"] | None, guard: SyncGuard | None
-) -> list[dict[str, Any]]:
-    """Rows of kind "engine" of a batch whose rollout engine's routes were recorded, one for each `pair`:
-
-    - "engines"           mu -> pi_old, equal weights, live routing in both: what the engine alone does
-    - "engines_replayed"  the same with the rollout's routes forced on pi_old: what is left of it under R3
-
-    The last token of a response has no route of the engine's and counts in no change rate. Of a partial rollout only
-    the tokens that the current weights wrote count: the others differ by more than the engine. Their replayed scores
-    still follow older versions' routes at the tokens before them.
-    """
-    if batch.rollout_routes is None:
-        return []
-    mask = batch.completion_mask
-    if batch.versions is not None:
-        mask = mask & (batch.versions == batch.step)
-    sync = {"sync_gap": guard.gap, "sync_tolerance": guard.tolerance} if guard else {}
-    changes = change_metrics(change_counts(batch.rollout_routes, batch.routes, mask, pair="engines"))
-    gap = engine_metrics(batch.live_old_logps, batch.rollout_logps, mask)
-    rows = [{"pair": "engines", "update": 0, **gap, **changes, **sync}]
-    if replayed_logps is not None:
-        gap = engine_metrics(replayed_logps, batch.rollout_logps, mask)
-        rows.append({"pair": "engines_replayed", "update": 0, **gap})
-    return rows

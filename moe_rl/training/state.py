@@ -1,6 +1,5 @@
 """What a run holds. Knows nothing of the steps that use it."""
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,26 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_rl.policy.lora import frozen_reference
-from moe_rl.policy.models import load_policy, seeded
-from moe_rl.policy.router_precision import keep_routers_fp32
-from moe_rl.rollout import Rollout, make_task
+from moe_rl.rollout import Rollout, seeded_generator
 from moe_rl.rollout.continuing import in_turns
 from moe_rl.rollout.engine import Engine, ModelEngine
-from moe_rl.rollout.randomness import seeded_generator
+from moe_rl.runlog import RunLog
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import RunConfig
 from moe_rl.training.critic import Critic
-from moe_rl.training.distributed import ranks_of
-from moe_rl.training.launch import check_shares
 from moe_rl.training.levers import ExpertBias
-from moe_rl.training.method import Method, resolve_method
-from moe_rl.training.optimizer import policy_optimizer
+from moe_rl.training.method import Method
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
-from moe_rl.training.rollout_engine import build_engine, guard_of
-from moe_rl.training.runlog import NoLog, RunLog
-from moe_rl.training.trackers import check_tracker, start_tracker
 from moe_rl.training.weight_sync import SyncGuard
 
 Listener = Callable[[dict[str, Any]], None]
@@ -96,7 +86,7 @@ class State:
         return in_turns(engine, self.task, self.tokenizer, self.config.task.verifier_seconds)
 
     def generator(self, purpose: str, index: int = 0) -> torch.Generator:
-        """Random numbers for one purpose at the current step, the same in every arm (`moe_rl.rollout.randomness`)."""
+        """Random numbers for one purpose at the current step, the same in every arm (`seeded_generator`)."""
         return seeded_generator(self.config.seed, purpose, self.step, index)
 
     def close(self) -> None:
@@ -104,89 +94,3 @@ class State:
         for tracker in self.ranks.trackers:
             tracker.finish()
         self.engine.close()
-
-
-def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listener: Listener | None = None) -> State:
-    """The state of a run before its first step. Writes nothing but the folder itself.
-
-    Args:
-        config: what to run, validated.
-        folder: the run folder.
-        cache_dir: where cold-started models are kept and found; None: not kept.
-        listener: called with every row of `metrics.jsonl`, and with the steps of a cold start.
-
-    Raises:
-        ModelError, EngineError: not on this machine.
-        DistributedError: other processes than the configuration asks for, or ranks that disagree.
-    """
-    check_tracker(config.tracker)
-    torch.manual_seed(config.seed)
-    ranks = ranks_of(config.distributed, config.model.device, config.tracker, folder)
-    check_shares(config, ranks.size)
-    ranks.agree("the configuration", dataclasses.asdict(config))
-    log: RunLog = NoLog()
-    if ranks.main:
-        folder.mkdir(parents=True, exist_ok=True)
-        log = RunLog(folder, listener)
-    task = make_task(config.task)
-    model, tokenizer = load_policy(
-        seeded(config.model, config.seed),
-        task,
-        cache_dir,
-        _cold_start_rows(listener),
-        weights=ranks.loads,
-        report=_policy_row(listener),
-    )
-    if config.distributed.router_fp32:
-        keep_routers_fp32(model)
-    ranks.agree_on_weights(model)
-    max_new_tokens = config.rollout.max_new_tokens or task.max_new_tokens
-    method = resolve_method(config, max_new_tokens)
-    resets = bool(config.optim.reference_reset_every)
-    reference = frozen_reference(model, resets) if method.needs_reference else None
-    initial = frozen_reference(model) if method.source == "initial" else None
-    critic = Critic(model, config.value, config.optim, ranks) if method.advantage == "gae" else None
-    learned = config.reward.model == "learned"
-    reward_model = RewardModel(model, config.reward, config.optim, ranks) if learned else None
-    rate, live = config.optim.expert_bias_rate, config.optim.expert_bias_loads == "live"
-    bias = ExpertBias(model, rate, live) if rate else None
-    optimizer = policy_optimizer(model, config.optim)
-    engine = build_engine(config.rollout, model, tokenizer, ranks)
-    policy, optimizer = ranks.prepare(model, optimizer)
-    for module in (reference, initial):
-        if module is not None:
-            ranks.shard(module)
-    guard = guard_of(engine, config.rollout, ranks.unwrap_model(policy), tokenizer, task, max_new_tokens, ranks)
-    if config.tracker and ranks.main:
-        log.listener = start_tracker(ranks, config.tracker, folder, config, listener)
-    return State(
-        config=config,
-        folder=folder,
-        ranks=ranks,
-        log=log,
-        task=task,
-        tokenizer=tokenizer,
-        method=method,
-        max_new_tokens=max_new_tokens,
-        policy=policy,
-        optimizer=optimizer,
-        engine=in_turns(engine, task, tokenizer, config.task.verifier_seconds),
-        sync_guard=guard,
-        reference=reference,
-        initial=initial,
-        critic=critic,
-        reward_model=reward_model,
-        expert_bias=bias,
-    )
-
-
-def _cold_start_rows(listener: Listener | None) -> Callable[[int, int, float], None] | None:
-    """Steps of a cold start as rows for the listener only: they belong to no run's metrics."""
-    if listener is None:
-        return None
-    return lambda step, steps, loss: listener({"kind": "cold_start", "step": step, "steps": steps, "loss": loss})
-
-
-def _policy_row(listener: Listener | None) -> Listener | None:
-    """What the run starts from, as a row for the listener only: `env.json` keeps it."""
-    return None if listener is None else lambda facts: listener({"kind": "policy", "step": 0, **facts})

@@ -10,9 +10,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import TokenLogps, token_logps
-from moe_rl.measure.ratio_metrics import masked_mismatch_metrics, ratio_range_metrics, update_ratio_metrics
+from moe_rl.measure.metrics import load_violation, masked_mismatch_metrics, ratio_range_metrics, update_ratio_metrics
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
-from moe_rl.measure.routing_metrics import load_violation
 from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
 from moe_rl.routing import change_counts, expert_load, noisy_routes, record_routes, replay_routes
 from moe_rl.training.batch import Batch

@@ -16,9 +16,10 @@ from moe_rl.drift import figures, run
 from moe_rl.drift.checkpoints import check_device, fits_twice
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
-from moe_rl.drift.output import short_names
-from moe_rl.drift.page import floor_text
+from moe_rl.drift.output import kept_when_stopped, put_in_place, short_names, unfinished
+from moe_rl.drift.page import floor_text, summary
 from moe_rl.drift.run import DriftOptions, run_drift
+from moe_rl.files import InUseError
 from moe_rl.measure import noise_floor
 from moe_rl.measure.decompose import decompose
 from moe_rl.measure.noise_floor import rounded_copy
@@ -247,6 +248,51 @@ def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
         capsys, "drift", *pair, "--prompts", prompts, "--output", tmp_path / "mine"
     )
     assert (tmp_path / "mine" / "thesis.tex").read_text() == "..."
+    monkeypatch.chdir(tmp_path / "runs")
+    assert "is the folder you are in" in refused(capsys, "drift", *pair, "--prompts", prompts, "--output", "..")
+
+
+def test_an_earlier_comparison_goes_only_when_the_new_one_stands(tmp_path, monkeypatch):
+    former, made, link = tmp_path / "out", tmp_path / "made", tmp_path / "link"
+    for folder in (former, made):
+        folder.mkdir()
+        (folder / "drift.json").write_text(folder.name)
+    link.symlink_to(former)
+    rename = Path.rename
+
+    def busy(path, to):
+        if path == made:
+            raise PermissionError("busy")
+        return rename(path, to)
+
+    with monkeypatch.context() as patched, pytest.raises(PermissionError):
+        patched.setattr(Path, "rename", busy)
+        put_in_place(made, former)
+    assert (former / "drift.json").read_text() == "out"
+    with unfinished(link) as folder:
+        (folder / "drift.json").write_text("new")
+    assert link.is_symlink() and (former / "drift.json").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "made", "out"]
+
+
+def test_two_commands_do_not_share_what_is_not_finished(tmp_path):
+    with kept_when_stopped(tmp_path / "out") as folder:
+        (folder / "a.csv").write_text("1")
+        with pytest.raises(InUseError, match=r"out.partial is being written by another"):
+            kept_when_stopped(tmp_path / "out").__enter__()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.csv"]
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_one_token_and_all_experts_chosen(tokenizer, prompts, tmp_path, undrawn):
+    old = save(build("olmoe", tokenizer, num_experts_per_tok=6), tokenizer, tmp_path / "old")
+    prompts.write_text(json.dumps({"prompt": "ab", "completion": "c"}))
+    output = run_drift(DriftOptions((str(old), str(old)), prompts, tmp_path / "out", floor_sequences=0))
+    assert pd.read_parquet(output / "sites.parquet")["margin_median"].isna().all(), "nothing was left to choose"
+    none = pd.DataFrame({"low": [], "high": [], "choices": [], "changed": []})
+    assert figures.margins(none, "").render("svg")
+    topics = dict(summary(facts_of(output)))
+    assert topics["Log-ratio"].startswith("One token alone"), "not: the two say the same"
 
 
 @pytest.fixture(scope="module")
@@ -318,6 +364,7 @@ def test_a_named_tokenizer_stands_in(odd, saved, prompts, tmp_path, undrawn):
         ('{"text": "ab"}\n\n["ab"]\n', "line 3: a JSON list instead of an object"),
         ('{"question": "ab"}\n', r"line 1: none of the keys text, prompt and messages \('question'\)"),
         ('{"prompt": "ab", "completion": 3}\n', "line 1: completion is a int"),
+        ('{"text": "ab"}\n{"text": "ab", "completion": "c"}\n', "line 2: a completion without a prompt"),
         ('{"messages": []}\n', "line 1: messages must be a list"),
         ('{"messages": [{"role": "user", "content": "ab"}]}\n', "line 1 holds chat messages.*no chat template"),
         ('{"text": "ab"}\n{"text": "ab?"}\n', "line 2 cannot be tokenised"),

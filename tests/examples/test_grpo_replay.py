@@ -20,6 +20,13 @@ def example():
     return module
 
 
+def test_no_steps_are_refused_before_the_cold_start(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["grpo_replay.py", "--steps", "0"])
+    with pytest.raises(SystemExit):
+        example().main()
+    assert "--steps: at least 1, got 0" in capsys.readouterr().err
+
+
 class ByParity:
     """A verifier under which a random policy has reward variance."""
 
@@ -48,7 +55,7 @@ def test_it_ends_with_the_trainers_weights(tmp_path, monkeypatch, objective, rep
         probe=ProbeConfig(every=0),
         seed=3,
     )
-    monkeypatch.setattr("moe_rl.training.state.make_task", lambda config: ByParity(make_task(config)))
+    monkeypatch.setattr("moe_rl.training.setup.make_task", lambda config: ByParity(make_task(config)))
     state = begin(config, tmp_path)
     run(state)
     task = ByParity(make_task(config.task))

@@ -257,6 +257,8 @@ def test_same_policy_counts_real_tokens_only():
 @pytest.mark.parametrize("replay", ["none", "R2"])
 def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
     from moe_rl import study
+    from moe_rl.integrations.hf_trainer import run_writer
+    from moe_rl.study.comparing import pairs_to_compare
     from moe_rl.study.live_rows import new_rows
 
     options = {"replay": replay, "run_folder": tmp_path / "runs"}
@@ -281,35 +283,57 @@ def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
     assert len(new_rows(run.folder / "metrics.jsonl")["rows"]["probe"]) == 6
     if replay == "R2":
         assert study.figures.FIGURES["expert_change"](data).figure.axes
+        gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"}
+        for objective, settings in (("gspo", gspo), ("slow", {"learning_rate": 1e-3, **gspo})):
+            other = make(routing_replay(GRPOTrainer), tmp_path / objective, seed=2, **settings)
+            run_writer(other, tmp_path / "runs", objective).finish()
+        arms = pairs_to_compare(study.load(tmp_path / "runs"))
+        assert arms == [("gspo", "dapo_r2")], "the same but for the method; the third has another learning rate, too"
 
 
 def test_interrupted_run_goes_on_in_its_folder(tmp_path):
     from transformers import TrainerCallback
 
     from moe_rl import study
+    from moe_rl.run_folder import RunFolderError
 
     class Interrupted(TrainerCallback):
         def on_step_end(self, args, state, *_, **__):
-            if state.global_step == 6:
+            if state.global_step == 5:
                 raise KeyboardInterrupt
 
     folder = tmp_path / "runs" / "mine" / "seed3"
     options = {"run_folder": folder, "probe_sequences": 0}
-    settings = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}  # a checkpoint inside a batch
     trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
     trainer.add_callback(Interrupted())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     data = study.load(folder)
     assert (data.runs[0].arm, data.runs[0].seed, data.runs[0].finished) == ("mine", 3, False)
-    assert list(zip(data.updates.step, data.updates["update"], strict=True))[4:] == [(1, 1), (1, 2)]
+    assert list(zip(data.updates.step, data.updates["update"], strict=True))[3:] == [(0, 4), (1, 1)]
     again = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
+    settings |= {"max_steps": 9, "resume_from_checkpoint": str(tmp_path / "trl" / "checkpoint-3"), "run_name": "again"}
+    resumed = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)  # a cell that ran twice
     with pytest.raises(RoutingError, match="has rows of 2 batches, and training begins anew"):
         again.train()
-    resumed = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
     resumed.train(resume_from_checkpoint=True)
     data = study.load(folder)
     assert data.runs[0].finished and not data.notes
     assert list(zip(data.updates.step, data.updates["update"], strict=True)) == [
-        (s, u) for s in (0, 1) for u in (1, 2, 3, 4)
+        *((0, u) for u in (1, 2, 3)),  # the fourth was lost with the weights that it made
+        *((1, u) for u in (1, 2, 3, 4)),
+        (2, 1),
+        (2, 2),
     ]
+    with pytest.raises(RunFolderError, match="holds a finished run"):
+        resumed.train()
+
+
+def test_train_may_be_called_again(tmp_path):
+    trainer = make(routing_replay(spying(GRPOTrainer)), tmp_path, options={"replay": "R2"}, max_steps=2)
+    trainer.train()
+    trainer.train()  # goes on with the second half of TRL's batch, and counts its steps from 0 again
+    assert replayed_all(trainer)
+    assert logged(trainer, "routing/replayed_fraction") == {1: 1.0, 2: 1.0}
+    assert not logged(trainer, "routing/first_change")  # no batch was scored

@@ -22,8 +22,9 @@ from logprobs_helpers import (
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.measure import logprobs
-from moe_rl.measure.head import LogitMap, logit_map_of
+from moe_rl.measure.head import LogitMap
 from moe_rl.measure.logprobs import token_logps
+from moe_rl.measure.other_heads import logit_map_of, warn_once
 
 # -- against the plain computation ------------------------------------------------------------------------------
 
@@ -32,7 +33,7 @@ from moe_rl.measure.logprobs import token_logps
 def test_values_and_gradients_equal_log_softmax_and_gather(family, float64_throughout):
     model = build(family)
     data = batch("right" if family == "gemma2" else "both")  # gemma2 itself gives NaN for left padding in float64
-    assert logprobs._obstacle(model, model)[0] is None  # otherwise the plain path would be compared with itself
+    assert isinstance(logprobs.head_treatment(model, model), LogitMap)  # else the plain way is compared with itself
     want_logps, want_entropy = reference(model, *data, temperature=0.8)
     got = token_logps(model, *data, temperature=0.8, entropy=True, chunk_size=3)
     assert got.logps.dtype == torch.float64
@@ -137,6 +138,17 @@ def test_the_treatment_of_logits_is_found(family, want):
     assert not calls  # nothing ran that a recording could see
 
 
+def test_the_treatment_is_tried_out_once_for_every_setting_of_the_model(monkeypatch, float64_throughout):
+    model, data, tried = build("gemma2"), batch(), []
+    monkeypatch.setattr(logprobs, "logit_map_of", lambda lm: tried.append(lm) or logit_map_of(lm))
+    for softcap in (0.7, 0.3):
+        model.config.final_logit_softcapping = softcap
+        for _ in range(2):
+            got = token_logps(model.train(not model.training), *data).logps
+        torch.testing.assert_close(got, reference(model, *data)[0], atol=1e-10, rtol=1e-10)
+    assert len(tried) == 2
+
+
 class Squared(Qwen3MoeForCausalLM):
     def forward(self, *args, **kwargs):
         out = super().forward(*args, **kwargs)
@@ -147,7 +159,7 @@ class Squared(Qwen3MoeForCausalLM):
 def test_an_unknown_treatment_takes_whole_logits_and_says_so_once(caplog, float64_throughout):
     model = Squared(Qwen3MoeConfig(**SIZES, **QWEN)).double()
     data = batch()
-    logprobs._warn_once.cache_clear()
+    warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         got = [token_logps(model, *data, temperature=0.8, entropy=True) for _ in range(2)][1]
     assert [r.message for r in caplog.records if "Squared" in r.message and "whole logits" in r.message] == [
@@ -166,7 +178,7 @@ def test_both_ways_agree(float64_throughout):
     data = batch()
     fast = token_logps(model, *data).logps
     model.lm_head.forward = model.lm_head.forward  # a forward of its own, as other libraries give it
-    assert "forward of its own" in logprobs._obstacle(model, model)[0]
+    assert "forward of its own" in logprobs.head_treatment(model, model)
     torch.testing.assert_close(token_logps(model, *data).logps, fast, atol=1e-12, rtol=1e-12)
 
 

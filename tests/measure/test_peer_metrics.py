@@ -5,15 +5,20 @@ import math
 import pytest
 import torch
 
+from moe_rl.measure.metrics import (
+    load_violation,
+    masked_mismatch_metrics,
+    ratio_range_metrics,
+    routing_confidence,
+)
 from moe_rl.measure.peer_metrics import (
     OF_ENGINES,
     OF_TRUST_REGIONS,
     engine_metrics,
+    gap_metrics,
     importance_weight_metrics,
     mismatch_metrics,
 )
-from moe_rl.measure.ratio_metrics import gap_metrics, masked_mismatch_metrics, ratio_range_metrics
-from moe_rl.measure.routing_metrics import load_violation, routing_confidence
 from moe_rl.objectives import OBJECTIVES, policy_loss
 
 EPS = {"rel": 1e-6}  # verl adds 1e-8 to denominators

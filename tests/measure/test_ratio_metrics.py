@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.measure.ratio_metrics import effective_share, gap_metrics, ratio_metrics, update_ratio_metrics
+from moe_rl.measure.metrics import effective_share, ratio_metrics, update_ratio_metrics
+from moe_rl.measure.peer_metrics import gap_metrics
 
 LN2 = math.log(2)
 # Ratios 1, 4 | 1/4, padding. d = 0, 2 ln 2 | -2 ln 2.

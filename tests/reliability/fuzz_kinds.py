@@ -22,6 +22,7 @@ from moe_rl.drift.checkpoints import load as load_checkpoint_of
 from moe_rl.drift.errors import DriftError
 from moe_rl.rollout import TaskError
 from moe_rl.routing import RoutingError
+from moe_rl.runlog import DamagedMetricsError
 from moe_rl.study import grid, watch
 from moe_rl.study import run as study_run
 from moe_rl.study.config import ConfigError, load_study
@@ -30,7 +31,6 @@ from moe_rl.study.shipped import StudyFileError
 from moe_rl.study.token_view import TokenStep
 from moe_rl.training import CheckpointError, begin, resume, validate
 from moe_rl.training.route_tables import read_route_table
-from moe_rl.training.runlog import DamagedMetricsError
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from moe_rl.files import InUseError
 from moe_rl.objectives import OBJECTIVES
 from moe_rl.study import run as study_run
 from moe_rl.study.run import run_one
-from moe_rl.training import EvalConfig, MethodConfig, RewardConfig, RunConfig, ValueConfig, state
+from moe_rl.training import EvalConfig, MethodConfig, RewardConfig, RunConfig, ValueConfig, setup
 
 torch.set_num_threads(1)
 IN_USE = 75  # exit status of a run whose folder another process writes to
@@ -65,9 +65,9 @@ def start(act: Callable[[], Any], log: Path) -> int:
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if not getattr(state.make_task, "judged", False):  # a random model has no reward of a task that it cannot solve
-            state.make_task = judged(state.make_task)
-            state.make_task.judged = True
+        if not getattr(setup.make_task, "judged", False):  # a random model has no reward of a task that it cannot solve
+            setup.make_task = judged(setup.make_task)
+            setup.make_task.judged = True
         file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(file, 1)
         os.dup2(file, 2)

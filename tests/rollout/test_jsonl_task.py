@@ -6,6 +6,7 @@ import random
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -126,6 +127,7 @@ def test_a_held_out_file_replaces_the_split(tmp_path, sums):
         ({"prompt": "a", "messages": [], "answer": "b"}, "line 3: expected either prompt or messages"),
         ({"prompt": "a"}, "line 3: answer: expected a text or a number, got None"),
         ({"prompt": "a", "answer": True}, "line 3: answer: expected a text or a number, got True"),
+        ('{"prompt": "a", "answer": NaN}', "line 3: answer: expected a text or a number, got nan"),
         ({"prompt": "", "answer": "b"}, "line 3: prompt: expected a text, got ''"),
         ({"prompt": ["a"], "answer": "b"}, r"line 3: prompt: expected a text, got \['a'\]"),
         ({"messages": "hello", "answer": "b"}, "line 3: messages: expected a list of objects"),
@@ -140,6 +142,14 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     path = write(tmp_path / "data.jsonl", [{"prompt": "a", "answer": "b"}, "", line])
     with pytest.raises(TaskError, match=message):
         _ = task(path).problems
+
+
+def test_a_file_from_an_editor_with_a_mark_and_numbers_of_any_size(tmp_path):
+    rows = [*({"prompt": f"{n}+1=", "answer": n + 1} for n in range(60)), {"prompt": "tiny", "answer": 1e-5}]
+    path = write(tmp_path / "data.jsonl", rows)
+    Path(path).write_bytes(b"\xef\xbb\xbf" + Path(path).read_bytes().replace(b"\n", b"\r\n"))
+    problems = [problem for part in task(path).problems for problem in part]
+    assert len(problems) == 61 and {p.prompt: p.answer for p in problems}["tiny"] == "0.00001"
 
 
 def test_files_that_cannot_serve(tmp_path):
@@ -183,6 +193,8 @@ def test_bad_options(options, message):
         ("12", "\\boxed{12} no, \\boxed{13}", False, False),
         ("12", "", False, False),
         ("-3", "5 - 8 = -3", False, True),
+        ("-3", "\N{MINUS SIGN}3", True, True),
+        ("3", "It is \N{MINUS SIGN}3", False, False),
         ("1234.5", "$1,234.50", False, True),
         ("0.5", ".5", False, True),
         ("12", "x12", False, False),  # part of a word is no number

@@ -179,6 +179,11 @@ def test_a_task_of_ones_own_from_a_file(tmp_path):
     assert task.reward(problem, str(2 * int(problem.prompt[1:-1]))) == 1.0
     with pytest.raises(TaskError, match=r"task.options.below: expected int, got 'x'"):
         make_task(TaskConfig(f"{file}:Double", {"below": "x"}))
+    own = textwrap.dedent(OWN).replace("below: int = ", "where: 'Path | None' = None\n    below: int = ")
+    file.write_text(own)  # a type that is not imported when it runs
+    assert make_task(TaskConfig(f"{file}:Double", {"below": 7})).below == 7
+    with pytest.raises(TaskError, match="did you mean 'below'"):
+        make_task(TaskConfig(f"{file}:Double", {"belov": 7}))
 
 
 def test_a_file_that_fails_is_named(tmp_path):

@@ -7,12 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.routing import packing
+from moe_rl.routing import change, expert_load, packing
 from moe_rl.routing.change import (
     ChangeCounts,
     change_counts,
     deviation_histogram,
-    expert_load,
     flips_per_token,
     jaccard,
     site_change,
@@ -296,13 +295,13 @@ def test_ids_in_two_packings_still_compare():
 @given(cases, st.integers(1, 40), st.booleans())
 def test_the_device_kernel_and_chunk_sizes_agree_with_the_cpu_kernel(pair, rows, ordered):
     old, new = (packing.compact(x.sort(-1).values if ordered else x) for x in pair)
-    slots, counts = packing.changed_slots(old, new), change_counts(*pair)
+    slots, counts = change.changed_slots(old, new), change_counts(*pair)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "_CPU_ROWS", rows)
         patch.setattr(packing, "_BLOCK_ROWS", max(1, rows // 3))
-        chunked, in_parts = packing.changed_slots(old, new), change_counts(*pair)
+        chunked, in_parts = change.changed_slots(old, new), change_counts(*pair)
         patch.setattr(packing, "_differing_numpy", packing._differing_torch)
-        device = packing.changed_slots(old, new)
+        device = change.changed_slots(old, new)
     for a, b, c in zip(slots, chunked, device, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.routing.change import active_set_churn, expert_load, load_cv, load_entropy
+from moe_rl.routing import active_set_churn, expert_load, load_cv, load_entropy
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.router_stats import active_experts
 from moe_rl.routing.routes import RoutedExperts

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.routing.change import boundary_margin, router_js, router_kl, site_change
+from moe_rl.routing import boundary_margin, router_js, router_kl, site_change
 from moe_rl.routing.errors import RoutingError
 
 LN2 = math.log(2.0)

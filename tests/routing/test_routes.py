@@ -55,7 +55,7 @@ def test_one_missing_id_makes_the_whole_row_live():
 def test_a_trusted_object_with_known_liveness_asks_the_device_nothing():
     # has_live is given: it is believed, whatever the ids say.
     packed = torch.zeros(1, 1, 1, 1, dtype=torch.uint8)
-    assert RoutedExperts._trusted(packed, ("gate",), 4, has_live=True).has_live
+    assert RoutedExperts._trusted(packed, ("gate",), (4,), has_live=True).has_live
 
 
 def test_sites_may_have_different_numbers_of_experts():

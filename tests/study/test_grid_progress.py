@@ -4,11 +4,11 @@ import os
 
 import pytest
 
+from moe_rl.runlog import RunLog
 from moe_rl.study.display import totals
 from moe_rl.study.progress import clock, number, percent
 from moe_rl.study.runs import Run
 from moe_rl.training import OptimConfig, RunConfig
-from moe_rl.training.runlog import RunLog
 
 STEPS = 5
 

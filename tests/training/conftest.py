@@ -9,9 +9,9 @@ from moe_rl.training import begin, resume, validate
 @pytest.fixture
 def paid_by_parity(monkeypatch):
     """Every task that a run makes is under the Judge of `micro`."""
-    from moe_rl.training import state
+    from moe_rl.training import setup
 
-    monkeypatch.setattr(state, "make_task", judged(state.make_task))
+    monkeypatch.setattr(setup, "make_task", judged(setup.make_task))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from test_methods import MICRO, config_of
 
 from moe_rl.measure.catalogue import CATALOGUE, HEADS, find, render
 from moe_rl.rollout.engines import EngineConfig
-from moe_rl.training import MethodConfig, ProbeConfig, begin, run, state
+from moe_rl.training import MethodConfig, ProbeConfig, begin, run, setup
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "metrics.md"
 ONE = replace(MICRO.optim, steps=1)
@@ -47,7 +47,7 @@ def written(tmp_path_factory):
     """By run and kind: the names that were written."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(state, "make_task", judged(state.make_task))
+        patch.setattr(setup, "make_task", judged(setup.make_task))
         for name, config in RUNS.items():
             folder = tmp_path_factory.mktemp(name)
             run(begin(config, folder))

@@ -7,7 +7,8 @@ import pytest
 import torch
 from micro import MICRO, logps, rows
 
-from moe_rl.rollout.completions import check_routes, unrouted_tokens
+from moe_rl.rollout.completions import unrouted_tokens
+from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine
 from moe_rl.routing import RoutedExperts, RoutingError, replay_routes
 from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, rollout_engine, run, validate

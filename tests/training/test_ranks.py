@@ -19,7 +19,7 @@ from moe_rl.policy.models import ModelConfig
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout.engines import EngineConfig, EngineError, gathered
 from moe_rl.study.run import run_one
-from moe_rl.training import EvalConfig, MethodConfig, begin, resume, run, sharding, state
+from moe_rl.training import EvalConfig, MethodConfig, begin, resume, run, setup, sharding
 from moe_rl.training.config import DistributedConfig, RewardConfig
 from moe_rl.training.distributed import Group, ranks_of
 from moe_rl.training.launch import DistributedError, check_shares
@@ -70,8 +70,8 @@ CASES = {
 
 def pay_at_random():
     """Rewards with variance, in this process: see `Judge`."""
-    made = state.make_task
-    state.make_task = judged(made)
+    made = setup.make_task
+    setup.make_task = judged(made)
     return made
 
 
@@ -96,7 +96,7 @@ def spawn(worker, *args):
 def random_rewards():
     made = pay_at_random()
     yield
-    state.make_task = made
+    setup.make_task = made
 
 
 def others_hold_nothing(rank):

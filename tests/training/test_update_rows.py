@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from micro import MICRO, rows
 
-from moe_rl.measure.routing_metrics import load_violation
+from moe_rl.measure.metrics import load_violation
 from moe_rl.routing import expert_load
 from moe_rl.training import MethodConfig, ProbeConfig, run
 from moe_rl.training.loop import collect_batch, update_on

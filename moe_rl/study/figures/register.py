@@ -103,7 +103,7 @@ def need(frame: pd.DataFrame, columns: Sequence[str], figure: str) -> pd.DataFra
     missing = [name for name in columns if name not in frame.columns]
     rows = frame.dropna(subset=list(columns)) if not missing and len(frame) else frame.iloc[:0]
     if missing or rows.empty:
-        what = ", ".join(missing or columns)
+        what = ", ".join(missing or [name for name in columns if frame[name].isna().all()] or columns)
         why = "their rows of this kind lack it" if len(frame) else "no such rows yet, or switched off"
         raise NothingToDraw(f"{figure}: the runs recorded no {what} ({why})")
     return rows

@@ -13,6 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, log_y, plain
+from moe_rl.study.folders import section
 from moe_rl.study.statistics import seed_interval
 
 AXES = {"num_layers": "layers", "num_experts": "experts", "num_experts_per_tok": "experts per token, k"}
@@ -158,7 +159,6 @@ def _words(fit: Mapping[str, Any]) -> str:
     return f"{QUANTITIES[fit['quantity']][0]} ~ {AXES[fit['axis']]}^{fit['exponent']:.2g}{interval}".replace("-", "−")
 
 
-def _tiny(config: dict) -> dict:
+def _tiny(config: dict[str, Any]) -> dict[str, Any]:
     """The tiny policy's sizes; empty for a model that was loaded."""
-    model = config.get("model") or {}
-    return {} if model.get("path") else model.get("tiny") or {}
+    return {} if section(config, "model").get("path") else section(config, "model", "tiny")

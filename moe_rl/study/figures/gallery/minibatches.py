@@ -8,6 +8,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.dose_response import draw_marks, interval_table, method_label
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of
+from moe_rl.study.folders import section
 
 
 @figure(
@@ -58,10 +59,10 @@ def minibatch_table(data: StudyData) -> pd.DataFrame:
     rows = []
     for run in data.runs:
         of = rewards.get((run.arm, run.seed))
-        count = (run.config.get("optim") or {}).get("num_minibatches")
-        if count is None or of is None or run.noise:
+        count = section(run.config, "optim").get("num_minibatches")
+        if not isinstance(count, int) or of is None or run.noise:
             continue
-        row = {"arm": run.arm, "seed": run.seed, "method": run.method, "updates": int(count)}
+        row = {"arm": run.arm, "seed": run.seed, "method": run.method, "updates": count}
         peak = float(of.rolling(min(FINAL_STEPS, len(of))).mean().max())
         rows.append(row | {"final": final_value(of.to_numpy()), "peak": peak})
     return pd.DataFrame(rows, columns=["arm", "seed", "method", "updates", "final", "peak"])

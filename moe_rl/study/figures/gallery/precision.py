@@ -10,6 +10,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import draw_seeds, seed_tables, summarise
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, step_axis
+from moe_rl.study.folders import section
 from moe_rl.study.statistics import seed_interval
 
 FORMATS: dict[str, Look] = {
@@ -135,8 +136,8 @@ def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | N
 def engine_format(config: dict) -> tuple[str, bool]:
     """The format of a run's rollout engine (that of its weights where these are rounded), and whether training computes
     in a 16-bit dtype too; empty where the model itself samples or routers alone are rounded."""
-    engine = (config.get("rollout") or {}).get("engine") or {}
+    engine = section(config, "rollout", "engine")
     if engine.get("kind") != "hf" or engine.get("router_format"):
         return "", False
-    both = (config.get("model") or {}).get("dtype", "float32") != "float32"
+    both = section(config, "model").get("dtype", "float32") != "float32"
     return str(engine.get("weight_format") or engine.get("dtype") or ""), both

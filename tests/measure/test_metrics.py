@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from moe_rl.measure.routing_metrics import change_metrics, load_metrics, position_metrics, router_facts, router_metrics
+from moe_rl.measure.metrics import change_metrics, load_metrics, router_metrics
+from moe_rl.measure.noise_floor import position_metrics
+from moe_rl.measure.router_shift import router_facts
 from moe_rl.routing import RoutedExperts, change_counts
 
 LN2 = math.log(2)

@@ -1,7 +1,8 @@
-"""`metrics.jsonl` as training writes it: append-only, and known again by a run that goes on."""
+"""`metrics.jsonl` as training writes it: a row at a time, and known again by a run that goes on."""
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Any, NamedTuple
 
 from moe_rl.checks import damage_of, other_size, sizes
 from moe_rl.files import atomic_file, naming, sync_folder
-from moe_rl.run_rows import json_value
 from moe_rl.tables import TABLES
+
+
+class RunFolderError(ValueError):
+    """A row, a name or a folder that cannot be right; the message says what, where, and what to do."""
 
 
 class DamagedMetricsError(RuntimeError):
@@ -104,3 +108,17 @@ class NoLog(RunLog):
 
     def resume(self, mark: Mark | None) -> bool:
         return False
+
+
+def json_value(value: Any, where: str) -> Any:
+    """A metric as JSON holds it: tensors and arrays as lists, null for what is not finite. RunFolderError, naming
+    `where`, for any other kind of value."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [json_value(item, where) for item in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    raise RunFolderError(f"{where}: expected a number, text or a list of them, got {type(value).__name__}")

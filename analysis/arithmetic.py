@@ -1,0 +1,93 @@
+"""What arithmetic alone re-routes in trained policies, and how much of their log-ratio is routing, over seeds:
+
+    python analysis/arithmetic.py runs/engine_mismatch/grpo_fp32 runs/replay_vs_gspo/grpo --csv FILE
+
+Every finished run of an arm (ARM/seedN) answers held-out prompts of its own task with the weights that it ended with;
+what it said is scored again in every way of `moe-rl floor`, in every dtype. One row per arm, dtype and variant.
+"""
+
+import argparse
+import json
+import random
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pandas as pd
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moe_rl.drift.floor_run import run_floor
+from moe_rl.drift.options import FloorOptions
+from moe_rl.rollout import TaskConfig, make_task, sample
+from moe_rl.rollout.task import problems_of
+from moe_rl.study.folders import read_yaml
+from moe_rl.study.statistics import student_interval
+
+QUANTITIES = ("slot_change", "token_change", "gap_mean", "routing_share_gap_mean", "routing_share_m2")
+SEED = 0  # of prompts and sampling, in every run
+
+
+def answers(run: Path, prompts: int) -> list[dict[str, str]]:
+    """Held-out prompts of a run's task, and what its last policy completes them with."""
+    task = make_task(TaskConfig(**read_yaml(run / "config.yaml")["task"]))
+    problems = problems_of(task, random.Random(SEED), prompts, held_out=True)
+    rollout = sample(
+        AutoModelForCausalLM.from_pretrained(run / "checkpoint"),
+        AutoTokenizer.from_pretrained(run / "checkpoint"),
+        problems,
+        group_size=1,
+        max_new_tokens=task.max_new_tokens,
+        generator=torch.Generator().manual_seed(SEED),
+    )
+    said = zip(problems, rollout.completions, strict=True)
+    return [{"prompt": problem.prompt, "completion": completion} for problem, completion in said]
+
+
+def floor_of(run: Path, prompts: int) -> pd.DataFrame:
+    """`floor.csv` of a run's last policy on its own answers."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "answers.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in answers(run, prompts)), encoding="utf-8")
+        options = FloorOptions(str(run / "checkpoint"), file, Path(folder) / "floor", sequences=prompts)
+        return pd.read_csv(run_floor(options) / "floor.csv")
+
+
+def over_seeds(arm: str, floors: list[pd.DataFrame]) -> pd.DataFrame:
+    """Mean over runs and its interval of each quantity, by dtype and variant."""
+    rows = []
+    for (dtype, variant), one in pd.concat(floors).groupby(["dtype", "variant"], sort=False):
+        row = {"arm": arm, "dtype": dtype, "variant": variant, "n": len(one)}
+        for name in QUANTITIES:
+            found = student_interval(one[name].to_numpy())
+            row |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What arithmetic alone re-routes in trained policies, over seeds.")
+    parser.add_argument("arms", type=Path, nargs="+", metavar="ARM", help="folders of runs, e.g. runs/STUDY/ARM")
+    parser.add_argument("--prompts", type=int, default=128, help="held-out prompts of each run (default 128)")
+    parser.add_argument("--csv", type=Path, help="also write the table here")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # tiny policies
+    tables = []
+    for arm in options.arms:
+        runs = sorted(done.parent for done in arm.glob("seed*/DONE"))
+        if not runs:
+            parser.error(f"{arm}: no finished run in it (seedN/DONE); expected the folder of one arm, runs/STUDY/ARM")
+        floors = []
+        for run in runs:
+            print(run, file=sys.stderr)
+            floors.append(floor_of(run, options.prompts))
+        tables.append(over_seeds(f"{arm.resolve().parent.name}: {arm.name}", floors))
+    table = pd.concat(tables, ignore_index=True)
+    print(table.to_string(index=False, float_format="%.3g"))
+    if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(options.csv, index=False, float_format="%.6g", lineterminator="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,274 @@
+"""What an update did to ratios, routes, routers and the loads of experts: pure functions, detached.
+
+Every name that they return is defined, with its unit and source, in `moe_rl.measure.catalogue`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from moe_rl.routing import ChangeCounts, RoutedExperts
+from moe_rl.routing.router_stats import (
+    active_set_churn,
+    boundary_margin,
+    expert_load,
+    load_cv,
+    load_entropy,
+    router_js,
+    router_kl,
+)
+
+TAUS = (2, 3, 5, 10)
+"""Thresholds of F(τ); R3 (arXiv 2510.11370) calls max(r, 1/r) > τ an extreme token."""
+
+
+def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> dict[str, Tensor]:
+    """How far ratios r = exp(d) are from 1, d = `log_ratio` on the tokens of `mask`; float64, detached.
+
+    - `k1` = mean(-d), `k2` = mean(d²/2), `k3` = mean(r - 1 - d): KL(old || new) in nats per token, from the old
+      policy's samples (Schulman, "Approximating KL divergence")
+    - `m2` = mean(d²), nats² (M2PO, arXiv 2510.01161)
+    - `gap_mean`, `gap_p99`, `gap_max`: of |d|, nats; p99 is the nearest rank
+    - `extreme_2`, `_3`, `_5`, `_10`: tokens with max(r, 1/r) > τ; over `tokens` they are F(τ) of R3 (arXiv 2510.11370)
+    - `var_ratio`: variance of r over tokens
+    - `chi2_token` = mean(r²) - 1 and `ess_token` = (Σ r)² / (n Σ r²), in (0, 1]; `chi2_sequence`, `ess_sequence` the
+      same of s = exp(mean of d over a sequence) (arXiv 2507.18071, eq. 7)
+    - `var_within`: Var_i of SAPO (arXiv 2511.20347), the variance of d within a sequence (divisor n), mean over
+      sequences, nats²
+    - `max_token_kl_mean`, `max_token_kl_max`: over sequences, of the largest r - 1 - d of a sequence's tokens, nats.
+      Differs: TRM (arXiv 2512.23075) bounds the KL of whole distributions; this is of the sampled token alone.
+
+    NaN without tokens.
+
+    >>> d = torch.tensor([[1.0, 8.0], [1.0, 8.0]], dtype=torch.float64).log()
+    >>> facts = ratio_metrics(d, torch.ones(2, 2, dtype=torch.bool))
+    >>> [round(float(facts[name]), 4) for name in ("extreme_5", "chi2_token", "ess_token")]  # 65/2 - 1; 18²/(4·130)
+    [2.0, 31.5, 0.6231]
+    """
+    with torch.no_grad():
+        d = torch.where(mask, log_ratio, 0.0).double()
+        tokens, rows = d[mask], mask.any(1)
+        size, ratio, count = tokens.abs(), tokens.exp(), len(tokens)
+        nan = d.new_tensor(float("nan"))
+        length = mask.sum(1).clamp(min=1)
+        mean = d.sum(1) / length
+        within = (torch.where(mask, d - mean[:, None], 0.0).square().sum(1) / length)[rows]
+        excess = torch.where(mask, torch.expm1(d) - d, 0.0)
+        peak = excess.amax(1)[rows]
+        sequence = mean[rows].exp()
+        return {
+            "k1": -tokens.mean(),
+            "k2": size.square().mean() / 2,
+            "k3": excess[mask].mean(),
+            "m2": size.square().mean(),
+            "gap_mean": size.mean(),
+            "gap_p99": size.kthvalue(max(1, math.ceil(0.99 * count))).values if count else nan,
+            "gap_max": size.max() if count else nan,
+            **{f"extreme_{tau}": (size > math.log(tau)).sum() for tau in TAUS},
+            "var_ratio": ratio.var(),
+            "chi2_token": ratio.square().mean() - 1,
+            "chi2_sequence": sequence.square().mean() - 1,
+            "ess_token": effective_share(ratio),
+            "ess_sequence": effective_share(sequence),
+            "var_within": within.mean(),
+            "max_token_kl_mean": peak.mean(),
+            "max_token_kl_max": peak.max() if len(peak) else nan,
+        }
+
+
+def update_ratio_metrics(
+    log_ratio: Float[Tensor, "B T"],
+    sequence_log_ratio: Float[Tensor, " B"],
+    mask: Bool[Tensor, "B T"],
+) -> dict[str, Any]:
+    """What the ratios of one update were: variances of log-ratios, `ratio_metrics`. What its clip did with them is in
+    `moe_rl.objectives.loss_metrics`."""
+    return {
+        "var_token_log_ratio": log_ratio[mask].var(),
+        "var_sequence_log_ratio": sequence_log_ratio[mask.any(1)].var(),
+        **ratio_metrics(log_ratio, mask),
+    }
+
+
+def effective_share(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+    """Effective sample size over n, (Σ w)² / (n Σ w²): 1 if all weights are equal, 1/n if one has all (Kish).
+
+    >>> effective_share(torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    tensor(0.5000)
+    """
+    return weights.sum().square() / (len(weights) * weights.square().sum())
+
+
+def ratio_range_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> dict[str, Tensor]:
+    """`probs_ratio_min`, `probs_ratio_max` (NeMo-RL): of the ratios r = e^`log_ratio`; `outside_fraction`: the share of
+    tokens with r outside [0.9, 1.1] (verl issue 6280)."""
+    with torch.no_grad():
+        ratio = log_ratio[mask].double().exp()
+        return {
+            "probs_ratio_min": extreme(ratio, "min"),
+            "probs_ratio_max": extreme(ratio, "max"),
+            "outside_fraction": ((ratio < 0.9) | (ratio > 1.1)).double().mean(),
+        }
+
+
+def masked_mismatch_metrics(
+    log_weight: Float[Tensor, "B T"],
+    masked_low: Bool[Tensor, "B T"],
+    masked_high: Bool[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> dict[str, Tensor]:
+    """prime-rl's account of a trust region on w = e^`log_weight`: what share of the tokens it takes out on each side,
+    and the mismatch KL (w - 1 - log w, nats) of those it takes out and of those it keeps.
+
+    Args:
+        masked_low, masked_high: the tokens that are taken out, below and above; in a loss of ours the `clipped` tokens
+            with A < 0 and with A > 0.
+    """
+    with torch.no_grad():
+        d = torch.where(mask, log_weight, 0.0).double()
+        kl, masked = torch.expm1(d) - d, (masked_low | masked_high) & mask
+        return {
+            "is_masked": masked[mask].double().mean(),
+            "is_masked_low": masked_low[mask].double().mean(),
+            "is_masked_high": masked_high[mask].double().mean(),
+            "masked_mismatch_kl": kl[masked].mean(),
+            "unmasked_mismatch_kl": kl[mask & ~masked].mean(),
+        }
+
+
+def extreme(values: Float[Tensor, " n"], which: Literal["min", "max"]) -> Float[Tensor, ""]:
+    """The smallest or largest value; NaN where there is none."""
+    return getattr(values, which)() if len(values) else values.new_tensor(float("nan"))
+
+
+# -- routes, routers, loads --------------------------------------------------------------------------------------------
+
+
+def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
+    """Change counts under the three definitions (slot, site, token), by routing site, and as histograms; each changed
+    count with its denominator. The same names for two policies, for two engines and for the noise floor."""
+    return {
+        "slots_changed": counts.slots_changed,
+        "slots": counts.slots_total,
+        "sites_changed": counts.sites_changed,
+        "sites": counts.sites_total,
+        "tokens_changed": counts.tokens_changed,
+        "tokens": counts.tokens_total,
+        "site_names": counts.sites,
+        "site_slots_changed": counts.per_site_slots_changed,
+        "site_slots": counts.per_site_slots_total,
+        "flips_histogram": counts.flips,
+        "deviation_histogram": counts.deviation,
+        "overdispersion": counts.overdispersion,
+    }
+
+
+def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tensor, "n E"]], k: int) -> dict[str, Any]:
+    """How far routers moved, before any expert flips. `old`, `new`: logits of the same n tokens, one per site.
+
+    - `router_kl`, `router_js`: KL(old || new) and Jensen-Shannon of the softmax over all experts, nats, mean over
+      tokens and sites; `site_router_kl`, `site_router_js`: mean over tokens, by site
+    - `margin_p10`, `margin_median`: of s_(k) - s_(k+1) under the new weights over all (token, site) pairs, in
+      router-logit units (nearest rank). A selection bias is not in it.
+    - `shift_over_margin`: median of (largest change of a logit, their mean removed) over half the old margin; a
+      choice for which it is below 1 could not have changed.
+    """
+    found: dict[str, Any] = {}
+    kl = [float(router_kl(a, b).mean()) for a, b in zip(old, new, strict=True)]
+    js = [float(router_js(a, b).mean()) for a, b in zip(old, new, strict=True)]
+    found |= {"router_kl": sum(kl) / len(kl), "router_js": sum(js) / len(js)}
+    found |= {"site_router_kl": kl, "site_router_js": js}
+    if any(not 0 < k < logits.shape[-1] or not len(logits) for logits in new):
+        return found
+    margin = torch.cat([boundary_margin(logits.float(), k) for logits in new])
+    shift = torch.cat([_shift_over_margin(a.float(), b.float(), k) for a, b in zip(old, new, strict=True)])
+    return {
+        **found,
+        "margin_p10": margin.kthvalue(max(1, math.ceil(0.1 * margin.numel()))).values,
+        "margin_median": margin.median(),
+        "shift_over_margin": shift.median(),
+    }
+
+
+def as_logits(scores: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows E"]:
+    """What a model returns as router logits, as logits: some families (Gemma 4) return their softmax, which shows.
+
+    >>> as_logits(torch.tensor([[0.25, 0.75]])).softmax(-1)
+    tensor([[0.2500, 0.7500]])
+    """
+    probabilities = (scores >= 0).all() & ((scores.sum(-1) - 1).abs() < 1e-2).all()
+    return scores.log() if bool(probabilities) else scores
+
+
+def _shift_over_margin(old: Float[Tensor, "n E"], new: Float[Tensor, "n E"], k: int) -> Float[Tensor, " n"]:
+    moved = new - old
+    moved = (moved - moved.mean(-1, keepdim=True)).abs().amax(-1)
+    return 2 * moved / boundary_margin(old, k).clamp(min=1e-12)
+
+
+def load_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
+    """How the new routes spread the tokens of `mask` over experts: means and worst over sites.
+
+    - `load_cv_mean`, `load_cv_max`: std / mean of the experts' loads (`load_cv`)
+    - `load_entropy_mean`, `load_entropy_min`: nats; ln E is even
+    - `site_max_vio`, `site_min_vio`, `site_avg_vio`: MaxVio of each site and its kin (`load_violation`)
+    - `active_set_churn`: share of the experts that a sequence uses and did not use before, mean over sequences and
+      sites: the second reading of GSPO's 10 %
+    """
+    load = expert_load(new, mask)
+    cv, entropy = load_cv(load), load_entropy(load)
+    return {
+        "load_cv_mean": cv.mean(),
+        "load_cv_max": cv.max(),
+        "load_entropy_mean": entropy.mean(),
+        "load_entropy_min": entropy.min(),
+        **{f"site_{name}": by_site for name, by_site in load_violation(load).items()},
+        "active_set_churn": active_set_churn(old, new, mask)[mask.any(1).to(new.device)].mean(),
+    }
+
+
+def load_violation(load: Int[Tensor, "L E"] | Float[Tensor, "L E"]) -> dict[str, Float[Tensor, " L"]]:
+    """MaxVio of each routing site and its kin: how far loads are from even, over the even load.
+
+    `max_vio` = (max load - mean load) / mean load (arXiv 2408.15664; prime-rl, verl), `min_vio` = (min - mean) / mean,
+    `avg_vio` = mean |load - mean| / mean (verl). 0 is even; NaN at a site without tokens.
+
+    Args:
+        load: tokens by site and expert, as `moe_rl.routing.expert_load` counts them. The last token of a
+            response has no route of a rollout engine's: leave it out of the mask, as verl does. Negative counts are
+            padding, where sites differ in their experts.
+
+    >>> load_violation(torch.tensor([[0, 0, 8, 0], [2, 2, 2, 2]]))["max_vio"]
+    tensor([3., 0.], dtype=torch.float64)
+    """
+    there = load >= 0
+    counts = load.double() * there
+    mean = counts.sum(1, keepdim=True) / there.sum(1, keepdim=True)
+    off = (counts - mean) / mean
+    return {
+        "max_vio": off.masked_fill(~there, -torch.inf).amax(1),
+        "min_vio": off.masked_fill(~there, torch.inf).amin(1),
+        "avg_vio": (off.abs() * there).sum(1) / there.sum(1),
+    }
+
+
+def routing_confidence(scores: Float[Tensor, "n E"], ids: Int[Tensor, "n K"]) -> Float[Tensor, ""]:
+    """prime-rl's routing confidence of one site: the share of a token's score mass that its chosen experts have, before
+    gates are renormalised or scaled; mean over tokens, a fraction.
+
+        mean_t Σ_k s_t[e_k] / Σ_e s_t[e]
+
+    Args:
+        scores: not negative: softmax or sigmoid of the router's logits over all experts.
+        ids: the chosen experts; a row with -1 (no route) does not count.
+
+    >>> routing_confidence(torch.tensor([[0.5, 0.3, 0.2]]), torch.tensor([[0, 2]]))
+    tensor(0.7000, dtype=torch.float64)
+    """
+    routed = (ids >= 0).all(-1)
+    scores, ids = scores.detach()[routed].double(), ids[routed].long()
+    return (scores.gather(-1, ids).sum(-1) / scores.sum(-1)).mean()

@@ -1,0 +1,40 @@
+"""Hooks that stay on a model: what `torch.compile` has to see."""
+
+from torch import nn
+
+from moe_rl.routing.contexts import acquire
+
+
+class Attachment:
+    """Hooks that stay on a model until `.detach()`; also a context manager."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tap, _ = acquire(model)
+        self._tap.users += 1
+        self._tap.hook()
+        self._attached = True
+
+    def detach(self) -> None:
+        """Take the hooks off (once no context is open any more)."""
+        if self._attached:
+            self._attached = False
+            self._tap.users -= 1
+            if not self._tap.users:
+                self._tap.unhook()
+
+    def __enter__(self) -> "Attachment":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.detach()
+
+
+def attach(model: nn.Module) -> Attachment:
+    """Put idle hooks on a model: needed before `torch.compile`, useful where contexts are opened very often.
+
+    Where another model of the same class (a reference policy) is compiled without hooks in the same process, torch
+    would run its code for both: attach it too, or set `torch._dynamo.config.skip_nnmodule_hook_guards = False` first.
+
+    Raises UnsupportedModelError if the model fails the self-check, RoutingError if it is compiled already.
+    """
+    return Attachment(model)

@@ -1,0 +1,242 @@
+"""Numerators and denominators of every change rate between two sets of routes; what a slot, a site and a token change
+are, and what may be compared, stands in `moe_rl.routing.change`."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int, Integer, Shaped
+from torch import Tensor
+
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.packing import compact, differing_rows, rows_at_once, token_mask
+from moe_rl.routing.routes import RoutedExperts
+
+Routes = RoutedExperts | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ChangeCounts:
+    """Numerators and denominators of every change rate. Batches of the same sites add up with `+`.
+
+    site_deviation: `[L,K+1]`, per site how many tokens changed 0, 1, .., K slots; only rows routed on both
+    sides.
+    flips: `[L+1]`, how many tokens changed at 0, 1, .., L sites; tokens with at least one such row.
+    incomplete_tokens: tokens where some sites could be compared and others not.
+    sites: names, where known.
+    pair: what was compared, as it should stand on a figure: "policies" (old and new weights) or "engines".
+    """
+
+    site_deviation: Int[Tensor, "L K_plus_1"]
+    flips: Int[Tensor, " L_plus_1"]
+    incomplete_tokens: int = 0
+    sites: tuple[str, ...] = ()
+    pair: str = field(default="policies", kw_only=True)
+
+    @property
+    def deviation(self) -> Int[Tensor, " K_plus_1"]:
+        """How many (token, site) pairs changed 0, 1, .., K slots."""
+        return self.site_deviation.sum(0)
+
+    @property
+    def per_site_slots_changed(self) -> Int[Tensor, " L"]:
+        return (self.site_deviation * torch.arange(self.site_deviation.shape[1])).sum(-1)
+
+    @property
+    def per_site_slots_total(self) -> Int[Tensor, " L"]:
+        return self.per_site_total * (self.site_deviation.shape[1] - 1)
+
+    @property
+    def per_site_changed(self) -> Int[Tensor, " L"]:
+        """Tokens whose set of experts changed, per site."""
+        return self.site_deviation[:, 1:].sum(-1)
+
+    @property
+    def per_site_total(self) -> Int[Tensor, " L"]:
+        """Tokens compared, per site."""
+        return self.site_deviation.sum(-1)
+
+    @property
+    def slots_changed(self) -> int:
+        return int(self.per_site_slots_changed.sum())
+
+    @property
+    def slots_total(self) -> int:
+        return int(self.per_site_slots_total.sum())
+
+    @property
+    def sites_changed(self) -> int:
+        return int(self.per_site_changed.sum())
+
+    @property
+    def sites_total(self) -> int:
+        return int(self.per_site_total.sum())
+
+    @property
+    def tokens_changed(self) -> int:
+        return int(self.flips[1:].sum())
+
+    @property
+    def tokens_total(self) -> int:
+        return int(self.flips.sum())
+
+    @property
+    def overdispersion(self) -> float:
+        """Variance of flips per token over what independent sites would give: Var(F) / Σ_l p_l (1 - p_l).
+
+        F is the number of sites of a token that changed, Var its variance over tokens (divisor n), p_l the
+        share of tokens changed at site l. If sites changed independently, F would be Poisson-binomial with
+        that
+        variance: 1 is independence, above 1 flips cluster on some tokens, below 1 they avoid each other; L
+        identical sites give L. R3's pair of 10 % of sites but only 94 % of tokens implies clustering.
+
+        NaN if nothing changed at all, or if tokens are incomplete: then `select` the sites that have routes.
+        """
+        total = self.tokens_total
+        if total == 0 or self.incomplete_tokens:
+            return float("nan")
+        count = torch.arange(len(self.flips), dtype=torch.float64)
+        weight = self.flips / torch.tensor(total, dtype=torch.float64)
+        mean = (weight * count).sum()
+        p = self.per_site_changed.double() / total
+        return float((weight * (count - mean) ** 2).sum() / (p * (1 - p)).sum())
+
+    def rates(self) -> dict[str, float]:
+        """Fractions slot_change, site_change, token_change, and mean jaccard of (token, site) pairs; also
+        flips_per_token (sites per token) and overdispersion (ratio of variances). NaN without a denominator.
+        """
+        k = self.site_deviation.shape[1] - 1
+        d = torch.arange(k + 1)
+        overlap = float((self.deviation.double() * (k - d) / (k + d)).sum())
+        return {
+            "slot_change": _ratio(self.slots_changed, self.slots_total),
+            "site_change": _ratio(self.sites_changed, self.sites_total),
+            "token_change": _ratio(self.tokens_changed, self.tokens_total),
+            "flips_per_token": _ratio(self.sites_changed, self.tokens_total),
+            "jaccard": _ratio(overlap, self.sites_total),
+            "overdispersion": self.overdispersion,
+        }
+
+    def __add__(self, other: "ChangeCounts") -> "ChangeCounts":
+        if (self.sites, self.pair) != (other.sites, other.pair):
+            raise RoutingError(
+                f"counts of different sites or pairs do not add: {self.pair} {self.sites[:1]} "
+                f"({len(self.sites)} sites) and {other.pair} {other.sites[:1]} ({len(other.sites)} sites)"
+            )
+        return ChangeCounts(
+            self.site_deviation + other.site_deviation,
+            self.flips + other.flips,
+            self.incomplete_tokens + other.incomplete_tokens,
+            self.sites,
+            pair=self.pair,
+        )
+
+
+def change_counts(
+    old: Routes, new: Routes, mask: Shaped[Tensor, "..."] | None = None, *, pair: str = "policies"
+) -> ChangeCounts:
+    """Count changes; everything that reports a rate goes through here.
+
+    mask: bool or 0/1 over the leading axes (`[B,T]`), True on the tokens to count, e.g. `attention_mask`: leave out
+    padding, and for a metric of the completion, the prompt. The last sampled token of `generate` has no route and
+    leaves itself out. The result is on the CPU.
+
+    Raises RoutingError if shapes, sites, or, where both know them, the counted tokens differ.
+    """
+    a, b = aligned(old, new)
+    sites, k = a.shape[-2:]
+    if mask is not None:
+        mask = token_mask(mask, a)
+    _refuse_other_tokens(old, new, mask)
+    counted = None if mask is None else mask.reshape(-1)
+    a, b = a.reshape(-1, sites, k), b.reshape(-1, sites, k)
+    total = ChangeCounts(torch.zeros(sites, k + 1, dtype=torch.int64), torch.zeros(sites + 1, dtype=torch.int64))
+    step = max(1, min(rows_at_once(x) for x in (a, b)) // max(1, sites))
+    for start in range(0, len(a), step):
+        part = slice(start, start + step)
+        total += _count(a[part], b[part], None if counted is None else counted[part])
+    return replace(total, sites=old.sites if isinstance(old, RoutedExperts) else (), pair=pair)
+
+
+def _count(
+    old: Integer[Tensor, "N L K"], new: Integer[Tensor, "N L K"], mask: Bool[Tensor, " N"] | None
+) -> ChangeCounts:
+    """The counts of a part of the tokens that is small enough to hold some numbers for each of its rows."""
+    tokens, sites, k = old.shape
+    index, changed, routed = differing_rows(old.reshape(-1, k), new.reshape(-1, k))
+    here = old.device.type == "cpu"  # numpy divides and counts whole numbers several times faster than torch does there
+    where: Any = index.numpy() if here else index
+    count: Any = changed.numpy() if here else changed
+    bincount: Any = np.bincount if here else torch.bincount
+    token = where // sites
+    site = where - token * sites
+    if mask is not None:
+        kept = (mask.numpy() if here else mask)[token]
+        token, site, count = token[kept], site[kept], count[kept]
+    flips = torch.as_tensor(bincount(token, minlength=tokens))
+    deviation = torch.as_tensor(bincount(site * (k + 1) + count, minlength=sites * (k + 1))).view(sites, k + 1).cpu()
+    if routed is None:
+        flips = flips if mask is None else flips[mask]
+        compared, incomplete = torch.full((sites,), len(flips)), 0
+    else:
+        both = routed.view(tokens, sites) if mask is None else routed.view(tokens, sites) & mask[:, None]
+        per_token = both.sum(-1)
+        flips, compared = flips[per_token > 0], both.sum(0).cpu()
+        incomplete = int(((per_token > 0) & (per_token < sites)).sum())
+    deviation[:, 0] = compared - deviation.sum(-1)
+    return ChangeCounts(deviation, torch.bincount(flips, minlength=sites + 1).cpu(), incomplete)
+
+
+def aligned(old: Routes, new: Routes) -> tuple[Tensor, Tensor]:
+    """Ids of both as `differing_rows` takes them, the sites of `new` in the order of `old`."""
+    if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts) and old.sites != new.sites:
+        if missing := set(old.sites) ^ set(new.sites):
+            name = sorted(missing)[0]
+            raise RoutingError(
+                f"site {name} is only in the {'old' if name in old.sites else 'new'} routes (one of "
+                f"{len(missing)}): routes of different models? To compare a part of the sites, use select"
+            )
+        new = new.select(old.sites)
+    a, b = (_ids(x) for x in (old, new))
+    b = b.to(a.device)
+    if a.shape != b.shape or a.ndim < 2:
+        raise RoutingError(
+            f"old {list(a.shape)} and new {list(b.shape)} must have one shape [...,L,K]; realign brings "
+            "routes to one padding"
+        )
+    if a.shape[-1] > 254:  # counts of slots are uint8
+        raise RoutingError(f"K is {a.shape[-1]}; at most 254 slots are supported")
+    return a, b
+
+
+def _ids(routes: Routes) -> Tensor:
+    if isinstance(routes, RoutedExperts):
+        return routes.packed
+    if not isinstance(routes, Tensor):
+        raise RoutingError(
+            f"expected RoutedExperts or a tensor of expert ids [...,L,K], got {type(routes).__name__} (an array: "
+            "torch.as_tensor(array); of an engine: RoutedExperts.from_vllm and its kin)"
+        )
+    if routes.is_floating_point() or not routes.dtype.is_signed:
+        return compact(routes)  # plain ids of an unsigned dtype have no sentinel yet; other kinds are refused
+    return routes
+
+
+def _refuse_other_tokens(old: Routes, new: Routes, mask: Tensor | None) -> None:
+    if not (isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts)):
+        return
+    if old.tokens is None or new.tokens is None:
+        return
+    a, b = old.tokens, new.tokens.to(old.device)
+    differ = (a != b) & (a >= 0) & (b >= 0) & (torch.ones_like(a, dtype=torch.bool) if mask is None else mask)
+    if differ.any():
+        row, t = differ.nonzero()[0].tolist()
+        raise RoutingError(
+            f"the routes are of different tokens: sequence {row}, position {t} is token {int(a[row, t])} in the old "
+            f"and {int(b[row, t])} in the new ones; were rows shuffled, or paddings not realigned?"
+        )
+
+
+def _ratio(numerator: int | float, denominator: int) -> float:
+    return numerator / denominator if denominator else float("nan")

@@ -1,0 +1,71 @@
+"""What routers would have chosen while others' choices were forced on them, and by how much they prefer it."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from moe_rl.routing.calls import Call, Collected, stacked, tokens_of, wrapped
+from moe_rl.routing.counts import ChangeCounts, change_counts
+from moe_rl.routing.replay import Replay
+from moe_rl.routing.routes import RoutedExperts
+from moe_rl.routing.traced import no_type_check
+
+
+@no_type_check
+class ShadowReplay(Replay):
+    """A replay whose routers also rank live: `.shadow` is what they would have chosen, `.regret` how much better."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._seen = Collected()
+
+    def begin(self, call: Call) -> None:
+        super().begin(call)
+        self._seen.begin(call)
+        for index, site in enumerate(self._tap.sites):
+            if not site.fixed:
+                call.job(index).shadow = True
+
+    def end(self, call: Call, cache: Any) -> None:
+        super().end(call, cache)
+        live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]
+        packed = stacked(self._tap, call, live, self._packed.dtype)
+        device, k = packed.device, packed.shape[-1]
+        none = torch.zeros(call.rows, k, device=device)
+        with torch.no_grad():
+            best, used = (
+                torch.cat([none if x is None else x.to(device) for x in scores], dim=1).float().view(packed.shape)
+                for scores in zip(*((None, None) if j is None else (j.best, j.scores) for j in call.jobs), strict=True)
+            )
+            regret = (best - used).sum(-1).clamp_(min=0)
+        self._seen.end(call, cache, (packed, tokens_of(call, packed), regret), (self._sentinel, -1, 0))
+
+    @property
+    def shadow(self) -> RoutedExperts:
+        """What the routers would have chosen, `[B,T,L,K]`, at hidden states that follow the replay: behind the first
+        site not what they choose without a replay, for which a recording outside of the context has to be compared."""
+        packed, tokens, _ = self._shadowed()
+        return wrapped(self._tap, self._names, packed, tokens)
+
+    def shadow_change(self, routes: RoutedExperts, mask: Tensor | None = None) -> ChangeCounts:
+        """Shadow change: `change_counts` of the replayed routes against `.shadow`, pair "shadow".
+
+        How much replay holds back at each site, given that it held at all earlier ones. Natural change compares with a
+        recording without replay (pair "policies"): there a change at one site also moves the hidden states of the
+        next, so that the two differ at every site but the first, and natural change is usually the larger.
+        """
+        return change_counts(routes, self.shadow, mask, pair="shadow")
+
+    @property
+    def regret(self) -> Float[Tensor, "B T L"]:
+        """Sum of the live top-k scores minus the sum of the scores of the experts used; detached, at least 0.
+
+        In units of what the router ranks: probabilities, sigmoids or logits, with a selection bias where it has one.
+        Group-limited routers may choose a lower sum for the sake of their groups; that counts as 0.
+        """
+        return self._shadowed()[2]
+
+    def _shadowed(self) -> tuple[Tensor, ...]:
+        return self._seen.together()
