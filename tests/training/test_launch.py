@@ -10,6 +10,7 @@ import pytest
 import yaml
 from micro import rows
 
+from moe_rl.cli import main
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch
 
@@ -66,11 +67,12 @@ def launch(tmp_path):
 
 
 @pytest.mark.slow
-def test_accelerate_launch_gives_the_losses_of_one_process(launch, tmp_path):
+def test_accelerate_launch_gives_the_losses_of_one_process(launch, tmp_path, monkeypatch):
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(TWO_GPUS))
     two = (*ACCELERATE, "--config_file", "two.yaml")
     flags = (*ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "0")
-    launch("alone")
+    monkeypatch.chdir(tmp_path)
+    main(["run", "study.yaml", "--output", "alone"])
     launch("ddp", "--distributed.strategy", "ddp", launcher=flags)
     launch("fsdp2", "--distributed.strategy", "fsdp2", "--distributed.processes", "2", launcher=two)
     wanted = rows(tmp_path / "alone")
