@@ -99,8 +99,7 @@ def policy_loss(
 
     Raises:
         ValueError: an unknown name, shapes that differ, a mask that is no mask, an input that the objective
-            needs and did not get, or a `route_weight` that it would ignore; `old_logps` that are no log-probabilities,
-            being above 0 in the mean.
+            needs and did not get, or a `route_weight` that it would ignore.
         FloatingPointError: NaN or infinity on a token that counts; the message names the argument and the token.
 
     >>> import torch

@@ -152,7 +152,7 @@ def prepare_terms(
     per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand(advantages.shape[0], keep.shape[1])
     unused = o.anchor == "rollout" and not o.corrections
     seen = {"logps": logps, "old_logps": None if unused else old_logps, "advantages": per_token, **optional}
-    _refuse_impossible(seen, keep)
+    _refuse_not_finite(seen, keep)
     advantage = torch.where(keep, at_least_float32(per_token.detach()), 0.0)
 
     anchor = rollout_logps if o.anchor == "rollout" and rollout_logps is not None else old_logps
@@ -188,16 +188,10 @@ def prepare_terms(
     )
 
 
-def _refuse_impossible(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T"]) -> None:
-    """Raise for NaN or infinity on a token that counts, and for old log-probabilities above 0; one look at the device
-    for all inputs."""
+def _refuse_not_finite(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T"]) -> None:
+    """Raise for NaN or infinity on a token that counts; one look at the device for all inputs."""
     wrong = {name: mask & ~torch.isfinite(x.detach()) for name, x in inputs.items() if x is not None}
-    found = [where.sum() for where in wrong.values()]
-    old = inputs["old_logps"]
-    if old is not None:  # in the mean, and by more than rounding
-        found.append((torch.where(mask, old.detach(), 0.0).sum() > 0.1 * mask.sum()).long())
-    counts = torch.stack(found).tolist()
-    above = old is not None and counts.pop()
+    counts = torch.stack([where.sum() for where in wrong.values()]).tolist()
     for (name, where), count in zip(wrong.items(), counts, strict=True):
         if count:
             row, token = where.nonzero()[0].tolist()
@@ -207,11 +201,6 @@ def _refuse_impossible(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T
                 f"{name}: {count} of the {int(mask.sum())} tokens that count are not finite, the first is "
                 f"{value[row, token].item()} at row {row}, token {token}. {_WHY_NOT_FINITE.get(name, '')}".rstrip()
             )
-    if above:
-        raise ValueError(
-            "old_logps: their mean over the tokens that count is above 0, and a log-probability is at most 0. Were "
-            "negative log-likelihoods (what a cross-entropy returns), probabilities or logits passed?"
-        )
 
 
 def _check_shapes(logps: Tensor, advantages: Tensor, others: dict[str, Tensor | None]) -> None:

@@ -44,7 +44,6 @@ def arguments_of(shape=(2, 3)):
         ("rspo", {}, "route_weight is missing"),
         ("grpo", {"route_weight": torch.ones(2, 3)}, "would ignore it"),
         ("grpo", {"mask": torch.full((2, 3), 2.0)}, "only 0 and 1"),
-        ("gspo", {"old_logps": torch.tensor([[2.0, 0.5, 0.0], [0.1, 1.0, 0.3]])}, "Were negative log-likelihoods"),
     ],
 )
 def test_refusals(objective, change, message):
