@@ -81,6 +81,7 @@ def token_logps(
             has no load-balancing loss.
         TypeError: `model` holds no transformers model with an output head.
 
+    >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=7))
