@@ -128,10 +128,12 @@ def _differing_numpy(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor |
             differ |= x[block] != y[block]
         some_live = some_live or a[0][block].max() == live
         waiting.append(np.flatnonzero(differ) + start)
-        if block.stop >= len(old_rows) or sum(map(len, waiting)) >= _BLOCK_ROWS // 2:
+        if block.stop >= len(old_rows) or sum(map(len, waiting)) >= _BLOCK_ROWS // 8:
             index = np.concatenate(waiting)
-            some_live = some_live or (b[0].take(index) == live).any()  # where only `new` has no route the rows differ
-            changed = _changed_by_slot(old_rows.take(index, 0), new_rows.take(index, 0))
+            left, right = old_rows.take(index, 0), new_rows.take(index, 0)
+            # a row that only `new` has no route for is among those that differ
+            some_live = some_live or (row_words(right)[0] == live).any()
+            changed = _changed_by_slot(left, right)
             if not changed.all():  # other orders of the same sets
                 kept = np.flatnonzero(changed)
                 index, changed = index.take(kept), changed.take(kept)
