@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,28 @@ from moe_rl.study.figures.gallery.gradient_bias import gradient_table
 from moe_rl.study.figures.gallery.precision import engine_format, precision_table
 from moe_rl.study.folders import section
 from moe_rl.study.outcomes import final_rewards, run_outcomes
-from moe_rl.study.roundings import component_table, conclusion_table
+from moe_rl.study.roundings import NATIVE, component_table, conclusion_table
 from moe_rl.study.statistics import seed_interval
 from moe_rl.study.summary import change_rates, factor_table, routing_noise_ratios
+
+DECOMPOSED = ["token_var_weight", "token_var_routing", "token_share_routing", "averaging_routing"]
+"""Of the log-ratio of a probe, after each update: what `decomposed_probes` holds."""
 
 
 def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     """The summary tables of a study, by name; those that its runs have no data for are left out.
 
-    final_reward, comparisons, runs (how every run ended), updates (what every run clipped, and its gradient norms),
-    change_rates, factors; volatility, what share of the slots the update forward routed otherwise than the old policy,
-    of all updates (0 under R2); with other roundings also
-    roundings and variance_components; where the log-ratio was split, decomposition and routing_noise; with an engine,
-    engines, and with engines of several formats precision; where arms are of several sizes, sizes and power_laws; where
-    they are of several learning rates, rate_exponents; where gradients were compared, gradients, and where tokens were
-    kept, design_effect (both medians over probes); where routes were, effective_routes, and with tokens
-    change_by_load; where loads were, balance; with responses of several versions of the weights, versions.
+    - of all studies: final_reward, comparisons, runs (how every run ended), updates (what every run clipped, and its
+      gradient norms), change_rates, factors, volatility (what share of the slots the update forward routed otherwise
+      than the old policy, of all updates; 0 under R2)
+    - with other roundings: roundings, variance_components; runs and updates have the runs of each
+    - where the log-ratio was split: decomposition, routing_noise, decomposed_probes (each probe's parts)
+    - with a rollout engine: engines; with engines of several formats: precision
+    - where arms are of several sizes: sizes, power_laws; of several learning rates: rate_exponents
+    - where gradients were compared: gradients; where tokens were kept: design_effect (both medians over probes)
+    - where routes were kept: effective_routes, and with tokens change_by_load; where loads were: balance
+    - with responses of several versions of the weights: versions
+
     Columns as in the functions that make them, with labels and conditions beside the names.
     """
     finals = final_rewards(data).drop(columns=["by_seed", "evaluation_by_seed", "collapse_steps"])
@@ -56,14 +63,14 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     found = {
         "final_reward": finals,
         "comparisons": pairs,
-        "runs": run_outcomes(data),
+        "runs": _of_each_rounding(data, run_outcomes),
         "change_rates": change_rates(data),
         "factors": factor_table(data),
         "roundings": conclusion_table(data),
         "variance_components": component_table(data),
     }
     if "grad_norm" in data.updates:
-        found["updates"] = update_outcomes(data)
+        found["updates"] = _of_each_rounding(data, update_outcomes)
     if {"slots", "slots_changed"} <= set(data.updates):
         found["volatility"] = _over_seeds(
             slots_rerouted(data, ["arm", "seed"]).reset_index(), ["arm"], ["slots_rerouted"]
@@ -81,6 +88,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
         found["decomposition"] = _over_seeds(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
         found["routing_noise"] = _noise_ratios(data)
+        found["decomposed_probes"] = data.decompositions[["arm", "seed", "step", "update", *DECOMPOSED]]
     if len(data.engines):
         engines = engine_table(data)
         measured = [name for name in engines.columns[3:] if name != "clip_low"]
@@ -105,6 +113,13 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
             effective_routes(data), ["arm", "step", "tokens"], ["effective_sets", "effective_experts"]
         )
     return {name: table for name, table in found.items() if len(table)}
+
+
+def _of_each_rounding(data: StudyData, table: Callable[[StudyData], pd.DataFrame]) -> pd.DataFrame:
+    """A table of runs; with other roundings also theirs, told apart by the column `rounding`."""
+    own = table(data)
+    others = [table(study).assign(rounding=name) for name, study in data.roundings.items()]
+    return pd.concat([own.assign(rounding=NATIVE), *others], ignore_index=True) if others else own
 
 
 def _over_seeds(

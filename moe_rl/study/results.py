@@ -173,7 +173,7 @@ PAGES: dict[str, dict[str, Column]] = {
     },
     "power_laws": {
         "along": lambda row: AXES[row["axis"]],
-        "of": lambda row: QUANTITIES.get(row["quantity"], ["independent sites"])[0],
+        "of": lambda row: QUANTITIES.get(row["quantity"], [row["quantity"].replace("_", " ")])[0],
         **_texts("seeds"),
         "exponent": _interval("+.2f", "exponent", "low", "high"),
     },

@@ -71,6 +71,7 @@ def split(data):
                     "site_names": ["l.0.gate", "l.1.gate"],
                     "design_effect_routing": 2.0,
                 }
+                row |= {"token_share_routing": 0.7, "averaging_routing": 10.0}
                 row |= {"site_token_share_alone": [0.8 if step else 0.4, 0.1], "site_token_share_last": [0.5, 0.5]}
                 rows.append(row)
     return replace(data, decompositions=pd.DataFrame(rows))
@@ -236,6 +237,8 @@ def test_shares_of_the_decomposition_hold_half_of_the_covariance(split):
     words = [s.text for s in reading.read(split) if s.topic == "Where the log-ratio comes from"]
     assert "GSPO: routing has 70 % of the variance of the token log-ratio and 70 % of that of the sequence" in words[0]
     assert "divides by 10 (design effect 2;" in words[0]
+    probes = result_tables(split)["decomposed_probes"]
+    assert len(probes) == len(split.decompositions) and (probes["token_var_routing"] == 3.0).all()
 
 
 def test_routing_noise_is_compared_by_geometric_mean_and_seed(split):

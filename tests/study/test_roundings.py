@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
+import pandas as pd
 import pytest
 from synthetic import read_rows, write_rows, write_study
 
@@ -126,3 +127,6 @@ def test_report_and_results_have_the_roundings(folder, tmp_path):
     assert "Under other roundings" in page and "rounding" in page
     names = {path.stem for path in write_results(folder, tmp_path)}
     assert {"roundings", "variance_components"} <= names
+    for name in ("runs", "updates"):
+        table = pd.read_csv(tmp_path / folder.name / f"{name}.csv")
+        assert table["rounding"].value_counts().to_dict() == {"native": 32, "avx2": 12}

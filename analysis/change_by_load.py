@@ -1,0 +1,39 @@
+"""How much larger a share of its slots a rarely used expert loses, in all studies with the table `change_by_load`:
+
+    python analysis/change_by_load.py
+
+Per arm, the slots that changed of experts with less than half of the even load over those of experts with twice of it
+and more; range and median over arms, those with a balancing bias apart.
+"""
+
+from pathlib import Path
+
+import pandas as pd
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+ALL_BIASED = ("methods_bias", "levers_balance_live")
+"""Studies whose arms all have a balancing bias; elsewhere an arm's name says it."""
+
+
+def load_ratios() -> pd.DataFrame:
+    """One row per arm that has experts of both kinds: `study`, `arm`, `biased`, `ratio`."""
+    rows = []
+    for file in sorted(RESULTS.glob("*/change_by_load.csv")):
+        study = file.parent.name
+        for arm, part in pd.read_csv(file).groupby("arm"):
+            change = part.set_index("load")["slot_change"]
+            biased = study in ALL_BIASED or "_bias" in str(arm)
+            ratio = change["below 0.5"] / change["2 and more"]
+            rows.append({"study": study, "arm": arm, "biased": biased, "ratio": ratio})
+    return pd.DataFrame(rows).dropna()
+
+
+def main() -> None:
+    for biased, part in load_ratios().groupby("biased"):
+        low, median, high = part["ratio"].quantile([0, 0.5, 1])
+        what = "with a balancing bias" if biased else "without"
+        print(f"{len(part)} arms {what}, of {part['study'].nunique()} studies: {median:.2f} ({low:.2f} to {high:.2f})")
+
+
+if __name__ == "__main__":
+    main()

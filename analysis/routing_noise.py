@@ -1,0 +1,54 @@
+"""What of the log-ratio's variance is routing, by seeds and steps, from the committed table of a study that splits it:
+
+    python analysis/routing_noise.py gspo_ordinary grpo_ordinary --steps 20 30
+
+prints the ratio of the routing parts (of tokens, after the last update of a step) that two arms leave: geometric mean
+over steps and seeds, with Student's 95 % interval of its logarithm over the seeds. Without arms: the medians of each
+arm's probes.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.study.statistics import student_interval
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+
+
+def ratio(probes: pd.DataFrame, arm: str, other: str, part: str = "routing") -> tuple[float, float, float, int]:
+    """The variance of a part under `arm` over that under `other`: estimate, low, high, pairs."""
+    last = probes[probes["update"] == probes["update"].max()].set_index(["arm", "seed", "step"])
+    logs = np.log(last[f"token_var_{part}"]).groupby(["arm", "seed"]).mean()
+    found = student_interval((logs[arm] - logs[other]).dropna().to_numpy())
+    return float(np.exp(found.estimate)), float(np.exp(found.low)), float(np.exp(found.high)), found.n
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What of the log-ratio's variance is routing, by seeds and steps.")
+    parser.add_argument("arms", nargs="*", metavar="ARM", help="two arms of the study; none: medians of all")
+    parser.add_argument("--study", default="decomposition", help="a folder of docs/results with decomposed_probes.csv")
+    parser.add_argument("--part", choices=["routing", "weight"], default="routing")
+    parser.add_argument("--seeds", type=int, nargs=2, default=(0, 2**31), metavar=("FIRST", "LAST"))
+    parser.add_argument("--steps", type=int, nargs=2, default=(0, 2**31), metavar=("FIRST", "LAST"))
+    options = parser.parse_args()
+    file = RESULTS / options.study / "decomposed_probes.csv"
+    if not file.is_file():
+        parser.error(f"--study {options.study}: there is no {file}")
+    probes = pd.read_csv(file)
+    probes = probes[probes["seed"].between(*options.seeds) & probes["step"].between(*options.steps)]
+    if not options.arms:
+        columns = ["token_share_routing", "averaging_routing"]
+        print(probes.groupby("arm")[columns].median().to_string(float_format="%.3g"))
+        return
+    known = list(probes["arm"].unique())
+    if len(options.arms) != 2 or not set(options.arms) <= set(known):
+        parser.error(f"expected two of {', '.join(known)}, got {' '.join(options.arms)}")
+    estimate, low, high, pairs = ratio(probes, *options.arms, part=options.part)
+    print(f"{pairs} pairs: {estimate:.2f} [{low:.2f}, {high:.2f}]")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Scripts that read the committed tables of several studies."""
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(name: str) -> dict:
+    return runpy.run_path(str(ROOT / "analysis" / f"{name}.py"))
+
+
+def test_pairs_of_studies_are_joined_and_what_no_study_declared_is_refused():
+    differences = script("pooled")["differences"]
+    stale = differences("methods_stale:gspo_partial:grpo_partial")
+    assert len(stale) == 9 and min(stale) > 0
+    with pytest.raises(ValueError, match="not compared there; methods_stale has methods_stale:grpo_partial:grpo"):
+        differences("methods_stale:grpo:gspo")
+    with pytest.raises(ValueError, match="expected STUDY:ARM:OTHER"):
+        differences("no_such_study:a:b")
+
+
+def test_routing_variances_are_compared_after_the_last_update_as_the_study_does():
+    ratio = script("routing_noise")["ratio"]
+    by_step = {("a", 0): (2.0, 8.0), ("a", 1): (1.0, 1.0), ("b", 0): (1.0, 1.0), ("b", 1): (1.0, 1.0), ("b", 2): (9.0, 9.0)}
+    rows = [
+        {"arm": arm, "seed": seed, "step": step, "update": update, "token_var_routing": value}
+        for (arm, seed), values in by_step.items()
+        for step, last in enumerate(values)
+        for update, value in ((1, 1000.0), (2, last))
+    ]
+    estimate, low, high, pairs = ratio(pd.DataFrame(rows), "a", "b")
+    assert (estimate, pairs) == (pytest.approx(2.0), 2), "geometric mean of 4 and 1; seed 2 has no pair"
+    # log 4 and 0: standard error log 4 / 2, Student's t of one degree of freedom 12.706
+    assert np.log(high / low) == pytest.approx(12.706 * np.log(4), rel=1e-3)
+    committed = ROOT / "docs" / "results" / "decomposition"
+    table = pd.read_csv(committed / "routing_noise.csv").set_index(["arm", "other"])
+    probes = pd.read_csv(committed / "decomposed_probes.csv")
+    for (arm, other), row in table.iterrows():
+        assert ratio(probes, arm, other)[:3] == pytest.approx(tuple(row[["ratio", "low", "high"]]), rel=1e-4)
+
+
+def test_load_ratios_know_the_arms_with_a_balancing_bias():
+    ratios = script("change_by_load")["load_ratios"]().set_index(["study", "arm"])
+    biased = ratios["biased"].astype(bool)
+    assert (ratios.loc[~biased, "ratio"] > 1).all() and (ratios.loc[biased, "ratio"] < 1).all()
+    assert biased.loc["methods_bias"].all() and not biased["levers_balance_replay", "grpo"]
