@@ -26,7 +26,8 @@ def test_pairs_of_studies_are_joined_and_what_no_study_declared_is_refused():
 
 def test_routing_variances_are_compared_after_the_last_update_as_the_study_does():
     ratio = script("routing_noise")["ratio"]
-    by_step = {("a", 0): (2.0, 8.0), ("a", 1): (1.0, 1.0), ("b", 0): (1.0, 1.0), ("b", 1): (1.0, 1.0), ("b", 2): (9.0, 9.0)}
+    ones = (1.0, 1.0)
+    by_step = {("a", 0): (2.0, 8.0), ("a", 1): ones, ("b", 0): ones, ("b", 1): ones, ("b", 2): (9.0, 9.0)}
     rows = [
         {"arm": arm, "seed": seed, "step": step, "update": update, "token_var_routing": value}
         for (arm, seed), values in by_step.items()
