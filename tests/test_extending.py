@@ -41,7 +41,7 @@ assert resolved_objective(config)["clip_low"] == 0.1
 import math
 import torch
 from moe_rl.objectives import Objective, policy_loss, token_weights
-from moe_rl.objectives.ratios import GATES
+from moe_rl.objectives.gates import GATES
 from moe_rl.training import MethodConfig, RunConfig, validate
 from moe_rl.training.method import resolve_method
 

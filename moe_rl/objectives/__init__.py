@@ -17,6 +17,7 @@ from moe_rl.objectives.corrections import (
 )
 from moe_rl.objectives.diagnostics import LOSS_METRICS
 from moe_rl.objectives.gae import generalized_advantages, token_rewards, value_loss, whiten
+from moe_rl.objectives.gates import GATES, Gate, Gated, GateInputs, gate
 from moe_rl.objectives.gradient import TokenWeights, token_weights
 from moe_rl.objectives.iterative import historical_sample, reward_model_loss
 from moe_rl.objectives.kl import kl_estimate
@@ -30,7 +31,7 @@ from moe_rl.objectives.other_advantages import (
 )
 from moe_rl.objectives.preferences import dpo_coefficients, dpo_loss, sequence_margin
 from moe_rl.objectives.presets import OBJECTIVES, PRESETS, Preset, get_objective
-from moe_rl.objectives.ratios import GATES, Gate, Gated, GateInputs, gate, sequence_log_ratio, token_log_ratio
+from moe_rl.objectives.ratios import sequence_log_ratio, token_log_ratio
 from moe_rl.objectives.terms import TokenValues
 
 __all__ = [

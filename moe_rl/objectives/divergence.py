@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.objectives.ratios import Gated, GateInputs, choose, gate
+from moe_rl.objectives.gates import Gated, GateInputs, choose, gate
 
 _LEAST_REST = 1e-8  # of 1 - p in `binary_kl`: a probability that rounds to 1 is not infinitely far away
 

@@ -11,10 +11,11 @@ import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.kl import kl_estimate
 from moe_rl.objectives.loss import aggregation_weights
 from moe_rl.objectives.objective import Objective
-from moe_rl.objectives.ratios import GATES, masked_row_mean, masked_row_sum
+from moe_rl.objectives.ratios import masked_row_mean, masked_row_sum
 from moe_rl.objectives.terms import Terms, prepare_terms
 
 

@@ -6,9 +6,9 @@ python -m moe_rl.objectives.methods_table > docs/methods.md
 import math
 
 from moe_rl.objectives.corrections import Correction
+from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.objective import Objective
 from moe_rl.objectives.presets import LEFT_OUT, PRESETS
-from moe_rl.objectives.ratios import GATES
 
 _HEADER = """# Methods
 

@@ -9,8 +9,9 @@ from moe_rl.objectives import divergence, other_gates  # noqa: F401  (they regis
 from moe_rl.objectives.advantages import Scale
 from moe_rl.objectives.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, Range, unknown
 from moe_rl.objectives.corrections import Correction
+from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.kl import KLEstimator
-from moe_rl.objectives.ratios import GATES, RatioLevel
+from moe_rl.objectives.ratios import RatioLevel
 
 Aggregate = Literal["sequence_mean", "token_mean", "sum", "constant"]
 Anchor = Literal["old", "rollout"]
@@ -27,7 +28,7 @@ class Objective:
     Fields:
         ratio: level of r: each token's, the sequence's geometric mean, that value with token gradients, or the
             product over the sequence (see `log_ratio_at_level`).
-        gate: what G makes of ratio and advantage, a name in `moe_rl.objectives.ratios.GATES`:
+        gate: what G makes of ratio and advantage, a name in `moe_rl.objectives.gates.GATES`:
             "clip"          min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
             "mask"          sg[M r] A log pi, M = 0 on the tokens that "clip" would take out of the gradient
             "cap"           sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi: no token is taken out

@@ -5,7 +5,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.objectives.ratios import Gated, GateInputs, choose, gate, masked_row_mean, outside_trust_region
+from moe_rl.objectives.gates import Gated, GateInputs, choose, gate, outside_trust_region
+from moe_rl.objectives.ratios import masked_row_mean
 
 _SATURATED = 50.0  # nats: sigma(tau (e^50 - 1)) is 1 and its slope 0 in float64 for every tau above 1e-20
 

@@ -9,17 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from moe_rl.objectives.corrections import Correction
+from moe_rl.objectives.gates import GATES, Gated, GateInputs
 from moe_rl.objectives.objective import Objective
 from moe_rl.objectives.presets import get_objective
-from moe_rl.objectives.ratios import (
-    GATES,
-    Gated,
-    GateInputs,
-    as_bool_mask,
-    at_least_float32,
-    log_ratio_at_level,
-    token_log_ratio,
-)
+from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, log_ratio_at_level, token_log_ratio
 
 
 @dataclass(frozen=True)

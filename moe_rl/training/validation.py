@@ -1,8 +1,8 @@
 """Refuse what cannot run before anything is computed: every message names the field and the remedy."""
 
 from moe_rl.objectives.bounds import unknown
+from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.presets import OBJECTIVES
-from moe_rl.objectives.ratios import GATES
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engine_config import CONTINUING_KINDS, EngineError, check_engine
 from moe_rl.training.config import DPO, IN_GROUPS, ProbeConfig, RunConfig

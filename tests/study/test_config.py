@@ -35,12 +35,10 @@ def test_every_shipped_study_resolves_and_survives_a_round_trip(path, tmp_path):
     copy = tmp_path / "study.yaml"
     copy.write_text(dump_study(study))
     assert load_study(copy) == study
-    arms = dict(reversed(study.runs()))  # each arm and each seed once: there are hundreds of runs
-    seeds = {seed: arm for arm, seed in study.runs()}
-    assert all(study.resolve(arm, seed).seed == seed for seed, arm in seeds.items())
-    for arm, seed in arms.items():
+    assert all(study.resolve(arm, seed).seed == seed for arm, seed in study.runs())
+    for arm, seed in dict(reversed(study.runs())).items():  # one of each arm: YAML is slow
         config = study.resolve(arm, seed)
-        assert config.seed == seed and changed_settings(parse_yaml(dump_run(config)), config) == {}
+        assert changed_settings(parse_yaml(dump_run(config)), config) == {}
 
 
 def test_the_example_of_the_page_of_studies_can_run():

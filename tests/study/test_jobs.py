@@ -32,7 +32,7 @@ STUDY = {
         },
         "task": {"options": {"steps": 1}},
         "rollout": {"prompts": 4, "group_size": 4},
-        "optim": {"steps": 8, "num_minibatches": 2, "warmup_updates": 1},
+        "optim": {"steps": 12, "num_minibatches": 2, "warmup_updates": 1},
         "checkpoint_every": 2,
         "eval": {"prompts": 4},
         "probe": {"sequences": 4, "tokens_every": 0, "floor": False},
@@ -149,12 +149,12 @@ def test_a_job_that_ends_before_its_run_is_named_with_its_state_and_log(slurm, f
     slurm("100|PENDING|\n")
     assert jobs.ended(run) is None and run.note == "job 100 pending"
     slurm("100|RUNNING|node1\n")
-    run.log.write_text("step 3/8: reward 0.5\n")
+    run.log.write_text("step 3/12: reward 0.5\n")
     assert jobs.ended(run) is None and run.note == ""
     slurm("100|NODE_FAIL|node1\n")
     assert jobs.ended(run) is False
     assert run.reason() == (
-        "job 100 ended (NODE_FAIL) before the run was done: step 3/8: reward 0.5 (log: runs/jobs/logs/one_seed0.log)"
+        "job 100 ended (NODE_FAIL) before the run was done: step 3/12: reward 0.5 (log: runs/jobs/logs/one_seed0.log)"
     )
     jobs.start(run, ["run", "study.yaml"])
     assert run.note == "job 101 waits", "the next start submits it again"
@@ -218,5 +218,5 @@ def test_jobs_that_are_killed_and_resumed_make_the_rows_of_a_run_here(folder, ca
         lines = map(json.loads, (Path(place) / "metrics.jsonl").read_text().splitlines())
         return [row for row in lines if row["kind"] != "step"]  # which holds times
 
-    assert rows("runs/jobs/one/seed0") == rows("runs/here") and len(rows("runs/here")) > 24
+    assert rows("runs/jobs/one/seed0") == rows("runs/here") and len(rows("runs/here")) > 36
     assert not list(Path("runs/jobs/logs").glob("*.job"))

@@ -30,7 +30,7 @@ CPU = replace(
     model=replace(MICRO.model, device="cpu"),
     rollout=replace(MICRO.rollout, prompts=8),
     eval=EvalConfig(prompts=9),  # shares of 4 and 5
-    probe=replace(MICRO.probe, every=2, sequences=5, tokens_every=2, floor=False),
+    probe=replace(MICRO.probe, sequences=5, floor=False),
     optim=replace(MICRO.optim, max_grad_norm=0.5),
     checkpoint_every=4,  # at the end
 )
@@ -55,10 +55,11 @@ LORA = LoraConfig(2, target_modules=("q_proj",), target_parameters=("mlp.experts
 ENGINE = replace(CPU.rollout, engine=EngineConfig("hf", "bfloat16"))
 CASES = {
     "ddp": case("ddp"),
-    "ddp_replay": until(case("ddp", replay="R2", lag=1, kl_coef=0.1, micro_batch=3), 3),
+    "ddp_replay": case("ddp", replay="R2", micro_batch=3),
+    "ddp_replay_lag": until(case("ddp", replay="R2", lag=1, kl_coef=0.1), 3),
     "ddp_learned_reward": case("ddp", reward=RewardConfig(model="learned", initial_batches=1, epochs=1)),
     "fsdp2": case("fsdp2", objective="dapo"),
-    "fsdp2_replay": until(case("fsdp2", replay="R2", lag=1, kl_coef=0.1), 3),
+    "fsdp2_replay_lag": until(case("fsdp2", replay="R2", lag=1, kl_coef=0.1), 3),
     "fsdp2_rollout_replay": case("fsdp2", objective="gspo", replay="R3"),
     "fsdp2_ppo": case("fsdp2", objective="ppo"),
     "fsdp2_dpo": case("fsdp2", objective="dpo"),
@@ -122,7 +123,7 @@ def worker(rank, port, folder):
         run_one(config, folder / name)
     ranks = ranks_of(DistributedConfig("ddp"), "cpu")
     assert (ranks.rank, ranks.size, ranks.main) == (rank, 2, rank == 0)
-    modules = {"fsdp2_replay": 2, "fsdp2_ppo": 3, "fsdp2_dpo": 2}  # references, a value model
+    modules = {"fsdp2_replay_lag": 2, "fsdp2_ppo": 3, "fsdp2_dpo": 2}  # references, a value model
     assert len(WATCHED) == sum(modules.get(name, 1) for name in CASES if name.startswith("fsdp2")), WATCHED
     ends_apart(ranks, folder)
     routers_in_fp32(folder)
@@ -148,7 +149,7 @@ def routers_in_fp32(folder):
     """bf16 layers, fp32 routers, fp32 shards: by what arrives at the modules and leaves them."""
     for keep in (False, True):
         distributed = DistributedConfig("fsdp2", compute_dtype="bfloat16", router_fp32=keep)
-        config = until(replace(CASES["fsdp2_replay"], distributed=distributed), 1)
+        config = until(replace(CASES["fsdp2_replay_lag"], distributed=distributed), 2)
         made = begin(config, folder / f"precision_{keep}")
         layer, seen = made.policy.model.layers[1].mlp, {}
         layer.gate.register_forward_hook(
@@ -180,7 +181,7 @@ def wrong_sync(ranks, folder):
 def resumes_exactly(folder):
     """Interrupted after step 1 of 3, resumed by as many ranks: every number as without the interruption."""
     for strategy in ("ddp", "fsdp2"):
-        config = CASES[f"{strategy}_replay"]
+        config = CASES[f"{strategy}_replay_lag"]
         broken = begin(config, folder / f"{strategy}_broken")
         resume(broken)
         broken.config = until(config, 1)
@@ -244,17 +245,17 @@ def test_two_processes_are_one(tmp_path, random_rewards):
         assert (tmp_path / name / "DONE").exists()
         assert json.loads((tmp_path / name / "env.json").read_text())["processes"] == 2
     for strategy in ("ddp", "fsdp2"):
-        unbroken, broken = tmp_path / f"{strategy}_replay", tmp_path / f"{strategy}_broken"
+        unbroken, broken = tmp_path / f"{strategy}_replay_lag", tmp_path / f"{strategy}_broken"
         assert rows(unbroken) == rows(broken)
         for name in ("model", "optimizer", "batch_0"):
             ends = [load_file(folder / "checkpoint" / f"{name}.safetensors") for folder in (unbroken, broken)]
             assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
     # A checkpoint does not say how many ranks wrote it: one process goes on where two stopped.
-    one = begin(until(one_process["fsdp2_replay"], 4), tmp_path / "fsdp2_replay")
+    one = begin(until(one_process["fsdp2_replay_lag"], 4), tmp_path / "fsdp2_replay_lag")
     resume(one)
     assert one.step == 3 and len(one.waiting) == 1 and len(one.waiting[0]) == 32
     run(one)
-    assert rows(tmp_path / "fsdp2_replay", "update")[-1]["replayed_rows"] > 0
+    assert rows(tmp_path / "fsdp2_replay_lag", "update")[-1]["replayed_rows"] > 0
 
 
 # -- what stops at once ---------------------------------------------------------------------------------------------
