@@ -6,6 +6,8 @@ import os
 import hypothesis
 import torch
 
+collect_ignore_glob = ["*/conftest.py"]  # they hold no doctests, and two of one name end `pytest tests/a tests/b`
+
 gc.disable()  # while all is imported and collected: what comes of it stays
 
 

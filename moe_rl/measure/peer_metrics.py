@@ -2,8 +2,8 @@
 """What other trainers say of two engines, under the names that their users know, each by the other's formula.
 
 mu is the engine that sampled, pi the training engine's policy before the update; d = log pi - log mu of a token, w = e^d.
-All functions are detached, float64 inside, NaN without tokens. Their metrics of an update are `ratio_range_metrics` and
-`masked_mismatch_metrics`, those of routing `load_violation` and `routing_confidence`, of `moe_rl.measure.metrics`; all but the last two are defined here. What these trainers have and `ratio_metrics`,
+All functions are detached, float64 inside, NaN without tokens. Of these trainers' metrics those of
+routing (`load_violation`, `routing_confidence`) are in `moe_rl.measure.metrics`. What they have and `ratio_metrics`,
 `gap_metrics` or `moe_rl.objectives.loss_metrics` already say under another name:
 
     NeMo-RL gen_kl_error, verl rollout_corr/k3_kl, prime-rl mismatch_kl     k3 of the engine rows

@@ -86,8 +86,7 @@ class ChangeCounts:
         """Variance of flips per token over what independent sites would give: Var(F) / Σ_l p_l (1 - p_l).
 
         F is the number of sites of a token that changed, Var its variance over tokens (divisor n), p_l the
-        share of tokens changed at site l. If sites changed independently, F would be Poisson-binomial with
-        that
+        share of tokens changed at site l. If sites changed independently, F would be Poisson-binomial with that
         variance: 1 is independence, above 1 flips cluster on some tokens, below 1 they avoid each other; L
         identical sites give L. R3's pair of 10 % of sites but only 94 % of tokens implies clustering.
 

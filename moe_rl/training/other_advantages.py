@@ -12,6 +12,7 @@ from moe_rl.objectives import (
     leave_one_out_advantages,
     process_advantages,
 )
+from moe_rl.objectives.bounds import unknown
 from moe_rl.rollout import Rollout, named_rewards, step_rewards
 
 
@@ -45,4 +46,4 @@ def other_advantages(
             names, table = named_rewards(task, rollout)
             facts = {f"reward_{name}": float(column.mean()) for name, column in zip(names, table.T, strict=True)}
             return decoupled_advantages(table, size), facts
-    raise ValueError(f"advantage: no kind {kind!r} here")
+    raise ValueError(unknown("advantage", kind, ["leave_one_out", "one", "accepted", "process", "decoupled"]))

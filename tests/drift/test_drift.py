@@ -9,50 +9,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from drift_models import ALPHABET, TEXTS, build, moved, padded, refused, save, stands_alone
+from drift_models import TEXTS, build, moved, padded, save, stands_alone
 
 from moe_rl.cli import main
 from moe_rl.drift import figures, run
-from moe_rl.drift.checkpoints import check_device, fits_twice
-from moe_rl.drift.errors import DriftError
+from moe_rl.drift.checkpoints import fits_twice
 from moe_rl.drift.floor import Floor
-from moe_rl.drift.output import kept_when_stopped, put_in_place, short_names, unfinished
 from moe_rl.drift.page import floor_text, summary
 from moe_rl.drift.run import DriftOptions, run_drift
-from moe_rl.files import InUseError
 from moe_rl.measure import noise_floor
 from moe_rl.measure.decompose import decompose
 from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
-from moe_rl.policy.tiny import char_tokenizer
 from moe_rl.routing import change_counts, record_routes
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory, tokenizer):
-    """family -> (old folder, new folder), made when first asked for."""
-    made = {}
-
-    def pair(family):
-        if family not in made:
-            folder = tmp_path_factory.mktemp(family)
-            old = build(family, tokenizer)
-            made[family] = save(old, tokenizer, folder / "old"), save(moved(old), tokenizer, folder / "new")
-        return made[family]
-
-    return pair
-
-
-@pytest.fixture
-def prompts(tmp_path):
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return path
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    monkeypatch.setattr(run, "draw", lambda *_: [])
 
 
 def facts_of(folder):
@@ -232,58 +201,6 @@ def test_where_two_do_not_fit_one_at_a_time_is_taken(saved, prompts, tmp_path, u
     assert facts_of(output)["settings"]["one_at_a_time"] is True
 
 
-def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
-    saved, prompts, tmp_path, undrawn, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    pair = [str(folder) for folder in saved("olmoe")]
-    output = run_drift(DriftOptions(tuple(pair), prompts))
-    assert output.as_posix() == "runs/drift/old_vs_new"
-    (output / "stale").write_text("")
-    assert run_drift(DriftOptions(tuple(pair), prompts)) == output and not (output / "stale").exists()
-    assert short_names(["a/step_1/hf", "a/step_2/hf"]) == ["step_1-hf", "step_2-hf"]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.tex").write_text("...")
-    assert "no earlier comparison" in refused(
-        capsys, "drift", *pair, "--prompts", prompts, "--output", tmp_path / "mine"
-    )
-    assert (tmp_path / "mine" / "thesis.tex").read_text() == "..."
-    monkeypatch.chdir(tmp_path / "runs")
-    assert "is the folder you are in" in refused(capsys, "drift", *pair, "--prompts", prompts, "--output", "..")
-
-
-def test_an_earlier_comparison_goes_only_when_the_new_one_stands(tmp_path, monkeypatch):
-    former, made, link = tmp_path / "out", tmp_path / "made", tmp_path / "link"
-    for folder in (former, made):
-        folder.mkdir()
-        (folder / "drift.json").write_text(folder.name)
-    link.symlink_to(former)
-    rename = Path.rename
-
-    def busy(path, to):
-        if path == made:
-            raise PermissionError("busy")
-        return rename(path, to)
-
-    with monkeypatch.context() as patched, pytest.raises(PermissionError):
-        patched.setattr(Path, "rename", busy)
-        put_in_place(made, former)
-    assert (former / "drift.json").read_text() == "out"
-    with unfinished(link) as folder:
-        (folder / "drift.json").write_text("new")
-    assert link.is_symlink() and (former / "drift.json").read_text() == "new"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "made", "out"]
-
-
-def test_two_commands_do_not_share_what_is_not_finished(tmp_path):
-    with kept_when_stopped(tmp_path / "out") as folder:
-        (folder / "a.csv").write_text("1")
-        with pytest.raises(InUseError, match=r"out.partial is being written by another"):
-            kept_when_stopped(tmp_path / "out").__enter__()
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.csv"]
-    assert not (tmp_path / "out.partial").exists()
-
-
 def test_one_token_and_all_experts_chosen(tokenizer, prompts, tmp_path, undrawn):
     old = save(build("olmoe", tokenizer, num_experts_per_tok=6), tokenizer, tmp_path / "old")
     prompts.write_text(json.dumps({"prompt": "ab", "completion": "c"}))
@@ -293,133 +210,3 @@ def test_one_token_and_all_experts_chosen(tokenizer, prompts, tmp_path, undrawn)
     assert figures.margins(none, "").render("svg")
     topics = dict(summary(facts_of(output)))
     assert topics["Log-ratio"].startswith("One token alone"), "not: the two say the same"
-
-
-@pytest.fixture(scope="module")
-def odd(tmp_path_factory, tokenizer, saved):
-    """Checkpoints that do not go with the pair of qwen3_moe, by what is wrong with them."""
-    folder = tmp_path_factory.mktemp("odd")
-    model = build("qwen3_moe", tokenizer)
-    (folder / "empty").mkdir()
-
-    def spoiled(value):
-        other = build("qwen3_moe", tokenizer)
-        with torch.no_grad():
-            other.lm_head.weight[3] = value
-        return other
-
-    return {
-        "no tokenizer": save(model, None, folder / "no_tokenizer"),
-        "other tokenizer": save(model, char_tokenizer(ALPHABET.replace("a", "z")), folder / "other_tokenizer"),
-        "other experts": save(build("qwen3_moe", tokenizer, experts=8), tokenizer, folder / "experts"),
-        "other k": save(build("qwen3_moe", tokenizer, num_experts_per_tok=3), tokenizer, folder / "k"),
-        "other heads": save(build("qwen3_moe", tokenizer, num_key_value_heads=1), tokenizer, folder / "heads"),
-        "other family": saved("olmoe")[0],
-        "nan": save(spoiled(float("nan")), tokenizer, folder / "nan"),
-        "overflow": save(spoiled(3e38), tokenizer, folder / "overflow"),
-        "dense": save(build("llama", tokenizer), tokenizer, folder / "dense"),
-        "missing": folder / "missing",
-        "empty": folder / "empty",
-    }
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ("no tokenizer", "NEW: .*no_tokenizer has no usable tokenizer.*--tokenizer PATH"),
-        ("other tokenizer", r"two tokenizers: \d+ tokens differ, the first is"),
-        ("other experts", "num_experts is 6 in OLD and 8 in NEW"),
-        ("other k", "num_experts_per_tok is 2 in OLD and 3 in NEW"),
-        ("other heads", r"k_proj.weight is \(16, 16\) in OLD and \(8, 16\) in NEW"),
-        ("other family", "OLD is Qwen3MoeForCausalLM, NEW is OlmoeForCausalLM"),
-        ("nan", "NEW: .*nan: 1 tensors hold values that are not finite, first lm_head.weight"),
-        ("overflow", "NEW: log-probabilities of 6 of 6 texts of a batch are not finite"),
-        ("dense", "NEW: .*dense is no Mixture-of-Experts"),
-        ("missing", "NEW: there is no folder .*missing"),
-        ("empty", r"NEW: .*empty holds no model \(no config.json\)"),
-    ],
-)
-def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
-    wrong, message, odd, saved, prompts, tmp_path, capsys
-):
-    old, _ = saved("qwen3_moe")
-    error = refused(capsys, "drift", old, odd[wrong], "--prompts", prompts, "--output", tmp_path / "out")
-    assert re.search(message, error), error
-    assert error.count("moe-rl: error") == 1 and "Traceback" not in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
-
-
-def test_a_named_tokenizer_stands_in(odd, saved, prompts, tmp_path, undrawn):
-    old, _ = saved("qwen3_moe")
-    options = DriftOptions((str(old), str(odd["no tokenizer"])), prompts, tmp_path / "out", tokenizer=str(old))
-    assert facts_of(run_drift(options))["measured_tokens"] > 0
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "holds no examples"),
-        ("\n\n", "holds no examples"),
-        ('{"text": "ab"}\nplain text\n', "line 2 is not JSON"),
-        ('{"text": "ab"}\n\n["ab"]\n', "line 3: a JSON list instead of an object"),
-        ('{"question": "ab"}\n', r"line 1: none of the keys text, prompt and messages \('question'\)"),
-        ('{"prompt": "ab", "completion": 3}\n', "line 1: completion is a int"),
-        ('{"text": "ab"}\n{"text": "ab", "completion": "c"}\n', "line 2: a completion without a prompt"),
-        ('{"messages": []}\n', "line 1: messages must be a list"),
-        ('{"messages": [{"role": "user", "content": "ab"}]}\n', "line 1 holds chat messages.*no chat template"),
-        ('{"text": "ab"}\n{"text": "ab?"}\n', "line 2 cannot be tokenised"),
-        ('{"text": "a"}\n{"text": ""}\n', "no token to measure: 2 of 2 examples"),
-        ("\ufffe".encode("utf-16").decode("latin1"), "line 1 is not JSON"),
-    ],
-)
-def test_a_prompt_file_that_cannot_be_read_names_the_line(content, message, saved, tmp_path, capsys):
-    path = tmp_path / "bad.jsonl"
-    path.write_bytes(content.encode("latin1"))
-    error = refused(capsys, "drift", *saved("qwen3_moe"), "--prompts", path, "--output", tmp_path / "out")
-    assert re.search(message, error), error
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.jsonl"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message", "status"),
-    [
-        (["--device", "cuda:9"], "cuda:9 is not there; this machine has", 1),
-        (["--device", "abacus"], "unknown device 'abacus'", 1),
-        (["--dtype", "float8"], "unknown 'float8'; expected one of float32", 1),
-        (["--batch-size", "0"], "--batch-size must be at least 1", 1),
-        (["--floor-sequences", "-1"], "--floor-sequences at least 0; got 8, 2048 and -1", 1),
-        (["--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl", 1),
-        (["--batch-sise", "2"], "--batch-size", 2),
-    ],
-)
-def test_options_that_cannot_be_are_named(options, message, status, saved, prompts, tmp_path, capsys):
-    error = refused(
-        capsys,
-        "drift",
-        *saved("qwen3_moe"),
-        "--prompts",
-        prompts,
-        "--output",
-        tmp_path / "out",
-        *options,
-        status=status,
-    )
-    assert message in error and not (tmp_path / "out").exists()
-
-
-def test_an_error_halfway_leaves_nothing_behind(saved, prompts, tmp_path, monkeypatch, capsys):
-    old, new = saved("qwen3_moe")
-
-    def full_disk(*_):
-        raise OSError(28, "No space left on device", "figures")
-
-    monkeypatch.setattr(run, "draw", full_disk)
-    error = refused(capsys, "drift", old, new, "--prompts", prompts, "--output", tmp_path / "out")
-    assert "No space left" in error and "nothing was written" in error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
-
-
-def test_the_default_device_is_there():
-    assert check_device(None).type in ("cpu", "cuda")
-    with pytest.raises(DriftError, match="mps:1 is not there"):
-        check_device("mps:1")

@@ -1,0 +1,135 @@
+"""moe-rl drift names what is wrong with its input, in one message, and writes nothing."""
+
+import json
+import re
+
+import pytest
+import torch
+from drift_models import ALPHABET, build, refused, save
+
+from moe_rl.drift.checkpoints import check_device
+from moe_rl.drift.errors import DriftError
+from moe_rl.drift.run import DriftOptions, run_drift
+from moe_rl.policy.tiny import char_tokenizer
+
+
+def facts_of(folder):
+    return json.loads((folder / "drift.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory, tokenizer, saved):
+    """Checkpoints that do not go with the pair of qwen3_moe, by what is wrong with them."""
+    folder = tmp_path_factory.mktemp("odd")
+    model = build("qwen3_moe", tokenizer)
+    (folder / "empty").mkdir()
+
+    def spoiled(value):
+        other = build("qwen3_moe", tokenizer)
+        with torch.no_grad():
+            other.lm_head.weight[3] = value
+        return other
+
+    return {
+        "no tokenizer": save(model, None, folder / "no_tokenizer"),
+        "other tokenizer": save(model, char_tokenizer(ALPHABET.replace("a", "z")), folder / "other_tokenizer"),
+        "other experts": save(build("qwen3_moe", tokenizer, experts=8), tokenizer, folder / "experts"),
+        "other k": save(build("qwen3_moe", tokenizer, num_experts_per_tok=3), tokenizer, folder / "k"),
+        "other heads": save(build("qwen3_moe", tokenizer, num_key_value_heads=1), tokenizer, folder / "heads"),
+        "other family": saved("olmoe")[0],
+        "nan": save(spoiled(float("nan")), tokenizer, folder / "nan"),
+        "overflow": save(spoiled(3e38), tokenizer, folder / "overflow"),
+        "dense": save(build("llama", tokenizer), tokenizer, folder / "dense"),
+        "missing": folder / "missing",
+        "empty": folder / "empty",
+    }
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("no tokenizer", "NEW: .*no_tokenizer has no usable tokenizer.*--tokenizer PATH"),
+        ("other tokenizer", r"two tokenizers: \d+ tokens differ, the first is"),
+        ("other experts", "num_experts is 6 in OLD and 8 in NEW"),
+        ("other k", "num_experts_per_tok is 2 in OLD and 3 in NEW"),
+        ("other heads", r"k_proj.weight is \(16, 16\) in OLD and \(8, 16\) in NEW"),
+        ("other family", "OLD is Qwen3MoeForCausalLM, NEW is OlmoeForCausalLM"),
+        ("nan", "NEW: .*nan: 1 tensors hold values that are not finite, first lm_head.weight"),
+        ("overflow", "NEW: log-probabilities of 6 of 6 texts of a batch are not finite"),
+        ("dense", "NEW: .*dense is no Mixture-of-Experts"),
+        ("missing", "NEW: there is no folder .*missing"),
+        ("empty", r"NEW: .*empty holds no model \(no config.json\)"),
+    ],
+)
+def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
+    wrong, message, odd, saved, prompts, tmp_path, capsys
+):
+    old, _ = saved("qwen3_moe")
+    error = refused(capsys, "drift", old, odd[wrong], "--prompts", prompts, "--output", tmp_path / "out")
+    assert re.search(message, error), error
+    assert error.count("moe-rl: error") == 1 and "Traceback" not in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+def test_a_named_tokenizer_stands_in(odd, saved, prompts, tmp_path, undrawn):
+    old, _ = saved("qwen3_moe")
+    options = DriftOptions((str(old), str(odd["no tokenizer"])), prompts, tmp_path / "out", tokenizer=str(old))
+    assert facts_of(run_drift(options))["measured_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no examples"),
+        ("\n\n", "holds no examples"),
+        ('{"text": "ab"}\nplain text\n', "line 2 is not JSON"),
+        ('{"text": "ab"}\n\n["ab"]\n', "line 3: a JSON list instead of an object"),
+        ('{"question": "ab"}\n', r"line 1: none of the keys text, prompt and messages \('question'\)"),
+        ('{"prompt": "ab", "completion": 3}\n', "line 1: completion is a int"),
+        ('{"text": "ab"}\n{"text": "ab", "completion": "c"}\n', "line 2: a completion without a prompt"),
+        ('{"messages": []}\n', "line 1: messages must be a list"),
+        ('{"messages": [{"role": "user", "content": "ab"}]}\n', "line 1 holds chat messages.*no chat template"),
+        ('{"text": "ab"}\n{"text": "ab?"}\n', "line 2 cannot be tokenised"),
+        ('{"text": "a"}\n{"text": ""}\n', "no token to measure: 2 of 2 examples"),
+        ("\ufffe".encode("utf-16").decode("latin1"), "line 1 is not JSON"),
+    ],
+)
+def test_a_prompt_file_that_cannot_be_read_names_the_line(content, message, saved, tmp_path, capsys):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content.encode("latin1"))
+    error = refused(capsys, "drift", *saved("qwen3_moe"), "--prompts", path, "--output", tmp_path / "out")
+    assert re.search(message, error), error
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["bad.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "status"),
+    [
+        (["--device", "cuda:9"], "cuda:9 is not there; this machine has", 1),
+        (["--device", "abacus"], "unknown device 'abacus'", 1),
+        (["--dtype", "float8"], "unknown 'float8'; expected one of float32", 1),
+        (["--batch-size", "0"], "--batch-size must be at least 1", 1),
+        (["--floor-sequences", "-1"], "--floor-sequences at least 0; got 8, 2048 and -1", 1),
+        (["--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl", 1),
+        (["--batch-sise", "2"], "--batch-size", 2),
+    ],
+)
+def test_options_that_cannot_be_are_named(options, message, status, saved, prompts, tmp_path, capsys):
+    error = refused(
+        capsys,
+        "drift",
+        *saved("qwen3_moe"),
+        "--prompts",
+        prompts,
+        "--output",
+        tmp_path / "out",
+        *options,
+        status=status,
+    )
+    assert message in error and not (tmp_path / "out").exists()
+
+
+def test_the_default_device_is_there():
+    assert check_device(None).type in ("cpu", "cuda")
+    with pytest.raises(DriftError, match="mps:1 is not there"):
+        check_device("mps:1")

@@ -1,0 +1,75 @@
+"""Where moe-rl drift writes: a folder of its own, whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+from drift_models import refused
+
+from moe_rl.drift import run
+from moe_rl.drift.output import kept_when_stopped, put_in_place, short_names, unfinished
+from moe_rl.drift.run import DriftOptions, run_drift
+from moe_rl.files import InUseError
+
+
+def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
+    saved, prompts, tmp_path, undrawn, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    pair = [str(folder) for folder in saved("olmoe")]
+    output = run_drift(DriftOptions(tuple(pair), prompts))
+    assert output.as_posix() == "runs/drift/old_vs_new"
+    (output / "stale").write_text("")
+    assert run_drift(DriftOptions(tuple(pair), prompts)) == output and not (output / "stale").exists()
+    assert short_names(["a/step_1/hf", "a/step_2/hf"]) == ["step_1-hf", "step_2-hf"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("...")
+    assert "no earlier comparison" in refused(
+        capsys, "drift", *pair, "--prompts", prompts, "--output", tmp_path / "mine"
+    )
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "..."
+    monkeypatch.chdir(tmp_path / "runs")
+    assert "is the folder you are in" in refused(capsys, "drift", *pair, "--prompts", prompts, "--output", "..")
+
+
+def test_an_earlier_comparison_goes_only_when_the_new_one_stands(tmp_path, monkeypatch):
+    former, made, link = tmp_path / "out", tmp_path / "made", tmp_path / "link"
+    for folder in (former, made):
+        folder.mkdir()
+        (folder / "drift.json").write_text(folder.name)
+    link.symlink_to(former)
+    rename = Path.rename
+
+    def busy(path, to):
+        if path == made:
+            raise PermissionError("busy")
+        return rename(path, to)
+
+    with monkeypatch.context() as patched, pytest.raises(PermissionError):
+        patched.setattr(Path, "rename", busy)
+        put_in_place(made, former)
+    assert (former / "drift.json").read_text() == "out"
+    with unfinished(link) as folder:
+        (folder / "drift.json").write_text("new")
+    assert link.is_symlink() and (former / "drift.json").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "made", "out"]
+
+
+def test_two_commands_do_not_share_what_is_not_finished(tmp_path):
+    with kept_when_stopped(tmp_path / "out") as folder:
+        (folder / "a.csv").write_text("1")
+        with pytest.raises(InUseError, match=r"out.partial is being written by another"):
+            kept_when_stopped(tmp_path / "out").__enter__()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.csv"]
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_an_error_halfway_leaves_nothing_behind(saved, prompts, tmp_path, monkeypatch, capsys):
+    old, new = saved("qwen3_moe")
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device", "figures")
+
+    monkeypatch.setattr(run, "draw", full_disk)
+    error = refused(capsys, "drift", old, new, "--prompts", prompts, "--output", tmp_path / "out")
+    assert "No space left" in error and "nothing was written" in error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
