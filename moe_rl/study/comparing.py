@@ -1,5 +1,6 @@
 """Which arms are compared, and what came of it: declared comparisons, or those that a study's arms allow."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,14 +83,19 @@ def comparisons(data: StudyData) -> list[Pair]:
 
     Compared are final rewards, or held-out rewards where the responses of one of the arms are not its policy's.
     """
-    runs = run_outcomes(data)
+    noise = data.arms["noise"]
+    pairs = [(arm, other, float(max(noise[arm], noise[other]))) for arm, other in pairs_to_compare(data)]
+    return compare_runs(run_outcomes(data), pairs, interest(data))
+
+
+def compare_runs(runs: pd.DataFrame, pairs: Iterable[tuple[str, str, float]], least: float) -> list[Pair]:
+    """`comparisons` of a table of `run_outcomes`: given (arm, other, noise) and the smallest difference of interest."""
     runs = runs[runs["finished"].astype(bool)]
     values = {name: _values(runs, name) for name in ("final", "held_out")}
-    least, found = interest(data), []
-    for arm, other in pairs_to_compare(data):
+    found = []
+    for arm, other, noise in pairs:
         chosen, held = values[_measure(runs, arm, other)], values["held_out"]
         beside = compare_paired(held.get(arm, {}), held.get(other, {}), least)
-        noise = float(max(data.arms["noise"][arm], data.arms["noise"][other]))
         result = compare_paired(chosen.get(arm, {}), chosen.get(other, {}), least)
         found.append(Pair(noise, arm, other, result, beside if beside.n else None))
     judged = judge([pair.result for pair in found])

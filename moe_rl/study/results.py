@@ -3,6 +3,10 @@
     python -m moe_rl.study.results write runs/replay_vs_gspo      # docs/results/replay_vs_gspo/*.csv and env.json
     python -m moe_rl.study.results fill README.md docs/*.md       # the tables between the markers of these pages
     python -m moe_rl.study.results check README.md docs/*.md      # exit status 1 where a page is not what fill makes
+    python -m moe_rl.study.results against runs/replay_vs_gspo    # your runs beside the committed ones: what survives
+
+A run folder that is called after its study and more (`replay_vs_gspo_intel`) is the study run again on another machine:
+its tables `roundings` and `variance_components` hold the committed runs of the study, too.
 
 A page asks for a table with a pair of markers, between which nothing is written by hand:
 
@@ -22,14 +26,9 @@ import pandas as pd
 from moe_rl.files import write_atomic
 from moe_rl.study.data import load
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
+from moe_rl.study.published import RESULTS, ResultsError, against_published
 from moe_rl.study.result_tables import environment_of, result_tables
 from moe_rl.study.words import minus, probability
-
-RESULTS = Path("docs") / "results"
-
-
-class ResultsError(ValueError):
-    """A table that a page names and that is not there, or a marker that cannot be read; says where and what to do."""
 
 
 def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
@@ -45,8 +44,11 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
             f"{path}: {len(left)} runs are not finished ({', '.join(left[:5])}). Finish the study first."
         )
     folder = Path(to) / Path(path).resolve().name
+    of = Path(to) / data.name
     folder.mkdir(parents=True, exist_ok=True)
     tables = result_tables(data)
+    if folder.name.startswith(f"{data.name}_") and of.is_dir():
+        tables |= against_published(data, of, folder.name.removeprefix(f"{data.name}_"))
     for old in folder.glob("*.csv"):
         if old.stem not in tables:
             old.unlink()
@@ -260,14 +262,19 @@ def fill_page(page: Path, results: str | Path = RESULTS) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`write DIR...`, `fill PAGE...` or `check PAGE...`; returns the exit status."""
+    """`write DIR...`, `against DIR...`, `fill PAGE...` or `check PAGE...`; returns the exit status."""
     verb, names = (arguments[0], list(arguments[1:])) if arguments else ("", [])
-    if verb not in ("write", "fill", "check") or not names:
+    if verb not in ("write", "against", "fill", "check") or not names:
         print(__doc__, file=sys.stderr)
         return 2
     for name in names:
         if verb == "write":
             print("\n".join(map(str, write_results(name))))
+        elif verb == "against":
+            data = load(name)
+            tables = against_published(data, RESULTS / data.name, "here")
+            print(f"{data.name}: native as committed, here {len(data.runs)} runs of {name}\n")
+            print(markdown("roundings", tables["roundings"]))
         elif verb == "fill":
             print(f"{name}: {'filled' if fill_page(Path(name)) else 'as it was'}")
         elif fill(Path(name).read_text(encoding="utf-8")) != Path(name).read_text(encoding="utf-8"):

@@ -4,6 +4,7 @@ Other kernels round otherwise, and a cold start of some hundred updates carries 
 `rounding_<name>` beside the study's own arms (`StudyData.roundings`); the study's own runs are called `native`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -73,32 +74,50 @@ def components(values: np.ndarray) -> Components:
     return Components(float(mean), S, R, seed, rounding, ms_residual)
 
 
-def _studies(data: StudyData) -> dict[str, StudyData]:
-    return {NATIVE: data, **data.roundings}
+@dataclass(frozen=True)
+class Rounding:
+    """A study under one rounding: its table of `run_outcomes`, and its comparisons."""
+
+    runs: pd.DataFrame
+    pairs: list[Pair]
+
+
+def _roundings(data: StudyData) -> dict[str, Rounding]:
+    studies = {NATIVE: data, **data.roundings}
+    return {name: Rounding(run_outcomes(study), comparisons(study)) for name, study in studies.items()}
 
 
 @per_study
 def component_table(data: StudyData) -> pd.DataFrame:
+    """`components_of` a study's roundings; empty without others."""
+    return components_of(_roundings(data))
+
+
+@per_study
+def conclusion_table(data: StudyData) -> pd.DataFrame:
+    """`conclusions_of` a study's roundings; empty without others."""
+    return conclusions_of(_roundings(data))
+
+
+def components_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
     """Components of variance of every arm's final reward and of every comparison's paired difference, over the seeds
     that finished in every rounding that has the arm.
 
     Columns: what ("arm", "difference"), name, mean, seeds, roundings, and the standard deviations sd_seed (what a seed
     has in common in all roundings: its prompts, its sampling, what is left of its cold start), sd_rounding (what a
     rounding does to all seeds) and sd_residual (the rest: the cold start that a rounding makes of a seed, and chance).
-    Empty without other roundings.
+    Empty with one rounding.
     """
-    studies = _studies(data)
     values: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    for name, study in studies.items():
-        runs = run_outcomes(study)
-        for arm, part in runs[runs["finished"].astype(bool)].groupby("arm", sort=False):
+    for name, one in roundings.items():
+        for arm, part in one.runs[one.runs["finished"].astype(bool)].groupby("arm", sort=False):
             values.setdefault(("arm", str(arm)), {})[name] = dict(zip(part["seed"], part["final"], strict=True))
-        for pair in comparisons(study):
+        for pair in one.pairs:
             seeds = dict(zip(pair.result.seeds, pair.result.differences, strict=True))
             values.setdefault(("difference", f"{pair.arm} - {pair.other}"), {})[name] = seeds
     columns = ["what", "name", "mean", "seeds", "roundings", "sd_seed", "sd_rounding", "sd_residual"]
     rows = []
-    for (what, name), by_rounding in values.items() if len(studies) > 1 else ():
+    for (what, name), by_rounding in values.items() if len(roundings) > 1 else ():
         table = pd.DataFrame(by_rounding).dropna()
         if min(table.shape) >= 2:
             found = components(table.to_numpy(float))
@@ -107,16 +126,14 @@ def component_table(data: StudyData) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-@per_study
-def conclusion_table(data: StudyData) -> pd.DataFrame:
-    """Every comparison under every rounding: arm, other, rounding, n, difference, low, high, interval, verdict, and
-    `survival` of the native verdict. Rounding "pooled": a seed's mean difference over the roundings, over the seeds
-    that all of them have. Each rounding is a family of its own. Empty without other roundings."""
-    studies = _studies(data)
+def conclusions_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
+    """Every comparison of `native` under every rounding: arm, other, rounding, n, difference, low, high, interval,
+    verdict, and `survival` of the native verdict. Rounding "pooled": a seed's mean difference over the roundings, over
+    the seeds that all of them have. Each rounding is a family of its own. Empty with one rounding."""
     columns = ["arm", "other", "rounding", "n", "difference", "low", "high", "interval", "verdict", "survival"]
     rows = []
-    for pair in comparisons(data) if len(studies) > 1 else ():
-        found = {name: _same(pair, study) for name, study in studies.items()}
+    for pair in roundings[NATIVE].pairs if len(roundings) > 1 else ():
+        found = {name: _same(pair, one.pairs) for name, one in roundings.items()}
         there = {name: other for name, other in found.items() if other is not None and other.result.n}
         fate = survival(pair, [other for name, other in there.items() if name != NATIVE])
         for name, other in there.items():
@@ -149,5 +166,5 @@ def survival(native: Pair, others: list[Pair]) -> Survival:
     return Survival.DIRECTION if sides[claim].all() else Survival.FALLS
 
 
-def _same(pair: Pair, study: StudyData) -> Pair | None:
-    return next((other for other in comparisons(study) if (other.arm, other.other) == (pair.arm, pair.other)), None)
+def _same(pair: Pair, pairs: list[Pair]) -> Pair | None:
+    return next((other for other in pairs if (other.arm, other.other) == (pair.arm, pair.other)), None)

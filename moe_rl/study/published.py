@@ -1,0 +1,50 @@
+"""The committed tables of a study, and the same study run again elsewhere: another processor is another rounding."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from moe_rl.study.comparing import compare_runs, comparisons
+from moe_rl.study.data import StudyData
+from moe_rl.study.outcomes import run_outcomes
+from moe_rl.study.roundings import NATIVE, Rounding, components_of, conclusions_of
+
+RESULTS = Path("docs") / "results"
+
+
+class ResultsError(ValueError):
+    """Committed tables that are not there or do not fit, or a marker that cannot be read; says where and what to do."""
+
+
+def published_roundings(folder: Path) -> dict[str, Rounding]:
+    """The roundings that a committed `runs.csv` holds, `native` first, each with the comparisons of `comparisons.csv`.
+
+    Raises ResultsError where the folder has no such tables.
+    """
+    for name in ("runs.csv", "comparisons.csv"):
+        if not (folder / name).is_file():
+            raise ResultsError(f"{folder}: no {name}; expected the committed results of a study that compares arms")
+    runs, table = pd.read_csv(folder / "runs.csv"), pd.read_csv(folder / "comparisons.csv")
+    if "rounding" not in runs:
+        runs["rounding"] = NATIVE
+    pairs = list(zip(table["arm"], table["other"], table["noise"].astype(float), strict=True))
+    return {
+        str(name): Rounding(part, compare_runs(part, pairs, float(table["interest"].iloc[0])))
+        for name, part in runs.groupby("rounding", sort=False)
+    }
+
+
+def against_published(data: StudyData, folder: Path, name: str) -> dict[str, pd.DataFrame]:
+    """`roundings` and `variance_components` of a published study and of the same study run again: what becomes of each
+    published conclusion (`conclusions_of`). The runs of `data` are the rounding `name`.
+
+    Raises ResultsError where none of the published comparisons has runs here.
+    """
+    both = published_roundings(folder)
+    known = [f"{pair.arm} - {pair.other}" for pair in both[NATIVE].pairs]
+    for rounding, study in {NATIVE: data, **data.roundings}.items():
+        called = name if rounding == NATIVE else f"{name}_{rounding}"
+        both[called] = Rounding(run_outcomes(study), comparisons(study))
+    if not {f"{pair.arm} - {pair.other}" for pair in both[name].pairs} & set(known):
+        raise ResultsError(f"{folder}: none of its comparisons ({', '.join(known)}) has runs in {data.name}")
+    return {"roundings": conclusions_of(both), "variance_components": components_of(both)}

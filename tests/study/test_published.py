@@ -1,0 +1,76 @@
+"""A study run again elsewhere, beside its committed tables."""
+
+import shutil
+
+import pandas as pd
+import pytest
+from synthetic import read_rows, write_rows, write_study
+
+from moe_rl.study import load, results
+from moe_rl.study.published import ResultsError, against_published, published_roundings
+from moe_rl.study.results import main, write_results
+from moe_rl.study.roundings import conclusion_table
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    return write_study(folder, arms=("grpo", "gspo", "grpo_noise"), seeds=tuple(range(8)), steps=24, sequences=1)
+
+
+@pytest.fixture(scope="module")
+def elsewhere(study):
+    """The same study where every reward of GSPO is 0.03 lower."""
+    other = shutil.copytree(study, study.parent / "small_elsewhere")
+    for run in sorted(other.glob("gspo/seed*")):
+        rows = read_rows(run)
+        write_rows(run, [row | {"reward": row["reward"] - 0.03} if row["kind"] == "rollout" else row for row in rows])
+    return other
+
+
+def test_runs_from_elsewhere_are_another_rounding_of_the_committed_ones(study, elsewhere, tmp_path):
+    write_results(study, tmp_path)
+    write_results(elsewhere, tmp_path)
+    assert not (tmp_path / "small" / "roundings.csv").exists(), "the study itself has one rounding"
+    table = pd.read_csv(tmp_path / "small_elsewhere" / "roundings.csv").set_index(["arm", "rounding"])
+    gspo = table.loc["gspo"]
+    committed = pd.read_csv(tmp_path / "small" / "comparisons.csv").set_index("arm").loc["gspo"]
+    for name, moved in (("native", 0.0), ("elsewhere", -0.03), ("pooled", -0.015)):
+        assert gspo.loc[name, "difference"] == pytest.approx(committed["difference"] + moved, abs=1e-4)
+        assert gspo.loc[name, "n"] == 8
+    assert gspo.loc["native", "verdict"] == committed["verdict"]
+    # as if both had been run together
+    both = shutil.copytree(study, tmp_path / "both")
+    shutil.copytree(elsewhere, both / "rounding_elsewhere", ignore=shutil.ignore_patterns("study.yaml"))
+    expected = conclusion_table(load(both)).set_index(["arm", "rounding"])
+    assert list(expected.index) == list(table.index)
+    assert list(expected["verdict"]) == list(table["verdict"].fillna(""))
+    assert list(expected["difference"]) == pytest.approx(list(table["difference"]), abs=1e-5)
+
+
+def test_against_prints_what_becomes_of_each_conclusion(study, elsewhere, tmp_path, monkeypatch, capsys):
+    write_results(study, tmp_path)
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    assert main(["against", str(elsewhere)]) == 0
+    said = capsys.readouterr().out
+    assert "small: native as committed, here 24 runs" in said and said.count("| gspo − grpo |") == 3
+
+
+def test_committed_runs_of_several_roundings_are_each_one(study, elsewhere, tmp_path):
+    write_results(study, tmp_path)
+    runs = pd.read_csv(tmp_path / "small" / "runs.csv")
+    pd.concat([runs.assign(rounding="native"), runs.assign(rounding="avx2")]).to_csv(
+        tmp_path / "small" / "runs.csv", index=False
+    )
+    assert list(published_roundings(tmp_path / "small")) == ["native", "avx2"]
+    table = against_published(load(elsewhere), tmp_path / "small", "here")["roundings"]
+    assert list(table[table["arm"] == "gspo"]["rounding"]) == ["native", "avx2", "here", "pooled"]
+
+
+def test_what_cannot_be_set_beside_each_other_is_said(study, tmp_path):
+    with pytest.raises(ResultsError, match=r"nowhere: no runs.csv; expected the committed results of a study"):
+        against_published(load(study), tmp_path / "nowhere", "here")
+    write_results(study, tmp_path)
+    other = write_study(tmp_path / "runs", arms=("grpo", "grpo_replay"), seeds=(0, 1), steps=6, sequences=1)
+    with pytest.raises(ResultsError, match=r"none of its comparisons \(gspo - grpo.*\) has runs in runs"):
+        against_published(load(other), tmp_path / "small", "here")
