@@ -172,10 +172,9 @@ def _outcomes(data: StudyData) -> list[Statement]:
             if row[column]
         ]
         of = len(runs) if column == "collapsed" else finished
-        text = f"{int(runs[column].sum())} of {of} {what}" if counts else f"none of {of} {what}"
-        found.append(text + (f" ({listed(counts)})" if counts else ""))
-    text = "; ".join(found)
-    return [Statement(topic, f"{text[0].upper()}{text[1:]}. ({COLLAPSE_RULE[0].upper()}{COLLAPSE_RULE[1:]}.)")]
+        number = f"{int(runs[column].sum())} of {of}"
+        found.append(f"{what}: {number} ({listed(counts)})" if counts else f"{what}: none of {of}")
+    return [Statement(topic, f"Runs that {'; that '.join(found)}. ({COLLAPSE_RULE[0].upper()}{COLLAPSE_RULE[1:]}.)")]
 
 
 def power_sentence(data: StudyData) -> str:

@@ -120,8 +120,9 @@ def _averaging(data: StudyData) -> list[Statement]:
         return []
     length = data.rollouts["response_length"].mean() if "response_length" in data.rollouts else np.nan
     text = (
-        f"In natural arms the variance of the token log-ratio is {_by_update(factors, 'averaging')} that of the "
-        f"sequence log-ratio; independent tokens would give the mean response length, {length:.0f}. {_FACTOR_NOTE}"
+        "In natural arms the variance of the token log-ratio over that of the sequence log-ratio is "
+        f"{_by_update(factors, 'averaging')}; independent tokens would give the mean response length, {length:.0f}. "
+        f"{_FACTOR_NOTE}"
     )
     return [Statement("Token against sequence", text)]
 
@@ -132,8 +133,8 @@ def _by_update(factors: pd.DataFrame, name: str) -> str:
     ends = dict.fromkeys(int(factors["update"].agg(which)) for which in ("min", "max"))
     for update in ends:
         rows = factors[factors["update"] == update]
-        factor = f"{span(rows[f'{name}_median'])} times ({span(rows[f'{name}_of_means'])})"
-        parts.append(f"after update {update} {factor}")
+        factor = f"{span(rows[f'{name}_median'])} ({span(rows[f'{name}_of_means'])})"
+        parts.append(f"{factor} after update {update}")
     return " and ".join(parts)
 
 
@@ -147,8 +148,8 @@ def _replay_variance(data: StudyData) -> list[Statement]:
         found.append(
             Statement(
                 "What replay removes",
-                "In natural arms, on the same weights and tokens, the token variance with live routing is "
-                f"{_by_update(factors, 'replay')} that with replayed routing; 1 would mean that routing adds nothing. "
+                "In natural arms, on the same weights and tokens, the token variance with live routing over that with "
+                f"replayed routing is {_by_update(factors, 'replay')}; 1 would mean that routing adds nothing. "
                 f"{_FACTOR_NOTE}",
             )
         )

@@ -121,8 +121,8 @@ def test_failed_below_start_and_collapsed_runs_are_counted():
     row = final_rewards(study).iloc[0]
     assert (row["failed"], row["below_start"], row["collapsed"], row["start"]) == (3, 2, 1, 0.4)
     text = next(s.text for s in read(study) if s.topic == "Runs that failed")
-    assert "3 of 4 did not gain 0.1 over the held-out reward at step 0 (GRPO: 3 of 4)" in text
-    assert "2 of 4 ended below it (GRPO: 2 of 4); 1 of 4 collapsed (GRPO: 1 of 4)" in text
+    assert "Runs that did not gain 0.1 over the held-out reward at step 0: 3 of 4 (GRPO: 3 of 4)" in text
+    assert "that ended below it: 2 of 4 (GRPO: 2 of 4); that collapsed: 1 of 4 (GRPO: 1 of 4)" in text
     going = replace(study, runs=tuple(replace(run, finished=False) for run in study.runs))
     assert not run_outcomes(going)[["failed", "below_start"]].any(axis=None)  # not yet
 
@@ -183,7 +183,7 @@ def test_factors_are_of_natural_arms_by_update():
     assert table["replay_of_means"].to_dict() == {1: 26.0, 4: 4.0}  # (8 + 10 + 60) / 3
     assert table["averaging_median"].to_dict() == {1: 20.0, 4: 8.0}
     text = _by_topic_text(study, "What replay removes")
-    assert "after update 1 10 times (26) and after update 4 4 times (4) that with replayed routing" in text
+    assert "that with replayed routing is 10 (26) after update 1 and 4 (4) after update 4" in text
 
 
 def test_the_first_answer_follows_the_verdicts():
