@@ -5,6 +5,7 @@ drawn beside them as CSV.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -65,29 +66,38 @@ CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
 
 
 def cures_table() -> pd.DataFrame:
-    """One row per cause and method, from the committed comparisons: what `cures_figure` takes."""
+    """One row per cause, method and rounding, from the committed comparisons: what `cures_figure` takes."""
     rows = []
     for method, label in METHODS.items():
         for cause, cells in CAUSES.items():
             if method in cells:
                 study, arm, other = cells[method]
-                found = comparison(study, arm, other)
-                rows.append({"cause": cause, "method": label, "study": study, "arm": arm, "other": other, **found})
+                for found in repetitions(study, arm, other):
+                    rows.append({"cause": cause, "method": label, "study": study, "arm": arm, "other": other, **found})
     table = pd.DataFrame(rows)
     table["cause"] = pd.Categorical(table["cause"], list(CAUSES))
     table["method"] = pd.Categorical(table["method"], list(METHODS.values()))
-    return table.sort_values(["cause", "method"], ignore_index=True)
+    return table.sort_values(["cause", "method"], ignore_index=True, kind="stable")
 
 
-def comparison(study: str, arm: str, other: str) -> dict[str, object]:
-    """n, difference, low, high and verdict of arm - other, which a study may have declared the other way round."""
-    table = pd.read_csv(RESULTS / study / "comparisons.csv").set_index(["arm", "other"])
-    if (arm, other) in table.index:
-        return table.loc[(arm, other), ["n", "difference", "low", "high", "verdict"]].to_dict()
-    row = table.loc[(other, arm)]
-    turned = {"higher": "lower", "lower": "higher"}.get(row["verdict"], row["verdict"])
-    ends = {"difference": -row["difference"], "low": -row["high"], "high": -row["low"]}
-    return {"n": row["n"], **ends, "verdict": turned}
+def repetitions(study: str, arm: str, other: str) -> list[dict[str, object]]:
+    """rounding, n, difference, low, high and verdict of arm - other: as the study was run first (`native`), then under
+    other roundings and on other machines. A study may have declared the comparison the other way round."""
+    tables = [pd.read_csv(RESULTS / study / "comparisons.csv").assign(rounding="native")]
+    for file in sorted(RESULTS.glob("*/roundings.csv")):
+        if json.loads((file.parent / "env.json").read_text())["study"] == study:
+            tables.append(pd.read_csv(file))
+    found: dict[str, dict[str, object]] = {}
+    for row in pd.concat(tables).to_dict("records"):
+        if row["rounding"] == "pooled" or {row["arm"], row["other"]} != {arm, other}:
+            continue
+        ends, verdict = (row["difference"], row["low"], row["high"]), row["verdict"]
+        if row["arm"] == other:
+            ends = (-ends[0], -ends[2], -ends[1])
+            verdict = {"higher": "lower", "lower": "higher"}.get(verdict, verdict)
+        one = dict(zip(("difference", "low", "high"), ends, strict=True))
+        found.setdefault(row["rounding"], {"rounding": row["rounding"], "n": row["n"], **one, "verdict": verdict})
+    return list(found.values())
 
 
 def main() -> None:

@@ -19,11 +19,21 @@ def script():
 def test_comparisons_have_the_sign_of_method_less_grpo(script):
     table = pd.read_csv(ROOT / "docs/results/methods_router/comparisons.csv").set_index(["arm", "other"])
     declared = table.loc[("grpo", "grpo_tenth")]
-    turned = script["comparison"]("methods_router", "grpo_tenth", "grpo")
+    turned, *_ = script["repetitions"]("methods_router", "grpo_tenth", "grpo")
     assert declared["verdict"] == "lower" and turned["verdict"] == "higher"
     assert turned["difference"] == -declared["difference"] and turned["low"] == -declared["high"]
-    as_declared = script["comparison"]("methods_router", "gmpo", "grpo")
+    as_declared, *_ = script["repetitions"]("methods_router", "gmpo", "grpo")
     assert as_declared["low"] == table.loc[("gmpo", "grpo"), "low"]
+
+
+def test_a_study_that_was_run_again_has_its_repetitions_once_each(script):
+    found = script["repetitions"]("replay_vs_gspo", "grpo", "grpo_replay")
+    assert [one["rounding"] for one in found] == ["native", "avx2", "intel"] and found[0]["n"] == 9
+    table = pd.read_csv(ROOT / "docs/results/replay_vs_gspo_intel/roundings.csv").set_index(
+        ["arm", "other", "rounding"]
+    )
+    declared = rows.set_index(["arm", "other", "rounding"]).loc[("grpo_replay", "grpo", "intel")]
+    assert (found[2]["low"], found[2]["high"]) == (-declared["high"], -declared["low"])
 
 
 def test_each_cause_is_a_panel_and_marks_are_filled_where_the_verdict_tells(script):
@@ -35,5 +45,7 @@ def test_each_cause_is_a_panel_and_marks_are_filled_where_the_verdict_tells(scri
     rows = table[table["cause"] == (noise.get_title(loc="left") or noise.get_title())]
     marks = noise.collections[-1]
     assert [x for x, _ in marks.get_offsets()] == list(rows["difference"])
+    places = marks.get_offsets()[:, 1]
+    assert len(set(places)) == len(rows) and list(places.round()) == list(rows["method"].cat.codes), "repetitions apart"
     filled = [tuple(colour[:3]) != (1, 1, 1) for colour in marks.get_facecolors()]
     assert filled == list(rows["verdict"].isin(["higher", "lower"]))
