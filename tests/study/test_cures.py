@@ -29,9 +29,7 @@ def test_comparisons_have_the_sign_of_method_less_grpo(script):
 def test_a_study_that_was_run_again_has_its_repetitions_once_each(script):
     found = script["repetitions"]("replay_vs_gspo", "grpo", "grpo_replay")
     assert [one["rounding"] for one in found] == ["native", "avx2", "intel"] and found[0]["n"] == 9
-    table = pd.read_csv(ROOT / "docs/results/replay_vs_gspo_intel/roundings.csv").set_index(
-        ["arm", "other", "rounding"]
-    )
+    rows = pd.read_csv(ROOT / "docs/results/replay_vs_gspo_intel/roundings.csv")
     declared = rows.set_index(["arm", "other", "rounding"]).loc[("grpo_replay", "grpo", "intel")]
     assert (found[2]["low"], found[2]["high"]) == (-declared["high"], -declared["low"])
 
