@@ -1,26 +1,45 @@
-"""Which signal tells early that a run will end badly:  python analysis/early_warning.py runs/q4 runs/selection_noise
+"""Which signal tells early that a run will end badly:  python analysis/early_warning.py runs/q4 docs/results/q5
 
-Prints the table; --csv writes it, --figures draws it. Definitions: `moe_rl.study.early_warning`.
+Of run folders, or of committed tables that have `signals.csv`. Prints the table; --csv writes it, --figures draws it.
+Definitions: `moe_rl.study.early_warning`.
 """
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
+
 from moe_rl.study import load
-from moe_rl.study.early_warning import PREFIXES, UPDATE_SIGNALS, early_warning
+from moe_rl.study.early_warning import PREFIXES, UPDATE_SIGNALS, early_warning, run_signals
 from moe_rl.study.figures.early_warning import early_warning_figure
 from moe_rl.study.figures.saving import save_figure
 
 
+def signals_of(folder: Path, steps: Sequence[int]) -> pd.DataFrame:
+    """`run_signals` of a study, from its runs or as they are committed."""
+    if not (folder / "signals.csv").is_file():
+        return run_signals(load(folder), steps)
+    table = pd.read_csv(folder / "signals.csv")
+    missing = set(steps) - set(table["steps"])
+    if missing:
+        raise ValueError(
+            f"{folder}: signals.csv has the first {sorted(set(table['steps']))} steps, not {sorted(missing)}"
+        )
+    return table[table["steps"].isin(steps)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="How well signals of the first steps tell how runs end.")
-    parser.add_argument("folders", type=Path, nargs="+", help="study folders, e.g. runs/q4")
+    parser.add_argument("folders", type=Path, nargs="+", help="study folders, e.g. runs/q4 or docs/results/q5")
     parser.add_argument("--csv", type=Path, help="also write the table here")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw it: DIR/early_warning.pdf, .svg, .png")
-    parser.add_argument("--steps", type=int, nargs="+", default=PREFIXES, help="after so many steps (default 5 10 20)")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=PREFIXES, help="after so many steps (default and committed: 5 10 20)"
+    )
     options = parser.parse_args()
     try:
-        table = early_warning([load(folder) for folder in options.folders], options.steps)
+        table = early_warning([signals_of(folder, options.steps) for folder in options.folders])
     except ValueError as error:
         parser.exit(1, f"{error}\n")
     print(table.to_string(index=False, float_format="%.2f"))

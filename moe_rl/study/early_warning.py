@@ -1,5 +1,6 @@
-"""Which signal tells early that a run will end badly? Over all runs of some studies, from their run folders."""
+"""Which signal tells early that a run will end badly? Over all runs of some studies."""
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,6 +54,24 @@ def origins(data: StudyData, study: str) -> pd.DataFrame:
     return curves.rename("rewards").to_frame().assign(cold_start=[starts[key] for key in curves.index])
 
 
+def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataFrame:
+    """One row per finished run and prefix: arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below its
+    start or collapsed, see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same weights to begin
+    with and the same run are known in other studies (first 16 digits of SHA-256)."""
+    runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, data.name))
+    runs = runs[runs["finished"].astype(bool)]
+    runs["run"] = [_digest(f"{one.cold_start} {one.rewards}") for one in runs.itertuples()]
+    runs["cold_start"] = runs["cold_start"].map(_digest)
+    runs["bad"] = runs[list(OUTCOMES)].any(axis=1)
+    kept = runs[["cold_start", "run", "final", "bad"]]
+    tables = [kept.assign(steps=steps).join(signals(data, steps), how="inner").reset_index() for steps in prefixes]
+    return pd.concat(tables, ignore_index=True)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def auc(values: np.ndarray, bad: np.ndarray) -> float:
     """The chance that the signal of a run that ended badly is above that of one that did not (ties half): the area
     under the ROC curve. NaN where all runs ended alike."""
@@ -73,26 +92,19 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(ranks)[0, 1]) if (ranks.std(axis=1) > 0).all() else float("nan")
 
 
-def early_warning(
-    studies: Sequence[StudyData], prefixes: Sequence[int] = PREFIXES, resamples: int = 1000
-) -> pd.DataFrame:
+def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.DataFrame:
     """How well each signal tells, after the first so many steps, how a run will end.
 
-    Columns: signal, steps, runs, bad (runs that failed, ended below their start or collapsed, see `run_outcomes`),
-    `auc` of telling them apart, `correlation` (Spearman's, with the final reward); each with a 95 % interval by
-    bootstrap over cold starts, which the arms of a seed share, and studies with each other. A run that several studies
-    hold counts once. A signal that falls before a bad end has an auc below 0.5.
+    Args:
+        studies: `run_signals` of each.
+
+    Columns: signal, steps, runs, bad, `auc` of telling bad ends apart, `correlation` (Spearman's, with the final
+    reward); each with a 95 % interval by bootstrap over cold starts, which the arms of a seed share, and studies with
+    each other. A run that several studies hold counts once. A signal that falls before a bad end has an auc below 0.5.
     """
-    parts = []
-    for number, data in enumerate(studies):
-        runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, str(number)))
-        runs = runs[runs["finished"].astype(bool)]
-        parts += [runs.join(signals(data, n), how="inner").reset_index().assign(steps=n) for n in prefixes]
-    everything = pd.concat(parts, ignore_index=True).drop_duplicates(["cold_start", "rewards", "steps"])
-    everything["bad"] = everything[list(OUTCOMES)].any(axis=1)
+    everything = pd.concat(studies, ignore_index=True).drop_duplicates(["run", "steps"])
     rows = []
-    for steps in prefixes:
-        table = everything[everything["steps"] == steps]
+    for steps, table in everything.groupby("steps"):
         bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)
         clusters = [np.flatnonzero(table["cold_start"] == c) for c in table["cold_start"].unique()]
         generator = np.random.default_rng(0)

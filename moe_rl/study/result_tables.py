@@ -14,6 +14,7 @@ from moe_rl.study.arms import condition_label, flatten, slots_rerouted
 from moe_rl.study.change_by_load import change_by_load
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData
+from moe_rl.study.early_warning import run_signals
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
 from moe_rl.study.figures.gallery.depth_width import (
     AXES,
@@ -42,7 +43,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
 
     - of all studies: final_reward, comparisons, runs (how every run ended), updates (what every run clipped, and its
       gradient norms), change_rates, factors, volatility (what share of the slots the update forward routed otherwise
-      than the old policy, of all updates; 0 under R2)
+      than the old policy, of all updates; 0 under R2), signals (of the first steps of every run, and how it ended)
     - with other roundings: roundings, variance_components; runs and updates have the runs of each
     - where the log-ratio was split: decomposition, routing_noise, decomposed_probes (each probe's parts)
     - with a rollout engine: engines; with engines of several formats: precision
@@ -64,6 +65,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         "final_reward": finals,
         "comparisons": pairs,
         "runs": _of_each_rounding(data, run_outcomes),
+        "signals": run_signals(data),
         "change_rates": change_rates(data),
         "factors": factor_table(data),
         "roundings": conclusion_table(data),

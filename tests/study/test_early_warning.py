@@ -1,13 +1,16 @@
 """Early warning: areas under the ROC curve and rank correlations derived by hand."""
 
 import math
+import runpy
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from moe_rl.study import load
-from moe_rl.study.early_warning import auc, early_warning, origins, rank_correlation
+from moe_rl.study.early_warning import auc, early_warning, origins, rank_correlation, run_signals
 
 
 def test_auc_counts_the_pairs_that_are_told_apart():
@@ -32,10 +35,22 @@ def test_rank_correlation_sees_order_alone():
 
 def test_a_run_that_two_studies_hold_counts_once_and_a_cold_start_is_one_cluster(folder):
     data = load(folder)
-    once, twice = early_warning([data], (5,), 20), early_warning([data, data], (5,), 20)
+    table, again = (run_signals(study, (5,)) for study in (data, replace(data, name="another")))
+    once, twice = early_warning([table], 20), early_warning([table, again], 20)
     assert twice["runs"].sum() == 2 * once["runs"].sum(), "runs that did not keep their start are taken as different"
     starts = [replace(run, environment={"weights_sha256": f"cold start {run.seed}"}) for run in data.runs]
     known = replace(data, runs=tuple(starts))
     assert set(origins(known, "0")["cold_start"]) == {f"cold start {seed}" for seed in known.seeds}
-    once, twice = early_warning([known], (5,), 20), early_warning([known, known], (5,), 20)
-    assert once.equals(twice)
+    table, again = (run_signals(study, (5,)) for study in (known, replace(known, name="another")))
+    assert set(table["cold_start"]) == set(again["cold_start"]) and len(set(table["cold_start"])) == len(known.seeds)
+    assert early_warning([table], 20).equals(early_warning([table, again], 20))
+
+
+def test_committed_signals_are_read_as_run_folders_are(folder, tmp_path):
+    signals_of = runpy.run_path(str(Path(__file__).parents[2] / "analysis" / "early_warning.py"))["signals_of"]
+    of_runs = signals_of(folder, (5, 10))
+    run_signals(load(folder)).to_csv(tmp_path / "signals.csv", index=False)
+    pd.testing.assert_frame_equal(signals_of(tmp_path, (5, 10)).reset_index(drop=True), of_runs, check_dtype=False)
+    assert of_runs.groupby("steps").size().to_dict() == {5: len(of_runs) // 2, 10: len(of_runs) // 2}
+    with pytest.raises(ValueError, match=r"signals.csv has the first \[5, 10, 20\] steps, not \[7\]"):
+        signals_of(tmp_path, (5, 7))

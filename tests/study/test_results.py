@@ -40,7 +40,7 @@ def test_tables_are_those_of_the_study(study, results):
     data = load(study)
     assert {path.name for path in (results / "small").iterdir()} == {
         *("final_reward.csv", "comparisons.csv", "runs.csv", "change_rates.csv", "factors.csv", "volatility.csv"),
-        *("updates.csv", "design_effect.csv", "env.json"),
+        *("updates.csv", "signals.csv", "design_effect.csv", "env.json"),
     }
     finals = pd.read_csv(results / "small" / "final_reward.csv").set_index("arm")
     expected = final_rewards(data).set_index("arm")
