@@ -50,3 +50,32 @@ def test_load_ratios_know_the_arms_with_a_balancing_bias():
     biased = ratios["biased"].astype(bool)
     assert (ratios.loc[~biased, "ratio"] > 1).all() and (ratios.loc[biased, "ratio"] < 1).all()
     assert biased.loc["methods_bias"].all() and not biased["levers_balance_replay", "grpo"]
+
+
+def test_fates_of_conclusions_and_the_committed_table_of_them():
+    survival = script("survival")
+
+    def told(verdict, difference):
+        return pd.Series({"verdict": verdict, "difference": difference})
+
+    equal = "no difference of interest"
+    cases = {
+        ("higher", 0.2, "higher", 0.1): "same",
+        ("higher", 0.2, "not resolved", 0.06): "direction",
+        ("higher", 0.2, "not resolved", 0.04): "gone",
+        ("lower", -0.2, "not resolved", -0.06): "direction",
+        ("lower", -0.2, "higher", 0.2): "gone",
+        (equal, 0.0, "not resolved", -0.04): "direction",
+        (equal, 0.0, "lower", -0.2): "gone",
+        ("not resolved", 0.1, "higher", 0.1): "new",
+        ("not resolved", 0.1, "not resolved", 0.1): "none",
+    }
+    for (claim, first, verdict, again), expected in cases.items():
+        assert survival["fate"](told(claim, first), told(verdict, again), 0.05) == expected
+    committed = pd.read_csv(ROOT / "docs" / "results" / "survival" / "survival.csv")
+    assert committed.equals(survival["survival_table"]()), (
+        "python analysis/survival.py --csv " + "docs/results/survival"
+    )
+    native = pd.read_csv(ROOT / "docs" / "results" / "methods_int4" / "roundings.csv").query("rounding == 'native'")
+    claims = native["verdict"].isin(survival["CLAIMS"]).sum()
+    assert committed.set_index("study").loc["methods_int4", "claims"] == claims

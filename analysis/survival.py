@@ -1,0 +1,61 @@
+"""What became of the published conclusions where a study was run again:  python analysis/survival.py
+
+From the committed tables `roundings`: other CPU kernels, another processor, cold starts made anew each time. Prints one
+row per study and repetition; --csv writes it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import pandas as pd
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+CLAIMS = ("higher", "lower", "no difference of interest")
+
+
+def survival_table(results: Path = RESULTS) -> pd.DataFrame:
+    """One row per study and repetition. Of its comparisons with one of `CLAIMS`: `claims`; `same`, told again;
+    `direction`, not told again, the mean on its side of the difference of interest; `gone`, neither. Of those without:
+    `new`, told there."""
+    rows = []
+    for file in sorted(results.glob("*/roundings.csv")):
+        study = json.loads((file.parent / "env.json").read_text())["study"]
+        interest = pd.read_csv(results / study / "comparisons.csv")["interest"].iloc[0]
+        table = pd.read_csv(file).set_index(["arm", "other"])
+        first = table[table["rounding"] == "native"]
+        for rounding in table["rounding"].unique():
+            again = table[table["rounding"] == rounding]
+            if rounding in ("native", "pooled") or again.empty:
+                continue
+            fates = [fate(first.loc[pair], again.loc[pair], interest) for pair in again.index]
+            counts = {name: fates.count(name) for name in ("same", "direction", "gone", "new")}
+            of_claims = sum(counts.values()) - counts["new"]
+            rows.append({"study": file.parent.name, "again": rounding, "claims": of_claims, **counts})
+    return pd.DataFrame(rows)
+
+
+def fate(first: pd.Series, again: pd.Series, interest: float) -> str:
+    claim, mean = first["verdict"], again["difference"]
+    if claim not in CLAIMS:
+        return "new" if again["verdict"] in CLAIMS else "none"
+    if again["verdict"] == claim:
+        return "same"
+    kept = {"higher": mean >= interest, "lower": mean <= -interest, CLAIMS[2]: abs(mean) < interest}
+    return "direction" if kept[claim] else "gone"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="What became of the published conclusions where a study was run again."
+    )
+    parser.add_argument("--csv", type=Path, help="also write the table here")
+    options = parser.parse_args()
+    table = survival_table()
+    print(table.to_string(index=False))
+    if options.csv:
+        table.to_csv(options.csv, index=False, lineterminator="\n")
+
+
+if __name__ == "__main__":
+    main()
