@@ -87,7 +87,10 @@ def _reward(data: StudyData) -> list[Statement]:
         told = here if len(here) <= MANY else [p for p in here if p.result.verdict in (Verdict.HIGHER, Verdict.LOWER)]
         rest = [pair.result.verdict for pair in here if pair not in told]
         texts = [compare(data, pair) for pair in told]
-        texts += [f"{verdict.capitalize()}: {rest.count(verdict)} more." for verdict in dict.fromkeys(rest)]
+        texts += [
+            f"{verdict.capitalize()}: {rest.count(verdict)} {'more' if told else f'of {len(here)}'}."
+            for verdict in dict.fromkeys(rest)
+        ]
         found.append(Statement("Reward", " ".join([f"{where}, final reward. {'; '.join(ends)}.", *texts])))
     if pairs:
         tested = max((pair.result.family for pair in pairs if pair.result.verdict != Verdict.TOO_FEW), default=0)

@@ -24,10 +24,9 @@ SHORT = {"replay": "replay factor:\nnatural / replayed", "averaging": "averaging
 @figure(
     title="Replay and averaging factors.",
     caption=(
-        "Natural arms only. Each line: for every seed the median over the probes of all steps of a ratio of two "
-        "variances on the same weights and tokens, then the mean over seeds. Crosses: the ratio of the mean "
-        "variances, which large variances dominate. 1 (dotted): nothing is removed. Independent tokens would give "
-        "averaging the mean response length (dotted)."
+        "Natural arms only. For every seed the median over the probes of all steps of a ratio of two variances on the "
+        "same weights and tokens, then the mean over seeds. 1 (dotted): nothing is removed. Independent tokens would "
+        "give averaging the mean response length (dotted)."
     ),
     needs={"probes": ["var_token_natural", "var_token_replayed", "var_sequence_natural"]},
     rank=40,
@@ -66,7 +65,8 @@ def variance_factors(data: StudyData) -> Drawing:
         ax.set_xticks(sorted(rows["update"].unique())[:: max(1, rows["update"].nunique() // 8)])
     axes[0].set_ylabel("factor, median over steps")
     legend_above(drawn, axes)
-    return Drawing(drawn, frame, interval="band")
+    said = "Crosses: the ratio of the mean variances, which large variances dominate."
+    return Drawing(drawn, frame, said, interval="band")
 
 
 def _rows(data: StudyData, rows: pd.DataFrame, lines: dict[str, list[float]], frame: pd.DataFrame) -> Drawing:
