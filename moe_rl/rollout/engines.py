@@ -7,6 +7,7 @@ own is a class that `rollout.engine.kind` names as `package.module:Class` or `pa
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -163,10 +164,14 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
 @torch.no_grad()
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters in place as `from_pretrained(dtype=...)` would: buffers (rotary frequencies, selection biases)
-    stay as they are, and so do the modules that the architecture keeps in fp32."""
-    strict = getattr(hf_model(model), "_keep_in_fp32_modules_strict", None) or ()
+    stay as they are, and so do the parameters that the architecture keeps in fp32."""
+    inner = hf_model(model)
+    kept = [*(getattr(inner, "_keep_in_fp32_modules_strict", None) or ())]
+    if dtype == torch.float16:
+        kept += getattr(inner, "_keep_in_fp32_modules", None) or ()
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]  # parts of names, as transformers has them
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(part in name.split(".") for part in strict):
+        if parameter.is_floating_point() and not any(pattern.search(name) for pattern in patterns):
             parameter.data = parameter.data.to(dtype)
 
 
@@ -212,9 +217,14 @@ def _row_scale(values: Tensor, largest: int) -> Tensor:
 
 
 def _layers(model: nn.Module, routers: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Weights of linear layers and experts: what has rows, but for routers, embeddings, head and LoRA adapters."""
+    """Weights of linear layers and experts: what has rows, but for biases (those of all experts are one matrix),
+    routers, embeddings, head and LoRA adapters."""
     inner: Any = hf_model(model)
     ends = [module for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None]
     kept = {id(weight) for weight in (*routers, *(p for module in ends for p in module.parameters()))}
     named = model.named_parameters()
-    return [p for name, p in named if p.ndim >= 2 and id(p) not in kept and "lora_" not in name]
+    return [
+        p
+        for name, p in named
+        if p.ndim >= 2 and id(p) not in kept and "lora_" not in name and not name.endswith("bias")
+    ]

@@ -6,6 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+)
 
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import make_task
@@ -14,6 +21,7 @@ from moe_rl.rollout.engines import (
     EngineConfig,
     EngineError,
     HuggingFaceEngine,
+    cast_parameters,
     check_engine,
     make_engine,
     rounded,
@@ -180,6 +188,42 @@ def test_buffers_and_what_the_architecture_keeps_in_fp32_are_not_cast(model):
     assert kinds["model.layers.0.mlp.gate.weight"] == torch.float32
     assert kinds["model.layers.0.self_attn.q_proj.weight"] == torch.bfloat16
     assert all(buffer.dtype == torch.float32 for buffer in engine.model.buffers() if buffer.is_floating_point())
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Ernie4_5_MoeForCausalLM(  # "gate.weight" in both dtypes
+            Ernie4_5_MoeConfig(**SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=8, moe_layer_start_index=0)
+        ),
+        lambda: GptOssForCausalLM(  # norms in float16
+            GptOssConfig(**SIZES, num_key_value_heads=2, intermediate_size=16, num_local_experts=4)
+        ),
+    ],
+)
+def test_parameters_are_cast_as_from_pretrained_casts_them(made, dtype, tmp_path):
+    model = made()
+    model.save_pretrained(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    cast_parameters(model, dtype)
+    assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in expected.named_parameters()}
+
+
+def test_biases_of_experts_are_no_rows_of_weights():
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, num_key_value_heads=2, intermediate_size=16, num_local_experts=4))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(torch.linspace(0.1, 1, parameter.numel()).view_as(parameter))
+    engine = engine_of(model, dtype="float32", weight_format="int4")
+    own = dict(engine.model.named_parameters())
+    assert not torch.equal(own["model.layers.0.mlp.experts.down_proj"], model.model.layers[0].mlp.experts.down_proj)
+    for name, parameter in model.named_parameters():
+        assert not name.endswith("bias") or torch.equal(own[name], parameter), name
 
 
 def test_experts_implementation_is_the_engines_own(model):
