@@ -17,6 +17,8 @@ def keep_routers_fp32(model: nn.Module) -> nn.Module:
 
     What a router returns (logits, gates) is then fp32, too. A routing site without parameters (hash routing) is left.
     A copy whose weights are cast to 16 bits later (a rollout engine's) computes its routers in 16 bits like the rest.
+    Not for DBRX, Inkling, JetMoE and Llama 4, whose blocks multiply gates with hidden states as they come: their first
+    forward is then an error of dtypes.
 
     Raises:
         UnsupportedModelError: no router is found.

@@ -28,7 +28,7 @@ from moe_rl.rollout.engine_config import (
 )
 from moe_rl.rollout.vllm_engine import VllmEngine
 from moe_rl.rollout.vllm_place import check_vllm
-from moe_rl.routing import UnsupportedModelError, routing_sites
+from moe_rl.routing import UnsupportedModelError, canonical_site, routing_sites
 from moe_rl.routing.experts import check_experts_name, check_megablocks
 
 GROUP = 128
@@ -163,16 +163,22 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
 
 @torch.no_grad()
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters in place as `from_pretrained(dtype=...)` would: buffers (rotary frequencies, selection biases)
-    stay as they are, and so do the parameters that the architecture keeps in fp32."""
-    inner = hf_model(model)
-    kept = [*(getattr(inner, "_keep_in_fp32_modules_strict", None) or ())]
+    """Cast parameters and buffers in place to what `from_pretrained(dtype=...)` makes them: `dtype`, but for those that
+    the architecture keeps in fp32 (rotary frequencies, selection biases of DeepSeek-V3, routers of Ernie 4.5)."""
+    inner: Any = hf_model(model)
+    with torch.device("meta"):  # the class itself says what is made in which dtype
+        made = type(inner)._from_config(copy.deepcopy(inner.config), dtype=dtype)
+    dtypes = {name: tensor.dtype for name, tensor in (*made.named_parameters(), *made.named_buffers())}
+    kept = [*(inner._keep_in_fp32_modules_strict or ())]
     if dtype == torch.float16:
-        kept += getattr(inner, "_keep_in_fp32_modules", None) or ()
+        kept += inner._keep_in_fp32_modules or ()
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]  # parts of names, as transformers has them
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(pattern.search(name) for pattern in patterns):
-            parameter.data = parameter.data.to(dtype)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        wanted = dtypes.get(canonical_site(name), dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+        if any(pattern.search(name) for pattern in patterns):
+            wanted = torch.float32
+        if tensor.is_floating_point() and wanted.is_floating_point:
+            tensor.data = tensor.data.to(wanted)
 
 
 def rounded(weight: Float[Tensor, "E D"], router_format: str) -> Float[Tensor, "E D"]:

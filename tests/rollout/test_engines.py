@@ -12,6 +12,10 @@ from transformers import (
     Ernie4_5_MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
 )
 
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
@@ -190,7 +194,8 @@ def test_buffers_and_what_the_architecture_keeps_in_fp32_are_not_cast(model):
     assert all(buffer.dtype == torch.float32 for buffer in engine.model.buffers() if buffer.is_floating_point())
 
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -201,20 +206,39 @@ SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_atten
             Ernie4_5_MoeConfig(**SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=8, moe_layer_start_index=0)
         ),
         lambda: GptOssForCausalLM(  # norms in float16
-            GptOssConfig(**SIZES, num_key_value_heads=2, intermediate_size=16, num_local_experts=4)
+            GptOssConfig(**SIZES, intermediate_size=16, num_local_experts=4)
+        ),
+        lambda: HunYuanMoEV1ForCausalLM(  # routers that are made in float32
+            HunYuanMoEV1Config(**SIZES, intermediate_size=16, num_experts=4, moe_topk=2)
+        ),
+        lambda: MiniMaxForCausalLM(  # buffers that are multiplied with
+            MiniMaxConfig(
+                **SIZES,
+                intermediate_size=16,
+                num_local_experts=4,
+                layer_types=["full_attention", "linear_attention"],
+            )
         ),
     ],
+    ids=["ernie", "gpt_oss", "hunyuan", "minimax"],
 )
-def test_parameters_are_cast_as_from_pretrained_casts_them(made, dtype, tmp_path):
+def test_parameters_and_buffers_are_cast_as_from_pretrained_casts_them(made, dtype, tmp_path):
     model = made()
     model.save_pretrained(tmp_path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     cast_parameters(model, dtype)
-    assert {n: p.dtype for n, p in model.named_parameters()} == {n: p.dtype for n, p in expected.named_parameters()}
+    for own, theirs in (
+        (model.named_parameters(), expected.named_parameters()),
+        (model.named_buffers(), expected.named_buffers()),
+    ):
+        assert {name: tensor.dtype for name, tensor in own} == {name: tensor.dtype for name, tensor in theirs}
+    with torch.no_grad():
+        ids = torch.arange(12).view(2, 6)
+        assert torch.equal(model.eval()(ids).logits, expected.eval()(ids).logits)
 
 
 def test_biases_of_experts_are_no_rows_of_weights():
-    model = GptOssForCausalLM(GptOssConfig(**SIZES, num_key_value_heads=2, intermediate_size=16, num_local_experts=4))
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, intermediate_size=16, num_local_experts=4))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
