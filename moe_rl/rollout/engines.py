@@ -106,8 +106,10 @@ class HuggingFaceEngine(ModelEngine):
                 if weight.ndim >= 2:
                     weight.copy_(rounded(weight, self.config.router_format))
         if self.config.weight_format is not None:
+            turned = _transposed(self.model)
             for weight in _layers(self.model, routers):
-                weight.copy_(rounded_layer(weight, self.config.weight_format))
+                rows = weight.mT if id(weight) in turned else weight
+                rows.copy_(rounded_layer(rows, self.config.weight_format))
 
 
 def make_engine(
@@ -220,6 +222,12 @@ def _int4(values: Tensor) -> Tensor:
 def _row_scale(values: Tensor, largest: int) -> Tensor:
     """By which the largest entry of a row is `largest`."""
     return (values.abs().amax(-1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def _transposed(model: nn.Module) -> set[int]:
+    """Weights of experts that are kept as `[E,inputs,outputs]` (gpt-oss): their rows, one per output, are columns."""
+    holders = [module for module in model.modules() if getattr(module, "is_transposed", False) is True]
+    return {id(p) for module in holders for p in module.parameters() if p.ndim == 3}
 
 
 def _layers(model: nn.Module, routers: list[nn.Parameter]) -> list[nn.Parameter]:

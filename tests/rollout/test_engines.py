@@ -250,6 +250,17 @@ def test_biases_of_experts_are_no_rows_of_weights():
         assert not name.endswith("bias") or torch.equal(own[name], parameter), name
 
 
+def test_a_row_of_transposed_experts_is_what_makes_one_output():
+    """gpt-oss keeps experts as [E, inputs, outputs]; a scale is of the weights of one output, as in a linear layer."""
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, intermediate_size=16, num_local_experts=4))
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.gate_up_proj.mul_(torch.logspace(0, 4, 32))  # by output
+    before = model.model.layers[0].mlp.experts.gate_up_proj
+    after = engine_of(model, dtype="float32", weight_format="int4").model.model.layers[0].mlp.experts.gate_up_proj
+    assert torch.equal(after, rounded_layer(before.mT, "int4").mT)
+    assert ((after - before).abs().amax(1) <= before.abs().amax(1) / 14 * 1.001).all(), "small outputs keep theirs"
+
+
 def test_experts_implementation_is_the_engines_own(model):
     engine = engine_of(model, dtype="float32", experts_implementation="eager")
     assert engine.model.config._experts_implementation == "eager" != model.config._experts_implementation
