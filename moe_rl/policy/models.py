@@ -33,6 +33,7 @@ from moe_rl.policy.tiny import (
 )
 from moe_rl.processes import no_progress_bars
 from moe_rl.rollout import Task
+from moe_rl.rollout.engines import cast_parameters
 from moe_rl.routing import UnsupportedModelError
 from moe_rl.routing.experts import check_experts_name, check_megablocks, register_experts
 from moe_rl.routing.sites import find_sites
@@ -118,7 +119,8 @@ def load_policy(
         model, tokenizer = _load(config.path, config, weights)
     elif config.cold_start is None:
         tokenizer = char_tokenizer(task.alphabet)
-        model = build_tiny(config.tiny, tokenizer, **_implementations(config)).to(DTYPES[config.dtype])
+        model = build_tiny(config.tiny, tokenizer, **_implementations(config))
+        cast_parameters(model, DTYPES[config.dtype])  # rotary frequencies stay in fp32, as in a model that is loaded
     elif cache_dir is not None:
         model, tokenizer, reached = _load_cached(config, task, Path(cache_dir), progress, weights)
     else:
