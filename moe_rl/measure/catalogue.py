@@ -118,7 +118,7 @@ def _level(level: str) -> tuple[Metric, ...]:
 
 
 def _memory() -> tuple[Metric, ...]:
-    kept = "model: the policy; value: PPO; reward: learned reward; reference, initial: where the method keeps them"
+    kept = "model: the policy; value: PPO; reward: learned reward; reference, initial: where the method keeps them; what is shared with the policy (model.lora) does not count again"
     return (
         M("model_parameters", "count", "parameters of the policy"),
         M("model_bytes", "bytes", "of its weights"),
