@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_rl.measure.weights import KEPT_FP32
 from moe_rl.routing import find_sites
 
 
@@ -27,6 +28,7 @@ def keep_routers_fp32(model: nn.Module) -> nn.Module:
             for tensor in (*module.parameters(), *module.buffers()):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.float()
+            setattr(module, KEPT_FP32, True)  # a copy that is cast leaves them in fp32, too
             module.register_forward_pre_hook(_inputs_in_fp32, with_kwargs=True)
     return model
 

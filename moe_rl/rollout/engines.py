@@ -15,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import hf_model
+from moe_rl.measure.weights import kept_fp32
 from moe_rl.names import load_class
 from moe_rl.rollout.engine import Engine, ModelEngine, Tolerance, gathered
 from moe_rl.rollout.engine_config import (
@@ -163,10 +164,11 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
 @torch.no_grad()
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters in place as `from_pretrained(dtype=...)` would: buffers (rotary frequencies, selection biases)
-    stay as they are, and so do the modules that the architecture keeps in fp32."""
-    strict = getattr(hf_model(model), "_keep_in_fp32_modules_strict", None) or ()
+    stay as they are, and so do the modules that the architecture keeps in fp32 and routers that the run does."""
+    strict, kept = getattr(hf_model(model), "_keep_in_fp32_modules_strict", None) or (), kept_fp32(model)
     for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(part in name.split(".") for part in strict):
+        stays = id(parameter) in kept or any(part in name.split(".") for part in strict)
+        if parameter.is_floating_point() and not stays:
             parameter.data = parameter.data.to(dtype)
 
 

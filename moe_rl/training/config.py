@@ -275,7 +275,8 @@ class DistributedConfig:
     """fsdp2 only: the dtype in which weights are gathered and layers compute, while `model.dtype` is that of the shards
     that are updated. None: `model.dtype`."""
     router_fp32: bool = False
-    """Keep the routers' weights, logits and gates in fp32 where the rest computes in 16 bits; also in one process."""
+    """Keep the routers' weights, logits and gates in fp32 where the rest computes in 16 bits; also in one process,
+    and in a rollout engine of kind hf."""
 
 
 @dataclass(frozen=True)
