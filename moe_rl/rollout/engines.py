@@ -148,9 +148,12 @@ def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engin
 
 def check_engine_here(config: EngineConfig, device: str) -> None:
     """Raises EngineError for a second engine whose kernels transformers does not know, or this machine, or `device`
-    (model.device), lacks; for a vLLM that is not there, or of an unknown version."""
+    (model.device), lacks; for a vLLM that is not there, or of an unknown version; for a class of one's own that cannot
+    be imported."""
     if config.kind == "vllm":
         check_vllm(config)
+    if ":" in config.kind:
+        load_class(config.kind, "rollout.engine.kind", EngineError)
     if config.kind != "hf":
         return
     try:
