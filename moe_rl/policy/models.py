@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -176,6 +177,23 @@ def check_machine(config: ModelConfig) -> None:
             check_megablocks(DTYPES[config.dtype], config.device)
     except UnsupportedModelError as error:
         raise ModelError(f"model.{error}") from error
+
+
+def check_tiny(config: ModelConfig, alphabet: str) -> int:
+    """How many routing sites the tiny model has, built without a cold start. Raises ModelError where it cannot be, or
+    `model.lora` names what it does not have."""
+    parts = replace(config.tiny, seed=0), config.lora, alphabet, tuple(_implementations(config).items())
+    return _tiny_sites(*parts)
+
+
+@lru_cache(maxsize=64)
+def _tiny_sites(
+    tiny: TinyConfig, lora: LoraConfig | None, alphabet: str, implementations: tuple[tuple[str, str], ...]
+) -> int:
+    model = build_tiny(tiny, char_tokenizer(alphabet), **dict(implementations))
+    if lora is not None:
+        model = add_lora(model, lora)
+    return len(find_sites(model))
 
 
 # -- any model ------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import hf_model
+from moe_rl.measure.weights import kept_fp32
 from moe_rl.names import load_class
 from moe_rl.rollout.engine import Engine, ModelEngine, Tolerance, gathered
 from moe_rl.rollout.engine_config import (
@@ -150,9 +151,12 @@ def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engin
 
 def check_engine_here(config: EngineConfig, device: str) -> None:
     """Raises EngineError for a second engine whose kernels transformers does not know, or this machine, or `device`
-    (model.device), lacks; for a vLLM that is not there, or of an unknown version."""
+    (model.device), lacks; for a vLLM that is not there, or of an unknown version; for a class of one's own that cannot
+    be imported."""
     if config.kind == "vllm":
         check_vllm(config)
+    if ":" in config.kind:
+        load_class(config.kind, "rollout.engine.kind", EngineError)
     if config.kind != "hf":
         return
     try:
@@ -166,8 +170,10 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
 @torch.no_grad()
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters and buffers in place to what `from_pretrained(dtype=...)` makes them: `dtype`, but for those that
-    the architecture keeps in fp32 (rotary frequencies, selection biases of DeepSeek-V3, routers of Ernie 4.5)."""
+    the architecture keeps in fp32 (rotary frequencies, selection biases of DeepSeek-V3, routers of Ernie 4.5) and for
+    routers that the run does."""
     inner: Any = hf_model(model)
+    own = kept_fp32(model)
     with torch.device("meta"):  # the class itself says what is made in which dtype
         made = type(inner)._from_config(copy.deepcopy(inner.config), dtype=dtype)
     dtypes = {name: tensor.dtype for name, tensor in (*made.named_parameters(), *made.named_buffers())}
@@ -177,7 +183,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]  # parts of names, as transformers has them
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         wanted = dtypes.get(canonical_site(name), dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
-        if any(pattern.search(name) for pattern in patterns):
+        if id(tensor) in own or any(pattern.search(name) for pattern in patterns):
             wanted = torch.float32
         if tensor.is_floating_point() and wanted.is_floating_point:
             tensor.data = tensor.data.to(wanted)

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from moe_rl.policy import char_tokenizer
+from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.policy.router_precision import keep_routers_fp32
-from moe_rl.rollout import Problem
 from moe_rl.rollout.engine_config import EngineConfig
 from moe_rl.rollout.engines import HuggingFaceEngine
 from moe_rl.routing import record_routes, replay_routes
@@ -76,17 +75,9 @@ def test_replay_training_and_copies(bf16):
     assert after.dtype == torch.float32 and bool((after != before).any())
 
 
-def test_a_bf16_engine_of_such_a_model_computes_as_that_of_the_model_before(bf16):
-    """The hook that casts inputs is copied with the model; the engine's own dtype is that of all its weights."""
-    tokenizer = char_tokenizer("0123456789+=")
-    problems = [Problem("^12+34=", "46"), Problem("^7=", "7")]
-    kept = keep_routers_fp32(copy.deepcopy(bf16))
-    rollouts = []
-    for model in (bf16, kept):
-        engine = HuggingFaceEngine(model, tokenizer, EngineConfig(kind="hf", dtype="bfloat16"))
-        engine.sync(model.state_dict(), 1)
-        generator = torch.Generator().manual_seed(0)
-        rollouts.append(engine.sample(problems, group_size=2, max_new_tokens=5, generator=generator))
-    assert torch.equal(rollouts[0].input_ids, rollouts[1].input_ids)
-    assert torch.equal(rollouts[0].logps, rollouts[1].logps)
-    assert kept.model.layers[0].mlp.gate.weight.dtype == torch.float32
+def test_a_copy_in_another_precision_keeps_them_and_computes(bf16):
+    model = keep_routers_fp32(bf16)
+    engine = HuggingFaceEngine(model, None, EngineConfig(kind="hf", dtype="float16"))
+    for copied, dtype in ((engine.model, torch.float16), (rounded_copy(model, torch.float16), torch.float16)):
+        assert copied.model.layers[0].mlp.gate.weight.dtype == torch.float32
+        assert copied.lm_head.weight.dtype == copied(IDS, use_cache=False).logits.dtype == dtype
