@@ -118,7 +118,7 @@ def _level(level: str) -> tuple[Metric, ...]:
 
 
 def _memory() -> tuple[Metric, ...]:
-    kept = "model: the policy; value: PPO; reward: learned reward; reference, initial: where the method keeps them"
+    kept = "model: the policy; value: PPO; reward: learned reward; reference, initial: where the method keeps them; what is shared with the policy (model.lora) does not count again"
     return (
         M("model_parameters", "count", "parameters of the policy"),
         M("model_bytes", "bytes", "of its weights"),
@@ -279,7 +279,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
 
 HEADS = {
     "rollout": "one per sampled batch",
-    "update": "one per optimizer step, on its minibatch, under the arm's own routing",
+    "update": "one per optimizer step, on its minibatch, under the arm's own routing; old is the objective's anchor: under `anchor: rollout` the engine that sampled",
     "probe": "one per update of a probed step, on a fixed subset of the batch, without noise, old policy against new",
     "eval": "held-out prompts",
     "step": "one per step",

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from moe_rl.routing.sites import canonical_site
+
 OTHER = "other"
 """The group of parameters that lie in no layer: embeddings, the last norm, the head."""
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
@@ -69,7 +71,7 @@ def gradient_metrics(
         halves: natural, of two halves of the responses.
         sites: names of the routing sites; a parameter below one of them is a router's.
     """
-    routers = {name for name in natural if any(name.startswith(f"{site}.") for site in sites)}
+    routers = [name for name in natural if any(canonical_site(name).startswith(f"{site}.") for site in sites)]
     cosine, ratio = compare_gradients(natural, replayed)["all"]
     own, forced = ({name: g[name] for name in routers if name in g} for g in (natural, replayed))
     router_cosine, router_ratio = compare_gradients(own, forced).get("all", (math.nan, math.nan))

@@ -126,7 +126,7 @@ def masked_mismatch_metrics(
 
     Args:
         masked_low, masked_high: the tokens that are taken out, below and above; in a loss of ours the `clipped` tokens
-            with A < 0 and with A > 0.
+            whose ratio at the gate is below and above 1.
     """
     with torch.no_grad():
         d = torch.where(mask, log_weight, 0.0).double()

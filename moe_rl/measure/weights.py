@@ -6,6 +6,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+KEPT_FP32 = "moe_rl_kept_fp32"
+"""Attribute of modules that compute in fp32 in a model of lower precision (`distributed.router_fp32`)."""
+
+
+def kept_fp32(model: nn.Module) -> set[int]:
+    """Ids of the parameters and buffers that stay in fp32 when the model is cast."""
+    kept = [module for module in model.modules() if getattr(module, KEPT_FP32, False)]
+    return {id(tensor) for module in kept for tensor in (*module.parameters(), *module.buffers())}
+
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
     """A copy of all parameters and buffers on the CPU (of a sharded model: this rank's shard)."""

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from moe_rl.policy.tiny import (
 )
 from moe_rl.processes import no_progress_bars
 from moe_rl.rollout import Task
+from moe_rl.rollout.engines import cast_parameters
 from moe_rl.routing import UnsupportedModelError
 from moe_rl.routing.experts import check_experts_name, check_megablocks, register_experts
 from moe_rl.routing.sites import find_sites
@@ -118,7 +120,8 @@ def load_policy(
         model, tokenizer = _load(config.path, config, weights)
     elif config.cold_start is None:
         tokenizer = char_tokenizer(task.alphabet)
-        model = build_tiny(config.tiny, tokenizer, **_implementations(config)).to(DTYPES[config.dtype])
+        model = build_tiny(config.tiny, tokenizer, **_implementations(config))
+        cast_parameters(model, DTYPES[config.dtype])  # rotary frequencies stay in fp32, as in a model that is loaded
     elif cache_dir is not None:
         model, tokenizer, reached = _load_cached(config, task, Path(cache_dir), progress, weights)
     else:
@@ -174,6 +177,23 @@ def check_machine(config: ModelConfig) -> None:
             check_megablocks(DTYPES[config.dtype], config.device)
     except UnsupportedModelError as error:
         raise ModelError(f"model.{error}") from error
+
+
+def check_tiny(config: ModelConfig, alphabet: str) -> int:
+    """How many routing sites the tiny model has, built without a cold start. Raises ModelError where it cannot be, or
+    `model.lora` names what it does not have."""
+    parts = replace(config.tiny, seed=0), config.lora, alphabet, tuple(_implementations(config).items())
+    return _tiny_sites(*parts)
+
+
+@lru_cache(maxsize=64)
+def _tiny_sites(
+    tiny: TinyConfig, lora: LoraConfig | None, alphabet: str, implementations: tuple[tuple[str, str], ...]
+) -> int:
+    model = build_tiny(tiny, char_tokenizer(alphabet), **dict(implementations))
+    if lora is not None:
+        model = add_lora(model, lora)
+    return len(find_sites(model))
 
 
 # -- any model ------------------------------------------------------------------------------------------------

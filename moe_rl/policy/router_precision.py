@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moe_rl.measure.weights import KEPT_FP32
 from moe_rl.routing import find_sites
 
 
@@ -16,6 +17,9 @@ def keep_routers_fp32(model: nn.Module) -> nn.Module:
     """In place: the routers' own weights in fp32 (rounded already if the model came in bf16), their inputs cast to it.
 
     What a router returns (logits, gates) is then fp32, too. A routing site without parameters (hash routing) is left.
+    Copies that moe_rl casts (a rollout engine's, the noise floor's) keep them so.
+    Not for DBRX, Inkling, JetMoE and Llama 4, whose blocks multiply gates with hidden states as they come: their first
+    forward is then an error of dtypes.
 
     Raises:
         UnsupportedModelError: no router is found.
@@ -27,6 +31,7 @@ def keep_routers_fp32(model: nn.Module) -> nn.Module:
             for tensor in (*module.parameters(), *module.buffers()):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.float()
+            setattr(module, KEPT_FP32, True)  # a copy that is cast leaves them in fp32, too
             module.register_forward_pre_hook(_inputs_in_fp32, with_kwargs=True)
     return model
 

@@ -289,7 +289,7 @@ def demonstration_batch(
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Int[Tensor, "B T"]]:
     """Right-padded token ids, attention mask and labels; labels are -100 outside completion and end token."""
     asked = tokenizer(prompts)["input_ids"]
-    answered = tokenizer([text + tokenizer.eos_token for text in completions])["input_ids"]
+    answered = tokenizer([text + tokenizer.eos_token for text in completions], add_special_tokens=False)["input_ids"]
     lengths = torch.tensor([[len(a), len(a) + len(b)] for a, b in zip(asked, answered, strict=True)])
     position = torch.arange(int(lengths.max()))
     mask = position < lengths[:, 1:]

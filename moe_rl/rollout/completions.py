@@ -55,8 +55,13 @@ class Rollout:
         """The column in which the completions begin."""
         return int(self.completion_mask.any(0).int().argmax())
 
-    def rows(self, index: Int[Tensor, " n"]) -> "Rollout":
-        """The completions `index`, in that order. `group_size` is kept: whether groups stay whole is up to `index`."""
+    def rows(self, index: Int[Tensor, " n"] | Bool[Tensor, " B"]) -> "Rollout":
+        """The completions `index`, in that order, or those where it is True. `group_size` is kept: whether groups stay
+        whole is up to `index`."""
+        if index.dtype == torch.bool:
+            if index.shape != (len(self),):
+                raise IndexError(f"a mask of rows must be [B] = [{len(self)}], got {list(index.shape)}")
+            index = index.nonzero()[:, 0]
         where = index.tolist()
         index = index.to(self.input_ids.device)
         return replace(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
+from moe_rl.measure.logprobs import hf_model
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token
 from moe_rl.rollout.task import Problem, user_code
@@ -33,7 +34,7 @@ def extend(
     *,
     tokens: int,
     longest: int,
-    temperature: float,
+    temperature: float = 1.0,
     generator: torch.Generator | None = None,
     version: int | None = None,
     record_routes: bool = False,
@@ -51,10 +52,17 @@ def extend(
         version: of the model's weights, noted for the new tokens; None where versions are not kept.
 
     Raises:
-        ValueError: versions that are kept for some tokens and not for others.
+        ValueError: versions or routes that are kept for some tokens and not for others; a text that leaves no room for
+            the new tokens in the model's positions.
     """
     if (version is None) != (rollout.versions is None):
         raise ValueError("versions are kept for all tokens of a rollout or for none")
+    if record_routes != (rollout.routes is not None):
+        raise ValueError(
+            "routes are kept for all tokens of a rollout or for none: record them from the first sampling on, or not "
+            f"at all (so far {'recorded' if rollout.routes is not None else 'not recorded'}, record_routes="
+            f"{record_routes})"
+        )
     device, B = rollout.input_ids.device, len(rollout)
     source = "cpu" if generator is None else generator.device
     uniform = torch.rand(B, tokens, generator=generator, dtype=torch.float64, device=source).to(device)
@@ -62,13 +70,14 @@ def extend(
     if not len(rows):
         return rollout
     prefix, prefix_mask = right_aligned(rollout.input_ids[rows], rollout.attention_mask[rows])
+    room = longest - rollout.lengths[rows]
+    _check_positions(model, rollout, rows, prefix_mask.sum(1), room.clamp(max=tokens))
     ends = end_tokens(model, tokenizer).to(device)
     each = torch.arange(len(rows), device=device)
     drawn, logps, traces = decode(
         model, prefix, prefix_mask, each, uniform[rows], ends, temperature, record_routes, max_batch
     )
-    room = (longest - rollout.lengths[rows])[:, None]
-    new = (drawn != UNWRITTEN) & (torch.arange(tokens, device=device) < room)
+    new = (drawn != UNWRITTEN) & (torch.arange(tokens, device=device) < room[:, None])
     wide, at = _placed(rollout, rows, new, padding_token(tokenizer))
     wide.input_ids[at], wide.attention_mask[at], wide.completion_mask[at] = drawn[new], True, True
     wide.logps[at] = logps[new]
@@ -80,8 +89,8 @@ def extend(
         own = assemble(traces, torch.cat([prefix, drawn.clamp(min=0)], 1), torch.cat([prefix_mask, new], 1))
         part = own.realign(torch.cat([prefix_mask, new], 1), wide.attention_mask[rows])
         ids = torch.full((*wide.input_ids.shape, *part.shape[2:]), -1, device=device)
-        if routes is not None:
-            ids[:, : routes.shape[1]] = routes.ids
+        assert routes is not None
+        ids[:, : routes.shape[1]] = routes.ids
         ids[rows] = torch.where(ids[rows] >= 0, ids[rows], part.ids)
         routes = RoutedExperts(ids, own.sites, own.num_experts, tokens=wide.input_ids, meta=own.meta)
     return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
@@ -180,6 +189,21 @@ def right_aligned(ids: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> tuple[I
     order = mask.int().sort(dim=1, stable=True).indices
     moved = mask.gather(1, order)
     return ids.gather(1, order) * moved, moved
+
+
+def _check_positions(
+    model: nn.Module, rollout: Rollout, rows: Int[Tensor, " n"], so_far: Int[Tensor, " n"], new: Int[Tensor, " n"]
+) -> None:
+    config = getattr(hf_model(model), "config", None)
+    most = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
+    longest = int((so_far + new).argmax())
+    if most and int(so_far[longest] + new[longest]) > most:
+        prompt = rollout.problems[int(rows[longest])].prompt
+        raise ValueError(
+            f"a text of {int(so_far[longest])} tokens so far and {int(new[longest])} new ones are more than the {most} "
+            f"positions that the model has: {prompt[:80]!r}. Shorter prompts or replies, fewer new tokens, or a model "
+            "of longer context."
+        )
 
 
 def _placed(

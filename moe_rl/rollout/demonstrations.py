@@ -16,17 +16,19 @@ from moe_rl.rollout.task import Problem, user_code
 def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: random.Random) -> Rollout:
     """The task's own clean answers, one per problem, each with its end token; groups of one.
 
-    Prompt and answer are tokenized apart, as in sampling. `logps` are 0: no policy drew these tokens.
+    Prompt and answer are tokenized apart, as in sampling; what a tokenizer puts around a text (a beginning token) is
+    around the prompt alone. `logps` are 0: no policy drew these tokens.
 
     Raises:
-        AttributeError: the task has no `demonstration`.
+        TaskError: the task has no `demonstration`, or its code failed.
     """
     texts = []
     for problem in problems:
         with user_code(task, "demonstration", problem):
             texts.append(task.demonstration(problem, rng, 0.0))
     prompts, prompt_mask = encode_prompts(tokenizer, problems)
-    answers = [list(ids) for ids in tokenizer([text + tokenizer.eos_token for text in texts])["input_ids"]]
+    ended = [text + tokenizer.eos_token for text in texts]
+    answers = [list(ids) for ids in tokenizer(ended, add_special_tokens=False)["input_ids"]]
     lengths = torch.tensor([len(ids) for ids in answers])
     written = torch.arange(int(lengths.max())) < lengths[:, None]
     ids = torch.full(written.shape, padding_token(tokenizer))

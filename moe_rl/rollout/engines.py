@@ -7,6 +7,7 @@ own is a class that `rollout.engine.kind` names as `package.module:Class` or `pa
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import hf_model
+from moe_rl.measure.weights import kept_fp32
 from moe_rl.names import load_class
 from moe_rl.rollout.engine import Engine, ModelEngine, Tolerance, gathered
 from moe_rl.rollout.engine_config import (
@@ -27,7 +29,7 @@ from moe_rl.rollout.engine_config import (
 )
 from moe_rl.rollout.vllm_engine import VllmEngine
 from moe_rl.rollout.vllm_place import check_vllm
-from moe_rl.routing import UnsupportedModelError, routing_sites
+from moe_rl.routing import UnsupportedModelError, canonical_site, routing_sites
 from moe_rl.routing.experts import check_experts_name, check_megablocks
 
 GROUP = 128
@@ -105,8 +107,10 @@ class HuggingFaceEngine(ModelEngine):
                 if weight.ndim >= 2:
                     weight.copy_(rounded(weight, self.config.router_format))
         if self.config.weight_format is not None:
+            turned = _transposed(self.model)
             for weight in _layers(self.model, routers):
-                weight.copy_(rounded_layer(weight, self.config.weight_format))
+                rows = weight.mT if id(weight) in turned else weight
+                rows.copy_(rounded_layer(rows, self.config.weight_format))
 
 
 def make_engine(
@@ -147,9 +151,12 @@ def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engin
 
 def check_engine_here(config: EngineConfig, device: str) -> None:
     """Raises EngineError for a second engine whose kernels transformers does not know, or this machine, or `device`
-    (model.device), lacks; for a vLLM that is not there, or of an unknown version."""
+    (model.device), lacks; for a vLLM that is not there, or of an unknown version; for a class of one's own that cannot
+    be imported."""
     if config.kind == "vllm":
         check_vllm(config)
+    if ":" in config.kind:
+        load_class(config.kind, "rollout.engine.kind", EngineError)
     if config.kind != "hf":
         return
     try:
@@ -162,12 +169,24 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
 
 @torch.no_grad()
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters in place as `from_pretrained(dtype=...)` would: buffers (rotary frequencies, selection biases)
-    stay as they are, and so do the modules that the architecture keeps in fp32."""
-    strict = getattr(hf_model(model), "_keep_in_fp32_modules_strict", None) or ()
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and not any(part in name.split(".") for part in strict):
-            parameter.data = parameter.data.to(dtype)
+    """Cast parameters and buffers in place to what `from_pretrained(dtype=...)` makes them: `dtype`, but for those that
+    the architecture keeps in fp32 (rotary frequencies, selection biases of DeepSeek-V3, routers of Ernie 4.5) and for
+    routers that the run does."""
+    inner: Any = hf_model(model)
+    own = kept_fp32(model)
+    with torch.device("meta"):  # the class itself says what is made in which dtype
+        made = type(inner)._from_config(copy.deepcopy(inner.config), dtype=dtype)
+    dtypes = {name: tensor.dtype for name, tensor in (*made.named_parameters(), *made.named_buffers())}
+    kept = [*(inner._keep_in_fp32_modules_strict or ())]
+    if dtype == torch.float16:
+        kept += inner._keep_in_fp32_modules or ()
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]  # parts of names, as transformers has them
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        wanted = dtypes.get(canonical_site(name), dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+        if id(tensor) in own or any(pattern.search(name) for pattern in patterns):
+            wanted = torch.float32
+        if tensor.is_floating_point() and wanted.is_floating_point:
+            tensor.data = tensor.data.to(wanted)
 
 
 def rounded(weight: Float[Tensor, "E D"], router_format: str) -> Float[Tensor, "E D"]:
@@ -211,10 +230,21 @@ def _row_scale(values: Tensor, largest: int) -> Tensor:
     return (values.abs().amax(-1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
 
 
+def _transposed(model: nn.Module) -> set[int]:
+    """Weights of experts that are kept as `[E,inputs,outputs]` (gpt-oss): their rows, one per output, are columns."""
+    holders = [module for module in model.modules() if getattr(module, "is_transposed", False) is True]
+    return {id(p) for module in holders for p in module.parameters() if p.ndim == 3}
+
+
 def _layers(model: nn.Module, routers: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Weights of linear layers and experts: what has rows, but for routers, embeddings, head and LoRA adapters."""
+    """Weights of linear layers and experts: what has rows, but for biases (those of all experts are one matrix),
+    routers, embeddings, head and LoRA adapters."""
     inner: Any = hf_model(model)
     ends = [module for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None]
     kept = {id(weight) for weight in (*routers, *(p for module in ends for p in module.parameters()))}
     named = model.named_parameters()
-    return [p for name, p in named if p.ndim >= 2 and id(p) not in kept and "lora_" not in name]
+    return [
+        p
+        for name, p in named
+        if p.ndim >= 2 and id(p) not in kept and "lora_" not in name and not name.endswith("bias")
+    ]

@@ -53,7 +53,7 @@ class JsonLines:
     @cached_property
     def problems(self) -> tuple[list[Problem], list[Problem]]:
         """Those to train on and those held out, in the file's order."""
-        problems = self._read(self.path)
+        problems = self._read(self.path, "path")
         if not self.held_out:
             parts = [p for p in problems if not is_held_out(p.prompt)], [p for p in problems if is_held_out(p.prompt)]
             for part, what in zip(parts, ("to train on", "held out"), strict=True):
@@ -63,7 +63,7 @@ class JsonLines:
                         f"{len(problems)} none is {what}. Give more prompts, or a file for task.options.held_out."
                     )
             return parts
-        held_out = self._read(self.held_out)
+        held_out = self._read(self.held_out, "held_out")
         both = {p.prompt for p in problems} & {p.prompt for p in held_out}
         if both:
             raise TaskError(
@@ -97,14 +97,14 @@ class JsonLines:
     def _verify(self) -> Any:
         return VERIFIERS[self.verifier]()
 
-    def _read(self, path: str) -> list[Problem]:
+    def _read(self, path: str, option: str) -> list[Problem]:
         file = Path(path).expanduser()
         try:
             lines = file.read_text(encoding="utf-8-sig").split("\n")  # some editors begin a file with its mark
         except FileNotFoundError:
-            raise TaskError(f"task.options.path: there is no file {file.absolute()}") from None
+            raise TaskError(f"task.options.{option}: there is no file {file.absolute()}") from None
         except (OSError, UnicodeDecodeError) as error:
-            raise TaskError(f"task.options.path: cannot read {file.absolute()}: {error}") from error
+            raise TaskError(f"task.options.{option}: cannot read {file.absolute()}: {error}") from error
         problems = [self._problem(line, f"{file}, line {i}") for i, line in enumerate(lines, 1) if line.strip()]
         if not problems:
             raise TaskError(f"{file.absolute()} is empty; expected a JSON object per line")
@@ -131,7 +131,12 @@ class JsonLines:
             asked = data["prompt"]
         else:
             raise TaskError(f"{where}: prompt: expected a text, got {data['prompt']!r}")
-        return as_problem(asked, str(answer), chat=self.chat, instruction=self.instruction)
+        problem = as_problem(asked, str(answer), chat=self.chat, instruction=self.instruction)
+        try:
+            (problem.prompt + problem.answer).encode()
+        except UnicodeEncodeError as error:
+            raise TaskError(f"{where}: holds half of a character ({error.reason}), which no tokenizer takes") from error
+        return problem
 
 
 def _messages(given: Any, where: str) -> Messages:

@@ -37,7 +37,7 @@ def ids_from_engine(
         raise RoutingError(f"expected integer ids, got {sorted({str(a.dtype) for a in arrays})}")
     num_layers, top_k = arrays[0].shape[1:]
     chosen = layers_of(sites, num_layers, layers)
-    check_layers(sites, chosen, np.any([np.any(a != 0, axis=(0, 2)) for a in arrays], axis=0))
+    check_layers(sites, chosen, np.any([np.any(a > 0, axis=(0, 2)) for a in arrays], axis=0))
     if mask is None:
         rows = torch.tensor([len(a) for a in arrays])
         mask = torch.arange(int(rows.max()))[None, :] < rows[:, None]
@@ -97,7 +97,7 @@ def ids_from_padded(
     ids = ids.to(torch.int64)
     chosen = layers_of(sites, ids.shape[2], layers)
     within = ids[there]
-    check_layers(sites, chosen, (within != 0).any(-1).any(0).numpy())
+    check_layers(sites, chosen, (within > 0).any(-1).any(0).numpy())
     ids = ids[:, :, chosen].masked_fill(~there[..., None, None], LIVE)
     missing = there & (ids == 0).all(-1).all(-1)
     last = there & (there.flip(1).cumsum(1).flip(1) == 1)
@@ -124,7 +124,7 @@ def layers_of(sites: Sequence[str], num_layers: int, layers: Sequence[int] | Non
 def check_layers(sites: Sequence[str], chosen: Sequence[int], captured: np.ndarray) -> None:
     """RoutingError for a site whose layer holds nothing but zeros, and for a layer that holds routes of no site.
 
-    captured: [layers], whether a layer has anything but zeros.
+    captured: [layers], whether a layer has anything but zeros (and -1, which stands for no route).
     """
     for site, layer in zip(sites, chosen, strict=True):
         if not captured[layer]:

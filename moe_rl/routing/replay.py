@@ -61,6 +61,7 @@ class Replay:
         self._now: Any = None  # `[sites,B·S,K]` as forced in the call that is under way, and its holes
         self._choices = sum(not site.fixed for site in tap.sites)
         self._all_rows = 0
+        self._beyond = 0  # rows of last sampled tokens, which the routes do not reach
         self._rows_kept: int | Tensor = 0  # a tensor where it had to be counted: read when asked for, not waited for
         self.reached = False  # whether any call of the model began inside the context
 
@@ -163,6 +164,7 @@ class Replay:
         self._pending = stop if stop < length and (self._tokens is None or call.tokens is None) else 0
         self._rows_kept = self._rows_kept + self._count(call)  # not in place: it may come from inference mode
         self._all_rows += self._choices * call.rows
+        self._beyond += self._choices * call.batch * (stop > length)
         self._left = CacheState(cache, call.past + call.length) if cache is not None else None
 
     def _count(self, call: Call) -> int | Tensor:
@@ -185,10 +187,10 @@ class Replay:
     def _prove_once(self) -> None:
         """Every row that has a route was forced, all others were left to the router, and nothing more ran."""
         forced, (_, B, T, _) = self.forced_rows, self._packed.shape
-        live = self._choices * B * T - forced
-        if (self.replayed_rows, self.live_rows) != (forced, live):
+        live, left = self._choices * B * T - forced, self.live_rows - self._beyond
+        if (self.replayed_rows, left) != (forced, live):
             raise RoutingError(
-                f"replay forced {self.replayed_rows} (token, site) rows and left {self.live_rows} live, but the routes "
+                f"replay forced {self.replayed_rows} (token, site) rows and left {left} live, but the routes "
                 f"hold {forced} and lack {live}: the forward did not run wholly, or not once, under replay"
             )
 

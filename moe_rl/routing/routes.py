@@ -54,15 +54,14 @@ class RoutedExperts(FromOthers, Stored):
         sites: Sequence[str],
         num_experts: int | Sequence[int] | np.integer | np.ndarray | Tensor,
         *,
-        tokens: Tensor | None = None,
+        tokens: Tensor | np.ndarray | Sequence[Any] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> None:
         names = tuple(canonical_site(name) for name in sites)
         experts = experts_per_site(num_experts, names)
         packed = pack_checked(torch.as_tensor(ids), names, experts, (meta or {}).get("hash_routed", ()))
-        if tokens is not None:
-            tokens = checked_tokens(tokens, packed)
-        self._set(packed, names, experts, tokens, meta, None)
+        known = None if tokens is None else checked_tokens(torch.as_tensor(tokens), packed)
+        self._set(packed, names, experts, known, meta, None)
 
     @classmethod
     def _trusted(

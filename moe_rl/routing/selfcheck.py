@@ -199,7 +199,7 @@ def _check_gates(
         live, other = (_gates(run[index], slots) for run in (runs if settable else (seen, seen)))
         for gates in (*_gates(seen[index], slots), *live, *other):
             if not bool(gates.isfinite().all()):
-                raise refused(tap, index, "gates of forced experts are not finite")
+                raise refused(tap, index, f"gates of forced experts are not finite: {_not_finite(tap)}")
         if any(float(((g == 0) & slots).float().mean()) > (0 if settable else _ZERO_GATES) for g in (*live, *other)):
             raise refused(
                 tap, index, "gates of forced experts are zero: they are read from scores that the live choice masks"
@@ -214,6 +214,14 @@ def _check_gates(
                         "gates of forced experts depend on which experts the router would have chosen (it scales, "
                         "sorts or groups by its live choice): they would not be those of a router that chose them",
                     )
+
+
+def _not_finite(tap: Tap) -> str:
+    for name, weight in tap.boundary.named_parameters():
+        own = getattr(weight, "to_local", lambda weight=weight: weight)()  # a shard
+        if not bool(own.isfinite().all()):
+            return f"{name} holds values that are not, the weights of a run that diverged or a damaged file?"
+    return f"its weights are, so that its own forward overflows ({tap.boundary.dtype})?"
 
 
 def _gates(seen: Seen, kept: Tensor) -> list[Tensor]:

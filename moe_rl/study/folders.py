@@ -143,12 +143,22 @@ def kind_table(kind: str, rows: list[dict[str, Any]], runs: list[Run]) -> pd.Dat
             frame[column] = frame[column].astype(float)
     keys = [_RUN, *keys[2:]]
     again = frame.duplicated(keys)
-    if again.any():  # a resumed run wrote these steps again; the later row counts
+    if again.any():  # the later row counts
         for i in frame.loc[again, _RUN].unique():
-            note = f"repeated {kind} rows after a resume; the last of each was kept"
-            runs[i] = replace(runs[i], notes=(*runs[i].notes, note))
+            if not _sampled_ahead(runs[i], frame[frame[_RUN] == i], keys):
+                note = f"repeated {kind} rows after a resume; the last of each was kept"
+                runs[i] = replace(runs[i], notes=(*runs[i].notes, note))
         frame = frame.drop_duplicates(keys, keep="last")
     return frame.sort_values(keys).drop(columns=_RUN).reset_index(drop=True)
+
+
+def _sampled_ahead(run: Run, rows: pd.DataFrame, keys: list[str]) -> bool:
+    """Whether rows that repeat a key are of the batches that a run under `rollout.lag` samples in its first step."""
+    lag = section(run.config, "rollout").get("lag")
+    if not isinstance(lag, int):
+        return False
+    again = rows[rows.duplicated(keys)]
+    return bool((again["step"] == rows["step"].min()).all()) and int(again.groupby(keys).size().max()) <= lag
 
 
 def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:

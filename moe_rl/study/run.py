@@ -17,7 +17,7 @@ import torch
 
 from moe_rl.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.files import sole_writer, sweep, write_atomic, write_json
-from moe_rl.policy.models import check_machine, seeded
+from moe_rl.policy.models import check_machine, check_tiny, seeded
 from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
@@ -27,6 +27,7 @@ from moe_rl.study.config import ConfigError, DamagedRunError, changed_settings, 
 from moe_rl.training import RunConfig, train, validate
 from moe_rl.training.distributed import ranks_of
 from moe_rl.training.launch import check_shares
+from moe_rl.training.levers import check_sites
 from moe_rl.training.trackers import check_tracker
 from moe_rl.yaml_files import parse_yaml
 
@@ -103,9 +104,11 @@ def run_one(
 
 
 def check_here(config: RunConfig) -> None:
-    """Refuse what this machine or installation lacks, before anything is written.
+    """Refuse what this machine or installation lacks, or the model or engine, as far as that is known without loading
+    them, before anything is written.
 
     Raises:
+        ValueError: the tiny model has no such sites.
         ModelError: see `moe_rl.policy.models.check_machine`.
         EngineError: the same of the rollout engine.
         TrackerError: the tracker's package is missing.
@@ -115,6 +118,9 @@ def check_here(config: RunConfig) -> None:
     check_engine_here(config.rollout.engine, config.model.device)
     check_tracker(config.tracker)
     check_task(config)
+    if config.model.path is None:
+        sites = check_tiny(config.model, make_task(config.task).alphabet)
+        check_sites(config.method.keep_sites or (), sites)
 
 
 def check_task(config: RunConfig) -> None:

@@ -247,15 +247,17 @@ class ProbeConfig:
     sequences: int = 32
     """Responses of the step's batch that are probed, spread over its groups."""
     tokens_every: int = 10
-    """Steps between steps whose per-token facts and routes are written to Parquet (0: never)."""
+    """Steps between steps whose per-token facts and routes are written to Parquet (0: never), if they are probed: with
+    `every: 4` and 10 here, every 20 steps."""
     floor: bool = True
-    """Before the first update, score the probed responses again with the same weights: once more, in other batch
-    shapes, with another experts implementation, in bf16. What differs then is arithmetic, below which no change rate
-    means anything. Costs four forwards of the subset and, meanwhile, a bf16 copy of the weights."""
+    """Before the first update, unless `every` is 0, score the probed responses again with the same weights: once more,
+    in other batch shapes, with another experts implementation, in bf16. What differs then is arithmetic, below which no
+    change rate means anything. Costs four forwards of the subset and, meanwhile, a bf16 copy of the weights."""
     gradients: bool = False
-    """Also compare, on the probed responses, the gradient of the arm's loss under live routing with that under the old
-    policy's routes: cosine and norms, by layer and of the routers, and the cosine between two halves of the responses.
-    Costs four forwards and backwards of the subset per update, and four gradients in memory. One process only."""
+    """Also compare, at the steps that `every` names and on the probed responses, the gradient of the arm's loss under
+    live routing with that under the old policy's routes: cosine and norms, by layer and of the routers, and the cosine
+    between two halves of the responses. Costs four forwards and backwards of the subset per update, and four gradients
+    in memory. One process only."""
     decompose_every: int = 0
     """Steps between steps after whose updates the log-ratio of the probed responses is split into weights, routes and
     their interaction, also by routing site (0: never). Keeps a CPU copy of the weights during such a step; costs 3 + 2L
@@ -275,7 +277,8 @@ class DistributedConfig:
     """fsdp2 only: the dtype in which weights are gathered and layers compute, while `model.dtype` is that of the shards
     that are updated. None: `model.dtype`."""
     router_fp32: bool = False
-    """Keep the routers' weights, logits and gates in fp32 where the rest computes in 16 bits; also in one process."""
+    """Keep the routers' weights, logits and gates in fp32 where the rest computes in 16 bits; also in one process,
+    and in a rollout engine of kind hf."""
 
 
 @dataclass(frozen=True)

@@ -87,12 +87,16 @@ def kept_rows(
 
 def at_sites(rows: Bool[Tensor, "B T L"], sites: Sequence[int]) -> Bool[Tensor, "B T L"]:
     """The rows of these sites alone. Raises ValueError where the model has no such site."""
-    L = rows.shape[-1]
-    if missing := [site for site in sites if site >= L]:
-        raise ValueError(f"method.keep_sites: no site {missing}; this model has {L}, from 0 to {L - 1}")
-    there = torch.zeros(L, dtype=torch.bool, device=rows.device)
+    check_sites(sites, rows.shape[-1])
+    there = torch.zeros(rows.shape[-1], dtype=torch.bool, device=rows.device)
     there[list(sites)] = True
     return rows & there
+
+
+def check_sites(sites: Sequence[int], number: int) -> None:
+    """Raises ValueError for a site that a model of so many sites does not have."""
+    if missing := [site for site in sites if site >= number]:
+        raise ValueError(f"method.keep_sites: no site {missing}; this model has {number}, from 0 to {number - 1}")
 
 
 def only(routes: RoutedExperts, rows: Bool[Tensor, "B T L"]) -> RoutedExperts:

@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from moe_rl.routing import routing_sites
+from moe_rl.routing.sites import canonical_site
 from moe_rl.training.config import OptimConfig
 
 LOW = (torch.bfloat16, torch.float16)
@@ -93,11 +94,22 @@ def make_optimizer(
 
 
 def policy_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
-    """AdamW over the policy, routers' own parameters apart from the rest, each with its learning-rate multiplier
-    (`multiplier` in the group); frozen routers get no gradient from now on."""
-    routers = {id(p) for site in routing_sites(model) for p in site.module.parameters(recurse=True)}
+    """AdamW over the policy, routers' own parameters (adapters on them included) apart from the rest, each with its
+    learning-rate multiplier (`multiplier` in the group); frozen routers get no gradient from now on.
+
+    Raises:
+        ValueError: a multiplier for routers of which none is trained.
+    """
+    sites = {site.name for site in routing_sites(model)}
+    routers = {id(p) for name, m in model.named_modules() if canonical_site(name) in sites for p in m.parameters()}
     own = [p for p in model.parameters() if id(p) in routers]
     rest = [p for p in model.parameters() if id(p) not in routers]
+    trained = config.freeze_router or any(p.requires_grad for p in own)
+    if config.router_lr_multiplier != 1 and not trained:
+        raise ValueError(
+            f"optim.router_lr_multiplier: {config.router_lr_multiplier} of a learning rate that no router has, since "
+            "model.lora adapts none; set model.lora.train_router, or leave the multiplier out"
+        )
     if config.freeze_router:
         for parameter in own:
             parameter.requires_grad_(False)

@@ -1,14 +1,18 @@
 """From a configuration to the state of a run before its first step: models, optimizers, engine, log."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from moe_rl.measure.logprobs import causal_lm
 from moe_rl.policy.lora import frozen_reference
 from moe_rl.policy.models import load_policy, seeded
 from moe_rl.policy.router_precision import keep_routers_fp32
+from moe_rl.policy.tiny import ModelError
 from moe_rl.rollout import make_task
 from moe_rl.rollout.continuing import in_turns
 from moe_rl.runlog import NoLog, RunLog
@@ -35,7 +39,7 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         listener: called with every row of `metrics.jsonl`, and with the steps of a cold start.
 
     Raises:
-        ModelError, EngineError: not on this machine.
+        ModelError, EngineError: not on this machine, or not with this model.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
     check_tracker(config.tracker)
@@ -58,6 +62,8 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     )
     if config.distributed.router_fp32:
         keep_routers_fp32(model)
+    if config.optim.aux_loss_coef:
+        check_aux_loss(model)
     ranks.agree_on_weights(model)
     max_new_tokens = config.rollout.max_new_tokens or task.max_new_tokens
     method = resolve_method(config, max_new_tokens)
@@ -97,6 +103,13 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         reward_model=reward_model,
         expert_bias=bias,
     )
+
+
+def check_aux_loss(model: nn.Module) -> None:
+    """Raises ModelError for a family whose forward knows no router logits, and so no load-balancing loss."""
+    family = type(causal_lm(model))
+    if "output_router_logits" not in inspect.signature(family.forward).parameters:
+        raise ModelError(f"optim.aux_loss_coef: {family.__name__} has no load-balancing loss; set it to 0")
 
 
 def _cold_start_rows(listener: Listener | None) -> Callable[[int, int, float], None] | None:

@@ -221,8 +221,8 @@ def update_metrics(
         **dict(zip(COUNTS, map(int, counts), strict=True)),
     }
     if method.source == "policy":
-        from_rollout, up = whole([part.out.logps for part in parts]) - batch.rollout_logps, values.advantages > 0
-        row |= masked_mismatch_metrics(from_rollout, values.clipped & ~up, values.clipped & up, mask)
+        from_rollout, above = whole([part.out.logps for part in parts]) - batch.rollout_logps, values.gate_log_ratio > 0
+        row |= masked_mismatch_metrics(from_rollout, values.clipped & ~above, values.clipped & above, mask)
     if method.advantage == "gae":
         row["value_loss"] = value_loss
     return row

@@ -41,6 +41,19 @@ def test_a_local_folder(saved, monkeypatch):
     assert load(saved, dtype="bfloat16")[0].dtype == torch.bfloat16
 
 
+def test_the_tiny_model_in_bf16_is_the_same_after_it_was_saved_and_loaded(tmp_path):
+    """Rotary frequencies are in fp32 in both; in bf16 they turn late positions otherwise."""
+    options = {"dtype": "bfloat16", "experts_implementation": "eager"}
+    config = ModelConfig(tiny=replace(SMALL, max_position_embeddings=512), cold_start=None, **options)
+    model, tokenizer = load_policy(config, TASK)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    ids = torch.randint(len(tokenizer), (1, 300), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, load(tmp_path, **options)[0](ids).logits)
+
+
 def test_dropout_is_off_and_said(copied):
     """Else the ratio of the policy to itself would not be 1."""
     config = json.loads((copied / "config.json").read_text())

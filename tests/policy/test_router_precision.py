@@ -7,7 +7,10 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.policy.router_precision import keep_routers_fp32
+from moe_rl.rollout.engine_config import EngineConfig
+from moe_rl.rollout.engines import HuggingFaceEngine
 from moe_rl.routing import record_routes, replay_routes
 from moe_rl.training.optimizer import make_optimizer
 
@@ -70,3 +73,11 @@ def test_replay_training_and_copies(bf16):
     optimizer.step()
     after = model.model.layers[0].mlp.gate.weight
     assert after.dtype == torch.float32 and bool((after != before).any())
+
+
+def test_a_copy_in_another_precision_keeps_them_and_computes(bf16):
+    model = keep_routers_fp32(bf16)
+    engine = HuggingFaceEngine(model, None, EngineConfig(kind="hf", dtype="float16"))
+    for copied, dtype in ((engine.model, torch.float16), (rounded_copy(model, torch.float16), torch.float16)):
+        assert copied.model.layers[0].mlp.gate.weight.dtype == torch.float32
+        assert copied.lm_head.weight.dtype == copied(IDS, use_cache=False).logits.dtype == dtype

@@ -9,7 +9,8 @@ import torch
 from moe_rl.measure import token_logps
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import TaskConfig, make_task, sample
-from moe_rl.rollout.continuing import append_text, converse, extend, right_aligned, unfinished
+from moe_rl.rollout.continuing import append_text, converse, extend, in_turns, right_aligned, unfinished
+from moe_rl.rollout.engine import ModelEngine
 from moe_rl.rollout.task import TaskError
 from moe_rl.routing import replay_routes
 
@@ -113,6 +114,34 @@ def test_text_that_is_not_the_policys_is_attended_and_counts_nowhere():
     whole = gone_on(policy, told)
     assert "5;" in whole.completions[row] and float(whole.logps[~whole.completion_mask].abs().max()) == 0
     torch.testing.assert_close(whole.logps, scored(policy, whole), atol=1e-5, rtol=1e-5)
+
+
+def test_routes_are_kept_for_all_of_a_rollout_or_for_none():
+    policy = model()
+    for record in (True, False):
+        with pytest.raises(ValueError, match="routes are kept for all tokens of a rollout or for none"):
+            gone_on(policy, begun(policy, record=record), record_routes=not record)
+    assert gone_on(policy, begun(policy, record=False), record_routes=False).routes is None
+
+
+def test_a_text_does_not_go_on_beyond_the_models_positions():
+    policy = build_tiny(replace(SHAPE, max_position_embeddings=20), TOKENIZER)
+    first = begun(policy)
+    longest = int(first.attention_mask.sum(1)[~first.finished].max())
+    assert gone_on(policy, first, tokens=5, longest=9).attention_mask.sum(1).max() <= 20
+    told = append_text(first, TOKENIZER, {int((~first.finished).nonzero()[0]): "5;" * 6})
+    with pytest.raises(ValueError, match=f"a text of {longest + 12} tokens so far and 5 new ones .* 20 positions"):
+        gone_on(policy, told, tokens=5, longest=9)
+
+
+def test_an_engine_that_converses_has_the_defaults_of_the_one_it_asks():
+    policy = model()
+    engine = in_turns(ModelEngine(policy, TOKENIZER), TASK, TOKENIZER)
+    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    options = {"group_size": 2, "max_new_tokens": 8}
+    plain = engine.sample(problems(), generator=generators[0], **options)
+    named = engine.sample(problems(), generator=generators[1], temperature=1.0, record_routes=False, **options)
+    assert plain.completions == named.completions and any("$" in text for text in plain.completions)
 
 
 def test_the_calculator_answers_questions_and_judges_the_last_turn():

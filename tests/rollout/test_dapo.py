@@ -1,5 +1,7 @@
 """Dynamic sampling and overlong shaping, against numbers worked out by hand."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from jaxtyping import TypeCheckError
@@ -48,6 +50,11 @@ def test_joined_rollouts_keep_every_row_and_pad_prompts_left_and_responses_right
             assert torch.equal(own.routes.ids[chosen], part.routes.ids[before])
         assert bool(own.routes.live[~own.attention_mask].all())
     assert both.completion_mask[:, :4].sum() == 0, "all responses begin in one column"
+    assert both.versions is None
+    told = [replace(p, versions=torch.where(p.completion_mask, i, -1)) for i, p in enumerate(parts)]
+    versions = join_rollouts(told).versions
+    assert torch.equal(versions, torch.where(both.completion_mask, torch.tensor([0, 0, 1, 1])[:, None], -1))
+    assert join_rollouts([told[0], parts[1]]).versions is None
 
 
 def test_groups_without_a_signal_are_replaced_in_bounded_attempts():

@@ -6,6 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    HunYuanMoEV1Config,
+    HunYuanMoEV1ForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
+)
 
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import make_task
@@ -14,6 +25,7 @@ from moe_rl.rollout.engines import (
     EngineConfig,
     EngineError,
     HuggingFaceEngine,
+    cast_parameters,
     check_engine,
     make_engine,
     rounded,
@@ -180,6 +192,73 @@ def test_buffers_and_what_the_architecture_keeps_in_fp32_are_not_cast(model):
     assert kinds["model.layers.0.mlp.gate.weight"] == torch.float32
     assert kinds["model.layers.0.self_attn.q_proj.weight"] == torch.bfloat16
     assert all(buffer.dtype == torch.float32 for buffer in engine.model.buffers() if buffer.is_floating_point())
+
+
+SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: Ernie4_5_MoeForCausalLM(  # "gate.weight" in both dtypes
+            Ernie4_5_MoeConfig(**SIZES, moe_num_experts=4, moe_k=2, moe_intermediate_size=8, moe_layer_start_index=0)
+        ),
+        lambda: GptOssForCausalLM(  # norms in float16
+            GptOssConfig(**SIZES, intermediate_size=16, num_local_experts=4)
+        ),
+        lambda: HunYuanMoEV1ForCausalLM(  # routers that are made in float32
+            HunYuanMoEV1Config(**SIZES, intermediate_size=16, num_experts=4, moe_topk=2)
+        ),
+        lambda: MiniMaxForCausalLM(  # buffers that are multiplied with
+            MiniMaxConfig(
+                **SIZES,
+                intermediate_size=16,
+                num_local_experts=4,
+                layer_types=["full_attention", "linear_attention"],
+            )
+        ),
+    ],
+    ids=["ernie", "gpt_oss", "hunyuan", "minimax"],
+)
+def test_parameters_and_buffers_are_cast_as_from_pretrained_casts_them(made, dtype, tmp_path):
+    model = made()
+    model.save_pretrained(tmp_path)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    cast_parameters(model, dtype)
+    for own, theirs in (
+        (model.named_parameters(), expected.named_parameters()),
+        (model.named_buffers(), expected.named_buffers()),
+    ):
+        assert {name: tensor.dtype for name, tensor in own} == {name: tensor.dtype for name, tensor in theirs}
+    with torch.no_grad():
+        ids = torch.arange(12).view(2, 6)
+        assert torch.equal(model.eval()(ids).logits, expected.eval()(ids).logits)
+
+
+def test_biases_of_experts_are_no_rows_of_weights():
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, intermediate_size=16, num_local_experts=4))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.copy_(torch.linspace(0.1, 1, parameter.numel()).view_as(parameter))
+    engine = engine_of(model, dtype="float32", weight_format="int4")
+    own = dict(engine.model.named_parameters())
+    assert not torch.equal(own["model.layers.0.mlp.experts.down_proj"], model.model.layers[0].mlp.experts.down_proj)
+    for name, parameter in model.named_parameters():
+        assert not name.endswith("bias") or torch.equal(own[name], parameter), name
+
+
+def test_a_row_of_transposed_experts_is_what_makes_one_output():
+    """gpt-oss keeps experts as [E, inputs, outputs]; a scale is of the weights of one output, as in a linear layer."""
+    model = GptOssForCausalLM(GptOssConfig(**SIZES, intermediate_size=16, num_local_experts=4))
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.gate_up_proj.mul_(torch.logspace(0, 4, 32))  # by output
+    before = model.model.layers[0].mlp.experts.gate_up_proj
+    after = engine_of(model, dtype="float32", weight_format="int4").model.model.layers[0].mlp.experts.gate_up_proj
+    assert torch.equal(after, rounded_layer(before.mT, "int4").mT)
+    assert ((after - before).abs().amax(1) <= before.abs().amax(1) / 14 * 1.001).all(), "small outputs keep theirs"
 
 
 def test_experts_implementation_is_the_engines_own(model):

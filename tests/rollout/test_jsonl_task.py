@@ -129,6 +129,7 @@ def test_a_held_out_file_replaces_the_split(tmp_path, sums):
         ({"prompt": "a", "answer": True}, "line 3: answer: expected a text or a number, got True"),
         ('{"prompt": "a", "answer": NaN}', "line 3: answer: expected a text or a number, got nan"),
         ({"prompt": "", "answer": "b"}, "line 3: prompt: expected a text, got ''"),
+        (r'{"prompt": "a\ud83d", "answer": "b"}', "line 3: holds half of a character"),
         ({"prompt": ["a"], "answer": "b"}, r"line 3: prompt: expected a text, got \['a'\]"),
         ({"messages": "hello", "answer": "b"}, "line 3: messages: expected a list of objects"),
         ({"messages": [{"role": "user"}], "answer": "b"}, r"line 3: messages\[0\]: expected role and content"),
@@ -155,6 +156,9 @@ def test_a_file_from_an_editor_with_a_mark_and_numbers_of_any_size(tmp_path):
 def test_files_that_cannot_serve(tmp_path):
     with pytest.raises(TaskError, match=f"there is no file {tmp_path}/none"):
         _ = task(tmp_path / "none").problems
+    good = write(tmp_path / "good.jsonl", [{"prompt": "a", "answer": "b"}])
+    with pytest.raises(TaskError, match=f"task.options.held_out: there is no file {tmp_path}/none"):
+        _ = task(good, held_out=str(tmp_path / "none")).problems
     with pytest.raises(TaskError, match="is empty; expected a JSON object per line"):
         _ = task(write(tmp_path / "empty.jsonl", ["", " "])).problems
     with pytest.raises(TaskError, match=r"cannot read .*: 'utf-8' codec"):

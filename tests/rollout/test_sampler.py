@@ -333,6 +333,13 @@ def test_rows_takes_everything_along():
         assert torch.equal(getattr(part, name), getattr(rollout, name)[index])
     assert torch.equal(part.routes.ids, rollout.routes.ids[index])
     assert part.to("cpu").completions == part.completions
+    mask = torch.zeros(len(rollout), dtype=torch.bool)
+    mask[[2, 5]] = True
+    chosen = rollout.rows(mask)
+    assert chosen.completions == [rollout.completions[i] for i in (2, 5)] and len(chosen.problems) == 2
+    assert torch.equal(chosen.input_ids, rollout.input_ids[mask]) and chosen.routes.shape[0] == 2
+    with pytest.raises(IndexError, match=r"a mask of rows must be \[B\]"):
+        rollout.rows(mask[:3])
 
 
 @pytest.mark.parametrize(

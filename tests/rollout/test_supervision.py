@@ -1,11 +1,13 @@
 """Step rewards on their tokens, several rewards, demonstrations as a rollout."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
-from moe_rl.policy.tiny import char_tokenizer
+from moe_rl.policy.tiny import char_tokenizer, demonstration_batch
 from moe_rl.rollout import Problem, Rollout, TaskError, demonstrate, named_rewards, score, step_rewards
 from moe_rl.rollout.character_tasks import ModChain
 
@@ -99,3 +101,18 @@ def test_demonstrations_are_right_answers_in_the_form_of_a_rollout():
     for row, (problem, text) in enumerate(zip(problems, made.completions, strict=True)):
         assert tokenizer.decode(made.input_ids[row][made.attention_mask[row]]) == problem.prompt + text + "$"
         assert tokenizer.decode(made.input_ids[row][made.completion_mask[row]]) == text + "$"
+
+
+def test_an_answer_begins_where_its_prompt_ends_whatever_the_tokenizer_puts_before_a_text():
+    """As Mixtral's or Llama's does: sampling never meets a beginning token there."""
+    task = ModChain(steps=2)
+    tokenizer = char_tokenizer(task.alphabet + "<")
+    begin = tokenizer.convert_tokens_to_ids("<")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="< $A", special_tokens=[("<", begin)])
+    problem = task.problem(random.Random(0))
+    made = demonstrate(task, tokenizer, [problem], random.Random(0))
+    assert tokenizer.decode(made.input_ids[0]) == f"<{problem.prompt}{made.completions[0]}$"
+    ids, _, labels = demonstration_batch(tokenizer, [problem.prompt], made.completions)
+    assert torch.equal(ids, made.input_ids) and int((labels >= 0).sum()) == len(made.completions[0]) + 1
+    with pytest.raises(TaskError, match="without, demonstration: AttributeError"):
+        demonstrate(SimpleNamespace(name="without"), tokenizer, [problem], random.Random(0))

@@ -42,6 +42,17 @@ def test_padding_dense_layers_and_the_last_token_have_no_routes():
     assert RoutedExperts.from_padded(ids[:, :, 1:], mask, ["a", "b"]).num_experts == 8  # the largest id is 7
 
 
+def test_tokens_that_were_set_to_live_are_live_dense_layers_or_not():
+    """As the error about tokens without routes advises."""
+    ids, mask = padded()
+    ids[0, 2] = -1  # every layer, the dense one too
+    live = torch.tensor(EXPECTED)
+    live[0, 2] = -1
+    assert torch.equal(RoutedExperts.from_padded(ids, mask, SITES, 8).ids, live)
+    arrays = [ids[0, 1:3].numpy(), ids[1, 2:3].numpy()]
+    assert RoutedExperts.from_vllm(arrays, SITES, 8, mask=mask).equal(RoutedExperts(live, SITES, 8))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -338,6 +338,19 @@ def test_gates_that_underflow_are_no_masked_gates() -> None:
     assert routes_of(model, inputs).shape == (2, 7, 3, 1)
 
 
+def test_weights_that_are_not_finite_are_named() -> None:
+    """Not the family is at fault."""
+    model, inputs = moe(), tokens()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight[0, 0] = torch.nan
+        with pytest.raises(UnsupportedModelError, match=r"not finite: layers.1.self_attn.o_proj.weight holds values"):
+            routes_of(model, inputs)
+        model = moe().half()
+        model.model.layers[1].post_attention_layernorm.weight.fill_(6e4)
+        with pytest.raises(UnsupportedModelError, match=r"its weights are, .* overflows \(torch.float16\)"):
+            routes_of(model, inputs)
+
+
 def test_a_table_that_names_an_expert_twice_is_recorded_as_it_is(tmp_path: Any) -> None:
     model, inputs = tiny_model("DeepseekV4ForCausalLM"), tokens()  # a fresh table is all zeros
     routes = routes_of(model, inputs)

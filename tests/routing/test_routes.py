@@ -73,6 +73,12 @@ def test_the_number_of_experts_may_be_a_scalar_of_numpy_or_torch(num_experts):
     assert routes.num_experts == 8 and type(routes.num_experts) is int
 
 
+@pytest.mark.parametrize("tokens", [[[5, 6]], np.array([[5, 6]]), torch.tensor([[5, 6]])])
+def test_tokens_may_be_of_any_kind_that_ids_may_be(tokens):
+    routes = RoutedExperts([[[[3, 0]], [[1, 2]]]], ["gate"], 8, tokens=tokens)
+    assert routes.tokens.tolist() == [[5, 6]] and routes.tokens.dtype == torch.int32
+
+
 def test_slot_order_and_site_decoding_are_kept():
     routes = example()
     assert torch.equal(routes.site_ids(SITES[1]), routes.ids[:, :, 1])

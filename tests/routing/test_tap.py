@@ -181,6 +181,12 @@ def test_the_last_sampled_token_may_be_missing_if_the_others_prove_it() -> None:
         model(inputs)
     assert torch.equal(recording.routes.ids[:, :7], routes.ids)
     assert (replay.replayed_rows, replay.live_rows) == (2 * 7 * 3, 2 * 3)
+    with replay_routes(model, routes, once=True):
+        model(inputs)
+    twice = r"forced 84 .* rows and left 0 live, but the routes hold 42 and lack 0"
+    with pytest.raises(RoutingError, match=twice), replay_routes(model, routes, once=True):
+        model(inputs)
+        model(inputs)
     unknown = RoutedExperts(routes.ids, routes.sites, routes.num_experts)
     with replay_routes(model, unknown), pytest.raises(RoutingError, match="do not fit"):
         model(inputs)

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from synthetic import ARMS, SITES, write_study
 
 from moe_rl.study import StudyDataError, join, load
@@ -149,6 +150,23 @@ def test_rows_written_twice_by_a_resumed_run_count_once(copy):
     assert rows["step"].tolist() == [0, 1, 2, 3, 4, 5]
     assert rows["reward"].tolist()[2] == 0.123
     assert "repeated rollout rows" in data.notes[0]
+
+
+def test_batches_that_a_lag_samples_ahead_are_no_rows_of_a_resumed_run(copy):
+    run = copy / "gspo" / "seed0"
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["rollout"] = {**config.get("rollout", {}), "lag": 2}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    ahead = [{"kind": "rollout", "step": 0, "reward": reward, "reward_n": 256} for reward in (0.1, 0.2)]
+    ahead += [{"kind": "engine", "step": 0, "update": 0, "pair": "engines", "k3": k3} for k3 in (0.1, 0.2, 0.3)]
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    metrics = "".join(json.dumps(row) + "\n" for row in ahead) + "".join(lines)
+    (run / "metrics.jsonl").write_text(metrics)
+    data = load(copy)
+    assert not any("repeated" in note for note in data.notes)
+    assert data.rollouts.query("arm == 'gspo' and seed == 0")["step"].tolist() == [0, 1, 2, 3, 4, 5]
+    (run / "metrics.jsonl").write_text(json.dumps(ahead[0]) + "\n" + metrics)
+    assert "repeated rollout rows" in load(copy).notes[0], "one more than the lag says"
 
 
 def test_rows_of_an_unknown_kind_are_left_out_with_a_note(copy):

@@ -1,13 +1,19 @@
 """What would be found out late, or lose something, is refused before the first run."""
 
+from dataclasses import replace
+
 import pytest
 
+from moe_rl.policy.lora import LoraConfig
+from moe_rl.policy.models import ModelConfig
+from moe_rl.policy.tiny import TinyConfig
+from moe_rl.rollout.engine_config import EngineConfig
 from moe_rl.study.config import ConfigError, load_study, parse_study
 from moe_rl.study.folders import read_yaml
 from moe_rl.study.grid import check_labels
 from moe_rl.study.run import check_here
 from moe_rl.study.shipped import outline
-from moe_rl.training import RunConfig
+from moe_rl.training import MethodConfig, RolloutConfig, RunConfig, validate
 
 
 def study(arms, **more):
@@ -56,3 +62,23 @@ def test_a_task_that_gives_no_reward_is_found_before_the_first_step(monkeypatch)
     monkeypatch.setattr(ModChain, "reward", lambda self, problem, completion: float("nan"))
     with pytest.raises(TaskError, match=r"task mod_chain, reward: expected a finite reward.*prompt '\^"):
         check_here(RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"method": MethodConfig(replay="R2", keep_sites=(0, 7))},
+            r"method.keep_sites: no site \[7\]; this model has 4",
+        ),
+        ({"model": ModelConfig(lora=LoraConfig(target_modules=("w1",)))}, r"model.lora.target_modules: .* has no 'w1'"),
+        ({"model": ModelConfig(tiny=TinyConfig(num_experts_per_tok=99))}, "model.tiny.num_experts_per_tok: between 1"),
+        ({"model": ModelConfig(attn_implementation="none_such")}, "none_such"),
+        ({"rollout": RolloutConfig(engine=EngineConfig(kind="none_such.py:Own"))}, "rollout.engine.kind: there is no"),
+    ],
+)
+def test_what_a_tiny_model_or_an_engine_lacks_is_found_before_a_cold_start(changes, message):
+    config = replace(RunConfig(), **changes)
+    validate(config)
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        check_here(config)

@@ -1,6 +1,7 @@
 """What a reader does with the live page's curves: other metrics, zoom, smoothing, files; arms, studies and experts."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -47,6 +48,15 @@ def test_every_metric_of_the_catalogue_can_be_drawn_and_the_link_keeps_it(browse
     assert "% of sites" in text(browser, "[id='chart-probe.sites_changed'] .chart-note"), (
         "counts over their denominator"
     )
+    choose(browser, "#add-metric", "probe.slots_changed")
+    browser.wait("document.querySelectorAll(\"[id='chart-probe.slots_changed'] .thick path\").length === 3")
+    own, chosen = (
+        browser.js(f"document.querySelector(\"[id='chart-{name}'] .plot\").getAttribute('aria-label')")
+        for name in ("changed", "probe.slots_changed")
+    )
+    latest = re.compile(r"Latest: (.*%)\.")
+    assert latest.findall(own) == latest.findall(chosen), "after a step's last update, as the page's own curve"
+    assert "last update" in text(browser, "[id='chart-probe.slots_changed'] .chart-note")
     choose(browser, "#add-metric", "engine.ess_token")
     browser.wait("document.querySelector(\"[id='chart-engine.ess_token'] svg\").textContent.includes('no engine rows')")
     browser.click("[id='chart-update.k3'] .tools button:last-child")

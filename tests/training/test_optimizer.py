@@ -1,8 +1,13 @@
 """Updates too small for bf16 add up in fp32 master weights, and in fp32 nothing differs from torch's AdamW."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from micro import MICRO, rows
 
+from moe_rl.policy.lora import LoraConfig
+from moe_rl.training import MethodConfig, OptimConfig, ProbeConfig, run
 from moe_rl.training.optimizer import MasterAdamW, make_optimizer
 
 
@@ -49,3 +54,52 @@ def test_fp32_takes_torchs_own_optimizer_and_a_frozen_weight_none():
     assert low not in optimizer.state and torch.equal(low, torch.ones(2).bfloat16())  # no gradient, no update
     with pytest.raises(ValueError, match="no closure"):
         optimizer.step(lambda: 0.0)
+
+
+ON_ROUTERS = [
+    LoraConfig(rank=2, train_router=True),
+    LoraConfig(rank=2, target_parameters=("mlp.gate.weight",)),
+]
+
+
+def of_lora(lora, **optim):
+    return replace(
+        MICRO,
+        model=replace(MICRO.model, lora=lora),
+        method=MethodConfig(kl_coef=0.1),
+        optim=OptimConfig(steps=1, num_minibatches=2, **optim),
+        probe=ProbeConfig(every=1, sequences=4, floor=False, gradients=True),
+    )
+
+
+def routers_of(state):
+    found = {name: p for name, p in state.policy.named_parameters() if ".gate." in name}
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("lora", ON_ROUTERS)
+def test_a_frozen_router_has_no_adapter_that_is_trained(lora, state_of, tmp_path):
+    state = state_of(of_lora(lora, freeze_router=True), tmp_path)
+    assert not any(p.requires_grad for p in routers_of(state).values())
+
+
+@pytest.mark.parametrize("lora", ON_ROUTERS)
+def test_adapters_on_routers_have_the_routers_learning_rate_and_gradient(lora, state_of, tmp_path):
+    state = state_of(of_lora(lora, router_lr_multiplier=0.1), tmp_path)
+    trained = {id(p) for p in routers_of(state).values() if p.requires_grad}
+    slow = {id(p) for group in state.optimizer.param_groups if group["multiplier"] == 0.1 for p in group["params"]}
+    assert slow == trained and trained
+    run(state)
+    assert rows(tmp_path, "probe")[-1]["router_gradient_cosine"] is not None
+
+
+def test_a_rate_of_routers_that_are_not_trained_is_refused(state_of, tmp_path):
+    with pytest.raises(ValueError, match=r"optim.router_lr_multiplier: 0.1 .* model.lora adapts none"):
+        state_of(of_lora(LoraConfig(rank=2), router_lr_multiplier=0.1), tmp_path)
+
+
+def test_a_reference_that_shares_the_policys_weights_weighs_nothing(state_of, tmp_path):
+    run(state_of(of_lora(LoraConfig(rank=2)), tmp_path))
+    (step,) = rows(tmp_path, "step", timed=True)
+    assert step["model_bytes"] > 0 and step["reference_bytes"] == step["reference_parameters"] == 0

@@ -9,6 +9,7 @@ from micro import logps
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     GraniteMoeConfig,
     OlmoeConfig,
     PreTrainedTokenizerFast,
@@ -210,6 +211,18 @@ def test_what_cannot_run_is_refused_before_anything_is_written(checkpoints, ques
 
 def lora(path, **changes):
     return ModelConfig(path=path, lora=LoraConfig(**changes))
+
+
+def test_a_family_without_a_load_balancing_loss_is_refused_before_it_samples(questions, tmp_path):
+    sizes = {**SIZES, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    heads = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    config = DeepseekV3Config(**sizes, **heads, vocab_size=len(tokenizer()), moe_intermediate_size=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    run = run_config(ModelConfig(path=str(tmp_path / "model")), questions)
+    with pytest.raises(ModelError, match=r"optim.aux_loss_coef: DeepseekV3ForCausalLM has no load-balancing loss"):
+        begin(replace(run, optim=replace(run.optim, aux_loss_coef=0.01)), tmp_path / "run")
+    begin(run, tmp_path / "without")
 
 
 def test_messages_need_a_chat_template(checkpoints, questions, tmp_path):

@@ -33,6 +33,18 @@ def test_ranges_and_masks_agree_with_the_other_names_for_them(state_of, tmp_path
     assert 0 < share < 1 and joined == pytest.approx(last["k3"], rel=1e-3), "both parts together: KL(mu || pi)"
 
 
+def test_a_token_beyond_the_ceiling_of_dual_clip_is_masked_above(state_of, tmp_path):
+    method = MethodConfig(objective="grpo", clip_low=1e-3, clip_high=1e-3, dual_clip=1.002)
+    run(state_of(replace(QUIET, method=method), tmp_path))
+    beyond = 0
+    for row in rows(tmp_path, "update"):
+        low, high = row["clipped_low_tokens"], row["clipped_tokens"] - row["clipped_low_tokens"]
+        assert row["is_masked_low"] == pytest.approx(low / row["tokens"])
+        assert row["is_masked_high"] == pytest.approx(high / row["tokens"])
+        beyond += high - row["clipped_high_tokens"]
+    assert beyond > 0, "some have A < 0"
+
+
 def test_max_vio_is_of_the_routes_that_were_trained_on(state_of, tmp_path):
     state = state_of(replace(QUIET, method=MethodConfig(replay="R2")), tmp_path)
     batch = collect_batch(state)

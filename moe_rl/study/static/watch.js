@@ -7,7 +7,7 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
   const CHARTS = [
-    { key: "reward", from: ["rollout", "reward"], title: "Reward", note: "of the responses that are trained on" },
+    { key: "reward", from: ["rollout", "reward"], title: "Reward", note: "of all responses that are sampled for training" },
     { key: "heldout", from: ["eval", "reward"], title: "Held-out reward", note: "on prompts that are never trained on" },
     { key: "changed", from: ["probe", "slots_changed and slots"], title: "Experts changed", note: "% of slots, last update of a step, live", percent: true, floor: true },
     { key: "clipped", from: ["update", "clipped_tokens and tokens"], title: "Clipped tokens", note: "% of a step’s tokens, log axis", percent: true, log: true },
@@ -26,7 +26,7 @@
 
   const unread = () => ({ points: fresh(), floor: new Map(), kinds: new Map(), step: null, seconds: [], damaged: 0 });
   const fresh = () => ({
-    ...Object.fromEntries(view.metrics.map((key) => [key, new moeRL.Points(catalogue[key]?.over ? "share" : catalogue[key]?.kind === "update" ? "mean" : "last")])),
+    ...Object.fromEntries(view.metrics.map((key) => [key, new moeRL.Points(catalogue[key]?.kind !== "update" ? "last" : catalogue[key].over ? "share" : "mean")])),
     reward: new moeRL.Points("last"), heldout: new moeRL.Points("last"), changed: new moeRL.Points("last"),
     clipped: new moeRL.Points("share"), vartoken: new moeRL.Points("last"), varsequence: new moeRL.Points("last"),
     grad: new moeRL.Points("mean"), entropy: new moeRL.Points("last"), length: new moeRL.Points("last"),
@@ -180,10 +180,11 @@
 
   // Metrics that the reader adds, the range of steps, smoothing
 
+  const OF_UPDATES = { update: ", over a step’s updates", probe: ", after a step’s last update", decomposition: ", after a step’s last update" };
   const specOf = (key) => {
     const { kind, name, unit, definition, over } = catalogue[key];
     return { key, from: [kind, name], title: `${name}, ${kind} rows`, percent: Boolean(over), remove: () => chooseMetrics(view.metrics.filter((k) => k !== key)),
-      note: `${definition} (${over ? `% of ${over}` : unit})` };
+      note: `${definition} (${over ? `% of ${over}` : unit})${OF_UPDATES[kind] ?? ""}` };
   };
 
   /** Exactly these metrics of the catalogue have charts of their own; runs are read again for their values. */
