@@ -5,9 +5,11 @@ from pathlib import Path
 import pandas as pd
 
 from moe_rl.study.comparing import compare_runs, comparisons
+from moe_rl.study.config import changed_settings, load_study
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.roundings import NATIVE, Rounding, components_of, conclusions_of
+from moe_rl.study.shipped import shipped_studies
 
 RESULTS = Path("docs") / "results"
 
@@ -23,7 +25,10 @@ def published_roundings(folder: Path) -> dict[str, Rounding]:
     """
     for name in ("runs.csv", "comparisons.csv"):
         if not (folder / name).is_file():
-            raise ResultsError(f"{folder}: no {name}; expected the committed results of a study that compares arms")
+            raise ResultsError(
+                f"{folder}: no {name}; expected the committed results of a study that compares arms, from "
+                "the root of the repository"
+            )
     runs, table = pd.read_csv(folder / "runs.csv"), pd.read_csv(folder / "comparisons.csv")
     if "rounding" not in runs:
         runs["rounding"] = NATIVE
@@ -34,12 +39,30 @@ def published_roundings(folder: Path) -> dict[str, Rounding]:
     }
 
 
+def check_settings(data: StudyData) -> None:
+    """Raises ResultsError where a run has other settings than the study of that name that comes with the package."""
+    path = shipped_studies().get(data.name)
+    if path is None:
+        return
+    study = load_study(path)
+    for run in data.runs:
+        known = run.arm in study.arms
+        changed = changed_settings(run.config, study.resolve(run.arm, run.seed)) if known else ["no such arm"]
+        if changed:
+            raise ResultsError(
+                f"{run.arm}/seed{run.seed} was run with other settings than those of {path}, of which the results are "
+                f"committed: {', '.join(changed)}"
+            )
+
+
 def against_published(data: StudyData, folder: Path, name: str) -> dict[str, pd.DataFrame]:
     """`roundings` and `variance_components` of a published study and of the same study run again: what becomes of each
     published conclusion (`conclusions_of`). The runs of `data` are the rounding `name`.
 
-    Raises ResultsError where none of the published comparisons has runs here.
+    Raises ResultsError where none of the published comparisons has runs here, or runs have other settings than the
+    study of that name.
     """
+    check_settings(data)
     both = published_roundings(folder)
     known = [f"{pair.arm} - {pair.other}" for pair in both[NATIVE].pairs]
     for rounding, study in {NATIVE: data, **data.roundings}.items():

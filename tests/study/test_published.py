@@ -1,15 +1,18 @@
 """A study run again elsewhere, beside its committed tables."""
 
 import shutil
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 from synthetic import read_rows, write_rows, write_study
 
 from moe_rl.study import load, results
-from moe_rl.study.published import ResultsError, against_published, published_roundings
+from moe_rl.study.config import dump_run, load_study
+from moe_rl.study.published import ResultsError, against_published, check_settings, published_roundings
 from moe_rl.study.results import main, write_results
 from moe_rl.study.roundings import conclusion_table
+from moe_rl.study.shipped import shipped_studies
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +77,19 @@ def test_what_cannot_be_set_beside_each_other_is_said(study, tmp_path):
     other = write_study(tmp_path / "runs", arms=("grpo", "grpo_replay"), seeds=(0, 1), steps=6, sequences=1)
     with pytest.raises(ResultsError, match=r"none of its comparisons \(gspo - grpo.*\) has runs in runs"):
         against_published(load(other), tmp_path / "small", "here")
+
+
+def test_runs_of_other_settings_are_not_set_beside_the_committed_ones(tmp_path):
+    path = shipped_studies()["quick"]
+    quick = load_study(path)
+    arm, seed = quick.runs()[0]
+    folder = write_study(tmp_path / "quick", arms=("grpo",), seeds=(seed,), steps=6, sequences=1)
+    run = folder / arm / f"seed{seed}"
+    config = quick.resolve(arm, seed)
+    (run / "config.yaml").write_text(dump_run(config))
+    check_settings(load(folder))
+    (run / "config.yaml").write_text(dump_run(replace(config, optim=replace(config.optim, steps=5))))
+    with pytest.raises(
+        ResultsError, match=rf"{arm}/seed{seed} was run with other settings than .*quick.yaml.*optim.steps"
+    ):
+        check_settings(load(folder))
