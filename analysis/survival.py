@@ -53,6 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     table = survival_table()
     print(table.to_string(index=False))
+    print(f"{len(table)} repetitions: {table.drop(columns=['study', 'again']).sum().to_dict()}")
     if options.csv:
         table.to_csv(options.csv, index=False, lineterminator="\n")
 
