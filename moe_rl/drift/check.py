@@ -106,11 +106,18 @@ def own_routes(
     model: nn.Module, tokens: Sequence[np.ndarray], batch_size: int, say: Say = lambda line: None
 ) -> OwnRoutes:
     """What the model chooses for these tokens, and what a copy in other arithmetic does: bf16, or fp32 where the model
-    is not in fp32."""
+    is not in fp32. Raises DriftError where that copy cannot run: without it nothing says what arithmetic explains."""
     base, routes = _scored(model, tokens, batch_size)
     say(f"scored {len(tokens)} sequences; again in other arithmetic, for the floor")
     other = torch.bfloat16 if next(model.parameters()).dtype == torch.float32 else torch.float32
-    copy, _ = _scored(rounded_copy(model, other), tokens, batch_size)
+    try:
+        copy, _ = _scored(rounded_copy(model, other), tokens, batch_size)
+    except (RuntimeError, MemoryError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise DriftError(
+            f"a copy of the model in {str(other).removeprefix('torch.')} cannot run here, and the limits come from it: "
+            f"{first}. Try another --device or --dtype"
+        ) from error
     numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", site) for site in routes.sites]
     layers = tuple(int(number[1]) if number else i for i, number in enumerate(numbers))
     experts = routes.num_experts

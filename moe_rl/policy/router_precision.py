@@ -18,8 +18,8 @@ def keep_routers_fp32(model: nn.Module) -> nn.Module:
 
     What a router returns (logits, gates) is then fp32, too. A routing site without parameters (hash routing) is left.
     Copies that moe_rl casts (a rollout engine's, the noise floor's) keep them so.
-    Not for DBRX, Inkling, JetMoE and Llama 4, whose blocks multiply gates with hidden states as they come: their first
-    forward is then an error of dtypes.
+    Not for DBRX, Doge, Inkling, JetMoE and Llama 4, whose blocks multiply gates with hidden states as they come: their
+    first forward is then an error of dtypes (a training run says so before it begins).
 
     Raises:
         UnsupportedModelError: no router is found.

@@ -4,11 +4,12 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from moe_rl.measure.logprobs import causal_lm
+from moe_rl.measure.logprobs import causal_lm, evaluating
 from moe_rl.policy.lora import frozen_reference
 from moe_rl.policy.models import load_policy, seeded
 from moe_rl.policy.router_precision import keep_routers_fp32
@@ -61,7 +62,7 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         report=_policy_row(listener),
     )
     if config.distributed.router_fp32:
-        keep_routers_fp32(model)
+        check_forward(keep_routers_fp32(model))
     if config.optim.aux_loss_coef:
         check_aux_loss(model)
     ranks.agree_on_weights(model)
@@ -105,11 +106,36 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     )
 
 
+def check_forward(model: nn.Module) -> None:
+    """Raises ModelError for a family whose blocks multiply what an fp32 router returns with 16-bit hidden states."""
+    try:
+        _two_tokens(model)
+    except RuntimeError as error:
+        if "dtype" not in str(error) and "scalar type" not in str(error):
+            raise
+        raise ModelError(
+            f"distributed.router_fp32: {type(causal_lm(model)).__name__} does not go on with the fp32 gates of such "
+            f"routers ({str(error).splitlines()[0]}); set it to false, or model.dtype to float32"
+        ) from error
+
+
 def check_aux_loss(model: nn.Module) -> None:
-    """Raises ModelError for a family whose forward knows no router logits, and so no load-balancing loss."""
+    """Raises ModelError for a family that has no load-balancing loss: its forward knows no router logits, or makes
+    nothing of them."""
     family = type(causal_lm(model))
-    if "output_router_logits" not in inspect.signature(family.forward).parameters:
+    known = "output_router_logits" in inspect.signature(family.forward).parameters
+    said = _two_tokens(model, output_router_logits=True) if known else {}
+    if said is not None and said.get("aux_loss") is None:
         raise ModelError(f"optim.aux_loss_coef: {family.__name__} has no load-balancing loss; set it to 0")
+
+
+def _two_tokens(model: nn.Module, **asked: bool) -> dict[str, Any] | None:
+    """What the model says to two tokens; None where another rank holds its weights (and asks it the same)."""
+    lm = causal_lm(model)
+    if lm.device.type == "meta":
+        return None
+    with torch.no_grad(), evaluating(lm):
+        return lm(torch.zeros(1, 2, dtype=torch.int64, device=lm.device), use_cache=False, **asked)
 
 
 def _cold_start_rows(listener: Listener | None) -> Callable[[int, int, float], None] | None:

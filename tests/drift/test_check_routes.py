@@ -164,3 +164,12 @@ def test_files_and_models_that_cannot_be_right(place, tmp_path):
     )
     refused(lines, "--model: .*registers no router", model=str(tmp_path / "dense"))
     refused(lines, "--model: there is no folder", model=str(tmp_path / "nothing"))
+
+
+def test_a_model_whose_copy_cannot_run_has_no_limits_and_says_so(place, tmp_path, monkeypatch):
+    def no_kernel(model, dtype):
+        raise RuntimeError("\"some_kernel\" not implemented for 'BFloat16'\nand more lines")
+
+    monkeypatch.setattr("moe_rl.drift.check.rounded_copy", no_kernel)
+    with pytest.raises(DriftError, match=r"a copy of the model in bfloat16 cannot run here.*not implemented for 'BFl"):
+        checked(CheckOptions(write(place, tmp_path, "lines"), place.model))

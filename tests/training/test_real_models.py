@@ -8,9 +8,11 @@ import torch
 from micro import logps
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AfmoeConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
     GraniteMoeConfig,
+    JetMoeConfig,
     OlmoeConfig,
     PreTrainedTokenizerFast,
     Qwen3MoeConfig,
@@ -32,6 +34,7 @@ from moe_rl.training import (
     run,
     train,
 )
+from moe_rl.training.config import DistributedConfig
 from moe_rl.training.loop import collect_batch
 from moe_rl.training.optimizer import MasterAdamW
 
@@ -217,12 +220,36 @@ def test_a_family_without_a_load_balancing_loss_is_refused_before_it_samples(que
     sizes = {**SIZES, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
     heads = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
     config = DeepseekV3Config(**sizes, **heads, vocab_size=len(tokenizer()), moe_intermediate_size=8)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    run = run_config(ModelConfig(path=str(tmp_path / "model")), questions)
+    run = saved(config, questions, tmp_path)
     with pytest.raises(ModelError, match=r"optim.aux_loss_coef: DeepseekV3ForCausalLM has no load-balancing loss"):
         begin(replace(run, optim=replace(run.optim, aux_loss_coef=0.01)), tmp_path / "run")
     begin(run, tmp_path / "without")
+
+
+def test_a_family_that_makes_no_loss_of_its_router_logits_is_refused_before_it_samples(questions, tmp_path):
+    experts = {"num_experts": 4, "num_shared_experts": 0, "num_dense_layers": 0}
+    config = AfmoeConfig(**SIZES, **experts, vocab_size=len(tokenizer()), moe_intermediate_size=8, head_dim=8)
+    run = saved(config, questions, tmp_path)
+    with pytest.raises(ModelError, match=r"optim.aux_loss_coef: AfmoeForCausalLM has no load-balancing loss"):
+        begin(replace(run, optim=replace(run.optim, aux_loss_coef=0.01)), tmp_path / "run")
+    begin(run, tmp_path / "without")
+
+
+def test_a_family_that_cannot_go_on_with_fp32_gates_is_refused_before_it_samples(questions, tmp_path):
+    config = JetMoeConfig(**SIZES, kv_channels=8, num_local_experts=4, vocab_size=len(tokenizer()))
+    run = saved(config, questions, tmp_path)
+    low = replace(run, model=replace(run.model, dtype="bfloat16"))
+    with pytest.raises(ModelError, match=r"distributed.router_fp32: JetMoeForCausalLM does not go on with the fp32"):
+        begin(replace(low, distributed=DistributedConfig(router_fp32=True)), tmp_path / "run")
+    begin(low, tmp_path / "without")
+    begin(replace(run, distributed=DistributedConfig(router_fp32=True)), tmp_path / "in_fp32")
+
+
+def saved(config, questions, folder):
+    """The configuration of a run of a model with random weights."""
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    tokenizer().save_pretrained(folder / "model")
+    return run_config(ModelConfig(path=str(folder / "model")), questions)
 
 
 def test_messages_need_a_chat_template(checkpoints, questions, tmp_path):

@@ -76,9 +76,9 @@
   async function read(state) {
     const run = runs.get(state.run);
     for (let more = true; more;) {
-      const wanted = view.metrics.join(",");
-      const answer = await get("run", { run: state.run, since: run.since, ...(wanted ? { metrics: wanted } : {}) });
-      if (wanted !== view.metrics.join(",")) return; // another choice was made meanwhile: the run is read again
+      const wanted = view.metrics.join(","), since = run.since;
+      const answer = await get("run", { run: state.run, since, ...(wanted ? { metrics: wanted } : {}) });
+      if (wanted !== view.metrics.join(",") || since !== run.since) return; // another choice was made meanwhile: the run is read again
       if (answer.reset) Object.assign(run, unread());
       take(run, answer.rows);
       for (const [key, values] of Object.entries(answer.chosen)) {
