@@ -1,26 +1,21 @@
-"""Policies: load a hub or local Mixture-of-Experts, or make the tiny one (`tiny`) and keep it for next time."""
+"""Policies: load a hub or local Mixture-of-Experts, or make the tiny one (`tiny`, `kept`)."""
 
 import hashlib
-import json
-import os
-import random
-import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_rl.checks import changed_since, digests, parse_json, sealed
-from moe_rl.files import one_at_a_time
+from moe_rl.checks import changed_since
 from moe_rl.measure.randomness import turn_off_randomness
+from moe_rl.policy.kept import COLD_START, REMEDY, kept_cold_start
 from moe_rl.policy.lora import LoraConfig, add_lora
 from moe_rl.policy.tiny import (
     TINY_EXPERTS,
@@ -30,7 +25,6 @@ from moe_rl.policy.tiny import (
     TinyConfig,
     build_tiny,
     char_tokenizer,
-    cold_start,
 )
 from moe_rl.processes import no_progress_bars
 from moe_rl.rollout import Task
@@ -40,8 +34,6 @@ from moe_rl.routing.experts import check_experts_name, check_megablocks, registe
 from moe_rl.routing.sites import find_sites
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-COLD_START = "cold_start.json"
-"""In the folder of a kept cold start: how it was made, and what its files are."""
 
 
 @dataclass(frozen=True)
@@ -122,11 +114,13 @@ def load_policy(
         tokenizer = char_tokenizer(task.alphabet)
         model = build_tiny(config.tiny, tokenizer, **_implementations(config))
         cast_parameters(model, DTYPES[config.dtype])  # rotary frequencies stay in fp32, as in a model that is loaded
-    elif cache_dir is not None:
-        model, tokenizer, reached = _load_cached(config, task, Path(cache_dir), progress, weights)
     else:
-        with tempfile.TemporaryDirectory(prefix="moe_rl-") as folder:
-            model, tokenizer, reached = _load_cached(config, task, Path(folder), progress, weights)
+        with tempfile.TemporaryDirectory(prefix="moe_rl-") if cache_dir is None else nullcontext(cache_dir) as root:
+            folder, reached = kept_cold_start(config.tiny, config.cold_start, task, Path(root), progress)
+            try:
+                model, tokenizer = _load(str(folder), config, weights)
+            except ModelError as error:
+                raise ModelError(f"{error} Is it damaged? {REMEDY}") from error
     try:
         find_sites(model)
     except UnsupportedModelError as error:
@@ -298,105 +292,3 @@ def _default_experts(config: ModelConfig) -> str | None:
 def _brief(error: Exception) -> str:
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else text[:300] + "..."
-
-
-# -- cold-started models, kept --------------------------------------------------------------------------------
-
-
-def _load_cached(
-    config: ModelConfig, task: Task, root: Path, progress: Progress | None, weights: bool
-) -> tuple[Any, Any, dict[str, Any]]:
-    recipe = _recipe(config, task)
-    key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
-    folder = root / key
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ModelError(f"cannot keep cold-started models in {root}: {error}. Choose another folder.") from error
-    with one_at_a_time(root / f"{key}.lock"):
-        if not folder.exists():
-            _make(config, task, recipe, folder, progress)
-    remedy = "Delete the folder: it will be made anew."
-    try:
-        stored = parse_json((folder / COLD_START).read_bytes())
-        if stored["recipe"] != recipe:
-            raise ModelError(f"{folder} holds a cold-started model of another recipe. {remedy}")
-        reached = {"seed": recipe["cold_start"]["seed"], "steps": stored["steps"], "reward": stored["pass@1"]}
-        reached |= {"until_reward": recipe["cold_start"]["until_reward"], "kernels": recipe["kernels"]}
-        learned = bool(stored["reached"])
-        model, tokenizer = _load(str(folder), config, weights)
-    except ModelError as error:
-        raise error if remedy in str(error) else ModelError(f"{error} Is it damaged? {remedy}") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{folder}: this cold-started model is damaged ({error}). {remedy}") from error
-    if not learned:
-        raise ModelError(
-            f"the cold start of seed {reached['seed']} ended at a held-out reward of {reached['reward']:.3f} after "
-            f"{reached['steps']} steps, and model.cold_start.until_reward asks for {reached['until_reward']}. Give all "
-            "runs of the study more model.cold_start.steps, or a reward that can be reached; to leave this seed out "
-            "would be to choose seeds by how they begin."
-        )
-    return model, tokenizer, reached
-
-
-def _make(config: ModelConfig, task: Task, recipe: Any, folder: Path, progress: Progress | None) -> None:
-    """Cold-start in fp32 on one thread with the tiny model's default implementations, whatever the run loads it with.
-
-    One that did not reach its reward is kept, too: whoever else wants it need not try again.
-    """
-    assert config.cold_start is not None
-    tokenizer = char_tokenizer(task.alphabet)
-    model = build_tiny(config.tiny, tokenizer)
-    with _one_thread():
-        result = cold_start(model, tokenizer, task, config.cold_start, progress)
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
-    try:
-        with no_progress_bars():
-            model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        made = {"recipe": recipe, **result, "files": digests(unfinished)}
-        (unfinished / COLD_START).write_text(json.dumps(sealed(made)) + "\n")
-        for file in unfinished.iterdir():
-            with open(file, "rb") as written:
-                os.fsync(written.fileno())
-        unfinished.rename(folder)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"cannot write the cold-started model to {folder}: {error}. Nothing was kept; is the disk full?"
-        ) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _recipe(config: ModelConfig, task: Task) -> dict[str, Any]:
-    """All that decides a cold-started model on one machine: the task by what it shows rather than by what it is called,
-    and what decides its rounding, instruction set and experts implementation (over some hundred steps another rounding
-    is another model)."""
-    assert config.cold_start is not None
-    rng = random.Random(0)
-    shown = []
-    demonstrate = getattr(task, "demonstration", lambda *_: None)
-    for _ in range(16):
-        problem = task.problem(rng)
-        shown.append((problem.prompt, problem.answer, demonstrate(problem, rng, 0.5)))
-    recipe = {
-        "tiny": asdict(config.tiny),
-        "cold_start": asdict(config.cold_start),
-        "task": task.name,
-        "alphabet": "".join(sorted(set(task.alphabet))),
-        "demonstrations": hashlib.sha256(repr(shown).encode()).hexdigest(),
-        "kernels": torch.backends.cpu.get_cpu_capability(),
-        "experts": TINY_EXPERTS,
-    }
-    return json.loads(json.dumps(recipe))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Sums in one order, however many threads the run may use."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -1,0 +1,137 @@
+"""Cold-started tiny models, kept in one folder each in hub format: whoever wants one again finds it."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from moe_rl.checks import digests, parse_json, sealed
+from moe_rl.files import one_at_a_time
+from moe_rl.policy.tiny import (
+    TINY_EXPERTS,
+    ColdStartConfig,
+    ModelError,
+    Progress,
+    TinyConfig,
+    build_tiny,
+    char_tokenizer,
+    cold_start,
+)
+from moe_rl.processes import no_progress_bars
+from moe_rl.rollout import Task
+
+COLD_START = "cold_start.json"
+"""In the folder of a kept cold start: how it was made, and what its files are."""
+REMEDY = "Delete the folder: it will be made anew."
+
+
+def kept_cold_start(
+    tiny: TinyConfig, start: ColdStartConfig, task: Task, root: Path, progress: Progress | None
+) -> tuple[Path, dict[str, Any]]:
+    """The folder in `root` of the model that this cold start makes, made now if it is not there, and what it reached.
+
+    Processes that want the same one at the same time make it once.
+
+    Raises ModelError: it did not reach its `until_reward`, the folder is damaged or cannot be written.
+    """
+    recipe = _recipe(tiny, start, task)
+    key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    folder = root / key
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ModelError(f"cannot keep cold-started models in {root}: {error}. Choose another folder.") from error
+    with one_at_a_time(root / f"{key}.lock"):
+        if not folder.exists():
+            _make(tiny, start, task, recipe, folder, progress)
+    try:
+        stored = parse_json((folder / COLD_START).read_bytes())
+        if stored["recipe"] != recipe:
+            raise ModelError(f"{folder} holds a cold-started model of another recipe. {REMEDY}")
+        reached = {"seed": start.seed, "steps": stored["steps"], "reward": stored["pass@1"]}
+        reached |= {"until_reward": start.until_reward, "kernels": recipe["kernels"]}
+        learned = bool(stored["reached"])
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{folder}: this cold-started model is damaged ({error}). {REMEDY}") from error
+    if not learned:
+        raise ModelError(
+            f"the cold start of seed {reached['seed']} ended at a held-out reward of {reached['reward']:.3f} after "
+            f"{reached['steps']} steps, and model.cold_start.until_reward asks for {reached['until_reward']}. Give all "
+            "runs of the study more model.cold_start.steps, or a reward that can be reached; to leave this seed out "
+            "would be to choose seeds by how they begin."
+        )
+    return folder, reached
+
+
+def _make(
+    tiny: TinyConfig, start: ColdStartConfig, task: Task, recipe: Any, folder: Path, progress: Progress | None
+) -> None:
+    """Cold-start in fp32 on one thread with the tiny model's default implementations, whatever the run loads it with.
+
+    One that did not reach its reward is kept, too: whoever else wants it need not try again.
+    """
+    tokenizer = char_tokenizer(task.alphabet)
+    model = build_tiny(tiny, tokenizer)
+    with _one_thread():
+        result = cold_start(model, tokenizer, task, start, progress)
+    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        with no_progress_bars():
+            model.save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
+        made = {"recipe": recipe, **result, "files": digests(unfinished)}
+        (unfinished / COLD_START).write_text(json.dumps(sealed(made)) + "\n")
+        for file in unfinished.iterdir():
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+        unfinished.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"cannot write the cold-started model to {folder}: {error}. Nothing was kept; is the disk full?"
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _recipe(tiny: TinyConfig, start: ColdStartConfig, task: Task) -> dict[str, Any]:
+    """All that decides a cold-started model on one machine: the task by what it shows rather than by what it is called,
+    and what decides its rounding, instruction set and experts implementation (over some hundred steps another rounding
+    is another model)."""
+    rng = random.Random(0)
+    shown = []
+    demonstrate = getattr(task, "demonstration", lambda *_: None)
+    for _ in range(16):
+        problem = task.problem(rng)
+        shown.append((problem.prompt, problem.answer, demonstrate(problem, rng, 0.5)))
+    recipe = {
+        "tiny": asdict(tiny),
+        "cold_start": asdict(start),
+        "task": task.name,
+        "alphabet": "".join(sorted(set(task.alphabet))),
+        "demonstrations": hashlib.sha256(repr(shown).encode()).hexdigest(),
+        "kernels": torch.backends.cpu.get_cpu_capability(),
+        "experts": TINY_EXPERTS,
+    }
+    return json.loads(json.dumps(recipe))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in one order, however many threads the run may use."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
