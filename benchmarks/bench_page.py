@@ -150,12 +150,12 @@ def machine() -> dict[str, Any]:
 
     from moe_rl.study.run import environment
 
-    facts = environment("")
+    machine = environment("")
     kept = ("git_commit", "git_dirty", "cpu", "cpus", "kernels", "device", "cuda", "started")
-    versions = {name: facts["versions"][name] for name in ("torch", "transformers")}
+    versions = {name: machine["versions"][name] for name in ("torch", "transformers")}
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        **{name: facts[name] for name in kept},
+        **{name: machine[name] for name in kept},
         "versions": versions,
         "gpus": gpus,
         "python": platform.python_version(),
@@ -166,12 +166,14 @@ def described(parts: Sequence[dict[str, Any]]) -> str:
     """The machine in a sentence; where parts were run apart, each of them."""
     said: dict[str, list[str]] = {}
     for part in parts:
-        facts = part["machine"]
-        versions = ", ".join(f"{name} {facts['versions'][name]}" for name in ("torch", "transformers"))
-        commit = f"{(facts['git_commit'] or 'none')[:10]}{' with changes' if facts['git_dirty'] else ''}"
-        gpus = f"{', '.join(facts['gpus'])}, CUDA {facts['cuda']}; " if facts["gpus"] else ""
-        where = f"{gpus}{facts['cpu']}, {facts['cpus']} cores, {facts['kernels']} kernels"
-        text = f"Measured {facts['started'][:10]} at commit {commit} on {where}; Python {facts['python']}, {versions}"
+        machine = part["machine"]
+        versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "transformers"))
+        commit = f"{(machine['git_commit'] or 'none')[:10]}{' with changes' if machine['git_dirty'] else ''}"
+        gpus = f"{', '.join(machine['gpus'])}, CUDA {machine['cuda']}; " if machine["gpus"] else ""
+        where = f"{gpus}{machine['cpu']}, {machine['cpus']} cores, {machine['kernels']} kernels"
+        text = (
+            f"Measured {machine['started'][:10]} at commit {commit} on {where}; Python {machine['python']}, {versions}"
+        )
         said.setdefault(text, []).append(part["name"])
     if len(said) == 1:
         return f"{next(iter(said))}."

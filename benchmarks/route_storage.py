@@ -72,7 +72,7 @@ def two_policies(shape: Shape, tokens: int) -> tuple[RoutedExperts, RoutedExpert
 
 
 def measured(shape: Shape, tokens: int, rounds: int) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Facts of the two files, bytes per token and shares; and seconds of each round."""
+    """Sizes of the two files, bytes per token and shares; and seconds of each round."""
     old, new = two_policies(shape, tokens)
     counts = change_counts(old, new)
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ def measured(shape: Shape, tokens: int, rounds: int) -> tuple[dict[str, float], 
 
 
 def table(found: dict[int, list[dict[str, float]]]) -> list[str]:
-    """The section of docs/scaling.md; `found`: by tokens of a file, facts of each of SHAPES."""
+    """The section of docs/scaling.md; `found`: by tokens of a file, sizes of each of SHAPES."""
     lines = [f"| bytes per token | {' | '.join(s.name for s in SHAPES)} |", f"| --- |{' --- |' * len(SHAPES)}"]
     each = [shipped(shape) for shape in SHAPES]
 
@@ -118,12 +118,12 @@ def table(found: dict[int, list[dict[str, float]]]) -> list[str]:
     for name in each[0]:
         add(name, [one[name] for one in each])
     limits = [one["limit of a policy, log2 C(E, K) a row"] for one in each]
-    for tokens, facts in found.items():
-        add(f"route table on disk, a file of {tokens:,} tokens", [one["routes"] for one in facts], limits)
-        share = ", ".join(f"{one['site change']:.1%}" for one in facts)
-        low = [one["changes limit"] for one in facts]
+    for tokens, sizes in found.items():
+        add(f"route table on disk, a file of {tokens:,} tokens", [one["routes"] for one in sizes], limits)
+        share = ", ".join(f"{one['site change']:.1%}" for one in sizes)
+        low = [one["changes limit"] for one in sizes]
         add(f"limit of an update that changes {share} of the sets", low)
-        add(f"its route table on disk, a file of {tokens:,} tokens", [one["changes"] for one in facts], low)
+        add(f"its route table on disk, a file of {tokens:,} tokens", [one["changes"] for one in sizes], low)
     return lines
 
 
@@ -138,8 +138,8 @@ def main() -> None:
     found: dict[int, list[dict[str, float]]] = {}
     results = []
     for tokens, shape in itertools.product(options.tokens, SHAPES):
-        facts, seconds = measured(shape, tokens, options.rounds)
-        found.setdefault(tokens, []).append(facts)
+        sizes, seconds = measured(shape, tokens, options.rounds)
+        found.setdefault(tokens, []).append(sizes)
         size = tokens * shape.sites * shape.k * packed_dtype(shape.experts).itemsize
         for name, times in seconds.items():
             speed = size / 1e6 / statistics.median(times)

@@ -11,13 +11,13 @@ from moe_rl.tables import TABLES
 NAME = "DONE"
 
 
-def write_done(folder: Path, **facts: Any) -> None:
-    """Write `folder`/DONE: `facts`; number of rows, bytes and SHA-256 of `metrics.jsonl`; bytes of every table (which
+def write_done(folder: Path, **values: Any) -> None:
+    """Write `folder`/DONE: `values`; number of rows, bytes and SHA-256 of `metrics.jsonl`; bytes of every table (which
     have checksums of their own) and of every file of the checkpoint, with the SHA-256 of its `state.json`, which has
     those of the others."""
     metrics = _bytes(folder / "metrics.jsonl")
     covered = {
-        **facts,
+        **values,
         "metrics": {"rows": metrics.count(b"\n"), "bytes": len(metrics), "sha256": sha256_of_bytes(metrics)},
         "tables": sizes(folder, *TABLES),
         "checkpoint": sizes(folder, "checkpoint/*"),

@@ -50,8 +50,8 @@ def write_table(
 
     groups = (pa.table(group) for group in ([columns] if isinstance(columns, dict) else columns))
     first = next(groups)
-    facts: dict[Any, Any] = {key: json.dumps(value) for key, value in (metadata or {}).items()}
-    schema = first.schema.with_metadata({**facts, SEALED: "1"})
+    header: dict[Any, Any] = {key: json.dumps(value) for key, value in (metadata or {}).items()}
+    schema = first.schema.with_metadata({**header, SEALED: "1"})
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, schema, compression="zstd", compression_level=1, **options) as writer:
         for group in itertools.chain([first], groups):
@@ -140,7 +140,7 @@ def _tail(path: Path) -> tuple[bytes, bytes]:
     return data[:before], data[before:]
 
 
-def facts_of(table: "pyarrow.Table | pyarrow.parquet.ParquetFile") -> dict[str, Any]:
+def header_of(table: "pyarrow.Table | pyarrow.parquet.ParquetFile") -> dict[str, Any]:
     """The `metadata` that `write_table` was given; what other programs put there and is no JSON is left out."""
     found: dict[str, Any] = {}
     schema = table.schema_arrow if hasattr(table, "schema_arrow") else table.schema

@@ -4,7 +4,7 @@
 - `prompts`      the text, streamed
 - `checkpoints`  the pair, checked and loaded
 - `passes`       the forwards, with both models or one at a time
-- `tally`        what is counted
+- `sums`         what is counted
 - `gates`        routers of one on the body of the other
 - `run`          all of a pair, and what is written
 - `series`       the same of n checkpoints, one model in memory at a time

@@ -40,7 +40,7 @@ class Variant:
 class Floor:
     """Measured on the first batches, until `sequences` of them were seen; 0 measures nothing.
 
-    `add` while the old model is at hand; then read `facts`, `sites`, `positions` and `flips`.
+    `add` while the old model is at hand; then read `results`, `sites`, `positions` and `flips`.
     """
 
     def __init__(self, sequences: int):
@@ -70,7 +70,7 @@ class Floor:
 
     # -- what it comes to -----------------------------------------------------------------------------------------
 
-    def facts(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """By variant: `slot`, `site`, `token` (rate, changed, of); `gap_mean`, `gap_max` of log-probabilities, nats.
         Empty where nothing was measured."""
         found: dict[str, Any] = {}

@@ -94,20 +94,20 @@ def cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def say(facts: Mapping[str, Any], console: Console) -> None:
+def say(results: Mapping[str, Any], console: Console) -> None:
     """The verdict, the table, and what is missing."""
-    console.print(facts["verdict"], highlight=False)
+    console.print(results["verdict"], highlight=False)
     table = Table(*HEADS, box=None, pad_edge=False, header_style="bold")
     for column in table.columns[2:]:
         column.justify = "right"
     last = None
-    for row in facts["rows"]:
+    for row in results["rows"]:
         if last not in (None, row["dtype"]):
             table.add_section()
         table.add_row(*cells(row))
         last = row["dtype"]
     console.print(table)
-    for row in facts["left_out"]:
+    for row in results["left_out"]:
         console.print(f"not measured: {row['dtype']} {row['variant']}: {row['reason']}", style="dim", highlight=False)
 
 
@@ -152,28 +152,28 @@ def floor_figure(rows: Sequence[Mapping[str, Any]], note: str) -> StudyFigure:
     return StudyFigure("arithmetic_floor", "What arithmetic alone changes.", caption, figure, frame)
 
 
-def draw(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], folder: Path) -> StudyFigure:
+def draw(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Any], folder: Path) -> StudyFigure:
     """The figure, saved in every format."""
-    size = facts["settings"]["batch_size"]
+    size = results["settings"]["batch_size"]
     note = (
         f"Reference: one forward over batches of {size} (prompts padded on the left, completions on the right) in each "
-        f"dtype. {facts['model']}, {facts['measured_tokens']:,} tokens of {facts['sequences']:,} sequences."
+        f"dtype. {results['model']}, {results['measured_tokens']:,} tokens of {results['sequences']:,} sequences."
     )
     figure = floor_figure(rows, note)
     save_figure(figure, folder)
     return figure
 
 
-def render(facts: Mapping[str, Any], figure: StudyFigure) -> str:
+def render(results: Mapping[str, Any], figure: StudyFigure) -> str:
     """The page: self-contained, without scripts."""
     counts = [
         [row["dtype"], label(row), *(f"{row[f'{unit}_changed']:,} / {row[unit]:,}" for unit in UNITS)]
         + [f"{row['outside']:,} → {row['outside_replayed']:,} / {row['measured']:,}"]
         + [number(row[name]) for name in ("k3", "k3_replayed", "chi2_token", "ess_token", "gap_p99")]
-        for row in facts["rows"]
+        for row in results["rows"]
     ]
-    rows, details = [cells(row) for row in facts["rows"]], {label(row): row["detail"] for row in facts["rows"]}
-    return page_of("floor", facts, [figure], heads=HEADS, rows=rows, counts=counts, details=details)
+    rows, details = [cells(row) for row in results["rows"]], {label(row): row["detail"] for row in results["rows"]}
+    return page_of("floor", results, [figure], heads=HEADS, rows=rows, counts=counts, details=details)
 
 
 UNITS = ("slots", "sites", "tokens")

@@ -36,7 +36,7 @@ from moe_rl.measure.arithmetic import (
     DECODE,
     LAYOUTS,
     CannotRun,
-    GapTally,
+    GapSums,
     check_finite,
     compare,
     experts_variants,
@@ -56,10 +56,10 @@ class Found:
     sites: list[pd.DataFrame] = field(default_factory=list)
     left_out: list[dict[str, str]] = field(default_factory=list)
 
-    def add(self, dtype: str, variant: str, detail: str, tally: GapTally) -> None:
-        counts = tally.counts
+    def add(self, dtype: str, variant: str, detail: str, sums: GapSums) -> None:
+        counts = sums.counts
         assert counts is not None
-        self.rows.append({"dtype": dtype, "variant": variant, "detail": detail, **tally.facts()})
+        self.rows.append({"dtype": dtype, "variant": variant, "detail": detail, **sums.metrics()})
         self.sites.append(site_table(counts, dtype=dtype, variant=variant))
 
     def skip(self, dtype: str, variant: str, reason: Exception | str) -> None:
@@ -107,22 +107,22 @@ def run_floor(options: FloorOptions) -> Path:
     with kept_when_stopped(output) as folder:
 
         def keep(complete: bool = False) -> dict[str, Any]:
-            facts = {"verdict": verdict(found.rows), "complete": complete, **about}
-            facts = finite({**facts, "rows": found.rows, "left_out": found.left_out})
-            write_json(folder / "floor.json", facts)
+            results = {"verdict": verdict(found.rows), "complete": complete, **about}
+            results = finite({**results, "rows": found.rows, "left_out": found.left_out})
+            write_json(folder / "floor.json", results)
             if found.rows:
                 write_atomic(folder / "floor.csv", pd.DataFrame(found.rows).to_csv(index=False))
                 write_atomic(folder / "sites.csv", pd.concat(found.sites).to_csv(index=False))
-            return facts
+            return results
 
         with progress(Console(stderr=True), total) as tick:
             _measure(options, source, texts, device, found, keep, tick)
         if not found.rows:
             reasons = sorted({row["reason"] for row in found.left_out})
             raise DriftError("nothing could be measured: " + "; ".join(reasons))
-        facts = keep(complete=True)
-        figure = draw(found.rows, facts, folder / "figures")
-        write_atomic(folder / "report.html", render(facts, figure))
+        results = keep(complete=True)
+        figure = draw(found.rows, results, folder / "figures")
+        write_atomic(folder / "report.html", render(results, figure))
     return output
 
 
@@ -189,8 +189,8 @@ def _one(
 ) -> None:
     kind = "same" if variant in ("dtype", "merged") else variant
     try:
-        tally = compare(model, texts, reference, kind, decode_tokens=decode_tokens, tick=tick)
-        found.add(dtype, variant, detail, tally)
+        sums = compare(model, texts, reference, kind, decode_tokens=decode_tokens, tick=tick)
+        found.add(dtype, variant, detail, sums)
     except CannotRun as error:
         found.skip(dtype, variant, error)
 

@@ -140,12 +140,12 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def page_of(template: str, facts: Mapping[str, Any], figures: Sequence[StudyFigure], **values: Any) -> str:
-    """A page of `drift/`: self-contained, without scripts; what it is made of are facts, figures, settings."""
-    settings = {**facts["settings"], **facts["environment"]}
+def page_of(template: str, results: Mapping[str, Any], figures: Sequence[StudyFigure], **values: Any) -> str:
+    """A page of `drift/`: self-contained, without scripts; what it is made of are results, figures, settings."""
+    settings = {**results["settings"], **results["environment"]}
     return render_page(
         f"drift/{template}.html.j2",
-        facts=facts,
+        results=results,
         figures=[(figure, Markup(inline_svg(figure))) for figure in figures],
         settings=[(name, "–" if value is None else str(value)) for name, value in settings.items()],
         **values,

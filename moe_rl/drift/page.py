@@ -11,7 +11,7 @@ import pandas as pd
 from moe_rl.drift import figures as figures_of
 from moe_rl.drift import ratio_figures as ratios_of
 from moe_rl.drift.output import page_of
-from moe_rl.drift.tally import Tally
+from moe_rl.drift.sums import Sums
 from moe_rl.drift.verdict import pair_verdict, swap_sentence
 from moe_rl.drift.words import number, percent
 from moe_rl.measure.moments import PARTS
@@ -25,31 +25,31 @@ UNITS = ("slots", "sites", "tokens")
 
 
 def draw(
-    tally: Tally,
+    sums: Sums,
     tables: dict[str, pd.DataFrame],
     floor: dict[str, pd.DataFrame],
-    facts: dict[str, Any],
+    results: dict[str, Any],
     folder: Path,
 ) -> list[StudyFigure]:
     """All figures, saved as PDF, SVG, PNG, CSV and caption."""
-    counts = tally.counts
+    counts = sums.counts
     assert counts is not None
     note = (
-        f"Pair: two policies, {facts['old_name']} (old) and {facts['new_name']} (new), on the same tokens; n = "
-        f"{facts['measured_tokens']:,} tokens of {facts['measured_sequences']:,} sequences."
+        f"Pair: two policies, {results['old_name']} (old) and {results['new_name']} (new), on the same tokens; n = "
+        f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences."
     )
     sites = tables["sites"]
-    noted = f"Noise floor: {floor_text(facts, reasons=False) or 'not measured.'} {note}"
+    noted = f"Noise floor: {floor_text(results, reasons=False) or 'not measured.'} {note}"
     drawn = [
         figures_of.change_by_site(sites, tables["floor_sites"], noted),
         figures_of.change_by_position(tables["positions"], tables["floor_positions"], noted),
         figures_of.flips(counts.flips.numpy(), counts.deviation.numpy(), counts.overdispersion, floor, noted),
-        figures_of.margins(tally.by_margin(), note),
+        figures_of.margins(sums.by_margin(), note),
         figures_of.load_by_expert(tables["experts"], note),
     ]
-    rows = {name: np.nan if value is None else value for name, value in facts["decomposition"].items()}
+    rows = {name: np.nan if value is None else value for name, value in results["decomposition"].items()}
     if rows["token_variance"]:  # else there is nothing to take apart
-        drawn.append(ratios_of.log_ratios(tally.tails(), tally.variance_by_flips(), note))
+        drawn.append(ratios_of.log_ratios(sums.tails(), sums.variance_by_flips(), note))
         drawn.append(ratios_of.decomposition(rows, note))
         if "token_var_alone" in sites:
             drawn.append(ratios_of.decomposition_by_site(sites, note))
@@ -58,9 +58,9 @@ def draw(
     return drawn
 
 
-def floor_text(facts: dict[str, Any], reasons: bool = True) -> str:
+def floor_text(results: dict[str, Any], reasons: bool = True) -> str:
     """The noise floor in a sentence, with the `reasons` for what is missing; empty where it was not measured."""
-    floor = facts.get("floor") or {}
+    floor = results.get("floor") or {}
     parts = []
     for name, variants in FLOORS.items():
         rows = [row for variant, row in floor.get("variants", {}).items() if variant in variants]
@@ -71,27 +71,27 @@ def floor_text(facts: dict[str, Any], reasons: bool = True) -> str:
             parts.append(f"{WORDS[name]} changes {changed} and moves a log-probability by up to {gap} nats")
     if not parts:
         return ""
-    about = f"{facts['old_name']} against itself on {floor['sequences']:,} sequences"
+    about = f"{results['old_name']} against itself on {floor['sequences']:,} sequences"
     left_out = [
         f"not measured: {variant}" + (f" ({why})" if reasons else "") for variant, why in floor["left_out"].items()
     ]
     return f"{about}: {'; '.join([*parts, *left_out])}."
 
 
-def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
+def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
     """What the numbers say, topic by topic; the same sentences on the terminal and on the page."""
-    change, parts, kl = facts["change"], facts["decomposition"], facts["kl"]
+    change, parts, kl = results["change"], results["decomposition"], results["kl"]
     found = [
         (
             "Text",
-            f"{facts['measured_tokens']:,} tokens of {facts['measured_sequences']:,} sequences"
+            f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences"
             + (
-                f"; {facts['truncated']:,} examples cut to {facts['settings']['max_tokens']}"
-                if facts["truncated"]
+                f"; {results['truncated']:,} examples cut to {results['settings']['max_tokens']}"
+                if results["truncated"]
                 else ""
             )
-            + (f"; {facts['empty']:,} without a token to measure" if facts["empty"] else "")
-            + f". {facts['routing_sites']} routing sites, {facts['experts_per_token']} experts per token.",
+            + (f"; {results['empty']:,} without a token to measure" if results["empty"] else "")
+            + f". {results['routing_sites']} routing sites, {results['experts_per_token']} experts per token.",
         ),
         (
             "Expert change",
@@ -99,17 +99,17 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
                 f"{percent(row['rate'])} of {name}s{_interval(row)}"
                 for name, row in ((name, change[name]) for name in ("slot", "site", "token"))
             )
-            + f". {number(facts['flips_per_token'])} sites change per token"
+            + f". {number(results['flips_per_token'])} sites change per token"
             + (
-                f", with {number(facts['overdispersion'])} times the variance of independent sites."
-                if facts["overdispersion"] is not None
+                f", with {number(results['overdispersion'])} times the variance of independent sites."
+                if results["overdispersion"] is not None
                 else "."
             ),
         ),
     ]
-    if floor := floor_text(facts):
+    if floor := floor_text(results):
         found.append(("Noise floor", floor))
-    if swap := swap_sentence(facts.get("gate_swap")):
+    if swap := swap_sentence(results.get("gate_swap")):
         found.append(("Routers or body", swap))
     natural, replayed = parts["token_variance"], parts["token_var_weight"]
     if natural is None:
@@ -141,7 +141,7 @@ def summary(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [*found, ("Does averaging remove it?", text)]
 
 
-def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure]) -> str:
+def render(results: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure]) -> str:
     """The page: self-contained, without scripts."""
     short, pattern = short_sites(list(sites["site"]))
     columns = [(head, column, form) for head, column, form in COLUMNS if column in sites]
@@ -149,7 +149,7 @@ def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure
         [name, *(form(row[column]) for _, column, form in columns)]
         for name, row in zip(short, sites.to_dict("records"), strict=True)
     ]
-    parts = facts["decomposition"]
+    parts = results["decomposition"]
     levels = ("token", "sequence")
     table = [
         (part, [text for level in levels for text in _cells(parts, level, f"var_{part}", f"share_{part}")])
@@ -164,10 +164,10 @@ def render(facts: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigure
     ]
     return page_of(
         "drift",
-        facts,
+        results,
         figures,
-        verdict=pair_verdict(facts),
-        topics=by_topic(summary(facts)),
+        verdict=pair_verdict(results),
+        topics=by_topic(summary(results)),
         pattern=pattern,
         heads=["Site", *(head for head, _, _ in columns)],
         rows=rows,

@@ -89,7 +89,7 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     if not work.usable.any():
         return _nothing(captured, own, *work.findings)
     simple = plain(work, own, expected)
-    best = max(explanations(work, own, simple), key=lambda e: e.worth)
+    best = max(explanations(work, own, simple), key=lambda e: e.score)
     _explain(work, own, simple, best)
     agree = _by_token(work, own, best)
     kept = agree >= 0

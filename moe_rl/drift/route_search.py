@@ -24,7 +24,7 @@ class Explanation:
     steps: int
 
     @property
-    def worth(self) -> float:
+    def score(self) -> float:
         return self.agreement - PENALTY * self.steps
 
 

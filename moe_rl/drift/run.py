@@ -20,7 +20,7 @@ from moe_rl.drift.output import environment, finite, output_folder, progress, se
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Skipped, TextBatch, batches, check_file, examples
-from moe_rl.drift.tally import Tally
+from moe_rl.drift.sums import Sums
 from moe_rl.drift.verdict import pair_verdict
 from moe_rl.files import write_atomic, write_json
 
@@ -41,7 +41,7 @@ def run_drift(options: DriftOptions) -> Path:
     alone = options.one_at_a_time or not pair.fits_twice(found.parameters, dtype, device)
     if alone and not options.one_at_a_time:
         console.print("Two models do not fit into memory: one at a time.", style="dim")
-    skipped, tally, floor = Skipped(), Tally(), Floor(options.floor_sequences)
+    skipped, sums, floor = Skipped(), Sums(), Floor(options.floor_sequences)
     load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
     load_old, load_new = partial(load, "OLD", old), partial(load, "NEW", new)
 
@@ -58,18 +58,18 @@ def run_drift(options: DriftOptions) -> Path:
             measured = one_at_a_time(load_old, load_new, again, *wanted, cache, floor, tick)
         else:
             measured = with_both(load_old(), load_new(), text(skipped), *wanted, floor, tick)
-        _write_tokens(folder / "tokens.parquet", tally, measured)
-        if tally.counts is None:
+        _write_tokens(folder / "tokens.parquet", sums, measured)
+        if sums.counts is None:
             raise skipped.nothing_left(options.prompts, number, max_tokens)
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        facts = _facts(options, found, tally, floor, number, skipped, max_tokens, device, alone)
-        tables = {"sites": tally.sites(), "experts": tally.experts(), "positions": tally.by_position()}
+        results = _results(options, found, sums, floor, number, skipped, max_tokens, device, alone)
+        tables = {"sites": sums.sites(), "experts": sums.experts(), "positions": sums.by_position()}
         tables |= {"floor_sites": floor.sites(), "floor_positions": floor.positions()}
         for name, table in tables.items():
             table.to_parquet(folder / f"{name}.parquet", index=False)
-        figures = draw(tally, tables, floor.histograms(), facts, folder / "figures")
-        write_json(folder / "drift.json", facts)
-        write_atomic(folder / "report.html", render(facts, tables["sites"], figures))
+        figures = draw(sums, tables, floor.histograms(), results, folder / "figures")
+        write_json(folder / "drift.json", results)
+        write_atomic(folder / "report.html", render(results, tables["sites"], figures))
     return output
 
 
@@ -88,19 +88,19 @@ def check_options(options: DriftOptions) -> tuple[str, torch.device]:
 
 def say(folder: Path) -> None:
     """Print the summary of a comparison that is on disk."""
-    facts = json.loads((folder / "drift.json").read_text())
-    print(pair_verdict(facts))
-    for topic, text in summary(facts):
+    results = json.loads((folder / "drift.json").read_text())
+    print(pair_verdict(results))
+    for topic, text in summary(results):
         print(f"{topic}{'' if topic.endswith('?') else ':'} {text}")
     print(f"report: {folder / 'report.html'}")
 
 
-def _write_tokens(path: Path, tally: Tally, measured: Iterator[Measured]) -> None:
+def _write_tokens(path: Path, sums: Sums, measured: Iterator[Measured]) -> None:
     """The per-token table, a row group for each batch."""
     writer: pq.ParquetWriter | None = None
     try:
         for one in measured:
-            table = pa.table(tally.add(one))
+            table = pa.table(sums.add(one))
             writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=1)
             writer.write_table(table)
     finally:
@@ -108,10 +108,10 @@ def _write_tokens(path: Path, tally: Tally, measured: Iterator[Measured]) -> Non
             writer.close()
 
 
-def _facts(
+def _results(
     options: DriftOptions,
     found: pair.Checkpoints,
-    tally: Tally,
+    sums: Sums,
     floor: Floor,
     number: int,
     skipped: Skipped,
@@ -120,13 +120,13 @@ def _facts(
     alone: bool,
 ) -> dict[str, Any]:
     """All that drift.json holds and the page says; null where a number does not exist."""
-    counts, shares = tally.counts, tally.shares
+    counts, shares = sums.counts, sums.shares
     assert counts is not None and shares is not None
     old, new = options.checkpoints
     names = short_names([old, new])
     settings = {"old": old, "new": new, **settings_of(options, "checkpoints")}
-    whole = None if tally.site_shares is None else tally.site_shares.whole
-    facts = {
+    whole = None if sums.site_shares is None else sums.site_shares.whole
+    results = {
         "old_name": names[0],
         "new_name": names[1],
         "architecture": found.model_type,
@@ -138,15 +138,15 @@ def _facts(
         "measured_tokens": shares.tokens.count,
         "truncated": skipped.truncated,
         "empty": skipped.empty,
-        "change": tally.rates(),
-        "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.facts()},
-        "gate_swap": tally.swaps(),
+        "change": sums.rates(),
+        "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.metrics()},
+        "gate_swap": sums.swaps(),
         "flips_per_token": counts.sites_changed / counts.tokens_total,
         "overdispersion": counts.overdispersion,
-        "kl": tally.kl(),
+        "kl": sums.kl(),
         "decomposition": shares.rows(),
         "replay_effect_var": whole,
         "settings": {**settings, "max_tokens": max_tokens, "device": str(device), "one_at_a_time": alone},
         "environment": environment(device),
     }
-    return finite(facts)
+    return finite(results)

@@ -64,7 +64,7 @@ def run_series(options: DriftOptions) -> Path:
         source = examples(options.prompts, known.tokenizer, max_tokens, count)
         return batches(source, options.batch_size, known.tokenizer.pad_token_id)
 
-    def facts_now() -> dict[str, Any]:
+    def results_now() -> dict[str, Any]:
         return {
             "checkpoints": paths,
             "steps": steps_of(names),
@@ -74,7 +74,7 @@ def run_series(options: DriftOptions) -> Path:
             "examples": number,
             "truncated": skipped.truncated,
             "empty": skipped.empty,
-            "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.facts()},
+            "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.metrics()},
             "rows": [held.row(name) for held, name in zip(helds, names, strict=False)],
             "settings": {**settings, "max_tokens": max_tokens, "device": str(device)},
             "environment": environment(device),
@@ -92,37 +92,37 @@ def run_series(options: DriftOptions) -> Path:
                 raise skipped.nothing_left(options.prompts, number, max_tokens)
             helds.append(held)
             gates.append(own)
-            _write(folder, facts_now(), helds, names, complete=False)
+            _write(folder, results_now(), helds, names, complete=False)
         if options.gate_swap:
             passes.swapped(gates[1:], helds[1:])
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        facts = _write(folder, facts_now(), helds, names, complete=True)
-        figures = draw(facts, pd.read_csv(folder / "sites.csv"), folder / "figures")
-        write_atomic(folder / "report.html", render(facts, figures))
+        results = _write(folder, results_now(), helds, names, complete=True)
+        figures = draw(results, pd.read_csv(folder / "sites.csv"), folder / "figures")
+        write_atomic(folder / "report.html", render(results, figures))
     return output
 
 
 def say_series(folder: Path) -> None:
     """Print what a finished series says."""
-    facts = json.loads((folder / "series.json").read_text())
-    print(facts["verdict"])
-    if facts["swap"]:
-        print(facts["swap"])
-    shown = series_table(facts["rows"])[["name", "slot_change", "token_change", "step_slot_change", "gap_mean"]]
+    results = json.loads((folder / "series.json").read_text())
+    print(results["verdict"])
+    if results["swap"]:
+        print(results["swap"])
+    shown = series_table(results["rows"])[["name", "slot_change", "token_change", "step_slot_change", "gap_mean"]]
     print(shown.to_string(index=False, float_format="%.3g"))
     print(f"report: {folder / 'report.html'}")
 
 
 def _write(
-    folder: Path, facts: dict[str, Any], helds: Sequence[Held], names: Sequence[str], complete: bool
+    folder: Path, results: dict[str, Any], helds: Sequence[Held], names: Sequence[str], complete: bool
 ) -> dict[str, Any]:
     """The numbers so far; the first checkpoint alone is nothing to keep."""
     if len(helds) < 2:
-        return facts
-    swap = swap_sentence(facts["rows"][-1]["gate_swap"])
-    whole: dict[str, Any] = finite({"verdict": series_verdict(facts), "swap": swap, "complete": complete, **facts})
+        return results
+    swap = swap_sentence(results["rows"][-1]["gate_swap"])
+    whole: dict[str, Any] = finite({"verdict": series_verdict(results), "swap": swap, "complete": complete, **results})
     write_json(folder / "series.json", whole)
-    write_atomic(folder / "series.csv", series_table(facts["rows"]).to_csv(index=False))
+    write_atomic(folder / "series.csv", series_table(results["rows"]).to_csv(index=False))
     sites = pd.concat([held.sites(name) for held, name in zip(helds, names, strict=False)])
     write_atomic(folder / "sites.csv", sites.to_csv(index=False))
     return whole

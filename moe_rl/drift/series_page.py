@@ -41,26 +41,26 @@ def series_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(table)
 
 
-def positions_of(facts: Mapping[str, Any]) -> tuple[np.ndarray, str]:
+def positions_of(results: Mapping[str, Any]) -> tuple[np.ndarray, str]:
     """Where the checkpoints stand on the x axis, and what it is called."""
-    steps = facts["steps"]
+    steps = results["steps"]
     if steps is not None:
         return np.array(steps, float), "step"
-    return np.arange(1.0, len(facts["rows"]) + 1), "checkpoint"
+    return np.arange(1.0, len(results["rows"]) + 1), "checkpoint"
 
 
 @styled
-def series_curves(facts: Mapping[str, Any], note: str) -> StudyFigure:
+def series_curves(results: Mapping[str, Any], note: str) -> StudyFigure:
     """Change against the first and the one before, log-ratios natural and replayed, routers and body apart."""
-    table = series_table(facts["rows"])
-    x, what = positions_of(facts)
+    table = series_table(results["rows"])
+    x, what = positions_of(results)
     swapped = "swap_body_slot_change" in table
     figure, axes = panels(2, 2, 4.4, sharex=True)
     (first, step), (gap, swap) = axes
     for level, (colour, marker) in LEVELS.items():
         first.plot(x, 100 * table[f"{level}_change"], color=colour, marker=marker, ms=3, label=f"{level}s")
         step.plot(x[1:], 100 * table[f"step_{level}_change"][1:], color=colour, marker=marker, ms=3)
-    for floor, rate in slot_floors(facts).items():
+    for floor, rate in slot_floors(results).items():
         for ax in (first, step):
             ax.axhline(100 * rate, **FLOOR_LINES[floor])
     for kind, column in (("natural", "gap_mean"), ("replayed", "gap_mean_replayed")):
@@ -91,9 +91,9 @@ def series_curves(facts: Mapping[str, Any], note: str) -> StudyFigure:
 
 
 @styled
-def series_sites(sites: pd.DataFrame, facts: Mapping[str, Any], note: str) -> StudyFigure:
+def series_sites(sites: pd.DataFrame, results: Mapping[str, Any], note: str) -> StudyFigure:
     """Slot change against the first checkpoint, site by checkpoint."""
-    names = [row["name"] for row in facts["rows"]]
+    names = [row["name"] for row in results["rows"]]
     table = sites.assign(slot_change=sites["slots_changed"] / sites["slots"])
     order = list(dict.fromkeys(table["site"]))
     grid = 100 * table.pivot(index="site", columns="checkpoint", values="slot_change").loc[order, names].to_numpy()
@@ -103,7 +103,7 @@ def series_sites(sites: pd.DataFrame, facts: Mapping[str, Any], note: str) -> St
     short, common = short_sites(order)
     every = max(1, len(order) // 12)
     ax.set_yticks(range(0, len(order), every), short[::every])
-    x, what = positions_of(facts)
+    x, what = positions_of(results)
     ticks = range(0, len(names), max(1, -(-len(names) // 8)))
     ax.set_xticks(list(ticks), [f"{x[i]:g}" for i in ticks])
     ax.set(xlabel=what, ylabel="routing site")
@@ -113,19 +113,21 @@ def series_sites(sites: pd.DataFrame, facts: Mapping[str, Any], note: str) -> St
     return StudyFigure("series_sites", "Routing along the checkpoints, by site.", caption, figure, table)
 
 
-def draw(facts: Mapping[str, Any], sites: pd.DataFrame, folder: Path) -> list[StudyFigure]:
+def draw(results: Mapping[str, Any], sites: pd.DataFrame, folder: Path) -> list[StudyFigure]:
     """All figures, saved in every format."""
-    note = f"{facts['rows'][0]['tokens']:,} tokens, the same for all. Noise floor: {_floor(facts) or 'not measured.'}"
-    drawn = [series_curves(facts, note), series_sites(sites, facts, note)]
+    note = (
+        f"{results['rows'][0]['tokens']:,} tokens, the same for all. Noise floor: {_floor(results) or 'not measured.'}"
+    )
+    drawn = [series_curves(results, note), series_sites(sites, results, note)]
     for figure in drawn:
         save_figure(figure, folder)
     return drawn
 
 
-def render(facts: Mapping[str, Any], figures: Sequence[StudyFigure]) -> str:
+def render(results: Mapping[str, Any], figures: Sequence[StudyFigure]) -> str:
     """The page: self-contained, without scripts."""
-    rows = [_cells(row) for row in facts["rows"]]
-    return page_of("series", facts, figures, floor=_floor(facts), rows=rows)
+    rows = [_cells(row) for row in results["rows"]]
+    return page_of("series", results, figures, floor=_floor(results), rows=rows)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:
@@ -142,5 +144,5 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _floor(facts: Mapping[str, Any]) -> str:
-    return floor_text({"old_name": facts["rows"][0]["name"], "floor": facts["floor"]})
+def _floor(results: Mapping[str, Any]) -> str:
+    return floor_text({"old_name": results["rows"][0]["name"], "floor": results["floor"]})

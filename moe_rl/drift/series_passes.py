@@ -13,7 +13,7 @@ from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.output import Tick
 from moe_rl.drift.passes import keep_scored, kept_scored, scored
 from moe_rl.drift.prompts import Skipped, TextBatch
-from moe_rl.measure.arithmetic import GapTally
+from moe_rl.measure.arithmetic import GapSums
 from moe_rl.measure.scoring import Scored, score_live, score_replayed
 from moe_rl.routing import ChangeCounts, change_counts
 
@@ -73,7 +73,7 @@ class Held:
     """What one checkpoint changed: against the first, against the one before, and with swapped routers."""
 
     def __init__(self) -> None:
-        self.gap = GapTally(pair="policies")
+        self.gap = GapSums(pair="policies")
         self.step: ChangeCounts | None = None
         self.swaps: dict[str, ChangeCounts] = {}
 
@@ -101,7 +101,7 @@ class Held:
             "tokens": self.tokens,
             "change": rates_of(self.gap.counts),
             "step": rates_of(self.step),
-            "gap": self.gap.facts(),
+            "gap": self.gap.metrics(),
             "gate_swap": swaps if len(swaps) == 2 else None,
         }
 

@@ -7,17 +7,17 @@ from moe_rl.drift.words import number, percent
 from moe_rl.study.floors import FLOORS
 
 
-def pair_verdict(facts: Mapping[str, Any]) -> str:
+def pair_verdict(results: Mapping[str, Any]) -> str:
     """Of two checkpoints; the same sentence on the terminal and at the top of the page."""
-    change = facts["change"]
-    return f"{_changed(change, facts['old_name'], facts['new_name'])}{_times(change, facts)}."
+    change = results["change"]
+    return f"{_changed(change, results['old_name'], results['new_name'])}{_times(change, results)}."
 
 
-def series_verdict(facts: Mapping[str, Any]) -> str:
+def series_verdict(results: Mapping[str, Any]) -> str:
     """Of a series: the last against the first, the floor, and where most of it came."""
-    rows = facts["rows"]
+    rows = results["rows"]
     last, names = rows[-1], [row["name"] for row in rows]
-    text = f"{_changed(last['change'], names[0], names[-1])}{_times(last['change'], facts)}"
+    text = f"{_changed(last['change'], names[0], names[-1])}{_times(last['change'], results)}"
     steps = [(row["name"], row["step"]["slot"]["rate"]) for row in rows[1:]]
     most = max(steps, key=lambda step: step[1])
     mean = sum(rate for _, rate in steps) / len(steps)
@@ -42,9 +42,9 @@ def swap_sentence(swap: Mapping[str, Any] | None) -> str:
     return text + f"the {'routers' if routers > body else 'hidden states'} move the selection {much}."
 
 
-def slot_floors(facts: Mapping[str, Any]) -> dict[str, float]:
+def slot_floors(results: Mapping[str, Any]) -> dict[str, float]:
     """Slot change of each noise floor that was measured."""
-    variants = facts["floor"]["variants"]
+    variants = results["floor"]["variants"]
     rates = {
         name: [variants[m]["slot"]["rate"] or 0.0 for m in members if m in variants] for name, members in FLOORS.items()
     }
@@ -56,9 +56,9 @@ def _changed(change: Mapping[str, Any], old: str, new: str) -> str:
     return f"{slots} of slots and {tokens} of tokens changed from {old} to {new}"
 
 
-def _times(change: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def _times(change: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     """How many times each floor, by slots: the model's own arithmetic, and a bf16 copy."""
-    rate, floors = change["slot"]["rate"], slot_floors(facts)
+    rate, floors = change["slot"]["rate"], slot_floors(results)
     if not floors:
         return ""
     parts = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from moe_rl.integrations.measures import Measures, Minibatch, Probe, Ranks, measure
+from moe_rl.integrations.measures import Measures, Minibatch, ProbeBatch, Ranks, measure
 from moe_rl.integrations.old_policy import OldPolicy, refuse_random
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes
 
@@ -25,7 +25,7 @@ class ReplayTrainer(Trainer):
     """Overrides of transformers' Trainer, to be put in front of a trainer class; what a batch is, its subclass says."""
 
     _bare: type
-    _probes: Sequence[Probe] = ()
+    _probes: Sequence[ProbeBatch] = ()
     _taken = 0  # optimizer steps, over all calls of train(), each of which counts global_step from its own beginning
     _scored_at: int | None = None  # of these, when the batch in the buffer was scored
     _forwards: list[Tensor] | None = None  # log-probabilities of the forward of a loss that is under way

@@ -1,4 +1,4 @@
-"""What is measured inside others' trainers: facts of an update, a probe after it; for their log and for our rows."""
+"""What is measured inside others' trainersmetrics of an update, a probe after it; for their log and for our rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class Minibatch:
 
 
 @dataclass(frozen=True, eq=False)
-class Probe:
+class ProbeBatch:
     """Sequences of a batch that one call of the model scores after each update, live and under the old routes.
 
     score: the trainer's own scoring of them: log-probabilities `[b,C]` and entropies, or None.
@@ -71,7 +71,7 @@ class Probe:
 
 
 @torch.no_grad()
-def measure(model: nn.Module, probes: Sequence[Probe], ranks: Ranks) -> tuple[ChangeCounts, dict[str, Any]]:
+def measure(model: nn.Module, probes: Sequence[ProbeBatch], ranks: Ranks) -> tuple[ChangeCounts, dict[str, Any]]:
     """Change counts and metrics of the kind "probe", over all probes and processes; every process takes part."""
     new, live, entropies, forced = [], [], [], []
     for probe in probes:
@@ -103,7 +103,7 @@ def measure(model: nn.Module, probes: Sequence[Probe], ranks: Ranks) -> tuple[Ch
 
 
 class Measures:
-    """Collects an update's facts over its micro-batches; writes the trainer's log and, with a writer, our rows.
+    """Collects an update's metrics over its micro-batches; writes the trainer's log and, with a writer, our rows.
 
     log: the trainer's own lists of training metrics, of which it logs the means. sequence_clip: whether its clip
     fractions are of sequences. writer: a `RunWriter`, on the main process while it trains.

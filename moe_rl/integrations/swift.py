@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.integrations.hf_trainer import ReplayTrainer
-from moe_rl.integrations.measures import Minibatch, Probe
+from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import OldPolicy
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes
 
@@ -132,14 +132,14 @@ class _RoutingReplay(ReplayTrainer):
         self._scorings.append((found[0], recording.routes))
         return found
 
-    def _probe_of(self: Any, batch: dict[str, Any]) -> Probe:
+    def _probe_of(self: Any, batch: dict[str, Any]) -> ProbeBatch:
         found, inputs, score = batch["grpo_batch"], batch["model_inputs"], super()._get_per_token_logps_and_entropies
         routes = getattr(found, _ROUTING).routes
 
         def scored() -> tuple[Tensor, Tensor | None]:
             return score(self.model, dict(inputs), found, compute_entropy=True)
 
-        return Probe(scored, found.completion_mask.long(), found.old_per_token_logps, routes, routes)
+        return ProbeBatch(scored, found.completion_mask.long(), found.old_per_token_logps, routes, routes)
 
     # -- the update ---------------------------------------------------------------------------------------------------
 

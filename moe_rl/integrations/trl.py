@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.integrations.hf_trainer import ReplayTrainer
-from moe_rl.integrations.measures import Minibatch, Probe
+from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import KINDS, OldPolicy
 from moe_rl.integrations.trl_sampled import SampledRoutes, refuse_unsampled, replayed_in_chunks
 from moe_rl.routing import RoutedExperts, RoutingError, attach, change_counts, record_routes
@@ -185,7 +185,7 @@ class _RoutingReplay(ReplayTrainer):
         self._scorings.append(Scoring(found[0], recording.routes, recording.routes, text))
         return found
 
-    def _probes_of(self: Any, scoring: Scoring, output: dict[str, Any]) -> list[Probe]:
+    def _probes_of(self: Any, scoring: Scoring, output: dict[str, Any]) -> list[ProbeBatch]:
         """Sequences spread over the batch, in chunks as TRL scores them, with what the old policy says of them live."""
         size, mask = len(scoring.logps), output["completion_mask"] * output.get("tool_mask", 1)
         if not self._probe_sequences:
@@ -200,7 +200,7 @@ class _RoutingReplay(ReplayTrainer):
                 with torch.no_grad(), record_routes(self.model) as recording:
                     logps = score()[0]
                 natural = recording.routes
-            probes.append(Probe(score, mask[where], logps, natural, routes))
+            probes.append(ProbeBatch(score, mask[where], logps, natural, routes))
         if self.replay == "R3":
             forced, natural = (RoutedExperts.cat([getattr(p, n) for p in probes]) for n in ("forced", "natural"))
             tokens = torch.cat([probe.tokens for probe in probes])

@@ -53,7 +53,7 @@ class CannotRun(RuntimeError):
 
 
 @dataclass
-class GapTally:
+class GapSums:
     """The gaps of one variant, batch by batch: changes of routes, and d natural and replayed; `pair` as in
     `ChangeCounts`."""
 
@@ -71,7 +71,7 @@ class GapTally:
         self.replayed.append(replayed - reference.logps)
         self.masks.append(mask)
 
-    def facts(self) -> dict[str, float | int]:
+    def metrics(self) -> dict[str, float | int]:
         """Slot, site and token change with numerator and denominator, and what `gap_split` says."""
         counts = self.counts
         if counts is None or not counts.tokens_total:
@@ -107,18 +107,18 @@ def gap_split(
         scoring's routes removes; NaN where there is nothing to remove; negative where it makes more.
 
     >>> natural, replayed = torch.tensor([[0.2, -0.4]]), torch.tensor([[0.05, -0.1]])
-    >>> facts = gap_split(natural, replayed, torch.ones(1, 2, dtype=torch.bool))
-    >>> [round(facts[name], 4) for name in ("gap_mean", "gap_mean_replayed", "routing_share_gap_mean", "outside")]
+    >>> metrics = gap_split(natural, replayed, torch.ones(1, 2, dtype=torch.bool))
+    >>> [round(metrics[name], 4) for name in ("gap_mean", "gap_mean_replayed", "routing_share_gap_mean", "outside")]
     [0.3, 0.075, 0.75, 2]
     """
     names = ("gap_mean", "gap_p99", "gap_max", "m2", "k3", "chi2_token", "chi2_sequence", "ess_token", "ess_sequence")
     measured = int(mask.sum())
     found: dict[str, float | int] = {"measured": measured}
     for suffix, d in (("", natural), ("_replayed", replayed)):
-        spread, outside = ratio_metrics(d, mask), float(ratio_range_metrics(d, mask)["outside_fraction"])
+        ratios, outside = ratio_metrics(d, mask), float(ratio_range_metrics(d, mask)["outside_fraction"])
         found |= {f"outside{suffix}": round(outside * measured) if measured else 0}
-        found |= {f"outside_fraction{suffix}": outside, f"extreme_2{suffix}": int(spread["extreme_2"])}
-        found |= {f"{name}{suffix}": float(spread[name]) for name in names}
+        found |= {f"outside_fraction{suffix}": outside, f"extreme_2{suffix}": int(ratios["extreme_2"])}
+        found |= {f"{name}{suffix}": float(ratios[name]) for name in names}
     for name in SPLIT:
         whole, left = found[name], found[f"{name}_replayed"]
         found[f"routing_share_{name}"] = 1 - left / whole if whole else float("nan")
@@ -133,7 +133,7 @@ def compare(
     *,
     decode_tokens: int = 64,
     tick: Callable[[], None] = lambda: None,
-) -> GapTally:
+) -> GapSums:
     """Score `texts` with `model` in a variant, live and with the reference's routes, and count against `reference`.
 
     Args:
@@ -144,7 +144,7 @@ def compare(
     Raises:
         CannotRun: there is nothing to this variant here, or kernels or memory refuse it.
     """
-    tally = GapTally()
+    sums = GapSums()
     try:
         with _experts(model, variant):
             for text, before in zip(texts, reference, strict=True):
@@ -157,14 +157,14 @@ def compare(
                     tick()
                     continue
                 check_finite([own, Scored(replayed, own.routes)])
-                tally.add(before, own, replayed, mask)
+                sums.add(before, own, replayed, mask)
                 tick()
     except (RuntimeError, MemoryError, RoutingError) as error:
         raise CannotRun(first_line(error)) from error
-    if tally.counts is None:
+    if sums.counts is None:
         why = "every batch is one sequence" if variant.startswith("batch") else "no padding would move"
         raise CannotRun(f"nothing to compare: {why}")
-    return tally
+    return sums
 
 
 def first_line(error: BaseException) -> str:
@@ -185,8 +185,8 @@ def arithmetic_floor(
     experts: Iterable[str] = EXPERTS,
     decode_tokens: int = 64,
 ) -> tuple[dict[str, dict[str, float | int]], dict[str, str]]:
-    """Every variant of a model at hand: name -> facts (`GapTally.facts`), and name -> why it could not be run. Raises
-    CannotRun where the model's log-probabilities are not finite to begin with.
+    """Every variant of a model at hand: name -> metrics (`GapSums.metrics`), and name -> why it could not be run.
+    Raises CannotRun where the model's log-probabilities are not finite to begin with.
 
     >>> from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     >>> sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
@@ -202,7 +202,7 @@ def arithmetic_floor(
     found, left_out = {}, {}
     for name in (*LAYOUTS, "decode", *experts_variants(model, experts)):
         try:
-            found[name] = compare(model, texts, reference, name, decode_tokens=decode_tokens).facts()
+            found[name] = compare(model, texts, reference, name, decode_tokens=decode_tokens).metrics()
         except CannotRun as error:
             left_out[name] = str(error)
     return found, left_out

@@ -191,10 +191,10 @@ def head_treatment(model: nn.Module, lm: PreTrainedModel) -> LogitMap | str:
         if module is lm:
             break
     # Tried out once, and again where a number that the model's forward may use has changed.
-    facts = [type(lm).forward, head.weight.shape, *map(_settings, (lm, lm.config, lm.config.get_text_config()))]
+    settings = [type(lm).forward, head.weight.shape, *map(_settings, (lm, lm.config, lm.config.get_text_config()))]
     tried = _TRIED.get(lm)
-    if tried is None or tried[0] != facts:
-        tried = _TRIED[lm] = (facts, logit_map_of(lm))
+    if tried is None or tried[0] != settings:
+        tried = _TRIED[lm] = (settings, logit_map_of(lm))
     return tried[1] or "it treats its head's output to more than a scale and a soft cap"
 
 

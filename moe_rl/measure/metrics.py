@@ -45,8 +45,8 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) ->
     NaN without tokens.
 
     >>> d = torch.tensor([[1.0, 8.0], [1.0, 8.0]], dtype=torch.float64).log()
-    >>> facts = ratio_metrics(d, torch.ones(2, 2, dtype=torch.bool))
-    >>> [round(float(facts[name]), 4) for name in ("extreme_5", "chi2_token", "ess_token")]  # 65/2 - 1; 18²/(4·130)
+    >>> metrics = ratio_metrics(d, torch.ones(2, 2, dtype=torch.bool))
+    >>> [round(float(metrics[name]), 4) for name in ("extreme_5", "chi2_token", "ess_token")]  # 65/2 - 1; 18²/(4·130)
     [2.0, 31.5, 0.6231]
     """
     with torch.no_grad():

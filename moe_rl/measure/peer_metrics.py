@@ -59,10 +59,10 @@ def gap_metrics(
     2507.18071, eq. 7) over sequences; their quotient would be the mean length if tokens were independent.
     """
     d = token_log_ratio(logps, other, mask)
-    spread = ratio_metrics(d, mask)
+    ratios = ratio_metrics(d, mask)
     return {
-        **{name: spread[name] for name in names},
-        "extreme_fraction": spread["extreme_2"] / mask.sum(),
+        **{name: ratios[name] for name in names},
+        "extreme_fraction": ratios["extreme_2"] / mask.sum(),
         "var_token": d[mask].double().var(),
         "var_sequence": sequence_log_ratio(logps, other, mask)[mask.any(1)].double().var(),
     }

@@ -55,13 +55,13 @@ def shift_weight(scores: Float[Tensor, "B T L K"], old_scores: Float[Tensor, "B 
     return torch.exp(-(scores - old_scores).detach().abs().mean((2, 3)))
 
 
-def router_facts(
+def gates_and_margins(
     logits: Sequence[Float[Tensor, "n E"]], ids: Int[Tensor, "n L K"]
 ) -> tuple[Float[Tensor, "n L K"], Float[Tensor, "n L"]]:
     """Of n tokens at L sites: the share that each chosen expert has in the softmax over all experts (NaN where there is
     no route), and the boundary margin s_(k) - s_(k+1) in logits (infinite where all experts are chosen).
 
-    >>> shares, margins = router_facts([torch.tensor([[3.0, 1.0, 1.0]]).log()], torch.tensor([[[0, 2]]]))
+    >>> shares, margins = gates_and_margins([torch.tensor([[3.0, 1.0, 1.0]]).log()], torch.tensor([[[0, 2]]]))
     >>> shares, margins
     (tensor([[[0.6000, 0.2000]]]), tensor([[0.]]))
     """

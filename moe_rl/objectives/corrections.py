@@ -43,7 +43,7 @@ def sequence_truncate(
 ) -> Float[Tensor, "B T"]:
     """Sequence-level TIS: `min(prod_t w_t, C)`, one weight for all tokens of a sequence (no root)."""
     weight = masked_row_sum(log_weight.detach(), mask).exp().clamp(max=cap)
-    return _spread(weight, mask)
+    return _on_tokens(weight, mask)
 
 
 def sequence_mask(
@@ -51,7 +51,7 @@ def sequence_mask(
 ) -> Float[Tensor, "B T"]:
     """Sequence-level MIS: `W 1[low <= W <= high]` with `W = prod_t w_t`."""
     weight = masked_row_sum(log_weight.detach(), mask).exp()
-    return _spread(torch.where((weight >= low) & (weight <= high), weight, 0.0), mask)
+    return _on_tokens(torch.where((weight >= low) & (weight <= high), weight, 0.0), mask)
 
 
 def geometric_mask(
@@ -62,7 +62,7 @@ def geometric_mask(
     The geometric mean does not drift with length, which the product does.
     """
     weight = masked_row_mean(log_weight.detach(), mask).exp()
-    return _spread(((weight >= low) & (weight <= high)).to(log_weight.dtype), mask)
+    return _on_tokens(((weight >= low) & (weight <= high)).to(log_weight.dtype), mask)
 
 
 def off_policy_sequence_mask(
@@ -163,6 +163,6 @@ class Correction:
                 return off_policy_sequence_mask(log_weight, advantages, mask, self.high)
 
 
-def _spread(per_sequence: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def _on_tokens(per_sequence: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """One value a sequence -> the same value on each of its tokens, 0 in padding."""
     return torch.where(mask, per_sequence[:, None], 0.0)

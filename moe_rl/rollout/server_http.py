@@ -151,13 +151,13 @@ def ask_versions(url: str) -> dict[str, str]:
     with contextlib.closing(_connected(url)) as connection:
         try:
             status, said = _exchange(connection, "GET", "/", CONNECT_SECONDS)
-            facts = json.loads(said)
-            code, versions = facts.get("moe_rl"), facts.get("versions")
+            about = json.loads(said)
+            code, versions = about.get("moe_rl"), about.get("versions")
         except (OSError, http.client.HTTPException, ValueError, AttributeError):
-            status, code, facts = 0, None, {}
+            status, code, about = 0, None, {}
     if status == 401:
         raise EngineError(
-            f"{where} says: {facts.get('error')}. Set the variable {TOKEN_VARIABLE} to what it was when that server "
+            f"{where} says: {about.get('error')}. Set the variable {TOKEN_VARIABLE} to what it was when that server "
             "was started."
         )
     if status != 200 or not isinstance(code, str) or not isinstance(versions, dict):

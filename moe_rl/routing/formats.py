@@ -38,14 +38,14 @@ class Stored:
         Written to a temporary name, flushed, then renamed, so that `path` is never half a file.
         """
         tensors = {"ids": self._packed} | ({} if self._tokens is None else {"tokens": self._tokens})
-        facts = {
+        header = {
             "sites": self._sites,
             "num_experts": self._experts,
             "num_experts_per_tok": self.shape[3],
             "token_hash": self.token_hash,
             "meta": self._meta,
         }
-        write_routes(path, tensors, facts)
+        write_routes(path, tensors, header)
 
     @classmethod
     def load(cls: type[Made], path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Made:
@@ -54,14 +54,14 @@ class Stored:
         Raises FileNotFoundError; RoutingError for a file that is cut off, foreign, of a newer format, or
         whose parts do not fit each other (ids against header, tokens against their hash).
         """
-        tensors, facts = read_routes(path)
+        tensors, header = read_routes(path)
         try:
-            packed, sites, tokens = tensors["ids"], tuple(facts["sites"]), tensors.get("tokens")
-            experts = experts_per_site(facts["num_experts"], sites)
-            check_packed(packed, sites, experts, facts["meta"].get("hash_routed", ()))
+            packed, sites, tokens = tensors["ids"], tuple(header["sites"]), tensors.get("tokens")
+            experts = experts_per_site(header["num_experts"], sites)
+            check_packed(packed, sites, experts, header["meta"].get("hash_routed", ()))
             tokens = None if tokens is None else checked_tokens(tokens, packed)
-            meta = {**facts["meta"], "written_by": facts["written_by"]}
-            expected = facts["token_hash"], facts["num_experts_per_tok"]
+            meta = {**header["meta"], "written_by": header["written_by"]}
+            expected = header["token_hash"], header["num_experts_per_tok"]
         except (AttributeError, KeyError, TypeError, RoutingError) as error:
             raise RoutingError(f"{path}: header and contents do not fit each other: {error}") from error
         routes = cls._trusted(packed, sites, experts, tokens=tokens, meta=meta)
@@ -97,22 +97,22 @@ class Stored:
         return pd.DataFrame(columns)
 
 
-def write_routes(path: str | os.PathLike[str], tensors: dict[str, Tensor], facts: Mapping[str, Any]) -> None:
+def write_routes(path: str | os.PathLike[str], tensors: dict[str, Tensor], header: Mapping[str, Any]) -> None:
     """Write a file whole or not at all, with a checksum of all that is in it.
 
-    facts: JSON values, kept in the safetensors header.
+    header: JSON values, kept in that of the safetensors file.
     """
     try:
-        header = {key: json.dumps(value) for key, value in {**facts, "written_by": _versions()}.items()}
+        text = {key: json.dumps(value) for key, value in {**header, "written_by": _versions()}.items()}
     except TypeError as error:
         raise RoutingError(f"meta must hold JSON values only to be saved: {error}") from error
-    header |= {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
+    text |= {"format": FORMAT, "format_version": str(FORMAT_VERSION)}
     own = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    write_tensors(Path(path), own, {**header, CHECKSUM: _checksum(own, header)})
+    write_tensors(Path(path), own, {**text, CHECKSUM: _checksum(own, text)})
 
 
 def read_routes(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts of a file of `write_routes`.
+    """Tensors and header of a file of `write_routes`.
 
     Raises FileNotFoundError; RoutingError, each with its own message, for a folder and a file that is cut off, that is
     not safetensors, that holds something else, that a newer version wrote, or whose content is not what was written.

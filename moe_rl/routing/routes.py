@@ -32,7 +32,7 @@ class RoutedExperts(FromOthers, Stored):
     num_experts: experts per site; one int, or L of them where sites differ.
     tokens: optional integer `[B,T]`, the token ids that these routes belong to (-1 = unknown). They travel
         with the routes, so that routes shuffled differently from their tokens can be caught.
-    meta: optional facts to keep with the routes (model name, library versions, ...): JSON values. `hash_routed` lists
+    meta: optional values to keep with the routes (model name, library versions, ...): JSON values. `hash_routed` lists
         the sites whose experts are a table over token ids (`record_routes` sets it): their rows may name one twice.
 
     Stored as `.packed`, uint8 up to 255 experts and uint16 above (sentinel: the largest value); `.ids`
@@ -129,7 +129,7 @@ class RoutedExperts(FromOthers, Stored):
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Facts kept with the routes (a copy)."""
+        """Values kept with the routes (a copy)."""
         return dict(self._meta)
 
     @property
@@ -260,7 +260,7 @@ class RoutedExperts(FromOthers, Stored):
 
     @staticmethod
     def cat(parts: Sequence["RoutedExperts"]) -> "RoutedExperts":
-        """Join batches along B. Facts in `meta` that differ are dropped; unknown tokens become -1.
+        """Join batches along B. Values in `meta` that differ are dropped; unknown tokens become -1.
 
         Raises RoutingError if sites, num_experts, T or K differ.
         """

@@ -171,7 +171,7 @@ class StudyData:
 
     @cached_property
     def tokens(self) -> pd.DataFrame:
-        """Per-token facts of all stored steps: arm, seed, step, update, seq, pos, logps, flips, reward."""
+        """Per-token values of all stored steps: arm, seed, step, update, seq, pos, logps, flips, reward."""
         return self.read_tokens()
 
     def read_tokens(

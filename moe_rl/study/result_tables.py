@@ -233,15 +233,17 @@ def _noise_ratios(data: StudyData) -> pd.DataFrame:
 
 
 def environment_of(data: StudyData) -> dict[str, Any]:
-    """What the runs were made with: facts that all share, and under `by_run` those in which they differ."""
-    facts = {f"{run.arm}/seed{run.seed}": flatten(run.environment) for run in data.runs}
-    names = dict.fromkeys(name for values in facts.values() for name in values if name not in ("started", "command"))
-    shared: dict[str, Any] = {"study": data.name, "runs": len(facts)}
+    """What the runs were made with: what all share, and under `by_run` those in which they differ."""
+    environments = {f"{run.arm}/seed{run.seed}": flatten(run.environment) for run in data.runs}
+    names = dict.fromkeys(
+        name for values in environments.values() for name in values if name not in ("started", "command")
+    )
+    shared: dict[str, Any] = {"study": data.name, "runs": len(environments)}
     if data.environment.get("command"):
         shared["command"] = _published(data.environment["command"])
     by_run: dict[str, dict[str, Any]] = {}
     for name in names:
-        values = {run: own.get(name) for run, own in facts.items()}
+        values = {run: own.get(name) for run, own in environments.items()}
         if len({json.dumps(value, default=str) for value in values.values()}) == 1:
             shared[name] = next(iter(values.values()))
         else:

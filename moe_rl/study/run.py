@@ -70,7 +70,7 @@ def run_one(
     ranks = ranks_of(config.distributed, config.model.device)
     ranks.agree("the configuration", dataclasses.asdict(config))
 
-    facts = {**environment(command), "processes": ranks.size}
+    about = {**environment(command), "processes": ranks.size}
 
     def begin() -> bool:
         if not check_folder(config, folder):
@@ -82,7 +82,7 @@ def run_one(
             return False
         if not begun(folder):
             write_atomic(folder / "config.yaml", dump_run(config))
-        write_json(folder / "env.json", facts)
+        write_json(folder / "env.json", about)
         return True
 
     def listen(row: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def run_one(
                 listener(row)
         elif ranks.main:
             start = {key: row[key] for key in ("weights_sha256", "cold_start")}
-            write_json(folder / "env.json", {**facts, **start})
+            write_json(folder / "env.json", {**about, **start})
 
     with ExitStack() as lock:
         if not ranks.first(begin):

@@ -21,7 +21,7 @@ from moe_rl.study.data import StudyData, StudyDataError
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.folders import read_parquet
-from moe_rl.tables import facts_of
+from moe_rl.tables import header_of
 
 MOST_TOKENS = 4096
 """Tokens of one response that are shown."""
@@ -42,7 +42,7 @@ class TokenStep:
         if not path.exists():
             raise StudyDataError(f"{folder}: no tokens of step {step}; stored are {stored_steps(folder) or 'none'}")
         table = read_parquet(path)
-        self.table, about = table.to_pandas(), facts_of(table)
+        self.table, about = table.to_pandas(), header_of(table)
         self.sequences = [int(seq) for seq in about.get("seq") or pd.unique(self.table["seq"])]
         self.prompts: list[str] = about.get("prompt") or [""] * len(self.sequences)
         self._first: list[int] | None = about.get("first")
@@ -223,7 +223,7 @@ def token_view_html(data: StudyData, limit: int = REPORT_BYTES) -> Markup:
     index = stored.index()
     responses: dict[str, Any] = {}
     size = len(json.dumps(index))
-    for seq in spread(stored.sequences):
+    for seq in evenly(stored.sequences):
         parts = {f"{seq}/{u}": stored.response(seq, u, REPORT_TOKENS) for u in stored.updates}
         size += len(_dump(parts))
         if responses and size > limit:
@@ -241,7 +241,7 @@ def token_view_html(data: StudyData, limit: int = REPORT_BYTES) -> Markup:
     script = static("token_view.js") + "\nmoeRL.inlineTokenView();"
     return Markup(  # own files, and data in which no tag can begin
         f"<style>{static('token_view.css')}</style>\n"
-        f'<p class="quiet facts">{escape(about)}</p>\n'
+        f'<p class="quiet small">{escape(about)}</p>\n'
         '<div class="tv" id="token-view"><noscript>The token view needs JavaScript.</noscript></div>\n'
         f'<script type="application/json" id="token-view-data">{_dump(content)}</script>\n'
         f"<script>\n{script}\n</script>"
@@ -253,10 +253,10 @@ def static(name: str) -> str:
     return (files("moe_rl.study") / "static" / name).read_text(encoding="utf-8")
 
 
-def spread(items: Sequence[int]) -> Iterator[int]:
+def evenly(items: Sequence[int]) -> Iterator[int]:
     """The items, first those far apart: ends, middle, quarters, ...
 
-    >>> list(spread([0, 1, 2, 3, 4]))
+    >>> list(evenly([0, 1, 2, 3, 4]))
     [0, 4, 2, 1, 3]
     """
     seen: set[int] = set()

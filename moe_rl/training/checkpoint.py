@@ -50,7 +50,7 @@ def save_checkpoint(state: State) -> None:
         with naming(state.folder / "checkpoint"):
             write_state(state, staging)
             if state.ranks.main:
-                swap(state.folder)
+                put_in_place(state.folder)
     except BaseException:
         if state.ranks.main:
             shutil.rmtree(staging, ignore_errors=True)  # a full disk gets its space back
@@ -103,7 +103,7 @@ def write_state(state: State, staging: Path) -> None:
     sync_folder(staging)
 
 
-def swap(folder: Path) -> None:
+def put_in_place(folder: Path) -> None:
     """`checkpoint.new`, which is complete, becomes `checkpoint`. One of the two has that name but for a moment in
     which the other lies beside it, complete."""
     new, target, old = (folder / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))

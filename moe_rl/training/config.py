@@ -247,7 +247,7 @@ class ProbeConfig:
     sequences: int = 32
     """Responses of the step's batch that are probed, spread over its groups."""
     tokens_every: int = 10
-    """Steps between steps whose per-token facts and routes are written to Parquet (0: never), if they are probed: with
+    """Steps between steps whose per-token values and routes are written to Parquet (0: never), if they are probed: with
     `every: 4` and 10 here, every 20 steps."""
     floor: bool = True
     """Before the first update, unless `every` is 0, score the probed responses again with the same weights: once more,

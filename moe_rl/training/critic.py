@@ -116,8 +116,8 @@ class Critic:
             token_rewards(rewards, mask), values, mask, gamma=config.gamma, lam=config.lam
         )
         seen, errors = returns[mask], (returns - values)[mask]
-        facts = {"value": values[mask].mean(), "explained_variance": 1 - errors.var() / seen.var()}
-        return whiten(advantages, mask) if config.whiten else advantages, returns, facts
+        metrics = {"value": values[mask].mean(), "explained_variance": 1 - errors.var() / seen.var()}
+        return whiten(advantages, mask) if config.whiten else advantages, returns, metrics
 
     def backward(self, part: Batch, states: list[Tensor], tokens: int) -> float:
         """Add the gradient of the value loss on a micro-batch; returns its share of the loss."""

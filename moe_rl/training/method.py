@@ -48,14 +48,14 @@ class Method:
 
     def __post_init__(self) -> None:
         objective, pairs = self.objective, self.advantage == "pair"
-        facts = {
+        derived = {
             "pairs": pairs,
             "needs_reference": pairs or bool(objective.kl_coef),
             "weighs_routes": objective.route_weight != "none",
             "needs_rollout_logps": objective.anchor == "rollout"
             or (bool(objective.corrections) and self.source != "demonstrations"),
         }
-        for name, value in facts.items():
+        for name, value in derived.items():
             object.__setattr__(self, name, value)
 
 

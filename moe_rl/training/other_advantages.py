@@ -40,10 +40,10 @@ def other_advantages(
         case "process":
             values, ends = step_rewards(task, tokenizer, rollout)
             count = int(ends.sum())
-            facts = {"step_reward": float(values.sum()) / max(1, count), "steps_per_response": count / len(rollout)}
-            return process_advantages(values, ends, size, scale=scale), facts
+            metrics = {"step_reward": float(values.sum()) / max(1, count), "steps_per_response": count / len(rollout)}
+            return process_advantages(values, ends, size, scale=scale), metrics
         case "decoupled":
             names, table = named_rewards(task, rollout)
-            facts = {f"reward_{name}": float(column.mean()) for name, column in zip(names, table.T, strict=True)}
-            return decoupled_advantages(table, size), facts
+            metrics = {f"reward_{name}": float(column.mean()) for name, column in zip(names, table.T, strict=True)}
+            return decoupled_advantages(table, size), metrics
     raise ValueError(unknown("advantage", kind, ["leave_one_out", "one", "accepted", "process", "decoupled"]))

@@ -109,6 +109,6 @@ def load_routes(path: Path) -> RoutedExperts:
     return RoutedExperts(read.ids, read.sites, read.num_experts, tokens=read.tokens, meta=meta)
 
 
-def _problem(facts: dict[str, Any]) -> Problem:
-    messages = facts.get("messages")
-    return Problem(**{**facts, "messages": None if messages is None else tuple(tuple(m) for m in messages)})
+def _problem(fields: dict[str, Any]) -> Problem:
+    messages = fields.get("messages")
+    return Problem(**{**fields, "messages": None if messages is None else tuple(tuple(m) for m in messages)})

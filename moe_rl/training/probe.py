@@ -22,7 +22,7 @@ from moe_rl.measure.metrics import (
     routing_confidence,
 )
 from moe_rl.measure.peer_metrics import engine_metrics
-from moe_rl.measure.router_shift import router_facts
+from moe_rl.measure.router_shift import gates_and_margins
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch
@@ -36,14 +36,14 @@ Row = tuple[str, dict[str, Any]]
 @dataclass(frozen=True)
 class Observation:
     """The probed responses after one update: log-probabilities (nats) under live and under the old routes, and the live
-    routes. `facts`: what the routers said of the n response tokens, old and new (`router_facts`): `old_gates`,
+    routes. `routers`: what the routers said of the n response tokens, old and new (`gates_and_margins`): `old_gates`,
     `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L]; empty for a family that returns no router logits."""
 
     update: int
     natural: Float[Tensor, "B T"]
     replayed: Float[Tensor, "B T"]
     routes: RoutedExperts
-    facts: dict[str, Tensor] = field(default_factory=dict)
+    routers: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Probe:
@@ -122,18 +122,18 @@ class Probe:
             ]
         if self.tables:
             both = ("old", old_logits, part.routes), ("new", logits, routes)
-            facts = self._router_facts(both) if comparable else {}
-            self.observations.append(Observation(update, natural, replayed, routes, facts))
+            routers = self._routers_said(both) if comparable else {}
+            self.observations.append(Observation(update, natural, replayed, routes, routers))
         return metrics, natural, routes
 
-    def _router_facts(self, of: Iterable[tuple[str, list[Tensor], RoutedExperts]]) -> dict[str, Tensor]:
-        """What routers said of the experts that were chosen: `Observation.facts`."""
-        facts: dict[str, Tensor] = {}
+    def _routers_said(self, of: Iterable[tuple[str, list[Tensor], RoutedExperts]]) -> dict[str, Tensor]:
+        """What routers said of the experts that were chosen: `Observation.routers`."""
+        routers: dict[str, Tensor] = {}
         for name, logits, routes in of:
             mask = self.part.completion_mask
             ids = routes.ids.to(mask.device)[mask].sort(-1).values  # in the order of route tables
-            facts[f"{name}_gates"], facts[f"{name}_margins"] = router_facts(logits, ids)
-        return facts
+            routers[f"{name}_gates"], routers[f"{name}_margins"] = gates_and_margins(logits, ids)
+        return routers
 
     def _loss_of(self, part: Batch) -> Tensor:
         assert self.loss is not None

@@ -22,7 +22,7 @@ import torch
 from moe_rl.routing import RoutedExperts, RoutingError
 from moe_rl.routing.codec import ascending, check_ascending, exchanges, gaps, with_exchanges, without_gaps
 from moe_rl.routing.routes import match_sites
-from moe_rl.tables import DamagedTableError, facts_of, open_table, read_table, seal_of, write_table
+from moe_rl.tables import DamagedTableError, header_of, open_table, read_table, seal_of, write_table
 
 EARLIER, ROUTES, CHANGES = "moe_rl.route_table", "moe_rl.route_table.2", "moe_rl.route_changes"
 SEQUENCE, POSITION, TOKEN = "sequence", "position", "token"
@@ -34,12 +34,12 @@ _OFTEN = 1.0  # exchanges per row from which `skip` has so few values that it ta
 
 def write_route_table(path: Path, routes: RoutedExperts) -> None:
     """Write the routes of B*T tokens: sequence, position, token (-1 where unknown) and a column per site."""
-    step, parts, facts = _in_groups(routes)
+    step, parts, header = _in_groups(routes)
     wide = list(routes.sites) if _cell_dtype(routes.num_experts) == np.uint16 else []
     write_table(
         path,
         (_route_columns(part, index * step) for index, part in enumerate(parts)),
-        {"format": ROUTES, **facts},
+        {"format": ROUTES, **header},
         use_dictionary=False,
         use_byte_stream_split=[TOKEN, *wide],
         column_encoding=dict.fromkeys((SEQUENCE, POSITION), "DELTA_BINARY_PACKED"),
@@ -64,13 +64,13 @@ def write_route_changes(path: Path, routes: RoutedExperts, since: Path, old: Rou
         raise RoutingError(f"{since} holds {old}, and changes since then cannot be those of {routes}")
     if routes.tokens is not None and (old.tokens is None or not torch.equal(old.tokens.cpu(), routes.tokens.cpu())):
         raise RoutingError(f"{since}: its routes are of other tokens than {routes}")
-    step, parts, facts = _in_groups(routes)
+    step, parts, header = _in_groups(routes)
     groups = [_change_columns(old.rows(slice(i * step, (i + 1) * step)), part, i) for i, part in enumerate(parts)]
     often = sum(len(group[SLOT]) for group in groups) > _OFTEN * old.shape[:3].numel()
     write_table(
         path,
         groups,
-        {"format": CHANGES, **facts, "since": since.name, "since_sha256": seal_of(since)},
+        {"format": CHANGES, **header, "since": since.name, "since_sha256": seal_of(since)},
         use_dictionary=[GROUP, SITE, SLOT, *([SKIP] if often else [])],
         use_byte_stream_split=[EXPERT, *([] if often else [SKIP])],
         **_PLAIN,
@@ -81,7 +81,7 @@ def _in_groups(routes: RoutedExperts) -> tuple[int, list[RoutedExperts], dict[st
     """How many sequences a row group holds, the routes of each, and what a file says of itself."""
     B, T = routes.shape[:2]
     step = max(1, GROUP_TOKENS // max(1, T))
-    facts = {
+    header = {
         "shape": list(routes.shape),
         "dtype": str(routes.packed.dtype).removeprefix("torch."),
         "num_experts": routes.num_experts,
@@ -89,7 +89,7 @@ def _in_groups(routes: RoutedExperts) -> tuple[int, list[RoutedExperts], dict[st
         "meta": routes.meta,
         "group_sequences": step,
     }
-    return step, [routes.rows(slice(start, start + step)) for start in range(0, B, step)] or [routes], facts
+    return step, [routes.rows(slice(start, start + step)) for start in range(0, B, step)] or [routes], header
 
 
 def read_route_table(
@@ -111,20 +111,20 @@ def read_route_table(
     try:
         whole = sequences is None and sites is None
         table = read_table(path) if whole else open_table(path)
-        facts = facts_of(table)
+        header = header_of(table)
     except DamagedTableError as error:
         raise RoutingError(str(error)) from error
-    kind = facts.get("format")
+    kind = header.get("format")
     if kind not in (EARLIER, ROUTES, CHANGES):
         raise RoutingError(f"{path}: a Parquet file, but not of routes; tokens/*.parquet has the tokens")
     try:
         if kind == EARLIER:
-            routes = _earlier(table if whole else table.read(), facts)
+            routes = _earlier(table if whole else table.read(), header)
             routes = routes if sites is None else routes.select(sites)
             return routes if sequences is None else routes.rows(_numbers(sequences, routes.shape[0]))
-        wanted = _numbers(sequences, facts["shape"][0])
-        chosen = range(len(facts["sites"])) if sites is None else match_sites(facts["sites"], sites)
-        return (_routes if kind == ROUTES else _changed)(path, table, facts, wanted, list(chosen))
+        wanted = _numbers(sequences, header["shape"][0])
+        chosen = range(len(header["sites"])) if sites is None else match_sites(header["sites"], sites)
+        return (_routes if kind == ROUTES else _changed)(path, table, header, wanted, list(chosen))
     except RoutingError as error:
         raise RoutingError(f"{path}: {error}") from error
     except Exception as error:  # pyarrow raises many kinds; the file is what matters
@@ -169,21 +169,21 @@ def _route_columns(routes: RoutedExperts, first: int) -> dict[str, Any]:
     return columns
 
 
-def _routes(path: Path, source: Any, facts: dict[str, Any], wanted: list[int], chosen: list[int]) -> RoutedExperts:
-    (_, T, _, K), names = facts["shape"], [facts["sites"][index] for index in chosen]
-    groups, held = _held(facts, wanted)
+def _routes(path: Path, source: Any, header: dict[str, Any], wanted: list[int], chosen: list[int]) -> RoutedExperts:
+    (_, T, _, K), names = header["shape"], [header["sites"][index] for index in chosen]
+    groups, held = _held(header, wanted)
     table = _part(source, groups, [TOKEN, *names])
-    packed = np.empty((len(held), T, len(names), K), np.dtype(facts["dtype"]))
+    packed = np.empty((len(held), T, len(names), K), np.dtype(header["dtype"]))
     for index, name in enumerate(names):
-        packed[:, :, index] = _cells(table[name], K, facts).reshape(len(held), T, K)
+        packed[:, :, index] = _cells(table[name], K, header).reshape(len(held), T, K)
     tokens = torch.from_numpy(table[TOKEN].to_numpy().reshape(len(held), T).copy())
     kept = [held.index(number) for number in wanted]
-    return _checked(packed[kept], names, chosen, facts, None if bool((tokens == -1).all()) else tokens[kept])
+    return _checked(packed[kept], names, chosen, header, None if bool((tokens == -1).all()) else tokens[kept])
 
 
-def _held(facts: dict[str, Any], wanted: list[int]) -> tuple[list[int], list[int]]:
+def _held(header: dict[str, Any], wanted: list[int]) -> tuple[list[int], list[int]]:
     """The row groups that hold the wanted sequences, and all the sequences that these hold."""
-    step, B = facts["group_sequences"], facts["shape"][0]
+    step, B = header["group_sequences"], header["shape"][0]
     groups = sorted({number // step for number in wanted})
     return groups, [number for group in groups for number in range(B)[group * step : (group + 1) * step]]
 
@@ -193,9 +193,9 @@ def _part(source: Any, groups: list[int], columns: list[str] | None = None) -> A
     return source.read_row_groups(groups, columns=columns) if hasattr(source, "read_row_groups") else source
 
 
-def _cells(cells: Any, K: int, facts: dict[str, Any]) -> np.ndarray:
+def _cells(cells: Any, K: int, header: dict[str, Any]) -> np.ndarray:
     """Packed ids [rows, K] of a column, ascending."""
-    dtype, packed = np.dtype(_cell_dtype(facts["num_experts"])), np.dtype(facts["dtype"])
+    dtype, packed = np.dtype(_cell_dtype(header["num_experts"])), np.dtype(header["dtype"])
     found = []
     for chunk in cells.chunks:
         if chunk.type.byte_width != K * dtype.itemsize:
@@ -209,16 +209,16 @@ def _cells(cells: Any, K: int, facts: dict[str, Any]) -> np.ndarray:
 
 
 def _checked(
-    packed: np.ndarray, names: Sequence[str], chosen: list[int], facts: dict[str, Any], tokens: torch.Tensor | None
+    packed: np.ndarray, names: Sequence[str], chosen: list[int], header: dict[str, Any], tokens: torch.Tensor | None
 ) -> RoutedExperts:
     """RoutedExperts of ascending ids [B,T,L,K], checked as `RoutedExperts` does but quicker: they are in order."""
-    experts = facts["num_experts"]
+    experts = header["num_experts"]
     each = [experts[index] for index in chosen] if isinstance(experts, list) else [experts] * len(chosen)
-    repeats = set((facts["meta"] or {}).get("hash_routed", ()))
+    repeats = set((header["meta"] or {}).get("hash_routed", ()))
     for index, (name, count) in enumerate(zip(names, each, strict=True)):
         check_ascending(packed[:, :, index].reshape(-1, packed.shape[-1]), count, name in repeats)
     return RoutedExperts._trusted(
-        torch.from_numpy(packed), tuple(names), each, tokens=tokens, meta=facts["meta"] or None
+        torch.from_numpy(packed), tuple(names), each, tokens=tokens, meta=header["meta"] or None
     )
 
 
@@ -240,25 +240,25 @@ def _change_columns(old: RoutedExperts, new: RoutedExperts, group: int) -> dict[
     return {GROUP: np.full(len(row), group, np.int32), SITE: names, SKIP: skip, SLOT: slot, EXPERT: expert}
 
 
-def _changed(path: Path, source: Any, facts: dict[str, Any], wanted: list[int], chosen: list[int]) -> RoutedExperts:
+def _changed(path: Path, source: Any, header: dict[str, Any], wanted: list[int], chosen: list[int]) -> RoutedExperts:
     """The routes of the other file with the exchanges of this one."""
     import pyarrow as pa
     from pyarrow.compute import index_in
 
-    (_, T, _, K), names = facts["shape"], [facts["sites"][index] for index in chosen]
-    groups, held = _held(facts, wanted)
-    old = _base(path, facts["since"], facts["since_sha256"], held, names)
+    (_, T, _, K), names = header["shape"], [header["sites"][index] for index in chosen]
+    groups, held = _held(header, wanted)
+    old = _base(path, header["since"], header["since_sha256"], held, names)
     table = _part(source, groups)
     skip, slot, expert, group = (table[name].to_numpy() for name in (SKIP, SLOT, EXPERT, GROUP))
-    place = index_in(table[SITE], value_set=pa.array(facts["sites"])).to_numpy().astype(np.int64)
+    place = index_in(table[SITE], value_set=pa.array(header["sites"])).to_numpy().astype(np.int64)
 
     begins = np.append(True, (place[1:] != place[:-1]) | (group[1:] != group[:-1]))[: len(skip)]
     total = np.cumsum(skip, dtype=np.int64)
     row = total - (total - skip)[np.maximum.accumulate(np.where(begins, np.arange(len(skip)), 0))]
-    row += np.searchsorted(groups, group) * facts["group_sequences"] * T
+    row += np.searchsorted(groups, group) * header["group_sequences"] * T
     if len(row) and (not np.isin(group, groups).all() or skip.min() < 0 or row.max() >= len(held) * T):
         raise ValueError("exchanges at tokens that are not there")
-    where = np.full(len(facts["sites"]), -1)
+    where = np.full(len(header["sites"]), -1)
     where[chosen] = np.arange(len(chosen))
     mine = np.flatnonzero(where[place] >= 0)
     rows = np.ascontiguousarray(old.packed.numpy().transpose(2, 0, 1, 3)).reshape(-1, K)
@@ -267,7 +267,7 @@ def _changed(path: Path, source: Any, facts: dict[str, Any], wanted: list[int], 
     )
     packed = rows.reshape(len(chosen), len(held), T, K).transpose(1, 2, 0, 3)
     kept = [held.index(number) for number in wanted]
-    return _checked(packed[kept], names, chosen, facts, None if old.tokens is None else old.tokens[kept])
+    return _checked(packed[kept], names, chosen, header, None if old.tokens is None else old.tokens[kept])
 
 
 def _base(
@@ -280,7 +280,7 @@ def _base(
     try:
         if sha256 is not None and seal_of(base) != sha256:
             raise RoutingError(f"holds changes since {base}, which is another file now; were its runs mixed?")
-        kind = facts_of(open_table(base)).get("format")
+        kind = header_of(open_table(base)).get("format")
     except DamagedTableError as error:
         raise RoutingError(str(error)) from error
     if kind != ROUTES:
@@ -291,10 +291,10 @@ def _base(
 # -- files of earlier versions -----------------------------------------------------------------------------------------
 
 
-def _earlier(table: Any, facts: dict[str, Any]) -> RoutedExperts:
+def _earlier(table: Any, header: dict[str, Any]) -> RoutedExperts:
     """Cells are lists of ids, or the bytes of packed ids, in the order of the slots."""
-    B, T, _, K = facts["shape"]
-    dtype, sites, experts = np.dtype(facts["dtype"]), facts["sites"], facts["num_experts"]
+    B, T, _, K = header["shape"]
+    dtype, sites, experts = np.dtype(header["dtype"]), header["sites"], header["num_experts"]
     ids = np.empty((B, T, len(sites), K), dtype=np.int64)
     for index, site in enumerate(sites):
         ids[:, :, index] = _listed(table[site].combine_chunks(), B * T, K, dtype).reshape(B, T, K)
@@ -304,7 +304,7 @@ def _earlier(table: Any, facts: dict[str, Any]) -> RoutedExperts:
         tuple(sites),
         experts if isinstance(experts, int) else tuple(experts),
         tokens=None if bool((tokens == -1).all()) else tokens,
-        meta=facts["meta"] or None,
+        meta=header["meta"] or None,
     )
 
 

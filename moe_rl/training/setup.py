@@ -147,4 +147,4 @@ def _cold_start_rows(listener: Listener | None) -> Callable[[int, int, float], N
 
 def _policy_row(listener: Listener | None) -> Listener | None:
     """What the run starts from, as a row for the listener only: `env.json` keeps it."""
-    return None if listener is None else lambda facts: listener({"kind": "policy", "step": 0, **facts})
+    return None if listener is None else lambda values: listener({"kind": "policy", "step": 0, **values})

@@ -81,7 +81,7 @@ def token_columns(part: Batch, seen: Observation, rows: Tensor) -> dict[str, Ten
         "logp_replayed": take(seen.replayed).float(),
         "flips": take(flips).int(),
         "reward": take(part.rewards[:, None]).float(),
-        **{name: values.flatten(1).float() for name, values in seen.facts.items()},
+        **{name: values.flatten(1).float() for name, values in seen.routers.items()},
     }
 
 

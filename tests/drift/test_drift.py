@@ -24,7 +24,7 @@ from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.routing import change_counts, record_routes
 
 
-def facts_of(folder):
+def results_of(folder):
     return json.loads((folder / "drift.json").read_text())
 
 
@@ -33,18 +33,18 @@ def test_numbers_are_those_of_the_models_on_the_same_text(family, saved, prompts
     old, new = saved(family)
     output = tmp_path / "out"
     main(["drift", str(old), str(new), "--prompts", str(prompts), "--output", str(output), "--batch-size", "4"])
-    facts = facts_of(output)
+    results = results_of(output)
     models = [build(family, tokenizer).eval(), moved(build(family, tokenizer)).eval()]
     ids, attention = padded(TEXTS, tokenizer)
     completion = attention.clone()
     completion[:, 0] = False
     direct = decompose(*models, ids, attention, completion, per_site=True)
     shares, counts = direct.shares(), change_counts(direct.old_routes, direct.new_routes_taken, completion)
-    assert facts["architecture"] == family and facts["measured_tokens"] == sum(map(len, TEXTS)) - len(TEXTS)
-    assert facts["change"]["slot"]["changed"] == counts.slots_changed > 0
-    assert facts["change"]["token"]["of"] == counts.tokens_total
+    assert results["architecture"] == family and results["measured_tokens"] == sum(map(len, TEXTS)) - len(TEXTS)
+    assert results["change"]["slot"]["changed"] == counts.slots_changed > 0
+    assert results["change"]["token"]["of"] == counts.tokens_total
     for name, value in shares.rows().items():
-        assert facts["decomposition"][name] == pytest.approx(value, rel=2e-3, abs=1e-9), name
+        assert results["decomposition"][name] == pytest.approx(value, rel=2e-3, abs=1e-9), name
     sites = pd.read_parquet(output / "sites.parquet")
     assert sites["slots_changed"].tolist() == counts.per_site_slots_changed.tolist()
     assert sites["token_var_alone"].tolist() == pytest.approx(direct.site_shares().rows()["token_var_alone"], rel=2e-3)
@@ -60,7 +60,7 @@ def test_numbers_are_those_of_the_models_on_the_same_text(family, saved, prompts
     parts = tokens["weight"] + tokens["routing"] + tokens["interaction"]
     np.testing.assert_allclose(parts, tokens["log_ratio"], atol=1e-5)
     experts = pd.read_parquet(output / "experts.parquet")
-    assert experts["old"].sum() == experts["new"].sum() == facts["measured_tokens"] * 2 * 2
+    assert experts["old"].sum() == experts["new"].sum() == results["measured_tokens"] * 2 * 2
     said = capsys.readouterr().out
     assert "Expert change" in said and "GSPO" in said and str(output) in said
 
@@ -77,10 +77,12 @@ def test_the_floor_is_what_the_old_checkpoint_changes_against_itself(tokenizer, 
         main(["drift", *map(str, folders), *common, "--output", str(tmp_path / name), *more])
         monkeypatch.setattr(run, "draw", lambda *_: [])
     said = capsys.readouterr().out
-    facts = facts_of(tmp_path / "both")["floor"]
-    assert facts == facts_of(tmp_path / "alone")["floor"] and facts["sequences"] == 6 and facts["left_out"] == {}
-    assert list(facts["variants"]) == ["repeat", "batch", "experts", "bf16"]
-    repeat, batch, experts, bf16 = facts["variants"].values()
+    results = results_of(tmp_path / "both")["floor"]
+    assert (
+        results == results_of(tmp_path / "alone")["floor"] and results["sequences"] == 6 and results["left_out"] == {}
+    )
+    assert list(results["variants"]) == ["repeat", "batch", "experts", "bf16"]
+    repeat, batch, experts, bf16 = results["variants"].values()
     assert [repeat[level]["changed"] for level in ("slot", "site", "token")] == [0, 0, 0] and repeat["gap_max"] == 0
     assert max(batch["gap_max"], experts["gap_max"]) < 1e-5 < bf16["gap_max"], "fp32 on a CPU"
 
@@ -125,15 +127,15 @@ def test_the_floor_is_what_the_old_checkpoint_changes_against_itself(tokenizer, 
 def test_a_floor_is_left_out_when_asked_and_where_a_kernel_cannot_run(saved, prompts, tmp_path, undrawn):
     """Experts of 12 inner units have rows of 24 bytes in bf16, and grouped_mm wants multiples of 16."""
     options = DriftOptions(tuple(map(str, saved("qwen3_moe"))), prompts, tmp_path / "out", per_site=False)
-    floor = facts_of(run_drift(options))["floor"]
+    floor = results_of(run_drift(options))["floor"]
     assert (
         list(floor["variants"]) == ["repeat", "batch", "experts"]
         and "multiple of 16 bytes" in floor["left_out"]["bf16"]
     )
     assert "not measured: bf16 (the self-check could" in (tmp_path / "out" / "report.html").read_text()
     assert floor_text(json.loads((tmp_path / "out" / "drift.json").read_text()), reasons=False).endswith("bf16.")
-    facts = facts_of(run_drift(replace(options, floor_sequences=0)))
-    assert facts["floor"] == {"sequences": 0, "left_out": {}, "variants": {}}
+    results = results_of(run_drift(replace(options, floor_sequences=0)))
+    assert results["floor"] == {"sequences": 0, "left_out": {}, "variants": {}}
     assert "<dt>Noise floor" not in (tmp_path / "out" / "report.html").read_text()
     names = ("sites", "floor_sites", "positions", "floor_positions")
     tables = {name: pd.read_parquet(tmp_path / "out" / f"{name}.parquet") for name in names}
@@ -171,19 +173,19 @@ def test_flips_are_set_beside_the_log_ratio_that_they_can_move(saved, prompts, t
 def test_a_checkpoint_against_itself_is_zero_everywhere_and_still_drawn(saved, prompts, tmp_path):
     old, _ = saved("qwen3_moe")
     output = run_drift(DriftOptions((str(old), str(old)), prompts, tmp_path / "out"))
-    facts, tokens = facts_of(output), pd.read_parquet(output / "tokens.parquet")
-    assert [row["changed"] for row in facts["change"].values()] == [0, 0, 0]
+    results, tokens = results_of(output), pd.read_parquet(output / "tokens.parquet")
+    assert [row["changed"] for row in results["change"].values()] == [0, 0, 0]
     assert (tokens[["log_ratio", "weight", "routing", "interaction"]] == 0).all(axis=None)
     page = (output / "report.html").read_text()
     assert "say the same of this text" in page and page.count("<svg") == 5, "of nothing there is no decomposition"
-    assert facts["decomposition"]["token_share_routing"] is None, "a share of nothing is null, not NaN"
+    assert results["decomposition"]["token_share_routing"] is None, "a share of nothing is null, not NaN"
 
 
 def test_one_at_a_time_gives_the_same_numbers(saved, prompts, tmp_path, undrawn):
     pair = [str(folder) for folder in saved("olmoe")]
     both = run_drift(DriftOptions(tuple(pair), prompts, tmp_path / "both", batch_size=4))
     alone = run_drift(DriftOptions(tuple(pair), prompts, tmp_path / "alone", batch_size=4, one_at_a_time=True))
-    a, b = facts_of(both), facts_of(alone)
+    a, b = results_of(both), results_of(alone)
     assert a.pop("settings")["one_at_a_time"] is False and b.pop("settings")["one_at_a_time"] is True
     assert a == b
     for name in ("tokens", "sites", "experts", "positions"):
@@ -198,7 +200,7 @@ def test_where_two_do_not_fit_one_at_a_time_is_taken(saved, prompts, tmp_path, u
     assert fits_twice(1, "float32", cpu) and not fits_twice(10**15, "float32", cpu)
     monkeypatch.setattr(run.pair, "fits_twice", lambda *_: False)
     output = run_drift(DriftOptions(tuple(map(str, saved("olmoe"))), prompts, tmp_path / "out"))
-    assert facts_of(output)["settings"]["one_at_a_time"] is True
+    assert results_of(output)["settings"]["one_at_a_time"] is True
 
 
 def test_one_token_and_all_experts_chosen(tokenizer, prompts, tmp_path, undrawn):
@@ -208,5 +210,5 @@ def test_one_token_and_all_experts_chosen(tokenizer, prompts, tmp_path, undrawn)
     assert pd.read_parquet(output / "sites.parquet")["margin_median"].isna().all(), "nothing was left to choose"
     none = pd.DataFrame({"low": [], "high": [], "choices": [], "changed": []})
     assert figures.margins(none, "").render("svg")
-    topics = dict(summary(facts_of(output)))
+    topics = dict(summary(results_of(output)))
     assert topics["Log-ratio"].startswith("One token alone"), "not: the two say the same"

@@ -13,7 +13,7 @@ from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.policy.tiny import char_tokenizer
 
 
-def facts_of(folder):
+def results_of(folder):
     return json.loads((folder / "drift.json").read_text())
 
 
@@ -74,7 +74,7 @@ def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
 def test_a_named_tokenizer_stands_in(odd, saved, prompts, tmp_path, undrawn):
     old, _ = saved("qwen3_moe")
     options = DriftOptions((str(old), str(odd["no tokenizer"])), prompts, tmp_path / "out", tokenizer=str(old))
-    assert facts_of(run_drift(options))["measured_tokens"] > 0
+    assert results_of(run_drift(options))["measured_tokens"] > 0
 
 
 @pytest.mark.parametrize(

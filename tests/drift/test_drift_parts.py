@@ -11,7 +11,7 @@ import torch
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.passes import Measured
 from moe_rl.drift.prompts import KEYS, Example, Skipped, TextBatch, aligned, batches, check_file, examples, tokenised
-from moe_rl.drift.tally import Tally, _median
+from moe_rl.drift.sums import Sums, _median
 from moe_rl.measure.decompose import Decomposition
 from moe_rl.measure.scoring import TokenBatch
 from moe_rl.policy.tiny import char_tokenizer
@@ -144,16 +144,16 @@ def measured_by_hand():
 
 
 def test_counts_and_rates_by_hand():
-    tally = Tally()
-    rows = tally.add(measured_by_hand())
+    sums = Sums()
+    rows = sums.add(measured_by_hand())
     # measured tokens 3, slots 12, sites 6; slots changed 1 + 1 + 2 = 4, sites 2 + 1 = 3, tokens 2
-    rates = tally.rates()
+    rates = sums.rates()
     assert [(rates[n]["changed"], rates[n]["of"]) for n in ("slot", "site", "token")] == [(4, 12), (3, 6), (2, 3)]
     # Two clusters, (slots, tokens) = (4, 2), (0, 1), say next to nothing: Student's t of one degree of freedom is 12.7.
     assert (rates["slot"]["low"], rates["slot"]["high"]) == (0, 1)
     # The same text twice, four clusters: mean tokens 1.5, slope 4/3; residuals 4 - 8/3 and 0 - 4/3, so ±4/3; their
     # variance 4 * 16/9 / 3; half width 3.1824 * sqrt(64/27 / 4) / 1.5 per token, / 4 slots = 0.408.
-    twice = Tally()
+    twice = Sums()
     twice.add(measured_by_hand())
     twice.add(measured_by_hand())
     assert twice.rates()["slot"]["high"] == pytest.approx(4 / 12 + 3.18245 * (16 / 27) ** 0.5 / 1.5 / 4, rel=1e-5)
@@ -162,38 +162,38 @@ def test_counts_and_rates_by_hand():
     assert rows["flips"].tolist() == [2, 1, 0] and rows["flips_before"].tolist() == [1, 2, 0]
     assert rows["smallest_margin"].tolist() == pytest.approx([0.001, 0.5, 0.5])
     assert rows["interaction"].tolist() == [1, 0, 0]
-    sites = tally.sites()
+    sites = sums.sites()
     assert sites["slots_changed"].tolist() == [1, 3] and sites["tokens_changed"].tolist() == [1, 2]
     # Load of site 0: old (3, 3, 0, 0); new: 1,3 for one token: (2, 3, 0, 1): shares move by 1/6.
-    assert tally.experts()["new"].tolist()[:4] == [2, 3, 0, 1]
+    assert sums.experts()["new"].tolist()[:4] == [2, 3, 0, 1]
     assert sites["load_moved"].tolist()[0] == pytest.approx(1 / 6)
-    positions = tally.by_position()
+    positions = sums.by_position()
     assert positions["tokens"].tolist() == [2, 1] and positions["slots_changed"].tolist() == [2, 2]
     assert positions["tokens_changed"].tolist() == [1, 1] and positions["sites"].tolist() == [4, 2]
-    margins = tally.by_margin()
+    margins = sums.by_margin()
     assert margins["choices"].tolist() == [2, 4] and margins["changed"].tolist() == [2, 1]
     assert (margins["low"][0] <= 0.001 < margins["high"][0]) or np.isclose(margins["low"][0], 0.001)
 
 
 def test_log_ratios_by_hand():
-    tally = Tally()
-    tally.add(measured_by_hand())
+    sums = Sums()
+    sums.add(measured_by_hand())
     # log r = 4, -1, 0; k1 = -1; k3 = mean(e^4 - 5, e^-1, 0)
-    kl = tally.kl()
+    kl = sums.kl()
     assert kl["k1_natural"] == pytest.approx(-1)
     assert kl["k3_natural"] == pytest.approx((np.exp(4) - 5 + np.exp(-1)) / 3)
     assert kl["k3_replayed"] == pytest.approx((np.exp(1) - 2 + np.exp(-1)) / 3)
-    tails = tally.tails().set_index(["log_ratio", "size"])["tokens"]
+    tails = sums.tails().set_index(["log_ratio", "size"])["tokens"]
     near = {kind: [int(tails[kind].iloc[(tails[kind].index > x).argmax()]) for x in (0.5, 1.5, 5)] for kind in
             ("natural", "replayed", "routing")}  # fmt: skip
     assert near == {"natural": [2, 1, 0], "replayed": [2, 0, 0], "routing": [1, 1, 0]}
-    tally.add(measured_by_hand())
-    by_flips = tally.variance_by_flips().set_index("flips")
+    sums.add(measured_by_hand())
+    by_flips = sums.variance_by_flips().set_index("flips")
     assert by_flips["tokens"].to_dict() == {0: 2, 1: 2, 2: 2} and (by_flips["natural"] == 0).all()
 
 
 def test_batches_add_up_whatever_their_length():
-    once, twice = Tally(), Tally()
+    once, twice = Sums(), Sums()
     once.add(measured_by_hand())
     twice.add(measured_by_hand())
     short = measured_by_hand()

@@ -41,18 +41,18 @@ def test_a_granite_is_measured_in_every_dtype_and_said_in_a_sentence(granite, pr
     output = tmp_path / "out"
     main(["floor", str(granite), "--prompts", str(prompts), "--output", str(output), "--batch-size", "2"])
     said = capsys.readouterr().out
-    facts = json.loads((output / "floor.json").read_text())
-    rows = {(row["dtype"], row["variant"]): row for row in facts["rows"]}
+    results = json.loads((output / "floor.json").read_text())
+    rows = {(row["dtype"], row["variant"]): row for row in results["rows"]}
     layouts = ["repeat", "batch_1", "batch_1_unpadded", "padding_left", "padding_right", "decode", "experts_eager"]
     own = [(dtype, name) for dtype in ("float32", "bfloat16", "float16") for name in layouts]
-    assert set(rows) == {*own, ("bfloat16", "dtype"), ("float16", "dtype")} and facts["left_out"] == []
-    assert facts["complete"] is True and facts["sequences"] == 4 and facts["architecture"] == "granitemoe"
+    assert set(rows) == {*own, ("bfloat16", "dtype"), ("float16", "dtype")} and results["left_out"] == []
+    assert results["complete"] is True and results["sequences"] == 4 and results["architecture"] == "granitemoe"
     measured = sum(len(b) for _, b in TEXTS)
-    assert facts["measured_tokens"] == rows["float32", "repeat"]["measured"] == measured
+    assert results["measured_tokens"] == rows["float32", "repeat"]["measured"] == measured
     assert all(rows["float32", name]["slots_changed"] == 0 for name in layouts)
     assert rows["bfloat16", "dtype"]["gap_mean"] > rows["float16", "dtype"]["gap_mean"] > 0, "8 and 11 bits"
     assert said.replace("\n", " ").startswith("At equal weights, arithmetic alone takes the ratio outside [0.9, 1.1]")
-    assert "in float32" in facts["verdict"] and str(output / "report.html") in said
+    assert "in float32" in results["verdict"] and str(output / "report.html") in said
     table = pd.read_csv(output / "floor.csv")
     assert len(table) == len(rows) and table["slots"].eq(4 * table["tokens"]).all(), "2 sites, K = 2"
     left = table[table["variant"] == "padding_left"]
@@ -61,7 +61,7 @@ def test_a_granite_is_measured_in_every_dtype_and_said_in_a_sentence(granite, pr
     changed = sites.groupby(["dtype", "variant"])["slots_changed"].sum()
     assert all(changed[key] == row["slots_changed"] for key, row in rows.items())
     page = (output / "report.html").read_text()
-    assert facts["verdict"] in page and stands_alone(page, 1)
+    assert results["verdict"] in page and stands_alone(page, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.jsonl"]
 
 
@@ -76,10 +76,10 @@ def test_adapters_are_compared_with_themselves_merged(granite, prompts, tmp_path
     policy.save_pretrained(tmp_path / "adapters")
     common = ["--prompts", str(prompts), "--dtypes", "float32", "bfloat16", "--experts", "eager", "--json"]
     main(["floor", str(tmp_path / "adapters"), *common, "--output", str(tmp_path / "a")])
-    facts = json.loads(capsys.readouterr().out)
-    rows = {(row["dtype"], row["variant"]): row for row in facts["rows"]}
+    results = json.loads(capsys.readouterr().out)
+    rows = {(row["dtype"], row["variant"]): row for row in results["rows"]}
     assert rows["float32", "merged"]["gap_max"] < 1e-4 < rows["bfloat16", "merged"]["gap_max"]
-    assert rows["float32", "merged"]["slots_changed"] == 0 and facts["adapter"] == str(tmp_path / "adapters")
+    assert rows["float32", "merged"]["slots_changed"] == 0 and results["adapter"] == str(tmp_path / "adapters")
     bare = run_floor(FloorOptions(str(granite), prompts, tmp_path / "b", ("float32",)))
     plain = json.loads((bare / "floor.json").read_text())
     assert "merged" not in {row["variant"] for row in plain["rows"]}
@@ -99,8 +99,8 @@ def test_what_was_measured_before_an_interruption_is_kept(granite, prompts, tmp_
     monkeypatch.setattr(floor_run, "compare", stops)
     error = refused(capsys, "floor", granite, "--prompts", prompts, "--output", tmp_path / "out", status=130)
     assert "OUTPUT.partial" in error and (tmp_path / "out" / "floor.json").read_text() == "{}", "an earlier one stays"
-    facts = json.loads((tmp_path / "out.partial" / "floor.json").read_text())
-    assert facts["complete"] is False and [row["variant"] for row in facts["rows"]] == ["repeat", "batch_1"]
+    results = json.loads((tmp_path / "out.partial" / "floor.json").read_text())
+    assert results["complete"] is False and [row["variant"] for row in results["rows"]] == ["repeat", "batch_1"]
     assert len(pd.read_csv(tmp_path / "out.partial" / "floor.csv")) == 2
 
 
@@ -108,17 +108,17 @@ def test_a_dtype_that_cannot_run_is_left_out_with_the_reason(prompts, tmp_path, 
     """Experts of 12 inner units have rows of 24 bytes in bf16, and grouped_mm wants multiples of 16."""
     odd = save(build("qwen3_moe", tokenizer), tokenizer, tmp_path / "odd")
     options = FloorOptions(str(odd), prompts, tmp_path / "out", ("float32", "bfloat16"), decode_tokens=0)
-    facts = json.loads((run_floor(options) / "floor.json").read_text())
-    assert {row["dtype"] for row in facts["rows"]} == {"float32"}
-    (left,) = facts["left_out"]
+    results = json.loads((run_floor(options) / "floor.json").read_text())
+    assert {row["dtype"] for row in results["rows"]} == {"float32"}
+    (left,) = results["left_out"]
     assert left["dtype"] == "bfloat16" and "--experts-implementation eager" in left["reason"]
 
 
 def test_the_verdict_names_the_worst_variant_of_each_dtype_and_no_other_dtype():
     def row(dtype, variant, outside, mean, changed=1, **more):
-        facts = {"slot_change": 0.02, "token_change": 0.1, "tokens_changed": changed, "gap_max": mean}
+        results = {"slot_change": 0.02, "token_change": 0.1, "tokens_changed": changed, "gap_max": mean}
         shares = {"outside_fraction": outside, "gap_mean": mean, "routing_share_gap_mean": 0.6}
-        return {"dtype": dtype, "variant": variant, "detail": "float32 and x", **facts, **shares, **more}
+        return {"dtype": dtype, "variant": variant, "detail": "float32 and x", **results, **shares, **more}
 
     rows = [
         row("float32", "repeat", 0.0, 0.0),

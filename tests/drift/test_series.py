@@ -70,12 +70,12 @@ def test_a_folder_of_checkpoints_is_a_series_in_the_order_of_its_steps(folder, p
     output = tmp_path / "out"
     main(["drift", str(folder), "--prompts", str(prompts), "--output", str(output), "--batch-size", "4"])
     said = capsys.readouterr().out
-    facts = json.loads((output / "series.json").read_text())
-    assert [row["name"] for row in facts["rows"]] == ["checkpoint-5", "checkpoint-20", "checkpoint-100"]
-    assert facts["steps"] == [5, 20, 100] and facts["complete"] is True
+    results = json.loads((output / "series.json").read_text())
+    assert [row["name"] for row in results["rows"]] == ["checkpoint-5", "checkpoint-20", "checkpoint-100"]
+    assert results["steps"] == [5, 20, 100] and results["complete"] is True
     first, routers, body = (routes_of(model, tokenizer)[0] for model in stages("granitemoe", tokenizer))
     mask = routes_of(stages("granitemoe", tokenizer)[0], tokenizer)[1]
-    zero, one, two = facts["rows"]
+    zero, one, two = results["rows"]
     assert zero["change"]["slot"]["changed"] == zero["gap"]["gap_max"] == 0 < zero["change"]["slot"]["of"]
     assert one["change"]["slot"]["changed"] == change_counts(first, routers, mask).slots_changed > 0
     assert two["change"]["token"]["changed"] == change_counts(first, body, mask).tokens_changed > 0
@@ -85,11 +85,11 @@ def test_a_folder_of_checkpoints_is_a_series_in_the_order_of_its_steps(folder, p
     assert two["gate_swap"] == {"routers": zero["change"], "body": two["change"]}
     assert two["gap"]["gap_mean"] > two["gap"]["gap_mean_replayed"] > 0
     table, sites = pd.read_csv(output / "series.csv"), pd.read_csv(output / "sites.csv")
-    assert table["slots_changed"].tolist() == [row["change"]["slot"]["changed"] for row in facts["rows"]]
+    assert table["slots_changed"].tolist() == [row["change"]["slot"]["changed"] for row in results["rows"]]
     assert sites.groupby("checkpoint")["slots_changed"].sum()["checkpoint-100"] == two["change"]["slot"]["changed"]
     page = (output / "report.html").read_text()
-    assert said.startswith(facts["verdict"]) and facts["verdict"] in page and stands_alone(page, 2)
-    assert "alone" in facts["swap"] and facts["swap"] in said and facts["swap"] in page
+    assert said.startswith(results["verdict"]) and results["verdict"] in page and stands_alone(page, 2)
+    assert "alone" in results["swap"] and results["swap"] in said and results["swap"] in page
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
 
 
@@ -100,13 +100,13 @@ def test_swapped_routers_of_a_pair_with_two_models_or_one_at_a_time(folder, prom
             DriftOptions(tuple(pair), prompts, tmp_path / n, per_site=False, one_at_a_time=n == "b", floor_sequences=0)
             for n in "ab"
         ]
-        facts = [json.loads((run_drift(one) / "drift.json").read_text()) for one in options]
-        swap = facts[0]["gate_swap"]
-        assert swap == facts[1]["gate_swap"]
+        results = [json.loads((run_drift(one) / "drift.json").read_text()) for one in options]
+        swap = results[0]["gate_swap"]
+        assert swap == results[1]["gate_swap"]
         assert [swap[name]["slot"]["changed"] > 0 for name in ("routers", "body")] == [routers, body]
         assert f"the {'routers' if routers else 'hidden states'} move the selection alone" in swap_sentence(swap)
         page = (tmp_path / "a" / "report.html").read_text()
-        assert pair_verdict(facts[0]) in page and swap_sentence(swap) in page
+        assert pair_verdict(results[0]) in page and swap_sentence(swap) in page
 
 
 def test_other_routers_are_in_place_inside_the_block_only(tokenizer):
@@ -133,8 +133,11 @@ def test_a_series_that_is_stopped_keeps_what_it_measured(folder, prompts, tmp_pa
     monkeypatch.setattr(series.checkpoints, "load", stops)
     error = refused(capsys, "drift", folder, "--prompts", prompts, "--output", tmp_path / "out", status=130)
     assert "OUTPUT.partial" in error
-    facts = json.loads((tmp_path / "out.partial" / "series.json").read_text())
-    assert facts["complete"] is False and [row["name"] for row in facts["rows"]] == ["checkpoint-5", "checkpoint-20"]
+    results = json.loads((tmp_path / "out.partial" / "series.json").read_text())
+    assert results["complete"] is False and [row["name"] for row in results["rows"]] == [
+        "checkpoint-5",
+        "checkpoint-20",
+    ]
     assert not (tmp_path / "out").exists()
 
 
@@ -171,15 +174,15 @@ def test_the_verdict_says_how_many_times_the_floor():
     def rates(slot, token):
         return {"slot": {"rate": slot}, "token": {"rate": token}}
 
-    facts = {"old_name": "a", "new_name": "b", "change": rates(0.12, 0.45), "floor": {"variants": {}}}
-    assert pair_verdict(facts) == "12 % of slots and 45 % of tokens changed from a to b."
-    facts["floor"]["variants"] = {"repeat": rates(0.0, 0.0), "batch": rates(0.0, 0.0), "bf16": rates(0.03, 0.2)}
-    assert pair_verdict(facts) == (
+    results = {"old_name": "a", "new_name": "b", "change": rates(0.12, 0.45), "floor": {"variants": {}}}
+    assert pair_verdict(results) == "12 % of slots and 45 % of tokens changed from a to b."
+    results["floor"]["variants"] = {"repeat": rates(0.0, 0.0), "batch": rates(0.0, 0.0), "bf16": rates(0.03, 0.2)}
+    assert pair_verdict(results) == (
         "12 % of slots and 45 % of tokens changed from a to b, 4 times what a bf16 copy changes (3 %) and other "
         "arithmetic at equal weights changes none."
     )
-    facts["floor"]["variants"]["batch"] = rates(0.06, 0.3)
-    assert "2 times what other arithmetic at equal weights changes (6 %) and 4 times" in pair_verdict(facts)
+    results["floor"]["variants"]["batch"] = rates(0.06, 0.3)
+    assert "2 times what other arithmetic at equal weights changes (6 %) and 4 times" in pair_verdict(results)
     swap = {"routers": rates(0.1, 0), "body": rates(0.02, 0)}
     assert swap_sentence(swap).endswith("the routers move the selection 5 times as much.")
     assert swap_sentence({"routers": rates(0.1, 0), "body": rates(0.11, 0)}).endswith("about equally.")

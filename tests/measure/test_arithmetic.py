@@ -67,13 +67,13 @@ FAMILIES = ["qwen3_moe", "granitemoe", "mixtral"]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_forward_again_is_zero_everywhere(family):
     model, batch = build(family), text()
-    facts = compare(model, [batch, batch], [score_live(model, batch)] * 2, "repeat").facts()
-    assert (facts["slots_changed"], facts["slots"]) == (0, 2 * 14 * 2 * 2), "14 measured tokens, 2 sites, K = 2"
-    assert facts["measured"] == facts["tokens"] == 28
+    metrics = compare(model, [batch, batch], [score_live(model, batch)] * 2, "repeat").metrics()
+    assert (metrics["slots_changed"], metrics["slots"]) == (0, 2 * 14 * 2 * 2), "14 measured tokens, 2 sites, K = 2"
+    assert metrics["measured"] == metrics["tokens"] == 28
     zeros = ("outside", "extreme_2", "gap_mean", "gap_p99", "gap_max", "m2", "k3", "chi2_token", "chi2_sequence")
-    assert all(facts[f"{name}{end}"] == 0 for name in zeros for end in ("", "_replayed"))
-    assert facts["ess_token"] == facts["ess_sequence_replayed"] == 1
-    assert all(math.isnan(facts[f"routing_share_{name}"]) for name in SPLIT), "of nothing there is no share"
+    assert all(metrics[f"{name}{end}"] == 0 for name in zeros for end in ("", "_replayed"))
+    assert metrics["ess_token"] == metrics["ess_sequence_replayed"] == 1
+    assert all(math.isnan(metrics[f"routing_share_{name}"]) for name in SPLIT), "of nothing there is no share"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,10 +96,10 @@ def test_where_only_the_selection_differs_replay_removes_the_whole_gap():
         for site in find_sites(other):
             weight = site.module.weight
             weight += 0.3 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
-    facts = compare(other, [batch], [score_live(model, batch)], "same").facts()
-    assert 0 < facts["slots_changed"] < facts["slots"] and facts["gap_mean"] > 0.01 and facts["outside"] > 0
-    assert facts["gap_max_replayed"] == facts["outside_replayed"] == facts["k3_replayed"] == 0
-    assert all(facts[f"routing_share_{name}"] == 1 for name in SPLIT)
+    metrics = compare(other, [batch], [score_live(model, batch)], "same").metrics()
+    assert 0 < metrics["slots_changed"] < metrics["slots"] and metrics["gap_mean"] > 0.01 and metrics["outside"] > 0
+    assert metrics["gap_max_replayed"] == metrics["outside_replayed"] == metrics["k3_replayed"] == 0
+    assert all(metrics[f"routing_share_{name}"] == 1 for name in SPLIT)
 
 
 def test_where_the_routes_stay_nothing_is_routing():
@@ -107,9 +107,9 @@ def test_where_the_routes_stay_nothing_is_routing():
     other = copy.deepcopy(model)
     with torch.no_grad():
         other.lm_head.weight *= 1.5  # after the last router
-    facts = compare(other, [batch], [score_live(model, batch)], "same").facts()
-    assert facts["slots_changed"] == 0 < facts["gap_mean"]
-    assert all(facts[f"routing_share_{name}"] == 0 for name in SPLIT)
+    metrics = compare(other, [batch], [score_live(model, batch)], "same").metrics()
+    assert metrics["slots_changed"] == 0 < metrics["gap_mean"]
+    assert all(metrics[f"routing_share_{name}"] == 0 for name in SPLIT)
 
 
 def test_a_share_of_the_gap_is_what_a_replayed_forward_leaves():
@@ -118,7 +118,7 @@ def test_a_share_of_the_gap_is_what_a_replayed_forward_leaves():
     with torch.no_grad():
         model.lm_head.weight *= 8
     coarse = copy.deepcopy(model).bfloat16()
-    facts = compare(coarse, [batch], [score_live(model, batch)], "same").facts()
+    metrics = compare(coarse, [batch], [score_live(model, batch)], "same").metrics()
     inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask.long()}
     inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
     said, taken = [], []
@@ -129,24 +129,26 @@ def test_a_share_of_the_gap_is_what_a_replayed_forward_leaves():
         said.append(logps[batch.completion_mask[:, 1:]])
         taken.append(recording.routes.ids[batch.completion_mask].sort(-1).values)
     gap = (said[1] - said[0]).double()
-    assert facts["gap_mean"] == pytest.approx(float(gap.abs().mean()), rel=1e-5)
-    assert facts["outside"] == int(((gap.exp() < 0.9) | (gap.exp() > 1.1)).sum()) > 0
-    assert facts["sites_changed"] == int((taken[0] != taken[1]).any(-1).sum())
-    assert facts["routing_share_gap_mean"] == pytest.approx(1 - facts["gap_mean_replayed"] / facts["gap_mean"])
+    assert metrics["gap_mean"] == pytest.approx(float(gap.abs().mean()), rel=1e-5)
+    assert metrics["outside"] == int(((gap.exp() < 0.9) | (gap.exp() > 1.1)).sum()) > 0
+    assert metrics["sites_changed"] == int((taken[0] != taken[1]).any(-1).sum())
+    assert metrics["routing_share_gap_mean"] == pytest.approx(1 - metrics["gap_mean_replayed"] / metrics["gap_mean"])
 
 
 def test_tails_and_shares_by_hand():
     ratios = torch.tensor([[1.05, 1.2, 0.85, 1.0], [3.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[True] * 4, [True, False, False, False]])
     replayed = torch.tensor([[1.05, 1.2, 1.0, 1.0], [1.0, 9.0, 9.0, 9.0]], dtype=torch.float64)
-    facts = gap_split(ratios.log(), replayed.log(), mask)
-    assert (facts["measured"], facts["outside"], facts["outside_replayed"], facts["extreme_2"]) == (5, 3, 1, 1)
-    assert facts["outside_fraction"] == pytest.approx(3 / 5) and facts["routing_share_outside"] == pytest.approx(2 / 3)
+    metrics = gap_split(ratios.log(), replayed.log(), mask)
+    assert (metrics["measured"], metrics["outside"], metrics["outside_replayed"], metrics["extreme_2"]) == (5, 3, 1, 1)
+    assert metrics["outside_fraction"] == pytest.approx(3 / 5) and metrics["routing_share_outside"] == pytest.approx(
+        2 / 3
+    )
     sizes = [abs(math.log(r)) for r in (1.05, 1.2, 0.85, 1.0, 3.0)]
-    assert facts["gap_mean"] == pytest.approx(sum(sizes) / 5) and facts["gap_max"] == pytest.approx(math.log(3))
+    assert metrics["gap_mean"] == pytest.approx(sum(sizes) / 5) and metrics["gap_max"] == pytest.approx(math.log(3))
     squares = [1.05**2, 1.2**2, 0.85**2, 1.0, 9.0]
-    assert facts["chi2_token"] == pytest.approx(sum(squares) / 5 - 1)
-    assert facts["ess_token"] == pytest.approx((1.05 + 1.2 + 0.85 + 1 + 3) ** 2 / (5 * sum(squares)))
+    assert metrics["chi2_token"] == pytest.approx(sum(squares) / 5 - 1)
+    assert metrics["ess_token"] == pytest.approx((1.05 + 1.2 + 0.85 + 1 + 3) ** 2 / (5 * sum(squares)))
 
 
 def test_padding_moves_and_tokens_keep_their_order():
@@ -174,8 +176,8 @@ def test_numbers_that_are_not_finite_are_no_floor_of_zero():
 
 def test_decoding_measures_the_first_tokens_of_responses_only():
     model, batch = build("qwen3_moe"), text()
-    facts = compare(model, [batch], [score_live(model, batch)], "decode", decode_tokens=2).facts()
-    assert facts["measured"] == facts["tokens"] == 6 and facts["gap_max"] < 1e-4
+    metrics = compare(model, [batch], [score_live(model, batch)], "decode", decode_tokens=2).metrics()
+    assert metrics["measured"] == metrics["tokens"] == 6 and metrics["gap_max"] < 1e-4
 
 
 def test_what_has_no_variant_says_why_and_leaves_the_model_as_it_was():

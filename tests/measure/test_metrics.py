@@ -7,7 +7,7 @@ import torch
 
 from moe_rl.measure.metrics import change_metrics, load_metrics, router_metrics
 from moe_rl.measure.noise_floor import position_metrics
-from moe_rl.measure.router_shift import router_facts
+from moe_rl.measure.router_shift import gates_and_margins
 from moe_rl.routing import RoutedExperts, change_counts
 
 LN2 = math.log(2)
@@ -69,12 +69,12 @@ def test_changes_by_site_and_position_of_two_responses():
     assert by_position == {"position_sites_changed": [3, 1], "position_sites": [4, 2]}
 
 
-def test_router_facts_are_of_the_chosen_experts():
+def test_gates_and_margins_are_of_the_chosen_experts():
     """Site 0 scores 5, 3, 1, 1 of 10, site 1 evenly; the second token has no route at site 1."""
     logits = [torch.tensor([[5.0, 3.0, 1.0, 1.0], [1.0, 1.0, 3.0, 5.0]]).log(), torch.zeros(2, 4)]
     ids = torch.tensor([[[1, 0], [2, 3]], [[3, 2], [-1, -1]]])
-    shares, margins = router_facts(logits, ids)
+    shares, margins = gates_and_margins(logits, ids)
     torch.testing.assert_close(shares[:, 0], torch.tensor([[0.3, 0.5], [0.5, 0.3]]))
     assert shares[0, 1].tolist() == [0.25, 0.25] and bool(shares[1, 1].isnan().all())
     torch.testing.assert_close(margins, torch.tensor([[math.log(3), 0.0], [math.log(3), 0.0]]))
-    assert bool(router_facts([logits[0]], torch.zeros(2, 1, 4, dtype=torch.long))[1].isinf().all())
+    assert bool(gates_and_margins([logits[0]], torch.zeros(2, 1, 4, dtype=torch.long))[1].isinf().all())

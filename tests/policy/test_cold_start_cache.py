@@ -74,24 +74,26 @@ def test_a_cold_start_that_did_not_learn_is_an_error_and_not_tried_again(tmp_pat
 
 
 def test_other_kernels_are_another_cold_start(tmp_path, monkeypatch):
-    facts = []
+    reports = []
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2")
-    load_policy(CONFIG, TASK, tmp_path, report=facts.append)
+    load_policy(CONFIG, TASK, tmp_path, report=reports.append)
     assert load_counting(CONFIG, tmp_path)[2] == 0
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
     assert load_counting(CONFIG, tmp_path)[2] == 3
-    assert facts[0]["cold_start"]["kernels"] == "AVX2" and len(list(tmp_path.glob("*/cold_start.json"))) == 2
+    assert reports[0]["cold_start"]["kernels"] == "AVX2" and len(list(tmp_path.glob("*/cold_start.json"))) == 2
 
 
 def test_what_a_run_starts_from_is_reported(tmp_path):
-    facts = []
-    model, _ = load_policy(replace(CONFIG, cold_start=replace(START, seed=7)), TASK, tmp_path, report=facts.append)
-    (told,) = facts
+    reports = []
+    model, _ = load_policy(replace(CONFIG, cold_start=replace(START, seed=7)), TASK, tmp_path, report=reports.append)
+    (told,) = reports
     start = told["cold_start"]
     assert (start["seed"], start["steps"], start["until_reward"]) == (7, 3, None) and 0 <= start["reward"] <= 1
     assert told["weights_sha256"] == weights_sha256(model)
-    load_policy(replace(CONFIG, cold_start=None), TASK, report=facts.append)
-    assert facts[1]["cold_start"] is None and facts[1]["weights_sha256"] == weights_sha256(build_tiny(SMALL, TOKENIZER))
+    load_policy(replace(CONFIG, cold_start=None), TASK, report=reports.append)
+    assert reports[1]["cold_start"] is None and reports[1]["weights_sha256"] == weights_sha256(
+        build_tiny(SMALL, TOKENIZER)
+    )
     with torch.no_grad():
         model.lm_head.weight[0, 0] += 1e-6
     assert told["weights_sha256"] != weights_sha256(model)

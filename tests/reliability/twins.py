@@ -77,10 +77,10 @@ def content(folder: Path) -> dict[str, str]:
 
 
 def tensors_of(path: Path) -> str:
-    """Every tensor and fact of a file; the order in which safetensors writes the facts is another in each process."""
+    """Every tensor and header entry of a file; safetensors writes the entries in another order in each process."""
     with safe_open(path, "pt") as file:
-        facts = sorted((file.metadata() or {}).items())
-        digest = hashlib.sha256(json.dumps([fact for fact in facts if fact[0] != "sha256"]).encode())
+        header = sorted((file.metadata() or {}).items())
+        digest = hashlib.sha256(json.dumps([entry for entry in header if entry[0] != "sha256"]).encode())
         for name in sorted(file.keys()):
             tensor = file.get_tensor(name)
             digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -66,13 +66,13 @@ def test_groups_without_a_signal_are_replaced_in_bounded_attempts():
         asked.append((attempt, count))
         return batches[attempt]
 
-    found, facts = refill(first, sample, attempts=2)
+    found, metrics = refill(first, sample, attempts=2)
     assert asked == [(1, 2), (2, 1)], "as many prompts as groups lack a signal, and no third attempt"
     prompts = [problem.prompt for problem in found.problems]
     assert prompts == ["p20", "p21", "p2", "p3", "p4", "p5"], "replaced in place; what is left stays"
     assert found.rewards.tolist() == [1, 0, 0, 1, 1, 1] and equal_groups(found).tolist() == [False, False, True]
     assert found.completions == ["c20", "c21", "c2", "c3", "c4", "c5"]
-    assert {k: float(v) for k, v in facts.items()} == pytest.approx(
+    assert {k: float(v) for k, v in metrics.items()} == pytest.approx(
         {
             "reward": 4 / 12,  # 3 of the first six, 1 of the next four, 0 of the last two
             "reward_n": 12,
@@ -86,8 +86,8 @@ def test_groups_without_a_signal_are_replaced_in_bounded_attempts():
 
 def test_a_batch_with_signal_everywhere_is_left_alone():
     first = rollout([0.0, 1.0])
-    found, facts = refill(first, lambda attempt, count: pytest.fail("nothing to replace"), attempts=3)
-    assert found is first and facts["refills"] == 0 and facts["reward"] == facts["kept_reward"]
+    found, metrics = refill(first, lambda attempt, count: pytest.fail("nothing to replace"), attempts=3)
+    assert found is first and metrics["refills"] == 0 and metrics["reward"] == metrics["kept_reward"]
 
 
 def test_shapes_are_checked():

@@ -86,23 +86,23 @@ def test_each_kind_of_wrong_file_has_its_own_message(tmp_path):
     with pytest.raises(RoutingError, match=r"not of routes.*model weights"):
         RoutedExperts.load(path)
     fresh()
-    rewrite_header(path, lambda facts: facts.update(format_version="99"))
+    rewrite_header(path, lambda header: header.update(format_version="99"))
     with pytest.raises(RoutingError, match="format version 99, this moe_rl reads up to 2"):
         RoutedExperts.load(path)
     fresh()
-    rewrite_header(path, lambda facts: facts.update(sites=json.dumps(["only.one"]), num_experts="[8]"))
+    rewrite_header(path, lambda header: header.update(sites=json.dumps(["only.one"]), num_experts="[8]"))
     with pytest.raises(RoutingError, match="do not fit each other"):
         RoutedExperts.load(path)
     fresh()
-    rewrite_header(path, lambda facts: facts.update(num_experts="[8, 4]"))
+    rewrite_header(path, lambda header: header.update(num_experts="[8, 4]"))
     with pytest.raises(RoutingError, match=r"do not fit each other: site model\.layers\.2\.mlp\.gate"):
         RoutedExperts.load(path)
     fresh()
-    rewrite_header(path, lambda facts: facts.update(token_hash=json.dumps("0" * 64)))
+    rewrite_header(path, lambda header: header.update(token_hash=json.dumps("0" * 64)))
     with pytest.raises(RoutingError, match="not those that the header names"):
         RoutedExperts.load(path)
     fresh()
-    rewrite_header(path, lambda facts: facts.pop("sites"))
+    rewrite_header(path, lambda header: header.pop("sites"))
     with pytest.raises(RoutingError, match="'sites'"):
         RoutedExperts.load(path)
     with pytest.raises(FileNotFoundError):
@@ -124,7 +124,7 @@ def test_no_flipped_bit_passes_for_other_routes(tmp_path):
 def test_a_file_of_the_first_version_has_no_checksum_and_loads(tmp_path):
     path = tmp_path / "routes.safetensors"
     example().save(path)
-    rewrite_header(path, lambda facts: None)
+    rewrite_header(path, lambda header: None)
     assert RoutedExperts.load(path).equal(example())
     rewrite_again = path.read_bytes().replace(b'"format_version": "1"', b'"format_version": "2"')
     path.write_bytes(rewrite_again)

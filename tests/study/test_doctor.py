@@ -69,24 +69,24 @@ def test_states_of_qwen3_30b():
     for url, there in ((None, True), ("http://gpu:8471", False)):  # another machine's memory is not this one's
         engine = EngineConfig("vllm", python=None if url else "python", url=url)
         assert ("rollout engine" in needs(run(QWEN, rollout=RolloutConfig(engine=engine)))) == there
-    facts = plan(run(QWEN))
-    assert facts.routes_bytes_per_token == 48 * 8  # layers x experts of a token, a byte each
-    assert facts.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2  # keys and values, layers, heads, size of a head, bf16
+    needed = plan(run(QWEN))
+    assert needed.routes_bytes_per_token == 48 * 8  # layers x experts of a token, a byte each
+    assert needed.kv_bytes_per_token == 2 * 48 * 4 * 128 * 2  # keys and values, layers, heads, size of a head, bf16
     # mod_chain: 11 characters, at 3 a token and 16 more, and responses of 25 tokens; 256 at once
-    assert one["KV cache"] == 256 * (4 + 16 + 25) * facts.kv_bytes_per_token
+    assert one["KV cache"] == 256 * (4 + 16 + 25) * needed.kv_bytes_per_token
     assert needs(run(QWEN, rollout=RolloutConfig(max_batch=16)))["KV cache"] * 16 == one["KV cache"]
-    assert facts.peak == sum(n.bytes for n in facts.needs if n.when == "always") + max(
-        sum(n.bytes for n in facts.needs if n.when == when) for when in ("sampling", "update")
+    assert needed.peak == sum(n.bytes for n in needed.needs if n.when == "always") + max(
+        sum(n.bytes for n in needed.needs if n.when == when) for when in ("sampling", "update")
     )
 
 
 def test_adapters_train_little_and_are_their_own_reference():
     model = replace(QWEN, lora=LoraConfig(rank=16))
-    facts = plan(run(model, method=MethodConfig(kl_coef=0.1)))
+    needed = plan(run(model, method=MethodConfig(kl_coef=0.1)))
     # q: 2048 -> 4096, k and v: 2048 -> 512, o: 4096 -> 2048; each 16 x (in + out)
     own = 48 * 16 * ((2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048))
-    assert facts.trainable == own
-    found = {need.name: need.bytes for need in facts.needs}
+    assert needed.trainable == own
+    found = {need.name: need.bytes for need in needed.needs}
     # adapters are in fp32
     assert (found["reference"], found["gradients"], found["optimizer"]) == (0, 4 * own, 8 * own)
 
@@ -227,7 +227,7 @@ def test_host_memory_is_one_model_per_node_when_sharded_and_one_per_rank_under_d
 def test_ddp_shards_nothing():
     ddp, sharded = (plan(run(QWEN, distributed=DistributedConfig(name)), 8) for name in ("ddp", "fsdp2"))
     states = ("policy weights", "optimizer", "gradients")
-    sizes = [{need.name: need.bytes for need in facts.needs} for facts in (ddp, sharded)]
+    sizes = [{need.name: need.bytes for need in needed.needs} for needed in (ddp, sharded)]
     assert all(sizes[0][name] == 8 * sizes[1][name] for name in states)
     assert sizes[0]["routes"] == sizes[1]["routes"] and "gathered layers" not in sizes[0]
     assert ddp.checkpoint_bytes == sharded.checkpoint_bytes

@@ -89,7 +89,7 @@ def test_writing_twice_gives_the_same_bytes_and_sweeps_what_is_gone(study, resul
     assert not (tmp_path / "small" / "roundings.csv").exists()
 
 
-def test_facts_in_which_runs_differ_are_kept_by_run(study, tmp_path):
+def test_what_runs_differ_in_is_kept_by_run(study, tmp_path):
     import shutil
 
     copy = shutil.copytree(study, tmp_path / "copy")

@@ -9,7 +9,7 @@ from token_files import write_step
 
 from moe_rl.study import load
 from moe_rl.study.data import StudyDataError
-from moe_rl.study.token_view import TokenStep, spread, stored_steps, token_view_html
+from moe_rl.study.token_view import TokenStep, evenly, stored_steps, token_view_html
 
 
 def test_a_response_has_its_text_scores_and_experts(tmp_path):
@@ -85,6 +85,6 @@ def test_the_fragment_holds_data_that_cannot_end_its_script_and_keeps_its_limit(
 
 def test_responses_are_taken_from_all_over_the_step():
     for n in range(1, 40):
-        order = list(spread(range(n)))
+        order = list(evenly(range(n)))
         assert sorted(order) == list(range(n))
         assert set(order[:2]) == {0, n - 1}

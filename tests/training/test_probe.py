@@ -102,8 +102,8 @@ def test_gates_stand_in_the_order_of_the_experts_in_route_tables(tmp_path):
     write_route_table(tmp_path / "routes.parquet", seen.part.routes)
     ids = read_route_table(tmp_path / "routes.parquet").ids[mask].long()
     scores = torch.stack([site.softmax(-1) for site in seen.old_logits], 1)
-    assert torch.equal(found.facts["old_gates"], scores.gather(-1, ids))
-    assert (found.facts["old_gates"].diff(dim=-1) > 0).any(), "else any order would do"
+    assert torch.equal(found.routers["old_gates"], scores.gather(-1, ids))
+    assert (found.routers["old_gates"].diff(dim=-1) > 0).any(), "else any order would do"
 
 
 def test_comparing_gradients_changes_nothing_else_and_finds_no_bias_where_no_weight_moves(state_of, tmp_path):

@@ -49,14 +49,14 @@ def test_it_learns_the_verifiers_order_and_keeps_a_tenth_of_history():
     first, fresh = rollout(generator), rollout(generator)
     model.observe(first)
     assert len(model.fresh) == 32, "two right ones and two wrong ones in each of 16 groups"
-    facts = model.retrain(generator)
-    assert (facts["new"], facts["old"]) == (32, 0) and len(model.history) == 32 and not len(model.fresh)
-    assert facts["loss"] < 0.3
+    metrics = model.retrain(generator)
+    assert (metrics["new"], metrics["old"]) == (32, 0) and len(model.history) == 32 and not len(model.fresh)
+    assert metrics["loss"] < 0.3
     scores = model.scores(fresh.input_ids, fresh.attention_mask).detach()
     assert model.agreement(fresh.rewards, scores, 4) > 0.95, "on responses that it has not seen"
     model.observe(fresh)
-    facts = model.retrain(generator)
-    assert (facts["new"], facts["old"]) == (32, 4), "32 / 0.9 * 0.1 = 3.6"
+    metrics = model.retrain(generator)
+    assert (metrics["new"], metrics["old"]) == (32, 4), "32 / 0.9 * 0.1 = 3.6"
 
 
 def test_its_score_is_that_of_the_last_token_whatever_follows():

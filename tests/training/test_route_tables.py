@@ -144,8 +144,8 @@ def test_tables_of_bytes_are_still_read(tmp_path):
     for index, site in enumerate(routes.sites):
         cells = [row.tobytes() for row in np.ascontiguousarray(packed[:, :, index]).reshape(10, 4)]
         columns[site] = pa.array(cells, pa.binary(8))
-    facts = {"format": "moe_rl.route_table", "shape": [2, 5, 3, 4], "dtype": "uint16", "num_experts": 300}
-    write_table(tmp_path / "r.parquet", columns, {**facts, "sites": routes.sites, "meta": {}})
+    header = {"format": "moe_rl.route_table", "shape": [2, 5, 3, 4], "dtype": "uint16", "num_experts": 300}
+    write_table(tmp_path / "r.parquet", columns, {**header, "sites": routes.sites, "meta": {}})
     assert torch.equal(read_route_table(tmp_path / "r.parquet").ids, routes.ids)
 
 
@@ -185,8 +185,8 @@ def test_lists_of_earlier_versions_are_still_read(tmp_path):
     for index, site in enumerate(routes.sites):
         cells = [None if gone[index] else row[index] for row, gone in zip(ids, live, strict=True)]
         columns[site] = pa.array(cells, pa.list_(pa.uint16()))
-    facts = {"format": "moe_rl.route_table", "shape": [2, 5, 3, 4], "dtype": "uint16", "num_experts": 300}
-    write_table(tmp_path / "r.parquet", columns, {**facts, "sites": routes.sites, "meta": {}})
+    header = {"format": "moe_rl.route_table", "shape": [2, 5, 3, 4], "dtype": "uint16", "num_experts": 300}
+    write_table(tmp_path / "r.parquet", columns, {**header, "sites": routes.sites, "meta": {}})
     assert read_route_table(tmp_path / "r.parquet").equal(routes)
     part = read_route_table(tmp_path / "r.parquet", [1], ["b.gate"])
     assert part.equal(routes.rows(1).select("b.gate"))
@@ -197,9 +197,9 @@ def test_files_without_a_checksum_are_read_as_they_are(tmp_path):
     path, frame = tmp_path / "r.parquet", pd.DataFrame({"seq": [1, 2]})
     frame.to_parquet(path)
     assert read_table(path).to_pandas().equals(frame)
-    facts = {"format": "moe_rl.route_table", "shape": [1, 2, 1, 9], "dtype": "uint8", "num_experts": 8}
+    header = {"format": "moe_rl.route_table", "shape": [1, 2, 1, 9], "dtype": "uint8", "num_experts": 8}
     table = pa.table({"token": [1, 2], "a.gate": [b"\1\2", b"\3\4"]})
-    facts |= {"sites": ["a.gate"], "meta": {}}
-    pq.write_table(table.replace_schema_metadata({k: json.dumps(v) for k, v in facts.items()}), path)
+    header |= {"sites": ["a.gate"], "meta": {}}
+    pq.write_table(table.replace_schema_metadata({k: json.dumps(v) for k, v in header.items()}), path)
     with pytest.raises(RoutingError, match=r"r\.parquet is damaged: its columns"):
         read_route_table(path)

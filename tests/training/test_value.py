@@ -102,9 +102,9 @@ def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
     """V = 0, gamma = 1: the return of every token is R at lam 1; R lam^(tokens left) in general."""
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
     critic = critic_of(policy, lam=1.0, whiten=False)
-    advantages, returns, facts = critic.advantages(rewards, batch.values, batch.completion_mask)
+    advantages, returns, metrics = critic.advantages(rewards, batch.values, batch.completion_mask)
     assert torch.equal(advantages, batch.completion_mask * rewards[:, None])
-    assert torch.equal(returns, advantages) and float(facts["explained_variance"]) == 0.0
+    assert torch.equal(returns, advantages) and float(metrics["explained_variance"]) == 0.0
     critic = critic_of(policy, lam=0.5, whiten=False)
     advantages, _, _ = critic.advantages(rewards, batch.values, batch.completion_mask)
     assert advantages[0, 4:].tolist() == [0.125, 0.25, 0.5, 1.0]

@@ -79,7 +79,7 @@ class Host(socketserver.ThreadingTCPServer):
 
     def __init__(self, host: str, port: int, secret: str):
         self.secret = secret
-        self.facts = {"moe_rl": digest(), "versions": versions()}
+        self.about = {"moe_rl": digest(), "versions": versions()}
         self.lock = threading.Lock()
         self.session: Session | None = None
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -148,7 +148,7 @@ class Handler(BaseHTTPRequestHandler):
                     self._ask()
                 case "GET", [""]:
                     session = self.server.session
-                    self._say(200, {**self.server.facts, "used_by": session and session.user})
+                    self._say(200, {**self.server.about, "used_by": session and session.user})
                 case "POST", ["session"]:
                     self._begin()
                 case "GET", ["log"]:

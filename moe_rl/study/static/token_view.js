@@ -96,10 +96,10 @@ var moeRL = window.moeRL || (window.moeRL = {});
       this.legend = make("div", { class: "tv-legend" });
       this.text = make("div", { class: "tv-text", role: "group", "aria-label": "tokens of the response" });
       this.text.addEventListener("keydown", (event) => this.key(event));
-      this.facts = make("p", { class: "tv-facts" });
+      this.values = make("p", { class: "tv-values" });
       this.detail = make("div", { class: "tv-detail", "aria-live": "polite" });
       this.message = make("p", { class: "tv-message", role: "status" });
-      this.body = make("div", { class: "tv-body" }, make("div", {}, this.legend, this.text, this.facts), this.detail);
+      this.body = make("div", { class: "tv-body" }, make("div", {}, this.legend, this.text, this.values), this.detail);
       host.replaceChildren(this.controls, this.message, this.body);
     }
 
@@ -195,7 +195,7 @@ var moeRL = window.moeRL || (window.moeRL = {});
       const mean = ratios.reduce((a, b) => a + b, 0) / Math.max(1, ratios.length);
       const total = response.changed.reduce((a, b) => a + b, 0);
       const touched = response.changed.filter(Boolean).length;
-      this.facts.textContent =
+      this.values.textContent =
         `Response ${response.seq}, reward ${moeRL.number(response.reward)}, ${response.text.length} tokens; the prompt is grey. ` +
         `${touched} tokens changed${index.unit === "experts" ? `, ${total} of ${index.slots * response.text.length} experts` : ""}. ` +
         `Sequence log-ratio (mean per token, live routing): ${signed(mean)} nats.` +

@@ -27,7 +27,7 @@ RATES = ("slot", "site", "token")
 
 
 @dataclass
-class Tally:
+class Sums:
     """Everything of a comparison but its per-token table; `add` batches, then read `rates`, `sites`, ..."""
 
     counts: ChangeCounts | None = None
