@@ -40,6 +40,8 @@ from pathlib import Path
 said, sys.stdout = sys.stdout, sys.stderr
 import torch
 torch.set_num_threads(1)
+import moe_rl
+assert Path(moe_rl.__file__).parents[1] == Path.cwd(), f"measures {moe_rl.__file__}"
 from moe_rl.study.config import build
 from moe_rl.study.run import run_one
 from moe_rl.training.config import RunConfig
@@ -70,6 +72,7 @@ class Side:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", SIDE, str(folder), json.dumps(settings)],
                 env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+                cwd=checkout,  # `-c` imports from there first
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

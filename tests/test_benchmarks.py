@@ -201,11 +201,13 @@ def test_runs_on_a_gpu_are_compared_as_they_would_be_there(benchmark, tmp_path):
     assert found[0]["note"].startswith("4 updates; losses differ by at most") and gap <= 2e-4 * size
 
 
-def test_two_versions_take_steps_in_turns():
-    """One checkout against itself with other settings, so small that both sides take seconds."""
+def test_two_versions_take_steps_in_turns(tmp_path):
+    """A checkout against a copy with other settings, so small that both sides take seconds; each imports its own."""
+    shutil.copytree(ROOT / "moe_rl", tmp_path / "moe_rl", ignore=shutil.ignore_patterns("__pycache__"))
     small = "--set model.tiny.hidden_size=16 --set model.tiny.num_layers=1 --set model.cold_start=null"
     sizes = "--set rollout.prompts=2 --set rollout.group_size=2 --set optim.num_minibatches=2 --set probe.every=0"
-    command = [sys.executable, "benchmarks/two_versions.py", ".", ".", "--steps", "4", *small.split(), *sizes.split()]
+    script, here = "benchmarks/two_versions.py", [".", str(tmp_path)]
+    command = [sys.executable, script, *here, "--steps", "4", *small.split(), *sizes.split()]
     done = subprocess.run([*command, "--set-b", "rollout.scoring=decoding"], cwd=ROOT, capture_output=True, text=True)
     assert re.search(r"b / a: \d\.\d{3} \[.+\] over 2 pairs; of the sums \d", done.stdout), done.stderr
     missing = subprocess.run([*command[:2], "/nowhere", "."], cwd=ROOT, capture_output=True, text=True)

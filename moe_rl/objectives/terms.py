@@ -1,7 +1,6 @@
 """What the loss and the gradient analysis both start from: checked inputs, ratios, correction weights; and what every
 token was to the loss."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -49,11 +48,6 @@ class TokenValues:
         """Name and tensor of what is there."""
         named = [(field.name, getattr(self, field.name)) for field in fields(self)]
         return [(name, value) for name, value in named if value is not None]
-
-    @staticmethod
-    def cat(parts: Sequence["TokenValues"]) -> "TokenValues":
-        """The rows of several micro-batches of one loss, in order; their T must agree."""
-        return TokenValues(**{name: torch.cat([getattr(part, name) for part in parts]) for name, _ in parts[0].items()})
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,16 @@ class Rollout:
             versions=None if self.versions is None else self.versions[index],
         )
 
+    def columns(self, part: slice) -> "Rollout":
+        """A range of token positions of every completion; text and rewards stay those of the whole."""
+        cut = {name: getattr(self, name)[:, part] for name in TENSORS if getattr(self, name).ndim > 1}
+        return replace(
+            self,
+            **cut,
+            routes=None if self.routes is None else self.routes.columns(part),
+            versions=None if self.versions is None else self.versions[:, part],
+        )
+
     def to(self, device: torch.device | str) -> "Rollout":
         """The same rollout on another device."""
         moved = {name: getattr(self, name).to(device) for name in TENSORS}

@@ -223,6 +223,12 @@ class RoutedExperts(FromOthers, Stored):
             has_live=None if self._has_live else self._has_live,
         )
 
+    def columns(self, part: slice) -> "RoutedExperts":
+        """The routes of a range of token positions, the same of every sequence: where a batch loses its padding."""
+        tokens = None if self._tokens is None else self._tokens[:, part]
+        packed = words(self._packed)[:, part].contiguous().view(self._packed.dtype)
+        return self._with(packed, tokens, has_live=None if self._has_live else self._has_live)
+
     def realign(self, from_mask: Tensor, to_mask: Tensor) -> "RoutedExperts":
         """Move the routes from one padding to another: left to right, packed to padded, longer to shorter.
 

@@ -1,10 +1,11 @@
 """A scored rollout: what one RL step trains on."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from moe_rl.routing import RoutedExperts
@@ -67,6 +68,15 @@ class Batch:
         rollout_routes = None if self.rollout_routes is None else self.rollout_routes.rows(index)
         return replace(self, **tensors, routes=self.routes.rows(index), rollout_routes=rollout_routes)
 
+    def columns(self, part: slice) -> "Batch":
+        """A range of token positions of every response."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        tensors: dict[str, Any] = {
+            name: value[:, part] for name, value in values.items() if isinstance(value, Tensor) and value.ndim > 1
+        }
+        rollout_routes = None if self.rollout_routes is None else self.rollout_routes.columns(part)
+        return replace(self, **tensors, routes=self.routes.columns(part), rollout_routes=rollout_routes)
+
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
@@ -76,3 +86,37 @@ def minibatches(responses: int, count: int, group_size: int, generator: torch.Ge
     groups = torch.randperm(responses // group_size, generator=generator)
     rows = groups[:, None] * group_size + torch.arange(group_size)
     return [chunk.flatten() for chunk in rows.chunk(count)]
+
+
+Place = tuple[Int[Tensor, " n"], slice]
+"""Rows and columns of a batch that a micro-batch is made of."""
+
+
+def micro_batches(attention_mask: Bool[Tensor, "B T"], size: int | None, together: int = 1) -> Iterator[Place]:
+    """Rows of each micro-batch of `size`, and the columns in which they have tokens: rows by length, the longest first,
+    so that little of a forward is padding. None: one micro-batch, as it is.
+
+    together: so many rows, one after the other, stay in one micro-batch (a pair).
+    """
+    B, T = attention_mask.shape
+    if size is None:
+        yield torch.arange(B), slice(0, T)
+        return
+    longest = attention_mask.sum(1).view(-1, together).amax(1)
+    units = longest.argsort(descending=True, stable=True).cpu()
+    for rows in (units[:, None] * together + torch.arange(together)).flatten().split(size):
+        used = attention_mask[rows].any(0).nonzero()
+        yield rows, slice(int(used[0]), int(used[-1]) + 1)
+
+
+def joined(
+    parts: Sequence[Shaped[Tensor, "n ..."]], places: Sequence[Place], shape: tuple[int, ...]
+) -> Shaped[Tensor, "B ..."]:
+    """Tensors `[n]` or `[n,t,...]` of all micro-batches of a batch `[B,T]` as one of the batch, detached; 0 where none
+    had a column."""
+    first, (B, T) = parts[0], shape
+    wide = first.ndim > 1
+    whole = first.new_zeros(B, *((T, *first.shape[2:]) if wide else ()))
+    for part, (rows, columns) in zip(parts, places, strict=True):
+        whole[(rows, columns) if wide else rows] = part.detach()
+    return whole

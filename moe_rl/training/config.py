@@ -155,8 +155,9 @@ class OptimConfig:
     num_minibatches: int = 4
     """Updates per batch (GSPO paper, section 5.1: four)."""
     micro_batch: int | None = None
-    """Responses per forward, with or without backward; None takes the whole minibatch. Does not change the gradient,
-    but for what is defined on a forward: the load-balancing loss (`aux_loss_coef`) and bnpo's local mean."""
+    """Responses per forward, with or without backward; None takes the whole minibatch. Responses of like length
+    share a forward, which then has little padding. Does not change the gradient, but for what is defined on a
+    forward: the load-balancing loss (`aux_loss_coef`) and bnpo's local mean."""
     learning_rate: float = 1e-3
     warmup_updates: int = 20
     """Linear learning-rate warm-up, in updates."""

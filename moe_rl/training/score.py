@@ -3,19 +3,20 @@
 Three policies meet here: mu, the engine that sampled; pi_old, the training engine's old policy; pi, the current one.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.rollout import Rollout, score
 from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
-from moe_rl.training.batch import Batch
+from moe_rl.training.batch import Batch, Place, joined, micro_batches
 from moe_rl.training.critic import Critic
 from moe_rl.training.not_finite import NotFiniteError, prompt_of
 from moe_rl.training.ranks import Ranks
@@ -68,16 +69,20 @@ def score_rollout(
     """One pass of the current policy gives old log-probabilities and routes; the run's other models speak beside it.
 
     Args:
-        batch_size: responses per pass; None: 256.
+        batch_size: responses per pass, those of like length together, without the padding that they share (routes of
+            which are -1 then); None: all, or 256 if there are more.
         decoded: take the policy's part from the decoding that wrote the responses, whose routes the rollout then has,
             instead of a pass. A row's last token has no route then (-1).
         router_scores: keep the router's scores of the chosen experts (RSPO).
         margins: keep the margins of their choices (replay of a part of the routes).
     """
     policy.eval()
+    mine = ranks.mine(rollout)
+    size = SCORING_BATCH if batch_size is None and len(mine) > SCORING_BATCH else batch_size
+    places = list(micro_batches(mine.attention_mask, size))
     routes, found = [], []
-    for rows in torch.tensor(ranks.share(len(rollout))).split(batch_size or SCORING_BATCH):
-        part = rollout.rows(rows)
+    for rows, columns in places:
+        part = mine.rows(rows).columns(columns)
         tokens = part.input_ids, part.attention_mask, part.completion_mask
         seen: dict[str, Tensor] = {}
         if decoded:
@@ -105,13 +110,24 @@ def score_rollout(
         if reward_model:
             seen["learned_rewards"] = reward_model.scores(part.input_ids, part.attention_mask)
         found.append(seen)
-    own = {name: torch.cat([seen[name] for seen in found]) for name in found[0]}
+    shape = mine.input_ids.shape
+    own = {name: joined([seen[name] for seen in found], places, shape) for name in found[0]}
     for name, values in own.items():
         if name not in ("margins", "route_scores"):
             why = "that model are no longer usable, or a response has a token that it gives no probability"
-            _refuse_not_finite("scoring", name, values, ranks.mine(rollout), why)
+            _refuse_not_finite("scoring", name, values, mine, why)
     tensors = {name: ranks.gather(values, len(rollout)) for name, values in own.items()}
-    return Scores(routes=ranks.gather_routes(RoutedExperts.cat(routes), len(rollout)), **tensors)
+    whole = routes[0] if size is None else _joined_routes(routes, places, mine.input_ids)
+    return Scores(routes=ranks.gather_routes(whole, len(rollout)), **tensors)
+
+
+def _joined_routes(
+    parts: Sequence[RoutedExperts], places: Sequence[Place], input_ids: Int[Tensor, "B T"]
+) -> RoutedExperts:
+    """The routes of micro-batches as those of the batch; -1 where they had no column."""
+    first = parts[0]
+    ids = joined([(part.ids + 1).to(torch.int16) for part in parts], places, input_ids.shape) - 1
+    return RoutedExperts(ids, first.sites, first.num_experts, tokens=input_ids, meta=first.meta)
 
 
 def verify(task: Any, rollout: Rollout, ranks: Ranks, seconds: float | None = None) -> Rollout:

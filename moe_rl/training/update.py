@@ -1,9 +1,10 @@
 """One optimizer step on one minibatch: forward and backward under the arm's routing, and what it did as one row."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -14,7 +15,7 @@ from moe_rl.measure.metrics import load_violation, masked_mismatch_metrics, rati
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
 from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
 from moe_rl.routing import change_counts, expert_load, noisy_routes, record_routes, replay_routes
-from moe_rl.training.batch import Batch
+from moe_rl.training.batch import Batch, Place, joined, micro_batches
 from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.dpo import pair_loss
@@ -59,8 +60,8 @@ def update_policy(
     tokens, sequences = int(batch.completion_mask.sum()), int(batch.completion_mask.any(1).sum())
     pairs = int((batch.advantages > 0).sum())
     found = []
-    for rows in torch.arange(len(mine)).split(optim.micro_batch or len(mine)):
-        micro = mine.rows(rows)
+    for place in micro_batches(mine.attention_mask, optim.micro_batch, 2 if method.pairs else 1):
+        micro = mine.rows(place[0]).columns(place[1])
         share = len(micro) / len(batch)
         watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
         with update_routing(policy, arm, micro, noise, bool(bias and bias.live)) as routing, watched as states:
@@ -80,7 +81,7 @@ def update_policy(
                 total = total + optim.aux_loss_coef * share * out.aux_loss
             ranks.backward(total * ranks.size)  # which averages over ranks; these are shares of a sum
         value_loss = critic.backward(micro, states, tokens) if critic else 0.0
-        found.append(MicroBatch(loss, out, routing, share, value_loss))
+        found.append(MicroBatch(place, loss, out, routing, share, value_loss))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
     load = ranks.gather(torch.stack([part.routing.loads for part in found]).sum(0)[None], ranks.size).sum(0)
     finite = bool(torch.isfinite(grad_norm))  # else the weights stay as they are
@@ -180,8 +181,10 @@ def update_routing(
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What came of one forward and backward; `share` of the minibatch's sequences."""
+    """What came of one forward and backward, and where in the rank's part of the minibatch. `share`: of the minibatch's
+    sequences."""
 
+    place: Place
     loss: LossOutput
     out: TokenLogps
     routing: RoutingCount
@@ -194,8 +197,13 @@ def update_metrics(
 ) -> dict[str, Any]:
     """Loss, ratios, clipped tokens, entropy, routing of the whole minibatch, all ranks; names as in the catalogue."""
 
-    def whole(tensors: list[Tensor]) -> Tensor:
-        return ranks.gather(torch.cat(tensors).detach(), len(batch))
+    places, shape = (
+        [part.place for part in parts],
+        (sum(len(part.place[0]) for part in parts), batch.input_ids.shape[1]),
+    )
+
+    def whole(of: Callable[[MicroBatch], Tensor]) -> Tensor:
+        return ranks.gather(joined([of(part) for part in parts], places, shape), len(batch))
 
     loss, aux_loss, value_loss, *counts = ranks.sums(
         sum(float(part.loss.loss.detach()) for part in parts),
@@ -204,24 +212,24 @@ def update_metrics(
         *(sum(getattr(part.routing, name) for part in parts) for name in COUNTS),
     )
     mask = batch.completion_mask
-    joined = TokenValues.cat([part.loss.tokens for part in parts])
-    values = TokenValues(**{name: ranks.gather(tensor, len(batch)) for name, tensor in joined.items()})
+    names = [name for name, _ in parts[0].loss.tokens.items()]
+    values = TokenValues(**{name: whole(attrgetter(f"loss.tokens.{name}")) for name in names})
     row: dict[str, Any] = {
         "loss": loss,
         **loss_metrics(values),
         **update_ratio_metrics(
             log_ratio=values.log_ratio,
-            sequence_log_ratio=whole([part.loss.sequence_log_ratio for part in parts]),
+            sequence_log_ratio=whole(lambda part: part.loss.sequence_log_ratio),
             mask=mask,
         ),
         **ratio_range_metrics(values.log_ratio, mask),
-        "entropy": whole([part.out.entropy for part in parts if part.out.entropy is not None])[mask].mean(),
+        "entropy": whole(lambda part: cast(Tensor, part.out.entropy))[mask].mean(),
         "aux_loss": aux_loss if optim.aux_loss_coef else None,
         "aux_loss_coef": optim.aux_loss_coef,
         **dict(zip(COUNTS, map(int, counts), strict=True)),
     }
     if method.source == "policy":
-        from_rollout, above = whole([part.out.logps for part in parts]) - batch.rollout_logps, values.gate_log_ratio > 0
+        from_rollout, above = whole(lambda part: part.out.logps) - batch.rollout_logps, values.gate_log_ratio > 0
         row |= masked_mismatch_metrics(from_rollout, values.clipped & ~above, values.clipped & above, mask)
     if method.advantage == "gae":
         row["value_loss"] = value_loss

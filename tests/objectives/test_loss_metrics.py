@@ -73,7 +73,8 @@ def test_metrics_of_a_minibatch_are_those_of_its_micro_batches_joined():
         policy_loss(EVERYTHING, **{k: v[rows] for k, v in tensors.items()}).tokens
         for rows in (slice(0, 3), slice(3, 7))
     ]
-    joined = loss_metrics(TokenValues.cat(parts))
+    names = [name for name, _ in parts[0].items()]
+    joined = loss_metrics(TokenValues(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names}))
     assert all(torch.equal(joined[name], value) for name, value in whole.metrics.items())
 
 

@@ -7,9 +7,13 @@ import torch
 from micro import MICRO, rows
 from safetensors import SafetensorError
 
+from moe_rl.rollout import seeded_random
 from moe_rl.study.run import run_one
 from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train, validate
+from moe_rl.training.batch import micro_batches
 from moe_rl.training.checkpoint import save_checkpoint
+from moe_rl.training.loop import responses
+from moe_rl.training.score import score_rollout
 
 
 def method(**changes):
@@ -108,18 +112,33 @@ def test_lag_trains_on_what_an_older_policy_sampled(state_of, tmp_path):
     assert len(state.waiting) == 1
 
 
-def test_micro_batches_do_not_change_the_update(state_of, tmp_path):
-    for objective in ("grpo", "dapo"):
-        ends = []
-        for size in (None, 3):
-            config = replace(method(objective=objective), optim=replace(MICRO.optim, micro_batch=size, steps=1))
-            state = state_of(config, tmp_path / f"{objective}{size}")
-            run(state)
-            ends.append((weights(state), rows(tmp_path / f"{objective}{size}", "update")))
-        for name in ends[0][0]:
-            torch.testing.assert_close(ends[0][0][name], ends[1][0][name], rtol=2e-4, atol=2e-5)
-        assert [r["tokens"] for r in ends[0][1]] == [r["tokens"] for r in ends[1][1]]
-        assert ends[0][1][1]["loss"] == pytest.approx(ends[1][1][1]["loss"], abs=1e-5)
+@pytest.mark.parametrize("arm", [{}, {"objective": "dapo"}, {"objective": "rspo", "replay": "R2"}, {"replay": "R3"}])
+def test_micro_batches_do_not_change_the_update(state_of, tmp_path, arm):
+    """Responses of unequal length, so that rows change places and padding is left out."""
+    ends, long = [], replace(MICRO.rollout, max_new_tokens=20)
+    for size in (None, 3):
+        config = replace(method(**arm), optim=replace(MICRO.optim, micro_batch=size, steps=1), rollout=long)
+        state = state_of(config, tmp_path / str(size))
+        run(state)
+        ends.append((weights(state), rows(tmp_path / str(size), "update")))
+    for name in ends[0][0]:
+        torch.testing.assert_close(ends[0][0][name], ends[1][0][name], rtol=2e-4, atol=2e-5)
+    whole, parts = ends[0][1][1], ends[1][1][1]
+    assert parts["routed_rows"] < whole["routed_rows"], "padding was left out"
+    for name in set(whole) - {"routed_rows", "replayed_rows", "lr", "kind"}:
+        if isinstance(whole[name], float | int):
+            assert parts[name] == pytest.approx(whole[name], rel=2e-3, abs=2e-5), name
+
+
+def test_micro_batches_are_of_like_length_and_without_the_padding_that_all_share():
+    lengths = torch.tensor([2, 5, 1, 4, 5, 3])
+    mask = (torch.arange(8) >= 1) & (torch.arange(8) < 1 + lengths[:, None])
+    found = [(rows.tolist(), (columns.start, columns.stop)) for rows, columns in micro_batches(mask, 2)]
+    assert found == [([1, 4], (1, 6)), ([3, 5], (1, 5)), ([0, 2], (1, 3))]
+    pairs = [rows.tolist() for rows, _ in micro_batches(mask, 2, together=2)]
+    assert pairs == [[0, 1], [4, 5], [2, 3]], "by the longer of each"
+    ((rows, columns),) = micro_batches(mask, None)
+    assert rows.tolist() == list(range(6)) and columns == slice(0, 8), "as it is"
 
 
 def test_frozen_routers_keep_their_weights_and_a_multiplier_moves_them_more(state_of, tmp_path):
@@ -214,3 +233,19 @@ def test_a_configuration_is_validated_once(tmp_path, monkeypatch):
     assert len(seen) == 1
     validate(replace(seen[0], seed=1))
     assert len(seen) == 2
+
+
+def test_scoring_in_micro_batches_says_what_scoring_at_once_does(state_of, tmp_path):
+    """Of tokens; what stands on padding is nobody's, and routes of padding that was left out are -1."""
+    long = replace(MICRO.rollout, max_new_tokens=20)
+    state = state_of(replace(MICRO, rollout=long), tmp_path)
+    rollout = responses(state, seeded_random(0, "prompts"), state.generator("sample"))
+    options = {"temperature": 1.0, "router_scores": True, "margins": True}
+    whole, parts = (score_rollout(rollout, state.policy, state.ranks, **options, batch_size=n) for n in (None, 3))
+    mask = rollout.attention_mask.bool()
+    torch.testing.assert_close(parts.logps, whole.logps, rtol=1e-4, atol=1e-5)
+    for name in ("margins", "route_scores"):
+        torch.testing.assert_close(getattr(parts, name)[mask], getattr(whole, name)[mask], rtol=1e-4, atol=1e-5)
+    assert torch.equal(parts.routes.ids[mask], whole.routes.ids[mask]) and bool((parts.routes.ids[mask] >= 0).all())
+    assert bool((parts.routes.ids[~mask] == -1).any()) and not bool((whole.routes.ids == -1).any())
+    assert torch.equal(parts.routes.tokens, whole.routes.tokens)

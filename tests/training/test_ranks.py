@@ -223,6 +223,8 @@ def never():
 
 
 EXACT = ("reward", "response_length", "lr")
+PADDED = ("routed_rows", "replayed_rows")
+"""Counts that hold the padding of micro-batches."""
 
 
 @pytest.mark.slow
@@ -237,6 +239,8 @@ def test_two_processes_are_one(tmp_path, random_rewards):
         for mine, alone in zip(found, wanted, strict=True):
             for key, value in alone.items():
                 where = (name, alone["kind"], alone["step"], alone.get("update"), key)
+                if config.optim.micro_batch and key in PADDED:  # ranks make micro-batches of their own rows
+                    continue
                 if isinstance(value, float) and key not in EXACT:
                     assert mine[key] == pytest.approx(value, rel=2e-4, abs=2e-6), where
                 elif not isinstance(value, list):
