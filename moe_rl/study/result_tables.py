@@ -142,8 +142,8 @@ def _over_seeds(
 
 def effective_routes(data: StudyData) -> pd.DataFrame:
     """How much of their routing capacity runs use: by arm and seed, of the last policy whose routes were kept,
-    on the tokens of its probe, live routing: `step`, `tokens`, `effective_sets` (of K experts) and `effective_experts`,
-    exp of the entropy of their use, mean over sites.
+    on the tokens of its probe, prompts included, live routing: `step`, `tokens`, `effective_sets` (of K experts) and
+    `effective_experts`, exp of the entropy of their use, mean over sites.
 
     Every arm's probe has as many responses; sets are compared on the first tokens, as many as the shortest has.
     """

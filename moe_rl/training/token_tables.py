@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.routing import flips_per_token
+from moe_rl.routing import RoutedExperts, flips_per_token
 from moe_rl.tables import write_table
 from moe_rl.training.batch import Batch
 from moe_rl.training.probe import Observation
@@ -18,22 +18,30 @@ def write_probe_tables(
     folder: Path, step: int, tokenizer: Any, part: Batch, rows: Tensor, observations: list[Observation]
 ) -> None:
     """`tokens/step_NNNNNN.parquet` and `routes/step_NNNNNN_update_U.parquet`: the routes of the old policy (update 0),
-    and what has changed since then after each update.
+    and what has changed since then after each update. Padding has no route.
 
     Args:
         part: the probed responses, which are the rows `rows` of the step's batch.
     """
     name = f"step_{step:06d}"
     old = folder / "routes" / f"{name}_update_0.parquet"
-    write_route_table(old, part.routes)
+    routes = without_padding(part.routes, part.attention_mask)
+    write_route_table(old, routes)
     for seen in observations:
-        write_route_changes(old.with_name(f"{name}_update_{seen.update}.parquet"), seen.routes, old, part.routes)
+        path = old.with_name(f"{name}_update_{seen.update}.parquet")
+        write_route_changes(path, without_padding(seen.routes, part.attention_mask), old, routes)
     columns = [token_columns(part, seen, rows) for seen in observations]
     table: dict[str, Any] = {key: _column(torch.cat([c[key] for c in columns])) for key in columns[0]}
     tokens = table["token"].tolist()
     pieces = token_pieces(tokenizer, tokens)
     table["text"] = [pieces[token] for token in tokens]
     write_table(folder / "tokens" / f"{name}.parquet", table, prompt_texts(tokenizer, part, rows))
+
+
+def without_padding(routes: RoutedExperts, mask: Tensor) -> RoutedExperts:
+    """The same routes, none where `mask` [B,T] is False."""
+    ids = routes.ids.masked_fill(~mask.to(routes.device)[..., None, None], -1)
+    return RoutedExperts(ids, routes.sites, routes.num_experts, tokens=routes.tokens, meta=routes.meta)
 
 
 def token_pieces(tokenizer: Any, tokens: Iterable[int]) -> dict[int, str]:

@@ -1,10 +1,15 @@
 """The probe in training: the noise floor and the decomposition, logged as defined, and without a trace in the run."""
 
+import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 import torch
 from micro import MICRO, rows
@@ -104,6 +109,31 @@ def test_gates_stand_in_the_order_of_the_experts_in_route_tables(tmp_path):
     scores = torch.stack([site.softmax(-1) for site in seen.old_logits], 1)
     assert torch.equal(found.routers["old_gates"], scores.gather(-1, ids))
     assert (found.routers["old_gates"].diff(dim=-1) > 0).any(), "else any order would do"
+
+
+def test_padding_has_no_route_in_the_tables_and_the_page_finds_what_the_probe_counted(
+    paid_by_parity, tmp_path, monkeypatch
+):
+    """docs/run_folder.md, "In pandas alone"."""
+    optim = replace(MICRO.optim, steps=1, learning_rate=0.05)
+    run(begin(replace(MICRO, optim=optim, probe=ProbeConfig(sequences=8, tokens_every=1)), tmp_path))
+    tokens = pd.read_parquet(tmp_path / "tokens" / "step_000000.parquet").query("update == 1")
+    about = pq.read_schema(tmp_path / "tokens" / "step_000000.parquet").metadata
+    lengths = np.array(json.loads(about[b"first"])) + tokens.groupby("seq", sort=False).size().to_numpy()
+    frame = pd.read_parquet(tmp_path / "routes" / "step_000000_update_0.parquet")
+    routed = frame.filter(like="gate").notna().all(axis=1).groupby(frame["sequence"])
+    last = routed.apply(lambda given: int(np.flatnonzero(given)[-1]) + 1)
+    assert last.tolist() == lengths.tolist(), "no route after the response"
+    assert lengths.min() < frame["position"].max() + 1, "some responses are padded"
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "run_folder.md").read_text()
+    names: dict = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[-1].replace("step_000010", "step_000000"), names)
+    (probed,) = rows(tmp_path, "probe", step=0, update=1)
+    counted = dict(zip(probed["site_names"], probed["site_slots_changed"], strict=True))
+    slots = dict(zip(probed["site_names"], probed["site_slots"], strict=True))
+    assert sum(counted.values()) > 0
+    assert names["slot_change"].to_dict() == pytest.approx({s: n / slots[s] for s, n in counted.items() if n})
 
 
 def test_comparing_gradients_changes_nothing_else_and_finds_no_bias_where_no_weight_moves(state_of, tmp_path):
