@@ -21,7 +21,8 @@ KEYS = ["arm", "seed", "step", "update"]
         "Routing part of a token's log-ratio: live minus replayed log-probability, same new weights. Responses "
         "are cut into blocks of so many consecutive tokens; the design effect (Kish) is the variance of the blocks' "
         "means times the length, over the variance of the tokens: 1 where tokens are independent, so that a mean "
-        "removes all that averaging can; the length itself (dotted) where a block moves as one. Median over the stored "
+        "removes all that averaging can (of n blocks 1 - 1/n: variances have divisor n); the length itself (dotted) "
+        "where a block moves as one. Median over the stored "
         "probes of a seed; mean over seeds."
     ),
     needs={"tokens": [*NEEDED, "update"]},
@@ -47,8 +48,8 @@ def design_effect(data: StudyData) -> Drawing:
 
 def design_effects(tokens: pd.DataFrame) -> pd.DataFrame:
     """By arm, seed, step, update and `length` m = 1, 2, 4, ...: `design_effect`, m Var(means of blocks of m) /
-    Var(tokens) of the routing part, over the tokens that lie in whole blocks; `tokens_flipped`, the same of whether a
-    token's routes changed at any site, where flips were recorded."""
+    Var(tokens) of the routing part (divisor n), over the tokens that lie in whole blocks; `tokens_flipped`, the same of
+    whether a token's routes changed at any site, where flips were recorded."""
     rows = tokens[[*KEYS, *NEEDED, "seq", *(["flips"] if "flips" in tokens else [])]].dropna()
     values = {"design_effect": (rows["logp_natural"] - rows["logp_replayed"]).to_numpy(dtype=float)}
     if "flips" in rows:
