@@ -96,7 +96,7 @@ def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
         for unit in ("slot", "site", "token"):
             if f"{unit}s_changed" in part:
                 row[f"{unit}_change"] = part[f"{unit}s_changed"].sum() / part[f"{unit}s"].sum()
-        if 0 < row.get("site_change", 0) and row.get("token_change", 1) < 1:
+        if row.get("site_change", 0) > 0 and row.get("token_change", 1) < 1:
             # 1 - token change = (1 - site change) ^ independent sites
             row["independent_sites"] = np.log1p(-row["token_change"]) / np.log1p(-row["site_change"])
         row["removed"] = float((part["var_token_natural"] - part["var_token_replayed"]).mean())
