@@ -6,6 +6,7 @@ Per arm, the slots that changed of experts with less than half of the even load 
 and more; range and median over arms, those with a balancing bias apart.
 """
 
+import argparse
 from pathlib import Path
 
 import pandas as pd
@@ -29,6 +30,9 @@ def load_ratios() -> pd.DataFrame:
 
 
 def main() -> None:
+    argparse.ArgumentParser(
+        description="How much larger a share of its slots a rarely used expert loses, in the studies of docs/results."
+    ).parse_args()
     for biased, part in load_ratios().groupby("biased"):
         low, median, high = part["ratio"].quantile([0, 0.5, 1])
         what = "with a balancing bias" if biased else "without"

@@ -101,8 +101,10 @@ def repetitions(study: str, arm: str, other: str) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw what each method gives back of what a cause costs GRPO.")
-    parser.add_argument("folder", type=Path, help="gets cures.pdf, .svg, .png and .csv")
+    parser = argparse.ArgumentParser(
+        description="Draw, from docs/results, what each method gives back of what a cause costs."
+    )
+    parser.add_argument("folder", type=Path, help="where to write cures.pdf, .svg, .png and .csv")
     for file in save_figure(cures_figure(cures_table()), parser.parse_args().folder):
         print(file)
 

@@ -30,7 +30,9 @@ def differences(name: str) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="One comparison over several studies of different seeds.")
+    parser = argparse.ArgumentParser(
+        description="One comparison over several studies of docs/results with different seeds."
+    )
     parser.add_argument("names", nargs="+", metavar="STUDY:ARM:OTHER")
     try:
         values = [value for name in parser.parse_args().names for value in differences(name)]

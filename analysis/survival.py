@@ -47,7 +47,7 @@ def fate(first: pd.Series, again: pd.Series, interest: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="What became of the published conclusions where a study was run again."
+        description="What became of the conclusions in docs/results where a study was run again."
     )
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args()

@@ -128,8 +128,8 @@ def volatility_table() -> pd.DataFrame:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw final reward against routing volatility, by source.")
-    parser.add_argument("folder", type=Path, help="gets volatility.pdf, .svg, .png and .csv")
+    parser = argparse.ArgumentParser(description="Draw, from docs/results, final reward against routing volatility.")
+    parser.add_argument("folder", type=Path, help="where to write volatility.pdf, .svg, .png and .csv")
     for file in save_figure(volatility_figure(volatility_table()), parser.parse_args().folder):
         print(file)
 

@@ -96,11 +96,27 @@ def parse(options: Any, arguments: list[str], program: str, default: Any = None)
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in (*known, "--help", "--help-all", "--"):
-            fail(f"{program}: unknown option {argument.partition('=')[0]}{nearest(name, known, listed=False)}", 2)
+            fail(f"{program}: unknown option {argument.partition('=')[0]}{_meant(name, known)}", 2)
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     values = {} if default is None else {"default": default}
     with _one_word_each():
         return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **values)
+
+
+def _meant(name: str, known: list[str]) -> str:
+    """A hint at what an unknown option may stand for: a section's fields, fields of that name (those that most people
+    set, if there are any), or the nearest option."""
+    from moe_rl.usage import CONFIGURATION
+
+    fields = [option for option in known if option.startswith(f"{name}.")]
+    if fields:
+        more = ", ..." if len(fields) > 4 else ""
+        return (
+            f": it is a section, with the options {', '.join(fields[:4])}{more}; as a whole it is set in a study file"
+        )
+    named = [option for option in known if option.endswith(f".{name.removeprefix('--')}")]
+    named = [option for option in named if option in {words.split()[0] for words in CONFIGURATION}] or named
+    return f"; did you mean {' or '.join(named)}?" if named else nearest(name, known, listed=False)
 
 
 def option_names(options: Any, prefix: str = "") -> list[str]:

@@ -145,7 +145,8 @@ def study_verb(arguments: list[str]) -> None:
         fail("seeds: at least one is needed, e.g. --seeds 0 1 2", 2)
     for arm in options.arms:
         if arm not in study.arms:
-            fail(f"unknown arm {arm!r} in {given.word}{nearest(arm, study.arms)}", 2)
+            near = "; arms are separated by spaces" if "," in arm else nearest(arm, study.arms)
+            fail(f"unknown arm {arm!r} in {given.word}{near}", 2)
     study = replace(study.with_arms(options.arms).with_base(options.base), seeds=options.seeds)
     run_study(
         study,

@@ -72,6 +72,10 @@ def test_every_configuration_field_is_an_option_and_unknown_ones_name_the_neares
     misspelt = refused(capsys, "run", "micro.yaml", "--arm", "grpo", "--optim.learning-rat", "1", status=2)
     assert "unknown option --optim.learning-rat; did you mean '--optim.learning-rate'?" in misspelt
     assert "did you mean '--prompts'" in refused(capsys, "drift", "a", "b", "--promts", "x", status=2)
+    bare = refused(capsys, "run", "micro.yaml", "--arm", "grpo", "--learning-rate", "1", status=2)
+    assert "did you mean --optim.learning-rate?" in bare
+    section = refused(capsys, "study", "micro.yaml", "--model.cold-start", "None", status=2)
+    assert "it is a section, with the options --model.cold-start.steps, " in section and "in a study file" in section
     assert not (study / "runs").exists()
 
 
@@ -253,6 +257,10 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
     [
         (["study", "none.yaml"], "no such study file"),
         (["study", "micro.yaml", "--arms", "gsp"], "did you mean 'gspo'"),
+        (
+            ["study", "micro.yaml", "--arms", "grpo,gspo"],
+            "unknown arm 'grpo,gspo' in micro.yaml; arms are separated by spaces",
+        ),
         (["study", "micro.yaml", "--seeds"], "seeds"),
         (["study", "micro.yaml", "--output", "micro.yaml"], "micro.yaml: a folder is needed there, and it is a file"),
         (["run", "micro.yaml", "--seed", "one"], "moe-rl run micro.yaml --help"),

@@ -27,6 +27,7 @@ from moe_rl.rollout import Task, score
 from moe_rl.rollout.character_tasks import BOS, EOS
 from moe_rl.rollout.continuing import in_turns
 from moe_rl.rollout.engine import ModelEngine
+from moe_rl.rollout.task import token_ids
 from moe_rl.routing.experts import register_experts
 from moe_rl.routing.sites import find_sites
 
@@ -288,8 +289,8 @@ def demonstration_batch(
     tokenizer: Any, prompts: list[str], completions: list[str]
 ) -> tuple[Int[Tensor, "B T"], Int[Tensor, "B T"], Int[Tensor, "B T"]]:
     """Right-padded token ids, attention mask and labels; labels are -100 outside completion and end token."""
-    asked = tokenizer(prompts)["input_ids"]
-    answered = tokenizer([text + tokenizer.eos_token for text in completions], add_special_tokens=False)["input_ids"]
+    asked = token_ids(tokenizer, prompts)
+    answered = token_ids(tokenizer, [text + tokenizer.eos_token for text in completions], add_special_tokens=False)
     lengths = torch.tensor([[len(a), len(a) + len(b)] for a, b in zip(asked, answered, strict=True)])
     position = torch.arange(int(lengths.max()))
     mask = position < lengths[:, 1:]

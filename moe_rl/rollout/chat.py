@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from moe_rl.rollout.task import Messages, Problem, TaskError
+from moe_rl.rollout.task import Messages, Problem, TaskError, token_ids
 
 
 def as_problem(asked: str | Messages, answer: str, *, chat: bool = False, instruction: str = "") -> Problem:
@@ -48,4 +48,4 @@ def message_tokens(tokenizer: Any, problem: Problem) -> list[int]:
             f"the tokenizer's chat template refuses the messages of {problem.prompt[:80]!r}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(token_ids(tokenizer, text, add_special_tokens=False))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import hf_model
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token
-from moe_rl.rollout.task import Problem, user_code
+from moe_rl.rollout.task import Problem, token_ids, user_code
 from moe_rl.routing import RoutedExperts
 
 TURNS = 4
@@ -100,7 +100,7 @@ def append_text(rollout: Rollout, tokenizer: Any, texts: Mapping[int, str]) -> R
     """The rollout with text after the responses of some rows, which then go on: its tokens are attended to and are no
     completion tokens, so that no loss, ratio or length counts them; log-probability 0, version -1, no route yet."""
     device = rollout.input_ids.device
-    encoded = {row: tokenizer(text, add_special_tokens=False)["input_ids"] for row, text in texts.items()}
+    encoded = {row: token_ids(tokenizer, text, add_special_tokens=False) for row, text in texts.items()}
     rows = torch.tensor(sorted(row for row, ids in encoded.items() if ids), dtype=torch.int64, device=device)
     if not len(rows):
         return rollout

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.engine import encode_prompts
 from moe_rl.rollout.sampler import padding_token
-from moe_rl.rollout.task import Problem, user_code
+from moe_rl.rollout.task import Problem, token_ids, user_code
 
 
 def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: random.Random) -> Rollout:
@@ -28,7 +28,7 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
             texts.append(task.demonstration(problem, rng, 0.0))
     prompts, prompt_mask = encode_prompts(tokenizer, problems)
     ended = [text + tokenizer.eos_token for text in texts]
-    answers = [list(ids) for ids in tokenizer(ended, add_special_tokens=False)["input_ids"]]
+    answers = [list(ids) for ids in token_ids(tokenizer, ended, add_special_tokens=False)]
     lengths = torch.tensor([len(ids) for ids in answers])
     written = torch.arange(int(lengths.max())) < lengths[:, None]
     ids = torch.full(written.shape, padding_token(tokenizer))

@@ -18,7 +18,7 @@ from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.continuing import extend
 from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
 from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token
-from moe_rl.rollout.task import Problem
+from moe_rl.rollout.task import Problem, token_ids
 
 __all__ = ["EXACT", "NEVER", "Engine", "ModelEngine", "Tolerance", "forward_logps", "gathered", "sample"]
 
@@ -140,7 +140,7 @@ def forward_logps(model: nn.Module, rollout: Rollout, temperature: float = 1.0) 
 def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Tensor, "N P"], Bool[Tensor, "N P"]]:
     """Token ids and mask, left-padded whatever side the tokenizer pads on."""
     encoded = [
-        list(tokenizer(p.prompt)["input_ids"]) if p.messages is None else message_tokens(tokenizer, p) for p in problems
+        list(token_ids(tokenizer, p.prompt)) if p.messages is None else message_tokens(tokenizer, p) for p in problems
     ]
     empty = [i for i, ids in enumerate(encoded) if not ids]
     if empty:

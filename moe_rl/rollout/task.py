@@ -192,3 +192,21 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
 
 def _stop(seconds: float, number: int, frame: FrameType | None) -> None:
     raise TaskError(f"did not return within {seconds:g} seconds (task.verifier_seconds)")
+
+
+def token_ids(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
+    """`input_ids` of a text, or of each of several.
+
+    Raises:
+        TaskError: the tokenizer has no token for a part of it, and none for what is unknown.
+    """
+    try:
+        return tokenizer(text, **options)["input_ids"]
+    except Exception as error:  # the tokenizers library raises no other class
+        special = {token for token in tokenizer.all_special_tokens if len(token) > 1}
+        known = set("".join(set(tokenizer.get_vocab()) - special))
+        texts = [text] if isinstance(text, str) else text
+        first = next((t for t in texts if set(t) - known), texts[0])
+        lacks = ", ".join(map(repr, sorted(set(first) - known)))
+        why = f": it lacks {lacks}; that of a tiny model has the task's `alphabet`" if lacks else ""
+        raise TaskError(f"the tokenizer cannot encode {first[:80]!r} ({error}){why}") from error

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_rl.policy.tiny import char_tokenizer, demonstration_batch
 from moe_rl.rollout import TASKS, Problem, Task, TaskConfig, TaskError, VerifiableTask, is_held_out, make_task
+from moe_rl.rollout.engine import encode_prompts
 
 CHARACTER_TASKS = sorted(set(TASKS) - {"jsonl", "reasoning_gym"})  # the others need a file or a package
 CHAIN = make_task(TaskConfig("mod_chain"))
@@ -191,3 +193,12 @@ def test_a_file_that_fails_is_named(tmp_path):
     file.write_text("1 / 0")
     with pytest.raises(TaskError, match=r"cannot import .*broken.py.*ZeroDivisionError"):
         make_task(TaskConfig(f"{file}:Double"))
+
+
+def test_a_text_that_the_tokenizer_has_no_tokens_for_is_a_mistake_of_the_task():
+    tokenizer = char_tokenizer("01+=^$")
+    assert encode_prompts(tokenizer, [Problem("^0+1=", "1")])[0].shape == (1, 5)
+    with pytest.raises(TaskError, match=r"cannot encode '\^0-a='.*: it lacks '-', 'a'; .* the task's `alphabet`"):
+        encode_prompts(tokenizer, [Problem("^0+1=", "1"), Problem("^0-a=", "1")])
+    with pytest.raises(TaskError, match=r"cannot encode '7\$' .*: it lacks '7'"):
+        demonstration_batch(tokenizer, ["^0+1=", "^1+1="], ["1", "7"])

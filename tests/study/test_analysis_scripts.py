@@ -14,6 +14,16 @@ def script(name: str) -> dict:
     return runpy.run_path(str(ROOT / "analysis" / f"{name}.py"))
 
 
+@pytest.mark.parametrize("name", ["change_by_load", "survival"])
+def test_a_script_of_committed_tables_alone_refuses_a_folder_of_runs(name, monkeypatch, capsys):
+    """Else its numbers would be taken for those of the folder."""
+    monkeypatch.setattr("sys.argv", [f"{name}.py", "runs/mine"])
+    with pytest.raises(SystemExit, match="2"):
+        script(name)["main"]()
+    said = capsys.readouterr()
+    assert not said.out and "unrecognized arguments: runs/mine" in said.err
+
+
 def test_pairs_of_studies_are_joined_and_what_no_study_declared_is_refused():
     differences = script("pooled")["differences"]
     stale = differences("methods_stale:gspo_partial:grpo_partial")
