@@ -1,6 +1,7 @@
 """Arguments of the command line: the study that is meant, its arm and seed, options that exist; help and mistakes."""
 
 import dataclasses
+import itertools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,6 +98,9 @@ def parse(options: Any, arguments: list[str], program: str, default: Any = None)
         name = argument.partition("=")[0].replace("_", "-")
         if name.startswith("--") and name not in (*known, "--help", "--help-all", "--"):
             fail(f"{program}: unknown option {argument.partition('=')[0]}{_meant(name, known)}", 2)
+    listed = next((b for a, b in itertools.pairwise(arguments) if a == "--seeds" and "," in b), None)
+    if listed is not None:
+        fail(f"{program}: --seeds {listed}: seeds are separated by spaces, e.g. --seeds {listed.replace(',', ' ')}", 2)
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     values = {} if default is None else {"default": default}
     with _one_word_each():

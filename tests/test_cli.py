@@ -262,6 +262,8 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
             "unknown arm 'grpo,gspo' in micro.yaml; arms are separated by spaces",
         ),
         (["study", "micro.yaml", "--seeds"], "seeds"),
+        (["study", "micro.yaml", "--seeds", "0,1"], "seeds are separated by spaces, e.g. --seeds 0 1"),
+        (["study", "QUICK"], "no study of that name comes with moe_rl; did you mean 'quick'"),
         (["study", "micro.yaml", "--output", "micro.yaml"], "micro.yaml: a folder is needed there, and it is a file"),
         (["run", "micro.yaml", "--seed", "one"], "moe-rl run micro.yaml --help"),
         (["run", "micro.yaml", "--arm", "gsop"], "unknown arm 'gsop' in study 'micro'; did you mean 'gspo'"),

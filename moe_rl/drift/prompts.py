@@ -146,6 +146,10 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         raise DriftError(f"--prompts: there is no file {path}")
     kind = path.suffix.lower()
+    if kind in (".csv", ".tsv"):
+        raise DriftError(
+            f"--prompts: {path}: {kind} is not read; write JSON lines, or a .parquet with such columns: {FORMS}"
+        )
     for number, row in _table(path) if kind in TABLES else _lines(path, plain=kind == ".txt"):
         problem = _problem(row)
         if problem:

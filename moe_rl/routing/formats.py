@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -35,8 +36,15 @@ class Stored:
     def save(self: Any, path: str | os.PathLike[str]) -> None:
         """One safetensors file; its header has sites, num_experts, K, meta, token hash, library versions.
 
-        Written to a temporary name, flushed, then renamed, so that `path` is never half a file.
+        Written to a temporary name, flushed, then renamed, so that `path` is never half a file. Under a name that other
+        readers take for theirs (.parquet, .csv, .npy, .npz) it is written with a warning.
         """
+        if (suffix := Path(path).suffix.lower()) in (".parquet", ".csv", ".npy", ".npz"):
+            warnings.warn(
+                f"{path} will be a safetensors file, whatever {suffix} says; .safetensors is its name, and to_frame() "
+                "makes a table",
+                stacklevel=2,
+            )
         tensors = {"ids": self._packed} | ({} if self._tokens is None else {"tokens": self._tokens})
         header = {
             "sites": self._sites,

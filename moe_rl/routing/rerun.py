@@ -175,8 +175,8 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
     Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError inside another
     noise or `record_margins`.
     """
-    if not sigma >= 0:
-        raise RoutingError(f"sigma must not be negative, got {sigma}")
+    if isinstance(sigma, str) or not sigma >= 0:
+        raise RoutingError(f"sigma must be a number of at least 0, got {sigma!r}")
     tap, names = acquire(model)
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
         if probe.logits < 0 and not site.fixed:

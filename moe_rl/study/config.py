@@ -132,6 +132,10 @@ def parse_study(data: Any) -> StudyConfig:
         raise ConfigError("arms: expected a mapping of at least one arm name to what it changes")
     parsed = {}
     for name, changes in arms.items():
+        if isinstance(name, bool | None):
+            raise ConfigError(
+                f"arms: YAML reads an unquoted on, yes, off, no, true, false or null as {name}: quote the name"
+            )
         _check_name(f"arms.{name}: an arm's name", name)
         if str(name).startswith("rounding_") or name in RESERVED:
             raise ConfigError(f"arms.{name}: in a study's folder that name is something else's; choose another")

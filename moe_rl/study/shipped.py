@@ -62,7 +62,7 @@ def find_study(word: str) -> Path:
     if len(path.parts) > 1:
         beside = [str(path.parent / p.name) for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise StudyFileError(f"{word}: no such study file{nearest(word, beside)}")
-    near = nearest(word, [*known, *(p.name for p in Path().glob("*.y*ml"))])
+    near = nearest(word.lower(), [*known, *(p.name for p in Path().glob("*.y*ml"))])
     raise StudyFileError(f"{word}: no such study file, and no study of that name comes with moe_rl{near}")
 
 

@@ -133,3 +133,10 @@ def test_the_default_device_is_there():
     assert check_device(None).type in ("cpu", "cuda")
     with pytest.raises(DriftError, match="mps:1 is not there"):
         check_device("mps:1")
+
+
+def test_a_table_of_text_is_told_what_is_read(saved, tmp_path, capsys):
+    path = tmp_path / "prompts.csv"
+    path.write_text("prompt\nab\n")
+    error = refused(capsys, "drift", *saved("qwen3_moe"), "--prompts", path, "--output", tmp_path / "out")
+    assert "prompts.csv: .csv is not read; write JSON lines, or a .parquet" in error

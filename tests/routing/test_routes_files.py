@@ -145,3 +145,10 @@ def test_the_token_hash_depends_on_content_and_shape_only():
     # Fixed once and for all: files carry it. sha256(b"(2, 3)" + int32 0..5 little-endian).
     assert hash_of(tokens) == "7eadaafe1c36d469e89127d4db6a65e85de807235d89f2112257cb61121ba2d0"
     assert example(tokens=False).token_hash is None
+
+
+def test_a_name_that_another_reader_takes_for_its_own_is_warned_of(tmp_path):
+    routes = RoutedExperts(torch.zeros(1, 2, 1, 1, dtype=torch.long), ["gate"], 2)
+    with pytest.warns(UserWarning, match="will be a safetensors file, whatever .parquet says"):
+        routes.save(tmp_path / "routes.parquet")
+    assert torch.equal(RoutedExperts.load(tmp_path / "routes.parquet").ids, routes.ids)
