@@ -77,7 +77,7 @@ def _main(arguments: Sequence[str] | None) -> None:
     try:
         VERBS[name](rest)
     except KeyboardInterrupt:
-        fail("interrupted; the same command goes on where it stopped", 130)
+        fail("interrupted; the same command goes on from the last checkpoints", 130)
     except BrokenPipeError:
         raise
     except (FileExistsError, NotADirectoryError) as error:

@@ -86,7 +86,7 @@ class Run:
         if self.note:
             return self.note
         said = last_line(self.log)
-        return said if said.startswith("cold start") else "starting (arms of one seed share its cold start)"
+        return said if said.startswith("cold start") else "starting"
 
     def reason(self) -> str:
         """Why it did not finish, and where to read on; a run that could not even begin has no log."""

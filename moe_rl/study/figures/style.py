@@ -175,7 +175,7 @@ def _log_ticks(axis: Axis, subs: Sequence[int], few: int) -> None:
 def step_axis(ax: Axes, label: str = "RL step") -> None:
     """Whole numbers only."""
     ax.set_xlabel(label)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
 
 
 def plain(value: float, _: int) -> str:
