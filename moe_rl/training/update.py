@@ -197,10 +197,8 @@ def update_metrics(
 ) -> dict[str, Any]:
     """Loss, ratios, clipped tokens, entropy, routing of the whole minibatch, all ranks; names as in the catalogue."""
 
-    places, shape = (
-        [part.place for part in parts],
-        (sum(len(part.place[0]) for part in parts), batch.input_ids.shape[1]),
-    )
+    places = [part.place for part in parts]
+    shape = sum(len(rows) for rows, _ in places), batch.input_ids.shape[1]
 
     def whole(of: Callable[[MicroBatch], Tensor]) -> Tensor:
         return ranks.gather(joined([of(part) for part in parts], places, shape), len(batch))
