@@ -89,3 +89,16 @@ def test_fates_of_conclusions_and_the_committed_table_of_them():
     native = pd.read_csv(ROOT / "docs" / "results" / "methods_int4" / "roundings.csv").query("rounding == 'native'")
     claims = native["verdict"].isin(survival["CLAIMS"]).sum()
     assert committed.set_index("study").loc["methods_int4", "claims"] == claims
+
+
+def test_the_published_early_warning_of_the_repetitions_is_that_of_the_committed_signals():
+    script_of = script("early_warning")
+    folder = ROOT / "docs" / "results"
+    committed = pd.read_csv(folder / "early_warning_intel" / "early_warning.csv")
+    steps = sorted(committed["steps"].unique())
+    signals = [
+        script_of["signals_of"](one, steps) for one in sorted(folder.glob("*_intel")) if list(one.glob("runs.csv"))
+    ]
+    found = script_of["early_warning"](signals, resamples=2)
+    for name in ("runs", "bad", "auc", "correlation"):
+        assert found[name].to_numpy() == pytest.approx(committed[name].to_numpy(), abs=1e-5), name
