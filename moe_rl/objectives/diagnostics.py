@@ -87,10 +87,10 @@ def optional_metrics(values: TokenValues) -> dict[str, Tensor]:
 
 
 def _mean(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Tensor:
-    live = values[mask]
-    return live.mean() if len(live) else values.new_zeros(())
+    counted = values[mask]
+    return counted.mean() if len(counted) else values.new_zeros(())
 
 
 def _extreme(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], which: str) -> Tensor:
-    live = values[mask]
-    return getattr(live, which)() if len(live) else values.new_zeros(())
+    counted = values[mask]
+    return getattr(counted, which)() if len(counted) else values.new_zeros(())

@@ -93,10 +93,10 @@ def whiten(
 
     Fewer than two tokens have no variance: all 0.
     """
-    live = advantages.detach()[mask]
-    if live.numel() < 2:
+    counted = advantages.detach()[mask]
+    if counted.numel() < 2:
         return torch.zeros_like(advantages)
-    scaled = (advantages.detach() - live.mean()) / (live.std(correction=1) + eps)
+    scaled = (advantages.detach() - counted.mean()) / (counted.std(correction=1) + eps)
     return torch.where(mask, scaled, 0.0)
 
 

@@ -154,5 +154,5 @@ def clip_gate(
         above_ceiling = (x.advantages < 0) & (ratio > dual_clip)
         bound = torch.where(above_ceiling, dual_clip, bound)
         clipped = clipped | above_ceiling
-    live = torch.where(clipped, 0.0, x.log_ratio).exp()
-    return Gated(torch.where(clipped, bound, live) * x.advantages, clipped)
+    unclipped = torch.where(clipped, 0.0, x.log_ratio).exp()
+    return Gated(torch.where(clipped, bound, unclipped) * x.advantages, clipped)

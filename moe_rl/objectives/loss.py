@@ -213,22 +213,22 @@ def aggregation_weights(
     >>> aggregation_weights(mask, "token_mean")[:, 0].tolist()
     [0.25, 0.25]
     """
-    live = mask.to(dtype)
-    lengths = live.sum(-1, keepdim=True)
+    counted = mask.to(dtype)
+    lengths = counted.sum(-1, keepdim=True)
     local_sequences, local_tokens = (lengths > 0).sum().to(dtype), lengths.sum()
     sequences = _at_least_one(local_sequences if total_sequences is None else total_sequences)
     tokens = _at_least_one(local_tokens if total_tokens is None else total_tokens)
     match how:
         case "sequence_mean":
-            return live / lengths.clamp(min=1) / sequences
+            return counted / lengths.clamp(min=1) / sequences
         case "token_mean" if local_normalizer:
-            return live / local_tokens.clamp(min=1) * (local_sequences / sequences)
+            return counted / local_tokens.clamp(min=1) * (local_sequences / sequences)
         case "token_mean":
-            return live / tokens
+            return counted / tokens
         case "sum":
-            return live / sequences
+            return counted / sequences
         case "constant":
-            return live / (sequences * length_constant)
+            return counted / (sequences * length_constant)
     raise ValueError(f"aggregate: expected sequence_mean, token_mean, sum or constant, got {how!r}.")
 
 

@@ -139,8 +139,8 @@ class _Chunk:
         limit = tokens.shape[1]
         for t in range(limit):
             token, logp = draw_tokens(self.logits, uniform[self.rows, t], temperature)
-            live = self.rows[~done]
-            tokens[live, t], logps[live, t] = token[~done], logp[~done]
+            going = self.rows[~done]
+            tokens[going, t], logps[going, t] = token[~done], logp[~done]
             done = done | torch.isin(token, ends)
             finished = int(done.sum())
             if finished == len(done) or t == limit - 1:
