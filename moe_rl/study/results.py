@@ -26,7 +26,7 @@ import pandas as pd
 from moe_rl.files import write_atomic
 from moe_rl.study.data import load
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
-from moe_rl.study.published import RESULTS, ResultsError, against_published
+from moe_rl.study.published import RESULTS, ResultsError, against_published, check_settings
 from moe_rl.study.result_tables import environment_of, result_tables
 from moe_rl.study.words import minus, probability
 
@@ -48,7 +48,10 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     tables = result_tables(data)
     if folder.name.startswith(f"{data.name}_") and of.is_dir():
-        tables |= against_published(data, of, folder.name.removeprefix(f"{data.name}_"))
+        if (of / "comparisons.csv").is_file():
+            tables |= against_published(data, of, folder.name.removeprefix(f"{data.name}_"))
+        else:  # a study that compares no arms has no conclusions that could survive
+            check_settings(data)
     for old in folder.glob("*.csv"):
         if old.stem not in tables:
             old.unlink()
@@ -128,12 +131,6 @@ PAGES: dict[str, dict[str, Column]] = {
         "norm, replayed / natural": _interval(".3f", "gradient_norm_ratio"),
         "cosine, two halves": _interval(".3f", "gradient_halves_cosine"),
     },
-    "decomposition": {
-        **_texts("arm", "level", "update", "n"),
-        "weights, %": _percent("weight", 0),
-        "routing, %": _percent("routing", 0),
-        "interaction, %": _percent("interaction", 0),
-    },
     "routing_noise": {
         "difference": lambda row: f"{row['arm']} / {row['other']}",
         **_texts("n"),
@@ -183,21 +180,6 @@ PAGES: dict[str, dict[str, Column]] = {
         **_texts("of", "update", "seeds"),
         "exponent": _interval("+.2f", "exponent", "low", "high"),
     },
-    "early_warning": {
-        **_texts("signal"),
-        "after steps": lambda row: str(row["steps"]),
-        **_texts("runs"),
-        "ended badly": lambda row: str(row["bad"]),
-        "area under ROC": _interval(".2f", "auc"),
-        "rank correlation with final reward": _interval(".2f", "correlation"),
-    },
-    "roundings": {
-        "difference": lambda row: f"{row['arm']} − {row['other']}",
-        **_texts("rounding", "n"),
-        "final reward": _interval("+.3f", "difference", "low", "high"),
-        "verdict": lambda row: "" if pd.isna(row["verdict"]) else row["verdict"],
-        "conclusion": lambda row: row["survival"],
-    },
 }
 """Columns of a page's table: heading -> text of a row of the CSV. A table that is not here shows all its columns."""
 
@@ -210,13 +192,61 @@ def _plain(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
+def _beside(table: pd.DataFrame, keys: list[str], by: str, cells: dict[str, Column]) -> pd.DataFrame:
+    """A table with one row for each of `keys`, and the cells of each value of `by` beside each other; a heading has
+    that value in its braces."""
+    wide = table[keys].drop_duplicates().set_index(keys)
+    for heading, cell in cells.items():
+        for value, part in table.groupby(by, sort=False):
+            texts = [cell(row) for row in _records(part)]
+            wide[heading.format(value)] = pd.Series(texts, index=part.set_index(keys).index)
+    return wide.fillna("–").reset_index()
+
+
+def _by_rounding(table: pd.DataFrame) -> pd.DataFrame:
+    """The table `roundings` as pages show it: one row for each comparison, its roundings beside each other."""
+    difference = _interval("+.3f", "difference", "low", "high")
+
+    def cell(row: dict[str, Any]) -> str:
+        return difference(row) + (f", {row['verdict']}" if row["verdict"] else "")
+
+    pairs = table["arm"] + " − " + table["other"]
+    n = table.groupby(pairs)["n"].agg(lambda n: ", ".join(map(str, n.unique())))
+    table = table.assign(difference_of=pairs, n=pairs.map(n), verdict=table["verdict"].fillna(""))
+    wide = _beside(table, ["difference_of", "n", "survival"], "rounding", {"{}": cell})
+    wide.insert(len(wide.columns) - 1, "conclusion", wide.pop("survival"))
+    return wide.rename(columns={"difference_of": "difference"})
+
+
+def _by_steps(table: pd.DataFrame) -> pd.DataFrame:
+    """The table `early_warning` as pages show it: the steps after which a signal was read beside each other."""
+    cells = {
+        "area under ROC, {} steps": _interval(".2f", "auc"),
+        "rank correlation with final reward, {} steps": _interval(".2f", "correlation"),
+    }
+    return _beside(table.rename(columns={"bad": "ended badly"}), ["signal", "runs", "ended badly"], "steps", cells)
+
+
+def _by_update(table: pd.DataFrame) -> pd.DataFrame:
+    """The table `decomposition` as pages show it: the share of routing, updates beside each other."""
+    return _beside(table, ["arm", "level", "n"], "update", {"routing, %, update {}": _percent("routing", 0)})
+
+
+WIDE = {"roundings": _by_rounding, "early_warning": _by_steps, "decomposition": _by_update}
+"""Tables that pages show in another shape than the CSV has."""
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(key): value for key, value in row.items()} for row in table.to_dict("records")]
+
+
 def markdown(name: str, table: pd.DataFrame) -> str:
     """A summary table as a Markdown table, with the columns that pages show."""
+    if name in WIDE:
+        table = WIDE[name](table)
     columns = PAGES.get(name) or {str(column): _column(str(column), _plain) for column in table}
     lines = [list(columns), ["---"] * len(columns)]
-    for record in table.to_dict("records"):
-        row = {str(key): value for key, value in record.items()}
-        lines.append([cell(row) for cell in columns.values()])
+    lines += [[cell(row) for cell in columns.values()] for row in _records(table)]
     return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 

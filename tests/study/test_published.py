@@ -51,12 +51,21 @@ def test_runs_from_elsewhere_are_another_rounding_of_the_committed_ones(study, e
     assert list(expected["difference"]) == pytest.approx(list(table["difference"]), abs=1e-5)
 
 
+def test_a_study_that_compares_nothing_is_written_again_without_conclusions(study, elsewhere, tmp_path):
+    write_results(study, tmp_path)
+    (tmp_path / "small" / "comparisons.csv").unlink()
+    write_results(elsewhere, tmp_path)
+    names = {path.stem for path in (tmp_path / "small_elsewhere").glob("*.csv")}
+    assert "runs" in names and not {"roundings", "variance_components"} & names
+
+
 def test_against_prints_what_becomes_of_each_conclusion(study, elsewhere, tmp_path, monkeypatch, capsys):
     write_results(study, tmp_path)
     monkeypatch.setattr(results, "RESULTS", tmp_path)
     assert main(["against", str(elsewhere)]) == 0
     said = capsys.readouterr().out
-    assert "small: native as committed, here 24 runs" in said and said.count("| gspo − grpo |") == 3
+    assert "small: native as committed, here 24 runs" in said and said.count("| gspo − grpo |") == 1
+    assert "| difference | n | native | here | pooled | conclusion |" in said
 
 
 def test_committed_runs_of_several_roundings_are_each_one(study, elsewhere, tmp_path):

@@ -154,3 +154,32 @@ def test_the_command_fills_and_checks(results, tmp_path, monkeypatch, capsys):
     with pytest.raises(ResultsError, match=r"PAGE\.md: table other/comparisons"):
         main(["fill", "PAGE.md"])
     assert "other/comparisons" in page.read_text()
+
+
+def test_repetitions_and_early_signals_stand_side_by_side_on_pages():
+    row = {"difference": 0.1, "low": 0.05, "high": 0.15}
+    roundings = pd.DataFrame(
+        [
+            {"arm": "b", "other": "a", "rounding": "native", "n": 8, **row, "verdict": "higher", "survival": "s"},
+            {"arm": "b", "other": "a", "rounding": "avx2", "n": 7, **row, "verdict": "not resolved", "survival": "s"},
+            {"arm": "b", "other": "a", "rounding": "pooled", "n": 7, **row, "verdict": None, "survival": "s"},
+            {"arm": "a", "other": "c", "rounding": "native", "n": 8, **row, "verdict": "higher", "survival": "no"},
+        ]
+    )
+    difference = "+0.100 [0.050, 0.150]"
+    assert markdown("roundings", roundings).splitlines() == [
+        "| difference | n | native | avx2 | pooled | conclusion |",
+        "| --- | --- | --- | --- | --- | --- |",
+        f"| b − a | 8, 7 | {difference}, higher | {difference}, not resolved | {difference} | s |",
+        f"| a − c | 8 | {difference}, higher | – | – | no |",
+    ]
+    area, rank = {"auc": 0.5, "auc_low": 0.4, "auc_high": 0.6}, {"correlation": -0.1}
+    signals = [
+        {"signal": signal, "steps": steps, "runs": 9, "bad": 2, **area, **rank, "correlation_low": -0.2}
+        | {"auc": 0.5 + steps / 100, "correlation_high": 0.0}
+        for steps in (5, 10)
+        for signal in ("k3", "entropy")
+    ]
+    lines = markdown("early_warning", pd.DataFrame(signals)).splitlines()
+    assert lines[0].startswith("| signal | runs | ended badly | area under ROC, 5 steps | area under ROC, 10 steps |")
+    assert lines[3].startswith("| entropy | 9 | 2 | 0.55 [0.40, 0.60] | 0.60 [0.40, 0.60] | −0.10 [−0.20, 0.00] |")
