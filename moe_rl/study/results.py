@@ -17,7 +17,7 @@ A page asks for a table with a pair of markers, between which nothing is written
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,15 @@ def _by_rounding(table: pd.DataFrame) -> pd.DataFrame:
     return wide.rename(columns={"difference_of": "difference"})
 
 
+def _conclusions(table: pd.DataFrame) -> Iterator[str]:
+    """The table `roundings` as lines for a terminal."""
+    difference, width = _interval("+.3f", "difference", "low", "high"), table["rounding"].str.len().max()
+    for (arm, other), part in table.groupby(["arm", "other"], sort=False):
+        yield f"{arm} − {other}: {part['survival'].iloc[0]}"
+        for row in _records(part):
+            yield f"  {row['rounding']:{width}}  n = {row['n']:<2}  {difference(row)}  {row['verdict'] or ''}".rstrip()
+
+
 def _by_steps(table: pd.DataFrame) -> pd.DataFrame:
     """The table `early_warning` as pages show it: the steps after which a signal was read beside each other."""
     cells = {
@@ -304,7 +313,7 @@ def main(arguments: Sequence[str]) -> int:
             data = load(name)
             tables = against_published(data, RESULTS / data.name, "here")
             print(f"{data.name}: native as committed, here {len(data.runs)} runs of {name}\n")
-            print(markdown("roundings", tables["roundings"]))
+            print("\n".join(_conclusions(tables["roundings"])))
         elif verb == "fill":
             print(f"{name}: {'filled' if fill_page(Path(name)) else 'as it was'}")
         elif fill(Path(name).read_text(encoding="utf-8")) != Path(name).read_text(encoding="utf-8"):
