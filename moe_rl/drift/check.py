@@ -18,8 +18,7 @@ from moe_rl.drift.checkpoints import check_device, check_dtype, load
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CheckOptions
 from moe_rl.drift.route_check import RouteCheck, check_routes
-from moe_rl.measure.arithmetic import first_line
-from moe_rl.measure.noise_floor import rounded_copy
+from moe_rl.measure.noise_floor import first_line, rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.policy.models import check_path
 from moe_rl.policy.tiny import ModelError

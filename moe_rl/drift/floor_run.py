@@ -40,8 +40,8 @@ from moe_rl.measure.arithmetic import (
     check_finite,
     compare,
     experts_variants,
-    first_line,
 )
+from moe_rl.measure.noise_floor import experts_implementation, first_line
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
 from moe_rl.routing import RoutingError
 
@@ -199,9 +199,8 @@ def _variants(model: nn.Module, options: FloorOptions) -> Iterator[tuple[str, st
     yield from LAYOUTS.items()
     if options.decode_tokens:
         yield "decode", f"{DECODE}, the first {options.decode_tokens} measured tokens"
-    own = getattr(getattr(model, "config", None), "_experts_implementation", None)
     for variant in experts_variants(model, options.experts):
-        yield variant, f"experts by {own} and by {variant.removeprefix('experts_')}"
+        yield variant, f"experts by {experts_implementation(model)} and by {variant.removeprefix('experts_')}"
 
 
 def _texts(options: FloorOptions, tokenizer: Any, max_tokens: int, skipped: Skipped) -> list[TokenBatch]:

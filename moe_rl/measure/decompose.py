@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import evaluating
 from moe_rl.measure.moments import Shares, SiteShares
-from moe_rl.measure.scoring import Scored, TokenBatch, _logps, in_order_of, score_live, score_replayed
+from moe_rl.measure.scoring import Scored, TokenBatch, in_order_of, score_live, score_replayed, text_logps
 from moe_rl.measure.weights import temporary_weights
 from moe_rl.routing import RoutedExperts, replay_routes, site_change
 
@@ -209,7 +209,7 @@ def score_sites(
                     if differs:
                         stack.enter_context(replay_routes(model, outer))
                         stack.enter_context(replay_routes(model, inner, sites=site))
-                    found.append(_logps(model, text) if differs else without)
+                    found.append(text_logps(model, text) if differs else without)
     return torch.stack(alone), torch.stack(others)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_rl.measure.noise_floor import other_experts, rounded_copy
+from moe_rl.measure.noise_floor import OTHER_EXPERTS, OtherExpertsError, experts_computed_by, rounded_copy
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 
 
@@ -18,7 +18,11 @@ def test_a_rounded_copy_leaves_the_model_and_another_implementation_is_given_bac
         next(copied.parameters()).zero_()
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     name = model.config._experts_implementation
-    with pytest.raises(ZeroDivisionError), other_experts(model) as names:
-        assert names is not None and model.config._experts_implementation == names[1] != name
+    other = OTHER_EXPERTS.get(name, "eager")
+    with pytest.raises(ZeroDivisionError), experts_computed_by(model, other):
+        assert model.config._experts_implementation == other != name
         raise ZeroDivisionError
+    assert model.config._experts_implementation == name
+    with pytest.raises(OtherExpertsError, match="Qwen3MoeForCausalLM has no experts implementation 'none'"):
+        experts_computed_by(model, "none").__enter__()
     assert model.config._experts_implementation == name
