@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
-from moe_rl.drift.positions import add_positions, count_positions, position_table
+from moe_rl.drift.change_tables import add_positions, count_positions, position_table, rates_of, site_table
 from moe_rl.measure.noise_floor import NoiseFloor
 from moe_rl.measure.scoring import Scored, TokenBatch
 from moe_rl.routing import ChangeCounts, change_counts
@@ -40,7 +40,7 @@ class Variant:
 class Floor:
     """Measured on the first batches, until `sequences` of them were seen; 0 measures nothing.
 
-    `add` while the old model is at hand; then read `results`, `sites`, `positions` and `flips`.
+    `add` while the old model is at hand; then read `results`, `sites`, `positions` and `histograms`.
     """
 
     def __init__(self, sequences: int):
@@ -48,11 +48,6 @@ class Floor:
         self.seen = 0
         self.variants: dict[str, Variant] = {}
         self._noise_floor = NoiseFloor()
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """variant -> why this model or machine cannot run it."""
-        return self._noise_floor.left_out
 
     def add(self, model: nn.Module, text: TokenBatch, before: Scored) -> None:
         """Score a batch again in every variant; `before` is `score_live(model, text)`."""
@@ -70,15 +65,19 @@ class Floor:
 
     # -- what it comes to -----------------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, Any]:
-        """By variant: `slot`, `site`, `token` (rate, changed, of); `gap_mean`, `gap_max` of log-probabilities, nats.
-        Empty where nothing was measured."""
-        found: dict[str, Any] = {}
-        for name, variant, counts in self._measured():
-            rates = rates_of(counts)
-            gap = variant.gap_sum / counts.tokens_total if counts.tokens_total else None
-            found[name] = {"detail": variant.detail, **rates, "gap_mean": gap, "gap_max": variant.gap_max}
-        return found
+    def results(self) -> dict[str, Any]:
+        """`sequences` measured; `left_out`: variant -> why this model or machine cannot run it; `variants`: `slot`,
+        `site`, `token` (rate, changed, of) of each, and `gap_mean`, `gap_max` of log-probabilities, nats."""
+        variants = {
+            name: {
+                "detail": variant.detail,
+                **rates_of(counts),
+                "gap_mean": variant.gap_sum / counts.tokens_total,
+                "gap_max": variant.gap_max,
+            }
+            for name, variant, counts in self._measured()
+        }
+        return {"sequences": self.seen, "left_out": self._noise_floor.left_out, "variants": variants}
 
     def sites(self) -> pd.DataFrame:
         """One row per variant and routing site, as the comparison's own table."""
@@ -91,8 +90,7 @@ class Floor:
         parts = []
         for name, variant, counts in self._measured():
             assert variant.positions is not None
-            table = position_table(variant.positions, len(counts.sites), counts.site_deviation.shape[1] - 1)
-            parts.append(table.assign(variant=name))
+            parts.append(position_table(variant.positions, counts).assign(variant=name))
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["variant", "position"])
 
     def histograms(self) -> dict[str, pd.DataFrame]:
@@ -113,27 +111,3 @@ class Floor:
         for name, variant in self.variants.items():
             if variant.counts is not None and variant.counts.tokens_total:
                 yield name, variant, variant.counts
-
-
-def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:
-    """One row per routing site, after `labels`: changes with their denominators."""
-    return pd.DataFrame(
-        {
-            **labels,
-            "site": counts.sites,
-            "tokens": counts.per_site_total.numpy(),
-            "tokens_changed": counts.per_site_changed.numpy(),
-            "slots": counts.per_site_slots_total.numpy(),
-            "slots_changed": counts.per_site_slots_changed.numpy(),
-        }
-    )
-
-
-def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
-    """Slot, site and token change: rate, numerator, denominator."""
-    pairs = {
-        "slot": (counts.slots_changed, counts.slots_total),
-        "site": (counts.sites_changed, counts.sites_total),
-        "token": (counts.tokens_changed, counts.tokens_total),
-    }
-    return {name: {"rate": a / b if b else float("nan"), "changed": a, "of": b} for name, (a, b) in pairs.items()}

@@ -1,6 +1,6 @@
 """The forwards of a series, one model in memory at a time."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,12 @@ from typing import Any
 import pandas as pd
 from torch import Tensor, nn
 
-from moe_rl.drift.floor import Floor, rates_of, site_table
+from moe_rl.drift.change_tables import rates_of, site_table
+from moe_rl.drift.floor import Floor
 from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.output import Tick
 from moe_rl.drift.passes import keep_scored, kept_scored, scored
-from moe_rl.drift.prompts import Skipped, TextBatch
+from moe_rl.drift.prompts import Text, TextBatch
 from moe_rl.measure.arithmetic import GapSums
 from moe_rl.measure.scoring import Scored, score_live, score_replayed
 from moe_rl.routing import ChangeCounts, change_counts
@@ -22,18 +23,17 @@ Gates = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Passes:
-    """load: the model of a number; text: the batches, from the beginning, counting what is skipped; cache: a folder for
-    the routes and log-probabilities of two checkpoints."""
+    """load: the model of a number; cache: a folder for the routes and log-probabilities of two checkpoints."""
 
     load: Callable[[int], nn.Module]
-    text: Callable[[Skipped], Iterator[TextBatch]]
+    text: Text
     cache: Path
     tick: Tick
 
-    def first(self, skipped: Skipped, floor: Floor) -> tuple["Held", Gates]:
+    def first(self, floor: Floor) -> tuple["Held", Gates]:
         """Score the first checkpoint, measure its noise floor; its row of zeros, and its routers."""
         model, held = self.load(0), Held()
-        for number, batch in enumerate(self.text(skipped)):
+        for number, batch in enumerate(self.text.batches()):
             before = scored("checkpoint 1", model, batch.text)
             floor.add(model, batch.text, before)
             for name in ("first", "last"):
@@ -47,7 +47,7 @@ class Passes:
         """Score a further checkpoint, live and with the first one's routes and, given `gates`, with its routers; what
         it changed, and its own routers."""
         model, held = self.load(index), Held()
-        for number, batch in enumerate(self.text(Skipped())):
+        for number, batch in enumerate(self.text.batches()):
             (before, _), (last, _) = (kept_scored(self.cache, f"{name}_{number}") for name in ("first", "last"))
             after = scored(f"checkpoint {index + 1}", model, batch.text)
             held.add(batch, before, last, after, score_replayed(model, batch.text, before.routes, after.routes))
@@ -61,7 +61,7 @@ class Passes:
     def swapped(self, gates: Sequence[Gates], helds: Sequence["Held"]) -> None:
         """The first checkpoint again, with the routers of every other, into their rows."""
         model = self.load(0)
-        for number, batch in enumerate(self.text(Skipped())):
+        for number, batch in enumerate(self.text.batches()):
             before, _ = kept_scored(self.cache, f"first_{number}")
             for own, held in zip(gates, helds, strict=True):
                 with with_gates(model, own):

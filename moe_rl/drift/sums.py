@@ -10,9 +10,8 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from moe_rl.drift.floor import rates_of
+from moe_rl.drift.change_tables import add_positions, count_positions, position_table, rates_of, site_table
 from moe_rl.drift.passes import Measured
-from moe_rl.drift.positions import add_positions, count_positions, position_table
 from moe_rl.measure.moments import Moments, Shares, SiteShares
 from moe_rl.routing import ChangeCounts, change_counts, flips_per_token, site_change, slot_change
 from moe_rl.routing.router_stats import expert_load, load_cv, load_entropy
@@ -23,7 +22,6 @@ SIZES = torch.logspace(-7, 2, 91, dtype=torch.float64)
 """Edges of |log r|, nats, ten to a decade."""
 MARGINS = torch.logspace(-7, 2, 91, dtype=torch.float64)
 """Edges of margins, in the units of the router's scores, ten to a decade."""
-RATES = ("slot", "site", "token")
 
 
 @dataclass
@@ -80,22 +78,15 @@ class Sums:
         assert clusters is not None
         n, covariance = clusters.count, clusters.covariance
         student = float(stdtrit(n - 1, 0.975)) if n > 1 else math.nan  # of two sequences 12.7, of many 1.96
-        units = {"slot": counts.slots_total, "site": counts.sites_total, "token": counts.tokens_total}
-        changed = {"slot": counts.slots_changed, "site": counts.sites_changed, "token": counts.tokens_changed}
-        found = {}
-        for i, name in enumerate(RATES):
-            per_token = units[name] / counts.tokens_total
-            slope = changed[name] / counts.tokens_total
+        found = rates_of(counts)
+        for i, (level, row) in enumerate(found.items()):
+            per_token = row["of"] / counts.tokens_total
+            slope = row["changed"] / counts.tokens_total
             spread = covariance[i, i] - 2 * slope * covariance[i, 3] + slope**2 * covariance[3, 3]
             half = student * float((spread / n).clamp(min=0).sqrt() / clusters.mean[3]) / per_token
-            rate = changed[name] / units[name]
-            found[name] = {
-                "rate": rate,
-                "low": max(0.0, rate - half) if half == half else half,
-                "high": min(1.0, rate + half) if half == half else half,
-                "changed": changed[name],
-                "of": units[name],
-            }
+            rate = row["rate"]
+            low, high = (half, half) if math.isnan(half) else (max(0.0, rate - half), min(1.0, rate + half))
+            found[level] = {"rate": rate, "low": low, "high": high, "changed": row["changed"], "of": row["of"]}
         return found
 
     def swaps(self) -> dict[str, dict[str, dict[str, float]]] | None:
@@ -111,11 +102,6 @@ class Sums:
         assert self.load is not None and self.margins is not None
         share = self.load.double() / self.load.sum(-1, keepdim=True)
         table: dict[str, Any] = {
-            "site": counts.sites,
-            "tokens": counts.per_site_total,
-            "tokens_changed": counts.per_site_changed,
-            "slots": counts.per_site_slots_total,
-            "slots_changed": counts.per_site_slots_changed,
             "site_change": counts.per_site_changed / counts.per_site_total,
             "slot_change": counts.per_site_slots_changed / counts.per_site_slots_total,
             "load_cv_old": load_cv(self.load[0]),
@@ -127,9 +113,7 @@ class Sums:
         }
         if self.site_shares is not None:
             table |= self.site_shares.rows()
-        return pd.DataFrame(
-            {name: column.numpy() if isinstance(column, Tensor) else list(column) for name, column in table.items()}
-        )
+        return site_table(counts).assign(**{name: np.asarray(column) for name, column in table.items()})
 
     def experts(self) -> pd.DataFrame:
         """One row per (site, expert): tokens given to it by the old and by the new router."""
@@ -142,7 +126,7 @@ class Sums:
     def by_position(self) -> pd.DataFrame:
         """One row per position in the measured text (0: its first token)."""
         assert self.positions is not None
-        return position_table(self.positions, len(self._counts.sites), self._counts.site_deviation.shape[1] - 1)
+        return position_table(self.positions, self._counts)
 
     def by_margin(self) -> pd.DataFrame:
         """Choices and changes by the margin of the old choice, all sites together; `low` to `high` bounds a bin."""

@@ -27,7 +27,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.measure.decoding import decoded_logps
-from moe_rl.measure.metrics import ratio_metrics, ratio_range_metrics
+from moe_rl.measure.metrics import changed_of, ratio_metrics, ratio_range_metrics
 from moe_rl.measure.noise_floor import experts_computed_by, experts_implementation, first_line
 from moe_rl.measure.scoring import Score, Scored, TokenBatch, score_live, score_replayed, text_logps
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, site_change
@@ -76,14 +76,9 @@ class GapSums:
         counts = self.counts
         if counts is None or not counts.tokens_total:
             raise CannotRun("no token to measure")
-        changed = {
-            "slots": (counts.slots_changed, counts.slots_total),
-            "sites": (counts.sites_changed, counts.sites_total),
-            "tokens": (counts.tokens_changed, counts.tokens_total),
-        }
         found: dict[str, float | int] = {}
-        for name, (number, of) in changed.items():
-            found |= {f"{name[:-1]}_change": number / of, f"{name}_changed": number, name: of}
+        for level, (changed, of) in changed_of(counts).items():
+            found |= {f"{level}_change": changed / of, f"{level}s_changed": changed, f"{level}s": of}
         return found | gap_split(*(_joined(part) for part in (self.natural, self.replayed, self.masks)))
 
 
