@@ -1,10 +1,13 @@
 """Change counts as rates, and as tables by routing site and by position in the measured text."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moe_rl.measure.metrics import changed_of
 from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token, slot_change
@@ -32,36 +35,36 @@ def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:
     )
 
 
-def count_positions(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> Int[Tensor, "P 4"]:
+@dataclass(frozen=True, eq=False)
+class Positions:
     """Tokens, slots changed, sites changed and tokens changed, by position (0: the first measured token of its row)."""
-    position = (mask.cumsum(1) - 1)[mask]
-    slots = (slot_change(old, new)[mask] * old.shape[-1]).round().sum(-1)
-    flips = flips_per_token(old, new)[mask]
-    columns = (torch.ones_like(flips), slots, flips, flips > 0)
-    return torch.stack([torch.bincount(position, column.double()).long() for column in columns], -1)
 
+    sums: Int[Tensor, "P 4"]
 
-def add_positions(a: Int[Tensor, "P 4"] | None, b: Int[Tensor, "Q 4"]) -> Int[Tensor, "R 4"]:
-    """Their sum, as long as the longer."""
-    if a is None:
-        return b
-    size = max(len(a), len(b))
-    padded = [torch.cat([x, x.new_zeros(size - len(x), 4)]) for x in (a, b)]
-    return padded[0] + padded[1]
+    @staticmethod
+    def of(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> "Positions":
+        position = (mask.cumsum(1) - 1)[mask]
+        slots = (slot_change(old, new)[mask] * old.shape[-1]).round().sum(-1)
+        flips = flips_per_token(old, new)[mask]
+        columns = (torch.ones_like(flips), slots, flips, flips > 0)
+        return Positions(torch.stack([torch.bincount(position, column.double()).long() for column in columns], -1))
 
+    def __add__(self, other: "Positions") -> "Positions":
+        """As long as the longer."""
+        return Positions(pad_sequence([self.sums, other.sums]).sum(1))
 
-def position_table(positions: Int[Tensor, "P 4"], counts: ChangeCounts) -> pd.DataFrame:
-    """One row per position, each changed count with its denominator; `counts` of the same tokens."""
-    tokens, slots, flips, touched = positions.T.numpy()
-    sites, k = len(counts.sites), counts.site_deviation.shape[1] - 1
-    return pd.DataFrame(
-        {
-            "position": np.arange(len(tokens)),
-            "tokens": tokens,
-            "slots_changed": slots,
-            "slots": tokens * sites * k,
-            "sites_changed": flips,
-            "sites": tokens * sites,
-            "tokens_changed": touched,
-        }
-    )
+    def table(self, counts: ChangeCounts) -> pd.DataFrame:
+        """One row per position, each changed count with its denominator; `counts` of the same tokens."""
+        tokens, slots, flips, touched = self.sums.T.numpy()
+        sites, k = len(counts.sites), counts.site_deviation.shape[1] - 1
+        return pd.DataFrame(
+            {
+                "position": np.arange(len(tokens)),
+                "tokens": tokens,
+                "slots_changed": slots,
+                "slots": tokens * sites * k,
+                "sites_changed": flips,
+                "sites": tokens * sites,
+                "tokens_changed": touched,
+            }
+        )

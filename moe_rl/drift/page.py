@@ -28,7 +28,6 @@ def draw(
 ) -> list[StudyFigure]:
     """All figures, saved as PDF, SVG, PNG, CSV and caption."""
     counts = sums.counts
-    assert counts is not None
     note = (
         f"Pair: two policies, {results['old_name']} (old) and {results['new_name']} (new), on the same tokens; n = "
         f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences."

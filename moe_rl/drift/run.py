@@ -20,7 +20,7 @@ from moe_rl.drift.output import environment, finite, output_folder, progress, se
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Text
-from moe_rl.drift.sums import Sums
+from moe_rl.drift.sums import Sums, count
 from moe_rl.drift.words import pair_verdict
 from moe_rl.files import write_atomic, write_json
 
@@ -40,7 +40,7 @@ def run_drift(options: DriftOptions) -> Path:
     alone = options.one_at_a_time or not pair.fits_twice(found.parameters, dtype, device)
     if alone and not options.one_at_a_time:
         console.print("Two models do not fit into memory: one at a time.", style="dim")
-    sums, floor = Sums(), Floor(options.floor_sequences)
+    floor = Floor(options.floor_sequences)
     load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
     load_old, load_new = partial(load, "OLD", old), partial(load, "NEW", new)
     with unfinished(output) as folder, progress(console, (3 if alone else 1) * text.most_batches) as tick:
@@ -49,8 +49,8 @@ def run_drift(options: DriftOptions) -> Path:
             measured = one_at_a_time(load_old, load_new, text, *wanted, folder / "cache", floor, tick)
         else:
             measured = with_both(load_old(), load_new(), text, *wanted, floor, tick)
-        _write_tokens(folder / "tokens.parquet", sums, measured)
-        if sums.counts is None:
+        sums = _counted(measured, folder / "tokens.parquet")
+        if sums is None:
             raise text.nothing_left()
         shutil.rmtree(folder / "cache", ignore_errors=True)
         results = _results(options, names, found, text, sums, floor, device, alone)
@@ -92,17 +92,21 @@ def say(folder: Path) -> None:
     print(f"report: {folder / 'report.html'}")
 
 
-def _write_tokens(path: Path, sums: Sums, measured: Iterator[Measured]) -> None:
-    """The per-token table, a row group for each batch."""
+def _counted(measured: Iterator[Measured], path: Path) -> Sums | None:
+    """The sums of all batches, None where there is none; the per-token table is written, a row group for each batch."""
+    total: Sums | None = None
     writer: pq.ParquetWriter | None = None
     try:
         for one in measured:
-            table = pa.table(sums.add(one))
+            sums, rows = count(one)
+            total = sums if total is None else total + sums
+            table = pa.table(rows)
             writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=1)
             writer.write_table(table)
     finally:
         if writer is not None:
             writer.close()
+    return total
 
 
 def _results(
@@ -117,7 +121,6 @@ def _results(
 ) -> dict[str, Any]:
     """All that drift.json holds and the page says; null where a number does not exist."""
     counts, shares = sums.counts, sums.shares
-    assert counts is not None and shares is not None
     old, new = options.checkpoints
     settings = {"old": old, "new": new, **settings_of(options, "checkpoints")}
     results = {
