@@ -14,7 +14,7 @@ from moe_rl.drift.floor import Floor
 from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.output import Tick
 from moe_rl.drift.prompts import Text, TextBatch
-from moe_rl.measure.decompose import Decomposition, combine, score_sites
+from moe_rl.measure.decompose import Decomposition, combine, decompose_scored, score_sites
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live, score_replayed
 from moe_rl.routing import RoutedExperts, record_margins
 
@@ -48,13 +48,11 @@ def with_both(
             before = scored("OLD", old, words)
         floor.add(old, words, before)
         after = scored("NEW", new, words)
-        replayed = score_replayed(new, words, before.routes, after.routes)
-        rerouted = score_replayed(old, words, after.routes, before.routes)
-        sites = score_sites(new, words, before.routes, after) if per_site else None
+        parts = decompose_scored(old, new, words, before, after, per_site=per_site)
         swapped = None
         if gates is not None:
             swapped = _routes_with(old, gates[1], words), _routes_with(new, gates[0], words)
-        yield Measured(batch, combine(words, before, after, replayed, rerouted, sites), margins.values, swapped)
+        yield Measured(batch, parts, margins.values, swapped)
         tick()
 
 
@@ -90,7 +88,7 @@ def one_at_a_time(
         after = scored("NEW", model, batch.text)
         more = {"replayed": score_replayed(model, batch.text, before.routes, after.routes)}
         if per_site:
-            more["alone"], more["others"] = score_sites(model, batch.text, before.routes, after)
+            more["alone"], more["others"] = score_sites(model, batch.text, before.routes, after, more["replayed"])
         keep_scored(cache, f"new_{number}", after, **more)
         if gate_swap:
             _routes_with(model, old_gates, batch.text).save(cache / f"body_{number}.routes")

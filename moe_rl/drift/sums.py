@@ -43,7 +43,8 @@ class Sums:
 
     def __add__(self, other: "Sums") -> "Sums":
         pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
-        return Sums(*(None if a is None else a + b for a, b in pairs))
+        added: Any = (None if a is None else a + b for a, b in pairs)
+        return Sums(*added)
 
     # -- what it comes to -----------------------------------------------------------------------------------------
 
