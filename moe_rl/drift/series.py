@@ -29,7 +29,7 @@ from moe_rl.drift.output import (
 )
 from moe_rl.drift.run import check_options, text_of
 from moe_rl.drift.series_page import draw, render, series_table
-from moe_rl.drift.series_passes import Gates, Held, Passes
+from moe_rl.drift.series_passes import Held, Passes
 from moe_rl.drift.words import series_verdict, swap_sentence
 from moe_rl.files import write_atomic, write_json
 
@@ -51,7 +51,6 @@ def run_series(options: DriftOptions) -> Path:
     text, floor = text_of(options, known), Floor(options.floor_sequences)
     settings = settings_of(options, "per_site", "one_at_a_time")  # of pairs alone
     helds: list[Held] = []
-    gates: list[Gates] = []
 
     def load(index: int) -> nn.Module:
         return checkpoints.load(labels[index], paths[index], dtype, device, options.trust_remote_code)
@@ -67,28 +66,25 @@ def run_series(options: DriftOptions) -> Path:
             "truncated": text.skipped.truncated,
             "empty": text.skipped.empty,
             "floor": floor.results(),
-            "rows": [held.row(name) for held, name in zip(helds, names, strict=False)],
+            "rows": [held.row() for held in helds],
             "settings": {**settings, "max_tokens": text.max_tokens, "device": str(device)},
             "environment": environment(device),
         }
 
     total = (len(paths) + (1 if options.gate_swap else 0)) * text.most_batches
     with kept_when_stopped(output) as folder, progress(Console(stderr=True), total) as tick:
-        passes = Passes(load, text, folder / "cache", tick)
-        for index in range(len(paths)):
-            if index == 0:
-                held, own = passes.first(floor)
-            else:
-                held, own = passes.other(index, gates[0] if options.gate_swap else None)
-            if not held.tokens:
-                raise text.nothing_left()
-            helds.append(held)
-            gates.append(own)
-            _write(folder, results_now(), helds, names, complete=False)
+        passes = Passes(names, load, text, folder / "cache", tick)
+        first = passes.first(floor)
+        if not first.tokens:
+            raise text.nothing_left()
+        helds.append(first)
+        for index in range(1, len(paths)):
+            helds.append(passes.other(index, first.gates if options.gate_swap else None))
+            _write(folder, results_now(), helds, complete=False)
         if options.gate_swap:
-            passes.swapped(gates[1:], helds[1:])
+            passes.swapped(helds[1:])
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        results = _write(folder, results_now(), helds, names, complete=True)
+        results = _write(folder, results_now(), helds, complete=True)
         figures = draw(results, pd.read_csv(folder / "sites.csv"), folder / "figures")
         write_atomic(folder / "report.html", render(results, figures))
     return output
@@ -105,16 +101,11 @@ def say_series(folder: Path) -> None:
     print(f"report: {folder / 'report.html'}")
 
 
-def _write(
-    folder: Path, results: dict[str, Any], helds: Sequence[Held], names: Sequence[str], complete: bool
-) -> dict[str, Any]:
-    """The numbers so far; the first checkpoint alone is nothing to keep."""
-    if len(helds) < 2:
-        return results
+def _write(folder: Path, results: dict[str, Any], helds: Sequence[Held], complete: bool) -> dict[str, Any]:
+    """The numbers so far, of two checkpoints at least."""
     swap = swap_sentence(results["rows"][-1]["gate_swap"])
     whole: dict[str, Any] = finite({"verdict": series_verdict(results), "swap": swap, "complete": complete, **results})
     write_json(folder / "series.json", whole)
     write_atomic(folder / "series.csv", series_table(results["rows"]).to_csv(index=False))
-    sites = pd.concat([held.sites(name) for held, name in zip(helds, names, strict=False)])
-    write_atomic(folder / "sites.csv", sites.to_csv(index=False))
+    write_atomic(folder / "sites.csv", pd.concat([held.sites() for held in helds]).to_csv(index=False))
     return whole
