@@ -65,8 +65,7 @@ def floor_text(old: str, floor: Mapping[str, Any], reasons: bool = True) -> str:
     """The noise floor in a sentence, with the `reasons` for what is missing; empty where it was not measured."""
     parts = []
     for name, rows in _measured(floor).items():
-        levels = {"slots": "slot", "sites": "site", "tokens": "token"}
-        changed = ", ".join(f"{percent(_largest(rows, level))} of {what}" for what, level in levels.items())
+        changed = ", ".join(f"{percent(_largest(rows, level))} of {level}s" for level in ("slot", "site", "token"))
         gap = number(max(row["gap_max"] for row in rows))
         parts.append(f"{WORDS[name]} changes {changed} and moves a log-probability by up to {gap} nats")
     if not parts:
