@@ -15,7 +15,8 @@ Help and mistakes answer before torch is imported.
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -89,6 +90,18 @@ def _main(arguments: Sequence[str] | None) -> None:
         if os.environ.get("MOE_RL_TRACEBACK"):
             raise
         fail(str(error))
+
+
+@contextmanager
+def ending(left: str, always: bool = False) -> Iterator[None]:
+    """Say what is left of a comparison that is interrupted or, `always`, ends with any error of the system's."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        fail(f"interrupted; {left}", 130)
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        fail(f"{error.strerror or error}{where}{f'; {left}' if always else ''}")
 
 
 @verb
@@ -263,65 +276,36 @@ def drift_verb(arguments: list[str]) -> None:
         """Folders in hub format, run folders or hub ids; a folder that holds several checkpoints stands for them."""
 
     options = parse(Options, arguments, "moe-rl drift")
-    from moe_rl.drift.choose import chosen
+    from moe_rl.drift.checkpoints import chosen
     from moe_rl.drift.run import run_drift, say
     from moe_rl.drift.series import run_series, say_series
 
     paths = chosen(options.checkpoints)
-    series = "; what a series had measured is in OUTPUT.partial" if len(paths) > 2 else "; nothing was written"
-    try:
-        if len(paths) == 2:
-            say(run_drift(replace(options, checkpoints=tuple(paths))))
-        else:
-            say_series(run_series(replace(options, checkpoints=tuple(paths))))
-    except KeyboardInterrupt:
-        fail(f"interrupted{series}", 130)
-    except OSError as error:
-        fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}{series}")
+    options = replace(options, checkpoints=tuple(paths))
+    if len(paths) == 2:
+        with ending("nothing was written", always=True):
+            say(run_drift(options))
+    else:
+        with ending("what a series had measured is in OUTPUT.partial", always=True):
+            say_series(run_series(options))
 
 
 @verb
 def floor_verb(arguments: list[str]) -> None:
-    import tyro
-
     from moe_rl.drift.options import FloorOptions
 
-    @dataclass(frozen=True)
-    class Options(FloorOptions):
-        """Measure what arithmetic alone does to a model's routes and log-probabilities at equal weights: batch shape,
-        padding, decoding, dtype, experts implementation, merged adapters; and how much of it is routing."""
-
-        model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-        """A folder in hub format, a hub id, or a folder of LoRA adapters (PEFT)."""
-
-    options = parse(Options, arguments, "moe-rl floor")
+    options = parse(FloorOptions, arguments, "moe-rl floor")
     from moe_rl.drift.floor_run import report, run_floor
 
-    try:
+    with ending("what was measured is in the folder OUTPUT.partial (floor.json, floor.csv)"):
         report(run_floor(options), options.json)
-    except KeyboardInterrupt:
-        fail("interrupted; what was measured is in the folder OUTPUT.partial (floor.json, floor.csv)", 130)
-    except OSError as error:
-        fail(f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}")
 
 
 @verb
 def check_routes_verb(arguments: list[str]) -> None:
-    import tyro
-
     from moe_rl.drift.options import CheckOptions
 
-    @dataclass(frozen=True)
-    class Options(CheckOptions):
-        """Whether captured routes are what a model says when it scores the same tokens; names the fault if they are
-        not: all zeros, wrong shape, a shift, permuted layers, physical ids, duplicates, ids out of range, prefix-cache
-        hits. Exit status 0 if they are the model's within its arithmetic, else 1."""
-
-        file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]
-        """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line) or .pt (a
-        dump of slime)."""
-
-    options = parse(Options, arguments, "moe-rl check-routes")
+    options = parse(CheckOptions, arguments, "moe-rl check-routes")
     from moe_rl.drift.check import run_check
 
     sys.exit(run_check(options))

@@ -37,6 +37,7 @@ from moe_rl.run_rows import (
     token_columns,
     words_of,
 )
+from moe_rl.runlog import json_line
 from moe_rl.settings import differences, laid_over, listed, plain
 from moe_rl.tables import write_table
 from moe_rl.yaml_files import parse_yaml
@@ -229,7 +230,7 @@ class RunWriter:
 
     def _append(self, row: dict[str, Any]) -> None:
         self._open()
-        line = json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        line = json_line(row)
         with naming(self._metrics), open(self._metrics, "ab", buffering=0) as file:
             size = file.tell()
             try:

@@ -47,7 +47,7 @@ class RunLog:
         """Write one row. Floats that are not finite are written as null: JSON has no NaN."""
         held = {name: json_value(value, f"{kind} row, {name}") for name, value in values.items()}
         row = {"kind": kind, "step": step, **held}
-        line = json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        line = json_line(row)
         try:
             with open(self.path, "ab") as file:
                 file.write(line)
@@ -108,6 +108,11 @@ class NoLog(RunLog):
 
     def resume(self, mark: Mark | None) -> bool:
         return False
+
+
+def json_line(row: dict[str, Any]) -> bytes:
+    """A row as `metrics.jsonl` holds it."""
+    return json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def json_value(value: Any, where: str) -> Any:

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,10 +72,8 @@ def read_table(path: str | Path) -> "pyarrow.Table":
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
+    with _reading(path):
         data = Path(path).read_bytes()
-    except OSError as error:
-        raise DamagedTableError(f"{path}: cannot be read ({error.strerror or error})") from error
     place = data.rfind(MARK)
     end = place + len(MARK) + DIGEST
     if place >= 0 and hashlib.sha256(data[:place] + data[end:]).digest() != data[place + len(MARK) : end]:
@@ -99,10 +97,7 @@ def open_table(path: str | Path) -> "pyarrow.parquet.ParquetFile":
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        tail, footer = _tail(Path(path))
-    except OSError as error:
-        raise DamagedTableError(f"{path}: cannot be read ({error.strerror or error})") from error
+    tail, footer = _tail(path)
     if not tail.startswith(FOOTER_MARK):
         sink = pa.BufferOutputStream()
         pq.write_table(read_table(path), sink)
@@ -121,16 +116,21 @@ def seal_of(path: str | Path) -> str | None:
     Raises:
         DamagedTableError: the file cannot be read.
     """
-    try:
-        tail, _ = _tail(Path(path))
-    except OSError as error:
-        raise DamagedTableError(f"{path}: cannot be read ({error.strerror or error})") from error
+    tail, _ = _tail(path)
     return tail[-DIGEST:].hex() if tail[-DIGEST - len(MARK) :].startswith(MARK) else None
 
 
-def _tail(path: Path) -> tuple[bytes, bytes]:
+@contextlib.contextmanager
+def _reading(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DamagedTableError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _tail(path: str | Path) -> tuple[bytes, bytes]:
     """What stands before a Parquet file's footer, two marks and checksums long; and the footer, length included."""
-    with open(path, "rb") as file:
+    with _reading(path), open(path, "rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - 8))
         length = 8 + int.from_bytes(file.read(8)[:4], "little")

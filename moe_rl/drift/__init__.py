@@ -2,7 +2,7 @@
 `moe-rl floor MODEL --prompts FILE`: what arithmetic alone changes.
 
 - `prompts`      the text, streamed
-- `checkpoints`  the pair, checked and loaded
+- `checkpoints`  which are meant; checked and loaded
 - `passes`       the forwards, with both models or one at a time
 - `sums`         what is counted
 - `gates`        routers of one on the body of the other

@@ -141,12 +141,3 @@ def _decoded(payload: str, tokens: int, K: int) -> np.ndarray:
         if rows > 0 and len(flat) % (rows * K) == 0:
             return flat.reshape(rows, -1, K)
     raise ValueError(f"{len(flat)} ids are no whole number of layers of {K} experts for {tokens} tokens")
-
-
-def as_batch(tokens: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences padded on the right, and where they are."""
-    longest = max(map(len, tokens))
-    ids, mask = torch.zeros(len(tokens), longest, dtype=torch.long), torch.zeros(len(tokens), longest, dtype=torch.bool)
-    for row, one in enumerate(tokens):
-        ids[row, : len(one)], mask[row, : len(one)] = torch.from_numpy(one.astype(np.int64)), True
-    return ids, mask

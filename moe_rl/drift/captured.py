@@ -53,6 +53,9 @@ class Work:
     findings: list[Finding] = field(default_factory=list)
     dark: list[int] = field(default_factory=list)
 
+    def found(self, name: str, text: str, fault: bool = True) -> None:
+        self.findings.append(Finding(name, text, fault))
+
 
 def rows_of(captured: Captured, own: OwnRoutes) -> Work:
     """All rows; of a sequence with fewer rows than tokens, where they fit best."""
@@ -73,16 +76,15 @@ def rows_of(captured: Captured, own: OwnRoutes) -> Work:
     work = Work(every, np.concatenate(sequence), np.concatenate(position), np.ones(len(every), bool))
     if long:
         b = long[0]
-        work.findings.append(
-            Finding("wrong shape", f"sequence {b} has {len(captured.ids[b])} rows for {len(own.ids[b])} tokens")
-        )
+        work.found("wrong shape", f"sequence {b} has {len(captured.ids[b])} rows for {len(own.ids[b])} tokens")
     if short:
         b = short[0]
         first = int(position[b][0]) if len(position[b]) else 0
         name = "prefix-cache hits without routes" if first else "wrong shape"
         why = f"the first {first} tokens have none (cache hits, or the prompt was left out)" if first else "cut off"
-        many = f"{len(short)} sequences, first {b}: {len(captured.ids[b])} rows for {len(own.ids[b])} tokens; {why}"
-        work.findings.append(Finding(name, many))
+        work.found(
+            name, f"{len(short)} sequences, first {b}: {len(captured.ids[b])} rows for {len(own.ids[b])} tokens; {why}"
+        )
     return work
 
 
@@ -101,24 +103,15 @@ def expected_layers(captured: Captured, own: OwnRoutes, layers: int, work: Work)
     if captured.sites is not None and set(captured.sites) & set(own.sites):
         missing = [site for site in own.sites if site not in captured.sites]
         if missing:
-            work.findings.append(
-                Finding("layers left out", f"{len(missing)} sites are not in the file: {missing[0]}, ...")
-            )
+            work.found("layers left out", f"{len(missing)} sites are not in the file: {missing[0]}, ...")
         return tuple(captured.sites.index(site) if site in captured.sites else -1 for site in own.sites)
     if layers == own.num_layers:
         return own.layers
     if layers == L:
-        work.findings.append(
-            Finding(
-                "dense layers left out",
-                f"{L} layers were captured of {own.num_layers}: layer 0 of the capture is {own.sites[0]}",
-                fault=False,
-            )
-        )
+        text = f"{L} layers were captured of {own.num_layers}: layer 0 of the capture is {own.sites[0]}"
+        work.found("dense layers left out", text, fault=False)
         return tuple(range(L))
-    work.findings.append(
-        Finding("wrong shape", f"{layers} layers were captured; the model has {own.num_layers}, of which {L} route")
-    )
+    work.found("wrong shape", f"{layers} layers were captured; the model has {own.num_layers}, of which {L} route")
     return tuple(layer if layer < layers else -1 for layer in own.layers)
 
 
@@ -130,9 +123,7 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
     live = (ids == -1).any(-1).all(1)
     work.usable = ~lost & ~live
     if lost.all():
-        work.findings.append(
-            Finding("all zeros", "no layer of any token was captured (a kernel that bypasses the router?)")
-        )
+        work.found("all zeros", "no layer of any token was captured (a kernel that bypasses the router?)")
         return
     last = np.array([len(own.ids[b]) - 1 for b in work.sequence]) == work.position
     inside = lost & ~last
@@ -140,15 +131,13 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
     if start.any():
         many = len(np.unique(work.sequence[start]))
         text = f"{start.sum()} tokens at the start of {many} sequences are zeros at every layer"
-        work.findings.append(Finding("prefix-cache hits without routes", text))
+        work.found("prefix-cache hits without routes", text)
     if (inside & ~start).any():
         at = int(np.flatnonzero(inside & ~start)[0])
         text = f"{(inside & ~start).sum()} tokens are zeros at every layer, first {_at(work, at)}"
-        work.findings.append(Finding("tokens without routes", text))
+        work.found("tokens without routes", text)
     if live.any():
-        work.findings.append(
-            Finding("live rows", f"{live.sum()} tokens are -1: their routers decide for themselves", False)
-        )
+        work.found("live rows", f"{live.sum()} tokens are -1: their routers decide for themselves", fault=False)
     used = [layer for layer in expected if layer >= 0]
     dark = [
         layer
@@ -161,7 +150,7 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
     if dark and len(elsewhere) < len(dark):
         work.dark = dark
         first = own.sites[expected.index(dark[0])]
-        work.findings.append(Finding("all zeros", f"{len(dark)} routed layers hold nothing, first {first}"))
+        work.found("all zeros", f"{len(dark)} routed layers hold nothing, first {first}")
     ordered = np.sort(ids, -1)
     twice = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1) & ~zero & work.usable[:, None]
     twice[:, _tables(own, expected)] = False
@@ -170,7 +159,7 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
         text = (
             f"{twice.sum()} rows name an expert twice, first {_at(work, at)}, layer {layer}: {ids[at, layer].tolist()}"
         )
-        work.findings.append(Finding("duplicates", text))
+        work.found("duplicates", text)
     outside = ((ids < -1) | (ids >= max(own.experts))) & work.usable[:, None, None]
     if outside.any():
         at, layer, slot = (int(i) for i in np.argwhere(outside)[0])
@@ -178,7 +167,7 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
             f"{outside.sum()} ids are not 0..{max(own.experts) - 1}, first {_at(work, at)}, layer {layer}: "
             f"{ids[at, layer, slot]}"
         )
-        work.findings.append(Finding("ids out of range", text))
+        work.found("ids out of range", text)
 
 
 def _tables(own: OwnRoutes, expected: tuple[int, ...]) -> list[int]:

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from moe_rl.drift.capture_files import as_batch, read_capture
+from moe_rl.drift.capture_files import read_capture
 from moe_rl.drift.captured import Captured, Finding, OwnRoutes
 from moe_rl.drift.checkpoints import check_device, check_dtype, load
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CheckOptions
 from moe_rl.drift.route_check import RouteCheck, check_routes
-from moe_rl.measure.noise_floor import rounded_copy
+from moe_rl.measure.noise_floor import first_line, rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.policy.models import check_path
 from moe_rl.policy.tiny import ModelError
@@ -113,10 +114,9 @@ def own_routes(
     try:
         copy, _ = _scored(rounded_copy(model, other), tokens, batch_size)
     except (RuntimeError, MemoryError) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise DriftError(
             f"a copy of the model in {str(other).removeprefix('torch.')} cannot run here, and the limits come from it: "
-            f"{first}. Try another --device or --dtype"
+            f"{first_line(error)}. Try another --device or --dtype"
         ) from error
     numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", site) for site in routes.sites]
     layers = tuple(int(number[1]) if number else i for i, number in enumerate(numbers))
@@ -135,10 +135,11 @@ def own_routes(
 def _scored(model: nn.Module, tokens: Sequence[np.ndarray], batch_size: int) -> tuple[list[np.ndarray], RoutedExperts]:
     found: list[np.ndarray] = []
     for start in range(0, len(tokens), batch_size):
-        ids, mask = as_batch(list(tokens[start : start + batch_size]))
-        measured = mask.clone()
-        measured[:, 0] = False  # the first token follows nothing
-        routes = score_live(model, TokenBatch(ids, mask, measured)).routes
+        held = [torch.from_numpy(one.astype(np.int64)) for one in tokens[start : start + batch_size]]
+        ids = pad_sequence(held, batch_first=True)
+        position, length = torch.arange(ids.shape[1]), torch.tensor([[len(one)] for one in held])
+        mask = position < length
+        routes = score_live(model, TokenBatch(ids, mask, mask & (position > 0))).routes  # the first follows nothing
         found += [routes.ids[row, mask[row]].to(torch.int32).numpy() for row in range(len(ids))]
     return found, routes
 
@@ -146,9 +147,7 @@ def _scored(model: nn.Module, tokens: Sequence[np.ndarray], batch_size: int) -> 
 def page(result: RouteCheck) -> list[str]:
     """Verdict, findings and a line per site, as text."""
     lines = [result.verdict, ""]
-    lines += [
-        f"  {'fault' if finding.fault else 'note'}: {finding.name}: {finding.text}" for finding in result.findings
-    ]
+    lines += [f"  {'fault' if found.fault else 'note'}: {found.name}: {found.text}" for found in result.findings]
     if not result.rows:
         return lines
     width = max(len(row.site) for row in result.rows)

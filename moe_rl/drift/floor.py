@@ -3,7 +3,6 @@
 What they change is no work of the new checkpoint.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,36 +10,43 @@ import numpy as np
 import pandas as pd
 from torch import Tensor, nn
 
-from moe_rl.drift.positions import add_positions, count_positions, position_table
+from moe_rl.drift.change_tables import Positions, rates_of, site_table
 from moe_rl.measure.noise_floor import NoiseFloor
 from moe_rl.measure.scoring import Scored, TokenBatch
 from moe_rl.routing import ChangeCounts, change_counts
 from moe_rl.study.floors import FLOORS
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Variant:
-    """What one kind of arithmetic changed so far."""
+    """What one kind of arithmetic changed."""
 
     detail: str
-    counts: ChangeCounts | None = None
-    positions: Tensor | None = None
-    gap_sum: float = 0.0
-    gap_max: float = 0.0
+    counts: ChangeCounts
+    positions: Positions
+    gap_sum: float
+    gap_max: float
 
-    def add(self, mask: Tensor, old: Scored, new: Scored) -> None:
-        counts = change_counts(old.routes, new.routes, mask, pair="engines")
-        self.counts = counts if self.counts is None else self.counts + counts
-        self.positions = add_positions(self.positions, count_positions(old.routes, new.routes, mask))
+    @staticmethod
+    def of(detail: str, old: Scored, new: Scored, mask: Tensor) -> "Variant":
         gap = (new.logps - old.logps).abs()[mask]
-        self.gap_sum += float(gap.sum())
-        self.gap_max = max(self.gap_max, float(gap.max()) if len(gap) else 0.0)
+        return Variant(
+            detail,
+            change_counts(old.routes, new.routes, mask, pair="engines"),
+            Positions.of(old.routes, new.routes, mask),
+            float(gap.sum()),
+            float(gap.max()) if len(gap) else 0.0,
+        )
+
+    def __add__(self, other: "Variant") -> "Variant":
+        gap_sum, gap_max = self.gap_sum + other.gap_sum, max(self.gap_max, other.gap_max)
+        return Variant(self.detail, self.counts + other.counts, self.positions + other.positions, gap_sum, gap_max)
 
 
 class Floor:
     """Measured on the first batches, until `sequences` of them were seen; 0 measures nothing.
 
-    `add` while the old model is at hand; then read `results`, `sites`, `positions` and `flips`.
+    `add` while the old model is at hand; then read `results`, `sites`, `positions` and `histograms`.
     """
 
     def __init__(self, sequences: int):
@@ -49,18 +55,14 @@ class Floor:
         self.variants: dict[str, Variant] = {}
         self._noise_floor = NoiseFloor()
 
-    @property
-    def left_out(self) -> dict[str, str]:
-        """variant -> why this model or machine cannot run it."""
-        return self._noise_floor.left_out
-
     def add(self, model: nn.Module, text: TokenBatch, before: Scored) -> None:
         """Score a batch again in every variant; `before` is `score_live(model, text)`."""
         if self.seen >= self.sequences:
             return
         self.seen += len(text.input_ids)
         for name, detail, scored in self._noise_floor.variants(model, text):
-            self.variants.setdefault(name, Variant(detail)).add(text.completion_mask.cpu(), before, scored)
+            found = Variant.of(detail, before, scored, text.completion_mask.cpu())
+            self.variants[name] = self.variants[name] + found if name in self.variants else found
         if self.seen >= self.sequences:
             self.close()
 
@@ -70,29 +72,29 @@ class Floor:
 
     # -- what it comes to -----------------------------------------------------------------------------------------
 
-    def metrics(self) -> dict[str, Any]:
-        """By variant: `slot`, `site`, `token` (rate, changed, of); `gap_mean`, `gap_max` of log-probabilities, nats.
-        Empty where nothing was measured."""
-        found: dict[str, Any] = {}
-        for name, variant, counts in self._measured():
-            rates = rates_of(counts)
-            gap = variant.gap_sum / counts.tokens_total if counts.tokens_total else None
-            found[name] = {"detail": variant.detail, **rates, "gap_mean": gap, "gap_max": variant.gap_max}
-        return found
+    def results(self) -> dict[str, Any]:
+        """`sequences` measured; `left_out`: variant -> why this model or machine cannot run it; `variants`: `slot`,
+        `site`, `token` (rate, changed, of) of each, and `gap_mean`, `gap_max` of log-probabilities, nats."""
+        variants = {
+            name: {
+                "detail": variant.detail,
+                **rates_of(variant.counts),
+                "gap_mean": variant.gap_sum / variant.counts.tokens_total,
+                "gap_max": variant.gap_max,
+            }
+            for name, variant in self._measured().items()
+        }
+        return {"sequences": self.seen, "left_out": self._noise_floor.left_out, "variants": variants}
 
     def sites(self) -> pd.DataFrame:
         """One row per variant and routing site, as the comparison's own table."""
-        parts = [site_table(counts, variant=name) for name, _, counts in self._measured()]
+        parts = [site_table(variant.counts, variant=name) for name, variant in self._measured().items()]
         columns = ["variant", "site", "tokens", "tokens_changed", "slots", "slots_changed"]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
 
     def positions(self) -> pd.DataFrame:
         """One row per variant and position in the measured text."""
-        parts = []
-        for name, variant, counts in self._measured():
-            assert variant.positions is not None
-            table = position_table(variant.positions, len(counts.sites), counts.site_deviation.shape[1] - 1)
-            parts.append(table.assign(variant=name))
+        parts = [v.positions.table(v.counts).assign(variant=name) for name, v in self._measured().items()]
         return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["variant", "position"])
 
     def histograms(self) -> dict[str, pd.DataFrame]:
@@ -101,39 +103,13 @@ class Floor:
         return {name: self._histogram(name) for name in ("flips", "deviation")}
 
     def _histogram(self, name: str) -> pd.DataFrame:
-        found = {}
+        found, measured = {}, self._measured()
         for floor, variants in FLOORS.items():
-            counts = [getattr(c, name).numpy() for v, _, c in self._measured() if v in variants]
+            counts = [getattr(measured[v].counts, name).numpy() for v in measured if v in variants]
             if counts:
                 most = max(counts, key=lambda c: float(np.average(np.arange(len(c)), weights=c)))
                 found[floor] = most / most.sum()
         return pd.DataFrame(found)
 
-    def _measured(self) -> Iterator[tuple[str, Variant, ChangeCounts]]:
-        for name, variant in self.variants.items():
-            if variant.counts is not None and variant.counts.tokens_total:
-                yield name, variant, variant.counts
-
-
-def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:
-    """One row per routing site, after `labels`: changes with their denominators."""
-    return pd.DataFrame(
-        {
-            **labels,
-            "site": counts.sites,
-            "tokens": counts.per_site_total.numpy(),
-            "tokens_changed": counts.per_site_changed.numpy(),
-            "slots": counts.per_site_slots_total.numpy(),
-            "slots_changed": counts.per_site_slots_changed.numpy(),
-        }
-    )
-
-
-def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
-    """Slot, site and token change: rate, numerator, denominator."""
-    pairs = {
-        "slot": (counts.slots_changed, counts.slots_total),
-        "site": (counts.sites_changed, counts.sites_total),
-        "token": (counts.tokens_changed, counts.tokens_total),
-    }
-    return {name: {"rate": a / b if b else float("nan"), "changed": a, "of": b} for name, (a, b) in pairs.items()}
+    def _measured(self) -> dict[str, Variant]:
+        return {name: variant for name, variant in self.variants.items() if variant.counts.tokens_total}

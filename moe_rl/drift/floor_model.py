@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from moe_rl.drift.checkpoints import named
+from moe_rl.drift import checkpoints
 from moe_rl.drift.errors import DriftError
 from moe_rl.policy.lora import INSTALL
-from moe_rl.policy.models import ModelConfig, check_machine, load_model
-from moe_rl.processes import suit_model
+from moe_rl.policy.models import ModelConfig, check_machine
 
 
 @dataclass(frozen=True)
@@ -44,27 +43,24 @@ def resolve(model: str, adapter: Path | None) -> Source:
 
 def check_experts(source: Source, name: str | None) -> None:
     """Raises DriftError for an experts implementation that is not known, or not to be had here."""
-    with named("MODEL"):
+    with checkpoints.named("MODEL"):
         check_machine(ModelConfig(path=source.base, experts_implementation=name))
 
 
 def load(source: Source, dtype: str, experts: str | None, device: torch.device, trust_remote_code: bool) -> Any:
     """The model in a dtype, in eval mode on its device."""
-    config = ModelConfig(
-        path=source.base, dtype=dtype, experts_implementation=experts, trust_remote_code=trust_remote_code
-    )
-    with named("MODEL"):
-        model = load_model(source.base, config)
-    if source.adapter is not None:
-        import peft
+    model: Any = checkpoints.load("MODEL", source.base, dtype, device, trust_remote_code, experts)
+    if source.adapter is None:
+        return model
+    import peft
 
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by names that it renamed
-                model = peft.PeftModel.from_pretrained(model, str(source.adapter))
-        except (ValueError, RuntimeError, KeyError, OSError) as error:
-            raise DriftError(f"--adapter: {source.adapter} does not fit {source.base}: {error}") from error
-    return suit_model(model.to(device)).eval()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by names that it renamed
+            model = peft.PeftModel.from_pretrained(model, str(source.adapter))
+    except (ValueError, RuntimeError, KeyError, OSError) as error:
+        raise DriftError(f"--adapter: {source.adapter} does not fit {source.base}: {error}") from error
+    return model.to(device).eval()
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -4,8 +4,9 @@ What is measured is on disk after every variant, in OUTPUT.partial, which become
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from rich.console import Console
 from torch import nn
 
 from moe_rl.drift import checkpoints
+from moe_rl.drift.change_tables import site_table
 from moe_rl.drift.errors import DriftError
-from moe_rl.drift.floor import site_table
 from moe_rl.drift.floor_model import Source, check_experts, load, resolve
 from moe_rl.drift.floor_page import draw, render, say, verdict
 from moe_rl.drift.options import FloorOptions
@@ -30,18 +31,17 @@ from moe_rl.drift.output import (
     settings_of,
     short_names,
 )
-from moe_rl.drift.prompts import Example, Skipped, aligned, check_file, examples
+from moe_rl.drift.prompts import Skipped, aligned, check_file, examples
 from moe_rl.files import write_atomic, write_json
 from moe_rl.measure.arithmetic import (
     DECODE,
     LAYOUTS,
     CannotRun,
-    GapSums,
     check_finite,
     compare,
     experts_variants,
-    first_line,
 )
+from moe_rl.measure.noise_floor import experts_implementation, first_line
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
 from moe_rl.routing import RoutingError
 
@@ -50,20 +50,42 @@ MAX_TOKENS = 1024
 
 @dataclass
 class Found:
-    """What was measured so far."""
+    """What was measured so far of `texts`, on disk in `folder` after every variant. `about`: what was known before."""
 
+    folder: Path
+    about: dict[str, Any]
+    texts: list[TokenBatch]
+    decode_tokens: int
+    tick: Tick
     rows: list[dict[str, Any]] = field(default_factory=list)
     sites: list[pd.DataFrame] = field(default_factory=list)
     left_out: list[dict[str, str]] = field(default_factory=list)
 
-    def add(self, dtype: str, variant: str, detail: str, sums: GapSums) -> None:
-        counts = sums.counts
-        assert counts is not None
-        self.rows.append({"dtype": dtype, "variant": variant, "detail": detail, **sums.metrics()})
-        self.sites.append(site_table(counts, dtype=dtype, variant=variant))
+    def measure(self, model: nn.Module, reference: list[Scored], dtype: str, variant: str, detail: str) -> None:
+        """One variant of the model in its dtype, or why it cannot be run."""
+        kind = "same" if variant in ("dtype", "merged") else variant
+        try:
+            sums = compare(model, self.texts, reference, kind, decode_tokens=self.decode_tokens, tick=self.tick)
+            self.rows.append({"dtype": dtype, "variant": variant, "detail": detail, **sums.metrics()})
+        except CannotRun as error:
+            self.skip(dtype, variant, str(error))
+            return
+        assert sums.counts is not None
+        self.sites.append(site_table(sums.counts, dtype=dtype, variant=variant))
+        self.keep()
 
-    def skip(self, dtype: str, variant: str, reason: Exception | str) -> None:
-        self.left_out.append({"dtype": dtype, "variant": variant, "reason": str(reason)})
+    def skip(self, dtype: str, variant: str, reason: str) -> None:
+        self.left_out.append({"dtype": dtype, "variant": variant, "reason": reason})
+        self.keep()
+
+    def keep(self, complete: bool = False) -> dict[str, Any]:
+        results = {"verdict": verdict(self.rows), "complete": complete, **self.about}
+        results = finite({**results, "rows": self.rows, "left_out": self.left_out})
+        write_json(self.folder / "floor.json", results)
+        if self.rows:
+            write_atomic(self.folder / "floor.csv", pd.DataFrame(self.rows).to_csv(index=False))
+            write_atomic(self.folder / "sites.csv", pd.concat(self.sites).to_csv(index=False))
+        return results
 
 
 def run_floor(options: FloorOptions) -> Path:
@@ -101,26 +123,16 @@ def run_floor(options: FloorOptions) -> Path:
         "settings": {**settings_of(options), "max_tokens": max_tokens, "device": str(device)},
         "environment": environment(device),
     }
-    found = Found()
     variants = len(LAYOUTS) + len(options.experts) + 4  # the reference, decode, dtype, merged
     total = len(options.dtypes) * variants * len(texts)
     with kept_when_stopped(output) as folder:
-
-        def keep(complete: bool = False) -> dict[str, Any]:
-            results = {"verdict": verdict(found.rows), "complete": complete, **about}
-            results = finite({**results, "rows": found.rows, "left_out": found.left_out})
-            write_json(folder / "floor.json", results)
-            if found.rows:
-                write_atomic(folder / "floor.csv", pd.DataFrame(found.rows).to_csv(index=False))
-                write_atomic(folder / "sites.csv", pd.concat(found.sites).to_csv(index=False))
-            return results
-
         with progress(Console(stderr=True), total) as tick:
-            _measure(options, source, texts, device, found, keep, tick)
+            found = Found(folder, about, texts, options.decode_tokens, tick)
+            _measure(options, source, device, found)
         if not found.rows:
             reasons = sorted({row["reason"] for row in found.left_out})
             raise DriftError("nothing could be measured: " + "; ".join(reasons))
-        results = keep(complete=True)
+        results = found.keep(complete=True)
         figure = draw(found.rows, results, folder / "figures")
         write_atomic(folder / "report.html", render(results, figure))
     return output
@@ -137,79 +149,46 @@ def report(folder: Path, as_json: bool = False) -> None:
     print(f"report: {folder / 'report.html'}")
 
 
-def _measure(
-    options: FloorOptions,
-    source: Source,
-    texts: list[TokenBatch],
-    device: torch.device,
-    found: Found,
-    keep: Callable[[], Any],
-    tick: Tick,
-) -> None:
+def _measure(options: FloorOptions, source: Source, device: torch.device, found: Found) -> None:
     """Every dtype's variants; one model in memory at a time."""
     first: tuple[str, list[Scored]] | None = None
     for dtype in options.dtypes:
         model = load(source, dtype, options.experts_implementation, device, options.trust_remote_code)
+        reference = []
         try:
-            reference = [_ticked(score_live(model, text), tick) for text in texts]
+            for text in found.texts:
+                reference.append(score_live(model, text))
+                found.tick()
             check_finite(reference)
         except (RuntimeError, MemoryError, RoutingError) as error:
             kernels = options.experts_implementation is None and not isinstance(error, CannotRun)
             remedy = " (--experts-implementation eager may do)" if kernels else ""
             found.skip(dtype, "all", f"{first_line(error)}{remedy}")
-            keep()
             continue
         if first is not None:
-            _one(model, texts, first[1], dtype, "dtype", f"{first[0]} and {dtype}", found, tick)
-            keep()
+            found.measure(model, first[1], dtype, "dtype", f"{first[0]} and {dtype}")
         for variant, detail in _variants(model, options):
-            _one(model, texts, reference, dtype, variant, detail, found, tick, options.decode_tokens)
-            keep()
+            found.measure(model, reference, dtype, variant, detail)
         if source.adapter is not None:  # last: in 16 bits merging rounds the weights for good
             try:
                 model.merge_adapter()
-                _one(model, texts, reference, dtype, "merged", "adapters beside and in the weights", found, tick)
+                found.measure(model, reference, dtype, "merged", "adapters beside and in the weights")
             except (RuntimeError, ValueError, NotImplementedError) as error:  # PEFT's, of kinds that do not merge
                 found.skip(dtype, "merged", first_line(error))
-            keep()
         first = first or (dtype, reference)
         del model
-
-
-def _one(
-    model: nn.Module,
-    texts: list[TokenBatch],
-    reference: list[Scored],
-    dtype: str,
-    variant: str,
-    detail: str,
-    found: Found,
-    tick: Tick,
-    decode_tokens: int = 0,
-) -> None:
-    kind = "same" if variant in ("dtype", "merged") else variant
-    try:
-        sums = compare(model, texts, reference, kind, decode_tokens=decode_tokens, tick=tick)
-        found.add(dtype, variant, detail, sums)
-    except CannotRun as error:
-        found.skip(dtype, variant, error)
 
 
 def _variants(model: nn.Module, options: FloorOptions) -> Iterator[tuple[str, str]]:
     yield from LAYOUTS.items()
     if options.decode_tokens:
         yield "decode", f"{DECODE}, the first {options.decode_tokens} measured tokens"
-    own = getattr(getattr(model, "config", None), "_experts_implementation", None)
     for variant in experts_variants(model, options.experts):
-        yield variant, f"experts by {own} and by {variant.removeprefix('experts_')}"
+        yield variant, f"experts by {experts_implementation(model)} and by {variant.removeprefix('experts_')}"
 
 
 def _texts(options: FloorOptions, tokenizer: Any, max_tokens: int, skipped: Skipped) -> list[TokenBatch]:
-    held: list[Example] = []
-    for example in examples(options.prompts, tokenizer, max_tokens, skipped):
-        held.append(example)
-        if len(held) == options.sequences:
-            break
+    held = list(islice(examples(options.prompts, tokenizer, max_tokens, skipped), options.sequences))
     size, pad = options.batch_size, tokenizer.pad_token_id
     return [aligned(held[i : i + size], pad) for i in range(0, len(held), size)]
 
@@ -235,8 +214,3 @@ def _longest(options: FloorOptions, positions: int | None) -> int:
     if options.max_tokens is not None and positions is not None and options.max_tokens > positions:
         raise DriftError(f"--max-tokens: {options.max_tokens} are more than the model's {positions} positions")
     return min(options.max_tokens or MAX_TOKENS, positions or MAX_TOKENS)
-
-
-def _ticked(scored: Scored, tick: Tick) -> Scored:
-    tick()
-    return scored

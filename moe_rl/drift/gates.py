@@ -7,15 +7,15 @@ is the routers' own doing; what old routers choose otherwise on the new body cam
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 
+from moe_rl.measure.weights import temporary
 from moe_rl.routing import find_sites
 
 
 def gates_of(model: nn.Module) -> dict[str, Tensor]:
     """A copy, on the CPU, of all that the routers hold: weights, biases, selection biases; by qualified name."""
-    return {name: tensor.detach().cpu().clone() for name, tensor in _gates(model)}
+    return {name: tensor.cpu().clone() for name, tensor in _gates(model)}
 
 
 @contextmanager
@@ -29,22 +29,12 @@ def with_gates(model: nn.Module, gates: Mapping[str, Tensor]) -> Iterator[None]:
     if own.keys() != gates.keys() or any(own[name].shape != gates[name].shape for name in own):
         differ = sorted(own.keys() ^ gates.keys()) or ["other shapes"]
         raise ValueError(f"these routers are of another architecture: {differ[0]}")
-    kept = gates_of(model)
-    try:
-        _write(own, gates)
+    with temporary(lambda: _gates(model), gates):
         yield
-    finally:
-        _write(own, kept)
 
 
 def _gates(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for site in find_sites(model):
         if not site.fixed:
             for name, tensor in (*site.module.named_parameters(), *site.module.named_buffers()):
-                yield f"{site.name}.{name}", tensor
-
-
-@torch.no_grad()
-def _write(own: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, tensor in own.items():
-        tensor.copy_(values[name])
+                yield f"{site.name}.{name}", tensor.detach()

@@ -1,7 +1,10 @@
-"""What `moe-rl drift`, `floor` and `check-routes` can be told; imports nothing, so that their help answers at once."""
+"""What `moe-rl drift`, `floor` and `check-routes` can be told; imports no torch, so that their help answers at once."""
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
 
 MAX_TOKENS = 2048
 
@@ -46,9 +49,11 @@ class DriftOptions:
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """Which captured routes to compare with which model."""
+    """Whether captured routes are what a model says when it scores the same tokens; names the fault if they are
+    not: all zeros, wrong shape, a shift, permuted layers, physical ids, duplicates, ids out of range, prefix-cache
+    hits. Exit status 0 if they are the model's within its arithmetic, else 1."""
 
-    file: Path
+    file: Annotated[Path, Positional, arg(metavar="FILE")]
     """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line) or .pt (a
     dump of slime)."""
     model: str
@@ -74,9 +79,10 @@ class CheckOptions:
 
 @dataclass(frozen=True)
 class FloorOptions:
-    """What to measure, on what, and how."""
+    """Measure what arithmetic alone does to a model's routes and log-probabilities at equal weights: batch shape,
+    padding, decoding, dtype, experts implementation, merged adapters; and how much of it is routing."""
 
-    model: str
+    model: Annotated[str, Positional, arg(metavar="MODEL")]
     """A folder in hub format, a hub id, or a folder of LoRA adapters (PEFT)."""
     prompts: Path
     """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}; the

@@ -12,16 +12,11 @@ from moe_rl.drift import figures as figures_of
 from moe_rl.drift import ratio_figures as ratios_of
 from moe_rl.drift.output import page_of
 from moe_rl.drift.sums import Sums
-from moe_rl.drift.verdict import pair_verdict, swap_sentence
-from moe_rl.drift.words import number, percent
+from moe_rl.drift.words import floor_text, number, pair_verdict, percent, swap_sentence
 from moe_rl.measure.moments import PARTS
-from moe_rl.study.figures.floor import WORDS
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import StudyFigure, save_figure
-from moe_rl.study.floors import FLOORS
 from moe_rl.study.words import by_topic
-
-UNITS = ("slots", "sites", "tokens")
 
 
 def draw(
@@ -33,13 +28,12 @@ def draw(
 ) -> list[StudyFigure]:
     """All figures, saved as PDF, SVG, PNG, CSV and caption."""
     counts = sums.counts
-    assert counts is not None
     note = (
         f"Pair: two policies, {results['old_name']} (old) and {results['new_name']} (new), on the same tokens; n = "
         f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences."
     )
     sites = tables["sites"]
-    noted = f"Noise floor: {floor_text(results, reasons=False) or 'not measured.'} {note}"
+    noted = f"Noise floor: {floor_text(results['old_name'], results['floor'], reasons=False) or 'not measured.'} {note}"
     drawn = [
         figures_of.change_by_site(sites, tables["floor_sites"], noted),
         figures_of.change_by_position(tables["positions"], tables["floor_positions"], noted),
@@ -56,26 +50,6 @@ def draw(
     for figure in drawn:
         save_figure(figure, folder)
     return drawn
-
-
-def floor_text(results: dict[str, Any], reasons: bool = True) -> str:
-    """The noise floor in a sentence, with the `reasons` for what is missing; empty where it was not measured."""
-    floor = results.get("floor") or {}
-    parts = []
-    for name, variants in FLOORS.items():
-        rows = [row for variant, row in floor.get("variants", {}).items() if variant in variants]
-        if rows:
-            rates = [max(row[level]["rate"] or 0.0 for row in rows) for level in ("slot", "site", "token")]
-            changed = ", ".join(f"{percent(rate)} of {what}" for rate, what in zip(rates, UNITS, strict=True))
-            gap = number(max(row["gap_max"] for row in rows))
-            parts.append(f"{WORDS[name]} changes {changed} and moves a log-probability by up to {gap} nats")
-    if not parts:
-        return ""
-    about = f"{results['old_name']} against itself on {floor['sequences']:,} sequences"
-    left_out = [
-        f"not measured: {variant}" + (f" ({why})" if reasons else "") for variant, why in floor["left_out"].items()
-    ]
-    return f"{about}: {'; '.join([*parts, *left_out])}."
 
 
 def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
@@ -107,9 +81,9 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
             ),
         ),
     ]
-    if floor := floor_text(results):
+    if floor := floor_text(results["old_name"], results["floor"]):
         found.append(("Noise floor", floor))
-    if swap := swap_sentence(results.get("gate_swap")):
+    if swap := swap_sentence(results["gate_swap"]):
         found.append(("Routers or body", swap))
     natural, replayed = parts["token_variance"], parts["token_var_weight"]
     if natural is None:

@@ -13,8 +13,8 @@ from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.output import Tick
-from moe_rl.drift.prompts import TextBatch
-from moe_rl.measure.decompose import Decomposition, combine, score_sites
+from moe_rl.drift.prompts import Text, TextBatch
+from moe_rl.measure.decompose import Decomposition, combine, decompose_scored, score_sites
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live, score_replayed
 from moe_rl.routing import RoutedExperts, record_margins
 
@@ -33,7 +33,7 @@ class Measured:
 def with_both(
     old: nn.Module,
     new: nn.Module,
-    batches: Iterator[TextBatch],
+    text: Text,
     per_site: bool,
     gate_swap: bool,
     floor: Floor,
@@ -42,26 +42,24 @@ def with_both(
     """Both models in memory: four forwards of every batch, two for swapped routers, and those of the sites; of the
     first batches, the floor's."""
     gates = (gates_of(old), gates_of(new)) if gate_swap else None
-    for batch in batches:
-        text = batch.text
+    for batch in text.batches():
+        words = batch.text
         with record_margins(old) as margins:
-            before = scored("OLD", old, text)
-        floor.add(old, text, before)
-        after = scored("NEW", new, text)
-        replayed = score_replayed(new, text, before.routes, after.routes)
-        rerouted = score_replayed(old, text, after.routes, before.routes)
-        sites = score_sites(new, text, before.routes, after) if per_site else None
+            before = scored("OLD", old, words)
+        floor.add(old, words, before)
+        after = scored("NEW", new, words)
+        parts = decompose_scored(old, new, words, before, after, per_site=per_site)
         swapped = None
         if gates is not None:
-            swapped = _routes_with(old, gates[1], text), _routes_with(new, gates[0], text)
-        yield Measured(batch, combine(text, before, after, replayed, rerouted, sites), margins.values, swapped)
+            swapped = _routes_with(old, gates[1], words), _routes_with(new, gates[0], words)
+        yield Measured(batch, parts, margins.values, swapped)
         tick()
 
 
 def one_at_a_time(
     load_old: Callable[[], nn.Module],
     load_new: Callable[[], nn.Module],
-    batches: Callable[[], Iterator[TextBatch]],
+    text: Text,
     per_site: bool,
     gate_swap: bool,
     cache: Path,
@@ -70,12 +68,12 @@ def one_at_a_time(
 ) -> Iterator[Measured]:
     """One model in memory: three passes over the text (old, new, old again), bit for bit what `with_both` gives.
 
-    batches: starts the text from the beginning. cache: a folder for routes and log-probabilities, K bytes per token
-    and site (2K above 255 experts) for each model, and a few numbers per token.
+    cache: a folder for routes and log-probabilities, K bytes per token and site (2K above 255 experts) for each model,
+    and a few numbers per token.
     """
     cache.mkdir(parents=True, exist_ok=True)
     model = load_old()
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(text.batches()):
         with record_margins(model) as margins:
             before = scored("OLD", model, batch.text)
         floor.add(model, batch.text, before)
@@ -85,12 +83,12 @@ def one_at_a_time(
     old_gates = gates_of(model)
     del model  # before the next one comes
     model = load_new()
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(text.batches()):
         before, _ = kept_scored(cache, f"old_{number}")
         after = scored("NEW", model, batch.text)
         more = {"replayed": score_replayed(model, batch.text, before.routes, after.routes)}
         if per_site:
-            more["alone"], more["others"] = score_sites(model, batch.text, before.routes, after)
+            more["alone"], more["others"] = score_sites(model, batch.text, before.routes, after, more["replayed"])
         keep_scored(cache, f"new_{number}", after, **more)
         if gate_swap:
             _routes_with(model, old_gates, batch.text).save(cache / f"body_{number}.routes")
@@ -98,7 +96,7 @@ def one_at_a_time(
     new_gates = gates_of(model)
     del model
     model = load_old()
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(text.batches()):
         (before, known), (after, more) = kept_scored(cache, f"old_{number}"), kept_scored(cache, f"new_{number}")
         rerouted = score_replayed(model, batch.text, after.routes, before.routes)
         sites = (more["alone"], more["others"]) if per_site else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +48,34 @@ class Skipped:
     truncated: int = 0
     empty: int = 0
 
-    def nothing_left(self, prompts: Path, number: int, max_tokens: int) -> DriftError:
-        """The error where none of `number` examples has a token to measure."""
+
+class Text:
+    """The examples of a file in batches, from the beginning as often as they are wanted.
+
+    number: how many examples there are. skipped: of the latest pass over them; all passes are alike.
+
+    Raises DriftError naming the line that is wrong.
+    """
+
+    def __init__(self, path: Path, tokenizer: Any, max_tokens: int, batch_size: int) -> None:
+        self.path, self.tokenizer, self.max_tokens, self.batch_size = path, tokenizer, max_tokens, batch_size
+        self.number, self.skipped = check_file(path, tokenizer), Skipped()
+
+    @property
+    def most_batches(self) -> int:
+        """Of a pass: as many if no example is left out."""
+        return -(-self.number // self.batch_size)
+
+    def batches(self) -> Iterator[TextBatch]:
+        self.skipped = Skipped()
+        source = examples(self.path, self.tokenizer, self.max_tokens, self.skipped)
+        return batches(source, self.batch_size, self.tokenizer.pad_token_id)
+
+    def nothing_left(self) -> DriftError:
+        """The error where no example has a token to measure."""
         return DriftError(
-            f"{prompts}: no token to measure: {self.empty} of {number} examples are empty, a single token, or have a "
-            f"prompt that fills the {max_tokens} tokens (--max-tokens)"
+            f"{self.path}: no token to measure: {self.skipped.empty} of {self.number} examples are empty, a single "
+            f"token, or have a prompt that fills the {self.max_tokens} tokens (--max-tokens)"
         )
 
 
@@ -94,14 +118,8 @@ def examples(path: Path, tokenizer: Any, max_tokens: int, skipped: Skipped) -> I
 
 def batches(source: Iterator[Example], batch_size: int, pad: int) -> Iterator[TextBatch]:
     """`batch_size` examples at a time, in the order of the file."""
-    held: list[Example] = []
-    for example in source:
-        held.append(example)
-        if len(held) == batch_size:
-            yield _batch(held, pad)
-            held = []
-    if held:
-        yield _batch(held, pad)
+    while held := list(islice(source, batch_size)):
+        yield TextBatch([example.line for example in held], laid_out(held, pad, [0] * len(held)))
 
 
 def tokenised(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
@@ -210,10 +228,6 @@ def _problem(row: Any) -> str | None:
     if isinstance(row.get("completion"), list) and not isinstance(row.get("prompt"), list):
         return "a completion of messages needs a prompt of messages"
     return None
-
-
-def _batch(held: list[Example], pad: int) -> TextBatch:
-    return TextBatch([example.line for example in held], laid_out(held, pad, [0] * len(held)))
 
 
 def aligned(held: Sequence[Example], pad: int) -> TokenBatch:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from moe_rl.drift.captured import Captured, Finding, OwnRoutes, Work, expected_layers, find_invalid, rows_of
-from moe_rl.drift.route_search import PENALTY, SEARCHED, Explanation, explanations, mapped, pairs_of, plain, slots_of
+from moe_rl.drift.route_search import PENALTY, SEARCHED, Explanation, agreement, explanations, pairs_of, slots_of
 
 PREFIX = 4
 """Fewest tokens at the start of a sequence that are called a prefix without routes."""
@@ -88,8 +88,8 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     find_invalid(work, own, expected)
     if not work.usable.any():
         return _nothing(captured, own, *work.findings)
-    simple = plain(work, own, expected)
-    best = max(explanations(work, own, simple), key=lambda e: e.score)
+    simple, *others = explanations(work, own, expected)
+    best = max([simple, *others], key=lambda e: e.score)
     _explain(work, own, simple, best)
     agree = _by_token(work, own, best)
     kept = agree >= 0
@@ -98,28 +98,24 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     early = _prefixes(work, agree, (good + chance) / 2)
     if early.any() and good > chance + 0.2:
         many = len(np.unique(work.sequence[early]))
-        work.findings.append(
-            Finding(
-                "prefix-cache hits without routes",
-                f"{early.sum()} tokens at the start of {many} sequences agree by {_percent(agree[early].mean())} only, "
-                f"the others by {_percent(agree[kept & ~early].mean())}: routes of other requests, from reused slots?",
-            )
+        work.found(
+            "prefix-cache hits without routes",
+            f"{early.sum()} tokens at the start of {many} sequences agree by {_percent(agree[early].mean())} only, "
+            f"the others by {_percent(agree[kept & ~early].mean())}: routes of other requests, from reused slots?",
         )
         work.usable &= ~early
     rows = _table(work, own, best)
     odd = [row for row in rows if row.layer >= 0 and row.layer not in work.dark and not row.fits]
     if odd:
         worst = min(odd, key=lambda row: row.slots)
-        work.findings.append(
-            Finding(
-                "other choices",
-                f"{len(odd)} of {len(rows)} sites agree less than arithmetic explains, {worst.site} least "
-                f"({_percent(worst.slots)}, limit {_percent(worst.limit)}): other weights (an older version?), "
-                "quantised ones, or another selection rule",
-            )
+        work.found(
+            "other choices",
+            f"{len(odd)} of {len(rows)} sites agree less than arithmetic explains, {worst.site} least "
+            f"({_percent(worst.slots)}, limit {_percent(worst.limit)}): other weights (an older version?), "
+            "quantised ones, or another selection rule",
         )
     if kept.sum() < 32:
-        work.findings.append(Finding("few tokens", f"{kept.sum()} tokens can be compared: too few to be sure", False))
+        work.found("few tokens", f"{kept.sum()} tokens can be compared: too few to be sure", fault=False)
     explained = float(np.mean([row.slots for row in rows if row.layer >= 0] or [0.0]))
     return RouteCheck(
         tuple(work.findings), tuple(rows), len(captured.ids), int(kept.sum()), simple.agreement, explained,
@@ -131,42 +127,33 @@ def _explain(work: Work, own: OwnRoutes, simple: Explanation, best: Explanation)
     """The findings that an explanation stands for."""
     if best.shift:
         tokens = "one token" if abs(best.shift) == 1 else f"{abs(best.shift)} tokens"
-        text = f"row t holds the routes of token t{best.shift:+d}"
-        work.findings.append(Finding(f"shifted by {tokens}", text))
+        work.found(f"shifted by {tokens}", f"row t holds the routes of token t{best.shift:+d}")
     if best.layers != simple.layers:
         pairs = zip(own.sites, simple.layers, best.layers, strict=True)
         moved = [(site, old, new) for site, old, new in pairs if old != new]
         first = "; ".join(f"{site} is captured layer {new}, not {old}" for site, old, new in moved[:3])
         compact = best.layers == tuple(range(len(own.sites))) and len(own.sites) < own.num_layers
         name = "dense layers left out" if compact else "layers permuted"
-        work.findings.append(Finding(name, f"{first}{', ...' if len(moved) > 3 else ''}"))
+        work.found(name, f"{first}{', ...' if len(moved) > 3 else ''}")
     if best.maps is not None:
         table = best.maps[0]
-        some = ", ".join(f"{p} is expert {e}" for p, e in enumerate(table) if e >= 0 and e != p)
-        text = (
-            f"ids are renamed one by one, at {own.sites[0]}: {', '.join(some.split(', ')[:3])}, ... (load balancing?)"
-        )
-        work.findings.append(Finding("physical ids", text))
+        some = ", ".join([f"{p} is expert {e}" for p, e in enumerate(table) if e >= 0 and e != p][:3])
+        work.found("physical ids", f"ids are renamed one by one, at {own.sites[0]}: {some}, ... (load balancing?)")
 
 
 def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray, " n"]:
     """Mean slot agreement of each row over sites; -1 where it cannot be compared."""
     a, b, rows = pairs_of(work, own, best.shift)
-    sites = [(site, c) for site, c in enumerate(best.layers) if c >= 0]
+    slots = best.slots(a, b)
     found = np.full(len(work.ids), -1.0)
-    total = np.zeros(len(rows))
-    for site, c in sites:
-        total += slots_of(a[:, c] if best.maps is None else mapped(a[:, c], best.maps[site]), b[:, site])
-    found[rows] = total / max(1, len(sites))
+    found[rows] = sum(slots.values(), np.zeros(len(rows))) / max(1, len(slots))
     return found
 
 
 def _chance(work: Work, own: OwnRoutes, best: Explanation) -> float:
     """The same agreement with the model's routes of other tokens."""
     a, b, _ = pairs_of(work, own, best.shift, SEARCHED)
-    other = np.roll(b, max(1, len(b) // 2), axis=0)
-    rates = [slots_of(a[:, c], other[:, site]).mean() for site, c in enumerate(best.layers) if c >= 0 and len(a)]
-    return float(np.mean(rates)) if rates else 0.0
+    return agreement(a, np.roll(b, max(1, len(b) // 2), axis=0), best.layers)
 
 
 def _prefixes(work: Work, agree: Float[np.ndarray, " n"], middle: float) -> Bool[np.ndarray, " n"]:
@@ -187,25 +174,26 @@ def _prefixes(work: Work, agree: Float[np.ndarray, " n"], middle: float) -> Bool
 
 def _table(work: Work, own: OwnRoutes, best: Explanation) -> list[SiteRow]:
     a, b, _ = pairs_of(work, own, best.shift)
-    ours, copy = np.concatenate(own.ids), np.concatenate(own.floor)
-    floors = [float(slots_of(ours[:, site], copy[:, site]).mean()) for site in range(len(own.sites))]
+    agree, floors = best.slots(a, b), _floors(own)
     usual = float(np.mean(floors))
     rows = []
     for site, c in enumerate(best.layers):
         lost = 1 - min(floors[site], usual)
         limit = 1 - (3 * lost + 0.01 + 3 * float(np.sqrt(max(lost, 0.01) / max(1, len(a)))))
-        slots = np.zeros(0)
-        if c >= 0 and len(a):
-            slots = slots_of(a[:, c] if best.maps is None else mapped(a[:, c], best.maps[site]), b[:, site])
+        slots = agree.get(site, np.zeros(0))
         rate, whole = (float(slots.mean()), float((slots == 1).mean())) if len(slots) else (0.0, 0.0)
         rows.append(SiteRow(own.sites[site], c, len(slots), rate, whole, floors[site], max(0.0, limit)))
     return rows
 
 
 def _nothing(captured: Captured, own: OwnRoutes, *findings: Finding) -> RouteCheck:
+    return RouteCheck(findings, (), len(captured.ids), 0, 0.0, 0.0, float(np.mean(_floors(own))), 0.0)
+
+
+def _floors(own: OwnRoutes) -> list[float]:
+    """Slots that the model and its copy in other arithmetic share, by site."""
     ours, copy = np.concatenate(own.ids), np.concatenate(own.floor)
-    floor = float(np.mean([slots_of(ours[:, site], copy[:, site]).mean() for site in range(len(own.sites))]))
-    return RouteCheck(findings, (), len(captured.ids), 0, 0.0, 0.0, floor, 0.0)
+    return [float(slots_of(ours[:, site], copy[:, site]).mean()) for site in range(len(own.sites))]
 
 
 def _percent(share: float) -> str:

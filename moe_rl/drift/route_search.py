@@ -27,10 +27,19 @@ class Explanation:
     def score(self) -> float:
         return self.agreement - PENALTY * self.steps
 
+    def slots(self, a: np.ndarray, b: np.ndarray) -> dict[int, Float[np.ndarray, " n"]]:
+        """Slot agreement of each pair of `pairs_of`, at every site that has a captured layer."""
+        there = [(site, a[:, c]) for site, c in enumerate(self.layers) if c >= 0]
+        if self.maps is not None:
+            there = [(site, mapped(ids, self.maps[site])) for site, ids in there]
+        return {site: slots_of(ids, b[:, site]) for site, ids in there}
 
-def explanations(work: Work, own: OwnRoutes, simple: Explanation) -> list[Explanation]:
-    """As it is; shifted; layers in another order; ids renamed; the last two shifted, too."""
-    found = [simple]
+
+def explanations(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> list[Explanation]:
+    """As it is, `layers` being the expected ones (-1 for a site that has none); shifted; layers in another order; ids
+    renamed; the last two shifted, too."""
+    a, b, _ = pairs_of(work, own, 0, SEARCHED)
+    found = [Explanation(0, layers, None, agreement(a, b, layers), 0)]
     width = _width(work, own)
     for shift in SHIFTS:
         moved = 1 if shift else 0
@@ -38,30 +47,27 @@ def explanations(work: Work, own: OwnRoutes, simple: Explanation) -> list[Explan
         if len(a) < 2:
             continue
         overlaps = _overlaps(a, b, width)
-        if shift and min(simple.layers) >= 0:
-            rate = float(np.mean([overlaps[c, site] for site, c in enumerate(simple.layers)]))
-            found.append(Explanation(shift, simple.layers, None, rate, 1))
+        if shift and min(layers) >= 0:
+            rate = float(np.mean([overlaps[c, site] for site, c in enumerate(layers)]))
+            found.append(Explanation(shift, layers, None, rate, 1))
         captured, sites = linear_sum_assignment(-overlaps)
         order = dict(zip(sites.tolist(), captured.tolist(), strict=True))
-        layers = tuple(order.get(site, -1) for site in range(len(own.sites)))
-        if layers != simple.layers:
+        best = tuple(order.get(site, -1) for site in range(len(own.sites)))
+        if best != layers:
             rate = float(overlaps[captured, sites].mean())
-            found.append(Explanation(shift, layers, None, rate, moved + 1))
-        if min(simple.layers) >= 0 and len(a) >= 16:
+            found.append(Explanation(shift, best, None, rate, moved + 1))
+        if min(layers) >= 0 and len(a) >= 16:
             odd, even = slice(1, None, 2), slice(0, None, 2)  # fitted on one half, judged on the other
-            maps = [_renamed(a[:, c], b[:, site], odd, width) for site, c in enumerate(simple.layers)]
-            rates = [
-                slots_of(mapped(a[even, c], maps[site]), b[even, site]).mean() for site, c in enumerate(simple.layers)
-            ]
-            found.append(Explanation(shift, simple.layers, tuple(maps), float(np.mean(rates)), moved + 2))
+            maps = [_renamed(a[:, c], b[:, site], odd, width) for site, c in enumerate(layers)]
+            rates = [slots_of(mapped(a[even, c], maps[site]), b[even, site]).mean() for site, c in enumerate(layers)]
+            found.append(Explanation(shift, layers, tuple(maps), float(np.mean(rates)), moved + 2))
     return found
 
 
-def plain(work: Work, own: OwnRoutes, layers: tuple[int, ...]) -> Explanation:
-    """As they are: no shift, the layers that are expected, -1 for a site that has none."""
-    a, b, _ = pairs_of(work, own, 0, SEARCHED)
+def agreement(a: np.ndarray, b: np.ndarray, layers: tuple[int, ...]) -> float:
+    """Mean slot agreement over the sites that have a captured layer; 0 where nothing can be compared."""
     rates = [slots_of(a[:, c], b[:, site]).mean() for site, c in enumerate(layers) if c >= 0 and len(a)]
-    return Explanation(0, layers, None, float(np.mean(rates)) if rates else 0.0, 0)
+    return float(np.mean(rates)) if rates else 0.0
 
 
 def pairs_of(

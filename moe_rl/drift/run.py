@@ -19,9 +19,9 @@ from moe_rl.drift.options import DriftOptions
 from moe_rl.drift.output import environment, finite, output_folder, progress, settings_of, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
-from moe_rl.drift.prompts import Skipped, TextBatch, batches, check_file, examples
-from moe_rl.drift.sums import Sums
-from moe_rl.drift.verdict import pair_verdict
+from moe_rl.drift.prompts import Text
+from moe_rl.drift.sums import Sums, count
+from moe_rl.drift.words import pair_verdict
 from moe_rl.files import write_atomic, write_json
 
 
@@ -36,33 +36,24 @@ def run_drift(options: DriftOptions) -> Path:
     names = short_names([old, new])
     output = output_folder(options.output, Path("runs") / "drift" / "_vs_".join(names), "drift.json")
     found = pair.check({"OLD": old, "NEW": new}, options.tokenizer, options.trust_remote_code)
-    number = check_file(options.prompts, found.tokenizer)
-    max_tokens = min(options.max_tokens, found.max_length or options.max_tokens)
+    text = text_of(options, found)
     alone = options.one_at_a_time or not pair.fits_twice(found.parameters, dtype, device)
     if alone and not options.one_at_a_time:
         console.print("Two models do not fit into memory: one at a time.", style="dim")
-    skipped, sums, floor = Skipped(), Sums(), Floor(options.floor_sequences)
+    floor = Floor(options.floor_sequences)
     load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
     load_old, load_new = partial(load, "OLD", old), partial(load, "NEW", new)
-
-    def text(count: Skipped) -> Iterator[TextBatch]:
-        source = examples(options.prompts, found.tokenizer, max_tokens, count)
-        return batches(source, options.batch_size, found.tokenizer.pad_token_id)
-
-    total = (3 if alone else 1) * -(-number // options.batch_size)
-    with unfinished(output) as folder, progress(console, total) as tick:
+    with unfinished(output) as folder, progress(console, (3 if alone else 1) * text.most_batches) as tick:
         wanted = options.per_site, options.gate_swap
         if alone:
-            passes = iter([skipped, Skipped(), Skipped()])  # count what is skipped in the first pass only
-            again, cache = (lambda: text(next(passes))), folder / "cache"
-            measured = one_at_a_time(load_old, load_new, again, *wanted, cache, floor, tick)
+            measured = one_at_a_time(load_old, load_new, text, *wanted, folder / "cache", floor, tick)
         else:
-            measured = with_both(load_old(), load_new(), text(skipped), *wanted, floor, tick)
-        _write_tokens(folder / "tokens.parquet", sums, measured)
-        if sums.counts is None:
-            raise skipped.nothing_left(options.prompts, number, max_tokens)
+            measured = with_both(load_old(), load_new(), text, *wanted, floor, tick)
+        sums = _counted(measured, folder / "tokens.parquet")
+        if sums is None:
+            raise text.nothing_left()
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        results = _results(options, found, sums, floor, number, skipped, max_tokens, device, alone)
+        results = _results(options, names, found, text, sums, floor, device, alone)
         tables = {"sites": sums.sites(), "experts": sums.experts(), "positions": sums.by_position()}
         tables |= {"floor_sites": floor.sites(), "floor_positions": floor.positions()}
         for name, table in tables.items():
@@ -86,6 +77,12 @@ def check_options(options: DriftOptions) -> tuple[str, torch.device]:
     return dtype, device
 
 
+def text_of(options: DriftOptions, known: pair.Checkpoints) -> Text:
+    """The text of a comparison, checked; no longer than the model has positions. Raises DriftError."""
+    max_tokens = min(options.max_tokens, known.max_length or options.max_tokens)
+    return Text(options.prompts, known.tokenizer, max_tokens, options.batch_size)
+
+
 def say(folder: Path) -> None:
     """Print the summary of a comparison that is on disk."""
     results = json.loads((folder / "drift.json").read_text())
@@ -95,37 +92,37 @@ def say(folder: Path) -> None:
     print(f"report: {folder / 'report.html'}")
 
 
-def _write_tokens(path: Path, sums: Sums, measured: Iterator[Measured]) -> None:
-    """The per-token table, a row group for each batch."""
+def _counted(measured: Iterator[Measured], path: Path) -> Sums | None:
+    """The sums of all batches, None where there is none; the per-token table is written, a row group for each batch."""
+    total: Sums | None = None
     writer: pq.ParquetWriter | None = None
     try:
         for one in measured:
-            table = pa.table(sums.add(one))
+            sums, rows = count(one)
+            total = sums if total is None else total + sums
+            table = pa.table(rows)
             writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd", compression_level=1)
             writer.write_table(table)
     finally:
         if writer is not None:
             writer.close()
+    return total
 
 
 def _results(
     options: DriftOptions,
+    names: list[str],
     found: pair.Checkpoints,
+    text: Text,
     sums: Sums,
     floor: Floor,
-    number: int,
-    skipped: Skipped,
-    max_tokens: int,
     device: torch.device,
     alone: bool,
 ) -> dict[str, Any]:
     """All that drift.json holds and the page says; null where a number does not exist."""
     counts, shares = sums.counts, sums.shares
-    assert counts is not None and shares is not None
     old, new = options.checkpoints
-    names = short_names([old, new])
     settings = {"old": old, "new": new, **settings_of(options, "checkpoints")}
-    whole = None if sums.site_shares is None else sums.site_shares.whole
     results = {
         "old_name": names[0],
         "new_name": names[1],
@@ -133,20 +130,20 @@ def _results(
         "parameters": found.parameters,
         "routing_sites": len(counts.sites),
         "experts_per_token": counts.site_deviation.shape[1] - 1,
-        "examples": number,
+        "examples": text.number,
         "measured_sequences": shares.sequences.count,
         "measured_tokens": shares.tokens.count,
-        "truncated": skipped.truncated,
-        "empty": skipped.empty,
+        "truncated": text.skipped.truncated,
+        "empty": text.skipped.empty,
         "change": sums.rates(),
-        "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.metrics()},
+        "floor": floor.results(),
         "gate_swap": sums.swaps(),
         "flips_per_token": counts.sites_changed / counts.tokens_total,
         "overdispersion": counts.overdispersion,
         "kl": sums.kl(),
         "decomposition": shares.rows(),
-        "replay_effect_var": whole,
-        "settings": {**settings, "max_tokens": max_tokens, "device": str(device), "one_at_a_time": alone},
+        "replay_effect_var": None if sums.site_shares is None else sums.site_shares.whole,
+        "settings": {**settings, "max_tokens": text.max_tokens, "device": str(device), "one_at_a_time": alone},
         "environment": environment(device),
     }
     return finite(results)

@@ -6,7 +6,7 @@ other. What is measured is on disk after every checkpoint, in OUTPUT.partial, wh
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from rich.console import Console
 from torch import nn
 
 from moe_rl.drift import checkpoints
-from moe_rl.drift.choose import chosen, steps_of
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions
@@ -28,11 +27,10 @@ from moe_rl.drift.output import (
     settings_of,
     short_names,
 )
-from moe_rl.drift.prompts import Skipped, TextBatch, batches, check_file, examples
-from moe_rl.drift.run import check_options
+from moe_rl.drift.run import check_options, text_of
 from moe_rl.drift.series_page import draw, render, series_table
-from moe_rl.drift.series_passes import Gates, Held, Passes
-from moe_rl.drift.verdict import series_verdict, swap_sentence
+from moe_rl.drift.series_passes import Held, Passes
+from moe_rl.drift.words import series_verdict, swap_sentence
 from moe_rl.files import write_atomic, write_json
 
 
@@ -42,7 +40,7 @@ def run_series(options: DriftOptions) -> Path:
     Everything is checked before a model is loaded. Raises DriftError; RoutingError where routes cannot be recorded.
     """
     dtype, device = check_options(options)
-    paths = chosen(options.checkpoints)
+    paths = checkpoints.chosen(options.checkpoints)
     if len(set(paths)) < len(paths):
         raise DriftError(f"the series names {next(p for p in paths if paths.count(p) > 1)} twice")
     names = short_names(paths)
@@ -50,53 +48,43 @@ def run_series(options: DriftOptions) -> Path:
     output = output_folder(options.output, default, "series.json")
     labels = [f"checkpoint {i} ({name})" for i, name in enumerate(names, start=1)]
     known = checkpoints.check(dict(zip(labels, paths, strict=True)), options.tokenizer, options.trust_remote_code)
-    number = check_file(options.prompts, known.tokenizer)
-    max_tokens = min(options.max_tokens, known.max_length or options.max_tokens)
-    skipped, floor = Skipped(), Floor(options.floor_sequences)
+    text, floor = text_of(options, known), Floor(options.floor_sequences)
     settings = settings_of(options, "per_site", "one_at_a_time")  # of pairs alone
     helds: list[Held] = []
-    gates: list[Gates] = []
 
     def load(index: int) -> nn.Module:
         return checkpoints.load(labels[index], paths[index], dtype, device, options.trust_remote_code)
 
-    def text(count: Skipped) -> Iterator[TextBatch]:
-        source = examples(options.prompts, known.tokenizer, max_tokens, count)
-        return batches(source, options.batch_size, known.tokenizer.pad_token_id)
-
     def results_now() -> dict[str, Any]:
         return {
             "checkpoints": paths,
-            "steps": steps_of(names),
+            "steps": checkpoints.steps_of(names),
             "architecture": known.model_type,
             "parameters": known.parameters,
             "routing_sites": len(known.sites),
-            "examples": number,
-            "truncated": skipped.truncated,
-            "empty": skipped.empty,
-            "floor": {"sequences": floor.seen, "left_out": floor.left_out, "variants": floor.metrics()},
-            "rows": [held.row(name) for held, name in zip(helds, names, strict=False)],
-            "settings": {**settings, "max_tokens": max_tokens, "device": str(device)},
+            "examples": text.number,
+            "truncated": text.skipped.truncated,
+            "empty": text.skipped.empty,
+            "floor": floor.results(),
+            "rows": [held.row() for held in helds],
+            "settings": {**settings, "max_tokens": text.max_tokens, "device": str(device)},
             "environment": environment(device),
         }
 
-    total = (len(paths) + (1 if options.gate_swap else 0)) * -(-number // options.batch_size)
+    total = (len(paths) + (1 if options.gate_swap else 0)) * text.most_batches
     with kept_when_stopped(output) as folder, progress(Console(stderr=True), total) as tick:
-        passes = Passes(load, text, folder / "cache", tick)
-        for index in range(len(paths)):
-            if index == 0:
-                held, own = passes.first(skipped, floor)
-            else:
-                held, own = passes.other(index, gates[0] if options.gate_swap else None)
-            if not held.tokens:
-                raise skipped.nothing_left(options.prompts, number, max_tokens)
-            helds.append(held)
-            gates.append(own)
-            _write(folder, results_now(), helds, names, complete=False)
+        passes = Passes(names, load, text, folder / "cache", tick)
+        first = passes.first(floor)
+        if not first.tokens:
+            raise text.nothing_left()
+        helds.append(first)
+        for index in range(1, len(paths)):
+            helds.append(passes.other(index, first.gates if options.gate_swap else None))
+            _write(folder, results_now(), helds, complete=False)
         if options.gate_swap:
-            passes.swapped(gates[1:], helds[1:])
+            passes.swapped(helds[1:])
         shutil.rmtree(folder / "cache", ignore_errors=True)
-        results = _write(folder, results_now(), helds, names, complete=True)
+        results = _write(folder, results_now(), helds, complete=True)
         figures = draw(results, pd.read_csv(folder / "sites.csv"), folder / "figures")
         write_atomic(folder / "report.html", render(results, figures))
     return output
@@ -113,16 +101,11 @@ def say_series(folder: Path) -> None:
     print(f"report: {folder / 'report.html'}")
 
 
-def _write(
-    folder: Path, results: dict[str, Any], helds: Sequence[Held], names: Sequence[str], complete: bool
-) -> dict[str, Any]:
-    """The numbers so far; the first checkpoint alone is nothing to keep."""
-    if len(helds) < 2:
-        return results
+def _write(folder: Path, results: dict[str, Any], helds: Sequence[Held], complete: bool) -> dict[str, Any]:
+    """The numbers so far, of two checkpoints at least."""
     swap = swap_sentence(results["rows"][-1]["gate_swap"])
     whole: dict[str, Any] = finite({"verdict": series_verdict(results), "swap": swap, "complete": complete, **results})
     write_json(folder / "series.json", whole)
     write_atomic(folder / "series.csv", series_table(results["rows"]).to_csv(index=False))
-    sites = pd.concat([held.sites(name) for held, name in zip(helds, names, strict=False)])
-    write_atomic(folder / "sites.csv", sites.to_csv(index=False))
+    write_atomic(folder / "sites.csv", pd.concat([held.sites() for held in helds]).to_csv(index=False))
     return whole

@@ -9,9 +9,7 @@ import pandas as pd
 
 from moe_rl.drift.figures import LOOKS
 from moe_rl.drift.output import page_of
-from moe_rl.drift.page import floor_text
-from moe_rl.drift.verdict import slot_floors
-from moe_rl.drift.words import number, percent
+from moe_rl.drift.words import floor_text, number, percent, slot_floors
 from moe_rl.study.figures.floor import FLOOR_LINES
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
@@ -60,7 +58,7 @@ def series_curves(results: Mapping[str, Any], note: str) -> StudyFigure:
     for level, (colour, marker) in LEVELS.items():
         first.plot(x, 100 * table[f"{level}_change"], color=colour, marker=marker, ms=3, label=f"{level}s")
         step.plot(x[1:], 100 * table[f"step_{level}_change"][1:], color=colour, marker=marker, ms=3)
-    for floor, rate in slot_floors(results).items():
+    for floor, rate in slot_floors(results["floor"]).items():
         for ax in (first, step):
             ax.axhline(100 * rate, **FLOOR_LINES[floor])
     for kind, column in (("natural", "gap_mean"), ("replayed", "gap_mean_replayed")):
@@ -145,4 +143,4 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _floor(results: Mapping[str, Any]) -> str:
-    return floor_text({"old_name": results["rows"][0]["name"], "floor": results["floor"]})
+    return floor_text(results["rows"][0]["name"], results["floor"])

@@ -1,6 +1,6 @@
 """The forwards of a series, one model in memory at a time."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +8,12 @@ from typing import Any
 import pandas as pd
 from torch import Tensor, nn
 
-from moe_rl.drift.floor import Floor, rates_of, site_table
+from moe_rl.drift.change_tables import rates_of, site_table
+from moe_rl.drift.floor import Floor
 from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.output import Tick
 from moe_rl.drift.passes import keep_scored, kept_scored, scored
-from moe_rl.drift.prompts import Skipped, TextBatch
+from moe_rl.drift.prompts import Text, TextBatch
 from moe_rl.measure.arithmetic import GapSums
 from moe_rl.measure.scoring import Scored, score_live, score_replayed
 from moe_rl.routing import ChangeCounts, change_counts
@@ -22,18 +23,20 @@ Gates = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Passes:
-    """load: the model of a number; text: the batches, from the beginning, counting what is skipped; cache: a folder for
-    the routes and log-probabilities of two checkpoints."""
+    """names: of the checkpoints. load: the model of a number. cache: a folder for the routes and log-probabilities of
+    two checkpoints."""
 
+    names: Sequence[str]
     load: Callable[[int], nn.Module]
-    text: Callable[[Skipped], Iterator[TextBatch]]
+    text: Text
     cache: Path
     tick: Tick
 
-    def first(self, skipped: Skipped, floor: Floor) -> tuple["Held", Gates]:
-        """Score the first checkpoint, measure its noise floor; its row of zeros, and its routers."""
-        model, held = self.load(0), Held()
-        for number, batch in enumerate(self.text(skipped)):
+    def first(self, floor: Floor) -> "Held":
+        """Score the first checkpoint, measure its noise floor; its row is of zeros."""
+        model = self.load(0)
+        held = Held(self.names[0], gates_of(model))
+        for number, batch in enumerate(self.text.batches()):
             before = scored("checkpoint 1", model, batch.text)
             floor.add(model, batch.text, before)
             for name in ("first", "last"):
@@ -41,13 +44,13 @@ class Passes:
             held.add(batch, before, before, before, before.logps)
             self.tick()
         floor.close()
-        return held, gates_of(model)
+        return held
 
-    def other(self, index: int, gates: Gates | None) -> tuple["Held", Gates]:
-        """Score a further checkpoint, live and with the first one's routes and, given `gates`, with its routers; what
-        it changed, and its own routers."""
-        model, held = self.load(index), Held()
-        for number, batch in enumerate(self.text(Skipped())):
+    def other(self, index: int, gates: Gates | None) -> "Held":
+        """Score a further checkpoint, live and with the first one's routes and, given `gates`, with its routers."""
+        model = self.load(index)
+        held = Held(self.names[index], gates_of(model))
+        for number, batch in enumerate(self.text.batches()):
             (before, _), (last, _) = (kept_scored(self.cache, f"{name}_{number}") for name in ("first", "last"))
             after = scored(f"checkpoint {index + 1}", model, batch.text)
             held.add(batch, before, last, after, score_replayed(model, batch.text, before.routes, after.routes))
@@ -56,23 +59,25 @@ class Passes:
                     held.swap("body", batch, before, score_live(model, batch.text))
             keep_scored(self.cache, f"last_{number}", after)
             self.tick()
-        return held, gates_of(model)
+        return held
 
-    def swapped(self, gates: Sequence[Gates], helds: Sequence["Held"]) -> None:
+    def swapped(self, helds: Sequence["Held"]) -> None:
         """The first checkpoint again, with the routers of every other, into their rows."""
         model = self.load(0)
-        for number, batch in enumerate(self.text(Skipped())):
+        for number, batch in enumerate(self.text.batches()):
             before, _ = kept_scored(self.cache, f"first_{number}")
-            for own, held in zip(gates, helds, strict=True):
-                with with_gates(model, own):
+            for held in helds:
+                with with_gates(model, held.gates):
                     held.swap("routers", batch, before, score_live(model, batch.text))
             self.tick()
 
 
 class Held:
-    """What one checkpoint changed: against the first, against the one before, and with swapped routers."""
+    """What one checkpoint changed: against the first, against the one before, and with swapped routers. `gates`: its
+    own routers."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, gates: Gates) -> None:
+        self.name, self.gates = name, gates
         self.gap = GapSums(pair="policies")
         self.step: ChangeCounts | None = None
         self.swaps: dict[str, ChangeCounts] = {}
@@ -91,13 +96,13 @@ class Held:
     def tokens(self) -> int:
         return self.gap.counts.tokens_total if self.gap.counts is not None else 0
 
-    def row(self, name: str) -> dict[str, Any]:
+    def row(self) -> dict[str, Any]:
         """`change` and `step`: slot, site and token change against the first and against the one before; `gap`: the
         log-ratio against the first, natural and replayed (`gap_split`); `gate_swap`."""
         assert self.gap.counts is not None and self.step is not None
         swaps = {key: rates_of(self.swaps[key]) for key in ("routers", "body") if key in self.swaps}
         return {
-            "name": name,
+            "name": self.name,
             "tokens": self.tokens,
             "change": rates_of(self.gap.counts),
             "step": rates_of(self.step),
@@ -105,8 +110,8 @@ class Held:
             "gate_swap": swaps if len(swaps) == 2 else None,
         }
 
-    def sites(self, name: str) -> pd.DataFrame:
+    def sites(self) -> pd.DataFrame:
         """One row per routing site, against the first checkpoint."""
         counts = self.gap.counts
         assert counts is not None
-        return site_table(counts, checkpoint=name)
+        return site_table(counts, checkpoint=self.name)

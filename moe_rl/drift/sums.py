@@ -1,7 +1,7 @@
 """What is counted while the text streams by: sums of fixed size, whatever the length of the text."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,8 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from moe_rl.drift.floor import rates_of
+from moe_rl.drift.change_tables import Positions, rates_of, site_table
 from moe_rl.drift.passes import Measured
-from moe_rl.drift.positions import add_positions, count_positions, position_table
 from moe_rl.measure.moments import Moments, Shares, SiteShares
 from moe_rl.routing import ChangeCounts, change_counts, flips_per_token, site_change, slot_change
 from moe_rl.routing.router_stats import expert_load, load_cv, load_entropy
@@ -23,99 +22,61 @@ SIZES = torch.logspace(-7, 2, 91, dtype=torch.float64)
 """Edges of |log r|, nats, ten to a decade."""
 MARGINS = torch.logspace(-7, 2, 91, dtype=torch.float64)
 """Edges of margins, in the units of the router's scores, ten to a decade."""
-RATES = ("slot", "site", "token")
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Sums:
-    """Everything of a comparison but its per-token table; `add` batches, then read `rates`, `sites`, ..."""
+    """Everything of a comparison but its per-token table; batches (`count`) add up with `+`."""
 
-    counts: ChangeCounts | None = None
-    shares: Shares | None = None
-    site_shares: SiteShares | None = None
-    clusters: Moments | None = None
-    load: Tensor | None = None
-    sizes: Tensor | None = None
-    divergence: Tensor | None = None
-    by_flips: Tensor | None = None
-    positions: Tensor | None = None
-    margins: Tensor | None = None
-    swapped: dict[str, ChangeCounts] | None = None
+    counts: ChangeCounts
+    shares: Shares
+    clusters: Moments
+    load: Tensor
+    sizes: Tensor
+    divergence: Tensor
+    by_flips: Tensor
+    positions: Positions
+    margins: Tensor
+    site_shares: SiteShares | None
+    routers: ChangeCounts | None
+    body: ChangeCounts | None
 
-    def add(self, measured: Measured) -> dict[str, np.ndarray]:
-        """Count a batch; returns its rows of the per-token table, one per measured token."""
-        parts, mask = measured.parts, measured.parts.mask
-        old, new = parts.old_routes, parts.new_routes_taken
-        self.counts = _plus(self.counts, change_counts(old, new, mask))
-        self.shares = _plus(self.shares, parts.shares())
-        own = parts.site_shares()
-        self.site_shares = _plus(self.site_shares, own) if own is not None else None
-        k = old.shape[-1]
-        slots = (slot_change(old, new) * k).round().long()
-        flips = flips_per_token(old, new)
-        numerators = torch.stack([slots.sum(-1), flips, (flips > 0).int()], -1) * mask[..., None]
-        self.clusters = _plus(
-            self.clusters, Moments.of(torch.cat([numerators.sum(1), mask.sum(1, keepdim=True)], 1).double())
-        )
-        self.load = _plus(self.load, torch.stack([expert_load(old, mask), expert_load(new, mask)]))
-        log_ratios = torch.stack([parts.log_ratio, parts.weight, parts.routing])[:, mask]
-        self.sizes = _plus(self.sizes, torch.stack([_bins(row.abs(), SIZES) for row in log_ratios]))
-        self.divergence = _plus(self.divergence, torch.stack([-log_ratios, log_ratios.expm1() - log_ratios]).sum(-1))
-        before = flips.roll(1, 1)  # token t is predicted at t - 1; the first of a row follows nothing and is 0
-        self.by_flips = _plus(self.by_flips, _by_flips(before[mask], log_ratios[:2], old.shape[2]))
-        self.positions = add_positions(self.positions, count_positions(old, new, mask))
-        if measured.swapped is not None:
-            known, swapped = self.swapped or {}, zip(("routers", "body"), measured.swapped, strict=True)
-            self.swapped = {name: _plus(known.get(name), change_counts(old, own, mask)) for name, own in swapped}
-        changed = site_change(old, new)[mask]
-        self.margins = _plus(self.margins, _by_margin(measured.margins[mask], changed))
-        return _token_rows(measured, slots.sum(-1), flips, before)
+    def __add__(self, other: "Sums") -> "Sums":
+        pairs = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        added: Any = (None if a is None else a + b for a, b in pairs)
+        return Sums(*added)
 
     # -- what it comes to -----------------------------------------------------------------------------------------
 
     def rates(self) -> dict[str, dict[str, float]]:
         """Slot, site and token change: rate, numerator, denominator, and a 95 % interval over sequences (a ratio
         estimator's, Student's with sequences as clusters; NaN with one sequence)."""
-        counts, clusters = self._counts, self.clusters
-        assert clusters is not None
+        counts, clusters = self.counts, self.clusters
         n, covariance = clusters.count, clusters.covariance
         student = float(stdtrit(n - 1, 0.975)) if n > 1 else math.nan  # of two sequences 12.7, of many 1.96
-        units = {"slot": counts.slots_total, "site": counts.sites_total, "token": counts.tokens_total}
-        changed = {"slot": counts.slots_changed, "site": counts.sites_changed, "token": counts.tokens_changed}
-        found = {}
-        for i, name in enumerate(RATES):
-            per_token = units[name] / counts.tokens_total
-            slope = changed[name] / counts.tokens_total
+        found = rates_of(counts)
+        for i, (level, row) in enumerate(found.items()):
+            per_token = row["of"] / counts.tokens_total
+            slope = row["changed"] / counts.tokens_total
             spread = covariance[i, i] - 2 * slope * covariance[i, 3] + slope**2 * covariance[3, 3]
             half = student * float((spread / n).clamp(min=0).sqrt() / clusters.mean[3]) / per_token
-            rate = changed[name] / units[name]
-            found[name] = {
-                "rate": rate,
-                "low": max(0.0, rate - half) if half == half else half,
-                "high": min(1.0, rate + half) if half == half else half,
-                "changed": changed[name],
-                "of": units[name],
-            }
+            rate = row["rate"]
+            low, high = (half, half) if math.isnan(half) else (max(0.0, rate - half), min(1.0, rate + half))
+            found[level] = {"rate": rate, "low": low, "high": high, "changed": row["changed"], "of": row["of"]}
         return found
 
     def swaps(self) -> dict[str, dict[str, dict[str, float]]] | None:
         """Slot, site and token change by new routers on the old body (`routers`) and by old routers on the new body
         (`body`), against the old routes: rate, numerator, denominator. None where it was not measured."""
-        if self.swapped is None:
+        if self.routers is None or self.body is None:
             return None
-        return {name: rates_of(counts) for name, counts in self.swapped.items()}
+        return {"routers": rates_of(self.routers), "body": rates_of(self.body)}
 
     def sites(self) -> pd.DataFrame:
         """One row per routing site: change, load, margins, and what it does to the log-ratio."""
-        counts = self._counts
-        assert self.load is not None and self.margins is not None
+        counts = self.counts
         share = self.load.double() / self.load.sum(-1, keepdim=True)
         table: dict[str, Any] = {
-            "site": counts.sites,
-            "tokens": counts.per_site_total,
-            "tokens_changed": counts.per_site_changed,
-            "slots": counts.per_site_slots_total,
-            "slots_changed": counts.per_site_slots_changed,
             "site_change": counts.per_site_changed / counts.per_site_total,
             "slot_change": counts.per_site_slots_changed / counts.per_site_slots_total,
             "load_cv_old": load_cv(self.load[0]),
@@ -127,26 +88,21 @@ class Sums:
         }
         if self.site_shares is not None:
             table |= self.site_shares.rows()
-        return pd.DataFrame(
-            {name: column.numpy() if isinstance(column, Tensor) else list(column) for name, column in table.items()}
-        )
+        return site_table(counts).assign(**{name: np.asarray(column) for name, column in table.items()})
 
     def experts(self) -> pd.DataFrame:
         """One row per (site, expert): tokens given to it by the old and by the new router."""
-        assert self.load is not None
         old, new = self.load.numpy()
         sites, experts = old.shape
-        table = {"site": np.repeat(list(self._counts.sites), experts), "expert": np.tile(np.arange(experts), sites)}
+        table = {"site": np.repeat(list(self.counts.sites), experts), "expert": np.tile(np.arange(experts), sites)}
         return pd.DataFrame({**table, "old": old.ravel(), "new": new.ravel()})
 
     def by_position(self) -> pd.DataFrame:
         """One row per position in the measured text (0: its first token)."""
-        assert self.positions is not None
-        return position_table(self.positions, len(self._counts.sites), self._counts.site_deviation.shape[1] - 1)
+        return self.positions.table(self.counts)
 
     def by_margin(self) -> pd.DataFrame:
         """Choices and changes by the margin of the old choice, all sites together; `low` to `high` bounds a bin."""
-        assert self.margins is not None
         kept, changed = self.margins.sum(0).numpy()
         edges = np.concatenate([[0.0], MARGINS.numpy(), [np.inf]])
         table = pd.DataFrame({"low": edges[:-1], "high": edges[1:], "choices": kept + changed, "changed": changed})
@@ -154,7 +110,6 @@ class Sums:
 
     def tails(self) -> pd.DataFrame:
         """Share of tokens whose |log r| exceeds a size, for each kind of log-ratio."""
-        assert self.sizes is not None
         parts = []
         for kind, counts in zip(KINDS, self.sizes, strict=True):
             above = counts.flip(0).cumsum(0).flip(0)[1:]  # bin i + 1 begins at edge i
@@ -165,7 +120,6 @@ class Sums:
     def variance_by_flips(self) -> pd.DataFrame:
         """Token variance of the natural and the replayed log-ratio by the sites that changed where the token was
         predicted, one position before it. Earlier positions act through attention only."""
-        assert self.by_flips is not None
         tokens = self.by_flips[0]
         table: dict[str, Any] = {"flips": np.arange(len(tokens)), "tokens": tokens.long().numpy()}
         for i, kind in enumerate(KINDS[:2]):
@@ -177,18 +131,35 @@ class Sums:
     def kl(self) -> dict[str, float]:
         """k1 = mean(-log r) and k3 = mean(r - 1 - log r), nats per token, natural and replayed. They estimate
         KL(old || new) if the text was sampled from OLD, and are plain averages over the text otherwise."""
-        assert self.divergence is not None
-        k1, k3 = (self.divergence / self._counts.tokens_total).tolist()
+        k1, k3 = (self.divergence / self.counts.tokens_total).tolist()
         return {f"{name}_{kind}": row[i] for name, row in (("k1", k1), ("k3", k3)) for i, kind in enumerate(KINDS[:2])}
 
-    @property
-    def _counts(self) -> ChangeCounts:
-        assert self.counts is not None
-        return self.counts
 
-
-def _plus(a: Any, b: Any) -> Any:
-    return b if a is None else a + b
+def count(measured: Measured) -> tuple[Sums, dict[str, np.ndarray]]:
+    """The sums of a batch, and its rows of the per-token table, one per measured token."""
+    parts, mask = measured.parts, measured.parts.mask
+    old, new = parts.old_routes, parts.new_routes_taken
+    slots = (slot_change(old, new) * old.shape[-1]).round().long()
+    flips = flips_per_token(old, new)
+    numerators = torch.stack([slots.sum(-1), flips, (flips > 0).int()], -1) * mask[..., None]
+    log_ratios = torch.stack([parts.log_ratio, parts.weight, parts.routing])[:, mask]
+    before = flips.roll(1, 1)  # token t is predicted at t - 1; the first of a row follows nothing and is 0
+    routers, body = (change_counts(old, own, mask) for own in measured.swapped) if measured.swapped else (None, None)
+    sums = Sums(
+        counts=change_counts(old, new, mask),
+        shares=parts.shares(),
+        clusters=Moments.of(torch.cat([numerators.sum(1), mask.sum(1, keepdim=True)], 1).double()),
+        load=torch.stack([expert_load(old, mask), expert_load(new, mask)]),
+        sizes=torch.stack([_bins(row.abs(), SIZES) for row in log_ratios]),
+        divergence=torch.stack([-log_ratios, log_ratios.expm1() - log_ratios]).sum(-1),
+        by_flips=_by_flips(before[mask], log_ratios[:2], old.shape[2]),
+        positions=Positions.of(old, new, mask),
+        margins=_by_margin(measured.margins[mask], site_change(old, new)[mask]),
+        site_shares=parts.site_shares(),
+        routers=routers,
+        body=body,
+    )
+    return sums, _token_rows(measured, slots.sum(-1), flips, before)
 
 
 def _bins(values: Tensor, edges: Tensor) -> Tensor:

@@ -1,6 +1,11 @@
-"""Numbers in sentences and tables."""
+"""A comparison in sentences: how much changed, how many times the noise floor that is; and numbers in sentences."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
+
+from moe_rl.study.figures.floor import WORDS
+from moe_rl.study.floors import FLOORS
 
 
 def number(value: float | None) -> str:
@@ -14,3 +19,87 @@ def percent(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "–"
     return f"{100 * value:.3g} %".replace("-", "−")
+
+
+def pair_verdict(results: Mapping[str, Any]) -> str:
+    """Of two checkpoints; the same sentence on the terminal and at the top of the page."""
+    change = results["change"]
+    return f"{_changed(change, results['old_name'], results['new_name'])}{_times(change, results)}."
+
+
+def series_verdict(results: Mapping[str, Any]) -> str:
+    """Of a series: the last against the first, the floor, and where most of it came."""
+    rows = results["rows"]
+    last, names = rows[-1], [row["name"] for row in rows]
+    text = f"{_changed(last['change'], names[0], names[-1])}{_times(last['change'], results)}"
+    steps = [(row["name"], row["step"]["slot"]["rate"]) for row in rows[1:]]
+    most = max(steps, key=lambda step: step[1])
+    mean = sum(rate for _, rate in steps) / len(steps)
+    between = f"from one of the {len(rows)} to the next {percent(mean)} on average"
+    return f"{text}; {between}, at most {percent(most[1])} ({most[0]})."
+
+
+def swap_sentence(swap: Mapping[str, Any] | None) -> str:
+    """Which of the two, routers or body, moves the selection; empty where it was not measured."""
+    if not swap:
+        return ""
+    routers, body = (swap[name]["slot"]["rate"] for name in ("routers", "body"))
+    text = (
+        f"New routers on the old body change {percent(routers)} of slots, old routers on the new body {percent(body)}: "
+    )
+    if not max(routers, body):
+        return text + "neither moves the selection."
+    if max(routers, body) < 1.2 * min(routers, body):
+        return text + "both move the selection about equally."
+    larger, smaller = max(routers, body), min(routers, body)
+    much = f"{number(larger / smaller)} times as much" if smaller else "alone"
+    return text + f"the {'routers' if routers > body else 'hidden states'} move the selection {much}."
+
+
+def slot_floors(floor: Mapping[str, Any]) -> dict[str, float]:
+    """Slot change of each noise floor that was measured."""
+    return {name: _largest(rows, "slot") for name, rows in _measured(floor).items()}
+
+
+def floor_text(old: str, floor: Mapping[str, Any], reasons: bool = True) -> str:
+    """The noise floor in a sentence, with the `reasons` for what is missing; empty where it was not measured."""
+    parts = []
+    for name, rows in _measured(floor).items():
+        changed = ", ".join(f"{percent(_largest(rows, level))} of {level}s" for level in ("slot", "site", "token"))
+        gap = number(max(row["gap_max"] for row in rows))
+        parts.append(f"{WORDS[name]} changes {changed} and moves a log-probability by up to {gap} nats")
+    if not parts:
+        return ""
+    for variant, why in floor["left_out"].items():
+        parts.append(f"not measured: {variant}" + (f" ({why})" if reasons else ""))
+    return f"{old} against itself on {floor['sequences']:,} sequences: {'; '.join(parts)}."
+
+
+def _measured(floor: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    """Each noise floor with the variants of which it is the largest, where any of them was measured."""
+    variants = floor["variants"]
+    found = {name: [variants[m] for m in members if m in variants] for name, members in FLOORS.items()}
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def _largest(rows: list[Mapping[str, Any]], level: str) -> float:
+    return max(row[level]["rate"] or 0.0 for row in rows)
+
+
+def _changed(change: Mapping[str, Any], old: str, new: str) -> str:
+    slots, tokens = (percent(change[level]["rate"]) for level in ("slot", "token"))
+    return f"{slots} of slots and {tokens} of tokens changed from {old} to {new}"
+
+
+def _times(change: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    """How many times each floor, by slots: the model's own arithmetic, and a bf16 copy."""
+    rate, floors = change["slot"]["rate"], slot_floors(results["floor"])
+    if not floors:
+        return ""
+    parts = []
+    for name, words in (("own", "other arithmetic at equal weights"), ("bf16", "a bf16 copy")):
+        if floors.get(name):
+            parts.append(f"{number(rate / floors[name])} times what {words} changes ({percent(floors[name])})")
+    if "own" in floors and not floors["own"]:
+        parts.append("other arithmetic at equal weights changes none")
+    return f", {' and '.join(parts)}" if parts else ""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from moe_rl.integrations.measures import Measures, Minibatch, ProbeBatch, Ranks, measure
-from moe_rl.integrations.old_policy import OldPolicy, refuse_random
+from moe_rl.integrations.old_policy import OldPolicy, refuse_other_replay, refuse_random
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes
 
 if TYPE_CHECKING:  # whatever trainer it is put in front of
@@ -32,8 +32,7 @@ class ReplayTrainer(Trainer):
 
     def _choose(self: Any, replay: str, kinds: Sequence[str], first_change_tolerance: float) -> None:
         """Before the trainer is made."""
-        if replay not in kinds:
-            raise RoutingError(f"replay must be one of {', '.join(kinds)}, got {replay!r}")
+        refuse_other_replay(replay, kinds)
         self.replay, self.first_change_tolerance = replay, first_change_tolerance
 
     def _begin(self: Any, run_folder: Any, objective: str, sequence_clip: bool) -> None:
@@ -166,11 +165,13 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     given = {name: value for name, value in sorted(args.to_dict().items()) if isinstance(value, plain)}
     known = {f.name: f.default for f in fields(args) if f.name in given and isinstance(f.default, plain)}
     group = {name: next((g for g, begins in GROUPS.items() if name.startswith(begins)), "arguments") for name in given}
-    config = {"objective": objective, "replay": trainer.replay, "trainer": trainer._bare.__name__}
-    config |= {g: {name: value for name, value in given.items() if group[name] == g} for g in (*GROUPS, "arguments")}
-    defaults = {g: {name: value for name, value in known.items() if group[name] == g} for g in (*GROUPS, "arguments")}
+
+    def grouped(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        return {g: {n: value for n, value in values.items() if group[n] == g} for g in (*GROUPS, "arguments")}
+
+    config = {"objective": objective, "replay": trainer.replay, "trainer": trainer._bare.__name__, **grouped(given)}
     free = [
         f"{group[name]}.{name}" for name in given if name in LENGTH or (group[name] == "run" and "seed" not in name)
     ]
     number = int(seed[1]) if seed else args.seed
-    return RunWriter(folder, arm=arm, seed=number, config=config, defaults=defaults, free=free)
+    return RunWriter(folder, arm=arm, seed=number, config=config, defaults=grouped(known), free=free)

@@ -1,6 +1,8 @@
 """What every integration needs: the routes of a batch's old policy, and the proof that they are its."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
@@ -59,6 +61,23 @@ def same_policy(old: RoutedExperts, now: RoutedExperts, tokens: Bool[Tensor, "B 
             f"first_change_tolerance above {share:.3g}"
         )
     return share
+
+
+def refuse_other_replay(replay: str, kinds: Sequence[str], where: str = "") -> None:
+    """RoutingError for a kind of replay that there is not."""
+    if replay not in kinds:
+        raise RoutingError(f"replay must be one of {', '.join(kinds)}{where}, got {replay!r}")
+
+
+def refuse_other_version(name: str, package: Any, versions: Sequence[str], part: str, file: str) -> None:
+    """RoutingError for a version of a package whose `part`, in `file`, was not read; `versions` were."""
+    version = getattr(package, "__version__", "unknown")
+    if version not in versions:
+        raise RoutingError(
+            f"{name} {version} is not known here ({', '.join(versions)} are): its {part} may score and train "
+            f"elsewhere. Install one of these, or compare {file} and add the version to "
+            f"moe_rl.integrations.{package.__name__}.VERSIONS"
+        )
 
 
 def refuse_random(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe_rl.integrations.hf_trainer import ReplayTrainer
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
-from moe_rl.integrations.old_policy import OldPolicy
+from moe_rl.integrations.old_policy import OldPolicy, refuse_other_version
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes
 
 VERSIONS = ("4.6.0", "4.6.0.dev0")
@@ -39,13 +39,7 @@ def install(replay: str = "R2", **options: Any) -> type:
     import swift
     from swift.trainers.trainer_factory import TrainerFactory
 
-    version = getattr(swift, "__version__", "unknown")
-    if version not in VERSIONS:
-        raise RoutingError(
-            f"ms-swift {version} is not known here ({', '.join(VERSIONS)} are): its trainer may score and train "
-            "elsewhere. Install one of these, or compare its grpo_trainer.py and add the version to "
-            "moe_rl.integrations.swift.VERSIONS"
-        )
+    refuse_other_version("ms-swift", swift, VERSIONS, "trainer", "its grpo_trainer.py")
     place = TrainerFactory.TRAINER_MAPPING["grpo"]
     trainer = routing_replay(TrainerFactory.get_cls(_Grpo, {"grpo": place}), replay, **options)
     globals()["InstalledGRPOTrainer"] = trainer

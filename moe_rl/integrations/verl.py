@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from moe_rl.integrations.measures import CHANGES
-from moe_rl.integrations.old_policy import refuse_random, same_policy
+from moe_rl.integrations.old_policy import refuse_other_replay, refuse_other_version, refuse_random, same_policy
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 
 VERSIONS = ("0.9.1", "0.10.0.dev")
@@ -49,15 +49,8 @@ def install(replay: str = "R2", first_change_tolerance: float = 0.0) -> None:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    if replay not in KINDS:
-        raise RoutingError(f"replay must be one of {', '.join(KINDS)} in verl's FSDP engine, got {replay!r}")
-    version = getattr(verl, "__version__", "unknown")
-    if version not in VERSIONS:
-        raise RoutingError(
-            f"verl {version} is not known here ({', '.join(VERSIONS)} are): its engine may score and train elsewhere. "
-            "Install one of these, or compare workers/engine/fsdp/transformer_impl.py and add the version to "
-            "moe_rl.integrations.verl.VERSIONS"
-        )
+    refuse_other_replay(replay, KINDS, " in verl's FSDP engine")
+    refuse_other_version("verl", verl, VERSIONS, "engine", "workers/engine/fsdp/transformer_impl.py")
     if isinstance(vars(ActorRolloutRefWorker).get(FLAG), _Marked):
         raise RoutingError("routing replay was installed in this process already")
     setattr(ActorRolloutRefWorker, FLAG, _Marked())

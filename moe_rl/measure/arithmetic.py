@@ -15,9 +15,10 @@ log-probability, natural d = arithmetic + routing: the replayed d is the arithme
 the reference's, the rest is routing. The decomposition of `moe_rl.measure.decompose` with kernels in place of weights.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,11 +26,10 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.measure.decoding import decode_live, decode_replayed
-from moe_rl.measure.logprobs import hf_model
-from moe_rl.measure.metrics import ratio_metrics, ratio_range_metrics
-from moe_rl.measure.noise_floor import experts_computed_by
-from moe_rl.measure.scoring import Scored, TokenBatch, score_live, score_replayed
+from moe_rl.measure.decoding import decoded_logps
+from moe_rl.measure.metrics import changed_of, ratio_metrics, ratio_range_metrics
+from moe_rl.measure.noise_floor import experts_computed_by, experts_implementation, first_line
+from moe_rl.measure.scoring import Score, Scored, TokenBatch, score_live, score_replayed, text_logps
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, site_change
 
 LAYOUTS = {
@@ -76,14 +76,9 @@ class GapSums:
         counts = self.counts
         if counts is None or not counts.tokens_total:
             raise CannotRun("no token to measure")
-        changed = {
-            "slots": (counts.slots_changed, counts.slots_total),
-            "sites": (counts.sites_changed, counts.sites_total),
-            "tokens": (counts.tokens_changed, counts.tokens_total),
-        }
         found: dict[str, float | int] = {}
-        for name, (number, of) in changed.items():
-            found |= {f"{name[:-1]}_change": number / of, f"{name}_changed": number, name: of}
+        for level, (changed, of) in changed_of(counts).items():
+            found |= {f"{level}_change": changed / of, f"{level}s_changed": changed, f"{level}s": of}
         return found | gap_split(*(_joined(part) for part in (self.natural, self.replayed, self.masks)))
 
 
@@ -145,8 +140,9 @@ def compare(
         CannotRun: there is nothing to this variant here, or kernels or memory refuse it.
     """
     sums = GapSums()
+    name = variant.removeprefix("experts_")
     try:
-        with _experts(model, variant):
+        with nullcontext() if name == variant else experts_computed_by(model, name):
             for text, before in zip(texts, reference, strict=True):
                 if variant == "decode":
                     own, replayed, mask = _decoded(model, text, before, decode_tokens)
@@ -165,11 +161,6 @@ def compare(
         why = "every batch is one sequence" if variant.startswith("batch") else "no padding would move"
         raise CannotRun(f"nothing to compare: {why}")
     return sums
-
-
-def first_line(error: BaseException) -> str:
-    """Of what it says."""
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def check_finite(scored: Iterable[Scored]) -> None:
@@ -210,8 +201,7 @@ def arithmetic_floor(
 
 def experts_variants(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Names of the variants that compare the model's experts implementation with those of `names` that are others."""
-    own = getattr(getattr(hf_model(model), "config", None), "_experts_implementation", None)
-    return [f"experts_{name}" for name in names if name != own]
+    return [f"experts_{name}" for name in names if name != experts_implementation(model)]
 
 
 def repadded(text: TokenBatch, side: str) -> TokenBatch:
@@ -268,19 +258,24 @@ def _rescored(
     """The variant's own scoring and the one under the reference's routes, both in the layout of `text`."""
     logps, routes, forced = [], [], []
     for start, stop, piece in pieces:
-        rows, own = text.rows(start, stop), score_live(model, piece)
+        rows, before = text.rows(start, stop), reference.routes.rows(slice(start, stop))
         there, here = piece.attention_mask.cpu(), rows.attention_mask.cpu()
         moves = not torch.equal(there, here)  # else padding keeps its routes too, and groups of experts their sizes
-        aligned = own.routes.realign(there, here) if moves else own.routes
-        before = reference.routes.rows(slice(start, stop))
-        forced_on = before.realign(here, there) if moves else before
-        # Replaying one's own routes is bit-exact: where nothing changed the second forward would say the same.
-        changed = bool(site_change(before, aligned)[here.bool()].any())
-        replayed = score_replayed(model, piece, forced_on, own.routes) if changed else own.logps
+        own, replayed = _live_and_replayed(model, piece, before.realign(here, there) if moves else before)
         logps.append(_moved(own.logps, piece, rows))
         forced.append(_moved(replayed, piece, rows))
-        routes.append(aligned)
+        routes.append(own.routes.realign(there, here) if moves else own.routes)
     return Scored(torch.cat(logps), RoutedExperts.cat(routes)), torch.cat(forced)
+
+
+def _live_and_replayed(
+    model: nn.Module, text: TokenBatch, routes: RoutedExperts, score: Score = text_logps
+) -> tuple[Scored, Float[Tensor, "B T"]]:
+    """A text as the model routes for itself, and its log-probabilities with `routes` forced. Replaying one's own routes
+    is bit-exact: where nothing changed the second forward would say the same."""
+    own = score_live(model, text, score)
+    changed = bool(site_change(routes, own.routes)[text.attention_mask.cpu().bool()].any())
+    return own, score_replayed(model, text, routes, own.routes, score) if changed else own.logps
 
 
 def _moved(logps: Float[Tensor, "b t"], piece: TokenBatch, rows: TokenBatch) -> Float[Tensor, "b T"]:
@@ -298,9 +293,8 @@ def _decoded(
     first = int(text.completion_mask.any(0).int().argmax())
     stop = min(width, first + decode_tokens)
     short = _each(text, lambda part: part[:, :stop])
-    own, before = decode_live(model, short, first), _columns(reference.routes, stop)
-    changed = bool(site_change(before, own.routes)[short.attention_mask.cpu().bool()].any())
-    replayed = decode_replayed(model, short, first, before, own.routes) if changed else own.logps
+    before, score = _columns(reference.routes, stop), partial(decoded_logps, prefill=first)
+    own, replayed = _live_and_replayed(model, short, before, score)
     mask = F.pad(short.completion_mask.cpu(), (0, width - stop))
     wide = [F.pad(x, (0, width - stop)) for x in (own.logps, replayed)]
     return Scored(wide[0], _columns(own.routes, width)), wide[1], mask
@@ -315,23 +309,6 @@ def _columns(routes: RoutedExperts, width: int) -> RoutedExperts:
 
     tokens = None if routes.tokens is None else cut(routes.tokens)
     return RoutedExperts(cut(routes.ids), routes.sites, routes.num_experts, tokens=tokens, meta=routes.meta)
-
-
-@contextmanager
-def _experts(model: nn.Module, variant: str) -> Iterator[None]:
-    """Inside, the experts implementation that an "experts_NAME" variant names."""
-    if not variant.startswith("experts_"):
-        yield
-        return
-    name = variant.removeprefix("experts_")
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(experts_computed_by(model, name))
-        except (ValueError, AttributeError, ImportError) as error:
-            raise CannotRun(
-                f"{type(hf_model(model)).__name__} has no experts implementation {name!r}: {error}"
-            ) from error
-        yield
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

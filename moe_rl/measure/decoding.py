@@ -8,33 +8,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.head import LogitMap, head_logps
-from moe_rl.measure.logprobs import causal_lm, evaluating, head_treatment
-from moe_rl.measure.scoring import Scored, TokenBatch, in_order_of
-from moe_rl.routing import RoutedExperts, record_routes, replay_routes
+from moe_rl.measure.logprobs import causal_lm, head_treatment
+from moe_rl.measure.scoring import TokenBatch
 
 
 @torch.no_grad()
-def decode_live(model: nn.Module, text: TokenBatch, prefill: int) -> Scored:
-    """As `score_live`, with the first `prefill` columns in one forward and every further column in one of its own.
+def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Tensor, "B T"]:
+    """As `text_logps`, with the first `prefill` columns in one forward and every further column in one of its own.
 
     A token is scored by the call that was fed the column before it: the first one after the prompt by the prefill. The
     head computes as in `token_logps`, so that what differs from it is the cache and the shapes.
     """
-    with evaluating(model), record_routes(model) as recording:
-        logps = _decode(model, text, prefill)
-    return Scored(logps, recording.routes.to("cpu"))
-
-
-@torch.no_grad()
-def decode_replayed(
-    model: nn.Module, text: TokenBatch, prefill: int, routes: RoutedExperts, own: RoutedExperts
-) -> Float[Tensor, "B T"]:
-    """As `score_replayed`, decoded; `own` are the routes that `decode_live` took, for the order of unchanged slots."""
-    with evaluating(model), replay_routes(model, in_order_of(own, routes)):
-        return _decode(model, text, prefill)
-
-
-def _decode(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Tensor, "B T"]:
     if not 1 <= prefill <= text.input_ids.shape[1]:
         raise ValueError(f"prefill counts columns, between 1 and {text.input_ids.shape[1]}, got {prefill}")
     lm = causal_lm(model)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import evaluating
 from moe_rl.measure.moments import Shares, SiteShares
-from moe_rl.measure.scoring import Scored, TokenBatch, _logps, in_order_of, score_live, score_replayed
+from moe_rl.measure.scoring import Scored, TokenBatch, in_order_of, score_live, score_replayed, text_logps
 from moe_rl.measure.weights import temporary_weights
 from moe_rl.routing import RoutedExperts, replay_routes, site_change
 
@@ -152,17 +152,18 @@ def decompose(
     parts = []
     for piece in _pieces(text, batch_size):
         old, new = score_live(old_model, piece), score_live(new_model, piece)
-        parts.append(
-            combine(
-                piece,
-                old,
-                new,
-                score_replayed(new_model, piece, old.routes, new.routes),
-                score_replayed(old_model, piece, new.routes, old.routes),
-                score_sites(new_model, piece, old.routes, new) if per_site else None,
-            )
-        )
+        parts.append(decompose_scored(old_model, new_model, piece, old, new, per_site=per_site))
     return _join(parts)
+
+
+def decompose_scored(
+    old_model: nn.Module, new_model: nn.Module, text: TokenBatch, old: Scored, new: Scored, *, per_site: bool = False
+) -> Decomposition:
+    """As `decompose` where `score_live` of both models is at hand."""
+    new_weights = score_replayed(new_model, text, old.routes, new.routes)
+    new_routes = score_replayed(old_model, text, new.routes, old.routes)
+    sites = score_sites(new_model, text, old.routes, new, new_weights) if per_site else None
+    return combine(text, old, new, new_weights, new_routes, sites)
 
 
 def decompose_update(
@@ -177,7 +178,7 @@ def decompose_update(
     """
     new = score_live(model, text)
     new_weights = score_replayed(model, text, old.routes, new.routes)
-    sites = score_sites(model, text, old.routes, new) if per_site else None
+    sites = score_sites(model, text, old.routes, new, new_weights) if per_site else None
     with temporary_weights(model, old_weights):
         new_routes = score_replayed(model, text, new.routes, old.routes)
     return combine(text, old, new, new_weights, new_routes, sites)
@@ -188,15 +189,14 @@ def decompose_update(
 
 @torch.no_grad()
 def score_sites(
-    model: nn.Module, text: TokenBatch, old_routes: RoutedExperts, new: Scored
+    model: nn.Module, text: TokenBatch, old_routes: RoutedExperts, new: Scored, replayed: Float[Tensor, "B T"]
 ) -> tuple[Float[Tensor, "L B T"], Float[Tensor, "L B T"]]:
     """f(new; new routes at site l, old elsewhere) and f(new; old routes at l, new elsewhere), for every site l.
 
-    A site at which no token changed is not run: it changes nothing.
+    `replayed` is f(new; old routes). A site at which no token changed is not run: it changes nothing.
     """
     kept = in_order_of(new.routes, old_routes)
     changed = site_change(kept, new.routes).flatten(0, 1).any(0).tolist()
-    replayed = score_replayed(model, text, old_routes, new.routes)
     alone: list[Tensor] = []
     others: list[Tensor] = []
     with evaluating(model):
@@ -209,7 +209,7 @@ def score_sites(
                     if differs:
                         stack.enter_context(replay_routes(model, outer))
                         stack.enter_context(replay_routes(model, inner, sites=site))
-                    found.append(_logps(model, text) if differs else without)
+                    found.append(text_logps(model, text) if differs else without)
     return torch.stack(alone), torch.stack(others)
 
 

@@ -61,10 +61,6 @@ class Variance:
     moments: Moments
 
     @property
-    def count(self) -> int:
-        return self.moments.count
-
-    @property
     def total(self) -> float:
         """Var(log r), nats² (squared nats per token at sequence level)."""
         return float(self.moments.covariance.sum())
@@ -76,10 +72,6 @@ class Variance:
     def cov(self, a: str, b: str) -> float:
         """Covariance of two parts; it enters the total twice."""
         return float(self.moments.covariance[PARTS.index(a), PARTS.index(b)])
-
-    def mean(self, part: str) -> float:
-        """Mean of one part, nats."""
-        return float(self.moments.mean[PARTS.index(part)]) if self.count else float("nan")
 
     def share(self, part: str) -> float:
         """Cov(part, log r) / Var(log r), a fraction; NaN where nothing varies. The interaction's share given half to

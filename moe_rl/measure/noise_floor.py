@@ -14,7 +14,7 @@ to it: log-probabilities agree to some 1e-6 nats and no expert changes, save at 
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,9 +67,11 @@ class NoiseFloor:
             pieces = [score_live(model, text.rows(i, i + step)) for i in range(0, size, step)]
             whole = Scored(torch.cat([p.logps for p in pieces]), RoutedExperts.cat([p.routes for p in pieces]))
             yield Variant("batch", f"{size} sequences at once and in pieces of {step}", whole)
-        with other_experts(model) as names:
-            if names and (scored := self._attempt("experts", lambda: score_live(model, text))):
-                yield Variant("experts", f"{names[0]} and {names[1]}", scored)
+        own = experts_implementation(model)
+        other = OTHER_EXPERTS.get(str(own), "eager")
+        with suppress(OtherExpertsError), experts_computed_by(model, other):
+            if scored := self._attempt("experts", lambda: score_live(model, text)):
+                yield Variant("experts", f"{own} and {other}", scored)
         dtype = next(model.parameters()).dtype
         if not self.bf16 or dtype == torch.bfloat16:
             return
@@ -88,7 +90,7 @@ class NoiseFloor:
         try:
             return score()
         except (RuntimeError, MemoryError, UnsupportedModelError) as error:
-            self.left_out[variant] = str(error).splitlines()[0]
+            self.left_out[variant] = first_line(error)
             self.close()
             return None
 
@@ -111,27 +113,30 @@ def floor_metrics(mask: Bool[Tensor, "B T"], base: Scored, other: Scored) -> dic
     }
 
 
-@contextmanager
-def other_experts(model: nn.Module) -> Iterator[tuple[str, str] | None]:
-    """Inside, the experts are computed by another implementation; None where the model has but one."""
-    name = getattr(getattr(hf_model(model), "config", None), "_experts_implementation", None)
-    other = OTHER_EXPERTS.get(str(name), "eager")
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(experts_computed_by(model, other))
-        except (ValueError, AttributeError, ImportError):
-            yield None
-            return
-        yield str(name), other
+def first_line(error: BaseException) -> str:
+    """Of what it says."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+class OtherExpertsError(RuntimeError):
+    """A model that has no experts implementation of a name; the message says which."""
+
+
+def experts_implementation(model: nn.Module) -> str | None:
+    """The name under which transformers computes a model's experts."""
+    return getattr(getattr(hf_model(model), "config", None), "_experts_implementation", None)
 
 
 @contextmanager
 def experts_computed_by(model: nn.Module, name: str) -> Iterator[None]:
-    """Inside, the experts are computed by another implementation of transformers. ValueError, AttributeError or
-    ImportError before, where the model has none of that name."""
+    """Inside, the experts are computed by another implementation of transformers. Raises OtherExpertsError before,
+    where the model has none of that name."""
     inner: Any = hf_model(model)
-    own = getattr(getattr(inner, "config", None), "_experts_implementation", None)
-    inner.set_experts_implementation(name)
+    own = experts_implementation(model)
+    try:
+        inner.set_experts_implementation(name)
+    except (ValueError, AttributeError, ImportError) as error:
+        raise OtherExpertsError(f"{type(inner).__name__} has no experts implementation {name!r}: {error}") from error
     try:
         yield
     finally:

@@ -1,5 +1,6 @@
 """Score one text with one model: its log-probabilities under live or forced routes, and the experts that it chose."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,21 +34,33 @@ class Scored:
     routes: RoutedExperts
 
 
+Score = Callable[[nn.Module, TokenBatch], Tensor]
+"""Log-probabilities `[B,T]` of a text, in one forward or in several."""
+
+
+def text_logps(model: nn.Module, text: TokenBatch) -> Float[Tensor, "B T"]:
+    """`token_logps` of a text, on the CPU, float64."""
+    device = next(model.parameters()).device
+    masks = text.attention_mask.to(device), text.completion_mask.to(device)
+    out = token_logps(model, text.input_ids.to(device), *masks, temperature=text.temperature)
+    return out.logps.cpu().double()
+
+
 @torch.no_grad()
-def score_live(model: nn.Module, text: TokenBatch) -> Scored:
+def score_live(model: nn.Module, text: TokenBatch, score: Score = text_logps) -> Scored:
     """f(w, own routes), and the routes."""
     with evaluating(model), record_routes(model) as recording:
-        logps = _logps(model, text)
+        logps = score(model, text)
     return Scored(logps, recording.routes.to("cpu"))
 
 
 @torch.no_grad()
 def score_replayed(
-    model: nn.Module, text: TokenBatch, routes: RoutedExperts, own: RoutedExperts
+    model: nn.Module, text: TokenBatch, routes: RoutedExperts, own: RoutedExperts, score: Score = text_logps
 ) -> Float[Tensor, "B T"]:
     """f(w, other routes); `own` are those that the model takes by itself, for the order of unchanged slots."""
     with evaluating(model), replay_routes(model, in_order_of(own, routes)):
-        return _logps(model, text)
+        return score(model, text)
 
 
 def in_order_of(own: RoutedExperts, routes: RoutedExperts) -> RoutedExperts:
@@ -60,10 +73,3 @@ def in_order_of(own: RoutedExperts, routes: RoutedExperts) -> RoutedExperts:
     changed = site_change(own, routes)
     ids = torch.where(changed[..., None], routes.ids, own.ids)
     return RoutedExperts(ids, routes.sites, routes.num_experts, tokens=routes.tokens, meta=routes.meta)
-
-
-def _logps(model: nn.Module, text: TokenBatch) -> Float[Tensor, "B T"]:
-    device = next(model.parameters()).device
-    masks = text.attention_mask.to(device), text.completion_mask.to(device)
-    out = token_logps(model, text.input_ids.to(device), *masks, temperature=text.temperature)
-    return out.logps.cpu().double()

@@ -1,6 +1,6 @@
 """Weights kept aside, and a model that holds them for a moment."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -24,14 +24,22 @@ def copy_weights(model: nn.Module) -> dict[str, Tensor]:
 @contextmanager
 def temporary_weights(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     """`model` with other weights inside, and bit for bit its own again after. Not inside a forward or a backward."""
-    kept = {name: local.clone() for name, local in _locals(model)}
-    if kept.keys() != weights.keys():
-        raise ValueError(f"weights of another model: {sorted(kept.keys() ^ weights.keys())[:3]} are not in both")
+    own = {name for name, _ in _locals(model)}
+    if own != weights.keys():
+        raise ValueError(f"weights of another model: {sorted(own ^ weights.keys())[:3]} are not in both")
+    with temporary(lambda: _locals(model), weights):
+        yield
+
+
+@contextmanager
+def temporary(tensors: Callable[[], Iterable[tuple[str, Tensor]]], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside, named `tensors`, which are looked up anew each time, hold other values; after, bit for bit their own."""
+    kept = {name: tensor.clone() for name, tensor in tensors()}
     try:
-        _put(model, weights)
+        _put(tensors(), values)
         yield
     finally:
-        _put(model, kept)
+        _put(tensors(), kept)
 
 
 def _locals(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -41,6 +49,6 @@ def _locals(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def _put(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    for name, local in _locals(model):
-        local.copy_(weights[name])
+def _put(tensors: Iterable[tuple[str, Tensor]], values: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors:
+        tensor.copy_(values[name])

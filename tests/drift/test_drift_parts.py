@@ -11,7 +11,7 @@ import torch
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.passes import Measured
 from moe_rl.drift.prompts import KEYS, Example, Skipped, TextBatch, aligned, batches, check_file, examples, tokenised
-from moe_rl.drift.sums import Sums, _median
+from moe_rl.drift.sums import _median, count
 from moe_rl.measure.decompose import Decomposition
 from moe_rl.measure.scoring import TokenBatch
 from moe_rl.policy.tiny import char_tokenizer
@@ -144,8 +144,7 @@ def measured_by_hand():
 
 
 def test_counts_and_rates_by_hand():
-    sums = Sums()
-    rows = sums.add(measured_by_hand())
+    sums, rows = count(measured_by_hand())
     # measured tokens 3, slots 12, sites 6; slots changed 1 + 1 + 2 = 4, sites 2 + 1 = 3, tokens 2
     rates = sums.rates()
     assert [(rates[n]["changed"], rates[n]["of"]) for n in ("slot", "site", "token")] == [(4, 12), (3, 6), (2, 3)]
@@ -153,9 +152,7 @@ def test_counts_and_rates_by_hand():
     assert (rates["slot"]["low"], rates["slot"]["high"]) == (0, 1)
     # The same text twice, four clusters: mean tokens 1.5, slope 4/3; residuals 4 - 8/3 and 0 - 4/3, so ±4/3; their
     # variance 4 * 16/9 / 3; half width 3.1824 * sqrt(64/27 / 4) / 1.5 per token, / 4 slots = 0.408.
-    twice = Sums()
-    twice.add(measured_by_hand())
-    twice.add(measured_by_hand())
+    twice = sums + sums
     assert twice.rates()["slot"]["high"] == pytest.approx(4 / 12 + 3.18245 * (16 / 27) ** 0.5 / 1.5 / 4, rel=1e-5)
     assert rows["line"].tolist() == [3, 3, 8] and rows["position"].tolist() == [0, 1, 0]
     assert rows["token"].tolist() == [1, 2, 4] and rows["slots_changed"].tolist() == [2, 2, 0]
@@ -176,8 +173,7 @@ def test_counts_and_rates_by_hand():
 
 
 def test_log_ratios_by_hand():
-    sums = Sums()
-    sums.add(measured_by_hand())
+    sums, _ = count(measured_by_hand())
     # log r = 4, -1, 0; k1 = -1; k3 = mean(e^4 - 5, e^-1, 0)
     kl = sums.kl()
     assert kl["k1_natural"] == pytest.approx(-1)
@@ -187,15 +183,12 @@ def test_log_ratios_by_hand():
     near = {kind: [int(tails[kind].iloc[(tails[kind].index > x).argmax()]) for x in (0.5, 1.5, 5)] for kind in
             ("natural", "replayed", "routing")}  # fmt: skip
     assert near == {"natural": [2, 1, 0], "replayed": [2, 0, 0], "routing": [1, 1, 0]}
-    sums.add(measured_by_hand())
-    by_flips = sums.variance_by_flips().set_index("flips")
+    by_flips = (sums + sums).variance_by_flips().set_index("flips")
     assert by_flips["tokens"].to_dict() == {0: 2, 1: 2, 2: 2} and (by_flips["natural"] == 0).all()
 
 
 def test_batches_add_up_whatever_their_length():
-    once, twice = Sums(), Sums()
-    once.add(measured_by_hand())
-    twice.add(measured_by_hand())
+    once, _ = count(measured_by_hand())
     short = measured_by_hand()
     parts = short.parts
     cut = Decomposition(
@@ -205,7 +198,7 @@ def test_batches_add_up_whatever_their_length():
     )
     whole = short.batch.text
     text = TokenBatch(whole.input_ids[:, :2], whole.attention_mask[:, :2], whole.completion_mask[:, :2])
-    twice.add(Measured(TextBatch([1, 2], text), cut, short.margins[:, :2]))
+    twice = once + count(Measured(TextBatch([1, 2], text), cut, short.margins[:, :2]))[0]
     assert twice.by_position()["tokens"].tolist() == [4, 1]
     assert twice.rates()["slot"]["changed"] == 6 and twice.shares.tokens.count == 5
     assert twice.experts()["old"].sum() == once.experts()["old"].sum() + 2 * 2 * 2

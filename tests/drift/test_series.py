@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 
 from moe_rl.cli import main
 from moe_rl.drift import plot, run, series
-from moe_rl.drift.choose import chosen
+from moe_rl.drift.checkpoints import chosen
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.options import DriftOptions
 from moe_rl.drift.run import run_drift
 from moe_rl.drift.series import run_series
-from moe_rl.drift.verdict import pair_verdict, swap_sentence
+from moe_rl.drift.words import pair_verdict, swap_sentence
 from moe_rl.routing import RoutedExperts, change_counts, find_sites, record_routes
 
 

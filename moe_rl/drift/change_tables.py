@@ -1,0 +1,70 @@
+"""Change counts as rates, and as tables by routing site and by position in the measured text."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from moe_rl.measure.metrics import changed_of
+from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token, slot_change
+
+
+def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
+    """Slot, site and token change: rate, numerator, denominator."""
+    return {
+        level: {"rate": changed / of if of else float("nan"), "changed": changed, "of": of}
+        for level, (changed, of) in changed_of(counts).items()
+    }
+
+
+def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:
+    """One row per routing site, after `labels`: changes with their denominators."""
+    return pd.DataFrame(
+        {
+            **labels,
+            "site": counts.sites,
+            "tokens": counts.per_site_total.numpy(),
+            "tokens_changed": counts.per_site_changed.numpy(),
+            "slots": counts.per_site_slots_total.numpy(),
+            "slots_changed": counts.per_site_slots_changed.numpy(),
+        }
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Tokens, slots changed, sites changed and tokens changed, by position (0: the first measured token of its row)."""
+
+    sums: Int[Tensor, "P 4"]
+
+    @staticmethod
+    def of(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> "Positions":
+        position = (mask.cumsum(1) - 1)[mask]
+        slots = (slot_change(old, new)[mask] * old.shape[-1]).round().sum(-1)
+        flips = flips_per_token(old, new)[mask]
+        columns = (torch.ones_like(flips), slots, flips, flips > 0)
+        return Positions(torch.stack([torch.bincount(position, column.double()).long() for column in columns], -1))
+
+    def __add__(self, other: "Positions") -> "Positions":
+        """As long as the longer."""
+        return Positions(pad_sequence([self.sums, other.sums]).sum(1))
+
+    def table(self, counts: ChangeCounts) -> pd.DataFrame:
+        """One row per position, each changed count with its denominator; `counts` of the same tokens."""
+        tokens, slots, flips, touched = self.sums.T.numpy()
+        sites, k = len(counts.sites), counts.site_deviation.shape[1] - 1
+        return pd.DataFrame(
+            {
+                "position": np.arange(len(tokens)),
+                "tokens": tokens,
+                "slots_changed": slots,
+                "slots": tokens * sites * k,
+                "sites_changed": flips,
+                "sites": tokens * sites,
+                "tokens_changed": touched,
+            }
+        )
