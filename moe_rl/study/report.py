@@ -193,7 +193,7 @@ def _own_limits(data: StudyData) -> list[str]:
             "the contrast between the arms without replay is informative there."
         )
     if data.unfinished:
-        runs = ", ".join(f"{run.arm}/seed{run.seed}{_silence(run)}" for run in data.unfinished)
+        runs = ", ".join(f"{run.name}{_silence(run)}" for run in data.unfinished)
         found.append(f"Unfinished runs are included as far as they got: {runs}.")
     if data.not_started:
         found.append(f"Runs that have not started yet: {', '.join(data.not_started)}.")

@@ -234,7 +234,7 @@ def _noise_ratios(data: StudyData) -> pd.DataFrame:
 
 def environment_of(data: StudyData) -> dict[str, Any]:
     """What the runs were made with: what all share, and under `by_run` those in which they differ."""
-    environments = {f"{run.arm}/seed{run.seed}": flatten(run.environment) for run in data.runs}
+    environments = {run.name: flatten(run.environment) for run in data.runs}
     names = dict.fromkeys(
         name for values in environments.values() for name in values if name not in ("started", "command")
     )
