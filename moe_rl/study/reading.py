@@ -84,7 +84,7 @@ def _reward(data: StudyData) -> list[Statement]:
                 f"{data.arms['label'][arm]}{' (natural)' if natural else ''}: {table['final'][arm]:.2f}{held_out}"
             )
         where = "Natural routing" if noise == 0 else f"Stress test, {condition_label(data, noise)}"
-        told = here if len(here) <= MANY else [p for p in here if p.result.verdict in (Verdict.HIGHER, Verdict.LOWER)]
+        told = here if len(here) <= MANY else [p for p in here if p.result.apart]
         rest = [pair.result.verdict for pair in here if pair not in told]
         texts = [compare(data, pair) for pair in told]
         texts += [
@@ -93,7 +93,7 @@ def _reward(data: StudyData) -> list[Statement]:
         ]
         found.append(Statement("Reward", " ".join([f"{where}, final reward. {'; '.join(ends)}.", *texts])))
     if pairs:
-        tested = max((pair.result.family for pair in pairs if pair.result.verdict != Verdict.TOO_FEW), default=0)
+        tested = max((pair.result.family for pair in pairs if pair.result.tested), default=0)
         kind = "declared in the study file" if declared(data) is not None else "not declared in the study file"
         text = f"{count(len(pairs), 'comparison')}, {kind}; "
         text += f"p adjusted by Holm over {tested}." if tested else f"none has {FEWEST} pairs, so there is no verdict."
@@ -109,7 +109,7 @@ def compare(data: StudyData, pair: Pair) -> str:
     one, gap = pair.result, pair.result.difference
     if not one.n:
         return f"{a} against {b}: no seed of both has finished."
-    if one.verdict == Verdict.TOO_FEW:
+    if not one.tested:
         reach = f", range [{gap.low:.3f}, {gap.high:.3f}]" if gap.known else ""
         return f"{a} minus {b}: {gap.estimate:+.3f}{reach}, {count(one.n, 'pair')}: {one.verdict}."
     p = one.adjusted_equivalent if one.verdict == Verdict.EQUIVALENT else one.adjusted
@@ -187,7 +187,7 @@ def power_sentence(data: StudyData) -> str:
     if not pairs:
         return "Fewer than two seeds in common: no difference can be resolved."
     n = int(np.median([pair.result.n for pair in pairs]))
-    family = max((pair.result.family for pair in pairs if pair.result.verdict != Verdict.TOO_FEW), default=len(pairs))
+    family = max((pair.result.family for pair in pairs if pair.result.tested), default=len(pairs))
     spread = f"Paired differences scatter by {_ends([pair.result.sd for pair in pairs])} (sd)"
     if n < FEWEST:
         return (
@@ -199,7 +199,7 @@ def power_sentence(data: StudyData) -> str:
             f"{n} pairs and {count(family, 'comparison')}: no difference can get a verdict, for Holm over {family} "
             f"needs {fewest_pairs(family)} pairs. {spread}."
         )
-    resolved = [pair.resolves for pair in pairs if pair.result.verdict != Verdict.TOO_FEW]
+    resolved = [pair.resolves for pair in pairs if pair.result.tested]
     needed = [pair.needed for pair in pairs]
     most = "over 1000" if None in needed else str(max(k for k in needed if k is not None))
     fewest = min((k for k in needed if k is not None), default=None)

@@ -98,11 +98,10 @@ def _lowering(data: StudyData, topic: str) -> list[Statement]:
     """Does a method's training leave less routing noise than another's, or does its ratio only average it?"""
     found = []
     for pair in routing_noise_ratios(data):
-        gap = pair.result.difference
-        ratio, low, high = np.exp([gap.estimate, gap.low, gap.high])
+        ratio = pair.result.difference.exp()
         found.append(
-            f"{full_label(data, pair.arm)} over {full_label(data, pair.other)} ×{two(ratio)} ({gap.method} "
-            f"[{two(low)}, {two(high)}], {count(pair.result.n, 'seed')}): {pair.result.verdict}"
+            f"{full_label(data, pair.arm)} over {full_label(data, pair.other)} ×{two(ratio.estimate)} ({ratio.method} "
+            f"[{two(ratio.low)}, {two(ratio.high)}], {count(pair.result.n, 'seed')}): {pair.result.verdict}"
         )
     if not found:
         return []

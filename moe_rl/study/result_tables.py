@@ -1,7 +1,6 @@
 """The summary tables of a study, and what its runs were made with: what `moe_rl.study.results` commits."""
 
 import json
-import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -133,9 +132,8 @@ def _over_seeds(
         row: dict[str, Any] = {**dict(zip(keys, key, strict=True)), "n": part["seed"].nunique()}
         for name in names:
             values = part[name].to_numpy(dtype=float)
-            found = seed_interval(np.log(values) if name in geometric else values)
-            ends = {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
-            row |= {end: math.exp(value) for end, value in ends.items()} if name in geometric else ends
+            found = seed_interval(np.log(values)).exp() if name in geometric else seed_interval(values)
+            row |= found.columns(name, f"{name}_")
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -224,12 +222,10 @@ def _versions(data: StudyData) -> pd.DataFrame:
 
 def _noise_ratios(data: StudyData) -> pd.DataFrame:
     """By how much the routing variance under one method's training is that under another's (`routing_noise_ratios`)."""
-    rows = []
-    for pair in routing_noise_ratios(data):
-        found = pair.result.difference
-        ends = {name: math.exp(value) for name, value in (("low", found.low), ("high", found.high))}
-        rows.append({"arm": pair.arm, "other": pair.other, "n": found.n, "ratio": math.exp(found.estimate), **ends})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        {"arm": pair.arm, "other": pair.other, "n": pair.result.n, **pair.result.difference.exp().columns("ratio")}
+        for pair in routing_noise_ratios(data)
+    )
 
 
 def environment_of(data: StudyData) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from math import exp
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,14 @@ class Interval:
     def known(self) -> bool:
         """Whether there is an interval at all."""
         return bool(np.isfinite(self.low) and np.isfinite(self.high))
+
+    def columns(self, name: str, ends: str = "") -> dict[str, float]:
+        """As columns of a table: the estimate under `name`, its ends under `low` and `high` after `ends`."""
+        return {name: self.estimate, f"{ends}low": self.low, f"{ends}high": self.high}
+
+    def exp(self) -> "Interval":
+        """Of what this is the logarithm of."""
+        return replace(self, estimate=exp(self.estimate), low=exp(self.low), high=exp(self.high))
 
     def __str__(self) -> str:
         if not self.known:
@@ -259,6 +268,20 @@ class Comparison:
     @property
     def n(self) -> int:
         return len(self.seeds)
+
+    @property
+    def tested(self) -> bool:
+        return self.verdict != Verdict.TOO_FEW
+
+    @property
+    def apart(self) -> bool:
+        """Whether one of the two is told to be higher."""
+        return self.verdict in (Verdict.HIGHER, Verdict.LOWER)
+
+    @property
+    def claims(self) -> bool:
+        """Whether they are told apart, or told equal."""
+        return self.apart or self.verdict == Verdict.EQUIVALENT
 
     @property
     def sd(self) -> float:

@@ -149,7 +149,6 @@ def change_rates(data: StudyData) -> pd.DataFrame:
         row = {"arm": arm, "noise": data.arms["noise"][str(arm)], "update": update, "runs": len(part)}
         for name in names:
             own = seed_interval((part[f"{name}s_changed"] / part[f"{name}s"]).to_numpy())
-            row |= {name: total[f"{name}s_changed"] / total[f"{name}s"], f"{name}_low": own.low}
-            row |= {f"{name}_high": own.high}
+            row |= own.columns(name, f"{name}_") | {name: total[f"{name}s_changed"] / total[f"{name}s"]}
         rows.append(row | {name: int(total[name]) for name in counts})
     return pd.DataFrame(rows)[[*columns, *counts]]

@@ -202,8 +202,8 @@ def _frame(columns: Sequence[Column]) -> pd.DataFrame:
             for arm, values in zip(dots.table.index, dots.table.to_numpy(dtype=float), strict=True):
                 one = seed_interval(values)
                 row = {"quantity": column.title.replace("\n", " "), "of": dots.label, "arm": arm, "n": one.n}
-                row |= {"mean": one.estimate, "low": one.low, "high": one.high}
-                rows.append(row | {f"seed{seed}": v for seed, v in zip(dots.table.columns, values, strict=True)})
+                seeds = {f"seed{seed}": value for seed, value in zip(dots.table.columns, values, strict=True)}
+                rows.append(row | one.columns("mean") | seeds)
     return pd.DataFrame(rows)
 
 
