@@ -91,7 +91,7 @@ def comparisons(data: StudyData) -> list[Pair]:
 def compare_runs(runs: pd.DataFrame, pairs: Iterable[tuple[str, str, float]], least: float) -> list[Pair]:
     """`comparisons` of a table of `run_outcomes`: given (arm, other, noise) and the smallest difference of interest."""
     runs = runs[runs["finished"].astype(bool)]
-    values = {name: _values(runs, name) for name in ("final", "held_out")}
+    values = {name: values_by_seed(runs, name) for name in ("final", "held_out")}
     found = []
     for arm, other, noise in pairs:
         chosen, held = values[_measure(runs, arm, other)], values["held_out"]
@@ -107,11 +107,11 @@ def _measure(runs: pd.DataFrame, a: str, b: str) -> str:
     return "held_out" if (of["measured"] == "held out").any() else "final"
 
 
-def _values(runs: pd.DataFrame, name: str) -> dict[str, dict[int, float]]:
-    """arm -> seed -> value."""
+def values_by_seed(rows: pd.DataFrame, name: str) -> dict[str, dict[int, float]]:
+    """arm -> seed -> value, of a table with one row per run."""
     return {
         str(arm): dict(zip(part["seed"].astype(int), part[name].astype(float), strict=True))
-        for arm, part in runs.groupby("arm", sort=False)
+        for arm, part in rows.groupby("arm", sort=False)
     }
 
 

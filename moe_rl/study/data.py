@@ -268,6 +268,12 @@ def _stack(frames: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True)
 
 
+def pooled_rate(rows: pd.DataFrame, changed: str, total: str, by: str | list[str]) -> pd.Series:
+    """Σ changed / Σ total of the rows of each group; NaN where nothing was counted."""
+    sums = rows.groupby(by, observed=True)[[changed, total]].sum()
+    return sums[changed] / sums[total].where(sums[total] > 0)
+
+
 def declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What a study's configuration says of its arms, a mapping or a list of names or mappings; nothing of what is
     neither."""

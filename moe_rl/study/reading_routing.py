@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.arms import condition_label, full_label, same_but_for_method
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.summary import (
     POSITIONS,
     factor_table,
@@ -33,9 +33,7 @@ def _change(data: StudyData) -> Iterator[Statement]:
         return
 
     def rate(part: pd.DataFrame, name: str) -> str:
-        by_arm = part.groupby("arm")[[f"{name}s_changed", f"{name}s"]].sum()
-        values = 100 * by_arm[f"{name}s_changed"] / by_arm[f"{name}s"]
-        return f"{span(values)} %"
+        return f"{span(100 * pooled_rate(part, f'{name}s_changed', f'{name}s', 'arm'))} %"
 
     ends = [rows[rows["update"] == rows["update"].agg(which)] for which in ("min", "max")]
     when = [int(part["update"].iloc[0]) for part in ends]
@@ -180,8 +178,7 @@ def _replay_variance(data: StudyData) -> Iterator[Statement]:
 def _clipping(data: StudyData) -> Iterator[Statement]:
     if data.updates.empty or "clipped_tokens" not in data.updates:
         return
-    sums = data.updates.groupby("arm")[["clipped_tokens", "tokens"]].sum()
-    share = sums["clipped_tokens"] / sums["tokens"]
+    share = pooled_rate(data.updates, "clipped_tokens", "tokens", "arm")
     for noise in sorted(data.arms["noise"].unique()):
         arms = [str(a) for a in data.arms.index[data.arms["noise"] == noise] if a in share.index]
         text = listed(f"{data.arms['label'][arm]} {two(100 * share[arm])} %" for arm in arms)

@@ -12,7 +12,7 @@ import pandas as pd
 from moe_rl.study.arms import condition_label, flatten, slots_rerouted
 from moe_rl.study.change_by_load import change_by_load
 from moe_rl.study.comparing import comparison_table
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.early_warning import run_signals
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
 from moe_rl.study.figures.gallery.depth_width import (
@@ -175,13 +175,11 @@ def effective_routes(data: StudyData) -> pd.DataFrame:
 def update_outcomes(data: StudyData) -> pd.DataFrame:
     """One row per run: of the tokens of all updates the share that the clip took out of the gradient (`clipped`), and
     of those the share at its lower end (`clipped_low`, NaN without any); `grad_norm` (median), `grad_norm_largest`."""
-    counts, keys = ["tokens", "clipped_tokens", "clipped_low_tokens"], ["arm", "seed"]
-    runs = data.updates.groupby(keys, sort=False, observed=True)
-    found = runs["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
-    if set(counts) <= set(data.updates):
-        sums = runs[counts].sum()
-        found.insert(0, "clipped", sums["clipped_tokens"] / sums["tokens"])
-        found.insert(1, "clipped_low", sums["clipped_low_tokens"] / sums["clipped_tokens"])
+    rows, keys = data.updates, ["arm", "seed"]
+    found = rows.groupby(keys, sort=False, observed=True)["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
+    if {"tokens", "clipped_tokens", "clipped_low_tokens"} <= set(rows):
+        found.insert(0, "clipped", pooled_rate(rows, "clipped_tokens", "tokens", keys))
+        found.insert(1, "clipped_low", pooled_rate(rows, "clipped_low_tokens", "clipped_tokens", keys))
     return found.reset_index()
 
 

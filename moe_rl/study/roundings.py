@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.arms import per_study
-from moe_rl.study.comparing import Pair, comparisons
+from moe_rl.study.comparing import Pair, comparisons, values_by_seed
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.statistics import Comparison, Verdict, seed_interval
@@ -110,8 +110,8 @@ def components_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
     """
     values: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for name, one in roundings.items():
-        for arm, part in one.runs[one.runs["finished"].astype(bool)].groupby("arm", sort=False):
-            values.setdefault(("arm", str(arm)), {})[name] = dict(zip(part["seed"], part["final"], strict=True))
+        for arm, seeds in values_by_seed(one.runs[one.runs["finished"].astype(bool)], "final").items():
+            values.setdefault(("arm", arm), {})[name] = seeds
         for pair in one.pairs:
             seeds = dict(zip(pair.result.seeds, pair.result.differences, strict=True))
             values.setdefault(("difference", f"{pair.arm} - {pair.other}"), {})[name] = seeds

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from moe_rl.names import nearest
+from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.folders import StudyDataError
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 LEVELS = ("slot", "site", "token")
 TABLES = ("probes", "updates", "engines", "floors")
-LAST = 5
-"""Steps at the end of a run that the overview's reward is the mean of."""
 SYMBOLS = "r = new / old probability of a token, d = log r (nats), s = exp(mean of d over a sequence)"
 
 
@@ -29,7 +28,7 @@ def overview(arms: pd.DataFrame, rollouts: pd.DataFrame, probes: pd.DataFrame) -
     if len(rollouts):
         end = rollouts.groupby(["arm", "seed"], observed=True)["step"].transform("max")
         table["steps"] = (rollouts.groupby("arm", observed=True)["step"].max() + 1).reindex(table.index)
-        late = rollouts[rollouts["step"] > end - LAST]
+        late = rollouts[rollouts["step"] > end - FINAL_STEPS]
         table["reward"] = late.groupby("arm", observed=True)["reward"].mean().reindex(table.index)
     if {"slots_changed", "slots"} <= set(probes):
         table["slot_change"] = rates(probes, "slot", ["arm"]).set_index("arm")["rate"].reindex(table.index)

@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -100,6 +101,18 @@ def condition_panels(data: StudyData, height: float, rows: int = 1) -> tuple[Fig
         if rows == 1 and i + columns >= len(each):  # the lowest of its column carries the numbers
             ax.tick_params(labelbottom=True)
     return figure, grid, each
+
+
+def wrapped_panels(count: int, most: int, head: float, each: float, **shared: Any) -> tuple[Figure, np.ndarray]:
+    """Axes [lines, columns] for `count` panels, at most `most` of them side by side; places that are left over have
+    none. `head` and `each` are inches: of legend and labels, and of a line."""
+    columns = min(most, count)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(PAGE, head + lines * each))
+    axes = figure.subplots(lines, columns, squeeze=False, **shared)
+    for ax in axes.flat[count:]:
+        ax.remove()
+    return figure, axes
 
 
 def arm_grid(data: StudyData, arms: Sequence[str]) -> tuple[Figure, list[Axes]]:

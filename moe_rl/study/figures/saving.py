@@ -3,10 +3,10 @@
 import base64
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -90,15 +90,8 @@ def _settings() -> dict[str, Any]:
         return {name: mpl.rcParams[name] for name in mpl.rcParams if "backend" not in name}
 
 
-def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Draw inside the house style."""
-
-    @wraps(draw)
-    def inside(*args: Any, **options: Any) -> Any:
-        with house_style():
-            return draw(*args, **options)
-
-    return inside
+styled = house_style()
+"""Over a function that draws: inside the house style."""
 
 
 def save_figure(figure: StudyFigure, folder: str | Path) -> list[Path]:

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.curves import draw_seeds, seed_tables, summarise
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, step_axis
@@ -123,8 +123,7 @@ def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | N
     rates = {}
     for name in ("float16", "bfloat16"):
         arms = [arm for arm, (own, both) in formats.items() if own == name and not both]
-        sums = rows[rows["arm"].isin(arms)].groupby("seed")[["slots_changed", "slots"]].sum()
-        rates[name] = sums["slots_changed"] / sums["slots"]
+        rates[name] = pooled_rate(rows[rows["arm"].isin(arms)], "slots_changed", "slots", "seed")
     ratios = (rates["float16"] / rates["bfloat16"]).replace([np.inf, -np.inf], np.nan).dropna()
     if ratios.empty:
         return None
