@@ -91,20 +91,16 @@ def comparisons(data: StudyData) -> list[Pair]:
 def compare_runs(runs: pd.DataFrame, pairs: Iterable[tuple[str, str, float]], least: float) -> list[Pair]:
     """`comparisons` of a table of `run_outcomes`: given (arm, other, noise) and the smallest difference of interest."""
     runs = runs[runs["finished"].astype(bool)]
-    values = {name: values_by_seed(runs, name) for name in ("final", "held_out")}
+    final, held = values_by_seed(runs, "final"), values_by_seed(runs, "held_out")
+    by_held_out = set(runs["arm"][runs["measured"] == "held out"])
     found = []
     for arm, other, noise in pairs:
-        chosen, held = values[_measure(runs, arm, other)], values["held_out"]
+        chosen = held if by_held_out & {arm, other} else final
         beside = compare_paired(held.get(arm, {}), held.get(other, {}), least)
         result = compare_paired(chosen.get(arm, {}), chosen.get(other, {}), least)
         found.append(Pair(noise, arm, other, result, beside if beside.n else None))
     judged = judge([pair.result for pair in found])
     return [replace(pair, result=result) for pair, result in zip(found, judged, strict=True)]
-
-
-def _measure(runs: pd.DataFrame, a: str, b: str) -> str:
-    of = runs[runs["arm"].isin([a, b])]
-    return "held_out" if (of["measured"] == "held out").any() else "final"
 
 
 def values_by_seed(rows: pd.DataFrame, name: str) -> dict[str, dict[int, float]]:

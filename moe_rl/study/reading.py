@@ -78,11 +78,8 @@ def _reward(data: StudyData) -> Iterator[Statement]:
         arms = dict.fromkeys([pair.other for pair in here] + [pair.arm for pair in here])
         ends = []
         for arm in arms:
-            natural = data.arms["noise"][arm] == 0 and noise > 0
             held_out = ", held out" if table["measured"][arm] == "held out" else ""
-            ends.append(
-                f"{data.arms['label'][arm]}{' (natural)' if natural else ''}: {table['final'][arm]:.2f}{held_out}"
-            )
+            ends.append(f"{name_of(data, arm, noise)}: {table['final'][arm]:.2f}{held_out}")
         where = "Natural routing" if noise == 0 else f"Stress test, {condition_label(data, noise)}"
         told = here if len(here) <= MANY else [p for p in here if p.result.apart]
         rest = [pair.result.verdict for pair in here if pair not in told]

@@ -73,11 +73,9 @@ def seed_interval(values: Numbers) -> Interval:
     False
     """
     array = _finite(values)
-    if array.size >= FEWEST:
-        return student_interval(array)
-    if array.size < 2:
-        return Interval(float(array[0]) if array.size else np.nan, np.nan, np.nan, array.size, "none")
-    return Interval(float(array.mean()), float(array.min()), float(array.max()), array.size, "range")
+    if 2 <= array.size < FEWEST:
+        return Interval(float(array.mean()), float(array.min()), float(array.max()), array.size, "range")
+    return student_interval(array)
 
 
 def student_interval(values: Numbers) -> Interval:

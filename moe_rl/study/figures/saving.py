@@ -41,11 +41,8 @@ class StudyFigure:
     def render(self, kind: str) -> bytes:
         """The picture as `pdf`, `svg` or `png`; the same data give the same bytes. Drawn once for each kind."""
         kept: dict[str, bytes] = vars(self).setdefault("_rendered", {})
-        if kind not in kept:
-            kept[kind] = self._render(kind)
-        return kept[kind]
-
-    def _render(self, kind: str) -> bytes:
+        if kind in kept:
+            return kept[kind]
         buffer = io.BytesIO()
         no_dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {"Software": None}}[kind]
         # places are found once, not for each format; and a figure with a layout engine, even one that does nothing, is
@@ -55,7 +52,8 @@ class StudyFigure:
                 self.figure.draw_without_rendering()
                 self.figure.set_layout_engine(None)
             self.figure.savefig(buffer, format=kind, metadata=no_dates)
-        return _number_clips(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
+        kept[kind] = _number_clips(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
+        return kept[kind]
 
     def _repr_html_(self) -> str:
         """In a notebook: the picture with its caption."""
