@@ -104,8 +104,11 @@ class StudyData:
 
     @property
     def _title(self) -> str:
+        """One line: what was loaded."""
         tables = {name: getattr(self, name) for name in FIELDS.values() if name != "timings"}
-        return shown.title(self.name, len(self.runs) - len(self.unfinished), len(self.runs), tables, len(self.notes))
+        rows = ", ".join(f"{name} {len(table)}" for name, table in tables.items() if len(table))
+        finished, notes = len(self.runs) - len(self.unfinished), f"; {len(self.notes)} notes" if self.notes else ""
+        return f"{self.name}: {finished} of {len(self.runs)} runs finished; rows: {rows or 'none'}{notes}"
 
     @cached_property
     def _overview(self) -> pd.DataFrame:

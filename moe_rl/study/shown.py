@@ -1,6 +1,6 @@
 """What a study shows of itself in a notebook: an overview, rates of change, and what a metric's name means."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -119,10 +119,3 @@ def describe(name: str) -> Described:
             "of the trainer that wrote it)"
         )
     return Described(name, found)
-
-
-def title(name: str, finished: int, runs: int, tables: Mapping[str, pd.DataFrame], notes: int) -> str:
-    """One line: what was loaded."""
-    rows = ", ".join(f"{of} {len(table)}" for of, table in tables.items() if len(table))
-    more = f"; {notes} notes" if notes else ""
-    return f"{name}: {finished} of {runs} runs finished; rows: {rows or 'none'}{more}"

@@ -189,7 +189,7 @@ def curve_frame(
     """The numbers of curves: `summarise` of every arm's table, with quantity, condition and arm."""
     labels = {"quantity": quantity} if quantity else {}
     parts = [
-        summarise(tables[arm], geometric, **labels, condition=each.condition.name, arm=arm)
+        summarise(tables[arm], geometric, **labels, condition=each.name, arm=arm)
         for each in shown(data)
         for arm in each.arms
         if arm in tables

@@ -130,7 +130,7 @@ def _places(
 ) -> tuple[dict[str, float], dict[str, float]]:
     places: dict[str, float] = {}
     headings: dict[str, float] = {}
-    groups = [(each.name, [arm for arm in each.arms if arm in present]) for each in shown(data)]
+    groups = [(each.heading, [arm for arm in each.arms if arm in present]) for each in shown(data)]
     groups = [(name, arms) for name, arms in groups if arms]
     y = 0.0
     for name, arms in groups:

@@ -19,7 +19,7 @@
   ];
 
   const runs = new Map(); // name -> {since, points, step, seconds, tokenSteps, damaged, ...state of the last answer}
-  let study = null, version = 0, drawn = "", lost = false, answered = 0, timer = 0, polling = false;
+  let study = null, version = 0, drawn = "", lost = false, timer = 0, polling = false;
   const view = { study: null, run: null, step: null, condition: 0, hidden: new Set(), metrics: [], smoothing: 1, range: null };
   let catalogue = {};
   let tokenChoice = {};
@@ -58,7 +58,6 @@
         }
       }));
       lost = false;
-      answered = Date.now();
     } catch (error) {
       lost = !error.answered;
       $("status").textContent = lost ? "no answer: has moe-rl watch ended? Trying again …" : error.message;
