@@ -28,7 +28,7 @@ from moe_rl.study.data import load
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
 from moe_rl.study.published import RESULTS, ResultsError, against_published
 from moe_rl.study.result_tables import environment_of, result_tables
-from moe_rl.study.words import markdown_table, minus, probability
+from moe_rl.study.words import minus, probability
 
 
 def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
@@ -213,8 +213,11 @@ def _plain(value: Any) -> str:
 def markdown(name: str, table: pd.DataFrame) -> str:
     """A summary table as a Markdown table, with the columns that pages show."""
     columns = PAGES.get(name) or {str(column): _column(str(column), _plain) for column in table}
-    records = ({str(key): value for key, value in record.items()} for record in table.to_dict("records"))
-    return markdown_table(list(columns), [[str(cell(row)) for cell in columns.values()] for row in records])
+    lines = [list(columns), ["---"] * len(columns)]
+    for record in table.to_dict("records"):
+        row = {str(key): value for key, value in record.items()}
+        lines.append([cell(row) for cell in columns.values()])
+    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 def fill(text: str, results: str | Path = RESULTS) -> str:

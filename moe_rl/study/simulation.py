@@ -26,7 +26,6 @@ from moe_rl.study.statistics import (
     student_factor,
     verdict_codes,
 )
-from moe_rl.study.words import markdown_table
 
 COMMAND = "python -m moe_rl.study.simulation"
 
@@ -145,10 +144,16 @@ def found(studies: int) -> list[list[str]]:
     return rows
 
 
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
 def page(studies: int = 4000) -> str:
     """docs/statistics.md."""
     listed = "\n".join(f"- {rule}" for rule in rules())
-    first = markdown_table(
+    first = table(
         [
             "Failing",
             "True difference",
@@ -160,7 +165,7 @@ def page(studies: int = 4000) -> str:
         ],
         false_claims(studies),
     )
-    second = markdown_table(
+    second = table(
         ["Failing", "Paired sd", "n", "0.05 found, %", "0.10 found, %", "0.15 found, %", "Equal called so, %",
          "Resolves (formula)"],
         found(studies),
@@ -189,6 +194,7 @@ equivalence*: studies whose treatments all differ from the control by {INTEREST}
 more, with at least one “no difference of interest”. At n = 3 there is a range and no claim.
 
 {first}
+
 Where runs fail in all arms alike, few differences are claimed wrongly. Where only the control's fail, Student's
 interval holds the truth less often than its name says, and equivalence is claimed wrongly more often: a study in which
 none of the runs happened to fail knows nothing of failures. Where a seed fails in every arm, it cancels in the pairs.
@@ -199,7 +205,8 @@ pairs carry one comparison only, so that of six none is found. *Equal called so*
 difference of interest”. *Resolves*: the difference that a paired t-test at 5 % / 6, Holm's first step, finds with 80 %
 power; it knows neither how coarse the exact test is at small n nor the runs that fail.
 
-{second}"""
+{second}
+"""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Numbers in sentences."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,12 +31,6 @@ def by_topic(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
     for topic, text in pairs:
         topics.setdefault(topic, []).append(text)
     return list(topics.items())
-
-
-def markdown_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as lines of Markdown."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
 def listed(items: Iterable[str]) -> str:
