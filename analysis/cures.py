@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from moe_rl.study.figures.cures import cures_figure
+from moe_rl.study.figures.over_studies import cures_figure
 from moe_rl.study.figures.saving import save_figure
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"

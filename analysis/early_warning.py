@@ -12,7 +12,7 @@ import pandas as pd
 
 from moe_rl.study import load
 from moe_rl.study.early_warning import PREFIXES, UPDATE_SIGNALS, early_warning, run_signals
-from moe_rl.study.figures.early_warning import early_warning_figure
+from moe_rl.study.figures.over_studies import early_warning_figure
 from moe_rl.study.figures.saving import save_figure
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.study.figures.over_studies import volatility_figure
 from moe_rl.study.figures.saving import save_figure
-from moe_rl.study.figures.volatility import volatility_figure
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 LABELS = {

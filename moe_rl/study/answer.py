@@ -31,22 +31,19 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """A comparison as the first screen shows it."""
+    """A comparison as the page shows it: in short on the first screen, and in full among the tables."""
 
+    pair: Pair
     condition: str
     comparison: str
-    n: int
     difference: str
     interval: str
-    verdict: str
-    resolved: bool
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reader sees first: title, three or four lines, one row per comparison."""
+    """What a reader sees first: three or four lines, one row per comparison."""
 
-    title: str
     lines: tuple[Line, ...]
     rows: tuple[Row, ...]
     note: str
@@ -65,7 +62,7 @@ def answer(data: StudyData) -> Answer:
     lines = (*told, Line("What can n say?", _seeds(pairs), minus(power_sentence(data))))
     undeclared = "" if declared(data) is not None else "These comparisons were not declared in the study file. "
     note = f"{undeclared}Difference of final reward, paired by seed. p adjusted for the number of comparisons."
-    return Answer(_title(told), lines, tuple(_row(data, pair) for pair in pairs), note)
+    return Answer(lines, tuple(_row(data, pair) for pair in pairs), note)
 
 
 def _methods(data: StudyData, pair: Pair) -> tuple[str, str]:
@@ -110,7 +107,7 @@ def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], 
             other = "GRPO + Routing Replay" if _methods(data, pair)[1] == REPLAY else "GRPO"
             word += f" {'as' if pair.result.verdict == Verdict.EQUIVALENT else 'than'} {other}"
         both = all(_failed(data, arm) * 2 > pair.result.n for arm in (pair.arm, pair.other))
-        if both and pair.result.verdict != Verdict.TOO_FEW:
+        if both and pair.result.tested:
             word = f"most runs of both failed ({pair.result.verdict})"
         place = f"against {full_label(data, pair.other)}" if several else _place(data, pair.noise)
         grouped.setdefault(word, []).append(place)
@@ -148,13 +145,11 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
     if not pairs:
         return Line("Do the arms differ?", "Not compared", "No two arms that differ in one thing have finished runs.")
     verdicts = [pair.result.verdict for pair in pairs]
-    apart = sum(verdict in (Verdict.HIGHER, Verdict.LOWER) for verdict in verdicts)
-    words = f"{apart} of {count(len(pairs), 'comparison')} resolved"
+    words = f"{sum(pair.result.apart for pair in pairs)} of {count(len(pairs), 'comparison')} resolved"
     named = [
-        f"{name_of(data, pair.arm, pair.noise)} − {name_of(data, pair.other, pair.noise)}: "
-        f"{minus(f'{pair.result.difference.estimate:+.3f}')}, {pair.result.verdict}"
+        f"{_named(data, pair)}: {minus(f'{pair.result.difference.estimate:+.3f}')}, {pair.result.verdict}"
         for pair in pairs
-        if pair.result.verdict in (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT)
+        if pair.result.claims
     ]
     if named and len(named) <= MOST_NAMED:
         left = len(pairs) - len(named)
@@ -178,18 +173,16 @@ def _seeds(pairs: Sequence[Pair]) -> str:
     return f"n = {' or '.join(map(str, counts))}" if counts else "Nothing yet"
 
 
-def _title(lines: Sequence[Line]) -> str:
-    return " ".join(f"{line.question} {line.answer}." for line in lines[:2])
-
-
 def _row(data: StudyData, pair: Pair) -> Row:
-    gap, one = pair.result.difference, pair.result
+    gap = pair.result.difference
     return Row(
+        pair,
         condition_label(data, pair.noise),
-        f"{name_of(data, pair.arm, pair.noise)} − {name_of(data, pair.other, pair.noise)}",
-        one.n,
-        minus(f"{gap.estimate:+.3f}") if one.n else "–",
+        _named(data, pair),
+        minus(f"{gap.estimate:+.3f}") if gap.n else "–",
         minus(f"[{gap.low:.3f}, {gap.high:.3f}]") + (" range" if gap.method == "range" else "") if gap.known else "–",
-        str(one.verdict),
-        one.verdict in (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT),
     )
+
+
+def _named(data: StudyData, pair: Pair) -> str:
+    return f"{name_of(data, pair.arm, pair.noise)} − {name_of(data, pair.other, pair.noise)}"

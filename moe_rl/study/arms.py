@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pandas as pd
 
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 
 Result = TypeVar("Result")
 
@@ -121,8 +121,7 @@ def doses(data: StudyData) -> dict[float, tuple[float, float]]:
 def slots_rerouted(data: StudyData, by: list[str]) -> pd.Series:
     """The share of response slots that update forwards routed otherwise than the old policy, pooled over updates; NaN
     where none was compared."""
-    sums = data.updates.groupby(by, sort=False, observed=True)[["slots_changed", "slots"]].sum()
-    return (sums["slots_changed"] / sums["slots"].where(sums["slots"] > 0)).rename("slots_rerouted")
+    return pooled_rate(data.updates, "slots_changed", "slots", by).rename("slots_rerouted")
 
 
 def condition_label(data: StudyData, noise: float) -> str:

@@ -11,7 +11,7 @@ from moe_rl.study.arms import METHOD_FIELDS, arm_settings, per_study, replay_sta
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.power import fewest_pairs, pairs_needed, resolvable_difference
-from moe_rl.study.statistics import ALPHA, INTEREST, Comparison, Verdict, compare_paired, judge
+from moe_rl.study.statistics import ALPHA, INTEREST, Comparison, compare_paired, judge, seed_interval
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,11 @@ def comparisons(data: StudyData) -> list[Pair]:
 def compare_runs(runs: pd.DataFrame, pairs: Iterable[tuple[str, str, float]], least: float) -> list[Pair]:
     """`comparisons` of a table of `run_outcomes`: given (arm, other, noise) and the smallest difference of interest."""
     runs = runs[runs["finished"].astype(bool)]
-    values = {name: _values(runs, name) for name in ("final", "held_out")}
+    final, held = values_by_seed(runs, "final"), values_by_seed(runs, "held_out")
+    by_held_out = set(runs["arm"][runs["measured"] == "held out"])
     found = []
     for arm, other, noise in pairs:
-        chosen, held = values[_measure(runs, arm, other)], values["held_out"]
+        chosen = held if by_held_out & {arm, other} else final
         beside = compare_paired(held.get(arm, {}), held.get(other, {}), least)
         result = compare_paired(chosen.get(arm, {}), chosen.get(other, {}), least)
         found.append(Pair(noise, arm, other, result, beside if beside.n else None))
@@ -102,16 +103,11 @@ def compare_runs(runs: pd.DataFrame, pairs: Iterable[tuple[str, str, float]], le
     return [replace(pair, result=result) for pair, result in zip(found, judged, strict=True)]
 
 
-def _measure(runs: pd.DataFrame, a: str, b: str) -> str:
-    of = runs[runs["arm"].isin([a, b])]
-    return "held_out" if (of["measured"] == "held out").any() else "final"
-
-
-def _values(runs: pd.DataFrame, name: str) -> dict[str, dict[int, float]]:
-    """arm -> seed -> value."""
+def values_by_seed(rows: pd.DataFrame, name: str) -> dict[str, dict[int, float]]:
+    """arm -> seed -> value, of a table with one row per run."""
     return {
         str(arm): dict(zip(part["seed"].astype(int), part[name].astype(float), strict=True))
-        for arm, part in runs.groupby("arm", sort=False)
+        for arm, part in rows.groupby("arm", sort=False)
     }
 
 
@@ -120,8 +116,8 @@ def comparison_table(data: StudyData) -> pd.DataFrame:
     verdict, the held-out difference beside it, the measured spread and what it resolves."""
     rows: list[dict[str, Any]] = []
     for pair in comparisons(data):
-        one, held = pair.result, pair.held_out
-        known = held.difference if held else None
+        one = pair.result
+        held_out = pair.held_out.difference if pair.held_out else seed_interval([])
         rows.append(
             {
                 "arm": pair.arm,
@@ -129,9 +125,7 @@ def comparison_table(data: StudyData) -> pd.DataFrame:
                 "noise": pair.noise,
                 "declared": declared(data) is not None,
                 "n": one.n,
-                "difference": one.difference.estimate,
-                "low": one.difference.low,
-                "high": one.difference.high,
+                **one.difference.columns("difference"),
                 "interval": one.difference.method,
                 "p": one.p,
                 "p_adjusted": one.adjusted,
@@ -140,12 +134,10 @@ def comparison_table(data: StudyData) -> pd.DataFrame:
                 "family": one.family,
                 "interest": one.interest,
                 "verdict": str(one.verdict),
-                "held_out_difference": known.estimate if known else np.nan,
-                "held_out_low": known.low if known else np.nan,
-                "held_out_high": known.high if known else np.nan,
+                **held_out.columns("held_out_difference", "held_out_"),
                 "sd": one.sd,
-                "resolves": pair.resolves if one.verdict != Verdict.TOO_FEW else np.nan,
-                "pairs_needed": pair.needed if one.n > 1 else None,
+                "resolves": pair.resolves if one.tested else np.nan,
+                "pairs_needed": pair.needed,
                 "differences": " ".join(f"{d:.4f}" for d in one.differences),
             }
         )
@@ -154,5 +146,5 @@ def comparison_table(data: StudyData) -> pd.DataFrame:
 
 def enough_pairs(data: StudyData) -> bool:
     """Whether the pairs suffice for any verdict of a difference: Holm over m comparisons needs m · 2^(1-n) <= 5 %."""
-    tested = [pair.result for pair in comparisons(data) if pair.result.verdict != Verdict.TOO_FEW]
-    return any(one.n >= fewest_pairs(one.family) for one in tested)
+    every = [pair.result for pair in comparisons(data)]
+    return any(one.tested and one.n >= fewest_pairs(one.family) for one in every)

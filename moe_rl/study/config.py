@@ -75,8 +75,10 @@ class StudyConfig:
         """The study over another base. Raises ConfigError where a field of it that differs could change no run."""
         if base.seed != self.base.seed:
             raise ConfigError(f"seed: {base.seed} would change nothing: the seeds of a study are given by --seeds")
-        for name, (_, given) in differences(plain(self.base), plain(base)).items():
-            if all(_sets(arm.changes, name.split(".")) for arm in self.arms.values()):
+        old, new = plain(self.base), plain(base)
+        of_arms = [differences(laid_over(old, a.changes), laid_over(new, a.changes)) for a in self.arms.values()]
+        for name, (_, given) in differences(old, new).items():
+            if not any(name in changed for changed in of_arms):
                 raise ConfigError(
                     f"{name}: {given!r} would change nothing, for every arm sets it itself "
                     f"({', '.join(self.arms)}). Edit the study file, or run one arm with it: moe-rl run"
@@ -185,15 +187,6 @@ def _check_comparisons(study: StudyConfig) -> None:
             raise ConfigError(f"comparisons[{i}]: {pair[0]!r} is compared with itself")
         if pair in pairs[:i] or pair[::-1] in pairs[:i]:
             raise ConfigError(f"comparisons[{i}]: {pair[0]!r} and {pair[1]!r} are compared twice")
-
-
-def _sets(changes: Any, keys: Sequence[str]) -> bool:
-    """Whether an arm's changes have a value of their own at these nested keys."""
-    for key in keys:
-        if not isinstance(changes, dict) or key not in changes:
-            return False
-        changes = changes[key]
-    return True
 
 
 def _check_name(what: str, name: Any) -> None:

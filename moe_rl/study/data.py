@@ -62,10 +62,10 @@ class StudyData:
     folder: Path
     config: dict[str, Any]
     runs: tuple[Run, ...]
-    rollouts: pd.DataFrame
-    updates: pd.DataFrame
-    probes: pd.DataFrame
-    evals: pd.DataFrame
+    rollouts: pd.DataFrame = field(default_factory=pd.DataFrame)
+    updates: pd.DataFrame = field(default_factory=pd.DataFrame)
+    probes: pd.DataFrame = field(default_factory=pd.DataFrame)
+    evals: pd.DataFrame = field(default_factory=pd.DataFrame)
     notes: tuple[str, ...] = ()
     not_started: tuple[str, ...] = ()
     timings: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -104,8 +104,11 @@ class StudyData:
 
     @property
     def _title(self) -> str:
+        """One line: what was loaded."""
         tables = {name: getattr(self, name) for name in FIELDS.values() if name != "timings"}
-        return shown.title(self.name, len(self.runs) - len(self.unfinished), len(self.runs), tables, len(self.notes))
+        rows = ", ".join(f"{name} {len(table)}" for name, table in tables.items() if len(table))
+        finished, notes = len(self.runs) - len(self.unfinished), f"; {len(self.notes)} notes" if self.notes else ""
+        return f"{self.name}: {finished} of {len(self.runs)} runs finished; rows: {rows or 'none'}{notes}"
 
     @cached_property
     def _overview(self) -> pd.DataFrame:
@@ -234,13 +237,11 @@ def load(path: str | Path) -> StudyData:
             config["name"] = f"{config.get('name', above.parent.name)}, {path.resolve().name.replace('_', ' ', 1)}"
     rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     runs = [load_run(folder, number, rows) for number, folder in enumerate(sorted(folders, key=folder_order))]
-    tables = {}
-    for kind in KINDS:
-        tables[kind] = kind_table(kind, rows.pop(kind), runs)
-    notes = tuple(f"{run.arm}/seed{run.seed}: {note}" for run in runs for note in run.notes)
+    tables = {name: kind_table(kind, rows.pop(kind), runs) for kind, name in FIELDS.items()}
+    notes = tuple(f"{run.name}: {note}" for run in runs for note in run.notes)
     name = str(config.get("name") or path.resolve().name)
     waiting = () if folders == [path] or again else _missing(config, tuple(runs))
-    return StudyData(name, path, config, tuple(runs), notes=notes, not_started=waiting, **_named(tables))
+    return StudyData(name, path, config, tuple(runs), notes=notes, not_started=waiting, **tables)
 
 
 def join(studies: dict[str, StudyData]) -> StudyData:
@@ -249,31 +250,31 @@ def join(studies: dict[str, StudyData]) -> StudyData:
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
     runs, notes, declared, compared = [], [], {}, []
-    tables: dict[str, list[pd.DataFrame]] = {kind: [] for kind in KINDS}
+    tables: dict[str, list[pd.DataFrame]] = {name: [] for name in FIELDS.values()}
     for key, data in studies.items():
-        for run in data.runs:
-            runs.append(replace(run, arm=f"{key}/{run.arm}"))
+        runs += [replace(run, arm=f"{key}/{run.arm}") for run in data.runs]
         for arm, row in data.arms.iterrows():
             declared[f"{key}/{arm}"] = {"label": f"{row['label']} ({key})"}
-        for kind, name in FIELDS.items():
+        for name, frames in tables.items():
             frame = getattr(data, name)
-            tables[kind].append(frame.assign(arm=f"{key}/" + frame["arm"].astype(str)) if len(frame) else frame)
+            frames.append(frame.assign(arm=f"{key}/" + frame["arm"].astype(str)) if len(frame) else frame)
         notes += [f"{key}/{note}" for note in data.notes]
         compared += [[f"{key}/{arm}" for arm in pair] for pair in data.config.get("comparisons") or ()]
-    name, config = " + ".join(studies), {"arms": declared, **({"comparisons": compared} if compared else {})}
+    title, config = " + ".join(studies), {"arms": declared, **({"comparisons": compared} if compared else {})}
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
-    named = _named({kind: _stack(frames) for kind, frames in tables.items()})
-    return StudyData(name, Path(), config, tuple(runs), notes=tuple(notes), not_started=waiting, **named)
-
-
-def _named(tables: dict[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Tables by the names of StudyData's fields, from tables by kind of row."""
-    return {FIELDS[kind]: table for kind, table in tables.items()}
+    whole = {name: _stack(frames) for name, frames in tables.items()}
+    return StudyData(title, Path(), config, tuple(runs), notes=tuple(notes), not_started=waiting, **whole)
 
 
 def _stack(frames: list[pd.DataFrame]) -> pd.DataFrame:
     # an empty frame has no column types; stacking it would turn the others' integers into objects
     return pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True)
+
+
+def pooled_rate(rows: pd.DataFrame, changed: str, total: str, by: str | list[str]) -> pd.Series:
+    """Σ changed / Σ total of the rows of each group; NaN where nothing was counted."""
+    sums = rows.groupby(by, observed=True)[[changed, total]].sum()
+    return sums[changed] / sums[total].where(sums[total] > 0)
 
 
 def declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:

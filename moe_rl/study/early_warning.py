@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from scipy.stats import rankdata
 
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.outcomes import OUTCOMES, run_outcomes
 
 UPDATE_SIGNALS = (
@@ -41,8 +41,7 @@ def signals(data: StudyData, steps: int) -> pd.DataFrame:
     found = found.join(probes.groupby(key)[[s for s in PROBE_SIGNALS if s in probes]].mean())
     for name, (part, whole) in SHARES.items():
         if {part, whole} <= set(probes):
-            counts = probes.groupby(key)[[part, whole]].sum()
-            found = found.join((counts[part] / counts[whole]).rename(name))
+            found = found.join(pooled_rate(probes, part, whole, key).rename(name))
     return found
 
 

@@ -5,7 +5,7 @@ precision adds; both pooled over the runs that recorded it. Runs of versions tha
 tables are empty, and `MISSING` says so in a caption.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
@@ -41,11 +41,10 @@ def floor_histogram(data: StudyData, name: str) -> pd.DataFrame:
     rows = _recorded(data, [name])
     rows = rows[rows[name].map(len) == rows[name].map(len).max()] if len(rows) else rows
     found = {}
-    for floor, variants in FLOORS.items():
-        sums = [np.sum(part[name].tolist(), axis=0) for _, part in _variants(rows, variants)]
-        if sums:
-            counts = max(sums, key=lambda counts: float(np.average(np.arange(len(counts)), weights=counts)))
-            found[floor] = counts / counts.sum()
+    for floor, parts in _by_floor(rows):
+        sums = (np.sum(part[name].tolist(), axis=0) for part in parts)
+        counts = max(sums, key=lambda counts: float(np.average(np.arange(len(counts)), weights=counts)))
+        found[floor] = counts / counts.sum()
     return pd.DataFrame(found).rename_axis("value")
 
 
@@ -54,11 +53,7 @@ def floor_variance(data: StudyData) -> pd.DataFrame:
     where it was recorded, `var_sequence`."""
     columns = [name for name in ("var_token", "var_sequence") if name in data.floors]
     rows = _recorded(data, columns)
-    found = {
-        floor: pd.DataFrame([part[columns].mean() for _, part in _variants(rows, variants)]).max()
-        for floor, variants in FLOORS.items()
-        if _variants(rows, variants)
-    }
+    found = {floor: pd.DataFrame([part[columns].mean() for part in parts]).max() for floor, parts in _by_floor(rows)}
     return pd.DataFrame(found, dtype=float).T
 
 
@@ -80,23 +75,26 @@ def _recorded(data: StudyData, columns: list[str]) -> pd.DataFrame:
     return data.floors.dropna(subset=columns)
 
 
-def _variants(rows: pd.DataFrame, variants: Sequence[str]) -> list[tuple[str, pd.DataFrame]]:
-    return [(v, part) for v in variants if len(part := rows[rows["variant"] == v])]
+def _by_floor(rows: pd.DataFrame) -> Iterator[tuple[str, list[pd.DataFrame]]]:
+    """The floors that were measured, each with the rows of its variants."""
+    for floor, variants in FLOORS.items():
+        parts = [part for variant in variants if len(part := rows[rows["variant"] == variant])]
+        if parts:
+            yield floor, parts
 
 
 def _rates(rows: pd.DataFrame, changed: str, total: str, width: int = 1, fewest: int = 1) -> pd.DataFrame:
     """Sums of lists over runs, in bins of `width` entries, changed over total; the largest variant of each floor."""
     found = {}
-    for floor, variants in FLOORS.items():
+    for floor, parts in _by_floor(rows):
         rates = []
-        for _, part in _variants(rows, variants):
+        for part in parts:
             of = _binned(part[total].tolist(), width)
             with np.errstate(invalid="ignore"):
                 rates.append(np.where(of >= max(1, fewest), _binned(part[changed].tolist(), width) / of, np.nan))
-        if rates:
-            longest = max(map(len, rates))
-            filled = [np.pad(rate, (0, longest - len(rate)), constant_values=np.nan) for rate in rates]
-            found[floor] = pd.Series(np.fmax.reduce(filled))
+        longest = max(map(len, rates))
+        filled = [np.pad(rate, (0, longest - len(rate)), constant_values=np.nan) for rate in rates]
+        found[floor] = pd.Series(np.fmax.reduce(filled))
     return pd.DataFrame(found, dtype=float).dropna(how="all")
 
 

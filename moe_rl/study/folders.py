@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +40,14 @@ class Run:
     arm: str
     seed: int
     folder: Path
-    finished: bool
-    config: dict[str, Any]
-    environment: dict[str, Any]
+    finished: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}/seed{self.seed}"
 
     def setting(self, name: str, default: Any = None) -> Any:
         """A setting by name, from the top of the configuration, its `method` or its resolved `objective`."""

@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from moe_rl.files import sole_writer, write_atomic, write_json
 from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study, load_study
-from moe_rl.study.display import LiveTable, PlainLines
+from moe_rl.study.display import show
 from moe_rl.study.folders import SEED_FOLDER
 from moe_rl.study.jobs import Jobs, job_options
 from moe_rl.study.launchers import Launcher, Processes
@@ -60,28 +59,11 @@ def run_study(
     nodes = make.nodes if isinstance(make, Jobs) else None
     runs = [run for name, place in places.items() for run in _runs(study, place, name, nodes)]
     with sole_writer(output, command):
-        _run_all(study, places, runs, make, cold_starts, workers, command)
-
-
-def _run_all(
-    study: StudyConfig,
-    places: dict[str, Path],
-    runs: list[Run],
-    launcher: Launcher,
-    cold_starts: Path,
-    workers: int,
-    command: str,
-) -> None:
-    for place in places.values():
-        place.mkdir(parents=True, exist_ok=True)
-        (place / "logs").mkdir(exist_ok=True)
-        write_atomic(place / "study.yaml", dump_study(with_earlier(study, place)))
-        write_json(place / "env.json", environment(command))
-    console = Console()
-    display = LiveTable(console, runs, workers) if console.is_terminal else PlainLines(console, runs, workers)
-    with display:
-        for _ in _schedule(runs, launcher, cold_starts, workers):
-            display.show()
+        for place in places.values():
+            (place / "logs").mkdir(parents=True, exist_ok=True)
+            write_atomic(place / "study.yaml", dump_study(with_earlier(study, place)))
+            write_json(place / "env.json", environment(command))
+        show(runs, workers, _schedule(runs, make, cold_starts, workers))
     failed = [run for run in runs if run.state == "failed"]
     if failed:
         reasons = "\n".join(f"  {run.name}: {run.reason()}" for run in failed)

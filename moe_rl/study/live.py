@@ -5,12 +5,10 @@
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
@@ -22,19 +20,6 @@ from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.folders import folder_order, run_folders, section
 from moe_rl.yaml_files import parse_yaml
-
-
-@dataclass(frozen=True)
-class LiveRun:
-    """One (arm, seed) that was declared or has written something."""
-
-    arm: str
-    seed: int
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        return f"{self.arm}/seed{self.seed}"
 
 
 class LiveStudy:
@@ -59,37 +44,33 @@ class LiveStudy:
 
     def overview(self) -> dict[str, Any]:
         """Runs with state and size, arms with their looks: what changes while a study runs, without its numbers."""
-        config, runs = self._config(), self.runs()
-        base, declared = config.get("base"), declared_arms(config)
-        base = base if isinstance(base, dict) else {}
-        known = {
-            run.name: _read_yaml(run.folder / "config.yaml") or laid_over(base, declared.get(run.arm, {}))
-            for run in runs
-        }
-        arms = self._arms(runs, known)
+        config = self._config()
+        base, declared = section(config, "base"), declared_arms(config)
+        runs = [
+            replace(run, config=_read_yaml(run.folder / "config.yaml") or laid_over(base, declared.get(run.arm, {})))
+            for run in self.runs()
+        ]
         return {
             "name": str(config.get("name") or self.folder.resolve().name),
             "question": str(config.get("question") or ""),
             "folder": str(self.folder),
-            "conditions": arms.pop("conditions"),
-            "arms": arms["arms"],
-            "runs": [self._state(run, known[run.name]) for run in runs],
-            "settings": arms["settings"],
+            **self._arms(runs, config),
+            "runs": [self._state(run) for run in runs],
         }
 
-    def runs(self) -> list[LiveRun]:
-        """Declared and found runs, arms in the study's order, then by seed."""
+    def runs(self) -> list[Run]:
+        """Declared and found runs, arms in the study's order, then by seed; what is in their folders is not read."""
         if self.single:
-            return [LiveRun(*folder_order(self.folder.resolve()), self.folder)]
+            return [Run(*folder_order(self.folder.resolve()), self.folder)]
         config = self._config()
         found = {(run.arm, run.seed): run for run in self._found()}
         for arm, about in declared_arms(config).items():
             for seed in about.get("seeds") or config.get("seeds") or ():
-                found.setdefault((arm, int(seed)), LiveRun(arm, int(seed), self.folder / arm / f"seed{seed}"))
+                found.setdefault((arm, int(seed)), Run(arm, int(seed), self.folder / arm / f"seed{seed}"))
         order = {arm: i for i, arm in enumerate(declared_arms(config))}
         return sorted(found.values(), key=lambda run: (order.get(run.arm, len(order)), run.arm, run.seed))
 
-    def run(self, name: str) -> LiveRun:
+    def run(self, name: str) -> Run:
         """The run called ARM/seedN. Raises LiveError for any other name: paths are never made from requests."""
         runs = {run.name: run for run in self.runs()}
         if name not in runs:
@@ -101,8 +82,8 @@ class LiveStudy:
         """Alarm thresholds that the study sets itself."""
         return self._config().get("alarms")
 
-    def _found(self) -> list[LiveRun]:
-        return [LiveRun(*folder_order(f), f) for f in run_folders(self.folder)]
+    def _found(self) -> list[Run]:
+        return [Run(*folder_order(f), f) for f in run_folders(self.folder)]
 
     def _config(self) -> dict[str, Any]:
         folder = self.folder.resolve().parent.parent if self.single else self.folder
@@ -111,14 +92,13 @@ class LiveStudy:
             config["name"] = f"{self.folder.resolve().parent.name}/{self.folder.resolve().name}"
         return config
 
-    def _state(self, run: LiveRun, config: dict[str, Any]) -> dict[str, Any]:
+    def _state(self, run: Run) -> dict[str, Any]:
         """`done`, `failed` (its log ends with an error), `stopped` (unfinished, and nothing writes to it), `running`
         (unfinished), `starting` or `waiting`. `written`: when its last row was, in seconds since 1970."""
-        metrics, state, problem = run.folder / "metrics.jsonl", "waiting", ""
+        metrics = run.folder / "metrics.jsonl"
         try:
             stat = metrics.stat()
-            size, changed = stat.st_size, stat.st_mtime
-            state = "running"
+            size, changed, state = stat.st_size, stat.st_mtime, "running"
         except OSError:
             size, changed = 0, None
             state = "starting" if (run.folder / "config.yaml").exists() else "waiting"
@@ -138,26 +118,20 @@ class LiveStudy:
             "seed": run.seed,
             "state": state,
             "problem": problem,
-            "steps": section(config, "optim").get("steps"),
+            "steps": section(run.config, "optim").get("steps"),
             "bytes": size,
             "written": changed,
             "age": None if changed is None else round(max(0.0, time.time() - changed), 1),
         }
 
-    def _arms(self, runs: list[LiveRun], configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def _arms(self, runs: list[Run], config: dict[str, Any]) -> dict[str, Any]:
         """Looks and labels from the figures' own functions, on a study without rows."""
         if not runs:
             return {"conditions": [], "arms": [], "settings": []}
-        known = [Run(run.arm, run.seed, run.folder, False, configs[run.name], {}) for run in runs]
-        none = pd.DataFrame()
-        data = StudyData("", self.folder, self._config(), tuple(known), none, none, none, none)
+        data = StudyData("", self.folder, config, tuple(runs))
         shown = conditions(data)
         differ, _ = arm_settings(data)
         return {
-            "settings": [
-                {"name": str(name), "values": {str(arm): _words(differ.loc[name, arm]) for arm in differ.columns}}
-                for name in differ.index
-            ],
             "conditions": [condition.title for condition in shown],
             "arms": [
                 {
@@ -170,6 +144,10 @@ class LiveStudy:
                 }
                 for number, condition in enumerate(shown)
                 for arm, (look, label) in arm_looks(data, condition.arms).items()
+            ],
+            "settings": [
+                {"name": str(name), "values": {str(arm): _words(differ.loc[name, arm]) for arm in differ.columns}}
+                for name in differ.index
             ],
         }
 

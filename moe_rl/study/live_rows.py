@@ -1,4 +1,5 @@
-"""What the live page draws of a run that is being written: its curves, its routing sites, and other metrics by name.
+"""What the live page draws of a run that is being written: its curves, its routing sites and their experts, and other
+metrics by name.
 
 `new_rows` and `new_sites` answer with the next cursor (`moe_rl.study.cursor`).
 """
@@ -10,9 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from moe_rl.study.cursor import read_since
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.floors import FLOORS
+from moe_rl.study.token_view import TokenStep, stored_steps
 
 COLUMNS = {
     "rollout": ("step", "reward", "response_length"),
@@ -76,6 +80,41 @@ def new_sites(path: Path, since: str = "") -> dict[str, Any]:
             floor.append([_FLOOR_OF[row["variant"]], rates])
     labels, common = short_sites(names) if names else ([], "")
     return {**answer, "rows": found, "floor": floor, "sites": names, "labels": labels, "common": common}
+
+
+def expert_counts(folder: Path, until: int | None = None) -> dict[str, Any]:
+    """Tokens by site and expert over all stored steps up to `until`: `old` and `new` [L][E], counted over the response
+    tokens' own positions; `moved` [L][E]: slots that left the expert (its old tokens that the new policy sends
+    elsewhere). `steps` are those that were counted; sites are empty where no step's routes were kept."""
+    found = {}
+    for step in stored_steps(folder):
+        if until is None or step <= until:
+            changed = (folder / "tokens" / f"step_{step:06d}.parquet").stat().st_mtime_ns
+            found[step] = _step_counts(folder, step, changed)
+    counted = {step: counts for step, counts in found.items() if counts}
+    if not counted:
+        return {"steps": [], "sites": [], "labels": [], "common": "", "old": [], "new": [], "moved": []}
+    sites = next(iter(counted.values()))[0]
+    labels, common = short_sites(sites)
+    old, new, moved = np.sum([counts for _, counts in counted.values()], axis=0).tolist()
+    about = {"steps": list(counted), "sites": sites, "labels": labels, "common": common}
+    return {**about, "old": old, "new": new, "moved": moved}
+
+
+@lru_cache(maxsize=512)
+def _step_counts(folder: Path, step: int, _changed: int) -> tuple[list[str], np.ndarray] | None:
+    """The sites of one stored step, and [3, L, E] (old, new, left); None where its routes were not kept."""
+    stored = TokenStep(folder, step)
+    if not stored.routed:
+        return None
+    routes = stored.routes(0)
+    experts = routes.num_experts if isinstance(routes.num_experts, int) else max(routes.num_experts)
+    old, new = (stored.all_experts(update) for update in (0, stored.updates[-1]))
+    left = np.where((old[..., :, None] == new[..., None, :]).any(-1), -1, old)
+    counts = [
+        [np.bincount(ids[ids >= 0], minlength=experts) for ids in which.swapaxes(0, 1)] for which in (old, new, left)
+    ]
+    return list(routes.sites), np.array(counts)
 
 
 def _number(value: Any) -> Any:

@@ -1,5 +1,7 @@
 """How runs ended, and arms: final and held-out reward, and which runs failed, ended below their start or collapsed."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
@@ -24,12 +26,13 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
     `fall` and `collapse_step` of `detect_collapse`; `area`.
     """
     starts, ends = _evaluations(data)
-    curves = {key: (run["step"].to_numpy(), run["reward"].to_numpy(float)) for key, run in _by_run(data.rollouts)}
+    curves = dict(iter(data.rollouts.groupby(_RUN, observed=True)))
     rows = []
     for run in data.runs:
         key = (run.arm, run.seed)
         own = run.responses == "policy"
-        steps, rewards = curves.get(key, (np.array([]), np.array([])))
+        curve = curves.get(key, pd.DataFrame(columns=["step", "reward"]))
+        steps, rewards = curve["step"].to_numpy(), curve["reward"].to_numpy(float)
         if not steps.size and key not in ends:
             continue
         held_out = ends.get(key, np.nan)
@@ -83,16 +86,12 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
                 "n": len(values),
                 "finished": about["finished"],
                 "measured": ", ".join(dict.fromkeys(of["measured"])),
-                "final": final.estimate,
-                "low": final.low,
-                "high": final.high,
+                **final.columns("final"),
                 "interval": final.method,
                 "sd": values.std(ddof=1) if len(values) > 1 else np.nan,
                 "iqm": interquartile_mean(values) if len(values) else np.nan,
                 "area": of["area"].mean(),
-                "evaluation": held_out.estimate,
-                "evaluation_low": held_out.low,
-                "evaluation_high": held_out.high,
+                **held_out.columns("evaluation", "evaluation_"),
                 "start": of["start"].mean(),
                 "best": of["best"].mean(),
                 "fall": of["fall"].mean(),
@@ -105,14 +104,10 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _by_run(frame: pd.DataFrame) -> list[tuple[tuple[str, int], pd.DataFrame]]:
-    return [((str(key[0]), int(str(key[1]))), part) for key, part in frame.groupby(_RUN, sort=False, observed=True)]
-
-
-def _evaluations(data: StudyData) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]:
-    """Held-out reward of each run at step 0 (where it was evaluated there), and at its last evaluation."""
+def _evaluations(data: StudyData) -> tuple[dict[Any, float], dict[Any, float]]:
+    """By (arm, seed) the held-out reward at step 0 (where it was evaluated there), and at the last evaluation."""
     if data.evals.empty or "reward" not in data.evals:
         return {}, {}
     rows = data.evals.dropna(subset=["reward"]).sort_values("step", kind="stable")
-    starts = {key: float(run["reward"].iloc[0]) for key, run in _by_run(rows[rows["step"] == 0])}
-    return starts, {key: float(run["reward"].iloc[-1]) for key, run in _by_run(rows)}
+    starts, ends = rows[rows["step"] == 0].groupby(_RUN, observed=True), rows.groupby(_RUN, observed=True)
+    return starts["reward"].first().to_dict(), ends["reward"].last().to_dict()

@@ -1,5 +1,6 @@
 """What n seeds can resolve, and how many seeds a difference needs."""
 
+from bisect import bisect_left
 from functools import lru_cache
 
 import numpy as np
@@ -65,13 +66,6 @@ def pairs_needed(sd: float, difference: float, family: int = 1) -> int | None:
     """
     if not (np.isfinite(sd) and difference > 0):
         return None
-    low, high = fewest_pairs(family), MOST
-    if resolvable_difference(sd, high, ALPHA / family) > difference:
-        return None
-    while low < high:
-        middle = (low + high) // 2
-        if resolvable_difference(sd, middle, ALPHA / family) <= difference:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    counts = range(fewest_pairs(family), MOST + 1)
+    place = bisect_left(counts, True, key=lambda n: resolvable_difference(sd, n, ALPHA / family) <= difference)
+    return counts[place] if place < len(counts) else None

@@ -50,7 +50,7 @@ def check_settings(data: StudyData) -> None:
         changed = changed_settings(run.config, study.resolve(run.arm, run.seed)) if known else ["no such arm"]
         if changed:
             raise ResultsError(
-                f"{run.arm}/seed{run.seed} was run with other settings than those of {path}, of which the results are "
+                f"{run.name} was run with other settings than those of {path}, of which the results are "
                 f"committed: {', '.join(changed)}"
             )
 

@@ -3,6 +3,7 @@
 The rules are printed with the reading (`rules_of`), so that a reader can check every sentence against a table.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -56,7 +57,7 @@ def read(data: StudyData) -> list[Statement]:
     return [replace(s, text=minus(s.text)) for part in parts for s in part(data)]
 
 
-def _runs(data: StudyData) -> list[Statement]:
+def _runs(data: StudyData) -> Iterator[Statement]:
     done, total = sum(run.finished for run in data.runs), len(data.runs) + len(data.not_started)
     text = f"{done} of {total} runs are finished: {len(data.arms)} arms, seeds {listed(map(str, data.seeds))}."
     if len(data.rollouts):
@@ -66,41 +67,36 @@ def _runs(data: StudyData) -> list[Statement]:
         text += f" A run's steps took {span(seconds)} seconds."
     if done < total:
         text += " The others are drawn as far as they got and not compared, so everything below is provisional."
-    return [Statement("Runs", text)]
+    yield Statement("Runs", text)
 
 
-def _reward(data: StudyData) -> list[Statement]:
+def _reward(data: StudyData) -> Iterator[Statement]:
     table = final_rewards(data).set_index("arm")
     pairs = comparisons(data)
-    found = []
     for noise in sorted({pair.noise for pair in pairs}):
         here = [pair for pair in pairs if pair.noise == noise]
         arms = dict.fromkeys([pair.other for pair in here] + [pair.arm for pair in here])
         ends = []
         for arm in arms:
-            natural = data.arms["noise"][arm] == 0 and noise > 0
             held_out = ", held out" if table["measured"][arm] == "held out" else ""
-            ends.append(
-                f"{data.arms['label'][arm]}{' (natural)' if natural else ''}: {table['final'][arm]:.2f}{held_out}"
-            )
+            ends.append(f"{name_of(data, arm, noise)}: {table['final'][arm]:.2f}{held_out}")
         where = "Natural routing" if noise == 0 else f"Stress test, {condition_label(data, noise)}"
-        told = here if len(here) <= MANY else [p for p in here if p.result.verdict in (Verdict.HIGHER, Verdict.LOWER)]
+        told = here if len(here) <= MANY else [p for p in here if p.result.apart]
         rest = [pair.result.verdict for pair in here if pair not in told]
         texts = [compare(data, pair) for pair in told]
         texts += [
             f"{verdict.capitalize()}: {rest.count(verdict)} {'more' if told else f'of {len(here)}'}."
             for verdict in dict.fromkeys(rest)
         ]
-        found.append(Statement("Reward", " ".join([f"{where}, final reward. {'; '.join(ends)}.", *texts])))
+        yield Statement("Reward", " ".join([f"{where}, final reward. {'; '.join(ends)}.", *texts]))
     if pairs:
-        tested = max((pair.result.family for pair in pairs if pair.result.verdict != Verdict.TOO_FEW), default=0)
+        tested = max((pair.result.family for pair in pairs if pair.result.tested), default=0)
         kind = "declared in the study file" if declared(data) is not None else "not declared in the study file"
         text = f"{count(len(pairs), 'comparison')}, {kind}; "
         text += f"p adjusted by Holm over {tested}." if tested else f"none has {FEWEST} pairs, so there is no verdict."
         if declared(data) is None:
             text += " What was not declared beforehand is a hint for another study, not a finding."
-        found.append(Statement("Reward", text))
-    return found
+        yield Statement("Reward", text)
 
 
 def compare(data: StudyData, pair: Pair) -> str:
@@ -109,7 +105,7 @@ def compare(data: StudyData, pair: Pair) -> str:
     one, gap = pair.result, pair.result.difference
     if not one.n:
         return f"{a} against {b}: no seed of both has finished."
-    if one.verdict == Verdict.TOO_FEW:
+    if not one.tested:
         reach = f", range [{gap.low:.3f}, {gap.high:.3f}]" if gap.known else ""
         return f"{a} minus {b}: {gap.estimate:+.3f}{reach}, {count(one.n, 'pair')}: {one.verdict}."
     p = one.adjusted_equivalent if one.verdict == Verdict.EQUIVALENT else one.adjusted
@@ -128,17 +124,14 @@ def name_of(data: StudyData, arm: str, noise: float) -> str:
     return f"{label} (natural)" if noise > 0 and data.arms["noise"][arm] == 0 else label
 
 
-def _replay_check(data: StudyData) -> list[Statement]:
-    found = []
+def _replay_check(data: StudyData) -> Iterator[Statement]:
     if (data.arms["noise"] > 0).any():
-        found.append(
-            Statement(
-                "Stress test",
-                "Selection noise is a controlled dose of routing volatility: noise on the router logits, for the "
-                "choice of experts only and in the update forward only. It shows what volatile routing does to an "
-                "update rule; it is no evidence that training causes such volatility by itself. A dose is named by the "
-                "share of response slots that the update forward routed otherwise than the old policy.",
-            )
+        yield Statement(
+            "Stress test",
+            "Selection noise is a controlled dose of routing volatility: noise on the router logits, for the choice of "
+            "experts only and in the update forward only. It shows what volatile routing does to an update rule; it is "
+            "no evidence that training causes such volatility by itself. A dose is named by the share of response "
+            "slots that the update forward routed otherwise than the old policy.",
         )
     for row in replay_identity(data).to_dict("records"):
         gap = row["difference"]
@@ -147,22 +140,20 @@ def _replay_check(data: StudyData) -> list[Statement]:
             if gap == 0
             else f"rewards differ by up to {gap:.2g}, which must not be: look into it"
         )
-        found.append(
-            Statement(
-                "Stress test",
-                "Replay forces the choice of experts, so its run under noise is its natural run by construction. "
-                f"Checked over {row['steps']} steps of {count(row['seeds'], 'seed')}: {same}.",
-            )
+        yield Statement(
+            "Stress test",
+            "Replay forces the choice of experts, so its run under noise is its natural run by construction. "
+            f"Checked over {row['steps']} steps of {count(row['seeds'], 'seed')}: {same}.",
         )
-    return found
 
 
-def _outcomes(data: StudyData) -> list[Statement]:
+def _outcomes(data: StudyData) -> Iterator[Statement]:
     topic = "Runs that failed"
     runs = run_outcomes(data)
     finished = int(runs["finished"].astype(bool).sum())
     if not runs["start"].notna().any():
-        return [Statement(topic, "No run recorded its reward at step 0, so it cannot be told which failed.")]
+        yield Statement(topic, "No run recorded its reward at step 0, so it cannot be told which failed.")
+        return
     found = []
     for column, what in (
         ("failed", "did not gain 0.1 over the held-out reward at step 0"),
@@ -177,7 +168,7 @@ def _outcomes(data: StudyData) -> list[Statement]:
         of = len(runs) if column == "collapsed" else finished
         number = f"{int(runs[column].sum())} of {of}"
         found.append(f"{what}: {number} ({listed(counts)})" if counts else f"{what}: none of {of}")
-    return [Statement(topic, f"Runs that {'; that '.join(found)}. ({COLLAPSE_RULE[0].upper()}{COLLAPSE_RULE[1:]}.)")]
+    yield Statement(topic, f"Runs that {'; that '.join(found)}. ({COLLAPSE_RULE[0].upper()}{COLLAPSE_RULE[1:]}.)")
 
 
 def power_sentence(data: StudyData) -> str:
@@ -187,7 +178,7 @@ def power_sentence(data: StudyData) -> str:
     if not pairs:
         return "Fewer than two seeds in common: no difference can be resolved."
     n = int(np.median([pair.result.n for pair in pairs]))
-    family = max((pair.result.family for pair in pairs if pair.result.verdict != Verdict.TOO_FEW), default=len(pairs))
+    family = max((pair.result.family for pair in pairs if pair.result.tested), default=len(pairs))
     spread = f"Paired differences scatter by {_ends([pair.result.sd for pair in pairs])} (sd)"
     if n < FEWEST:
         return (
@@ -199,7 +190,7 @@ def power_sentence(data: StudyData) -> str:
             f"{n} pairs and {count(family, 'comparison')}: no difference can get a verdict, for Holm over {family} "
             f"needs {fewest_pairs(family)} pairs. {spread}."
         )
-    resolved = [pair.resolves for pair in pairs if pair.result.verdict != Verdict.TOO_FEW]
+    resolved = [pair.resolves for pair in pairs if pair.result.tested]
     needed = [pair.needed for pair in pairs]
     most = "over 1000" if None in needed else str(max(k for k in needed if k is not None))
     fewest = min((k for k in needed if k is not None), default=None)
@@ -215,32 +206,28 @@ def _ends(values: list[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _power(data: StudyData) -> list[Statement]:
-    return [Statement("What n can show", power_sentence(data))]
+def _power(data: StudyData) -> Iterator[Statement]:
+    yield Statement("What n can show", power_sentence(data))
 
 
-def _roundings(data: StudyData) -> list[Statement]:
+def _roundings(data: StudyData) -> Iterator[Statement]:
     topic = "Other roundings"
     table, parts = conclusion_table(data), component_table(data)
     if not data.roundings:
-        return []
-    text = f"The study was run again under {listed(data.roundings)}."
-    found = [Statement(topic, text)]
+        return
+    yield Statement(topic, f"The study was run again under {listed(data.roundings)}.")
     for (arm, other), rows in table.groupby(["arm", "other"], sort=False):
         a, b = full_label(data, str(arm)), full_label(data, str(other))
         means = listed(f"{row['rounding']} {row['difference']:+.3f}" for row in rows.to_dict("records"))
         fate = Survival(rows["survival"].iloc[0])
-        found.append(Statement(topic, f"{a} minus {b}: {means}. {fate.capitalize()}: {SURVIVAL_RULES[fate]}."))
+        yield Statement(topic, f"{a} minus {b}: {means}. {fate.capitalize()}: {SURVIVAL_RULES[fate]}.")
     for what, heading in (("arm", "Final rewards"), ("difference", "Paired differences")):
         rows = parts[parts["what"] == what]
         if len(rows):
             sds = [f"{word} {_ends(rows[f'sd_{word}'].tolist())}" for word in ("seed", "rounding", "residual")]
-            found.append(
-                Statement(
-                    topic,
-                    f"{heading}, components of variance as standard deviations: {listed(sds)} (range over "
-                    f"{count(len(rows), what)}). Seed: what a seed has in common in all roundings; rounding: what one "
-                    "does to all seeds; residual: the rest, with the cold start that a rounding makes of a seed.",
-                )
+            yield Statement(
+                topic,
+                f"{heading}, components of variance as standard deviations: {listed(sds)} (range over "
+                f"{count(len(rows), what)}). Seed: what a seed has in common in all roundings; rounding: what one does "
+                "to all seeds; residual: the rest, with the cold start that a rounding makes of a seed.",
             )
-    return found

@@ -1,10 +1,12 @@
 """What the numbers say of routing: change, noise floor, where the log-ratio comes from, averaging, replay, clipping."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pandas as pd
 
 from moe_rl.study.arms import condition_label, full_label, same_but_for_method
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.summary import (
     POSITIONS,
     factor_table,
@@ -16,29 +18,26 @@ from moe_rl.study.summary import (
 from moe_rl.study.words import Statement, count, listed, span, two
 
 
-def routing_statements(data: StudyData) -> list[Statement]:
+def routing_statements(data: StudyData) -> Iterator[Statement]:
     """All statements on routing and ratios that the data allow, in the order of the report."""
-    parts = (_change, _floor, _averaging, _replay_variance, _decomposition, _clipping)
-    return [statement for part in parts for statement in part(data)]
+    for part in (_change, _floor, _averaging, _replay_variance, _decomposition, _clipping):
+        yield from part(data)
 
 
-def _change(data: StudyData) -> list[Statement]:
+def _change(data: StudyData) -> Iterator[Statement]:
     rows = data.probes
     if rows.empty or "slots_changed" not in rows:
-        return []
+        return
     rows = rows[rows["arm"].isin(data.arms.index[data.arms["noise"] == 0])]
     if rows.empty:
-        return []
+        return
 
     def rate(part: pd.DataFrame, name: str) -> str:
-        by_arm = part.groupby("arm")[[f"{name}s_changed", f"{name}s"]].sum()
-        values = 100 * by_arm[f"{name}s_changed"] / by_arm[f"{name}s"]
-        return f"{span(values)} %"
+        return f"{span(100 * pooled_rate(part, f'{name}s_changed', f'{name}s', 'arm'))} %"
 
     ends = [rows[rows["update"] == rows["update"].agg(which)] for which in ("min", "max")]
     when = [int(part["update"].iloc[0]) for part in ends]
-    text = f"Between old and new policy, {POSITIONS}, {rate(ends[0], 'slot')} of slots change after update "
-    text += str(when[0])
+    text = f"Between old and new policy, {POSITIONS}, {rate(ends[0], 'slot')} of slots change after update {when[0]}"
     if when[0] != when[1]:
         text += f" of a step and {rate(ends[1], 'slot')} after update {when[1]}"
     text += (
@@ -46,13 +45,13 @@ def _change(data: StudyData) -> list[Statement]:
         "(range over the natural arms). The GSPO paper's “roughly 10 %” per update does not define its denominator; "
         "only the slot rate is set beside it."
     )
-    return [Statement("Expert change", text)]
+    yield Statement("Expert change", text)
 
 
-def _floor(data: StudyData) -> list[Statement]:
+def _floor(data: StudyData) -> Iterator[Statement]:
     table = noise_floor(data)
     if table.empty:
-        return []
+        return
     words = {
         "own": "in the run's own arithmetic (repeated, other batch shapes, other experts implementation)",
         "bf16": "in a bf16 copy",
@@ -66,13 +65,13 @@ def _floor(data: StudyData) -> list[Statement]:
     text = f"Noise floor: with equal weights and tokens, {'; '.join(parts)}."
     if "own" in table.index and table["slot"]["own"] == 0:
         text += " Change rates above are therefore of the updates, not of arithmetic."
-    return [Statement("Expert change", text)]
+    yield Statement("Expert change", text)
 
 
-def _decomposition(data: StudyData) -> list[Statement]:
+def _decomposition(data: StudyData) -> Iterator[Statement]:
     rows = data.decompositions
     if rows.empty or "token_var_routing" not in rows:
-        return []
+        return
     rows = last_updates(rows)
     sums = rows.groupby("arm")[[f"{lv}_{name}" for lv in ("token", "sequence") for name in _SPLIT]].mean()
     found = []
@@ -91,40 +90,41 @@ def _decomposition(data: StudyData) -> list[Statement]:
             f"(design effect {two(effect)}; 1 if tokens were independent)"
         )
     topic = "Where the log-ratio comes from"
-    return [Statement(topic, f"After the last update of a step. {'; '.join(found)}."), *_lowering(data, topic)]
+    yield Statement(topic, f"After the last update of a step. {'; '.join(found)}.")
+    yield from _lowering(data, topic)
 
 
-def _lowering(data: StudyData, topic: str) -> list[Statement]:
+def _lowering(data: StudyData, topic: str) -> Iterator[Statement]:
     """Does a method's training leave less routing noise than another's, or does its ratio only average it?"""
     found = []
     for pair in routing_noise_ratios(data):
-        gap = pair.result.difference
-        ratio, low, high = np.exp([gap.estimate, gap.low, gap.high])
+        ratio = pair.result.difference.exp()
         found.append(
-            f"{full_label(data, pair.arm)} over {full_label(data, pair.other)} ×{two(ratio)} ({gap.method} "
-            f"[{two(low)}, {two(high)}], {count(pair.result.n, 'seed')}): {pair.result.verdict}"
+            f"{full_label(data, pair.arm)} over {full_label(data, pair.other)} ×{two(ratio.estimate)} ({ratio.method} "
+            f"[{two(ratio.low)}, {two(ratio.high)}], {count(pair.result.n, 'seed')}): {pair.result.verdict}"
         )
-    if not found:
-        return []
-    text = "Does training with one method leave less routing noise than with another? Token variance of the routing "
-    text += "part, geometric mean over steps, paired by seed: "
-    return [Statement(topic, f"{text}{'; '.join(found)}.")]
+    if found:
+        yield Statement(
+            topic,
+            "Does training with one method leave less routing noise than with another? Token variance of the routing "
+            f"part, geometric mean over steps, paired by seed: {'; '.join(found)}.",
+        )
 
 
 _SPLIT = ("variance", "var_routing", "cov_weight_routing", "cov_routing_interaction")
 
 
-def _averaging(data: StudyData) -> list[Statement]:
+def _averaging(data: StudyData) -> Iterator[Statement]:
     factors = factor_table(data)
     if factors.empty:
-        return []
+        return
     length = data.rollouts["response_length"].mean() if "response_length" in data.rollouts else np.nan
-    text = (
+    yield Statement(
+        "Token against sequence",
         "In natural arms the variance of the token log-ratio over that of the sequence log-ratio is "
         f"{_by_update(factors, 'averaging')}; independent tokens would give the mean response length, {length:.0f}. "
-        f"{_FACTOR_NOTE}"
+        f"{_FACTOR_NOTE}",
     )
-    return [Statement("Token against sequence", text)]
 
 
 def _by_update(factors: pd.DataFrame, name: str) -> str:
@@ -141,17 +141,15 @@ def _by_update(factors: pd.DataFrame, name: str) -> str:
 _FACTOR_NOTE = "Medians over probes, in brackets the ratio of the mean variances; range over arms."
 
 
-def _replay_variance(data: StudyData) -> list[Statement]:
-    found = []
+def _replay_variance(data: StudyData) -> Iterator[Statement]:
+    topic = "What replay removes"
     factors = factor_table(data)
     if len(factors):
-        found.append(
-            Statement(
-                "What replay removes",
-                "In natural arms, on the same weights and tokens, the token variance with live routing over that with "
-                f"replayed routing is {_by_update(factors, 'replay')}; 1 would mean that routing adds nothing. "
-                f"{_FACTOR_NOTE}",
-            )
+        yield Statement(
+            topic,
+            "In natural arms, on the same weights and tokens, the token variance with live routing over that with "
+            f"replayed routing is {_by_update(factors, 'replay')}; 1 would mean that routing adds nothing. "
+            f"{_FACTOR_NOTE}",
         )
     natural = data.arms[data.arms["noise"] == 0]
     for arm in natural.index[natural["replay"].str.lower() != "none"]:
@@ -169,23 +167,18 @@ def _replay_variance(data: StudyData) -> list[Statement]:
         factor = (by_seed.loc[plain[0]] / by_seed.loc[arm]).replace([np.inf, -np.inf], np.nan).dropna()
         if len(factor):
             label = str(data.arms["label"][plain[0]])
-            found.append(
-                Statement(
-                    "What replay removes",
-                    f"In training, {label} without replay has {listed(map(two, factor))} times the token variance of "
-                    f"{data.arms['label'][arm]} (one number per seed; different trajectories, so not all of it is "
-                    "routing).",
-                )
+            yield Statement(
+                topic,
+                f"In training, {label} without replay has {listed(map(two, factor))} times the token variance "
+                f"of {data.arms['label'][arm]} (one number per seed; different trajectories, so not all of it is "
+                "routing).",
             )
-    return found
 
 
-def _clipping(data: StudyData) -> list[Statement]:
+def _clipping(data: StudyData) -> Iterator[Statement]:
     if data.updates.empty or "clipped_tokens" not in data.updates:
-        return []
-    sums = data.updates.groupby("arm")[["clipped_tokens", "tokens"]].sum()
-    share = sums["clipped_tokens"] / sums["tokens"]
-    found = []
+        return
+    share = pooled_rate(data.updates, "clipped_tokens", "tokens", "arm")
     for noise in sorted(data.arms["noise"].unique()):
         arms = [str(a) for a in data.arms.index[data.arms["noise"] == noise] if a in share.index]
         text = listed(f"{data.arms['label'][arm]} {two(100 * share[arm])} %" for arm in arms)
@@ -200,5 +193,4 @@ def _clipping(data: StudyData) -> list[Statement]:
                 text += f"; {names}: ×{two(ratio)}{orders}"
             else:
                 text += f"; {data.arms['label'][b]} clipped no token, so there is no ratio"
-        found.append(Statement("Clipping", f"Clipped tokens, {where}: {text}. Clip ranges differ by arm (see Arms)."))
-    return found
+        yield Statement("Clipping", f"Clipped tokens, {where}: {text}. Clip ranges differ by arm (see Arms).")

@@ -12,13 +12,12 @@ from moe_rl.files import still_written, write_atomic
 from moe_rl.pages import render_page
 from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
-from moe_rl.study.arms import arm_settings, condition_label, flatten, full_label
-from moe_rl.study.comparing import comparisons
+from moe_rl.study.arms import arm_settings, flatten, full_label
 from moe_rl.study.data import Run, StudyData, declared_arms, load
 from moe_rl.study.figures import StudyFigure, each_figure, nothing_yet, save_figure
 from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.outcomes import final_rewards
-from moe_rl.study.reading import name_of, read, rules_of
+from moe_rl.study.reading import read, rules_of
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import interval_note
 from moe_rl.study.summary import POSITIONS
@@ -87,7 +86,6 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
         finals=_finals(data),
         alarms=alarm_rows(data),
         collapsed=collapses(data),
-        pairs=_pairs(data),
         **_arranged(figures),
         missing=list(skipped),
         token_view=token_view_html(data),
@@ -126,21 +124,6 @@ def _finals(data: StudyData) -> list[dict[str, Any]]:
 
 def _bounds(low: float, high: float) -> str:
     return f"[{low:.3f}, {high:.3f}]" if np.isfinite(low) else "–"
-
-
-def _pairs(data: StudyData) -> list[dict[str, Any]]:
-    return [
-        {
-            "condition": condition_label(data, pair.noise),
-            "arm": name_of(data, pair.arm, pair.noise),
-            "other": name_of(data, pair.other, pair.noise),
-            "result": pair.result,
-            "bounds": _bounds(pair.result.difference.low, pair.result.difference.high),
-            "held_out": pair.held_out.difference.estimate if pair.held_out else np.nan,
-            "needed": pair.needed if pair.result.n > 1 else None,
-        }
-        for pair in comparisons(data)
-    ]
 
 
 def _arms(data: StudyData) -> list[dict[str, Any]]:
@@ -193,7 +176,7 @@ def _own_limits(data: StudyData) -> list[str]:
             "the contrast between the arms without replay is informative there."
         )
     if data.unfinished:
-        runs = ", ".join(f"{run.arm}/seed{run.seed}{_silence(run)}" for run in data.unfinished)
+        runs = ", ".join(f"{run.name}{_silence(run)}" for run in data.unfinished)
         found.append(f"Unfinished runs are included as far as they got: {runs}.")
     if data.not_started:
         found.append(f"Runs that have not started yet: {', '.join(data.not_started)}.")

@@ -1,9 +1,8 @@
 """The summary tables of a study, and what its runs were made with: what `moe_rl.study.results` commits."""
 
 import json
-import math
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pandas as pd
 from moe_rl.study.arms import condition_label, flatten, slots_rerouted
 from moe_rl.study.change_by_load import change_by_load
 from moe_rl.study.comparing import comparison_table
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.early_warning import run_signals
 from moe_rl.study.figures.gallery.decomposition import PARTS, share_table
 from moe_rl.study.figures.gallery.depth_width import (
@@ -74,30 +73,23 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     if "grad_norm" in data.updates:
         found["updates"] = _of_each_rounding(data, update_outcomes)
     if {"slots", "slots_changed"} <= set(data.updates):
-        found["volatility"] = _over_seeds(
-            slots_rerouted(data, ["arm", "seed"]).reset_index(), ["arm"], ["slots_rerouted"]
-        )
+        found["volatility"] = _over_seeds(slots_rerouted(data, ["arm", "seed"]).reset_index(), ["arm"])
     if {"logp_natural", "logp_replayed", "flips"} <= set(data.tokens):
-        keys = ["arm", "seed", "length"]
-        effects = design_effects(data.tokens)
+        effects = design_effects(data.tokens).groupby(["arm", "seed", "length"], observed=True)
         if len(effects):
-            effects = effects.groupby(keys, observed=True)[["design_effect", "tokens_flipped"]].median()
-            found["design_effect"] = _over_seeds(effects.reset_index(), ["arm", "length"], list(effects.columns))
+            medians = effects[["design_effect", "tokens_flipped"]].median().reset_index()
+            found["design_effect"] = _over_seeds(medians, ["arm", "length"])
     if "gradient_cosine" in data.probes:
-        gradients = gradient_table(data)
-        found["gradients"] = _over_seeds(gradients, ["arm", "update"], list(gradients.columns[3:]))
+        found["gradients"] = _over_seeds(gradient_table(data), ["arm", "update"])
     if len(data.decompositions):
         shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
         found["decomposition"] = _over_seeds(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
         found["routing_noise"] = _noise_ratios(data)
         found["decomposed_probes"] = data.decompositions[["arm", "seed", "step", "update", *DECOMPOSED]]
     if len(data.engines):
-        engines = engine_table(data)
-        measured = [name for name in engines.columns[3:] if name != "clip_low"]
-        found["engines"] = _over_seeds(engines, ["arm", "routing"], measured)
+        found["engines"] = _over_seeds(engine_table(data).drop(columns="clip_low"), ["arm", "routing"])
         if len({name for name, _ in map(engine_format, (run.config for run in data.runs)) if name}) >= 3:
-            formats = precision_table(data)
-            found["precision"] = _over_seeds(formats, ["arm"], list(formats.columns[2:]), ("k3", "k3_growth"))
+            found["precision"] = _over_seeds(precision_table(data), ["arm"], geometric=("k3", "k3_growth"))
     if {"var_token_natural", "var_token_replayed"} <= set(data.probes):
         sizes, _ = size_rows(data)
         if laws := power_laws(sizes, (*QUANTITIES, "independent_sites")):
@@ -105,15 +97,13 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
             found["power_laws"] = pd.DataFrame(laws)
     found["rate_exponents"] = rate_exponents(data)
     if "site_max_vio" in data.probes and "max_vio" in data.updates:
-        found["balance"] = _over_seeds(_balance(data), ["arm"], ["max_vio", "trained_max_vio"])
+        found["balance"] = _over_seeds(_balance(data), ["arm"])
     if "old_tokens" in data.rollouts:
         found["versions"] = _versions(data)
     if len(data.route_files):
         if len(by_load := change_by_load(data)):
-            found["change_by_load"] = _over_seeds(by_load, ["arm", "load"], ["experts", "slots", "slot_change"])
-        found["effective_routes"] = _over_seeds(
-            effective_routes(data), ["arm", "step", "tokens"], ["effective_sets", "effective_experts"]
-        )
+            found["change_by_load"] = _over_seeds(by_load, ["arm", "load"])
+        found["effective_routes"] = _over_seeds(effective_routes(data), ["arm", "step", "tokens"])
     return {name: table for name, table in found.items() if len(table)}
 
 
@@ -125,17 +115,18 @@ def _of_each_rounding(data: StudyData, table: Callable[[StudyData], pd.DataFrame
 
 
 def _over_seeds(
-    table: pd.DataFrame, keys: list[str], names: list[str], geometric: tuple[str, ...] = ()
+    table: pd.DataFrame, keys: list[str], names: Sequence[str] = (), geometric: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """Mean over seeds of each column, with its interval in `_low` and `_high`; those of `geometric` by logarithms."""
+    """Mean over seeds of these columns, by default of all but the keys, with its interval in `_low` and `_high`; those
+    of `geometric` by logarithms."""
+    names = names or [str(name) for name in table if name not in (*keys, "seed")]
     rows = []
     for key, part in table.groupby(keys, sort=False):
         row: dict[str, Any] = {**dict(zip(keys, key, strict=True)), "n": part["seed"].nunique()}
         for name in names:
             values = part[name].to_numpy(dtype=float)
-            found = seed_interval(np.log(values) if name in geometric else values)
-            ends = {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
-            row |= {end: math.exp(value) for end, value in ends.items()} if name in geometric else ends
+            found = seed_interval(np.log(values)).exp() if name in geometric else seed_interval(values)
+            row |= found.columns(name, f"{name}_")
         rows.append(row)
     return pd.DataFrame(rows)
 
@@ -177,13 +168,11 @@ def effective_routes(data: StudyData) -> pd.DataFrame:
 def update_outcomes(data: StudyData) -> pd.DataFrame:
     """One row per run: of the tokens of all updates the share that the clip took out of the gradient (`clipped`), and
     of those the share at its lower end (`clipped_low`, NaN without any); `grad_norm` (median), `grad_norm_largest`."""
-    counts, keys = ["tokens", "clipped_tokens", "clipped_low_tokens"], ["arm", "seed"]
-    runs = data.updates.groupby(keys, sort=False, observed=True)
-    found = runs["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
-    if set(counts) <= set(data.updates):
-        sums = runs[counts].sum()
-        found.insert(0, "clipped", sums["clipped_tokens"] / sums["tokens"])
-        found.insert(1, "clipped_low", sums["clipped_low_tokens"] / sums["clipped_tokens"])
+    rows, keys = data.updates, ["arm", "seed"]
+    found = rows.groupby(keys, sort=False, observed=True)["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
+    if {"tokens", "clipped_tokens", "clipped_low_tokens"} <= set(rows):
+        found.insert(0, "clipped", pooled_rate(rows, "clipped_tokens", "tokens", keys))
+        found.insert(1, "clipped_low", pooled_rate(rows, "clipped_low_tokens", "clipped_tokens", keys))
     return found.reset_index()
 
 
@@ -219,22 +208,20 @@ def _versions(data: StudyData) -> pd.DataFrame:
     steps."""
     names = ["old_tokens", "version_age", "version_age_max"]
     mixed = data.rollouts.dropna(subset=["old_tokens"])
-    return _over_seeds(mixed.groupby(["arm", "seed"])[names].mean().reset_index(), ["arm"], names)
+    return _over_seeds(mixed.groupby(["arm", "seed"])[names].mean().reset_index(), ["arm"])
 
 
 def _noise_ratios(data: StudyData) -> pd.DataFrame:
     """By how much the routing variance under one method's training is that under another's (`routing_noise_ratios`)."""
-    rows = []
-    for pair in routing_noise_ratios(data):
-        found = pair.result.difference
-        ends = {name: math.exp(value) for name, value in (("low", found.low), ("high", found.high))}
-        rows.append({"arm": pair.arm, "other": pair.other, "n": found.n, "ratio": math.exp(found.estimate), **ends})
-    return pd.DataFrame(rows)
+    return pd.DataFrame(
+        {"arm": pair.arm, "other": pair.other, "n": pair.result.n, **pair.result.difference.exp().columns("ratio")}
+        for pair in routing_noise_ratios(data)
+    )
 
 
 def environment_of(data: StudyData) -> dict[str, Any]:
     """What the runs were made with: what all share, and under `by_run` those in which they differ."""
-    environments = {f"{run.arm}/seed{run.seed}": flatten(run.environment) for run in data.runs}
+    environments = {run.name: flatten(run.environment) for run in data.runs}
     names = dict.fromkeys(
         name for values in environments.values() for name in values if name not in ("started", "command")
     )

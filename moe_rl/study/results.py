@@ -39,7 +39,7 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     """
     data = load(path)
     if data.unfinished or data.not_started:
-        left = [f"{run.arm}/seed{run.seed}" for run in data.unfinished] + list(data.not_started)
+        left = [*(run.name for run in data.unfinished), *data.not_started]
         raise ResultsError(
             f"{path}: {len(left)} runs are not finished ({', '.join(left[:5])}). Finish the study first."
         )

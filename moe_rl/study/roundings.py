@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.arms import per_study
-from moe_rl.study.comparing import Pair, comparisons
+from moe_rl.study.comparing import Pair, comparisons, values_by_seed
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import run_outcomes
-from moe_rl.study.statistics import Verdict, seed_interval
+from moe_rl.study.statistics import Comparison, Verdict, seed_interval
 
 NATIVE = "native"
 
@@ -110,8 +110,8 @@ def components_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
     """
     values: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for name, one in roundings.items():
-        for arm, part in one.runs[one.runs["finished"].astype(bool)].groupby("arm", sort=False):
-            values.setdefault(("arm", str(arm)), {})[name] = dict(zip(part["seed"], part["final"], strict=True))
+        for arm, seeds in values_by_seed(one.runs[one.runs["finished"].astype(bool)], "final").items():
+            values.setdefault(("arm", arm), {})[name] = seeds
         for pair in one.pairs:
             seeds = dict(zip(pair.result.seeds, pair.result.differences, strict=True))
             values.setdefault(("difference", f"{pair.arm} - {pair.other}"), {})[name] = seeds
@@ -131,40 +131,36 @@ def conclusions_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
     verdict, and `survival` of the native verdict. Rounding "pooled": a seed's mean difference over the roundings, over
     the seeds that all of them have. Each rounding is a family of its own. Empty with one rounding."""
     columns = ["arm", "other", "rounding", "n", "difference", "low", "high", "interval", "verdict", "survival"]
+    results = {name: {(p.arm, p.other): p.result for p in one.pairs if p.result.n} for name, one in roundings.items()}
     rows = []
     for pair in roundings[NATIVE].pairs if len(roundings) > 1 else ():
-        found = {name: _same(pair, one.pairs) for name, one in roundings.items()}
-        there = {name: other for name, other in found.items() if other is not None and other.result.n}
-        fate = survival(pair, [other for name, other in there.items() if name != NATIVE])
-        for name, other in there.items():
-            interval = other.result.difference
-            ends = [interval.estimate, interval.low, interval.high, interval.method]
-            rows.append([pair.arm, pair.other, name, other.result.n, *ends, str(other.result.verdict), str(fate)])
-        by_seed = [dict(zip(o.result.seeds, o.result.differences, strict=True)) for o in there.values()]
+        there = {name: of[pair.arm, pair.other] for name, of in results.items() if (pair.arm, pair.other) in of}
+        fate = survival(pair.result, [one for name, one in there.items() if name != NATIVE])
+        told = [(name, one.difference, str(one.verdict)) for name, one in there.items()]
+        by_seed = [dict(zip(one.seeds, one.differences, strict=True)) for one in there.values()]
         pooled = seed_interval(pd.DataFrame(by_seed).T.dropna().mean(axis=1).to_numpy(float))
         if pooled.n and len(there) > 1:
-            ends = [pooled.estimate, pooled.low, pooled.high, pooled.method]
-            rows.append([pair.arm, pair.other, "pooled", pooled.n, *ends, "", str(fate)])
+            told.append(("pooled", pooled, ""))
+        rows += [
+            [pair.arm, pair.other, name, one.n, one.estimate, one.low, one.high, one.method, verdict, str(fate)]
+            for name, one, verdict in told
+        ]
     return pd.DataFrame(rows, columns=columns)
 
 
-def survival(native: Pair, others: list[Pair]) -> Survival:
+def survival(native: Comparison, others: list[Comparison]) -> Survival:
     """What `SURVIVAL_RULES` say of a comparison and its repetitions under other roundings."""
-    claim, interest = native.result.verdict, native.result.interest
-    if claim not in (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT):
+    claim, interest = native.verdict, native.interest
+    if not native.claims:
         return Survival.NO_CLAIM
     if not others:
         return Survival.UNTESTED
-    if all(other.result.verdict == claim for other in others):
+    if all(other.verdict == claim for other in others):
         return Survival.SURVIVES
-    means = np.array([other.result.difference.estimate for other in others])
+    means = np.array([other.difference.estimate for other in others])
     sides = {
         Verdict.HIGHER: means >= interest,
         Verdict.LOWER: means <= -interest,
         Verdict.EQUIVALENT: np.abs(means) < interest,
     }
     return Survival.DIRECTION if sides[claim].all() else Survival.FALLS
-
-
-def _same(pair: Pair, pairs: list[Pair]) -> Pair | None:
-    return next((other for other in pairs if (other.arm, other.other) == (pair.arm, pair.other)), None)

@@ -1,6 +1,6 @@
 """What a study shows of itself in a notebook: an overview, rates of change, and what a metric's name means."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from moe_rl.names import nearest
+from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.folders import StudyDataError
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
 LEVELS = ("slot", "site", "token")
 TABLES = ("probes", "updates", "engines", "floors")
-LAST = 5
-"""Steps at the end of a run that the overview's reward is the mean of."""
 SYMBOLS = "r = new / old probability of a token, d = log r (nats), s = exp(mean of d over a sequence)"
 
 
@@ -29,7 +28,7 @@ def overview(arms: pd.DataFrame, rollouts: pd.DataFrame, probes: pd.DataFrame) -
     if len(rollouts):
         end = rollouts.groupby(["arm", "seed"], observed=True)["step"].transform("max")
         table["steps"] = (rollouts.groupby("arm", observed=True)["step"].max() + 1).reindex(table.index)
-        late = rollouts[rollouts["step"] > end - LAST]
+        late = rollouts[rollouts["step"] > end - FINAL_STEPS]
         table["reward"] = late.groupby("arm", observed=True)["reward"].mean().reindex(table.index)
     if {"slots_changed", "slots"} <= set(probes):
         table["slot_change"] = rates(probes, "slot", ["arm"]).set_index("arm")["rate"].reindex(table.index)
@@ -120,10 +119,3 @@ def describe(name: str) -> Described:
             "of the trainer that wrote it)"
         )
     return Described(name, found)
-
-
-def title(name: str, finished: int, runs: int, tables: Mapping[str, pd.DataFrame], notes: int) -> str:
-    """One line: what was loaded."""
-    rows = ", ".join(f"{of} {len(table)}" for of, table in tables.items() if len(table))
-    more = f"; {notes} notes" if notes else ""
-    return f"{name}: {finished} of {runs} runs finished; rows: {rows or 'none'}{more}"

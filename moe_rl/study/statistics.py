@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
+from math import exp
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,14 @@ class Interval:
         """Whether there is an interval at all."""
         return bool(np.isfinite(self.low) and np.isfinite(self.high))
 
+    def columns(self, name: str, ends: str = "") -> dict[str, float]:
+        """As columns of a table: the estimate under `name`, its ends under `low` and `high` after `ends`."""
+        return {name: self.estimate, f"{ends}low": self.low, f"{ends}high": self.high}
+
+    def exp(self) -> "Interval":
+        """Of what this is the logarithm of."""
+        return replace(self, estimate=exp(self.estimate), low=exp(self.low), high=exp(self.high))
+
     def __str__(self) -> str:
         if not self.known:
             return f"{self.estimate:.3f} (n={self.n}, no interval)"
@@ -64,11 +73,9 @@ def seed_interval(values: Numbers) -> Interval:
     False
     """
     array = _finite(values)
-    if array.size >= FEWEST:
-        return student_interval(array)
-    if array.size < 2:
-        return Interval(float(array[0]) if array.size else np.nan, np.nan, np.nan, array.size, "none")
-    return Interval(float(array.mean()), float(array.min()), float(array.max()), array.size, "range")
+    if 2 <= array.size < FEWEST:
+        return Interval(float(array.mean()), float(array.min()), float(array.max()), array.size, "range")
+    return student_interval(array)
 
 
 def student_interval(values: Numbers) -> Interval:
@@ -259,6 +266,20 @@ class Comparison:
     @property
     def n(self) -> int:
         return len(self.seeds)
+
+    @property
+    def tested(self) -> bool:
+        return self.verdict != Verdict.TOO_FEW
+
+    @property
+    def apart(self) -> bool:
+        """Whether one of the two is told to be higher."""
+        return self.verdict in (Verdict.HIGHER, Verdict.LOWER)
+
+    @property
+    def claims(self) -> bool:
+        """Whether they are told apart, or told equal."""
+        return self.apart or self.verdict == Verdict.EQUIVALENT
 
     @property
     def sd(self) -> float:

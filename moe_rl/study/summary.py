@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.arms import per_study
-from moe_rl.study.comparing import Pair, comparisons
+from moe_rl.study.comparing import Pair, comparisons, values_by_seed
 from moe_rl.study.data import StudyData
 from moe_rl.study.statistics import compare_paired, judge, seed_interval
 
@@ -40,8 +40,7 @@ def routing_noise_ratios(data: StudyData) -> list[Pair]:
     """The pairs of `comparisons`, compared in the logarithm of their token-level `routing_noise` after the last update:
     whether one method's training leaves less of it than another's. What averaging does is another question."""
     rows = last_updates(routing_noise(data))
-    rows = rows[rows["level"] == "token"]
-    by_arm = {arm: dict(zip(part["seed"], np.log(part["variance"]), strict=True)) for arm, part in rows.groupby("arm")}
+    by_arm = values_by_seed(rows[rows["level"] == "token"].assign(log=np.log(rows["variance"])), "log")
     found = [pair for pair in comparisons(data) if pair.arm in by_arm and pair.other in by_arm]
     judged = judge([compare_paired(by_arm[pair.arm], by_arm[pair.other], RATIO_INTEREST) for pair in found])
     return [replace(pair, result=result, held_out=None) for pair, result in zip(found, judged, strict=True)]
@@ -149,7 +148,6 @@ def change_rates(data: StudyData) -> pd.DataFrame:
         row = {"arm": arm, "noise": data.arms["noise"][str(arm)], "update": update, "runs": len(part)}
         for name in names:
             own = seed_interval((part[f"{name}s_changed"] / part[f"{name}s"]).to_numpy())
-            row |= {name: total[f"{name}s_changed"] / total[f"{name}s"], f"{name}_low": own.low}
-            row |= {f"{name}_high": own.high}
+            row |= own.columns(name, f"{name}_") | {name: total[f"{name}s_changed"] / total[f"{name}s"]}
         rows.append(row | {name: int(total[name]) for name in counts})
     return pd.DataFrame(rows)[[*columns, *counts]]

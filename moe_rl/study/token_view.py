@@ -108,7 +108,7 @@ class TokenStep:
             "new_experts": None,
         }
         if self.routed:
-            old, new = (self.experts(seq, u, rows["pos"].to_numpy()) for u in (0, update))
+            old, new = (self.experts(seq, u)[:most] for u in (0, update))
             differ = (np.sort(old, -1) != np.sort(new, -1)).any(-1)
             found["old_experts"] = old.tolist()
             found["new_experts"] = [
@@ -138,33 +138,26 @@ class TokenStep:
 
     def changed(self, seq: int, update: int) -> np.ndarray:
         """Experts exchanged per token, summed over sites; without routes the number of changed sites."""
-        rows = self.rows(seq, update)
         if not self.routed:
-            return rows["flips"].to_numpy()
-        old, new = (self.experts(seq, u, rows["pos"].to_numpy()) for u in (0, update))
+            return self.rows(seq, update)["flips"].to_numpy()
+        old, new = (self.experts(seq, u) for u in (0, update))
         kept = (old[..., :, None] == new[..., None, :]).any(-1).sum(-1)
         live = (old[..., 0] < 0) | (new[..., 0] < 0)
         return np.where(live, 0, old.shape[-1] - kept).sum(-1)
 
-    def experts(self, seq: int, update: int, positions: np.ndarray) -> np.ndarray:
+    def experts(self, seq: int, update: int) -> np.ndarray:
         """Expert ids [T,L,K] of the response's tokens after an update; update 0 is the old policy."""
-        row = self.sequences.index(seq)
-        routes = self.routes(update)
-        columns = self.first(row) + positions
-        part = routes.rows(row)
+        row, rows = self.sequences.index(seq), self.rows(seq, self.updates[0])
+        columns, part = self.first(row) + rows["pos"].to_numpy(), self.routes(update).rows(row)
         if part.tokens is not None:
-            rows = self.rows(seq, self.updates[0])
-            known = rows["token"].to_numpy()[: len(columns)]
-            if columns[-1] >= part.shape[1] or (part.tokens[0].numpy()[columns] != known).any():
-                raise StudyDataError(
-                    f"{self._path(update)}: its tokens are not those of tokens/step_{self.step:06d}.parquet"
-                )
+            line, known = part.tokens[0].numpy(), rows["token"].to_numpy()
+            if columns[-1] >= len(line) or (line[columns] != known).any():
+                raise self._other_tokens(update)
         return part.ids[0].numpy()[columns]
 
     def all_experts(self, update: int) -> np.ndarray:
         """Expert ids [N,L,K] of all stored tokens, response after response, as `experts` has them."""
-        positions = [(seq, self.rows(seq, self.updates[0])["pos"].to_numpy()) for seq in self.sequences]
-        return np.concatenate([self.experts(seq, update, offsets) for seq, offsets in positions])
+        return np.concatenate([self.experts(seq, update) for seq in self.sequences])
 
     def first(self, row: int) -> int:
         """Column of the routes in which a response begins; searched by its tokens in files that do not say it."""
@@ -178,7 +171,10 @@ class TokenStep:
             for start in range(len(line) - int(offsets[-1])):
                 if (line[start + offsets] == wanted).all():
                     return start
-        raise StudyDataError(f"{self._path(0)}: its tokens are not those of tokens/step_{self.step:06d}.parquet")
+        raise self._other_tokens(0)
+
+    def _other_tokens(self, update: int) -> StudyDataError:
+        return StudyDataError(f"{self._path(update)}: its tokens are not those of tokens/step_{self.step:06d}.parquet")
 
     def routes(self, update: int) -> Any:
         """RoutedExperts after an update, read once; one row per response. Raises StudyDataError for a damaged file."""

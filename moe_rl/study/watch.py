@@ -25,8 +25,7 @@ from moe_rl.study.cursor import LiveError
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.live import LiveStudies, LiveStudy
-from moe_rl.study.live_experts import expert_counts
-from moe_rl.study.live_rows import COLUMNS, choosable, new_rows, new_sites
+from moe_rl.study.live_rows import COLUMNS, choosable, expert_counts, new_rows, new_sites
 from moe_rl.study.token_view import TokenStep, static, stored_steps
 
 ADDRESS = "127.0.0.1"

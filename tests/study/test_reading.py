@@ -194,13 +194,16 @@ def test_the_first_answer_follows_the_verdicts():
     assert (first.question, first.answer) == ("Did GRPO need replay?", "Yes")
     assert second.answer == "Yes, ended as high as GRPO"
     assert third.answer == "n = 8"
-    assert [(row.comparison, row.verdict, row.resolved) for row in answer(study).rows] == [
+    assert [(row.comparison, row.pair.result.verdict, row.pair.result.claims) for row in answer(study).rows] == [
         ("GRPO + Routing Replay − GRPO", "higher", True),
         ("GSPO − GRPO", "no difference of interest", True),
     ]
     assert "not declared" in answer(study).note
     few = answer(_study({"grpo": (0.8, 0.8), "grpo_replay": (0.9, 0.9), "gspo": (0.1, 0.1)}))
-    assert few.title == "Did GRPO need replay? Too few seeds. Did GSPO do without? Too few seeds."
+    assert [(line.question, line.answer) for line in few.lines[:2]] == [
+        ("Did GRPO need replay?", "Too few seeds"),
+        ("Did GSPO do without?", "Too few seeds"),
+    ]
     other = answer(_many())
     assert (other.lines[0].question, other.lines[0].answer) == ("Do the arms differ?", "1 of 7 comparisons resolved")
 

@@ -104,21 +104,21 @@ def test_which_conclusions_survive(folder):
 
 
 def test_survival_of_every_kind(folder):
-    pair = next(p for p in comparisons(load(folder)) if p.arm == "gspo_noise")
-    assert pair.result.verdict == "higher"
+    native = next(p for p in comparisons(load(folder)) if p.arm == "gspo_noise").result
+    assert native.verdict == "higher"
 
     def again(verdict, estimate):
-        interval = replace(pair.result.difference, estimate=estimate)
-        return replace(pair, result=replace(pair.result, verdict=Verdict(verdict), difference=interval))
+        interval = replace(native.difference, estimate=estimate)
+        return replace(native, verdict=Verdict(verdict), difference=interval)
 
-    assert survival(pair, []) == Survival.UNTESTED
-    assert survival(pair, [again("higher", 0.3), again("higher", 0.06)]) == Survival.SURVIVES
-    assert survival(pair, [again("higher", 0.3), again("not resolved", 0.06)]) == Survival.DIRECTION
-    assert survival(pair, [again("higher", 0.3), again("not resolved", 0.04)]) == Survival.FALLS
+    assert survival(native, []) == Survival.UNTESTED
+    assert survival(native, [again("higher", 0.3), again("higher", 0.06)]) == Survival.SURVIVES
+    assert survival(native, [again("higher", 0.3), again("not resolved", 0.06)]) == Survival.DIRECTION
+    assert survival(native, [again("higher", 0.3), again("not resolved", 0.04)]) == Survival.FALLS
     equal = again("no difference of interest", 0.01)
     assert survival(equal, [again("not resolved", -0.04)]) == Survival.DIRECTION
     assert survival(equal, [again("not resolved", -0.06)]) == Survival.FALLS
-    assert survival(again("not resolved", 0.3), [pair]) == Survival.NO_CLAIM
+    assert survival(again("not resolved", 0.3), [native]) == Survival.NO_CLAIM
     assert set(SURVIVAL_RULES) == set(Survival)
 
 

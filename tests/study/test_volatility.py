@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from moe_rl.study.figures.volatility import volatility_figure
+from moe_rl.study.figures.over_studies import volatility_figure
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,8 +12,7 @@ from token_files import routes, write_step
 from moe_rl.study import load
 from moe_rl.study.cursor import LiveError
 from moe_rl.study.live import LiveStudies
-from moe_rl.study.live_experts import expert_counts
-from moe_rl.study.live_rows import choosable, new_rows
+from moe_rl.study.live_rows import choosable, expert_counts, new_rows
 
 SAVED = (
     "window.saved = []; moeRL.save = async (name, blob) => saved.push([name, blob.type, blob.size, await blob.text()])"

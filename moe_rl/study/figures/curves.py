@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from moe_rl.study.data import StudyData
+from moe_rl.study.curves import COLLAPSE_RULE
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.layout import (
     Limits,
     arm_grid,
@@ -23,7 +24,8 @@ from moe_rl.study.figures.layout import (
     same_axes,
     shown,
 )
-from moe_rl.study.figures.style import THIN_LINES, Look, arm_looks, legend_above, log_y, step_axis
+from moe_rl.study.figures.style import THIN_LINES, Look, arm_colour, arm_looks, legend_above, log_y, step_axis
+from moe_rl.study.outcomes import final_rewards
 from moe_rl.study.statistics import seed_band
 
 
@@ -36,9 +38,8 @@ def seed_tables(rows: pd.DataFrame, x: str, y: str) -> dict[str, pd.DataFrame]:
 
 def pooled_tables(rows: pd.DataFrame, changed: str, total: str, x: str) -> dict[str, pd.DataFrame]:
     """As `seed_tables`, of the rate Σ changed / Σ total."""
-    sums = rows.groupby(["arm", x, "seed"], observed=True)[[changed, total]].sum()
-    rates = (sums[changed] / sums[total].where(sums[total] > 0)).rename("rate").reset_index()
-    return seed_tables(rates, x, "rate")
+    rates = pooled_rate(rows, changed, total, ["arm", x, "seed"])
+    return seed_tables(rates.rename("rate").reset_index(), x, "rate")
 
 
 def over_seeds(table: pd.DataFrame, geometric: bool = False) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -93,6 +94,21 @@ def draw_arms(
     for arm, (look, label) in arm_looks(data, arms).items():
         if arm in tables:
             draw_seeds(ax, tables[arm], look, label, **options)
+
+
+def mark_collapses(ax: Axes, data: StudyData, arms: Sequence[str]) -> None:
+    """A cross at the foot of the axes for every run of these arms that collapsed."""
+    steps_of = final_rewards(data).set_index("arm")["collapse_steps"]
+    for arm in arms:
+        if steps := steps_of[arm]:
+            foot, across = [0.02] * len(steps), ax.get_xaxis_transform()
+            ax.plot(steps, foot, "x", color=arm_colour(data, arm), transform=across, mew=1.4, clip_on=False)
+
+
+def collapse_note(data: StudyData) -> str:
+    """What the crosses are, where there are some."""
+    fell = bool(final_rewards(data)["collapsed"].any())
+    return f" ×: step at which a run collapsed ({COLLAPSE_RULE})." if fell else ""
 
 
 Panels = list[tuple[Axes, tuple[str, ...]]]
@@ -173,7 +189,7 @@ def curve_frame(
     """The numbers of curves: `summarise` of every arm's table, with quantity, condition and arm."""
     labels = {"quantity": quantity} if quantity else {}
     parts = [
-        summarise(tables[arm], geometric, **labels, condition=each.condition.name, arm=arm)
+        summarise(tables[arm], geometric, **labels, condition=each.name, arm=arm)
         for each in shown(data)
         for arm in each.arms
         if arm in tables

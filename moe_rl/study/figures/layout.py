@@ -3,6 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,21 +24,14 @@ MANY = 6
 
 
 @dataclass(frozen=True)
-class Shown:
+class Shown(Condition):
     """A condition and its arms as figures show them. A replay run under noise that repeats its natural run, as it must,
-    is left out; `stand_in` is that natural run, with all its seeds. `dose`: the measured share of slots re-routed."""
+    is left out; `stand_in` is that natural run, with all its seeds. `heading` stands over rows, `panel` over axes, in
+    two short lines; both have the measured share of slots re-routed."""
 
-    condition: Condition
-    arms: tuple[str, ...]
     stand_in: str | None
-    name: str
-    dose: str
-
-    def title(self) -> str:
-        """Heading of a panel: the condition in two short lines."""
-        if self.condition.noise == 0:
-            return "natural routing"
-        return f"σ = {self.condition.noise:g} (stress test)\n{self.dose}".rstrip()
+    heading: str
+    panel: str
 
 
 def shown(data: StudyData) -> list[Shown]:
@@ -49,8 +43,9 @@ def shown(data: StudyData) -> list[Shown]:
         natural = replay_stands_for_noise(data, condition.noise)
         if any(data.arms["replay"][arm].lower() != "none" for arm in arms):
             natural = None  # its own replay arm is drawn
-        names = condition_label(data, condition.noise), dose_label(data, condition.noise)
-        found.append(Shown(condition, arms, natural, *names))
+        noise = condition.noise
+        panel = f"σ = {noise:g} (stress test)\n{dose_label(data, noise)}".rstrip() if noise else "natural routing"
+        found.append(Shown(noise, arms, natural, condition_label(data, noise), panel))
     return [each for each in found if each.arms]
 
 
@@ -96,10 +91,22 @@ def condition_panels(data: StudyData, height: float, rows: int = 1) -> tuple[Fig
         ax.remove()
     grid = axes.reshape(1, -1)[:, : len(each)] if rows == 1 else axes
     for i, (ax, one) in enumerate(zip(grid[0], each, strict=True)):
-        ax.set_title(one.title(), fontsize=7)
+        ax.set_title(one.panel, fontsize=7)
         if rows == 1 and i + columns >= len(each):  # the lowest of its column carries the numbers
             ax.tick_params(labelbottom=True)
     return figure, grid, each
+
+
+def wrapped_panels(count: int, most: int, head: float, each: float, **shared: Any) -> tuple[Figure, np.ndarray]:
+    """Axes [lines, columns] for `count` panels, at most `most` of them side by side; places that are left over have
+    none. `head` and `each` are inches: of legend and labels, and of a line."""
+    columns = min(most, count)
+    lines = -(-count // columns)
+    figure = Figure(figsize=(PAGE, head + lines * each))
+    axes = figure.subplots(lines, columns, squeeze=False, **shared)
+    for ax in axes.flat[count:]:
+        ax.remove()
+    return figure, axes
 
 
 def arm_grid(data: StudyData, arms: Sequence[str]) -> tuple[Figure, list[Axes]]:

@@ -33,7 +33,7 @@ def seeds_note(data: StudyData, interval: bool) -> str:
     n += f" ({', '.join(f'{k} for {label}' for label, k in others.items())})" if others else ""
     parts = [n, interval_note(usual)] if interval else [n]
     if data.unfinished:
-        runs = ", ".join(f"{run.arm}/seed{run.seed}" for run in data.unfinished)
+        runs = ", ".join(run.name for run in data.unfinished)
         parts.append(f"unfinished runs included as far as they got: {runs}")
     return "; ".join(parts) + "."
 

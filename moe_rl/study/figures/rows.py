@@ -130,7 +130,7 @@ def _places(
 ) -> tuple[dict[str, float], dict[str, float]]:
     places: dict[str, float] = {}
     headings: dict[str, float] = {}
-    groups = [(each.name, [arm for arm in each.arms if arm in present]) for each in shown(data)]
+    groups = [(each.heading, [arm for arm in each.arms if arm in present]) for each in shown(data)]
     groups = [(name, arms) for name, arms in groups if arms]
     y = 0.0
     for name, arms in groups:
@@ -202,8 +202,8 @@ def _frame(columns: Sequence[Column]) -> pd.DataFrame:
             for arm, values in zip(dots.table.index, dots.table.to_numpy(dtype=float), strict=True):
                 one = seed_interval(values)
                 row = {"quantity": column.title.replace("\n", " "), "of": dots.label, "arm": arm, "n": one.n}
-                row |= {"mean": one.estimate, "low": one.low, "high": one.high}
-                rows.append(row | {f"seed{seed}": v for seed, v in zip(dots.table.columns, values, strict=True)})
+                seeds = {f"seed{seed}": value for seed, value in zip(dots.table.columns, values, strict=True)}
+                rows.append(row | one.columns("mean") | seeds)
     return pd.DataFrame(rows)
 
 

@@ -3,10 +3,10 @@
 import base64
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,8 @@ class StudyFigure:
     def render(self, kind: str) -> bytes:
         """The picture as `pdf`, `svg` or `png`; the same data give the same bytes. Drawn once for each kind."""
         kept: dict[str, bytes] = vars(self).setdefault("_rendered", {})
-        if kind not in kept:
-            kept[kind] = self._render(kind)
-        return kept[kind]
-
-    def _render(self, kind: str) -> bytes:
+        if kind in kept:
+            return kept[kind]
         buffer = io.BytesIO()
         no_dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}, "png": {"Software": None}}[kind]
         # places are found once, not for each format; and a figure with a layout engine, even one that does nothing, is
@@ -55,7 +52,8 @@ class StudyFigure:
                 self.figure.draw_without_rendering()
                 self.figure.set_layout_engine(None)
             self.figure.savefig(buffer, format=kind, metadata=no_dates)
-        return _number_clips(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
+        kept[kind] = _number_clips(buffer.getvalue()) if kind == "svg" else buffer.getvalue()
+        return kept[kind]
 
     def _repr_html_(self) -> str:
         """In a notebook: the picture with its caption."""
@@ -90,15 +88,8 @@ def _settings() -> dict[str, Any]:
         return {name: mpl.rcParams[name] for name in mpl.rcParams if "backend" not in name}
 
 
-def styled(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Draw inside the house style."""
-
-    @wraps(draw)
-    def inside(*args: Any, **options: Any) -> Any:
-        with house_style():
-            return draw(*args, **options)
-
-    return inside
+styled = house_style()
+"""Over a function that draws: inside the house style."""
 
 
 def save_figure(figure: StudyFigure, folder: str | Path) -> list[Path]:

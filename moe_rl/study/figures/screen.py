@@ -6,7 +6,7 @@ from html import escape
 
 import matplotlib as mpl
 import numpy as np
-from matplotlib.colors import LinearSegmentedColormap, to_hex
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 
 from moe_rl.study.figures.saving import StudyFigure
 
@@ -68,18 +68,13 @@ def on_dark(colour: str, contrast: float = 4.5) -> str:
     >>> on_dark("#E69F00"), on_dark("#0B4A8F")
     ('#e69f00', '#1d80ee')
     """
-    hue, light, saturation = colorsys.rgb_to_hls(*_rgb(colour))
+    hue, light, saturation = colorsys.rgb_to_hls(*to_rgb(colour))
     while light < 1:
         rgb = colorsys.hls_to_rgb(hue, light, saturation)
-        if (_luminance(rgb) + 0.05) / (_luminance(_rgb(PAPER)) + 0.05) >= contrast:
+        if (_luminance(rgb) + 0.05) / (_luminance(to_rgb(PAPER)) + 0.05) >= contrast:
             break
         light = min(1.0, light + 0.01)
     return "#" + "".join(f"{round(255 * part):02x}" for part in colorsys.hls_to_rgb(hue, light, saturation))
-
-
-def _rgb(colour: str) -> tuple[float, float, float]:
-    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return red, green, blue
 
 
 def _luminance(rgb: tuple[float, float, float]) -> float:

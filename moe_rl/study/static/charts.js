@@ -70,7 +70,6 @@
     for (let v = Math.ceil(low / step - 1e-9) * step; v <= high + step * 1e-9; v += step) out.push(Number(v.toPrecision(12)));
     return out;
   };
-  moeRL.ticksOf = ticksOf;
   const power = (exponent) => "10" + moeRL.superscript(exponent);
 
   /** Linear or logarithmic map of values to pixels; a log axis keeps a place for zero at its foot. */

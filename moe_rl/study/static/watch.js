@@ -6,31 +6,28 @@
   const $ = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");
 
-  const CHARTS = [
+  const CHARTS = [ // mode: how the rows of a step add up (moeRL.Points), else the last counts
     { key: "reward", from: ["rollout", "reward"], title: "Reward", note: "of all responses that are sampled for training" },
     { key: "heldout", from: ["eval", "reward"], title: "Held-out reward", note: "on prompts that are never trained on" },
     { key: "changed", from: ["probe", "slots_changed and slots"], title: "Experts changed", note: "% of slots, last update of a step, live", percent: true, floor: true },
-    { key: "clipped", from: ["update", "clipped_tokens and tokens"], title: "Clipped tokens", note: "% of a step’s tokens, log axis", percent: true, log: true },
+    { key: "clipped", mode: "share", from: ["update", "clipped_tokens and tokens"], title: "Clipped tokens", note: "% of a step’s tokens, log axis", percent: true, log: true },
     { key: "vartoken", from: ["probe", "var_token_natural"], title: "Variance of token log-ratios", note: "nats², after a step’s last update, routed live, log axis", log: true },
     { key: "varsequence", from: ["probe", "var_sequence_natural"], title: "Variance of sequence log-ratios", note: "of means per token, nats², as beside, log axis", log: true },
-    { key: "grad", from: ["update", "grad_norm"], title: "Gradient norm", note: "before clipping, mean of a step’s updates, log axis", log: true },
+    { key: "grad", mode: "mean", from: ["update", "grad_norm"], title: "Gradient norm", note: "before clipping, mean of a step’s updates, log axis", log: true },
     { key: "length", from: ["rollout", "response_length"], title: "Response length", note: "tokens, mean over a step’s responses" },
     { key: "entropy", from: ["probe", "entropy"], title: "Entropy", note: "nats per token, after a step’s last update" },
   ];
 
   const runs = new Map(); // name -> {since, points, step, seconds, tokenSteps, damaged, ...state of the last answer}
-  let study = null, version = 0, drawn = "", lost = false, answered = 0, timer = 0, polling = false;
+  let study = null, version = 0, drawn = "", lost = false, timer = 0, polling = false;
   const view = { study: null, run: null, step: null, condition: 0, hidden: new Set(), metrics: [], smoothing: 1, range: null };
   let catalogue = {};
   let tokenChoice = {};
 
   const unread = () => ({ points: fresh(), floor: new Map(), kinds: new Map(), step: null, seconds: [], damaged: 0 });
-  const fresh = () => ({
-    ...Object.fromEntries(view.metrics.map((key) => [key, new moeRL.Points(catalogue[key]?.kind !== "update" ? "last" : catalogue[key].over ? "share" : "mean")])),
-    reward: new moeRL.Points("last"), heldout: new moeRL.Points("last"), changed: new moeRL.Points("last"),
-    clipped: new moeRL.Points("share"), vartoken: new moeRL.Points("last"), varsequence: new moeRL.Points("last"),
-    grad: new moeRL.Points("mean"), entropy: new moeRL.Points("last"), length: new moeRL.Points("last"),
-  });
+  const modeOf = ({ kind, over }) => kind !== "update" ? "last" : over ? "share" : "mean";
+  const fresh = () => Object.fromEntries([...CHARTS.map(({ key, mode }) => [key, mode ?? "last"]), ...view.metrics.map((key) => [key, modeOf(catalogue[key] ?? {})])]
+    .map(([key, mode]) => [key, new moeRL.Points(mode)]));
 
   async function get(path, query = {}) {
     const asked = view.study ? { ...query, study: view.study } : query;
@@ -61,7 +58,6 @@
         }
       }));
       lost = false;
-      answered = Date.now();
     } catch (error) {
       lost = !error.answered;
       $("status").textContent = lost ? "no answer: has moe-rl watch ended? Trying again …" : error.message;

@@ -2,15 +2,14 @@
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.decomposition import PARTS
-from moe_rl.study.figures.layout import drawn_arms, short_label
+from moe_rl.study.figures.layout import drawn_arms, short_label, wrapped_panels
 from moe_rl.study.figures.register import Drawing, figure, need
 from moe_rl.study.figures.routing import short_sites
-from moe_rl.study.figures.style import GREY, PAGE
+from moe_rl.study.figures.style import GREY
 from moe_rl.study.summary import last_updates
 
 MOST = 6
@@ -35,10 +34,7 @@ def decomposition_by_site(data: StudyData) -> Drawing:
     arms = drawn_arms(data, list(table["arm"].unique()))[:MOST]
     names = list(dict.fromkeys(table["site"]))
     short, common = short_sites(names)
-    columns = min(3, len(arms))
-    lines = -(-len(arms) // columns)
-    drawn = Figure(figsize=(PAGE, 0.7 + lines * (0.45 + min(4.5, 0.3 * len(names)))))
-    axes = drawn.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    drawn, axes = wrapped_panels(len(arms), 3, 0.7, 0.45 + min(4.5, 0.3 * len(names)), sharex=True, sharey=True)
     for ax, arm in zip(axes.flat, arms, strict=False):
         means = table[table["arm"] == arm].groupby(["site", "kind"])["share"].mean().unstack().loc[names]
         y = np.arange(len(names))
@@ -48,8 +44,6 @@ def decomposition_by_site(data: StudyData) -> Drawing:
         ax.set_title(short_label(data, arm), fontsize=7)
         ax.set_xlabel("share of the effect, %")
         ax.grid(axis="y", visible=False)
-    for ax in axes.flat[len(arms) :]:
-        ax.remove()
     axes[0, 0].set_yticks(range(0, len(names), max(1, len(names) // 12)), short[:: max(1, len(names) // 12)])
     axes[0, 0].set_ylim(len(names) - 0.4, -0.6)
     for ax in axes[:, 0]:

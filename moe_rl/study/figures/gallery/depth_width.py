@@ -140,9 +140,8 @@ def power_law(rows: pd.DataFrame, axis: str, quantity: str) -> dict[str, float |
             levels.append(level)
     if not exponents:
         return None
-    found = seed_interval(np.array(exponents))
-    ends = {"exponent": found.estimate, "low": found.low, "high": found.high}
-    return {**ends, "level": float(np.exp(np.mean(levels))), "seeds": len(exponents)}
+    found = seed_interval(np.array(exponents)).columns("exponent")
+    return {**found, "level": float(np.exp(np.mean(levels))), "seeds": len(exponents)}
 
 
 def _draw(ax: Axes, shown: pd.DataFrame, fit: Mapping[str, Any], scale: int) -> None:

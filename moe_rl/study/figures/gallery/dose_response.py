@@ -93,7 +93,7 @@ def interval_table(rows: pd.DataFrame, by: str, x: str, y: str) -> pd.DataFrame:
     found = []
     for key, part in rows.groupby(by, sort=False):
         one = seed_interval(part[y].to_numpy(dtype=float))
-        found.append({by: key, x: part[x].mean(), "n": one.n, "mean": one.estimate, "low": one.low, "high": one.high})
+        found.append({by: key, x: part[x].mean(), "n": one.n, **one.columns("mean")})
     return pd.DataFrame(found)
 
 

@@ -5,8 +5,7 @@ import pandas as pd
 
 from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.collapse import collapse_note, mark_collapses
-from moe_rl.study.figures.curves import curve_frame, draw_arms, seed_tables
+from moe_rl.study.figures.curves import collapse_note, curve_frame, draw_arms, mark_collapses, seed_tables
 from moe_rl.study.figures.layout import condition_panels, crowded
 from moe_rl.study.figures.notes import lines_note
 from moe_rl.study.figures.register import Drawing, figure

@@ -5,7 +5,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.floor import draw_across, gap_note
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import GREY, PAGE, arm_colour
@@ -81,10 +81,9 @@ def engine_table(data: StudyData) -> pd.DataFrame:
     measured += [f"{what}_changed_share" for what in ("slots", "sites", "tokens")]
     table = rows.groupby(["arm", "seed", "routing"], sort=False)[measured].mean().reset_index()
     first = data.updates[data.updates["update"] == 1]
-    sums = first.groupby(["arm", "seed"])[["clipped_tokens", "tokens"]].sum()
-    shares = (sums["clipped_tokens"] / sums["tokens"]).rename("clipped_first").reset_index()
+    shares = pooled_rate(first, "clipped_tokens", "tokens", ["arm", "seed"]).rename("clipped_first")
     clips = {run.arm: run.setting("clip_low", np.nan) for run in data.runs}
-    table = table.merge(shares, on=["arm", "seed"], how="left")
+    table = table.join(shares, on=["arm", "seed"])
     return table.assign(clip_low=table["arm"].map(clips).astype(float))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.curves import curve_frame, draw_arms, pooled_tables
 from moe_rl.study.figures.floor import FLOOR_LINES, draw_across, floor_note
 from moe_rl.study.figures.layout import condition_panels, crowded
@@ -64,9 +64,8 @@ def _rows(data: StudyData, rows: pd.DataFrame, floor: pd.DataFrame, frame: pd.Da
     ends = {"after the first update": rows[rows["update"] == 1], "after the last": last_updates(rows)}
     columns = []
     for i, (changed, total, words) in enumerate(DEFINITIONS.values()):
-        dots = [
-            Dots(100 * _rate(part, changed, total), label, open=k == 0) for k, (label, part) in enumerate(ends.items())
-        ]
+        rates = {label: pooled_rate(part, changed, total, ["arm", "seed"]) for label, part in ends.items()}
+        dots = [Dots(100 * rate.unstack("seed"), label, open=k == 0) for k, (label, rate) in enumerate(rates.items())]
         columns.append(Column(words, dots, lines=() if i else (100 * GSPO_CHANGE,)))
     drawn = arm_rows(data, columns)
     for ax, name in zip(drawn.axes, DEFINITIONS, strict=True):
@@ -74,11 +73,6 @@ def _rows(data: StudyData, rows: pd.DataFrame, floor: pd.DataFrame, frame: pd.Da
         draw_across(ax, 100 * floor[name], vertical=True)
     said = f"Dotted: the paper's “roughly 10 %”, denominator not defined. {floor_note(floor)}".strip()
     return Drawing(drawn.figure, frame, said, interval="bar")
-
-
-def _rate(rows: pd.DataFrame, changed: str, total: str) -> pd.DataFrame:
-    sums = rows.groupby(["arm", "seed"], observed=True)[[changed, total]].sum()
-    return (sums[changed] / sums[total]).unstack("seed")
 
 
 def _draw_reference(line: list[Axes]) -> None:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_columns
-from moe_rl.study.figures.layout import MANY, drawn_arms, fixed_figure, many, short_label, shown
+from moe_rl.study.figures.layout import MANY, drawn_arms, fixed_figure, many, short_label, shown, wrapped_panels
 from moe_rl.study.figures.notes import PROBE
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.routing import short_sites
@@ -68,13 +68,9 @@ def _by_update(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms:
     """A panel per arm: sites down, updates across."""
     top = 100 * max(pooled["rate"].max(), floor.max(axis=None) if len(floor) else 0.0) or 1.0
     image = {"cmap": "Blues", "vmin": 0, "vmax": top}
-    columns = min(4, len(arms) + bool(len(floor)))
     count = len(arms) + bool(len(floor))
-    lines = -(-count // columns)
-    drawn = Figure(figsize=(PAGE, 0.6 + lines * float(np.clip(0.2 * len(short) + 0.5, 1.2, 3.5))))
-    axes = drawn.subplots(lines, columns, squeeze=False, sharey=True).flatten()
-    for ax in axes[count:]:
-        ax.remove()
+    drawn, lines = wrapped_panels(count, 4, 0.6, float(np.clip(0.2 * len(short) + 0.5, 1.2, 3.5)), sharey=True)
+    axes = lines.flatten()
     for ax, arm in zip(axes, arms, strict=False):
         grid = 100 * pooled[pooled["arm"] == arm].pivot(index="site", columns="update", values="rate")
         mesh = ax.imshow(grid.to_numpy(dtype=float), aspect="auto", interpolation="nearest", **image)
@@ -87,7 +83,7 @@ def _by_update(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms:
         _write_cells(axes[count - 1], draw_columns(axes[count - 1], 100 * floor, **image), top)
         axes[count - 1].set_title("Noise floor:\nequal weights", fontsize=7)
     step = max(1, len(short) // 12)
-    for ax in axes[:count:columns]:
+    for ax in lines[:, 0]:
         ax.set_yticks(range(0, len(short), step), short[::step])
         ax.set_ylabel("routing site")
     bar = drawn.colorbar(mesh, ax=axes[:count].tolist(), shrink=0.9, aspect=22, label="slots changed, %")

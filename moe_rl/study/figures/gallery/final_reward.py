@@ -14,7 +14,6 @@ from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
 from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour
 from moe_rl.study.outcomes import final_rewards
-from moe_rl.study.statistics import Verdict
 
 MOST_PAIRS = 16
 """More comparisons than this are left to the table."""
@@ -103,7 +102,7 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
         one = pair.result
         colour = arm_colour(data, pair.arm)
         draw_dots(ax, np.array([y]), np.array([one.differences]), [colour])
-        mark = "▸ " if one.verdict in (Verdict.HIGHER, Verdict.LOWER) else ""
+        mark = "▸ " if one.apart else ""
         words = f"{one.difference.estimate:+.3f}"
         words += f" [{one.difference.low:+.3f}, {one.difference.high:+.3f}]" if one.difference.known else ""
         ax.text(1 + 1.4 / wide, y, (mark + words).replace("-", "−"), ha="right", **place)

@@ -3,16 +3,15 @@
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.layout import MANY, drawn_arms, many, short_label
+from moe_rl.study.figures.layout import MANY, drawn_arms, many, short_label, wrapped_panels
 from moe_rl.study.figures.notes import PAIR
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, log_y, step_axis
+from moe_rl.study.figures.style import GREY, INK, NothingToDraw, arm_colour, log_y, step_axis
 from moe_rl.study.summary import last_updates
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -47,22 +46,18 @@ def log_ratio_bands(data: StudyData) -> Drawing:
     arms = drawn_arms(data, list(frame["arm"].unique()))
     if many(data) or len(arms) > 2 * MANY:
         return _rows(data, by_seed, frame)
-    columns = min(4, len(arms))
-    lines = -(-len(arms) // columns)
-    drawn = Figure(figsize=(PAGE, 0.7 + 1.6 * lines))
-    axes = drawn.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
+    drawn, axes = wrapped_panels(len(arms), 4, 0.7, 1.6, sharex=True, sharey=True)
     for ax, arm in zip(axes.flat, arms, strict=False):
         of = {str(kind): part.set_index("step") for kind, part in medians[medians["arm"] == arm].groupby("routing")}
         _bands(ax, of, arm_colour(data, arm))
         ax.set_title(short_label(data, arm), fontsize=7)
-    for ax in axes.flat[len(arms) :]:
-        ax.remove()
     values = medians[list(QUANTILES)].to_numpy(dtype=float)
     axes[0, 0].set_ylim(max(float(values[values > 0].min()) / 2, 1e-6), float(values.max()) * 2)
     log_y(axes[0, 0])
     for i, ax in enumerate(axes.flat[: len(arms)]):
-        ax.xaxis.set_tick_params(labelbottom=i + columns >= len(arms))
-        if i + columns >= len(arms):
+        lowest = i + axes.shape[1] >= len(arms)
+        ax.xaxis.set_tick_params(labelbottom=lowest)
+        if lowest:
             step_axis(ax)
             ax.xaxis.get_major_locator().set_params(nbins=4)
     for ax in axes[:, 0]:

@@ -1,12 +1,10 @@
 """What engines of several precisions re-route at equal weights, step by step, and how much of their gap is routing."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from moe_rl.study.data import StudyData
+from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.curves import draw_seeds, seed_tables, summarise
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, step_axis
@@ -101,7 +99,7 @@ def precision_table(data: StudyData) -> pd.DataFrame:
                 "arm": arm,
                 "seed": seed,
                 "slot_change": part["slots_changed"].sum() / part["slots"].sum(),
-                "k3": _mean(log_k3, np.exp),
+                "k3": float(np.exp(_mean(log_k3))),
                 "routing_share": _mean(share),
                 "k3_growth": float(np.exp(_mean(log_k3[last]) - _mean(log_k3[first]))),
                 "share_growth": _mean(share[last]) - _mean(share[first]),
@@ -110,10 +108,10 @@ def precision_table(data: StudyData) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-def _mean(values: np.ndarray, then: Callable[[float], float] = float) -> float:
+def _mean(values: np.ndarray) -> float:
     """Of those that are numbers; NaN of none."""
     kept = values[np.isfinite(values)]
-    return float(then(kept.mean())) if len(kept) else float("nan")
+    return float(kept.mean()) if len(kept) else float("nan")
 
 
 def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | None:
@@ -123,8 +121,7 @@ def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | N
     rates = {}
     for name in ("float16", "bfloat16"):
         arms = [arm for arm, (own, both) in formats.items() if own == name and not both]
-        sums = rows[rows["arm"].isin(arms)].groupby("seed")[["slots_changed", "slots"]].sum()
-        rates[name] = sums["slots_changed"] / sums["slots"]
+        rates[name] = pooled_rate(rows[rows["arm"].isin(arms)], "slots_changed", "slots", "seed")
     ratios = (rates["float16"] / rates["bfloat16"]).replace([np.inf, -np.inf], np.nan).dropna()
     if ratios.empty:
         return None

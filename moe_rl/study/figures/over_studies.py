@@ -1,0 +1,141 @@
+"""Figures over several studies, each of a table that a script of `analysis/` makes."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
+
+from moe_rl.study.figures.saving import StudyFigure, styled
+from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of
+from moe_rl.study.statistics import Verdict
+
+ROW = 0.24  # inches, of a method
+REPEATED = 0.27  # of a row: between the repetitions of a cell
+
+
+@styled
+def cures_figure(table: pd.DataFrame) -> StudyFigure:
+    """Final reward of each method less that of GRPO under the same cause, with its interval.
+
+    Args:
+        table: columns cause (a panel), method (a row), both categorical in the order in which they are drawn;
+            difference, low, high, verdict. Several rows of a cell, repetitions, are drawn below each other.
+    """
+    causes, methods = (list(table[name].cat.categories) for name in ("cause", "method"))
+    drawn = Figure(figsize=(WIDTH, 1.0 + ROW * len(methods)))
+    axes = drawn.subplots(1, len(causes), sharex=True, sharey=True, squeeze=False)[0]
+    for ax, cause in zip(axes, causes, strict=True):
+        rows = table[table["cause"] == cause]
+        repetition = rows.groupby("method", observed=True)
+        below = repetition.cumcount() - (repetition["difference"].transform("size") - 1) / 2
+        places = rows["method"].map(methods.index).astype(float) + REPEATED * below
+        told = rows["verdict"].isin([Verdict.HIGHER, Verdict.LOWER])
+        ax.axvline(0, color=INK, lw=0.8, zorder=1)
+        ax.hlines(places, rows["low"], rows["high"], color=GREY, lw=1.6, alpha=0.5, zorder=2)
+        fill = [INK if one else "white" for one in told]
+        ax.scatter(rows["difference"], places, s=11, c=fill, edgecolors=INK, linewidths=0.8, zorder=3)
+        ax.set_title(cause, fontsize=7)
+        ax.grid(axis="y", visible=False)
+    axes[0].set_xticks([-0.25, 0, 0.25], ["−.25", "0", ".25"])
+    axes[0].set_yticks(range(len(methods)), methods)
+    axes[0].set_ylim(len(methods) - 0.5, -0.5)
+    drawn.supxlabel("final reward less that of GRPO under the same cause", fontsize=7.5)
+    caption = (
+        "Mean over seeds of the paired differences and its 95 % interval; below each other: the study as it was run "
+        "first, and again under other roundings or on another processor, cold starts made anew. Filled: higher or "
+        "lower by the rules of its study, that is told from 0 and 0.05 at least; open: not; blank: not run. Columns "
+        "are of different studies, and cells of one column may be of different seeds."
+    )
+    return StudyFigure("cures", "What each method gives back, by cause.", caption, drawn, table)
+
+
+SIGNALS = {"update": "#D55E00", "probe": "#0B4A8F"}
+"""Kind of the rows that a signal is read from -> its colour."""
+
+
+@styled
+def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> StudyFigure:
+    """Area under the ROC curve by signal, one panel for each number of steps; signals in the order of the first panel.
+
+    Args:
+        table: what `early_warning` returns.
+        of_updates: its signals that are read from updates; the others are a probe's.
+    """
+    steps = list(table["steps"].unique())
+    first = table[table["steps"] == steps[0]].set_index("signal")["auc"]
+    order = list((first - 0.5).abs().sort_values().index)
+    drawn = Figure(figsize=(PAGE, 0.8 + 0.17 * len(order)))
+    axes = drawn.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    for ax, step in zip(axes, steps, strict=True):
+        rows = table[table["steps"] == step].set_index("signal").reindex(order)
+        colours = [SIGNALS["update" if name in of_updates else "probe"] for name in order]
+        places = np.arange(len(order))
+        ax.hlines(places, rows["auc_low"], rows["auc_high"], colors=colours, lw=3, alpha=0.35)
+        ax.scatter(rows["auc"], places, c=colours, s=14, zorder=3)
+        ax.axvline(0.5, color=INK, lw=0.8, zorder=1)
+        ax.set(xlim=(0, 1), xticks=[0, 0.5, 1], xticklabels=["0", "0.5", "1"])
+        ax.set_title(f"after {step} steps", fontsize=7)
+        ax.tick_params(axis="y", length=0)
+        ax.spines[["left", "right", "top"]].set_visible(False)
+    axes[0].set_yticks(range(len(order)), order, fontsize=6.5)
+    axes[0].set_ylim(-0.6, len(order) - 0.4)
+    runs, bad = int(table["runs"].max()), int(table["bad"].max())
+    drawn.supxlabel(
+        f"area under the ROC curve (0.5: it tells nothing)\n{runs} runs, {bad} ended badly; bar: 95 % bootstrap over "
+        "cold starts",
+        fontsize=7,
+    )
+    marks = [axes[0].scatter([], [], c=colour, s=14, label=f"of {name}s") for name, colour in SIGNALS.items()]
+    drawn.legend(handles=marks, loc="outside upper right", ncols=2, fontsize=6.5, frameon=False)
+    caption = (
+        "How well the mean of a signal over a run's first steps tells whether it will fail, end below its start or "
+        "collapse. Below 0.5 a signal falls before a bad end. Signals of updates are of the ratio as it was used; "
+        "signals of probes are of live routing."
+    )
+    return StudyFigure("early_warning", "Which signal warns first.", caption, drawn, table)
+
+
+COLUMNS = 4
+APART, WIDEST = 2.0, 8.0  # points between the marks of two methods in one condition, and over all of them
+LINEAR = 1.0  # %; below it the axis is linear, so that 0 has a place
+
+
+@styled
+def volatility_figure(table: pd.DataFrame) -> StudyFigure:
+    """Mean final reward with its interval by method, against what share of the slots a condition re-routes.
+
+    Args:
+        table: columns source (a panel), condition, method, label, slots_rerouted (a share), final, low, high; rows in
+            the order in which they are drawn. The conditions of a source and method are joined by a line.
+    """
+    sources = list(table["source"].unique())
+    lines = -(-len(sources) // COLUMNS)
+    drawn = Figure(figsize=(WIDTH, 0.5 + 1.75 * lines))
+    axes = drawn.subplots(lines, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
+    for ax, source in zip(axes, sources, strict=False):
+        methods = list(table[table["source"] == source].groupby("method", sort=False))
+        apart = min(APART, WIDEST / len(methods))
+        for i, (method, rows) in enumerate(methods):
+            look, x = look_of(str(method)), 100 * rows["slots_rerouted"]
+            aside = ScaledTranslation(apart * (i - (len(methods) - 1) / 2) / 72, 0, drawn.dpi_scale_trans)
+            place = {"color": look.colour, "transform": ax.transData + aside}
+            ax.vlines(x, rows["low"], rows["high"], lw=2.0, alpha=0.35, **place)
+            style = {"lw": 0.9, "mec": "white", "mew": 0.5, "ms": 4.5, "zorder": 3, "label": rows["label"].iloc[0]}
+            ax.plot(x, rows["final"], look.marker, ls=look.dash, **style, **place)
+        ax.set_title(source, fontsize=7)
+    for ax in axes[len(sources) :]:
+        ax.set_visible(False)
+    axes[0].set_xscale("symlog", linthresh=LINEAR, linscale=0.5)
+    axes[0].set_xticks([0, 1, 10, 100], ["0", "1", "10", "100"])
+    axes[0].set_xlim(-0.4, 100)
+    axes[0].set_ylim(0, 1)
+    axes[0].set_yticks(np.linspace(0, 1, 5), ["0", "", "0.5", "", "1"])
+    drawn.supxlabel("slots re-routed, %", fontsize=7.5)
+    drawn.supylabel("final reward", fontsize=7.5)
+    legend_above(drawn, axes[: len(sources)])
+    caption = (
+        "Slots re-routed: by the update forward of GRPO without replay, against the old policy, pooled over all "
+        "updates; where the rollout engine differs, by the engine against the training model. Mean over seeds and its "
+        "95 % interval; marks of one condition stand a little apart."
+    )
+    return StudyFigure("volatility", "Final reward by routing volatility and its source.", caption, drawn, table)
