@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_rl.policy.lora import AdaptersOff
 from moe_rl.rollout import Rollout
-from moe_rl.rollout.completions import TENSORS
-from moe_rl.rollout.joining import padded
+from moe_rl.rollout.completions import padded
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch, launched_processes
@@ -210,17 +209,15 @@ class Group(Ranks):
             per_problem = x.reshape(-1, G, *x.shape[1:])
             return self.gather(per_problem, len(problems)).flatten(0, 1)
 
-        tensors: dict[str, Any] = {name: joined(getattr(own, name)) for name in TENSORS}
-        routes = own.routes
-        if routes is not None:
+        whole: dict[str, Any] = {n: joined(part) for n, part in own.parts.items() if isinstance(part, Tensor)}
+        if (routes := own.routes) is not None:
             ids, about = joined(routes.ids.to(torch.int16)), (routes.sites, routes.num_experts)
-            routes = RoutedExperts(ids, *about, tokens=tensors["input_ids"], meta=routes.meta)
+            whole["routes"] = RoutedExperts(ids, *about, tokens=whole["input_ids"], meta=routes.meta)
         return replace(
             own,
-            **tensors,
+            **whole,
             problems=[problem for problem in problems for _ in range(G)],
             completions=[text for *_, texts in everyone for text in texts],
-            routes=routes,
         )
 
     # -- agreement -------------------------------------------------------------------------------------------------

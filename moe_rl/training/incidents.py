@@ -26,11 +26,12 @@ def keep_incident(state: State, error: NotFiniteError) -> Path:
     first = everywhere and state.ranks.first(lambda: _whole(state, place))
     if state.ranks.main:
         shutil.rmtree(place, ignore_errors=True)
-        for name, value in vars(error.part).items():
+        parts = error.part.parts
+        for name, value in parts.items():
             if isinstance(value, RoutedExperts):
                 value.save(place / f"{name}.safetensors")
-        tensors = {name: value for name, value in vars(error.part).items() if isinstance(value, Tensor)}
-        write_tensors(place / "batch.safetensors", {name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+        tensors = {name: part.detach().cpu().contiguous() for name, part in parts.items() if isinstance(part, Tensor)}
+        write_tensors(place / "batch.safetensors", tensors)
         numbers = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in error.numbers.items()}
         write_json(place / "row.json", {name: _words(value) for name, value in numbers.items()})
     if first:

@@ -1,23 +1,15 @@
 """Partial rollouts: batches of responses that are written a segment per step, each by the weights of its step."""
 
 import itertools
-import json
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from moe_rl.files import write_json, write_tensors
 from moe_rl.rollout import Problem, Rollout
-from moe_rl.rollout.completions import TENSORS
 from moe_rl.rollout.continuing import unfinished
-from moe_rl.routing import RoutedExperts
-
-_TENSORS = (*TENSORS, "versions")
 
 
 def partial_responses(
@@ -76,39 +68,3 @@ def version_metrics(rollout: Rollout, version: int) -> dict[str, float]:
         "old_tokens": float((ages > 0).double().mean()),
         "mixed_responses": float((counts > 1).double().mean()),
     }
-
-
-def save_draft(folder: Path, index: int, draft: Rollout) -> None:
-    """One unfinished batch as `draft_I.safetensors`, `draft_I.json` and, with routes, `draft_I_routes.safetensors`."""
-    tensors = {name: getattr(draft, name) for name in _TENSORS if getattr(draft, name) is not None}
-    write_tensors(folder / f"draft_{index}.safetensors", {name: t.cpu().contiguous() for name, t in tensors.items()})
-    problems = [asdict(problem) for problem in draft.problems]
-    about = {"group_size": draft.group_size, "problems": problems, "completions": draft.completions}
-    write_json(folder / f"draft_{index}.json", about)
-    if draft.routes is not None:
-        draft.routes.save(folder / f"draft_{index}_routes.safetensors")
-
-
-def load_draft(folder: Path, index: int, tensors: dict[str, Tensor], device: torch.device | str) -> Rollout:
-    """What `save_draft` wrote, with its tensors as they were read."""
-    about: dict[str, Any] = json.loads((folder / f"draft_{index}.json").read_text())
-    path = folder / f"draft_{index}_routes.safetensors"
-    return Rollout(
-        **tensors,
-        group_size=about["group_size"],
-        problems=[_problem(problem) for problem in about["problems"]],
-        completions=about["completions"],
-        routes=load_routes(path) if path.exists() else None,
-    ).to(device)
-
-
-def load_routes(path: Path) -> RoutedExperts:
-    """As they were before they were saved: reading notes who wrote them, which would go to the files of the run."""
-    read = RoutedExperts.load(path)
-    meta = {key: value for key, value in read.meta.items() if key != "written_by"}
-    return RoutedExperts(read.ids, read.sites, read.num_experts, tokens=read.tokens, meta=meta)
-
-
-def _problem(fields: dict[str, Any]) -> Problem:
-    messages = fields.get("messages")
-    return Problem(**{**fields, "messages": None if messages is None else tuple(tuple(m) for m in messages)})
