@@ -145,8 +145,8 @@ def user_code(
         with _time_limit(seconds):
             yield
     except (Exception, SystemExit) as error:
-        where = "" if problem is None else f"; prompt {_short(problem.prompt)}"
-        where += "" if completion is None else f", completion {_short(completion)}"
+        where = "" if problem is None else f"; prompt {shortened(problem.prompt)}"
+        where += "" if completion is None else f", completion {shortened(completion)}"
         said = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
         raise TaskError(f"task {task.name}, {part}: {said}{where}") from error
 
@@ -172,7 +172,8 @@ def checked_reward(value: Any) -> float:
     return reward
 
 
-def _short(text: str, limit: int = 200) -> str:
+def shortened(text: str, limit: int = 200) -> str:
+    """A text for a message."""
     return repr(text) if len(text) <= limit else f"{text[:limit]!r}... ({len(text)} characters)"
 
 

@@ -27,10 +27,11 @@ from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.logprobs import hf_model
 from moe_rl.rollout import Problem, Rollout
 from moe_rl.rollout.completions import Responses
+from moe_rl.rollout.engine import gathered
 from moe_rl.routing import RoutedExperts
 from moe_rl.runlog import Mark
 from moe_rl.training.batch import Batch
-from moe_rl.training.sharding import as_placed, load_whole, whole
+from moe_rl.training.sharding import as_placed, load_whole
 from moe_rl.training.state import State
 
 VERSION = 2
@@ -207,9 +208,9 @@ def _own(tensors: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
     all ranks must take part in; without `keep` nothing comes of it."""
     copies = {}
     for name, tensor in tensors.items():
-        gathered = whole(tensor.detach())
+        whole = gathered(tensor.detach())
         if keep:
-            copies[name] = gathered.to("cpu", copy=True).contiguous()
+            copies[name] = whole.to("cpu", copy=True).contiguous()
     return copies
 
 

@@ -27,10 +27,9 @@ from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
 from moe_rl.training.config import ProbeConfig, RunConfig
 from moe_rl.training.dpo import pairs_of
-from moe_rl.training.incidents import keep_incident
+from moe_rl.training.incidents import NotFiniteError, gradient_incident, keep_incident
 from moe_rl.training.levers import part_to_replay
 from moe_rl.training.memory import memory_metrics
-from moe_rl.training.not_finite import NotFiniteError, gradient_incident
 from moe_rl.training.other_advantages import other_advantages
 from moe_rl.training.partial import partial_responses, version_metrics
 from moe_rl.training.probe import Probe, probed_rows
@@ -200,7 +199,16 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
     if source == "demonstrations":
         rollout = demonstrate(task, state.tokenizer, problems_of(task, rng, config.prompts * config.group_size), rng)
     elif config.segment is not None:
-        rollout = finished_drafts(state, rng, config.segment, options)
+        rollout = partial_responses(
+            state.drafts,
+            state.engine,
+            partial(problems_of, task, rng, config.prompts),
+            partial(state.generator, "sample"),
+            segment=config.segment,
+            longest=state.max_new_tokens,
+            version=state.step,
+            **options,
+        )
     else:
         rollout = state.ranks.sample(
             state.engine if source == "policy" else state.self_engine(state.initial),
@@ -332,20 +340,6 @@ def rollout_metrics(rollout: Rollout, batch: Batch, two: bool, lag: int) -> dict
 
 
 # -- what single methods add -------------------------------------------------------------------------------------------
-
-
-def finished_drafts(state: State, rng: Any, segment: int, options: dict[str, Any]) -> Rollout:
-    """Partial rollouts: the oldest batch of responses whose last segment is written now."""
-    return partial_responses(
-        state.drafts,
-        state.engine,
-        partial(problems_of, state.task, rng, state.config.rollout.prompts),
-        partial(state.generator, "sample"),
-        segment=segment,
-        longest=state.max_new_tokens,
-        version=state.step,
-        **options,
-    )
 
 
 def reset_reference(state: State) -> None:

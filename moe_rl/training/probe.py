@@ -21,13 +21,13 @@ from moe_rl.measure.metrics import (
     router_metrics,
     routing_confidence,
 )
-from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.router_shift import gates_and_margins
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.probe_options import Decomposition, replay_gradients
 from moe_rl.training.ranks import Ranks
+from moe_rl.training.rollout_engine import from_engine
 
 Row = tuple[str, dict[str, Any]]
 """A kind of row in `metrics.jsonl`, and its values."""
@@ -86,8 +86,9 @@ class Probe:
             if self.loss is not None:
                 metrics |= replay_gradients(self.policy, self.part, self._loss_of)
             yield "probe", {"update": update, **metrics}
-            if self.part.rollout_routes is not None:
-                yield "engine", {"pair": "rollout_to_new", "update": update, **self._from_engine(natural, routes)}
+            if self.part.rollout_routes is not None:  # mu -> pi, live routing: engine and staleness together
+                apart = from_engine(self.part, natural, routes, self.part.completion_mask)
+                yield "engine", {"pair": "rollout_to_new", "update": update, **apart}
         if self.decomposition is not None:
             yield "decomposition", {"update": update, **self.decomposition.shares()}
 
@@ -138,13 +139,6 @@ class Probe:
     def _loss_of(self, part: Batch) -> Tensor:
         assert self.loss is not None
         return self.loss(self._logps(part, router_logits=True), part)
-
-    def _from_engine(self, natural: Float[Tensor, "B T"], routes: RoutedExperts) -> dict[str, Any]:
-        """mu -> pi, live routing: engine and staleness together."""
-        part, mask = self.part, self.part.completion_mask
-        assert part.rollout_routes is not None
-        changes = change_metrics(change_counts(part.rollout_routes, routes, mask))
-        return {**engine_metrics(natural, part.rollout_logps, mask), **changes}
 
     @torch.no_grad()
     def _old_router_logits(self) -> list[Float[Tensor, "n E"]]:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.rollout import Rollout, score
+from moe_rl.rollout.task import shortened
 from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
 from moe_rl.training.batch import Batch, Place, joined, micro_batches
-from moe_rl.training.critic import Critic
-from moe_rl.training.not_finite import NotFiniteError, prompt_of
+from moe_rl.training.critic import Critic, watch
+from moe_rl.training.incidents import NotFiniteError
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
 
@@ -90,9 +91,8 @@ def score_rollout(
             routes.append(part.routes)
             seen["logps"] = part.logps
         else:
-            watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
             near: AbstractContextManager[Any] = record_margins(policy) if margins else nullcontext()
-            with record_routes(policy) as recording, near as choices, watched as states:
+            with record_routes(policy) as recording, near as choices, watch(critic, policy) as states:
                 old = token_logps(policy, *tokens, temperature=temperature, router_logits=router_scores)
             routes.append(recording.routes)
             seen["logps"] = old.logps
@@ -151,7 +151,7 @@ def _refuse_not_finite(
         raise NotFiniteError(
             where,
             f"{name} of {int(bad.sum())} of {len(rollout)} responses are not finite, first of one to "
-            f"{prompt_of(rollout, int(bad.int().argmax()))}. The weights of {why}",
+            f"{shortened(rollout.problems[int(bad.int().argmax())].prompt)}. The weights of {why}",
             rollout,
             everywhere=everywhere,
         )
