@@ -20,6 +20,7 @@ from torch import Tensor
 from moe_rl.measure.logprobs import TokenLogps
 from moe_rl.objectives import group_advantages
 from moe_rl.rollout import Rollout, TaskError, demonstrate, seeded_random
+from moe_rl.rollout.continuing import partial_responses, version_metrics
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.task import problems_of
@@ -31,7 +32,6 @@ from moe_rl.training.incidents import NotFiniteError, gradient_incident, keep_in
 from moe_rl.training.levers import part_to_replay
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.other_advantages import other_advantages
-from moe_rl.training.partial import partial_responses, version_metrics
 from moe_rl.training.probe import Probe, probed_rows
 from moe_rl.training.probe_options import noise_floor_rows
 from moe_rl.training.rollout_engine import engine_rows
