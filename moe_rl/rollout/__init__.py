@@ -13,7 +13,7 @@
   (`server_http`); `vllm_host` is what runs there
 - `demonstrations`   the task answers
 - `supervision`      rewards of steps, several rewards
-- `completions`    what comes of it; several as one
+- `completions`, `joining` what comes of it; several as one
 """
 
 from moe_rl.rollout.completions import Rollout, score

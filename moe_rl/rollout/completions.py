@@ -1,12 +1,9 @@
-"""What sampling gives: completions with the sampler's own log-probabilities, rewards and, if recorded, routes; several
-engines' or processes' as one."""
+"""What sampling gives: completions with the sampler's own log-probabilities, rewards and, if recorded, routes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -32,6 +29,11 @@ class Responses:
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+    @property
+    def tokens(self) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """What a model is asked about: ids, those that are no padding, those of completions."""
+        return self.input_ids, self.attention_mask, self.completion_mask
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -105,36 +107,6 @@ class Rollout(Responses):
             problems=[self.problems[i] for i in index.tolist()],
             completions=[self.completions[i] for i in index.tolist()],
         )
-
-
-def padded(rollout: Rollout, left: int, right: int) -> Rollout:
-    """The rollout with so many more columns of padding, whose tokens are 0, which nothing reads, before and behind."""
-    wide: dict[str, Any] = {
-        name: F.pad(part, (left, right), value=-1 if name == "versions" else 0)
-        for name, part in rollout.parts.items()
-        if isinstance(part, Tensor) and part.ndim == 2
-    }
-    if rollout.routes is not None:
-        wide["routes"] = rollout.routes.realign(rollout.attention_mask, wide["attention_mask"])
-    return replace(rollout, **wide)
-
-
-def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """Rollouts of one group size as one, in order: prompts padded on the left and completions on the right to the
-    widest. Routes and versions are kept where all have them."""
-    widths = [(part.first, part.input_ids.shape[1] - part.first) for part in parts]
-    left, right = (max(of) for of in zip(*widths, strict=True))
-    wide = [padded(part, left - before, right - behind) for part, (before, behind) in zip(parts, widths, strict=True)]
-    joined: dict[str, Any] = {"routes": None, "versions": None}
-    for name in set.intersection(*(set(part.parts) for part in wide)):
-        of_all: list[Any] = [part.parts[name] for part in wide]
-        joined[name] = RoutedExperts.cat(of_all) if name == "routes" else torch.cat(of_all)
-    return replace(
-        parts[0],
-        **joined,
-        problems=[problem for part in parts for problem in part.problems],
-        completions=[text for part in parts for text in part.completions],
-    )
 
 
 def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:

@@ -129,8 +129,7 @@ def forward_logps(model: nn.Module, rollout: Rollout, temperature: float = 1.0) 
     """Log-probabilities (nats) of a rollout's completion tokens under the model's own arithmetic, 0 elsewhere; on the
     rollout's device."""
     device = next(model.parameters()).device
-    inputs = (rollout.input_ids, rollout.attention_mask, rollout.completion_mask)
-    out = token_logps(model, *(x.to(device) for x in inputs), temperature=temperature)
+    out = token_logps(model, *(x.to(device) for x in rollout.tokens), temperature=temperature)
     return out.logps.to(rollout.input_ids.device)
 
 

@@ -64,21 +64,6 @@ def optimizer_of(module: nn.Module, learning_rate: float, optim: OptimConfig) ->
     return make_optimizer([group], optim.betas, optim.weight_decay, optim.master_weights)
 
 
-@contextmanager
-def watch(critic: "Critic | None", policy: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, the last hidden states of each call of the policy are kept, if there is a value that is read off them."""
-    states: list[Tensor] = []
-    if critic is None or critic.config.model != "head":
-        yield states
-        return
-    output = causal_lm(policy).get_output_embeddings()
-    handle = output.register_forward_pre_hook(lambda _, args: states.append(args[0].detach()))
-    try:
-        yield states
-    finally:
-        handle.remove()
-
-
 class Critic:
     """The value model with its own optimizer and learning rate."""
 
@@ -86,6 +71,20 @@ class Critic:
         self.config, self.optim, self.ranks = config, optim, ranks
         module = scalar_head(causal_lm(policy)) if config.model == "head" else ScalarModel(policy)
         self.model, self.optimizer = ranks.prepare(module, optimizer_of(module, config.learning_rate, optim))
+
+    @contextmanager
+    def watch(self, policy: nn.Module) -> Iterator[list[Tensor]]:
+        """Inside, the last hidden states of each call of the policy are kept, if the value is read off them."""
+        states: list[Tensor] = []
+        if self.config.model != "head":
+            yield states
+            return
+        output = causal_lm(policy).get_output_embeddings()
+        handle = output.register_forward_pre_hook(lambda _, args: states.append(args[0].detach()))
+        try:
+            yield states
+        finally:
+            handle.remove()
 
     def values(self, part: Any, states: list[Tensor]) -> Float[Tensor, "B T"]:
         """V of the state in which token t is chosen, on each completion token; 0 elsewhere. With gradient.

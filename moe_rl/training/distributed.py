@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moe_rl.policy.lora import AdaptersOff
 from moe_rl.rollout import Rollout
-from moe_rl.rollout.completions import padded
+from moe_rl.rollout.joining import padded
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch, launched_processes

@@ -273,24 +273,20 @@ def update_on(state: State, batch: Batch, update: int) -> None:
     except FloatingPointError as error:  # the forward gave no log-probabilities: there is no gradient to leave out
         raise NotFiniteError(f"update {update}", str(error), batch) from error
     if not torch.isfinite(row["grad_norm"]):
-        row["skipped"] = skipped(state, gradient_incident(update, batch, row, gradients))
+        incident = gradient_incident(update, batch, row, gradients)
+        if config.optim.on_nonfinite == "stop":
+            raise incident
+        keep_incident(state, incident)
+        row["skipped"] = True
     state.log.append("update", state.step, update=update, **row)
-
-
-def skipped(state: State, incident: NotFiniteError) -> bool:
-    """The update was left out and the run goes on; NotFiniteError if `optim.on_nonfinite` says stop."""
-    if state.config.optim.on_nonfinite == "stop":
-        raise incident
-    keep_incident(state, incident)
-    return True
 
 
 def start_probe(state: State, batch: Batch) -> Probe | None:
     """The step's probe, if it is due; before the first step's, the noise floor."""
     config, step = state.config.probe, state.step
-    if not probed(config, step):
-        return None
     live, decompose = due(config.every, step), due(config.decompose_every, step)
+    if not (live or decompose):
+        return None
     part, temperature = batch.rows(probed_rows(len(batch), config.sequences)), state.config.rollout.temperature
     if live and step == 0 and config.floor:
         whole = state.ranks.size == 1 and state.ranks.mesh is None  # shards, be it on one rank, cannot be copied

@@ -156,8 +156,7 @@ class Probe:
         return [as_logits(logits[mask.to(logits.device)]) for logits in whole]
 
     def _logps(self, part: Batch, **options: Any) -> TokenLogps:
-        tokens = part.input_ids, part.attention_mask, part.completion_mask
-        return token_logps(self.policy, *tokens, temperature=self.temperature, **options)
+        return token_logps(self.policy, *part.tokens, temperature=self.temperature, **options)
 
 
 def probed_rows(responses: int, sequences: int) -> Tensor:

@@ -18,7 +18,7 @@ from moe_rl.rollout import Rollout, score
 from moe_rl.rollout.task import shortened
 from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
 from moe_rl.training.batch import Batch, Place, joined, micro_batches
-from moe_rl.training.critic import Critic, watch
+from moe_rl.training.critic import Critic
 from moe_rl.training.incidents import NotFiniteError
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
@@ -84,27 +84,27 @@ def score_rollout(
     routes, found = [], []
     for rows, columns in places:
         part = mine.rows(rows).columns(columns)
-        tokens = part.input_ids, part.attention_mask, part.completion_mask
         seen: dict[str, Tensor] = {}
         if decoded:
             assert part.routes is not None
             routes.append(part.routes)
             seen["logps"] = part.logps
         else:
+            watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
             near: AbstractContextManager[Any] = record_margins(policy) if margins else nullcontext()
-            with record_routes(policy) as recording, near as choices, watch(critic, policy) as states:
-                old = token_logps(policy, *tokens, temperature=temperature, router_logits=router_scores)
+            with record_routes(policy) as recording, near as choices, watched as states:
+                old = token_logps(policy, *part.tokens, temperature=temperature, router_logits=router_scores)
             routes.append(recording.routes)
             seen["logps"] = old.logps
             if margins:
                 seen["margins"] = choices.values.to(old.logps.device)
             if part.routes is not None:  # of the rollout engine
                 with replay_routes(policy, part.routes, once=True):
-                    seen["replayed_logps"] = token_logps(policy, *tokens, temperature=temperature).logps
+                    seen["replayed_logps"] = token_logps(policy, *part.tokens, temperature=temperature).logps
             if old.router_logits is not None:
                 seen["route_scores"] = chosen_scores(old.router_logits, recording.routes)
         if reference is not None:
-            seen["ref_logps"] = token_logps(reference, *tokens, temperature=temperature).logps
+            seen["ref_logps"] = token_logps(reference, *part.tokens, temperature=temperature).logps
         if critic:
             seen["values"] = critic.values(part, states)
         if reward_model:

@@ -1,7 +1,7 @@
 """One optimizer step on one minibatch: forward and backward under the arm's routing, and what it did as one row."""
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, cast
@@ -17,7 +17,7 @@ from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
 from moe_rl.routing import change_counts, expert_load, noisy_routes, record_routes, replay_routes
 from moe_rl.training.batch import Batch, Place, joined, micro_batches
 from moe_rl.training.config import MethodConfig, OptimConfig
-from moe_rl.training.critic import Critic, watch
+from moe_rl.training.critic import Critic
 from moe_rl.training.dpo import pair_loss
 from moe_rl.training.levers import ExpertBias, only
 from moe_rl.training.method import Method
@@ -63,13 +63,11 @@ def update_policy(
     for place in micro_batches(mine.attention_mask, optim.micro_batch, 2 if method.pairs else 1):
         micro = mine.rows(place[0]).columns(place[1])
         share = len(micro) / len(batch)
-        routed = update_routing(policy, arm, micro, noise, bool(bias and bias.live))
-        with routed as routing, watch(critic, policy) as states:
+        watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
+        with update_routing(policy, arm, micro, noise, bool(bias and bias.live)) as routing, watched as states:
             out = token_logps(
                 policy,
-                micro.input_ids,
-                micro.attention_mask,
-                micro.completion_mask,
+                *micro.tokens,
                 temperature=temperature,
                 entropy=True,
                 aux_loss=bool(optim.aux_loss_coef),

@@ -11,7 +11,7 @@ from moe_rl.rollout.character_tasks import ModChain
 from moe_rl.routing import record_routes
 from moe_rl.training import OptimConfig, ValueConfig
 from moe_rl.training.batch import Batch
-from moe_rl.training.critic import Critic, watch
+from moe_rl.training.critic import Critic
 from moe_rl.training.ranks import Ranks
 
 TINY = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
@@ -56,7 +56,7 @@ def critic_of(policy, **config):
 
 
 def values_of(critic, policy, batch):
-    with watch(critic, policy) as states:
+    with critic.watch(policy) as states:
         token_logps(policy, batch.input_ids, batch.attention_mask, batch.completion_mask)
     return critic.values(batch, states), states
 
