@@ -11,8 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 HELD_OUT_SHARE = 0.1
@@ -182,17 +180,17 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
     if not seconds or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, partial(_stop, seconds))
+
+    def stop(*_: Any) -> None:
+        raise TaskError(f"did not return within {seconds:g} seconds (task.verifier_seconds)")
+
+    before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _stop(seconds: float, number: int, frame: FrameType | None) -> None:
-    raise TaskError(f"did not return within {seconds:g} seconds (task.verifier_seconds)")
 
 
 def token_ids(tokenizer: Any, text: str | list[str], **options: Any) -> Any:

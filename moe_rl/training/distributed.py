@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_rl.policy.lora import AdaptersOff
+from moe_rl.policy.models import DTYPES
 from moe_rl.rollout import Rollout
 from moe_rl.rollout.joining import padded
 from moe_rl.routing import RoutedExperts
@@ -33,8 +34,6 @@ from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch, launched_processes
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.sharding import fill_from_rank_0, is_sharded, rebind, shard_from_rank_0
-
-COMPUTE = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def ranks_of(
@@ -96,7 +95,7 @@ class Group(Ranks):
 
     def shard(self, module: nn.Module) -> nn.Module:
         if self.mesh is not None and not isinstance(module, AdaptersOff):  # whose modules are the policy's
-            compute = COMPUTE[self.distributed.compute_dtype]
+            compute = DTYPES.get(self.distributed.compute_dtype or "")
             shard_from_rank_0(module, self.mesh, compute, self.distributed.router_fp32)
         return module.to(self.device)
 

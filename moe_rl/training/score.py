@@ -173,9 +173,7 @@ def make_batch(
         assert scores.replayed_logps is not None
         old_logps, natural = scores.replayed_logps, scores.logps
     return Batch(
-        input_ids=rollout.input_ids,
-        attention_mask=rollout.attention_mask,
-        completion_mask=rollout.completion_mask,
+        *rollout.tokens,
         rewards=rollout.rewards,
         advantages=advantages,
         old_logps=old_logps,
