@@ -26,7 +26,7 @@ from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
-from moe_rl.training.config import ProbeConfig, RunConfig
+from moe_rl.training.config import RunConfig
 from moe_rl.training.dpo import pairs_of
 from moe_rl.training.incidents import NotFiniteError, gradient_incident, keep_incident
 from moe_rl.training.levers import part_to_replay
@@ -126,11 +126,6 @@ def due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def probed(config: ProbeConfig, step: int) -> bool:
-    """Whether this step's updates are probed."""
-    return due(config.every, step) or due(config.decompose_every, step)
-
-
 # -- sample, score -----------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +144,9 @@ def collect_batch(state: State) -> Batch:
             lambda attempt, count: responses(state, rng, state.generator(f"refill/{attempt}", index), count),
             config.rollout.dynamic_sampling,
         )
-    decoded = config.rollout.scoring == "decoding" and not probed(config.probe, state.step + index)
+    probe, step = config.probe, state.step + index
+    probed = due(probe.every, step) or due(probe.decompose_every, step)
+    decoded = config.rollout.scoring == "decoding" and not probed
     scores = score_rollout(
         rollout,
         state.policy,
