@@ -85,9 +85,9 @@ def write_state(state: State, staging: Path) -> None:
     if state.expert_bias is not None:
         write_tensors(staging / "expert_bias.safetensors", _own({"bias": state.expert_bias.values}))
     for index, batch in enumerate(state.waiting):
-        _save_responses(staging, f"batch_{index}", batch)
+        save_responses(staging, f"batch_{index}", batch)
     for index, draft in enumerate(state.drafts):
-        _save_responses(staging, f"draft_{index}", draft)
+        save_responses(staging, f"draft_{index}", draft)
         problems = [asdict(problem) for problem in draft.problems]
         about = {"group_size": draft.group_size, "problems": problems, "completions": draft.completions}
         write_json(staging / f"draft_{index}.json", about)
@@ -233,17 +233,18 @@ def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: Iterable[tupl
         optimizer.state[parameter][kind] = value
 
 
-def _save_responses(folder: Path, name: str, of: Responses) -> None:
-    """Its tensors as `NAME.safetensors`, routes as `NAME_FIELD.safetensors`."""
+def save_responses(folder: Path, name: str, of: Responses, prefix: str | None = None) -> None:
+    """Its tensors as `NAME.safetensors`, routes as `NAME_FIELD.safetensors`, or with another `prefix` than `NAME_`."""
+    prefix = f"{name}_" if prefix is None else prefix
     tensors = {field: part for field, part in of.parts.items() if isinstance(part, Tensor)}
     write_tensors(folder / f"{name}.safetensors", _own(tensors))
     for field, part in of.parts.items():
         if isinstance(part, RoutedExperts):
-            part.save(folder / f"{name}_{field}.safetensors")
+            part.save(folder / f"{prefix}{field}.safetensors")
 
 
 def _saved_parts(folder: Path, name: str) -> dict[str, Any]:
-    """What `_save_responses` wrote, by field; routes as they were: reading notes who wrote them, which would go to the
+    """What `save_responses` wrote, by field; routes as they were: reading notes who wrote them, which would go to the
     files of the run."""
     parts: dict[str, Any] = _load(folder / f"{name}.safetensors")
     for path in folder.glob(f"{name}_*.safetensors"):

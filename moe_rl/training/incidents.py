@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from moe_rl.files import write_json, write_tensors
+from moe_rl.files import write_json
 from moe_rl.rollout.completions import Responses
-from moe_rl.routing import RoutedExperts
-from moe_rl.training.checkpoint import write_state
+from moe_rl.training.checkpoint import save_responses, write_state
 from moe_rl.training.state import State
 
 
@@ -63,12 +61,7 @@ def keep_incident(state: State, error: NotFiniteError) -> Path:
     first = everywhere and state.ranks.first(lambda: _whole(state, place))
     if state.ranks.main:
         shutil.rmtree(place, ignore_errors=True)
-        parts = error.part.parts
-        for name, value in parts.items():
-            if isinstance(value, RoutedExperts):
-                value.save(place / f"{name}.safetensors")
-        tensors = {name: part.detach().cpu().contiguous() for name, part in parts.items() if isinstance(part, Tensor)}
-        write_tensors(place / "batch.safetensors", tensors)
+        save_responses(place, "batch", error.part, prefix="")
         numbers = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in error.numbers.items()}
         write_json(place / "row.json", {name: _words(value) for name, value in numbers.items()})
     if first:

@@ -29,9 +29,6 @@ from moe_rl.training.probe_options import Decomposition, replay_gradients
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.rollout_engine import from_engine
 
-Row = tuple[str, dict[str, Any]]
-"""A kind of row in `metrics.jsonl`, and its values."""
-
 
 @dataclass(frozen=True)
 class Observation:
@@ -79,8 +76,8 @@ class Probe:
         self.old_logits = self._old_router_logits() if live else None
         self.decomposition = Decomposition(policy, part, temperature) if decompose else None
 
-    def rows(self, update: int) -> Iterator[Row]:
-        """Measure the policy after `update`: rows of the kinds "probe", "engine" and "decomposition"."""
+    def rows(self, update: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Measure the policy after `update`: kind ("probe", "engine", "decomposition") and values of each row."""
         if self.old_logits is not None:
             metrics, natural, routes = self._measure(update)
             if self.loss is not None:
