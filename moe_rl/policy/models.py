@@ -28,12 +28,11 @@ from moe_rl.policy.tiny import (
 )
 from moe_rl.processes import no_progress_bars
 from moe_rl.rollout import Task
+from moe_rl.rollout.engine_config import DTYPES
 from moe_rl.rollout.engines import cast_parameters
 from moe_rl.routing import UnsupportedModelError
 from moe_rl.routing.experts import check_experts_name, check_megablocks, register_experts
 from moe_rl.routing.sites import find_sites
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

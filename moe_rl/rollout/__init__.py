@@ -11,16 +11,14 @@
 - `engine`, `engine_config`, `engines` who samples
 - `vllm_engine`, `vllm_place` vLLM, in a process and a Python of its own: here (`server_process`) or elsewhere
   (`server_http`); `vllm_host` is what runs there
-- `demonstrations`   the task answers
-- `supervision`      rewards of steps, several rewards
+- `supervision`      the task answers; rewards of steps, several rewards
 - `completions`, `joining` what comes of it; several as one
 """
 
 from moe_rl.rollout.completions import Rollout, score
-from moe_rl.rollout.demonstrations import demonstrate
 from moe_rl.rollout.engine import Engine, Tolerance, sample
 from moe_rl.rollout.sampler import seeded_generator, seeded_random
-from moe_rl.rollout.supervision import named_rewards, step_rewards
+from moe_rl.rollout.supervision import demonstrate, named_rewards, step_rewards
 from moe_rl.rollout.task import Problem, Task, TaskError, VerifiableTask, is_held_out
 from moe_rl.rollout.tasks import TASKS, TaskConfig, make_task
 

@@ -1,6 +1,7 @@
 """What sampling gives: completions with the sampler's own log-probabilities, rewards and, if recorded, routes."""
 
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,16 +10,60 @@ from torch import Tensor
 from moe_rl.rollout.task import Problem, Task, checked_reward, user_code
 from moe_rl.routing import RoutedExperts
 
+Rows = TypeVar("Rows", bound="Responses")
+
 
 @dataclass(frozen=True)
-class Rollout:
-    """Completions, one row each, groups contiguous: row `b` answers problem `b // group_size`.
+class Responses:
+    """A row for each response: tensors `[B]` or `[B,T,...]`, and routes.
 
     Attributes:
         input_ids: prompt (left-padded) and completion (right-padded); the end token is part of the completion.
         attention_mask: False on padding.
         completion_mask: True on completion tokens.
-        versions: of the weights that wrote each completion token, -1 elsewhere; None where one version wrote all.
+    """
+
+    input_ids: Int[Tensor, "B T"]
+    attention_mask: Bool[Tensor, "B T"]
+    completion_mask: Bool[Tensor, "B T"]
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def tokens(self) -> tuple[Int[Tensor, "B T"], Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
+        """What a model is asked about: ids, those that are no padding, those of completions."""
+        return self.input_ids, self.attention_mask, self.completion_mask
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """Tensors and routes by name, without those that are None."""
+        return {name: part for name, part in vars(self).items() if isinstance(part, Tensor | RoutedExperts)}
+
+    def rows(self: Rows, index: Int[Tensor, " n"]) -> Rows:
+        """The responses `index`, in that order."""
+        return replace(
+            self, **{n: part[index] if isinstance(part, Tensor) else part.rows(index) for n, part in self.parts.items()}
+        )
+
+    def columns(self: Rows, positions: slice) -> Rows:
+        """A range of token positions of every response; what has no positions stays that of the whole."""
+        wide = {name: part for name, part in self.parts.items() if len(part.shape) > 1}
+        return replace(
+            self, **{n: x[:, positions] if isinstance(x, Tensor) else x.columns(positions) for n, x in wide.items()}
+        )
+
+    def to(self: Rows, device: torch.device | str) -> Rows:
+        """The same responses on another device."""
+        return replace(self, **{name: part.to(device) for name, part in self.parts.items()})
+
+
+@dataclass(frozen=True)
+class Rollout(Responses):
+    """Completions, one row each, groups contiguous: row `b` answers problem `b // group_size`.
+
+    Attributes:
+        input_ids, attention_mask, completion_mask: see `Responses`.
         logps: nats; the sampler's own log-probability of each completion token under the distribution that it was
             drawn from (at the sampling temperature; for greedy decoding: at temperature 1); 0 elsewhere. Detached.
         rewards: one per completion; NaN until `score` fills them.
@@ -28,11 +73,9 @@ class Rollout:
         completions: text, one per row, without the end token.
         routes: the experts that decoding chose, `[B,T,L,K]`; -1 on padding and on each row's last token, which no
             router ever saw. None unless recorded.
+        versions: of the weights that wrote each completion token, -1 elsewhere; None where one version wrote all.
     """
 
-    input_ids: Int[Tensor, "B T"]
-    attention_mask: Bool[Tensor, "B T"]
-    completion_mask: Bool[Tensor, "B T"]
     logps: Float[Tensor, "B T"]
     rewards: Float[Tensor, " B"]
     finished: Bool[Tensor, " B"]
@@ -41,9 +84,6 @@ class Rollout:
     completions: list[str]
     routes: RoutedExperts | None = None
     versions: Int[Tensor, "B T"] | None = None
-
-    def __len__(self) -> int:
-        return self.input_ids.shape[0]
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
@@ -62,40 +102,11 @@ class Rollout:
             if index.shape != (len(self),):
                 raise IndexError(f"a mask of rows must be [B] = [{len(self)}], got {list(index.shape)}")
             index = index.nonzero()[:, 0]
-        where = index.tolist()
-        index = index.to(self.input_ids.device)
         return replace(
-            self,
-            **{name: getattr(self, name)[index] for name in TENSORS},
-            problems=[self.problems[i] for i in where],
-            completions=[self.completions[i] for i in where],
-            routes=None if self.routes is None else self.routes.rows(index),
-            versions=None if self.versions is None else self.versions[index],
+            super().rows(index.to(self.input_ids.device)),
+            problems=[self.problems[i] for i in index.tolist()],
+            completions=[self.completions[i] for i in index.tolist()],
         )
-
-    def columns(self, part: slice) -> "Rollout":
-        """A range of token positions of every completion; text and rewards stay those of the whole."""
-        cut = {name: getattr(self, name)[:, part] for name in TENSORS if getattr(self, name).ndim > 1}
-        return replace(
-            self,
-            **cut,
-            routes=None if self.routes is None else self.routes.columns(part),
-            versions=None if self.versions is None else self.versions[:, part],
-        )
-
-    def to(self, device: torch.device | str) -> "Rollout":
-        """The same rollout on another device."""
-        moved = {name: getattr(self, name).to(device) for name in TENSORS}
-        routes, versions = self.routes, self.versions
-        return replace(
-            self,
-            **moved,
-            routes=None if routes is None else routes.to(device),
-            versions=None if versions is None else versions.to(device),
-        )
-
-
-TENSORS = ("input_ids", "attention_mask", "completion_mask", "logps", "rewards", "finished")
 
 
 def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:

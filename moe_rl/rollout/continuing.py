@@ -3,6 +3,8 @@
 The text so far is prefilled anew by whoever goes on, so that nothing of a KV cache of other weights is used.
 """
 
+import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
-from moe_rl.measure.logprobs import hf_model
 from moe_rl.rollout.completions import Rollout
-from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token
+from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token, positions
 from moe_rl.rollout.task import Problem, token_ids, user_code
 from moe_rl.routing import RoutedExperts
 
@@ -96,6 +97,70 @@ def extend(
     return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
 
 
+# -- with other weights ------------------------------------------------------------------------------------------------
+
+
+def partial_responses(
+    drafts: deque[Rollout],
+    engine: Any,
+    problems: Callable[[], list[Problem]],
+    generator: Callable[[int], torch.Generator],
+    *,
+    segment: int,
+    longest: int,
+    version: int,
+    group_size: int,
+    temperature: float,
+    record_routes: bool,
+) -> Rollout:
+    """The oldest batch, finished; all others in `drafts` are one segment further, and a new one has begun.
+
+    A batch takes as many calls as its longest response has segments; before the first is finished, several are begun
+    under one version, so that from then on one is finished at every step.
+
+    Args:
+        engine: which can `extend`.
+        problems: of a new batch.
+        generator: (number) -> random numbers for one segment of one batch.
+        segment: tokens.
+        longest: tokens that a response may have.
+        version: of the weights that write now.
+    """
+    options: dict[str, Any] = {"temperature": temperature, "record_routes": record_routes}
+    numbers = itertools.count(1)
+    while True:
+        for index, draft in enumerate(drafts):
+            more = {"tokens": segment, "longest": longest, "version": version, **options}
+            drafts[index] = engine.extend(draft, generator=generator(next(numbers)), **more)
+        begun = engine.sample(
+            problems(),
+            group_size=group_size,
+            max_new_tokens=min(segment, longest),
+            generator=generator(next(numbers)),
+            **options,
+        )
+        drafts.append(replace(begun, versions=torch.where(begun.completion_mask, version, -1)))
+        if not bool(unfinished(drafts[0], longest).any()):
+            return drafts.popleft()
+
+
+def version_metrics(rollout: Rollout, version: int) -> dict[str, float]:
+    """How old a rollout's tokens are, in versions (= steps) before the present one, and how mixed its responses."""
+    assert rollout.versions is not None
+    ages = version - rollout.versions[rollout.completion_mask]
+    rows = [row[mask].unique().numel() for row, mask in zip(rollout.versions, rollout.completion_mask, strict=True)]
+    counts = torch.tensor(rows, dtype=torch.float64)
+    return {
+        "version_age": float(ages.double().mean()),
+        "version_age_max": float(ages.max()),
+        "old_tokens": float((ages > 0).double().mean()),
+        "mixed_responses": float((counts > 1).double().mean()),
+    }
+
+
+# -- after text that is not the policy's -------------------------------------------------------------------------------
+
+
 def append_text(rollout: Rollout, tokenizer: Any, texts: Mapping[int, str]) -> Rollout:
     """The rollout with text after the responses of some rows, which then go on: its tokens are attended to and are no
     completion tokens, so that no loss, ratio or length counts them; log-probability 0, version -1, no route yet."""
@@ -117,42 +182,10 @@ def append_text(rollout: Rollout, tokenizer: Any, texts: Mapping[int, str]) -> R
     return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
 
 
-def converse(
-    rollout: Rollout,
-    task: Any,
-    tokenizer: Any,
-    go_on: Callable[[Rollout, int], Rollout],
-    longest: int,
-    seconds: float | None = None,
-) -> Rollout:
-    """Several turns: to every response that ended its turn the task may reply (`reply(problem, transcript)`, None ends
-    the conversation); after the reply the policy goes on.
-
-    Args:
-        longest: tokens of the policy's own that a response may have; one that has them gets no reply.
-        go_on: (rollout, turn from 2 on) -> the same with its unfinished responses gone on.
-        seconds: how long a reply may take; None: no limit.
-
-    Raises:
-        TaskError: the task's code failed; names the prompt and the transcript.
-    """
-    turns = int(getattr(task, "max_turns", TURNS))
-    for turn in range(2, turns + 1):
-        replies: dict[int, str] = {}
-        for row in (rollout.finished & (rollout.lengths < longest)).nonzero()[:, 0].tolist():
-            problem, transcript = rollout.problems[row], rollout.completions[row]
-            with user_code(task, "reply", problem, transcript, seconds):
-                reply = task.reply(problem, transcript)
-            if reply is not None:
-                replies[row] = str(reply)
-        if not any(replies.values()):
-            return rollout
-        rollout = go_on(append_text(rollout, tokenizer, replies), turn)
-    return rollout
-
-
 class Conversing:
-    """An engine whose responses take several turns, in which the task replies; everything but `sample` is its own.
+    """An engine whose responses take several turns: to every one that ended its turn the task may reply
+    (`reply(problem, transcript)`, None ends the conversation), and after the reply the policy goes on. Everything but
+    `sample` is the engine's own.
 
     Args:
         engine: which can `extend`.
@@ -166,18 +199,39 @@ class Conversing:
         return getattr(self.engine, name)
 
     def sample(self, problems: Sequence[Problem], *, group_size: int, max_new_tokens: int, **options: Any) -> Rollout:
-        """As `Engine.sample`; `max_new_tokens` is of all turns of the policy together."""
+        """As `Engine.sample`; `max_new_tokens` is of all turns of the policy together, and a response that has them
+        gets no reply.
+
+        Raises:
+            TaskError: the task's code failed; names the prompt and the transcript.
+        """
         rollout = self.engine.sample(problems, group_size=group_size, max_new_tokens=max_new_tokens, **options)
+        for _ in range(1, int(getattr(self.task, "max_turns", TURNS))):
+            replies = self._replies(rollout, rollout.finished & (rollout.lengths < max_new_tokens))
+            if not any(replies.values()):
+                break
+            told = append_text(rollout, self.tokenizer, replies)
+            rollout = self.engine.extend(told, tokens=max_new_tokens, longest=max_new_tokens, **options)
+        return rollout
 
-        def go_on(rollout: Rollout, turn: int) -> Rollout:
-            return self.engine.extend(rollout, tokens=max_new_tokens, longest=max_new_tokens, **options)
-
-        return converse(rollout, self.task, self.tokenizer, go_on, max_new_tokens, self.seconds)
+    def _replies(self, rollout: Rollout, asked: Bool[Tensor, " B"]) -> dict[int, str]:
+        """What the task says to the responses `asked`, by row."""
+        replies = {}
+        for row in asked.nonzero()[:, 0].tolist():
+            problem, transcript = rollout.problems[row], rollout.completions[row]
+            with user_code(self.task, "reply", problem, transcript, self.seconds):
+                reply = self.task.reply(problem, transcript)
+            if reply is not None:
+                replies[row] = str(reply)
+        return replies
 
 
 def in_turns(engine: Any, task: Any, tokenizer: Any, seconds: float | None = None) -> Any:
     """The engine; for a task that replies, one that converses with it."""
     return Conversing(engine, task, tokenizer, seconds) if hasattr(task, "reply") else engine
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
 
 
 def right_aligned(ids: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> tuple[Int[Tensor, "n T"], Bool[Tensor, "n T"]]:
@@ -194,9 +248,7 @@ def right_aligned(ids: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> tuple[I
 def _check_positions(
     model: nn.Module, rollout: Rollout, rows: Int[Tensor, " n"], so_far: Int[Tensor, " n"], new: Int[Tensor, " n"]
 ) -> None:
-    config = getattr(hf_model(model), "config", None)
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
-    longest = int((so_far + new).argmax())
+    most, longest = positions(model), int((so_far + new).argmax())
     if most and int(so_far[longest] + new[longest]) > most:
         prompt = rollout.problems[int(rows[longest])].prompt
         raise ValueError(

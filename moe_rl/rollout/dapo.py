@@ -44,11 +44,11 @@ def refill(rollout: Rollout, sample: Callable[[int, int], Rollout], attempts: in
         `groups_replaced`.
     """
     rewards, replaced, attempt = [rollout.rewards], 0, 0
-    while attempt < attempts and bool(equal_groups(rollout).any()):
+    while attempt < attempts and len(places := equal_groups(rollout).nonzero()[:, 0]):
         attempt += 1
-        fresh = sample(attempt, int(equal_groups(rollout).sum()))
+        fresh = sample(attempt, len(places))
         rewards.append(fresh.rewards)
-        places, found = equal_groups(rollout).nonzero()[:, 0], (~equal_groups(fresh)).nonzero()[:, 0]
+        found = (~equal_groups(fresh)).nonzero()[:, 0]
         count = min(len(places), len(found))
         groups = torch.arange(len(rollout) // rollout.group_size)
         groups[places[:count].cpu()] = len(groups) + found[:count].cpu()

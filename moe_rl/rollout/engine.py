@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.measure.logprobs import hf_model, token_logps
+from moe_rl.measure.logprobs import token_logps
 from moe_rl.rollout.chat import message_tokens
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.continuing import extend
 from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
-from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token
+from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token, positions
 from moe_rl.rollout.task import Problem, token_ids
 
 __all__ = ["EXACT", "NEVER", "Engine", "ModelEngine", "Tolerance", "forward_logps", "gathered", "sample"]
@@ -129,8 +129,7 @@ def forward_logps(model: nn.Module, rollout: Rollout, temperature: float = 1.0) 
     """Log-probabilities (nats) of a rollout's completion tokens under the model's own arithmetic, 0 elsewhere; on the
     rollout's device."""
     device = next(model.parameters()).device
-    inputs = (rollout.input_ids, rollout.attention_mask, rollout.completion_mask)
-    out = token_logps(model, *(x.to(device) for x in inputs), temperature=temperature)
+    out = token_logps(model, *(x.to(device) for x in rollout.tokens), temperature=temperature)
     return out.logps.to(rollout.input_ids.device)
 
 
@@ -175,9 +174,7 @@ def check_request(
 
 def check_length(model: nn.Module, problems: Sequence[Problem], mask: Bool[Tensor, "P T"], max_new_tokens: int) -> None:
     """Raises ValueError for a prompt that leaves no room for `max_new_tokens` in the model's positions."""
-    config = getattr(hf_model(model), "config", None)
-    most = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
-    lengths, new = mask.sum(1), max_new_tokens
+    most, lengths, new = positions(model), mask.sum(1), max_new_tokens
     if most and int(lengths.max()) + new > most:
         longest = int(lengths.argmax())
         raise ValueError(

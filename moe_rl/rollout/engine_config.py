@@ -116,7 +116,7 @@ def gathered(tensor: Tensor) -> Tensor:
 ENGINE_KINDS = ("self", "hf", "vllm")
 CONTINUING_KINDS = ("self", "hf")
 """Engines that can go on with a text that they began."""
-ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUTER_FORMATS = ("int4", "e5m2")
 WEIGHT_FORMATS = {"fp8": 0.5, "int4": 1.0}
 """Emulated formats of weights, and by how much each adds to what arithmetic explains (nats per token)."""
@@ -171,7 +171,7 @@ def check_engine(config: EngineConfig) -> None:
             raise EngineError(f"rollout.engine.{name}: is for kind vllm, got kind {config.kind!r}")
     for name, value, names in (
         ("kind", config.kind if ":" not in config.kind else "self", ENGINE_KINDS),
-        ("dtype", config.dtype, tuple(ENGINE_DTYPES)),
+        ("dtype", config.dtype, tuple(DTYPES)),
         ("router_format", config.router_format, (None, *ROUTER_FORMATS)),
         ("weight_format", config.weight_format, (None, *WEIGHT_FORMATS)),
     ):

@@ -21,7 +21,7 @@ from moe_rl.names import load_class
 from moe_rl.rollout.engine import Engine, ModelEngine, Tolerance, gathered
 from moe_rl.rollout.engine_config import (
     ARITHMETIC,
-    ENGINE_DTYPES,
+    DTYPES,
     WEIGHT_FORMATS,
     EngineConfig,
     EngineError,
@@ -55,7 +55,7 @@ class HuggingFaceEngine(ModelEngine):
     def __init__(self, model: nn.Module, tokenizer: Any, config: EngineConfig, device: torch.device | None = None):
         check_engine(config)
         copied = copy.deepcopy(model).eval().requires_grad_(False)
-        cast_parameters(copied, ENGINE_DTYPES[config.dtype])
+        cast_parameters(copied, DTYPES[config.dtype])
         super().__init__(copied.to(device) if device is not None else copied, tokenizer, config.max_batch)
         self.config = config
         if config.experts_implementation is not None:
@@ -67,7 +67,7 @@ class HuggingFaceEngine(ModelEngine):
                     f"{error}"
                 ) from error
         self._round_weights()
-        least, most = ARITHMETIC[ENGINE_DTYPES[config.dtype]]
+        least, most = ARITHMETIC[DTYPES[config.dtype]]
         most += (0.5 if config.router_format else 0.0) + WEIGHT_FORMATS.get(config.weight_format or "", 0.0)
         self.tolerance = Tolerance(least, most)
 
@@ -162,7 +162,7 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
     try:
         check_experts_name(config.experts_implementation)
         if config.experts_implementation == "megablocks":
-            check_megablocks(ENGINE_DTYPES[config.dtype], device)
+            check_megablocks(DTYPES[config.dtype], device)
     except UnsupportedModelError as error:
         raise EngineError(f"rollout.engine.{error}") from error
 

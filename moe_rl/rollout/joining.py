@@ -6,25 +6,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from moe_rl.rollout.completions import TENSORS, Rollout
+from moe_rl.rollout.completions import Rollout
 from moe_rl.routing import RoutedExperts
 
 
 def padded(rollout: Rollout, left: int, right: int) -> Rollout:
     """The rollout with so many more columns of padding, whose tokens are 0, which nothing reads, before and behind."""
-    versions = rollout.versions
-    tensors: dict[str, Any] = {name: getattr(rollout, name) for name in TENSORS}
     wide: dict[str, Any] = {
-        n: F.pad(value, (left, right)) if value.ndim == 2 else value for n, value in tensors.items()
+        name: F.pad(part, (left, right), value=-1 if name == "versions" else 0)
+        for name, part in rollout.parts.items()
+        if isinstance(part, Tensor) and part.ndim == 2
     }
-    routes = rollout.routes
-    return replace(
-        rollout,
-        **wide,
-        routes=None if routes is None else routes.realign(rollout.attention_mask, wide["attention_mask"]),
-        versions=None if versions is None else F.pad(versions, (left, right), value=-1),
-    )
+    if rollout.routes is not None:
+        wide["routes"] = rollout.routes.realign(rollout.attention_mask, wide["attention_mask"])
+    return replace(rollout, **wide)
 
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
@@ -33,14 +30,13 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     widths = [(part.first, part.input_ids.shape[1] - part.first) for part in parts]
     left, right = (max(of) for of in zip(*widths, strict=True))
     wide = [padded(part, left - before, right - behind) for part, (before, behind) in zip(parts, widths, strict=True)]
-    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in wide]) for name in TENSORS}
-    routes = [part.routes for part in wide if part.routes is not None]
-    versions = [part.versions for part in wide if part.versions is not None]
+    joined: dict[str, Any] = {"routes": None, "versions": None}
+    for name in set.intersection(*(set(part.parts) for part in wide)):
+        of_all: list[Any] = [part.parts[name] for part in wide]
+        joined[name] = RoutedExperts.cat(of_all) if name == "routes" else torch.cat(of_all)
     return replace(
         parts[0],
         **joined,
         problems=[problem for part in parts for problem in part.problems],
         completions=[text for part in parts for text in part.completions],
-        routes=RoutedExperts.cat(routes) if len(routes) == len(parts) else None,
-        versions=torch.cat(versions) if len(versions) == len(parts) else None,
     )

@@ -204,6 +204,12 @@ def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, " e"]:
     return torch.tensor(sorted(ends), dtype=torch.int64)
 
 
+def positions(model: nn.Module) -> int | None:
+    """How many tokens a text of the model may have, as its configuration says, if it does."""
+    config = getattr(hf_model(model), "config", None)
+    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
     """Special tokens inside a completion stay visible: a verifier must not be blind to them."""
     rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]

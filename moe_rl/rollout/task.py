@@ -11,8 +11,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from types import FrameType
 from typing import Any, Protocol, runtime_checkable
 
 HELD_OUT_SHARE = 0.1
@@ -145,8 +143,8 @@ def user_code(
         with _time_limit(seconds):
             yield
     except (Exception, SystemExit) as error:
-        where = "" if problem is None else f"; prompt {_short(problem.prompt)}"
-        where += "" if completion is None else f", completion {_short(completion)}"
+        where = "" if problem is None else f"; prompt {shortened(problem.prompt)}"
+        where += "" if completion is None else f", completion {shortened(completion)}"
         said = str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
         raise TaskError(f"task {task.name}, {part}: {said}{where}") from error
 
@@ -172,7 +170,8 @@ def checked_reward(value: Any) -> float:
     return reward
 
 
-def _short(text: str, limit: int = 200) -> str:
+def shortened(text: str, limit: int = 200) -> str:
+    """A text for a message."""
     return repr(text) if len(text) <= limit else f"{text[:limit]!r}... ({len(text)} characters)"
 
 
@@ -181,17 +180,17 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
     if not seconds or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, partial(_stop, seconds))
+
+    def stop(*_: Any) -> None:
+        raise TaskError(f"did not return within {seconds:g} seconds (task.verifier_seconds)")
+
+    before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _stop(seconds: float, number: int, frame: FrameType | None) -> None:
-    raise TaskError(f"did not return within {seconds:g} seconds (task.verifier_seconds)")
 
 
 def token_ids(tokenizer: Any, text: str | list[str], **options: Any) -> Any:

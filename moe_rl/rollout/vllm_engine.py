@@ -22,7 +22,7 @@ from moe_rl.measure.logprobs import causal_lm
 from moe_rl.processes import no_progress_bars
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.engine import NEVER, check_length, check_request, encode_prompts, gathered, made_of
-from moe_rl.rollout.engine_config import ARITHMETIC, ENGINE_DTYPES, EngineConfig, EngineError, check_engine
+from moe_rl.rollout.engine_config import ARITHMETIC, DTYPES, EngineConfig, EngineError, check_engine
 from moe_rl.rollout.sampler import UNWRITTEN, end_tokens
 from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_place import check_vllm, start_vllm
@@ -54,7 +54,7 @@ class VllmEngine:
         check_engine(config)
         check_vllm(config)
         self.policy, self.tokenizer, self.config = model, tokenizer, config
-        self.tolerance = ARITHMETIC[ENGINE_DTYPES[config.dtype]]
+        self.tolerance = ARITHMETIC[DTYPES[config.dtype]]
         self.version = NEVER
         self.settings: dict[str, Any] = {"dtype": config.dtype, **config.options}
         if (limit := config.max_batch or max_batch) is not None:

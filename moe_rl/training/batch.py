@@ -1,24 +1,22 @@
 """A scored rollout: what one RL step trains on."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from moe_rl.rollout.completions import Responses
 from moe_rl.routing import RoutedExperts
 
 
 @dataclass(frozen=True)
-class Batch:
+class Batch(Responses):
     """Responses with everything that the old policy said of them. One row per response, groups contiguous.
 
     Attributes:
-        input_ids: prompt (left-padded) and response (right-padded).
-        attention_mask: False on padding.
-        completion_mask: True on response tokens.
+        input_ids, attention_mask, completion_mask: see `Responses`.
         rewards: one per response, the verifier's.
         advantages: one per response or one per token, in the method's units (for group advantages: of the group's
             reward spread; for DPO's pairs: +1 the better, -1 the worse, 0 where neither is).
@@ -38,9 +36,6 @@ class Batch:
         kept: the (token, site) rows of `routes` that R2 forces; None: all.
     """
 
-    input_ids: Int[Tensor, "B T"]
-    attention_mask: Bool[Tensor, "B T"]
-    completion_mask: Bool[Tensor, "B T"]
     rewards: Float[Tensor, " B"]
     advantages: Float[Tensor, " B"] | Float[Tensor, "B T"]
     old_logps: Float[Tensor, "B T"]
@@ -60,25 +55,6 @@ class Batch:
     def live_old_logps(self) -> Float[Tensor, "B T"]:
         """The old policy's log-probabilities under natural routing, whatever the loss takes."""
         return self.old_logps if self.natural_logps is None else self.natural_logps
-
-    def rows(self, index: Int[Tensor, " n"]) -> "Batch":
-        """The responses `index`, in that order."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors: dict[str, Any] = {name: value[index] for name, value in values.items() if isinstance(value, Tensor)}
-        rollout_routes = None if self.rollout_routes is None else self.rollout_routes.rows(index)
-        return replace(self, **tensors, routes=self.routes.rows(index), rollout_routes=rollout_routes)
-
-    def columns(self, part: slice) -> "Batch":
-        """A range of token positions of every response."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        tensors: dict[str, Any] = {
-            name: value[:, part] for name, value in values.items() if isinstance(value, Tensor) and value.ndim > 1
-        }
-        rollout_routes = None if self.rollout_routes is None else self.rollout_routes.columns(part)
-        return replace(self, **tensors, routes=self.routes.columns(part), rollout_routes=rollout_routes)
-
-    def __len__(self) -> int:
-        return self.input_ids.shape[0]
 
 
 def minibatches(responses: int, count: int, group_size: int, generator: torch.Generator) -> list[Int[Tensor, " n"]]:

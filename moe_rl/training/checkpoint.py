@@ -10,10 +10,11 @@ One protocol, so that an interruption at any moment leaves a complete checkpoint
 (`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ from torch import Tensor, nn
 from moe_rl.checks import digests, is_sealed, other_content, parse_json, sealed
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.logprobs import hf_model
+from moe_rl.rollout import Problem, Rollout
+from moe_rl.rollout.completions import Responses
+from moe_rl.rollout.engine import gathered
+from moe_rl.routing import RoutedExperts
 from moe_rl.runlog import Mark
 from moe_rl.training.batch import Batch
-from moe_rl.training.partial import load_draft, load_routes, save_draft
-from moe_rl.training.sharding import as_placed, load_whole, whole
+from moe_rl.training.sharding import as_placed, load_whole
 from moe_rl.training.state import State
 
 VERSION = 2
@@ -80,15 +84,13 @@ def write_state(state: State, staging: Path) -> None:
         write_tensors(staging / "comparisons.safetensors", _own(state.reward_model.tensors()))
     if state.expert_bias is not None:
         write_tensors(staging / "expert_bias.safetensors", _own({"bias": state.expert_bias.values}))
-    queue = []
     for index, batch in enumerate(state.waiting):
-        write_tensors(staging / f"batch_{index}.safetensors", _batch_tensors(batch))
-        batch.routes.save(staging / f"batch_{index}_routes.safetensors")
-        if batch.rollout_routes is not None:
-            batch.rollout_routes.save(staging / f"batch_{index}_rollout_routes.safetensors")
-        queue.append(batch.step)
+        save_responses(staging, f"batch_{index}", batch)
     for index, draft in enumerate(state.drafts):
-        save_draft(staging, index, draft)
+        save_responses(staging, f"draft_{index}", draft)
+        problems = [asdict(problem) for problem in draft.problems]
+        about = {"group_size": draft.group_size, "problems": problems, "completions": draft.completions}
+        write_json(staging / f"draft_{index}.json", about)
     write_tensors(staging / "rng.safetensors", {"torch": torch.get_rng_state()})
     if hasattr(state.tokenizer, "save_pretrained"):
         state.tokenizer.save_pretrained(staging)
@@ -96,6 +98,7 @@ def write_state(state: State, staging: Path) -> None:
     for part in (getattr(hub, "config", None), getattr(hub, "generation_config", None)):
         if part is not None:
             part.save_pretrained(staging)
+    queue = [batch.step for batch in state.waiting]
     manifest = {"version": VERSION, "step": state.step, "queue_steps": queue, "metrics": state.log.mark()._asdict()}
     write_json(staging / "state.json", sealed({**manifest, "files": digests(staging)}))
     for path in staging.iterdir():
@@ -155,17 +158,13 @@ def load_checkpoint(state: State) -> Mark | None:
         state.expert_bias.values.copy_(_load(folder / "expert_bias.safetensors")["bias"])
     state.waiting.clear()
     for index, step in enumerate(manifest["queue_steps"]):
-        tensors = {k: v.to(state.ranks.device) for k, v in _load(folder / f"batch_{index}.safetensors").items()}
-        routes = load_routes(folder / f"batch_{index}_routes.safetensors").to(state.ranks.device)
-        optional: dict[str, Any] = {"ref_logps": None, **tensors}
-        path = folder / f"batch_{index}_rollout_routes.safetensors"
-        if path.exists():
-            optional["rollout_routes"] = load_routes(path).to(state.ranks.device)
-        state.waiting.append(Batch(**optional, routes=routes, step=step))
+        parts = {"ref_logps": None, **_saved_parts(folder, f"batch_{index}")}
+        state.waiting.append(Batch(**parts, step=step).to(state.ranks.device))
     state.drafts.clear()
     for index in range(len(list(folder.glob("draft_*.json")))):
-        tensors = _load(folder / f"draft_{index}.safetensors")
-        state.drafts.append(load_draft(folder, index, tensors, state.ranks.device))
+        about = json.loads((folder / f"draft_{index}.json").read_text())
+        about["problems"] = [_problem(problem) for problem in about["problems"]]
+        state.drafts.append(Rollout(**_saved_parts(folder, f"draft_{index}"), **about).to(state.ranks.device))
     torch.set_rng_state(_load(folder / "rng.safetensors")["torch"])
     state.step = manifest["step"]
     return Mark(**manifest["metrics"])
@@ -209,9 +208,9 @@ def _own(tensors: dict[str, Tensor], keep: bool = True) -> dict[str, Tensor]:
     all ranks must take part in; without `keep` nothing comes of it."""
     copies = {}
     for name, tensor in tensors.items():
-        gathered = whole(tensor.detach())
+        whole = gathered(tensor.detach())
         if keep:
-            copies[name] = gathered.to("cpu", copy=True).contiguous()
+            copies[name] = whole.to("cpu", copy=True).contiguous()
     return copies
 
 
@@ -234,9 +233,31 @@ def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: Iterable[tupl
         optimizer.state[parameter][kind] = value
 
 
-def _batch_tensors(batch: Batch) -> dict[str, Tensor]:
-    values = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    return _own({name: value for name, value in values.items() if isinstance(value, Tensor)})
+def save_responses(folder: Path, name: str, of: Responses, prefix: str | None = None) -> None:
+    """Its tensors as `NAME.safetensors`, routes as `NAME_FIELD.safetensors`, or with another `prefix` than `NAME_`."""
+    prefix = f"{name}_" if prefix is None else prefix
+    tensors = {field: part for field, part in of.parts.items() if isinstance(part, Tensor)}
+    write_tensors(folder / f"{name}.safetensors", _own(tensors))
+    for field, part in of.parts.items():
+        if isinstance(part, RoutedExperts):
+            part.save(folder / f"{prefix}{field}.safetensors")
+
+
+def _saved_parts(folder: Path, name: str) -> dict[str, Any]:
+    """What `save_responses` wrote, by field; routes as they were: reading notes who wrote them, which would go to the
+    files of the run."""
+    parts: dict[str, Any] = _load(folder / f"{name}.safetensors")
+    for path in folder.glob(f"{name}_*.safetensors"):
+        read = RoutedExperts.load(path)
+        meta = {key: value for key, value in read.meta.items() if key != "written_by"}
+        routes = RoutedExperts(read.ids, read.sites, read.num_experts, tokens=read.tokens, meta=meta)
+        parts[path.stem.removeprefix(f"{name}_")] = routes
+    return parts
+
+
+def _problem(fields: dict[str, Any]) -> Problem:
+    messages = fields.get("messages")
+    return Problem(**{**fields, "messages": messages and tuple(tuple(message) for message in messages)})
 
 
 def _flush(path: Path) -> None:

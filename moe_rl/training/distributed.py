@@ -26,16 +26,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_rl.policy.lora import AdaptersOff
+from moe_rl.policy.models import DTYPES
 from moe_rl.rollout import Rollout
-from moe_rl.rollout.completions import TENSORS
 from moe_rl.rollout.joining import padded
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch, launched_processes
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.sharding import fill_from_rank_0, is_sharded, rebind, shard_from_rank_0
-
-COMPUTE = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def ranks_of(
@@ -97,7 +95,7 @@ class Group(Ranks):
 
     def shard(self, module: nn.Module) -> nn.Module:
         if self.mesh is not None and not isinstance(module, AdaptersOff):  # whose modules are the policy's
-            compute = COMPUTE[self.distributed.compute_dtype]
+            compute = DTYPES.get(self.distributed.compute_dtype or "")
             shard_from_rank_0(module, self.mesh, compute, self.distributed.router_fp32)
         return module.to(self.device)
 
@@ -192,17 +190,16 @@ class Group(Ranks):
         return RoutedExperts(ids, own.sites, own.num_experts, tokens=tokens, meta=own.meta)
 
     def sums(self, *own: float | int) -> tuple[float | int, ...]:
-        everyone = [json.loads(text) for text in self.exchange(json.dumps(own))]
-        return tuple(sum(values) for values in zip(*everyone, strict=True))
+        return tuple(sum(values) for values in zip(*self.exchange(own), strict=True))
 
     def largest(self, own: float) -> float:
-        everyone = [float(text) for text in self.exchange(repr(float(own)))]
+        everyone = self.exchange(own)
         return next((value for value in everyone if value != value), max(everyone))
 
     def _joined(self, own: Rollout, problems: list[Any]) -> Rollout:
         """The rollouts of all ranks as one: prompts padded on the left and responses on the right to the longest."""
         G, widths = own.group_size, [own.first, own.input_ids.shape[1] - own.first]
-        everyone = [json.loads(text) for text in self.exchange(json.dumps([*widths, own.completions]))]
+        everyone = self.exchange([*widths, own.completions])
         own = padded(own, *(max(of[i] for of in everyone) - widths[i] for i in (0, 1)))
 
         def joined(x: Tensor) -> Tensor:
@@ -210,34 +207,27 @@ class Group(Ranks):
             per_problem = x.reshape(-1, G, *x.shape[1:])
             return self.gather(per_problem, len(problems)).flatten(0, 1)
 
-        tensors: dict[str, Any] = {name: joined(getattr(own, name)) for name in TENSORS}
-        routes = own.routes
-        if routes is not None:
+        whole: dict[str, Any] = {n: joined(part) for n, part in own.parts.items() if isinstance(part, Tensor)}
+        if (routes := own.routes) is not None:
             ids, about = joined(routes.ids.to(torch.int16)), (routes.sites, routes.num_experts)
-            routes = RoutedExperts(ids, *about, tokens=tensors["input_ids"], meta=routes.meta)
+            whole["routes"] = RoutedExperts(ids, *about, tokens=whole["input_ids"], meta=routes.meta)
         return replace(
             own,
-            **tensors,
+            **whole,
             problems=[problem for problem in problems for _ in range(G)],
             completions=[text for *_, texts in everyone for text in texts],
-            routes=routes,
         )
 
     # -- agreement -------------------------------------------------------------------------------------------------
 
-    def exchange(self, text: str) -> list[str]:
-        """Every rank's text, in the order of ranks, on every rank."""
-        own = torch.frombuffer(bytearray(text.encode()) or bytearray(1), dtype=torch.uint8).to(self.device)
-        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(text.encode())], device=self.device))
-        counts = [int(size) for size in sizes]
-        padded = nn.functional.pad(own, (0, max(*counts, 1) - len(own)))
-        parts = [torch.empty_like(padded) for _ in counts]
-        dist.all_gather(parts, padded)
-        return [bytes(part[:n].tolist()).decode() for part, n in zip(parts, counts, strict=True)]
+    def exchange(self, own: Any) -> list[Any]:
+        """What every rank has to say, in the order of ranks, on every rank."""
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, own)
+        return everyone
 
     def agree(self, what: str, own: Any) -> None:
-        everyone = [json.loads(text) for text in self.exchange(json.dumps(own, sort_keys=True, default=str))]
+        everyone = self.exchange(json.loads(json.dumps(own, sort_keys=True, default=str)))
         others = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
         if others:
             raise DistributedError(
@@ -260,12 +250,12 @@ class Group(Ranks):
                 answer = act()
             except Exception as raised:
                 error = raised
-        said = json.loads(self.exchange(json.dumps([answer, str(error) if error else None]))[0])
+        answer, said = self.exchange((answer, str(error) if error else None))[0]
         if error:
             raise error
-        if said[1]:
-            raise DistributedError(f"rank 0: {said[1]}")
-        return said[0]
+        if said:
+            raise DistributedError(f"rank 0: {said}")
+        return answer
 
 
 # -- digests ----------------------------------------------------------------------------------------------------------

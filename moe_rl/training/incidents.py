@@ -1,16 +1,51 @@
-"""What a run keeps when a number is none, for a look at it afterwards."""
+"""A number that is none: where it came up, and what a run keeps of it, for a look afterwards."""
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from moe_rl.files import write_json, write_tensors
-from moe_rl.routing import RoutedExperts
-from moe_rl.training.checkpoint import write_state
-from moe_rl.training.not_finite import NotFiniteError
+from moe_rl.files import write_json
+from moe_rl.rollout.completions import Responses
+from moe_rl.training.checkpoint import save_responses, write_state
 from moe_rl.training.state import State
+
+
+class NotFiniteError(FloatingPointError):
+    """Raised where such a number first shows; `keep_incident` keeps what it came of.
+
+    Attributes:
+        where: `update 2`, `sampling`, `scoring`.
+        part: the minibatch, or the responses; its tensors and routes are kept.
+        numbers: more about it, by name.
+        everywhere: whether all ranks meet it at once.
+    """
+
+    def __init__(
+        self, where: str, said: str, part: Responses, numbers: Mapping[str, Any] | None = None, everywhere: bool = False
+    ):
+        super().__init__(f"{where}: {said}")
+        self.where, self.part, self.numbers, self.everywhere = where, part, numbers or {}, everywhere
+
+
+def gradient_incident(update: int, batch: Responses, row: Mapping[str, Any], gradients: list[str]) -> NotFiniteError:
+    """Of an update whose gradient norm is not finite: its row, and this rank's parameters with such gradients."""
+    wrong = [
+        name for name, value in row.items() if value is not None and not bool(torch.as_tensor(value).isfinite().all())
+    ]
+    return NotFiniteError(
+        f"update {update}",
+        f"the gradient norm is {float(row['grad_norm'])}, so the weights were left as they are (not finite: "
+        f"{', '.join(wrong)}; gradients of {len(gradients)} parameters, the first of them "
+        f"{gradients[0] if gradients else 'of another rank'}). A lower optim.learning_rate, a longer "
+        "optim.warmup_updates or a tighter clip range usually helps; optim.on_nonfinite: skip goes on without such "
+        "updates",
+        batch,
+        row,
+        everywhere=True,
+    )
 
 
 def keep_incident(state: State, error: NotFiniteError) -> Path:
@@ -26,11 +61,7 @@ def keep_incident(state: State, error: NotFiniteError) -> Path:
     first = everywhere and state.ranks.first(lambda: _whole(state, place))
     if state.ranks.main:
         shutil.rmtree(place, ignore_errors=True)
-        for name, value in vars(error.part).items():
-            if isinstance(value, RoutedExperts):
-                value.save(place / f"{name}.safetensors")
-        tensors = {name: value for name, value in vars(error.part).items() if isinstance(value, Tensor)}
-        write_tensors(place / "batch.safetensors", {name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+        save_responses(place, "batch", error.part, prefix="")
         numbers = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in error.numbers.items()}
         write_json(place / "row.json", {name: _words(value) for name, value in numbers.items()})
     if first:

@@ -99,7 +99,7 @@ def check_sites(sites: Sequence[int], number: int) -> None:
         raise ValueError(f"method.keep_sites: no site {missing}; this model has {number}, from 0 to {number - 1}")
 
 
-def only(routes: RoutedExperts, rows: Bool[Tensor, "B T L"]) -> RoutedExperts:
-    """These rows of the routes; all others are live (-1)."""
+def only(routes: RoutedExperts, rows: Bool[Tensor, "B T #L"]) -> RoutedExperts:
+    """These rows of the routes, or with one for all sites those of these tokens; all others are live (-1)."""
     ids = torch.where(rows.to(routes.device)[..., None], routes.ids, -1)
     return RoutedExperts(ids, routes.sites, routes.num_experts, tokens=routes.tokens, meta=routes.meta)

@@ -20,19 +20,18 @@ from torch import Tensor
 from moe_rl.measure.logprobs import TokenLogps
 from moe_rl.objectives import group_advantages
 from moe_rl.rollout import Rollout, TaskError, demonstrate, seeded_random
+from moe_rl.rollout.continuing import partial_responses, version_metrics
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
-from moe_rl.training.config import ProbeConfig, RunConfig
+from moe_rl.training.config import RunConfig
 from moe_rl.training.dpo import pairs_of
-from moe_rl.training.incidents import keep_incident
+from moe_rl.training.incidents import NotFiniteError, gradient_incident, keep_incident
 from moe_rl.training.levers import part_to_replay
 from moe_rl.training.memory import memory_metrics
-from moe_rl.training.not_finite import NotFiniteError, gradient_incident
 from moe_rl.training.other_advantages import other_advantages
-from moe_rl.training.partial import partial_responses, version_metrics
 from moe_rl.training.probe import Probe, probed_rows
 from moe_rl.training.probe_options import noise_floor_rows
 from moe_rl.training.rollout_engine import engine_rows
@@ -127,11 +126,6 @@ def due(every: int, step: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def probed(config: ProbeConfig, step: int) -> bool:
-    """Whether this step's updates are probed."""
-    return due(config.every, step) or due(config.decompose_every, step)
-
-
 # -- sample, score -----------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +144,9 @@ def collect_batch(state: State) -> Batch:
             lambda attempt, count: responses(state, rng, state.generator(f"refill/{attempt}", index), count),
             config.rollout.dynamic_sampling,
         )
-    decoded = config.rollout.scoring == "decoding" and not probed(config.probe, state.step + index)
+    probe, step = config.probe, state.step + index
+    probed = due(probe.every, step) or due(probe.decompose_every, step)
+    decoded = config.rollout.scoring == "decoding" and not probed
     scores = score_rollout(
         rollout,
         state.policy,
@@ -200,7 +196,16 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
     if source == "demonstrations":
         rollout = demonstrate(task, state.tokenizer, problems_of(task, rng, config.prompts * config.group_size), rng)
     elif config.segment is not None:
-        rollout = finished_drafts(state, rng, config.segment, options)
+        rollout = partial_responses(
+            state.drafts,
+            state.engine,
+            partial(problems_of, task, rng, config.prompts),
+            partial(state.generator, "sample"),
+            segment=config.segment,
+            longest=state.max_new_tokens,
+            version=state.step,
+            **options,
+        )
     else:
         rollout = state.ranks.sample(
             state.engine if source == "policy" else state.self_engine(state.initial),
@@ -265,24 +270,20 @@ def update_on(state: State, batch: Batch, update: int) -> None:
     except FloatingPointError as error:  # the forward gave no log-probabilities: there is no gradient to leave out
         raise NotFiniteError(f"update {update}", str(error), batch) from error
     if not torch.isfinite(row["grad_norm"]):
-        row["skipped"] = skipped(state, gradient_incident(update, batch, row, gradients))
+        incident = gradient_incident(update, batch, row, gradients)
+        if config.optim.on_nonfinite == "stop":
+            raise incident
+        keep_incident(state, incident)
+        row["skipped"] = True
     state.log.append("update", state.step, update=update, **row)
-
-
-def skipped(state: State, incident: NotFiniteError) -> bool:
-    """The update was left out and the run goes on; NotFiniteError if `optim.on_nonfinite` says stop."""
-    if state.config.optim.on_nonfinite == "stop":
-        raise incident
-    keep_incident(state, incident)
-    return True
 
 
 def start_probe(state: State, batch: Batch) -> Probe | None:
     """The step's probe, if it is due; before the first step's, the noise floor."""
     config, step = state.config.probe, state.step
-    if not probed(config, step):
-        return None
     live, decompose = due(config.every, step), due(config.decompose_every, step)
+    if not (live or decompose):
+        return None
     part, temperature = batch.rows(probed_rows(len(batch), config.sequences)), state.config.rollout.temperature
     if live and step == 0 and config.floor:
         whole = state.ranks.size == 1 and state.ranks.mesh is None  # shards, be it on one rank, cannot be copied
@@ -332,20 +333,6 @@ def rollout_metrics(rollout: Rollout, batch: Batch, two: bool, lag: int) -> dict
 
 
 # -- what single methods add -------------------------------------------------------------------------------------------
-
-
-def finished_drafts(state: State, rng: Any, segment: int, options: dict[str, Any]) -> Rollout:
-    """Partial rollouts: the oldest batch of responses whose last segment is written now."""
-    return partial_responses(
-        state.drafts,
-        state.engine,
-        partial(problems_of, state.task, rng, state.config.rollout.prompts),
-        partial(state.generator, "sample"),
-        segment=segment,
-        longest=state.max_new_tokens,
-        version=state.step,
-        **options,
-    )
 
 
 def reset_reference(state: State) -> None:

@@ -13,7 +13,8 @@ GC (`Method.advantage` through `Method.objective`; for DPO, `Method.pairs`):
     grpo, ...    policy           A of the group, likewise
 """
 
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from moe_rl.objectives import Objective, get_objective
@@ -31,32 +32,33 @@ class Method:
         objective: the preset with the arm's own knobs; `length_constant` is the generation budget, in tokens.
         source: "policy", the current one; "initial", the policy that the run began with; "demonstrations", the task's.
         advantage: "group", a kind of `moe_rl.training.other_advantages`, "gae", or "pair" (DPO).
-        pairs: learns from the best and the worst response of each group, not from `policy_loss`.
-        needs_reference: is tied to a frozen policy.
-        weighs_routes: weighs tokens by how far the routers moved (RSPO).
-        needs_rollout_logps: its loss sees the sampler's own log-probabilities, optional corrections included; nobody
-            sampled demonstrations, so that there an optional correction is 1.
     """
 
     objective: Objective
     source: Source
     advantage: str
-    pairs: bool = field(init=False)
-    needs_reference: bool = field(init=False)
-    weighs_routes: bool = field(init=False)
-    needs_rollout_logps: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        objective, pairs = self.objective, self.advantage == "pair"
-        derived = {
-            "pairs": pairs,
-            "needs_reference": pairs or bool(objective.kl_coef),
-            "weighs_routes": objective.route_weight != "none",
-            "needs_rollout_logps": objective.anchor == "rollout"
-            or (bool(objective.corrections) and self.source != "demonstrations"),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
+    @cached_property
+    def pairs(self) -> bool:
+        """Whether it learns from the best and the worst response of each group, not from `policy_loss`."""
+        return self.advantage == "pair"
+
+    @cached_property
+    def needs_reference(self) -> bool:
+        """Whether it is tied to a frozen policy."""
+        return self.pairs or bool(self.objective.kl_coef)
+
+    @cached_property
+    def weighs_routes(self) -> bool:
+        """Whether it weighs tokens by how far the routers moved (RSPO)."""
+        return self.objective.route_weight != "none"
+
+    @cached_property
+    def needs_rollout_logps(self) -> bool:
+        """Whether its loss sees the sampler's own log-probabilities, optional corrections included; nobody sampled
+        demonstrations, so that there an optional correction is 1."""
+        corrected = bool(self.objective.corrections) and self.source != "demonstrations"
+        return corrected or self.objective.anchor == "rollout"
 
 
 def overrides(own: MethodConfig) -> dict[str, Any]:

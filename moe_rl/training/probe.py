@@ -21,16 +21,13 @@ from moe_rl.measure.metrics import (
     router_metrics,
     routing_confidence,
 )
-from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.measure.router_shift import gates_and_margins
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.probe_options import Decomposition, replay_gradients
 from moe_rl.training.ranks import Ranks
-
-Row = tuple[str, dict[str, Any]]
-"""A kind of row in `metrics.jsonl`, and its values."""
+from moe_rl.training.rollout_engine import from_engine
 
 
 @dataclass(frozen=True)
@@ -79,15 +76,16 @@ class Probe:
         self.old_logits = self._old_router_logits() if live else None
         self.decomposition = Decomposition(policy, part, temperature) if decompose else None
 
-    def rows(self, update: int) -> Iterator[Row]:
-        """Measure the policy after `update`: rows of the kinds "probe", "engine" and "decomposition"."""
+    def rows(self, update: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Measure the policy after `update`: kind ("probe", "engine", "decomposition") and values of each row."""
         if self.old_logits is not None:
             metrics, natural, routes = self._measure(update)
             if self.loss is not None:
                 metrics |= replay_gradients(self.policy, self.part, self._loss_of)
             yield "probe", {"update": update, **metrics}
-            if self.part.rollout_routes is not None:
-                yield "engine", {"pair": "rollout_to_new", "update": update, **self._from_engine(natural, routes)}
+            if self.part.rollout_routes is not None:  # mu -> pi, live routing: engine and staleness together
+                apart = from_engine(self.part, natural, routes, self.part.completion_mask)
+                yield "engine", {"pair": "rollout_to_new", "update": update, **apart}
         if self.decomposition is not None:
             yield "decomposition", {"update": update, **self.decomposition.shares()}
 
@@ -139,13 +137,6 @@ class Probe:
         assert self.loss is not None
         return self.loss(self._logps(part, router_logits=True), part)
 
-    def _from_engine(self, natural: Float[Tensor, "B T"], routes: RoutedExperts) -> dict[str, Any]:
-        """mu -> pi, live routing: engine and staleness together."""
-        part, mask = self.part, self.part.completion_mask
-        assert part.rollout_routes is not None
-        changes = change_metrics(change_counts(part.rollout_routes, routes, mask))
-        return {**engine_metrics(natural, part.rollout_logps, mask), **changes}
-
     @torch.no_grad()
     def _old_router_logits(self) -> list[Float[Tensor, "n E"]]:
         """By site, what the routers say of the n response tokens before the step's updates. Under rollout lag these are
@@ -162,8 +153,7 @@ class Probe:
         return [as_logits(logits[mask.to(logits.device)]) for logits in whole]
 
     def _logps(self, part: Batch, **options: Any) -> TokenLogps:
-        tokens = part.input_ids, part.attention_mask, part.completion_mask
-        return token_logps(self.policy, *tokens, temperature=self.temperature, **options)
+        return token_logps(self.policy, *part.tokens, temperature=self.temperature, **options)
 
 
 def probed_rows(responses: int, sequences: int) -> Tensor:

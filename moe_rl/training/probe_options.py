@@ -24,7 +24,7 @@ class Decomposition:
     """
 
     def __init__(self, policy: nn.Module, part: Batch, temperature: float):
-        self.policy, self.text = policy, _text(part, temperature)
+        self.policy, self.text = policy, TokenBatch(*part.tokens, temperature)
         self.weights, self.old = copy_weights(policy), score_live(policy, self.text)
 
     def shares(self) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def replay_gradients(policy: nn.Module, part: Batch, loss: Callable[[Batch], Ten
 def noise_floor_rows(policy: nn.Module, part: Batch, temperature: float, bf16: bool) -> list[dict[str, Any]]:
     """Rows of kind "floor": the policy against itself with equal weights, one row per variant that can be run here; of
     one that cannot, a warning with the reason."""
-    text = _text(part, temperature)
+    text = TokenBatch(*part.tokens, temperature)
     base, floor = score_live(policy, text), NoiseFloor(bf16)
     mask = text.completion_mask.cpu()
     rows = [
@@ -66,7 +66,3 @@ def noise_floor_rows(policy: nn.Module, part: Batch, temperature: float, bf16: b
     for variant, reason in floor.left_out.items():
         warnings.warn(f"noise floor: {variant} is left out, it cannot be run here: {reason}", stacklevel=2)
     return rows
-
-
-def _text(part: Batch, temperature: float) -> TokenBatch:
-    return TokenBatch(part.input_ids, part.attention_mask, part.completion_mask, temperature)

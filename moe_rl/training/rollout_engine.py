@@ -1,25 +1,46 @@
-"""The engine that a run samples with, the watch over its weights (`moe_rl.training.weight_sync`), and how far from the
-training engine it is."""
+"""The engine that a run samples with, the watch over its weights, and how far from the training engine it is.
+
+Weight sync proves itself: the rollout engine holds the policy that it is said to hold, or the run stops. A wrong sync
+is silent: the engine samples fluently from other weights, and the method gets the blame. Hence
+
+1. at start-up, with the weights that the engine has just been loaded with, its log-probabilities on a fixed small batch
+   are compared with the training model's: their mean absolute gap is the engine's own disagreement, and the tolerance;
+2. still at start-up, one tensor at a time (all of them, or at least one of each kind) is changed and synced: if the
+   engine's log-probabilities do not move beyond what two calls differ by, that tensor does not arrive, and its name is
+   known. Then the true weights are synced, which must give back what was loaded: tensors that arrive in another's place
+   do not;
+3. after every sync the gap on the same batch must stay within the tolerance. A few routers that flip at near-ties can
+   take it beyond by themselves; so before the run is stopped, an engine is built anew from the policy's weights. If it
+   says what the synced one says, the sync was right and the gap is the engine's arithmetic.
+"""
 
 import copy
+import random
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from moe_rl.measure.metrics import change_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
-from moe_rl.rollout.engine import Engine, ModelEngine
-from moe_rl.rollout.engines import gathered, make_engine
-from moe_rl.routing import change_counts
+from moe_rl.rollout import Problem, Rollout
+from moe_rl.rollout.engine import Engine, ModelEngine, forward_logps
+from moe_rl.rollout.engines import EngineError, gathered, make_engine
+from moe_rl.routing import RoutedExperts, change_counts
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import RolloutConfig
 from moe_rl.training.ranks import Ranks
-from moe_rl.training.sharding import is_sharded
-from moe_rl.training.weight_sync import SyncGuard, sync_probe
+from moe_rl.training.sharding import as_placed, is_sharded
+
+PROBE_PROBLEMS = 8
+PROBED_TENSORS = 128  # more are thinned out to one of each kind, as are all where a sync is slow
+FACTOR = 6.0
+"""How much the gap may grow over that of start-up before it counts as a wrong sync: the policy moves, and with it how
+sharp its distributions are and how near to a tie its routers."""
 
 
 def build_engine(config: RolloutConfig, model: nn.Module, tokenizer: Any, ranks: Ranks) -> Engine:
@@ -28,6 +49,156 @@ def build_engine(config: RolloutConfig, model: nn.Module, tokenizer: Any, ranks:
     if isinstance(engine, ModelEngine) and engine.model is not model:
         ranks.whole(engine.model)
     return engine
+
+
+# -- the watch over its weights ----------------------------------------------------------------------------------------
+
+
+class SyncGuard:
+    """An engine, and what is needed to know that its weights are the training model's.
+
+    Attributes:
+        engine: what samples.
+        gap: mean absolute difference of the two log-probabilities on the probe at the last sync, nats per token; of the
+            worst rank.
+        tolerance: what `gap` may be; nats per token.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        probe: Rollout,
+        temperature: float,
+        build: Callable[[], Engine],
+        worst: Callable[[float], float] = float,
+    ):
+        """Calibrates and tests the sync; `model` and `engine` hold the same weights. `build` makes such an engine anew,
+        or this one.
+        Of several ranks each has an engine; `worst` is the largest of what they found, so that all find the same.
+
+        Raises:
+            EngineError: the two disagree by more than the engine's `tolerance` allows; a tensor does not arrive.
+        """
+        self.engine, self.model, self.probe, self.temperature = engine, model, probe, temperature
+        self.build, self.worst = build, worst
+        loaded = self._engine_logps()
+        self.gap = self.worst(self._distance(loaded, self._model_logps()))
+        if not self.gap <= engine.tolerance.most:
+            raise EngineError(
+                f"the rollout engine disagrees with the training model by {self.gap:.3g} nats per token on the weights "
+                f"that it was just loaded with; its arithmetic explains at most {engine.tolerance.most:g}. Other "
+                "weights, another temperature, processed instead of raw log-probabilities, or another chat template "
+                "or tokenizer?"
+            )
+        self.tolerance = max(FACTOR * self.gap, engine.tolerance.least)
+        self._test(loaded)
+
+    def sync(self, version: int) -> None:
+        """Bring the engine to the training model's weights and compare.
+
+        Raises:
+            EngineError: the gap is beyond the tolerance, or not a number, and an engine built anew does not have it.
+        """
+        self.engine.sync(self.model.state_dict(), version)
+        synced = self._engine_logps()
+        self.gap = self.worst(self._distance(synced, self._model_logps()))
+        if not self.gap <= self.tolerance and not self._as_built_anew(synced):
+            raise EngineError(
+                f"weight sync {version}: afterwards the rollout engine and the training model differ by {self.gap:.3g} "
+                f"nats per token on the sync probe (mean absolute), tolerance {self.tolerance:.3g} as calibrated at "
+                "start-up, and from an engine built anew: the engine does not hold the policy's weights. Tensors that "
+                "are skipped or land in another's place, or a cache that outlived them?"
+            )
+
+    def _as_built_anew(self, synced: Tensor) -> bool:
+        """Whether an engine that never was synced says the same, up to what two calls of one engine differ by."""
+        fresh = self.build()
+        try:
+            same = self._largest(fresh.logps(self.probe, self.temperature), synced) <= 2 * self.noise  # not if NaN
+            return not self.worst(float(not same))
+        finally:
+            if fresh is not self.engine:
+                fresh.close()
+
+    @torch.no_grad()
+    def _test(self, loaded: Tensor) -> None:
+        generator = torch.Generator().manual_seed(0)
+        before = self._model_logps()
+        self.noise = self._largest(self._engine_logps(), loaded)  # 0 where kernels are deterministic
+        noise_model = self._largest(self._model_logps(), before)
+        silent = []
+        weights = self.model.state_dict()
+        most = 0 if getattr(self.engine, "slow_sync", False) else PROBED_TENSORS
+        for name in probed_tensors(weights, most):
+            tensor = weights[name]
+            kept = tensor.clone()
+            noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+            try:
+                tensor += as_placed(noise, tensor) * tensor.float().square().mean().sqrt().clamp(min=1e-3)
+                self.engine.sync(self.model.state_dict(), self.engine.version)
+                # What does not move the training model either (an adapter whose other half is 0) proves nothing.
+                still = self._largest(self._engine_logps(), loaded) <= self.noise
+                if self.worst(float(still)) and self._largest(self._model_logps(), before) > noise_model and still:
+                    silent.append(name)
+            finally:
+                tensor.copy_(kept)
+        if count := int(self.worst(float(len(silent)))):
+            raise EngineError(
+                f"weight sync: {count} of the tensors tried do not reach the rollout engine"
+                f"{f', first {silent[0]}' if silent else ' of another rank'}: changed and synced, they moved no "
+                "log-probability"
+            )
+        self.engine.sync(self.model.state_dict(), self.engine.version)
+        back = self.worst(self._distance(self._engine_logps(), loaded))
+        if not back <= self.tolerance / FACTOR:
+            raise EngineError(
+                "weight sync: after syncing the weights that the rollout engine was loaded with, its log-probabilities "
+                f"are {back:.3g} nats per token away from those of before. Tensors that land in another's place?"
+            )
+
+    def _engine_logps(self) -> Tensor:
+        return self.engine.logps(self.probe, self.temperature)
+
+    def _model_logps(self) -> Tensor:
+        self.model.eval()
+        return forward_logps(self.model, self.probe, self.temperature)
+
+    def _largest(self, a: Tensor, b: Tensor) -> float:
+        return float((a - b)[self.probe.completion_mask].abs().max())
+
+    def _distance(self, a: Tensor, b: Tensor) -> float:
+        return float((a - b)[self.probe.completion_mask].abs().mean())
+
+
+def sync_probe(engine: Engine, task: Any, max_new_tokens: int, temperature: float) -> Rollout:
+    """The fixed batch: a few prompts of the task with one sampled completion each, the same whenever a run begins."""
+    rng = random.Random("sync-probe")
+    problems: list[Problem] = [task.problem(rng) for _ in range(PROBE_PROBLEMS)]
+    return engine.sample(
+        problems,
+        group_size=1,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        generator=torch.Generator().manual_seed(0),
+        record_routes=False,
+    )
+
+
+def probed_tensors(weights: dict[str, Tensor], most: int = PROBED_TENSORS) -> list[str]:
+    """Which tensors the start-up test changes: all floating ones, or where those are more than `most`, for each kind (a
+    name with its numbers left out) one, at a depth that differs from kind to kind.
+
+    >>> probed_tensors({"h.0.w": torch.ones(1), "h.1.w": torch.ones(1), "steps": torch.ones(1, dtype=torch.int64)})
+    ['h.0.w', 'h.1.w']
+    """
+    floating = [name for name, tensor in weights.items() if tensor.is_floating_point()]
+    if len(floating) <= most:
+        return floating
+    kinds: dict[str, list[str]] = {}
+    for name in floating:
+        kinds.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
+    return [names[index % len(names)] for index, names in enumerate(sorted(kinds.values(), key=len))]
 
 
 def guard_of(
@@ -67,6 +238,18 @@ def rebuilt(engine: Any, model: nn.Module) -> Engine:
     return fresh
 
 
+# -- how far from the training engine ----------------------------------------------------------------------------------
+
+
+def from_engine(
+    batch: Batch, logps: Float[Tensor, "B T"], routes: RoutedExperts, mask: Bool[Tensor, "B T"]
+) -> dict[str, Any]:
+    """How far log-probabilities and routes of a batch's responses are from those of the engine that sampled them."""
+    assert batch.rollout_routes is not None
+    changes = change_metrics(change_counts(batch.rollout_routes, routes, mask))
+    return {**engine_metrics(logps, batch.rollout_logps, mask), **changes}
+
+
 def engine_rows(
     batch: Batch, replayed_logps: Float[Tensor, "B T"] | None, guard: SyncGuard | None
 ) -> list[dict[str, Any]]:
@@ -80,14 +263,11 @@ def engine_rows(
     the tokens that the current weights wrote count: the others differ by more than the engine. Their replayed scores
     still follow older versions' routes at the tokens before them.
     """
-    assert batch.rollout_routes is not None
     mask = batch.completion_mask
     if batch.versions is not None:
         mask = mask & (batch.versions == batch.step)
     sync = {"sync_gap": guard.gap, "sync_tolerance": guard.tolerance} if guard else {}
-    changes = change_metrics(change_counts(batch.rollout_routes, batch.routes, mask, pair="engines"))
-    gap = engine_metrics(batch.live_old_logps, batch.rollout_logps, mask)
-    rows = [{"pair": "engines", "update": 0, **gap, **changes, **sync}]
+    rows = [{"pair": "engines", "update": 0, **from_engine(batch, batch.live_old_logps, batch.routes, mask), **sync}]
     if replayed_logps is not None:
         gap = engine_metrics(replayed_logps, batch.rollout_logps, mask)
         rows.append({"pair": "engines_replayed", "update": 0, **gap})

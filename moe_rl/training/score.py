@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.rollout import Rollout, score
+from moe_rl.rollout.task import shortened
 from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
 from moe_rl.training.batch import Batch, Place, joined, micro_batches
 from moe_rl.training.critic import Critic
-from moe_rl.training.not_finite import NotFiniteError, prompt_of
+from moe_rl.training.incidents import NotFiniteError
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
 
@@ -83,7 +84,6 @@ def score_rollout(
     routes, found = [], []
     for rows, columns in places:
         part = mine.rows(rows).columns(columns)
-        tokens = part.input_ids, part.attention_mask, part.completion_mask
         seen: dict[str, Tensor] = {}
         if decoded:
             assert part.routes is not None
@@ -93,18 +93,18 @@ def score_rollout(
             watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
             near: AbstractContextManager[Any] = record_margins(policy) if margins else nullcontext()
             with record_routes(policy) as recording, near as choices, watched as states:
-                old = token_logps(policy, *tokens, temperature=temperature, router_logits=router_scores)
+                old = token_logps(policy, *part.tokens, temperature=temperature, router_logits=router_scores)
             routes.append(recording.routes)
             seen["logps"] = old.logps
             if margins:
                 seen["margins"] = choices.values.to(old.logps.device)
             if part.routes is not None:  # of the rollout engine
                 with replay_routes(policy, part.routes, once=True):
-                    seen["replayed_logps"] = token_logps(policy, *tokens, temperature=temperature).logps
+                    seen["replayed_logps"] = token_logps(policy, *part.tokens, temperature=temperature).logps
             if old.router_logits is not None:
                 seen["route_scores"] = chosen_scores(old.router_logits, recording.routes)
         if reference is not None:
-            seen["ref_logps"] = token_logps(reference, *tokens, temperature=temperature).logps
+            seen["ref_logps"] = token_logps(reference, *part.tokens, temperature=temperature).logps
         if critic:
             seen["values"] = critic.values(part, states)
         if reward_model:
@@ -151,7 +151,7 @@ def _refuse_not_finite(
         raise NotFiniteError(
             where,
             f"{name} of {int(bad.sum())} of {len(rollout)} responses are not finite, first of one to "
-            f"{prompt_of(rollout, int(bad.int().argmax()))}. The weights of {why}",
+            f"{shortened(rollout.problems[int(bad.int().argmax())].prompt)}. The weights of {why}",
             rollout,
             everywhere=everywhere,
         )
@@ -173,9 +173,7 @@ def make_batch(
         assert scores.replayed_logps is not None
         old_logps, natural = scores.replayed_logps, scores.logps
     return Batch(
-        input_ids=rollout.input_ids,
-        attention_mask=rollout.attention_mask,
-        completion_mask=rollout.completion_mask,
+        *rollout.tokens,
         rewards=rollout.rewards,
         advantages=advantages,
         old_logps=old_logps,

@@ -139,11 +139,6 @@ def rebind(optimizer: Any, before: dict[str, nn.Parameter], module: nn.Module) -
 # -- tensors ---------------------------------------------------------------------------------------------------
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered on every rank (all must ask); any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def as_placed(tensor: Tensor, like: Tensor) -> Tensor:
     """`tensor`, which every rank holds, cut up and placed as `like` is; without communication."""
     if not isinstance(like, DTensor) or tensor.shape != like.shape:

@@ -20,7 +20,7 @@ from moe_rl.training.levers import ExpertBias
 from moe_rl.training.method import Method
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
-from moe_rl.training.weight_sync import SyncGuard
+from moe_rl.training.rollout_engine import SyncGuard
 
 Listener = Callable[[dict[str, Any]], None]
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.routing import RoutedExperts, flips_per_token
+from moe_rl.routing import flips_per_token
 from moe_rl.tables import write_table
 from moe_rl.training.batch import Batch
+from moe_rl.training.levers import only
 from moe_rl.training.probe import Observation
 from moe_rl.training.route_tables import write_route_changes, write_route_table
 
@@ -25,23 +26,18 @@ def write_probe_tables(
     """
     name = f"step_{step:06d}"
     old = folder / "routes" / f"{name}_update_0.parquet"
-    routes = without_padding(part.routes, part.attention_mask)
+    tokens = part.attention_mask[..., None]
+    routes = only(part.routes, tokens)
     write_route_table(old, routes)
     for seen in observations:
         path = old.with_name(f"{name}_update_{seen.update}.parquet")
-        write_route_changes(path, without_padding(seen.routes, part.attention_mask), old, routes)
+        write_route_changes(path, only(seen.routes, tokens), old, routes)
     columns = [token_columns(part, seen, rows) for seen in observations]
     table: dict[str, Any] = {key: _column(torch.cat([c[key] for c in columns])) for key in columns[0]}
-    tokens = table["token"].tolist()
-    pieces = token_pieces(tokenizer, tokens)
-    table["text"] = [pieces[token] for token in tokens]
+    written = table["token"].tolist()
+    pieces = token_pieces(tokenizer, written)
+    table["text"] = [pieces[token] for token in written]
     write_table(folder / "tokens" / f"{name}.parquet", table, prompt_texts(tokenizer, part, rows))
-
-
-def without_padding(routes: RoutedExperts, mask: Tensor) -> RoutedExperts:
-    """The same routes, none where `mask` [B,T] is False."""
-    ids = routes.ids.masked_fill(~mask.to(routes.device)[..., None, None], -1)
-    return RoutedExperts(ids, routes.sites, routes.num_experts, tokens=routes.tokens, meta=routes.meta)
 
 
 def token_pieces(tokenizer: Any, tokens: Iterable[int]) -> dict[int, str]:

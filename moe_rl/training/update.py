@@ -67,9 +67,7 @@ def update_policy(
         with update_routing(policy, arm, micro, noise, bool(bias and bias.live)) as routing, watched as states:
             out = token_logps(
                 policy,
-                micro.input_ids,
-                micro.attention_mask,
-                micro.completion_mask,
+                *micro.tokens,
                 temperature=temperature,
                 entropy=True,
                 aux_loss=bool(optim.aux_loss_coef),

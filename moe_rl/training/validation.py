@@ -31,12 +31,12 @@ def validate(config: RunConfig) -> None:
         f"probe.sequences: between 1 and the batch's {responses} responses, got {probe.sequences}"
         + (", its default" if probe.sequences == ProbeConfig().sequences else ""),
     )
-    for ok, field, why in (
-        (config.distributed.strategy == "none", "distributed.strategy", "gradients are compared in one process"),
-        (probe.sequences > 1, "probe.sequences", "the responses are halved"),
-        (not method.pairs, "method.objective", "its loss is of pairs, which halving tears apart"),
+    for field, ok in (
+        ("distributed.strategy: gradients are compared in one process", config.distributed.strategy == "none"),
+        ("probe.sequences: the responses are halved", probe.sequences > 1),
+        ("method.objective: its loss is of pairs, which halving tears apart", not method.pairs),
     ):
-        require(ok or not probe.gradients, f"probe.gradients does not go with this {field}: {why}")
+        require(ok or not probe.gradients, f"probe.gradients does not go with this {field}")
     _unread(config, method)
     _reward(config, method)
     _dapo(config, method)
@@ -201,21 +201,17 @@ def _scoring(config: RunConfig, method: Method) -> None:
     if config.rollout.scoring == "pass":
         return
     own, rollout = config.method, config.rollout
-    for ok, field, why in (
-        (rollout.engine.kind == "self", "rollout.engine.kind", "another engine samples, whose numbers are its own"),
-        (method.source == "policy", "method.source", "the responses are not the policy's"),
-        (
-            own.replay != "R3",
-            "method.replay",
-            "R3 replays the sampler's routes already; use R2, which then are the same",
-        ),
-        (own.keep == 1, "method.keep", "the part of the routes is chosen by margins, which a pass measures"),
-        (not method.weighs_routes, "method.objective", "it weighs tokens by router scores, which a pass records"),
-        (method.advantage != "gae", "method.advantage", "the value model reads the states of a pass"),
-        (rollout.segment is None, "rollout.segment", "several versions of the weights wrote a response"),
-        (config.model.dtype == "float32", "model.dtype", "decoding and a pass agree closely in float32 only"),
+    for field, ok in (
+        ("rollout.engine.kind: another engine samples, whose numbers are its own", rollout.engine.kind == "self"),
+        ("method.source: the responses are not the policy's", method.source == "policy"),
+        ("method.replay: R3 replays the sampler's routes already; use R2, which then are the same", own.replay != "R3"),
+        ("method.keep: the part of the routes is chosen by margins, which a pass measures", own.keep == 1),
+        ("method.objective: it weighs tokens by router scores, which a pass records", not method.weighs_routes),
+        ("method.advantage: the value model reads the states of a pass", method.advantage != "gae"),
+        ("rollout.segment: several versions of the weights wrote a response", rollout.segment is None),
+        ("model.dtype: decoding and a pass agree closely in float32 only", config.model.dtype == "float32"),
     ):
-        require(ok, f"rollout.scoring: decoding does not go with this {field}: {why}; use pass")
+        require(ok, f"rollout.scoring: decoding does not go with this {field}; use pass")
 
 
 def _levers(config: RunConfig, method: Method) -> None:

@@ -9,7 +9,7 @@ import torch
 from moe_rl.measure import token_logps
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import TaskConfig, make_task, sample
-from moe_rl.rollout.continuing import append_text, converse, extend, in_turns, right_aligned, unfinished
+from moe_rl.rollout.continuing import append_text, extend, in_turns, right_aligned, unfinished
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.rollout.task import TaskError
 from moe_rl.routing import replay_routes
@@ -176,14 +176,23 @@ def test_a_conversation_has_as_many_turns_as_the_task_says():
     ended = replace(rollout, finished=torch.ones_like(rollout.finished))
     turns = []
 
-    def go_on(told, turn):
-        turns.append(turn)
-        return replace(told, finished=torch.ones_like(told.finished))
+    class Ends:
+        """An engine each of whose turns ends."""
+
+        def sample(self, problems, **_):
+            return ended
+
+        def extend(self, told, **_):
+            turns.append(told)
+            return replace(told, finished=torch.ones_like(told.finished))
+
+    def conversed(task, longest=9):
+        return in_turns(Ends(), task, TOKENIZER).sample(problems(), group_size=2, max_new_tokens=longest)
 
     task = Scripted()
-    whole = converse(ended, task, TOKENIZER, go_on, longest=9)
-    assert turns == [2, 3] and all(text.count("1;") >= 2 for text in whole.completions) and len(task.asked) == 12
+    whole = conversed(task)
+    assert len(turns) == 2 and all(text.count("1;") >= 2 for text in whole.completions) and len(task.asked) == 12
     with pytest.raises(TaskError, match="scripted, reply: RuntimeError: the tool is down"):
-        converse(ended, Scripted(fails=True), TOKENIZER, go_on, longest=9)
+        conversed(Scripted(fails=True))
     spent = Scripted()
-    assert converse(ended, spent, TOKENIZER, go_on, longest=1) is ended and not spent.asked, "no tokens are left"
+    assert conversed(spent, longest=1) is ended and not spent.asked, "no tokens are left"

@@ -13,7 +13,7 @@ from moe_rl.rollout.engine import ModelEngine, forward_logps
 from moe_rl.rollout.engines import EngineConfig, EngineError, check_engine_here, make_engine
 from moe_rl.rollout.tasks import TaskConfig
 from moe_rl.routing import record_routes, site_change
-from moe_rl.training.weight_sync import SyncGuard, sync_probe
+from moe_rl.training.rollout_engine import SyncGuard, sync_probe
 
 pytestmark = [
     pytest.mark.slow,

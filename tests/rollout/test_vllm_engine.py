@@ -19,7 +19,7 @@ from moe_rl.rollout.engines import EngineConfig, EngineError, check_engine, chec
 from moe_rl.rollout.tasks import TaskConfig
 from moe_rl.rollout.vllm_engine import VllmEngine, write_hub
 from moe_rl.routing import RoutingError, record_routes
-from moe_rl.training.weight_sync import SyncGuard, probed_tensors, sync_probe
+from moe_rl.training.rollout_engine import SyncGuard, probed_tensors, sync_probe
 
 TASK = make_task(TaskConfig(name="mod_chain", options={"steps": 1}))
 TOKENIZER = char_tokenizer(TASK.alphabet)

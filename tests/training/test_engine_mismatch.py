@@ -13,7 +13,7 @@ from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine
 from moe_rl.routing import RoutedExperts, RoutingError, replay_routes
 from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, rollout_engine, run, validate
 from moe_rl.training.loop import collect_batch
-from moe_rl.training.weight_sync import probed_tensors
+from moe_rl.training.rollout_engine import probed_tensors
 
 MICRO = replace(
     MICRO,

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from micro import MICRO, logps, rows
-from safetensors.torch import load_file
 
 from moe_rl.rollout import TaskConfig
 from moe_rl.rollout.engines import EngineConfig
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
+from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from moe_rl.training.loop import collect_batch, update_on
-from moe_rl.training.partial import load_draft, save_draft
 
 QUIET = replace(MICRO, probe=ProbeConfig(every=0), optim=replace(MICRO.optim, steps=4))
 SEGMENTED = replace(QUIET, rollout=replace(MICRO.rollout, segment=3))
@@ -60,8 +59,10 @@ def test_routes_of_a_draft_say_the_same_of_themselves_after_a_resumption(state_o
     state = state_of(replace(SEGMENTED, method=MethodConfig(replay="R3")), tmp_path)
     collect_batch(state)
     draft = state.drafts[0]
-    save_draft(tmp_path, 0, draft)
-    read = load_draft(tmp_path, 0, load_file(tmp_path / "draft_0.safetensors"), "cpu")
+    save_checkpoint(state)
+    load_checkpoint(state)
+    read = state.drafts[0]
+    assert read is not draft
     assert read.routes.equal(draft.routes) and read.routes.meta == draft.routes.meta
 
 
