@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_rl.drift.floor_run import run_floor
 from moe_rl.drift.options import FloorOptions
+from moe_rl.processes import ends_with_its_reader
 from moe_rl.rollout import TaskConfig, make_task, sample
 from moe_rl.rollout.task import problems_of
 from moe_rl.study.folders import read_yaml
@@ -90,4 +91,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_with_its_reader():
+        main()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.processes import ends_with_its_reader
+
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 ALL_BIASED = ("methods_bias", "levers_balance_live")
 """Studies whose arms all have a balancing bias, here and run again elsewhere; otherwise an arm's name says it."""
@@ -40,4 +42,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_with_its_reader():
+        main()

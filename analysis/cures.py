@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.figures.over_studies import cures_figure
 from moe_rl.study.figures.saving import save_figure
 
@@ -110,4 +111,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_with_its_reader():
+        main()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.processes import ends_with_its_reader
 from moe_rl.study import load
 from moe_rl.study.early_warning import PREFIXES, UPDATE_SIGNALS, early_warning, run_signals
 from moe_rl.study.figures.over_studies import early_warning_figure
@@ -50,4 +51,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_with_its_reader():
+        main()

@@ -10,6 +10,7 @@ the same and writes the report.
 import argparse
 from pathlib import Path
 
+from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.figures import FIGURES, draw_all, draw_some
 
 
@@ -31,4 +32,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_with_its_reader():
+        main()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.statistics import student_interval
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -42,4 +43,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_with_its_reader():
+        main()

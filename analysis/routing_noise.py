@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.statistics import student_interval
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
@@ -51,4 +52,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_with_its_reader():
+        main()

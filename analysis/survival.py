@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.processes import ends_with_its_reader
+
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 CLAIMS = ("higher", "lower", "no difference of interest")
 
@@ -59,4 +61,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ends_with_its_reader():
+        main()

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 from moe_rl.arguments import Given, arm_and_seed, fail, load, parse, study_file
 from moe_rl.names import nearest
-from moe_rl.processes import importing, waiting_threads_sleep
+from moe_rl.processes import ends_with_its_reader, importing, waiting_threads_sleep
 
 LABORATORY = ("accelerate", "pandas", "pyarrow", "matplotlib", "scipy", "rich", "tyro", "yaml", "jinja2", "tokenizers")
 """What the commands need beyond the instrument: the extra `lab`."""
@@ -38,16 +38,9 @@ def verb(function: Callable[[list[str]], None]) -> Callable[[list[str]], None]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. Expected errors are one message on stderr and exit status 1; wrong usage is 2.
-
-    Where whoever reads the output has gone (`moe-rl ... | head`), the command ends as one stopped by SIGPIPE does.
-    """
-    try:
+    """Entry point. Expected errors are one message on stderr and exit status 1; wrong usage is 2."""
+    with ends_with_its_reader():
         _main(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter flushes at its end
-        sys.exit(141)
 
 
 def _main(arguments: Sequence[str] | None) -> None:

@@ -30,6 +30,17 @@ def command_line(arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", OWN_COMMAND, str(os.getpid()), *arguments]
 
 
+@contextmanager
+def ends_with_its_reader() -> Iterator[None]:
+    """Where whoever reads the output has gone (`... | head`), the command ends as one stopped by SIGPIPE does."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter flushes at its end
+        sys.exit(141)
+
+
 def usable_cores() -> int:
     """Of this machine those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

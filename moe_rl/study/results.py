@@ -24,6 +24,7 @@ from typing import Any
 import pandas as pd
 
 from moe_rl.files import write_atomic
+from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.data import load
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
 from moe_rl.study.published import RESULTS, ResultsError, against_published, check_settings
@@ -323,7 +324,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+    with ends_with_its_reader():
+        try:
+            status = main(sys.argv[1:])
+        except BrokenPipeError:
+            raise
+        except (ValueError, OSError) as error:
+            sys.exit(f"error: {error}")
+    sys.exit(status)

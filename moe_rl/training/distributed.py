@@ -221,10 +221,14 @@ class Group(Ranks):
     # -- agreement -------------------------------------------------------------------------------------------------
 
     def exchange(self, own: Any) -> list[Any]:
-        """What every rank has to say, in the order of ranks, on every rank."""
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, own)
-        return everyone
+        """What every rank has to say, in the order of ranks, on every rank; as JSON, where torch's own would pickle."""
+        said = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(said)], device=self.device))
+        longest = max(int(size) for size in sizes)
+        parts = [said.new_empty(longest) for _ in sizes]
+        dist.all_gather(parts, nn.functional.pad(said, (0, longest - len(said))))
+        return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
 
     def agree(self, what: str, own: Any) -> None:
         everyone = self.exchange(json.loads(json.dumps(own, sort_keys=True, default=str)))
@@ -250,7 +254,7 @@ class Group(Ranks):
                 answer = act()
             except Exception as raised:
                 error = raised
-        answer, said = self.exchange((answer, str(error) if error else None))[0]
+        answer, said = self.exchange((answer, str(error) or type(error).__name__ if error else None))[0]
         if error:
             raise error
         if said:
