@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_rl.policy.lora import AdaptersOff
-from moe_rl.policy.models import DTYPES
 from moe_rl.rollout import Rollout
+from moe_rl.rollout.engine_config import DTYPES
 from moe_rl.rollout.joining import padded
 from moe_rl.routing import RoutedExperts
 from moe_rl.training.config import DistributedConfig
@@ -95,7 +95,8 @@ class Group(Ranks):
 
     def shard(self, module: nn.Module) -> nn.Module:
         if self.mesh is not None and not isinstance(module, AdaptersOff):  # whose modules are the policy's
-            compute = DTYPES.get(self.distributed.compute_dtype or "")
+            name = self.distributed.compute_dtype
+            compute = DTYPES[name] if name else None
             shard_from_rank_0(module, self.mesh, compute, self.distributed.router_fp32)
         return module.to(self.device)
 
@@ -193,7 +194,7 @@ class Group(Ranks):
         return tuple(sum(values) for values in zip(*self.exchange(own), strict=True))
 
     def largest(self, own: float) -> float:
-        everyone = self.exchange(own)
+        everyone = self.exchange(float(own))
         return next((value for value in everyone if value != value), max(everyone))
 
     def _joined(self, own: Rollout, problems: list[Any]) -> Rollout:

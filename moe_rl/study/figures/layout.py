@@ -67,9 +67,10 @@ def crowded(data: StudyData) -> bool:
 
 
 def short_label(data: StudyData, arm: str, width: int = 17) -> str:
-    """The label of an arm in short lines."""
+    """The label of an arm in short lines; a name and its value (`N = 4`) stay together."""
     label = full_label(data, arm).replace("Routing Replay", "Replay")
-    return "\n".join(textwrap.wrap(label.replace("noise σ = ", "noise\u00a0σ\u00a0=\u00a0"), width))
+    label = label.replace("noise σ", "noise\u00a0σ").replace(" = ", "\u00a0=\u00a0")
+    return "\n".join(textwrap.wrap(label, width))
 
 
 def fixed_figure(width: float, height: float) -> Figure:

@@ -34,7 +34,7 @@ def engine_mismatch(data: StudyData) -> Drawing:
     """Variance of log(pi_old / mu) by arm: tokens and sequences, live and with the rollout's routes; what it clips."""
     table = engine_table(data)
     arms = [str(arm) for arm in data.arms.index if arm in set(table["arm"])]
-    drawn = Figure(figsize=(PAGE, 1.15 + 0.3 * len(arms)))
+    drawn = Figure(figsize=(PAGE, 1.15 + 0.3 * max(len(arms), 4)))  # fewer leave no room beside legend and labels
     left, right = drawn.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
     for y, arm in enumerate(arms):
         colour = arm_colour(data, arm)
@@ -60,7 +60,8 @@ def engine_mismatch(data: StudyData) -> Drawing:
     left.set_ylim(len(arms) - 0.4, -0.6)
     left.set_xlabel("variance of log(π_old / μ), nats²")
     right.set_xlabel("clipped in the\nfirst update,\n% of tokens")
-    right.set_xlim(left=min(-0.3, -0.03 * right.get_xlim()[1]))
+    most = max(right.get_xlim()[1], 1.0)
+    right.set_xlim(min(-0.3, -0.03 * most), most)
     floors = [line for line in left.lines if str(line.get_label()).startswith("equal weights")]
     drawn.legend(handles=[*_entries(), *floors], loc="outside upper left", ncols=3, borderaxespad=0.3)
     said = gap_note(floor, {"var_token": "by token", "var_sequence": "by sequence"}) + (
