@@ -3,10 +3,12 @@
     python analysis/pooled.py methods_stale:gspo_partial:grpo_partial partial_rollouts_anchor:gspo_partial:grpo_partial
 
 prints the mean of all paired differences of final reward with Student's 95 % interval. No study declared it, so that it
-is no test. Pairs count as independent: name studies of different seeds only.
+is no test. A seed counts once: its differences in a study and in its repetitions (STUDY_intel) are averaged first, as
+in the tables `roundings`. Pairs of several studies count as independent: name studies of different seeds only.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -17,8 +19,9 @@ from moe_rl.study.statistics import student_interval
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 
-def differences(name: str) -> list[float]:
-    """Paired differences of STUDY:ARM:OTHER, in the order of seeds. Raises ValueError for what no table holds."""
+def differences(name: str) -> pd.Series:
+    """Paired differences of STUDY:ARM:OTHER, by the study that it is or repeats and the place of the seed in it. Raises
+    ValueError for what no table holds."""
     parts = name.split(":")
     if len(parts) != 3 or not (RESULTS / parts[0] / "comparisons.csv").is_file():
         raise ValueError(f"{name}: expected STUDY:ARM:OTHER, a comparison of docs/results/STUDY/comparisons.csv")
@@ -27,7 +30,9 @@ def differences(name: str) -> list[float]:
     if (arm, other) not in table.index:
         declared = ", ".join(f"{study}:{one}:{two}" for one, two in table.index)
         raise ValueError(f"{name}: not compared there; {study} has {declared}")
-    return [float(value) for value in str(table.loc[(arm, other), "differences"]).split()]
+    values = [float(value) for value in str(table.loc[(arm, other), "differences"]).split()]
+    repeated = json.loads((RESULTS / study / "env.json").read_text())["study"]
+    return pd.Series(values, index=[f"{repeated}/{place}" for place in range(len(values))])
 
 
 def main() -> None:
@@ -36,10 +41,11 @@ def main() -> None:
     )
     parser.add_argument("names", nargs="+", metavar="STUDY:ARM:OTHER")
     try:
-        values = [value for name in parser.parse_args().names for value in differences(name)]
+        values = pd.concat([differences(name) for name in parser.parse_args().names])
     except ValueError as error:
         parser.error(str(error))
-    print(f"{len(values)} pairs, {sum(value > 0 for value in values)} above 0: {student_interval(values)}")
+    seeds = values.groupby(level=0).mean().to_numpy()
+    print(f"{len(values)} pairs, {(values > 0).sum()} above 0, of {len(seeds)} seeds: {student_interval(seeds)}")
 
 
 if __name__ == "__main__":

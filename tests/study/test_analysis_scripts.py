@@ -7,6 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from moe_rl.study.statistics import student_interval
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,10 +26,15 @@ def test_a_script_of_committed_tables_alone_refuses_a_folder_of_runs(name, monke
     assert not said.out and "unrecognized arguments: runs/mine" in said.err
 
 
-def test_pairs_of_studies_are_joined_and_what_no_study_declared_is_refused():
-    differences = script("pooled")["differences"]
-    stale = differences("methods_stale:gspo_partial:grpo_partial")
+def test_pairs_of_studies_are_joined_by_seed_and_what_no_study_declared_is_refused(monkeypatch, capsys):
+    pooled = script("pooled")
+    differences, name = pooled["differences"], "methods_stale{}:gspo_partial:grpo_partial"
+    stale, again = differences(name.format("")), differences(name.format("_intel"))
     assert len(stale) == 9 and min(stale) > 0
+    monkeypatch.setattr("sys.argv", ["pooled.py", name.format(""), name.format("_intel")])
+    pooled["main"]()
+    both = student_interval((stale.to_numpy() + again.to_numpy()) / 2)
+    assert capsys.readouterr().out == f"18 pairs, {sum(stale > 0) + sum(again > 0)} above 0, of 9 seeds: {both}\n"
     with pytest.raises(ValueError, match="not compared there; methods_stale has methods_stale:grpo_partial:grpo"):
         differences("methods_stale:grpo:gspo")
     with pytest.raises(ValueError, match="expected STUDY:ARM:OTHER"):
