@@ -277,10 +277,12 @@ def drift_verb(arguments: list[str]) -> None:
     options = replace(options, checkpoints=tuple(paths))
     if len(paths) == 2:
         with ending("nothing was written", always=True):
-            say(run_drift(options))
+            folder = run_drift(options)
+        say(folder)
     else:
         with ending("what a series had measured is in OUTPUT.partial", always=True):
-            say_series(run_series(options))
+            folder = run_series(options)
+        say_series(folder)
 
 
 @verb
@@ -291,7 +293,8 @@ def floor_verb(arguments: list[str]) -> None:
     from moe_rl.drift.floor_run import report, run_floor
 
     with ending("what was measured is in the folder OUTPUT.partial (floor.json, floor.csv)"):
-        report(run_floor(options), options.json)
+        folder = run_floor(options)
+    report(folder, options.json)
 
 
 @verb
