@@ -18,6 +18,7 @@ from moe_rl.policy.lora import add_lora
 from moe_rl.policy.models import DTYPES, ModelConfig, check_path
 from moe_rl.policy.tiny import ModelError, build_tiny, char_tokenizer
 from moe_rl.rollout import TaskError, make_task
+from moe_rl.rollout.task import problems_of
 from moe_rl.rollout.vllm_place import vllm_url
 from moe_rl.routing.packing import packed_dtype
 from moe_rl.routing.sites import find_sites
@@ -297,8 +298,7 @@ def _task(run: RunConfig) -> tuple[Any, int]:
     task = None
     try:
         task = make_task(run.task)
-        rng = random.Random(0)
-        longest = max(len(task.problem(rng).prompt) for _ in range(64))
+        longest = max(len(problem.prompt) for problem in problems_of(task, random.Random(0), 64))
     except TaskError:
         return task, PROMPT_TOKENS
     return task, longest if run.model.path is None else math.ceil(longest / CHARACTERS_PER_TOKEN) + 16
