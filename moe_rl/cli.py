@@ -71,7 +71,8 @@ def _main(arguments: Sequence[str] | None) -> None:
     try:
         VERBS[name](rest)
     except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from the last checkpoints", 130)
+        goes_on = "; the same command goes on from the last checkpoints" if name in ("study", "run") else ""
+        fail(f"interrupted{goes_on}", 130)
     except BrokenPipeError:
         raise
     except (FileExistsError, NotADirectoryError) as error:
