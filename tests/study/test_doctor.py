@@ -123,7 +123,10 @@ def test_a_configuration_that_is_not_here_says_what_to_do(monkeypatch, tmp_path)
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"configuration of nobody/nothing is not on this machine.*Put its"):
+    with pytest.raises(
+        ModelError,
+        match=r"configuration of nobody/nothing is not on this machine.*no folder .*nobody/nothing, so .*Put its",
+    ):
         architecture(ModelConfig(path="nobody/nothing"))
     with pytest.raises(ModelError, match="there is no folder"):
         architecture(ModelConfig(path=str(tmp_path / "none")))
