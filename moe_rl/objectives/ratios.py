@@ -32,14 +32,14 @@ def as_bool_mask(mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     return mask != 0
 
 
-def check_shapes(logps: Tensor, others: Mapping[str, Tensor | None]) -> None:
-    """Raises ValueError where a tensor has another shape than `logps`: broadcasting would hide that tokens do not
-    belong together."""
-    for name, value in others.items():
-        if value is not None and value.shape != logps.shape:
+def check_shapes(like: Tensor, others: Mapping[str, Tensor | None], name: str = "logps") -> None:
+    """Raises ValueError where a tensor has another shape than `like`, which is called `name`: broadcasting would hide
+    that tokens do not belong together."""
+    for other, value in others.items():
+        if value is not None and value.shape != like.shape:
             raise ValueError(
-                f"{name}: expected the shape of logps, {tuple(logps.shape)}, got {tuple(value.shape)}. "
-                "All [B,T] tensors must be aligned with the same tokens."
+                f"{other}: expected the shape of {name}, {tuple(like.shape)}, got {tuple(value.shape)}. "
+                + ("All [B,T] tensors must be aligned with the same tokens." if like.ndim == 2 else "")
             )
 
 

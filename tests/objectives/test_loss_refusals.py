@@ -8,7 +8,19 @@ import pytest
 import torch
 from loss_helpers import EVERYTHING, whole_of_the_loss
 
-from moe_rl.objectives import OBJECTIVES, PRESETS, Correction, Objective, kl_estimate, policy_loss, sequence_log_ratio
+from moe_rl.objectives import (
+    OBJECTIVES,
+    PRESETS,
+    Correction,
+    Objective,
+    dpo_loss,
+    generalized_advantages,
+    kl_estimate,
+    policy_loss,
+    reward_model_loss,
+    sequence_log_ratio,
+    value_loss,
+)
 
 
 @pytest.mark.parametrize("argument", ["logps", "old_logps", "ref_logps", "rollout_logps", "advantages"])
@@ -108,6 +120,17 @@ def test_tensors_that_would_broadcast_are_refused(function, unannotated):
     for old, mask, name in ((z[:1], all_of_them, "(old|ref)_logps"), (z[0], all_of_them, ".*"), (z, z[:1], "mask")):
         with pytest.raises(ValueError, match=rf"{name}: expected the shape of logps, \(3, 3\), got"):
             function(z, old, mask)
+
+
+def test_rewards_and_pairs_that_would_broadcast_are_refused(unannotated):
+    z, some = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="rewards: expected the shape of values"):
+        generalized_advantages(torch.ones(3), z, some)  # one reward a response, on every token of others
+    with pytest.raises(ValueError, match="returns: expected the shape of values"):
+        value_loss(z, z, z[:, :1], some)
+    for loss in (dpo_loss, reward_model_loss):
+        with pytest.raises(ValueError, match=r"rejected_\w+: expected the shape of chosen_\w+, \(3,\), got \(3, 1\)"):
+            loss(z[0], z[:, :1])
 
 
 def test_an_off_policy_mask_has_no_lower_bound():
