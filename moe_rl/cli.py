@@ -71,7 +71,8 @@ def _main(arguments: Sequence[str] | None) -> None:
     try:
         VERBS[name](rest)
     except KeyboardInterrupt:
-        fail("interrupted; the same command goes on from the last checkpoints", 130)
+        goes_on = "; the same command goes on from the last checkpoints" if name in ("study", "run") else ""
+        fail(f"interrupted{goes_on}", 130)
     except BrokenPipeError:
         raise
     except (FileExistsError, NotADirectoryError) as error:
@@ -277,10 +278,12 @@ def drift_verb(arguments: list[str]) -> None:
     options = replace(options, checkpoints=tuple(paths))
     if len(paths) == 2:
         with ending("nothing was written", always=True):
-            say(run_drift(options))
+            folder = run_drift(options)
+        say(folder)
     else:
         with ending("what a series had measured is in OUTPUT.partial", always=True):
-            say_series(run_series(options))
+            folder = run_series(options)
+        say_series(folder)
 
 
 @verb
@@ -291,7 +294,8 @@ def floor_verb(arguments: list[str]) -> None:
     from moe_rl.drift.floor_run import report, run_floor
 
     with ending("what was measured is in the folder OUTPUT.partial (floor.json, floor.csv)"):
-        report(run_floor(options), options.json)
+        folder = run_floor(options)
+    report(folder, options.json)
 
 
 @verb

@@ -119,6 +119,17 @@ def test_a_reader_that_has_gone_ends_the_command_quietly():
         assert (process.wait(60), process.stderr.read()) == (141, "")
 
 
+@pytest.mark.parametrize(("name", "goes_on"), [("run", True), ("study", True), ("check-routes", False)])
+def test_an_interrupted_command_says_whether_it_goes_on(name, goes_on, capsys, monkeypatch):
+    def interrupted(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(VERBS, name, interrupted)
+    with pytest.raises(SystemExit, match="130"):
+        main([name])
+    assert ("goes on from the last checkpoints" in capsys.readouterr().err) == goes_on
+
+
 def test_studies_are_listed_and_found_by_name(study, capsys):
     main(["study"])
     page = capsys.readouterr().out

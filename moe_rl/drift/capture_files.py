@@ -11,7 +11,9 @@
 import base64
 import binascii
 import json
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,18 @@ from moe_rl.routing.formats import FORMAT
 from moe_rl.routing.traces import read_slime
 
 KEYS = ("tokens", "input_ids")
+# A file that is cut off, damaged, of another kind (an array under the name .npz), or of a dtype that numpy lacks.
+UNREADABLE = (
+    SafetensorError,
+    RoutingError,
+    KeyError,
+    ValueError,
+    OSError,
+    EOFError,
+    TypeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 FORMS = "expected .safetensors, .npz, .jsonl or .pt with tokens and routed_experts"
 
 
@@ -42,16 +56,15 @@ def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -
             found = [(s["tokens"], s["rollout_routed_experts"]) for s in read_slime(path)]
         elif path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
-                found = _padded(path, dict(arrays), pad)
+                found = _padded(path, arrays.files, arrays.__getitem__, pad)
         elif path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 if (file.metadata() or {}).get("format") == FORMAT:
                     return _own(path, pad)
-                names = file.keys()  # no dict: it cannot be iterated over
-                found = _padded(path, {name: file.get_tensor(name).numpy() for name in names}, pad)
+                found = _padded(path, list(file.keys()), lambda name: file.get_tensor(name).numpy(), pad)
         else:
             raise DriftError(f"{path}: {path.suffix or 'no ending'}; {FORMS}")
-    except (SafetensorError, RoutingError, KeyError, ValueError, OSError) as error:
+    except UNREADABLE as error:
         if isinstance(error, DriftError):
             raise
         raise DriftError(f"{path}: cannot be read ({error}); {FORMS}") from error
@@ -88,14 +101,18 @@ def _tokens_of(tokens: torch.Tensor, pad: int | None) -> torch.Tensor:
     return there & (other.cumsum(1) > 0) & (other.flip(1).cumsum(1).flip(1) > 0)
 
 
-def _padded(path: Path, arrays: Mapping[str, np.ndarray], pad: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
-    tokens = next((arrays[key] for key in KEYS if key in arrays), None)
-    ids = arrays.get("routed_experts")
-    if tokens is None or ids is None:
-        raise DriftError(f"{path} holds {', '.join(arrays) or 'nothing'}; expected tokens and routed_experts")
+def _padded(
+    path: Path, names: Sequence[str], read: Callable[[str], np.ndarray], pad: int | None
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Sequences of a file of arrays with these names, of which only those that are needed are read."""
+    held = next((key for key in KEYS if key in names), None)
+    if held is None or "routed_experts" not in names:
+        some = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise DriftError(f"{path} holds {some or 'nothing'}; expected tokens and routed_experts")
+    tokens, ids = read(held), read("routed_experts")
     if tokens.ndim != 2:
         raise DriftError(f"{path}: tokens are {list(tokens.shape)}, expected [B,T]")
-    mask = arrays["attention_mask"].astype(bool) if "attention_mask" in arrays else None
+    mask = read("attention_mask").astype(bool) if "attention_mask" in names else None
     mask = _tokens_of(torch.from_numpy(tokens), pad).numpy() if mask is None else mask
     if mask.shape != tokens.shape or ids.shape[:2] != tokens.shape:
         raise DriftError(

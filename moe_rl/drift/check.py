@@ -20,7 +20,7 @@ from moe_rl.drift.options import CheckOptions
 from moe_rl.drift.route_check import RouteCheck, check_routes
 from moe_rl.measure.noise_floor import first_line, rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
-from moe_rl.policy.models import check_path
+from moe_rl.policy.models import check_path, taken_for_hub_id
 from moe_rl.policy.tiny import ModelError
 from moe_rl.routing import RoutedExperts
 from moe_rl.routing.skeleton import sites_of
@@ -80,7 +80,8 @@ def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
     try:
         sites_of(check_path(options.model))  # a dense model is refused before its weights are read
     except (ModelError, ValueError) as error:
-        raise DriftError(f"--model: {str(error).removeprefix('model.path: ')}") from error
+        more = "" if isinstance(error, ModelError) else taken_for_hub_id(options.model)
+        raise DriftError(f"--model: {str(error).removeprefix('model.path: ')}{more}") from error
     model: Any = load("--model", options.model, options.dtype, device, options.trust_remote_code)
     config = model.config.get_text_config()
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.noise_floor import free_bytes
-from moe_rl.policy.models import DTYPES, ModelConfig, check_path, load_model, load_tokenizer
+from moe_rl.policy.models import DTYPES, ModelConfig, check_path, load_model, load_tokenizer, taken_for_hub_id
 from moe_rl.policy.tiny import ModelError
 from moe_rl.processes import suit_model
 from moe_rl.routing import UnsupportedModelError, routing_sites
@@ -205,7 +205,9 @@ def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # config, hub and import errors share no base class
-        raise DriftError(f"{which}: {path} is no causal language model that transformers can build: {error}") from error
+        raise DriftError(
+            f"{which}: {path} is no causal language model that transformers can build: {error}{taken_for_hub_id(path)}"
+        ) from error
     try:
         routing_sites(model)
     except UnsupportedModelError as error:

@@ -22,6 +22,7 @@ from moe_rl.drift.floor_model import Source, check_experts, load, resolve
 from moe_rl.drift.floor_page import draw, render, say, verdict
 from moe_rl.drift.options import FloorOptions
 from moe_rl.drift.output import (
+    Screen,
     Tick,
     environment,
     finite,
@@ -144,8 +145,8 @@ def report(folder: Path, as_json: bool = False) -> None:
     if as_json:
         print(text, end="")
         return
-    console = Console()
-    say(json.loads(text), console if console.is_terminal else Console(width=160))
+    console = Screen()
+    say(json.loads(text), console if console.is_terminal else Screen(width=160))
     print(f"report: {folder / 'report.html'}")
 
 

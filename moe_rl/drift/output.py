@@ -101,6 +101,13 @@ def put_in_place(made: Path, output: Path) -> None:
     shutil.rmtree(former, ignore_errors=True)
 
 
+class Screen(Console):
+    """Standard output. Where its reader has gone, rich leaves with status 1; the command line knows what to do."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 @contextmanager
 def progress(console: Console, total: int, of: str = "batches") -> Iterator[Tick]:
     """A bar on a terminal; elsewhere a line for every tenth."""

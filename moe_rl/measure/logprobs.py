@@ -77,8 +77,8 @@ def token_logps(
         position_ids: default: the number of tokens before, padding not counted.
 
     Raises:
-        ValueError: a completion token lies on padding; temperature or chunk size is not positive; the model
-            has no load-balancing loss.
+        ValueError: a mask of another shape; a completion token lies on padding; temperature or chunk size is not
+            positive; the model has no load-balancing loss.
         TypeError: `model` holds no transformers model with an output head.
 
     >>> import torch
@@ -97,6 +97,9 @@ def token_logps(
         raise ValueError(f"chunk_size counts tokens and must be at least 1, got {chunk_size}")
     lm = causal_lm(model)
     B, T = input_ids.shape
+    for name, mask in (("attention_mask", attention_mask), ("completion_mask", completion_mask)):
+        if mask.shape != input_ids.shape:
+            raise ValueError(f"{name}: expected the shape of input_ids, {(B, T)}, got {tuple(mask.shape)}")
     attended, completion = attention_mask.bool(), completion_mask.bool()
     if (completion & ~attended).any():
         row, column = (completion & ~attended).nonzero()[0].tolist()

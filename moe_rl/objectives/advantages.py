@@ -36,13 +36,16 @@ def group_advantages(
         `[B]`, detached. A group of equal rewards gives exactly 0, whatever the rounding of its mean.
 
     Raises:
-        ValueError: G does not divide B, a reward is not finite, or an unknown scale.
+        ValueError: rewards that are not `[B]`, G does not divide B, a reward is not finite, an unknown scale, or a
+            negative eps.
 
     >>> group_advantages(torch.tensor([0.0, 2.0, 1.0, 1.0]), group_size=2, scale="none")
     tensor([-1.,  1.,  0.,  0.])
     """
     if scale not in get_args(Scale):
         raise ValueError(f"scale: expected 'std', 'none' or 'batch', got {scale!r}.")
+    if not eps >= 0:
+        raise ValueError(f"eps: expected a number of at least 0, got {eps}.")
     groups = as_groups(rewards, group_size)
     centred = centre(groups)
     if scale == "none":
@@ -53,6 +56,8 @@ def group_advantages(
 
 def as_groups(rewards: Shaped[Tensor, " B"], group_size: int) -> Float[Tensor, "N G"]:
     """`[B]` -> `[N,G]`, checked, detached, at least float32."""
+    if rewards.ndim != 1:
+        raise ValueError(f"rewards: expected one axis [B], the rows of a group adjacent, got {list(rewards.shape)}.")
     check_groups(rewards.shape[0], group_size)
     check_finite(rewards)
     values = at_least_float32(rewards.detach() if rewards.is_floating_point() else rewards.float())

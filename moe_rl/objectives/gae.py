@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from moe_rl.objectives.loss import aggregation_weights, weighted_sum
-from moe_rl.objectives.ratios import at_least_float32, token_log_ratio
+from moe_rl.objectives.ratios import at_least_float32, check_shapes, token_log_ratio
 
 
 def token_rewards(
@@ -68,10 +68,14 @@ def generalized_advantages(
     Returns:
         advantages and returns, `[B,T]`, detached, 0 in padding.
 
+    Raises:
+        ValueError: shapes that differ.
+
     >>> r, v = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
     >>> generalized_advantages(r, v, torch.tensor([[True, True]]), lam=1.0)[0].tolist()
     [[0.5, 0.75]]
     """
+    check_shapes(values, {"rewards": rewards, "mask": mask}, "values")
     reward = torch.where(mask, at_least_float32(rewards.detach()), 0.0)
     value = torch.where(mask, at_least_float32(values.detach()), 0.0)
     advantages = torch.zeros_like(value)
@@ -124,7 +128,11 @@ def value_loss(
 
     Returns:
         A scalar with gradient; 0 without tokens.
+
+    Raises:
+        ValueError: shapes that differ.
     """
+    check_shapes(values, {"old_values": old_values, "returns": returns, "mask": mask}, "values")
     value = torch.where(mask, at_least_float32(values), 0.0)
     old = torch.where(mask, at_least_float32(old_values.detach()), 0.0)
     target = torch.where(mask, at_least_float32(returns.detach()), 0.0)

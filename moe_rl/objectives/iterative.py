@@ -9,9 +9,16 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional
 
+from moe_rl.objectives.ratios import check_shapes
+
 
 def reward_model_loss(chosen_scores: Float[Tensor, " B"], rejected_scores: Float[Tensor, " B"]) -> Float[Tensor, ""]:
-    """Bradley-Terry loss of a reward model, -mean log sigma(s_chosen - s_rejected) (arXiv:2203.02155)."""
+    """Bradley-Terry loss of a reward model, -mean log sigma(s_chosen - s_rejected) (arXiv:2203.02155).
+
+    Raises:
+        ValueError: shapes that differ: every response would be paired with every other.
+    """
+    check_shapes(chosen_scores, {"rejected_scores": rejected_scores}, "chosen_scores")
     return -functional.logsigmoid(chosen_scores - rejected_scores).mean()
 
 

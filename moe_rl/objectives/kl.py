@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from moe_rl.objectives.ratios import as_bool_mask, at_least_float32
+from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, check_shapes
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -40,11 +40,12 @@ def kl_estimate(
         the policies nearly agree.
 
     Raises:
-        ValueError: an unknown estimator.
+        ValueError: an unknown estimator, shapes that differ, or a mask that is no mask.
 
     >>> kl_estimate(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.tensor([[True]]), "k1")
     tensor([[0.5000]])
     """
+    check_shapes(logps, {"ref_logps": ref_logps, "mask": mask})
     keep = as_bool_mask(mask)
     new = torch.where(keep, at_least_float32(logps), 0.0)
     reference = torch.where(keep, at_least_float32(ref_logps.detach()), 0.0)

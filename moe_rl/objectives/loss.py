@@ -99,7 +99,8 @@ def policy_loss(
 
     Raises:
         ValueError: an unknown name, shapes that differ, a mask that is no mask, an input that the objective
-            needs and did not get, or a `route_weight` that it would ignore.
+            needs and did not get, a `route_weight` that it would ignore or that is not in [0, 1], a total that is no
+            count.
         FloatingPointError: NaN or infinity on a token that counts; the message names the argument and the token.
 
     >>> import torch
@@ -205,7 +206,7 @@ def aggregation_weights(
         `[B,T]`, detached; 0 in padding.
 
     Raises:
-        ValueError: an unknown `how`.
+        ValueError: an unknown `how`, or a total that is no count.
 
     >>> mask = torch.tensor([[True, True, True], [True, False, False]])
     >>> aggregation_weights(mask, "sequence_mean")[:, 0].tolist()
@@ -241,4 +242,8 @@ def weighted_sum(
 
 def _at_least_one(total: float | int | Tensor) -> float | Tensor:
     """A denominator that is never 0: without any token the numerator is 0 too."""
-    return total.clamp(min=1) if isinstance(total, Tensor) else max(float(total), 1.0)
+    if isinstance(total, Tensor):
+        return total.clamp(min=1)
+    if not 0 <= total < float("inf"):
+        raise ValueError(f"total_sequences, total_tokens: expected a count of at least 0, got {total}.")
+    return max(float(total), 1.0)

@@ -103,9 +103,12 @@ class Objective:
                 raise ValueError(unknown(f"Objective.{field}", getattr(self, field), allowed))
         for field, interval in RANGES.items():
             value = getattr(self, field)
-            refusal = None if value is None else interval.refusal(f"Objective.{field}", value)
+            optional = value is None and field in ("dual_clip", "ratio_cap")
+            refusal = None if optional else interval.refusal(f"Objective.{field}", value)
             if refusal is not None:
                 raise ValueError(f"{refusal}.")
+        if not isinstance(self.corrections, tuple) or not all(isinstance(x, Correction) for x in self.corrections):
+            raise ValueError(f"Objective.corrections: expected a tuple of Correction, got {self.corrections!r}.")
         levels = GATES[self.gate].levels
         if levels and self.ratio not in levels:
             raise ValueError(

@@ -18,7 +18,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional
 
-from moe_rl.objectives.ratios import as_bool_mask, masked_row_sum, token_log_ratio
+from moe_rl.objectives.ratios import as_bool_mask, check_shapes, masked_row_sum, token_log_ratio
 
 
 def sequence_margin(
@@ -59,5 +59,9 @@ def dpo_loss(
 
     Returns:
         A scalar with gradient.
+
+    Raises:
+        ValueError: shapes that differ: every response would be paired with every other.
     """
+    check_shapes(chosen_margin, {"rejected_margin": rejected_margin}, "chosen_margin")
     return -functional.logsigmoid(beta * (chosen_margin - rejected_margin)).mean()

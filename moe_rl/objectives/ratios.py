@@ -4,6 +4,7 @@
 they reach neither a value nor a gradient, because they are replaced before any arithmetic.
 """
 
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import torch
@@ -31,6 +32,17 @@ def as_bool_mask(mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
     return mask != 0
 
 
+def check_shapes(like: Tensor, others: Mapping[str, Tensor | None], name: str = "logps") -> None:
+    """Raises ValueError where a tensor has another shape than `like`, which is called `name`: broadcasting would hide
+    that tokens do not belong together."""
+    for other, value in others.items():
+        if value is not None and value.shape != like.shape:
+            raise ValueError(
+                f"{other}: expected the shape of {name}, {tuple(like.shape)}, got {tuple(value.shape)}. "
+                + ("All [B,T] tensors must be aligned with the same tokens." if like.ndim == 2 else "")
+            )
+
+
 def masked_row_sum(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
     """Sum over the unmasked tokens of each row; 0 for a fully masked row."""
     return torch.where(mask, values, 0.0).sum(-1)
@@ -56,10 +68,14 @@ def token_log_ratio(
     Returns:
         `[B,T]`, with gradient; exactly 0 where the mask is False. Half precision is computed in float32.
 
+    Raises:
+        ValueError: shapes that differ, or a mask that is no mask.
+
     >>> old = torch.tensor([[-1.5, float("nan")]])
     >>> token_log_ratio(torch.tensor([[-1.0, -2.0]]), old, torch.tensor([[1, 0]]))
     tensor([[0.5000, 0.0000]])
     """
+    check_shapes(logps, {"old_logps": old_logps, "mask": mask})
     keep = as_bool_mask(mask)
     new = torch.where(keep, at_least_float32(logps), 0.0)
     old = torch.where(keep, at_least_float32(old_logps.detach()), 0.0)

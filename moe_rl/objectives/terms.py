@@ -11,7 +11,13 @@ from moe_rl.objectives.corrections import Correction
 from moe_rl.objectives.gates import GATES, Gated, GateInputs
 from moe_rl.objectives.objective import Objective
 from moe_rl.objectives.presets import get_objective
-from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, log_ratio_at_level, token_log_ratio
+from moe_rl.objectives.ratios import (
+    as_bool_mask,
+    at_least_float32,
+    check_shapes,
+    log_ratio_at_level,
+    token_log_ratio,
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,8 @@ def prepare_terms(
 ) -> Terms:
     """Check the arguments of `policy_loss`, compute what does not depend on the gate; raises as it says."""
     o = get_objective(objective) if isinstance(objective, str) else objective
+    if not isinstance(o, Objective):
+        raise ValueError(f"objective: expected a name of OBJECTIVES or an Objective, got {type(o).__name__}.")
     optional = {"ref_logps": ref_logps, "rollout_logps": rollout_logps, "route_weight": route_weight}
     _check_shapes(logps, advantages, {"old_logps": old_logps, "mask": mask, **optional})
     for name in sorted(o.needs):
@@ -140,6 +148,8 @@ def prepare_terms(
     unused = o.anchor == "rollout" and not o.corrections
     seen = {"logps": logps, "old_logps": None if unused else old_logps, "advantages": per_token, **optional}
     _refuse_not_finite(seen, keep)
+    if route_weight is not None and bool((keep & ((route_weight < 0) | (route_weight > 1))).any()):
+        raise ValueError("route_weight: expected gamma of at least 0 and of at most 1 on tokens that count.")
     advantage = torch.where(keep, at_least_float32(per_token.detach()), 0.0)
 
     anchor = rollout_logps if o.anchor == "rollout" and rollout_logps is not None else old_logps
@@ -194,12 +204,7 @@ def _check_shapes(logps: Tensor, advantages: Tensor, others: dict[str, Tensor | 
     shape = tuple(logps.shape)
     if len(shape) != 2:
         raise ValueError(f"logps: expected two axes [B,T], got shape {shape}.")
-    for name, value in others.items():
-        if value is not None and tuple(value.shape) != shape:
-            raise ValueError(
-                f"{name}: expected the shape of logps, {shape}, got {tuple(value.shape)}. "
-                "All [B,T] tensors must be aligned with the same tokens."
-            )
+    check_shapes(logps, others)
     if tuple(advantages.shape) not in (shape, shape[:1]):
         raise ValueError(f"advantages: expected [B] = {shape[:1]} or [B,T] = {shape}, got {tuple(advantages.shape)}.")
 

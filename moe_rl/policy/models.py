@@ -211,6 +211,12 @@ def check_path(path: str) -> str:
     return path
 
 
+def taken_for_hub_id(path: str) -> str:
+    """To be added to what is said of a path where nothing was found: empty if it is a folder."""
+    folder = Path(path).expanduser()
+    return "" if folder.is_dir() else f"; there is no folder {folder.absolute()}, so it was taken for a hub id"
+
+
 def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
     """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device; its
     dropout and router jitter are off, which a warning says.
@@ -231,7 +237,7 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
                 **_implementations(config),
             )
     except Exception as error:  # safetensors, hub and config errors share no base class
-        raise ModelError(f"model.path: cannot load {path}: {_brief(error)}") from error
+        raise ModelError(f"model.path: cannot load {path}: {_brief(error)}{taken_for_hub_id(path)}") from error
     model, report = loaded
     for problem in ("missing_keys", "mismatched_keys"):
         if report.get(problem):

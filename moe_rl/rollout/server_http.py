@@ -220,7 +220,10 @@ def _exchange(
         connection.send(part)
     deadline = time.monotonic() + seconds
     with connection.getresponse() as response:
-        expected, found = int(response.getheader("Content-Length", "0")), bytearray()
+        length_said, found = response.getheader("Content-Length", "0"), bytearray()
+        if not length_said.isdecimal():
+            raise http.client.HTTPException(f"its answer has a Content-Length of {length_said!r}")
+        expected = int(length_said)
         while len(found) < expected:
             connection_socket.settimeout(max(0.001, deadline - time.monotonic()))
             part = response.read1(min(expected - len(found), PART))

@@ -1,4 +1,4 @@
-"""`moe-rl doctor [FILE]`: what this machine can run, and what a study would need. Loads and downloads nothing."""
+"""`moe-rl doctor [FILE]`: what this machine can run, and what a study would need. Loads no model, downloads nothing."""
 
 import importlib.metadata
 import importlib.util
@@ -17,12 +17,17 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from moe_rl.measure.noise_floor import free_bytes
+from moe_rl.policy.models import check_path, load_tokenizer
+from moe_rl.policy.tiny import ModelError, char_tokenizer
 from moe_rl.processes import usable_cores
-from moe_rl.rollout import TaskError, make_task
+from moe_rl.rollout import Problem, TaskError, make_task
+from moe_rl.rollout.engine import encode_prompts
 from moe_rl.rollout.engines import EngineError
+from moe_rl.rollout.task import problems_of
 from moe_rl.study.config import StudyConfig
 from moe_rl.study.memory import Plan, plan
 from moe_rl.study.run import check_here
+from moe_rl.training import RunConfig
 
 
 @dataclass(frozen=True)
@@ -161,13 +166,14 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
 
     for name, test in (
         ("model options", options),
-        ("task", lambda: make_task(run.task).problem(random.Random(0))),
+        ("task", lambda: drawn(make_task(run.task))),
     ):
         try:
             test()
             checks.append(Check(name, True, "usable here"))
         except (ValueError, TaskError, EngineError) as error:
             checks.append(Check(name, False, str(error)))
+    checks += check_prompts(run)
     if run.model.lora is not None and importlib.util.find_spec("peft") is None:
         return [*checks, Check("peft", False, "not installed", "pip install 'moe_rl[peft]'")], None, ""
     try:
@@ -196,6 +202,29 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
     if run.model.dtype == "bfloat16" and machine.accelerator == "cpu":
         checks.append(Check("bf16", None, "works on a CPU, slower than fp32 on most"))
     return checks, worst, arm
+
+
+def drawn(task: Any) -> list[Problem]:
+    """Some problems of a task. Raises TaskError."""
+    return problems_of(task, random.Random(0), 64)
+
+
+def check_prompts(run: RunConfig) -> list[Check]:
+    """Whether the tokenizer has tokens for the task's prompts; no line where it is not at hand, or the task is not."""
+    path = run.model.path
+    try:
+        task = make_task(run.task)
+        problems = drawn(task)
+        if path is not None and not Path(check_path(path)).is_dir():
+            return []  # a hub id
+        tokenizer = char_tokenizer(task.alphabet) if path is None else load_tokenizer(path, run.model.trust_remote_code)
+    except (TaskError, ModelError):
+        return []
+    try:
+        encode_prompts(tokenizer, problems)
+    except ValueError as error:
+        return [Check("prompts", False, str(error))]
+    return [Check("prompts", True, "the tokenizer has tokens for them")]
 
 
 def fits(name: str, needed: int, there: int, where: str) -> Check:

@@ -15,9 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_rl.measure.head import default_chunk
 from moe_rl.policy.lora import add_lora
-from moe_rl.policy.models import DTYPES, ModelConfig, check_path
+from moe_rl.policy.models import DTYPES, ModelConfig, check_path, taken_for_hub_id
 from moe_rl.policy.tiny import ModelError, build_tiny, char_tokenizer
 from moe_rl.rollout import TaskError, make_task
+from moe_rl.rollout.task import problems_of
 from moe_rl.rollout.vllm_place import vllm_url
 from moe_rl.routing.packing import packed_dtype
 from moe_rl.routing.sites import find_sites
@@ -136,8 +137,9 @@ def architecture(config: ModelConfig, alphabet: str = "") -> Any:
     except (OSError, ValueError) as error:
         if path not in KNOWN:
             raise ModelError(
-                f"model.path: the configuration of {path} is not on this machine, and nothing is downloaded here. Put "
-                "its config.json in a folder and give that. Known without: " + ", ".join(KNOWN)
+                f"model.path: the configuration of {path} is not on this machine, and nothing is downloaded here"
+                f"{taken_for_hub_id(path)}. Put its config.json in a folder and give that. Known without: "
+                + ", ".join(KNOWN)
             ) from error
     values = dict(KNOWN[path])
     return AutoConfig.for_model(values.pop("model_type"), **values)
@@ -297,8 +299,7 @@ def _task(run: RunConfig) -> tuple[Any, int]:
     task = None
     try:
         task = make_task(run.task)
-        rng = random.Random(0)
-        longest = max(len(task.problem(rng).prompt) for _ in range(64))
+        longest = max(len(problem.prompt) for problem in problems_of(task, random.Random(0), 64))
     except TaskError:
         return task, PROMPT_TOKENS
     return task, longest if run.model.path is None else math.ceil(longest / CHARACTERS_PER_TOKEN) + 16

@@ -1,6 +1,8 @@
 """Tiny checkpoints of several families, saved as a person would have them."""
 
 import copy
+import errno
+import io
 import re
 
 import pytest
@@ -68,6 +70,13 @@ def refused(capsys, *arguments, status=1):
         main([*map(str, arguments)])
     assert stop.value.code == status
     return capsys.readouterr().err
+
+
+class Gone(io.StringIO):
+    """The end of a pipe that nobody reads any more."""
+
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
 
 
 def stands_alone(page, figures):

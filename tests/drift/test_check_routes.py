@@ -166,6 +166,28 @@ def test_files_and_models_that_cannot_be_right(place, tmp_path):
     refused(lines, "--model: there is no folder", model=str(tmp_path / "nothing"))
 
 
+def test_files_that_are_damaged_or_weights_are_one_message(place, tmp_path):
+    def refused(name, said):
+        with pytest.raises(DriftError, match=said):
+            checked(CheckOptions(tmp_path / name, place.model))
+
+    whole = write(place, tmp_path, "npz").read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    refused("cut.npz", "cut.npz: cannot be read")
+    (tmp_path / "empty.npz").write_bytes(b"")
+    refused("empty.npz", "empty.npz: cannot be read")
+    np.save(tmp_path / "array.npy", place.engine)
+    (tmp_path / "array.npy").rename(tmp_path / "array.npz")
+    refused("array.npz", "array.npz: cannot be read")
+    half = {f"layers.{n}.weight": torch.zeros(1, dtype=torch.bfloat16) for n in range(9)}
+    save_file(half, tmp_path / "weights.safetensors")
+    refused(
+        "weights.safetensors", r"holds layers.0.weight, .*layers.4.weight and 4 more; expected tokens and routed_ex"
+    )
+    save_file({"tokens": place.ids, "routed_experts": torch.zeros(2, 4).bfloat16()}, tmp_path / "half.safetensors")
+    refused("half.safetensors", "half.safetensors: cannot be read")
+
+
 def test_a_model_whose_copy_cannot_run_has_no_limits_and_says_so(place, tmp_path, monkeypatch):
     def no_kernel(model, dtype):
         raise RuntimeError("\"some_kernel\" not implemented for 'BFloat16'\nand more lines")

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from drift_models import ALPHABET, build, refused, save
+from transformers import AutoConfig
 
 from moe_rl.drift.checkpoints import check_device
 from moe_rl.drift.errors import DriftError
@@ -69,6 +70,22 @@ def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
     assert re.search(message, error), error
     assert error.count("moe-rl: error") == 1 and "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+def test_a_mistyped_folder_that_could_be_a_hub_id_is_named(saved, prompts, tmp_path, monkeypatch, capsys):
+    def offline(*_, **__):
+        raise OSError("We couldn't connect")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
+    monkeypatch.chdir(tmp_path)
+    said = f"there is no folder {tmp_path}/runs/mistyped, so it was taken for a hub id"
+    (tmp_path / "x.npz").write_bytes(b"")
+    for words in (
+        ["drift", "runs/mistyped", saved("qwen3_moe")[0], "--prompts", prompts],
+        ["floor", "runs/mistyped", "--prompts", prompts],
+        ["check-routes", "x.npz", "--model", "runs/mistyped"],
+    ):
+        assert said in refused(capsys, *words), words
 
 
 def test_a_named_tokenizer_stands_in(odd, saved, prompts, tmp_path, undrawn):

@@ -1,10 +1,12 @@
 """Where moe-rl drift writes: a folder of its own, whole or not at all."""
 
+import sys
 from pathlib import Path
 
 import pytest
-from drift_models import refused
+from drift_models import Gone, refused
 
+from moe_rl.cli import VERBS
 from moe_rl.drift import run
 from moe_rl.drift.output import kept_when_stopped, put_in_place, short_names, unfinished
 from moe_rl.drift.run import DriftOptions, run_drift
@@ -73,3 +75,11 @@ def test_an_error_halfway_leaves_nothing_behind(saved, prompts, tmp_path, monkey
     error = refused(capsys, "drift", old, new, "--prompts", prompts, "--output", tmp_path / "out")
     assert "No space left" in error and "nothing was written" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+def test_a_reader_that_has_gone_is_not_told_that_nothing_was_written(saved, prompts, tmp_path, undrawn, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Gone())
+    pair = map(str, saved("olmoe"))
+    with pytest.raises(BrokenPipeError):
+        VERBS["drift"]([*pair, "--prompts", str(prompts), "--output", str(tmp_path / "out"), "--no-per-site"])
+    assert (tmp_path / "out" / "drift.json").exists()

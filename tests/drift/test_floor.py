@@ -2,12 +2,13 @@
 
 import json
 import re
+import sys
 
 import pandas as pd
 import pytest
-from drift_models import build, refused, save, stands_alone
+from drift_models import Gone, build, refused, save, stands_alone
 
-from moe_rl.cli import main
+from moe_rl.cli import VERBS, main
 from moe_rl.drift import floor_run
 from moe_rl.drift.floor_page import verdict
 from moe_rl.drift.floor_run import run_floor
@@ -102,6 +103,15 @@ def test_what_was_measured_before_an_interruption_is_kept(granite, prompts, tmp_
     results = json.loads((tmp_path / "out.partial" / "floor.json").read_text())
     assert results["complete"] is False and [row["variant"] for row in results["rows"]] == ["repeat", "batch_1"]
     assert len(pd.read_csv(tmp_path / "out.partial" / "floor.csv")) == 2
+
+
+@pytest.mark.parametrize("json_too", [[], ["--json"]])
+def test_a_reader_that_has_gone_is_known_as_such(json_too, granite, prompts, tmp_path, undrawn, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Gone())
+    options = ["--output", str(tmp_path / "out"), "--dtypes", "float32", "--experts", "eager", *json_too]
+    with pytest.raises(BrokenPipeError):
+        VERBS["floor"]([str(granite), "--prompts", str(prompts), *options])
+    assert (tmp_path / "out" / "floor.json").exists()
 
 
 def test_a_dtype_that_cannot_run_is_left_out_with_the_reason(prompts, tmp_path, tokenizer, undrawn):

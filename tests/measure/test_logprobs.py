@@ -2,6 +2,7 @@
 
 import logging
 
+import jaxtyping
 import pytest
 import torch
 import torch.nn.functional as F
@@ -213,6 +214,15 @@ def test_the_load_balancing_loss_is_the_models_own(family, float64_throughout):
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_masks_of_one_row_are_not_taken_for_all(monkeypatch):
+    """Broadcast, they would score the first row and leave zeros, which look like numbers, in all others."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
+    ids, attended, completion = batch()
+    for masks, name in (((attended[:1], completion[:1]), "attention_mask"), ((attended, completion[:1]), "completion")):
+        with pytest.raises(ValueError, match=f"{name}.*: expected the shape of input_ids"):
+            token_logps(build(), ids, *masks)
 
 
 def test_refusals():

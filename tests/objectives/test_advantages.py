@@ -1,5 +1,6 @@
 import math
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -89,6 +90,16 @@ def test_refusals():
         group_advantages(torch.tensor([0.0, float("nan")]), 2)
     with pytest.raises(ValueError, match="group_size: leaving one out"):
         leave_one_out_advantages(torch.zeros(2), 1)
+    with pytest.raises(ValueError, match="eps: expected a number of at least 0, got -1"):
+        group_advantages(torch.zeros(2), 2, eps=-1)
+
+
+@pytest.mark.parametrize("advantages", [group_advantages, leave_one_out_advantages])
+def test_a_table_of_rewards_is_refused(advantages, monkeypatch):
+    """Flattened, the rows of a table of groups by samples, or of another layout, would be cut into groups unseen."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
+    with pytest.raises(ValueError, match=r"rewards: expected one axis \[B\].*, got \[4, 2\]"):
+        advantages(torch.arange(8.0).reshape(4, 2), 2)
 
 
 def test_leave_one_out_golden_and_identity():

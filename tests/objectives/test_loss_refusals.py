@@ -3,11 +3,24 @@
 import math
 from dataclasses import replace
 
+import jaxtyping
 import pytest
 import torch
 from loss_helpers import EVERYTHING, whole_of_the_loss
 
-from moe_rl.objectives import OBJECTIVES, Correction, policy_loss
+from moe_rl.objectives import (
+    OBJECTIVES,
+    PRESETS,
+    Correction,
+    Objective,
+    dpo_loss,
+    generalized_advantages,
+    kl_estimate,
+    policy_loss,
+    reward_model_loss,
+    sequence_log_ratio,
+    value_loss,
+)
 
 
 @pytest.mark.parametrize("argument", ["logps", "old_logps", "ref_logps", "rollout_logps", "advantages"])
@@ -29,6 +42,12 @@ def test_what_is_not_finite_on_a_token_that_counts_is_refused(argument, value):
         assert policy_loss("grpo", **tensors).loss.isfinite()
 
 
+@pytest.fixture
+def unannotated(monkeypatch):
+    """As users have it, who run without the checks of annotations that tests run with."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
 def arguments_of(shape=(2, 3)):
     z = torch.zeros(shape)
     return {"logps": z, "old_logps": z, "advantages": z[:, 0], "mask": torch.ones(shape, dtype=torch.bool)}
@@ -44,9 +63,14 @@ def arguments_of(shape=(2, 3)):
         ("rspo", {}, "route_weight is missing"),
         ("grpo", {"route_weight": torch.ones(2, 3)}, "would ignore it"),
         ("grpo", {"mask": torch.full((2, 3), 2.0)}, "only 0 and 1"),
+        (PRESETS["grpo"], {}, "objective: expected a name of OBJECTIVES or an Objective, got Preset"),
+        (None, {}, "objective: expected a name"),
+        ("rspo", {"route_weight": torch.full((2, 3), 1.5)}, "route_weight: expected gamma of at least 0"),
+        ("grpo", {"total_sequences": -1}, "total_sequences, total_tokens: expected a count of at least 0, got -1"),
+        ("dapo", {"total_tokens": math.nan}, "expected a count of at least 0, got nan"),
     ],
 )
-def test_refusals(objective, change, message):
+def test_refusals(objective, change, message, unannotated):
     with pytest.raises(ValueError, match=message):
         policy_loss(objective, **{**arguments_of(), **change})
 
@@ -74,6 +98,39 @@ def test_a_bound_that_the_gate_divides_by_is_not_zero(knobs):
     """The loss was NaN, also of tokens without an advantage."""
     with pytest.raises(ValueError, match="gate='quadratic' divides by them, so above 0"):
         replace(OBJECTIVES["drpo"], **knobs)
+
+
+@pytest.mark.parametrize("field", ["clip_low", "kl_coef", "length_constant", "temperature_pos"])
+def test_a_number_that_is_needed_may_not_be_none(field, unannotated):
+    with pytest.raises(ValueError, match=f"Objective.{field}: expected a finite number"):
+        Objective(**{field: None})
+    assert Objective(dual_clip=None, ratio_cap=None) == Objective()
+
+
+@pytest.mark.parametrize("corrections", [("token_truncate:2",), [Correction("token_mask", high=3.0)], None])
+def test_corrections_are_a_tuple_of_corrections(corrections, unannotated):
+    with pytest.raises(ValueError, match=r"Objective.corrections: expected a tuple of Correction, got "):
+        Objective(corrections=corrections)
+
+
+@pytest.mark.parametrize("function", [sequence_log_ratio, kl_estimate])
+def test_tensors_that_would_broadcast_are_refused(function, unannotated):
+    """One row against three, or one value a sequence against square batches: tokens that do not belong together."""
+    z, all_of_them = torch.zeros(3, 3), torch.ones(3, 3)
+    for old, mask, name in ((z[:1], all_of_them, "(old|ref)_logps"), (z[0], all_of_them, ".*"), (z, z[:1], "mask")):
+        with pytest.raises(ValueError, match=rf"{name}: expected the shape of logps, \(3, 3\), got"):
+            function(z, old, mask)
+
+
+def test_rewards_and_pairs_that_would_broadcast_are_refused(unannotated):
+    z, some = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="rewards: expected the shape of values"):
+        generalized_advantages(torch.ones(3), z, some)  # one reward a response, on every token of others
+    with pytest.raises(ValueError, match="returns: expected the shape of values"):
+        value_loss(z, z, z[:, :1], some)
+    for loss in (dpo_loss, reward_model_loss):
+        with pytest.raises(ValueError, match=r"rejected_\w+: expected the shape of chosen_\w+, \(3,\), got \(3, 1\)"):
+            loss(z[0], z[:, :1])
 
 
 def test_an_off_policy_mask_has_no_lower_bound():

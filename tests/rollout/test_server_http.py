@@ -308,6 +308,25 @@ class Other(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class Nonsense(Other):
+    """Its answers have a length that is no number."""
+
+    def do_POST(self):
+        self.send_response(200)
+        self.send_header("Content-Length", self.server.length)
+        self.end_headers()
+
+
+@pytest.mark.parametrize("length", ["soon", "-1", "1e3", ""])
+def test_an_answer_whose_length_is_no_number_is_an_error_of_the_engine(length):
+    with http.server.HTTPServer(("127.0.0.1", 0), Nonsense) as server:
+        server.length = length
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(EngineError, match=rf"before a session began: .* Content-Length of '{length}'"):
+            HttpServer(f"http://127.0.0.1:{server.server_port}", 5.0)
+        server.shutdown()
+
+
 @pytest.mark.parametrize(
     ("status", "answer", "message"),
     [

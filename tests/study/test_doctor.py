@@ -10,7 +10,7 @@ import torch
 from moe_rl.cli import main
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig
-from moe_rl.policy.tiny import ModelError
+from moe_rl.policy.tiny import ModelError, char_tokenizer
 from moe_rl.rollout.engines import EngineConfig
 from moe_rl.study.config import load_study, parse_study
 from moe_rl.study.doctor import Machine, Requirement, examine, inspect_machine, installed, planned, report
@@ -123,7 +123,10 @@ def test_a_configuration_that_is_not_here_says_what_to_do(monkeypatch, tmp_path)
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match=r"configuration of nobody/nothing is not on this machine.*Put its"):
+    with pytest.raises(
+        ModelError,
+        match=r"configuration of nobody/nothing is not on this machine.*no folder .*nobody/nothing, so .*Put its",
+    ):
         architecture(ModelConfig(path="nobody/nothing"))
     with pytest.raises(ModelError, match="there is no folder"):
         architecture(ModelConfig(path=str(tmp_path / "none")))
@@ -184,6 +187,48 @@ def test_what_is_wrong_with_a_study_is_said_in_words(monkeypatch):
     text = report(found)
     assert not found["ok"] and "!! task" in text and "there is no file" in text
     assert "!! model options" in text and "megablocks" in text
+
+
+LACKING = """
+from dataclasses import dataclass
+from typing import ClassVar
+from moe_rl.rollout import Problem, VerifiableTask
+
+@dataclass(frozen=True)
+class Sums(VerifiableTask):
+    broken: bool = False
+    name: ClassVar[str] = "sums"
+    alphabet: ClassVar[str] = "0123456789^="
+    max_new_tokens: ClassVar[int] = 3
+
+    def draw(self, rng):
+        n = rng.randrange(1, 50)
+        return Problem(f"^{n}+{n // (not self.broken)}=", str(2 * n))
+
+    def reward(self, problem, completion):
+        return float(completion == problem.answer)
+"""
+
+
+def test_prompts_without_tokens_and_a_task_that_fails_are_found(tmp_path):
+    (tmp_path / "lacking.py").write_text(LACKING)
+
+    def checks(model, **options):
+        task = {"name": f"{tmp_path}/lacking.py:Sums", "options": options}
+        found = examine(parse_study(STUDY | {"base": {"model": model, "task": task}}), inspect_machine())
+        return {check["name"]: check for check in found["study"]["checks"]}
+
+    (tmp_path / "hub").mkdir()
+    char_tokenizer("0123456789^=").save_pretrained(tmp_path / "hub")
+    (tmp_path / "hub" / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    for model in ({"path": str(tmp_path / "hub")}, {}):
+        said = checks(model)["prompts"]
+        assert said["ok"] is False and "cannot encode '^" in said["found"] and "it lacks '+'" in said["found"]
+    char_tokenizer("0123456789^=+").save_pretrained(tmp_path / "hub")
+    assert checks({"path": str(tmp_path / "hub")})["prompts"]["ok"]
+    failed = checks({}, broken=True)
+    assert failed["task"]["ok"] is False and "ZeroDivisionError" in failed["task"]["found"] and "prompts" not in failed
+    assert "prompts" not in checks(STUDY["base"]["model"]), "the tokenizer of a hub id is not at hand"
 
 
 def test_packages_are_held_against_their_bounds():
