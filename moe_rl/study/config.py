@@ -146,6 +146,10 @@ def parse_study(data: Any) -> StudyConfig:
         changes = dict(changes or {})
         own = {key: changes.pop(key) for key in ARM_FIELDS if key in changes}
         fields = [field.name for field in dataclasses.fields(RunConfig)]
+        if "seed" in changes:
+            raise ConfigError(
+                f"arms.{name}.seed: would change nothing; the seeds of an arm are a list, arms.{name}.seeds"
+            )
         for key in changes:
             if key not in fields:
                 raise ConfigError(f"arms.{name}.{key}: unknown field{nearest(str(key), [*ARM_FIELDS, *fields])}")
@@ -155,6 +159,8 @@ def parse_study(data: Any) -> StudyConfig:
         raise ConfigError(f"seeds: expected a list of at least one whole number, got {given!r}")
     study = build(StudyConfig, {**data, "arms": parsed, "seeds": given, "question": data.get("question", "")}, "")
     _check_name("name: a study's name", study.name)
+    if study.base.seed != RunConfig().seed:
+        raise ConfigError(f"base.seed: {study.base.seed} would change nothing; the seeds of a study are a list, seeds")
     own = {f"arms.{name}.seeds": arm.seeds or () for name, arm in study.arms.items()}
     for where, seeds in {"seeds": study.seeds, **own}.items():
         for i, seed in enumerate(seeds):

@@ -54,7 +54,8 @@ def origins(data: StudyData, study: str) -> pd.DataFrame:
 
 
 def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataFrame:
-    """One row per finished run and prefix: arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below its
+    """One row per finished run and prefix that it is longer than (a run that is over by then has no later end of which
+    the signals could tell): arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below its
     start or collapsed, see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same weights to begin
     with and the same run are known in other studies (first 16 digits of SHA-256)."""
     runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, data.name))
@@ -63,7 +64,11 @@ def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataF
     runs["cold_start"] = runs["cold_start"].map(_digest)
     runs["bad"] = runs[list(OUTCOMES)].any(axis=1)
     kept = runs[["cold_start", "run", "final", "bad"]]
-    tables = [kept.assign(steps=steps).join(signals(data, steps), how="inner").reset_index() for steps in prefixes]
+    last = data.rollouts.groupby(["arm", "seed"])["step"].max().reindex(kept.index)
+    tables = [
+        kept[last >= steps].assign(steps=steps).join(signals(data, steps), how="inner").reset_index()
+        for steps in prefixes
+    ]
     return pd.concat(tables, ignore_index=True)
 
 
@@ -100,8 +105,13 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.
     Columns: signal, steps, runs, bad, `auc` of telling bad ends apart, `correlation` (Spearman's, with the final
     reward); each with a 95 % interval by bootstrap over cold starts, which the arms of a seed share, and studies with
     each other. A run that several studies hold counts once. A signal that falls before a bad end has an auc below 0.5.
+
+    Raises:
+        ValueError: no run at all.
     """
     everything = pd.concat(studies, ignore_index=True).drop_duplicates(["run", "steps"])
+    if everything.empty:
+        raise ValueError("no finished run has more steps than those that its signals would be read from; see --steps")
     rows = []
     for steps, table in everything.groupby("steps"):
         bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)

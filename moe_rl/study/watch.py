@@ -67,7 +67,7 @@ def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None
     try:
         print(f"watching {folder} at {url}  (Ctrl-C ends it)", flush=True)
         # Routes need torch, which takes seconds to import: done while the reader looks at the curves.
-        threading.Thread(target=_warm_up, daemon=True).start()
+        threading.Thread(target=import_torch, daemon=True).start()
         if open_browser:
             webbrowser.open(url)
         server.serve_forever()
@@ -132,12 +132,15 @@ class Api:
 
     def catalogue(self, query: dict[str, str]) -> dict[str, Any]:
         """Metrics that can be drawn besides the page's own curves."""
+        import_torch()
         return {"metrics": choosable()}
 
     def run(self, query: dict[str, str]) -> dict[str, Any]:
         """Curves of `run` after the cursor `since`, with the chosen `metrics` (kind.name, comma between them), and the
         steps whose tokens are stored; at the end of what there is also its alarms."""
         folder, names = self._folder(query), [name for name in query.get("metrics", "").split(",") if name]
+        if names:
+            import_torch()
         known = choosable() if names else {}
         unknown = next((name for name in names if name not in known), None)
         if unknown is not None:
@@ -149,6 +152,7 @@ class Api:
     def experts(self, query: dict[str, str]) -> dict[str, Any]:
         """Tokens by site and expert of `run`, old against new, over the stored steps up to `step`, if given."""
         folder = self._folder(query)
+        import_torch()
         with self.lock:
             return expert_counts(folder, _whole(query, "step") if "step" in query else None)
 
@@ -187,6 +191,7 @@ class Api:
         folder, step = self._folder(query), _whole(query, "step")
         if step not in stored_steps(folder):
             raise LiveError(f"run {query['run']!r} stored no tokens of step {step}; stored are {stored_steps(folder)}")
+        import_torch()
         changed = (folder / "tokens" / f"step_{step:06d}.parquet").stat().st_mtime_ns
         return _token_step(folder, step, changed)
 
@@ -288,5 +293,12 @@ def _token_step(folder: Path, step: int, _changed: int) -> TokenStep:
     return TokenStep(folder, step)
 
 
-def _warm_up() -> None:
-    import moe_rl.routing  # noqa: F401  (importing is the point: torch takes seconds)
+_IMPORTING = threading.Lock()
+
+
+def import_torch() -> None:
+    """Import what the catalogue and routes need, which takes seconds. One thread at a time: another would find modules
+    of transformers that are not filled yet."""
+    with _IMPORTING:
+        import moe_rl.measure.catalogue
+        import moe_rl.training.route_tables  # noqa: F401

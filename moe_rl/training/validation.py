@@ -32,6 +32,7 @@ def validate(config: RunConfig) -> None:
         + (", its default" if probe.sequences == ProbeConfig().sequences else ""),
     )
     for field, ok in (
+        ("probe.every: the steps at which they are compared, 0 means never", probe.every > 0),
         ("distributed.strategy: gradients are compared in one process", config.distributed.strategy == "none"),
         ("probe.sequences: the responses are halved", probe.sequences > 1),
         ("method.objective: its loss is of pairs, which halving tears apart", not method.pairs),
@@ -232,6 +233,11 @@ def _levers(config: RunConfig, method: Method) -> None:
         optim.expert_bias_loads == "used" or (optim.expert_bias_rate > 0 and own.replay != "none"),
         f"optim.expert_bias_loads {optim.expert_bias_loads!r}: what a bias follows under replay; set "
         "optim.expert_bias_rate above 0 and method.replay to R2 or R3, or leave it at used",
+    )
+    require(
+        optim.router_lr_multiplier == 1 or not optim.freeze_router,
+        f"optim.router_lr_multiplier: {optim.router_lr_multiplier:g} of a learning rate that frozen routers "
+        "(optim.freeze_router) do not have; set it to 1, or optim.freeze_router to false",
     )
     if optim.expert_bias_rate:
         require(

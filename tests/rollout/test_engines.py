@@ -294,6 +294,11 @@ def test_a_closed_engine_has_let_go_of_its_model(model):
         ({"router_format": "int8"}, r"rollout\.engine\.router_format: expected one of null, int4, e5m2, got 'int8'"),
         ({"weight_format": "int8"}, r"rollout\.engine\.weight_format: expected one of null, fp8, int4, got 'int8'"),
         ({"max_batch": 0}, r"rollout\.engine\.max_batch: at least 1, got 0"),
+        (
+            {"kind": "self", "weight_format": "int4"},
+            r"engine\.weight_format: is for kind hf and .* of kind 'self', got 'int4'",
+        ),
+        ({"kind": "a.py:B", "router_format": "e5m2"}, r"engine\.router_format: is for kind hf and .* of kind 'a.py:B'"),
     ],
 )
 def test_what_no_engine_knows_is_refused(changes, message):

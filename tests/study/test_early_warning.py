@@ -48,9 +48,19 @@ def test_a_run_that_two_studies_hold_counts_once_and_a_cold_start_is_one_cluster
 
 def test_committed_signals_are_read_as_run_folders_are(folder, tmp_path):
     signals_of = runpy.run_path(str(Path(__file__).parents[2] / "analysis" / "early_warning.py"))["signals_of"]
-    of_runs = signals_of(folder, (5, 10))
-    run_signals(load(folder)).to_csv(tmp_path / "signals.csv", index=False)
-    pd.testing.assert_frame_equal(signals_of(tmp_path, (5, 10)).reset_index(drop=True), of_runs, check_dtype=False)
-    assert of_runs.groupby("steps").size().to_dict() == {5: len(of_runs) // 2, 10: len(of_runs) // 2}
-    with pytest.raises(ValueError, match=r"signals.csv has the first \[5, 10, 20\] steps, not \[7\]"):
+    of_runs = signals_of(folder, (3, 5))
+    run_signals(load(folder), (2, 3, 5)).to_csv(tmp_path / "signals.csv", index=False)
+    pd.testing.assert_frame_equal(signals_of(tmp_path, (3, 5)).reset_index(drop=True), of_runs, check_dtype=False)
+    assert of_runs.groupby("steps").size().to_dict() == {3: len(of_runs) // 2, 5: len(of_runs) // 2}
+    with pytest.raises(ValueError, match=r"signals.csv has the first \[2, 3, 5\] steps, not \[7\]"):
         signals_of(tmp_path, (5, 7))
+
+
+def test_nothing_is_told_early_of_runs_that_are_over_by_then(folder):
+    """Runs of 7 steps: their first 7, 10 or 20 are all that there is, and the end itself."""
+    data = load(folder)
+    assert set(run_signals(data, (5, 6, 7, 10, 20))["steps"]) == {5, 6}
+    short = run_signals(data, (7, 10, 20))
+    assert short.empty
+    with pytest.raises(ValueError, match="no finished run has more steps than"):
+        early_warning([short])

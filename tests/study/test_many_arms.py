@@ -48,14 +48,20 @@ def doses(tmp_path_factory):
     return small(tmp_path_factory, more)
 
 
-def small(tmp_path_factory, more):
-    arms = ("grpo", "grpo_replay", "gspo", *more)
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two arms of one method, which get one row of panels."""
+    return small(tmp_path_factory, {"slow": ({**ARMS["grpo"], "label": "GRPO, slow"}, 0.8)}, ("grpo",))
+
+
+def small(tmp_path_factory, more, others=("grpo", "grpo_replay", "gspo")):
+    arms = (*others, *more)
     folder = tmp_path_factory.mktemp("runs") / "small"
     return load(write_study(folder, arms, (0, 1), 6, sequences=8, tokens_every=3, more=more))
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("study", ["crowd", "doses"])
+@pytest.mark.parametrize("study", ["crowd", "doses", "pair"])
 def test_words_lie_inside_the_figure_and_not_on_one_another(study, name, request):
     figure = FIGURES[name](request.getfixturevalue(study))
     figure.render("svg")  # where places are found

@@ -132,7 +132,8 @@ def test_the_command_names_a_wrong_folder(tmp_path, capsys):
         assert stop.value.code == 1 and message in capsys.readouterr().err
 
 
-def test_the_command_serves_until_interrupted(server):
+def command(server):
+    """The command on the server's folder, as it says where it is, and its port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -141,6 +142,31 @@ def test_the_command_serves_until_interrupted(server):
     heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored by all that a shell puts behind itself  # noqa: E731
     process = subprocess.Popen(command, preexec_fn=heard, **options)
     assert f"http://127.0.0.1:{port}/" in process.stdout.readline()
+    return process, port
+
+
+def test_chosen_metrics_are_answered_while_torch_is_still_being_imported(server):
+    """Half imported by one thread, transformers lacks names for another."""
+    process, port = command(server)
+    path, said = "/api/run?run=grpo/seed0&metrics=probe.var_token_natural", []
+
+    def get():
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+        connection.request("GET", path)
+        said.append(connection.getresponse().status)
+
+    threads = [threading.Thread(target=get) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    process.terminate()
+    _, error = process.communicate(timeout=300)
+    assert (said, error) == ([200] * 3, "")
+
+
+def test_the_command_serves_until_interrupted(server):
+    process, _ = command(server)
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=300)
     assert (process.returncode, error) == (0, "") and out.endswith("stopped\n")

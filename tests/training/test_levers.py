@@ -200,6 +200,7 @@ def test_a_part_of_all_is_all(state_of, tmp_path):
             replace(QUIET, method=MethodConfig(replay="R2", keep_sites=())),
             "method.keep_sites: one or more different sites",
         ),
+        (with_optim(freeze_router=True, router_lr_multiplier=0.1), "router_lr_multiplier: 0.1 of a learning rate that"),
         (with_optim(expert_bias_rate=0.1, expert_bias_loads="live"), "what a bias follows under replay"),
         (with_optim(MICRO_KL, expert_bias_rate=0.1, reference_reset_every=1), "cannot be reset"),
         (

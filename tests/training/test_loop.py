@@ -12,7 +12,7 @@ from moe_rl.study.run import run_one
 from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train, validate
 from moe_rl.training.batch import micro_batches
 from moe_rl.training.checkpoint import save_checkpoint
-from moe_rl.training.loop import responses
+from moe_rl.training.loop import collect_batch, responses
 from moe_rl.training.score import score_rollout
 
 
@@ -35,6 +35,15 @@ def test_first_update_is_on_policy_and_later_ones_are_not(state_of, tmp_path):
     assert second["var_token_log_ratio"] > 1e-8 and second["k3"] > 0
     assert all(r["rollout_logp_gap"] < 1e-4 for r in rows(tmp_path, "rollout"))
     assert [r["step"] for r in rows(tmp_path, "eval")] == [0, 2]
+
+
+def test_groups_of_equal_rewards_are_counted_whatever_their_reward(state_of, tmp_path):
+    """Of one group alone, the standard deviation of eight times 0.1 in float32 is 8e-9, not 0."""
+    config = replace(MICRO, rollout=replace(MICRO.rollout, prompts=1, group_size=8))
+    state = state_of(replace(config, optim=replace(MICRO.optim, num_minibatches=1)), tmp_path)
+    state.task.reward = lambda problem, completion: 0.1
+    assert not collect_batch(state).advantages.any()
+    assert rows(tmp_path, "rollout")[0]["groups_equal"] == 1
 
 
 def test_arms_share_prompts_samples_and_order(state_of, tmp_path):

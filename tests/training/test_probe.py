@@ -163,6 +163,7 @@ def test_comparing_gradients_changes_nothing_else_and_finds_no_bias_where_no_wei
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"probe": ProbeConfig(every=0, gradients=True)}, "probe.gradients does not go with this probe.every"),
         ({"probe": ProbeConfig(sequences=1, gradients=True)}, "probe.gradients does not go with this probe.sequences"),
         (
             {"probe": ProbeConfig(sequences=2, gradients=True), "method": MethodConfig(objective="dpo")},

@@ -156,7 +156,13 @@ def label_grid(figure: Figure, axes: Sequence[Axes], xlabel: str, ylabel: str, e
     right = max(ax.get_position().x1 for ax in axes)
     figure.text((0.52 / PAGE + right) / 2, 0.27 / height, xlabel, ha="center", va="center", fontsize=7.5)
     side = ylabel.replace("\n", " ")
-    figure.text(0.1 / PAGE, 0.5 + 0.3 / height, side, ha="center", va="center", rotation=90, fontsize=7.5)
+    label = figure.text(0.1 / PAGE, 0.5 + 0.3 / height, side, ha="center", va="center", rotation=90, fontsize=7.5)
+    for size in (7.5, 7, 6.5, 6, 5.5, 5):  # until it stands over the line about n
+        label.set_fontsize(size)
+        length = label.get_window_extent().height / figure.dpi
+        if length <= height - 0.18:
+            break
+    label.set_y(min(0.5 + 0.3 / height, 1 - (length / 2 + 0.03) / height))
     if extra:
         figure.text(0.992, 0.27 / height, extra, ha="right", va="center", fontsize=6.5, color="#6b6b6b")
 

@@ -115,7 +115,11 @@ def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: li
     for end in ends:
         ax.axhline(end - 0.5, color=GREY, lw=1)
     bar = drawn.add_axes(((PAGE - 0.62) / PAGE, foot / total, 0.09 / PAGE, min(2.5, high) / total))
-    drawn.colorbar(mesh, cax=bar, label="slots changed, %").outline.set_visible(False)
+    drawn.colorbar(mesh, cax=bar).outline.set_visible(False)
+    if high > 1:
+        bar.set_ylabel("slots changed, %")
+    else:  # hangs into the foot
+        bar.set_ylabel("slots changed, %", loc="top", fontsize=6.5)
     bar.tick_params(labelsize=6.5)
     return drawn
 
