@@ -95,6 +95,12 @@ class Rollout(Responses):
         """The column in which the completions begin."""
         return int(self.completion_mask.any(0).int().argmax())
 
+    @property
+    def equal_groups(self) -> Bool[Tensor, " N"]:
+        """Groups whose rewards are all equal, so that their group advantages are 0."""
+        rewards = self.rewards.view(-1, self.group_size)
+        return (rewards == rewards[:, :1]).all(1)
+
     def rows(self, index: Int[Tensor, " n"] | Bool[Tensor, " B"]) -> "Rollout":
         """The completions `index`, in that order, or those where it is True. `group_size` is kept: whether groups stay
         whole is up to `index`."""

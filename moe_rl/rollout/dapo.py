@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.joining import join_rollouts
@@ -23,12 +23,6 @@ def overlong_penalty(lengths: Int[torch.Tensor, " B"], longest: int, buffer: int
     return -((lengths - (longest - buffer)) / buffer).clamp(0, 1)
 
 
-def equal_groups(rollout: Rollout) -> Bool[torch.Tensor, " P"]:
-    """Groups whose rewards are all equal, so that their group advantages are 0."""
-    rewards = rollout.rewards.view(-1, rollout.group_size)
-    return (rewards == rewards[:, :1]).all(1)
-
-
 def refill(rollout: Rollout, sample: Callable[[int, int], Rollout], attempts: int) -> tuple[Rollout, dict[str, Any]]:
     """Dynamic sampling: groups whose rewards are all equal are replaced by groups of new prompts that have a signal
     (arXiv 2503.14476, section 3.2, eq. 11), until there is none left or `attempts` further samplings were made.
@@ -44,11 +38,11 @@ def refill(rollout: Rollout, sample: Callable[[int, int], Rollout], attempts: in
         `groups_replaced`.
     """
     rewards, replaced, attempt = [rollout.rewards], 0, 0
-    while attempt < attempts and len(places := equal_groups(rollout).nonzero()[:, 0]):
+    while attempt < attempts and len(places := rollout.equal_groups.nonzero()[:, 0]):
         attempt += 1
         fresh = sample(attempt, len(places))
         rewards.append(fresh.rewards)
-        found = (~equal_groups(fresh)).nonzero()[:, 0]
+        found = (~fresh.equal_groups).nonzero()[:, 0]
         count = min(len(places), len(found))
         groups = torch.arange(len(rollout) // rollout.group_size)
         groups[places[:count].cpu()] = len(groups) + found[:count].cpu()

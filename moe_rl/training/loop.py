@@ -21,7 +21,7 @@ from moe_rl.measure.logprobs import TokenLogps
 from moe_rl.objectives import group_advantages
 from moe_rl.rollout import Rollout, TaskError, demonstrate, seeded_random
 from moe_rl.rollout.continuing import partial_responses, version_metrics
-from moe_rl.rollout.dapo import equal_groups, overlong_penalty, refill
+from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch, minibatches
@@ -326,7 +326,7 @@ def rollout_metrics(rollout: Rollout, batch: Batch, two: bool, lag: int) -> dict
         "reward_std": rewards.std(),
         "reward_n": len(rollout),
         "response_length": rollout.lengths.float().mean(),
-        "groups_equal": equal_groups(rollout).float().mean() if size > 1 else None,
+        "groups_equal": rollout.equal_groups.float().mean() if size > 1 else None,
         "rollout_logp_gap": gap if two else None,
         "lag": lag,
     }

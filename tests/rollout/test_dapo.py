@@ -8,7 +8,7 @@ from jaxtyping import TypeCheckError
 
 from moe_rl.rollout import Problem
 from moe_rl.rollout.completions import Rollout
-from moe_rl.rollout.dapo import equal_groups, overlong_penalty, refill
+from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.joining import join_rollouts
 from moe_rl.routing import RoutedExperts
 
@@ -70,7 +70,7 @@ def test_groups_without_a_signal_are_replaced_in_bounded_attempts():
     assert asked == [(1, 2), (2, 1)], "as many prompts as groups lack a signal, and no third attempt"
     prompts = [problem.prompt for problem in found.problems]
     assert prompts == ["p20", "p21", "p2", "p3", "p4", "p5"], "replaced in place; what is left stays"
-    assert found.rewards.tolist() == [1, 0, 0, 1, 1, 1] and equal_groups(found).tolist() == [False, False, True]
+    assert found.rewards.tolist() == [1, 0, 0, 1, 1, 1] and found.equal_groups.tolist() == [False, False, True]
     assert found.completions == ["c20", "c21", "c2", "c3", "c4", "c5"]
     assert {k: float(v) for k, v in metrics.items()} == pytest.approx(
         {
