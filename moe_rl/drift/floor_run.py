@@ -45,6 +45,8 @@ from moe_rl.measure.arithmetic import (
 from moe_rl.measure.noise_floor import experts_implementation, first_line
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
 from moe_rl.routing import RoutingError
+from moe_rl.routing.errors import UnsupportedExpertsError
+from moe_rl.routing.experts import check_experts_name
 
 MAX_TOKENS = 1024
 
@@ -201,6 +203,11 @@ def _check(options: FloorOptions) -> torch.device:
         checkpoints.check_dtype(dtype, "--dtypes")
     if len(set(options.dtypes)) < len(options.dtypes):
         raise DriftError(f"--dtypes: one of {' '.join(options.dtypes)} is named twice")
+    for experts in options.experts:
+        try:
+            check_experts_name(experts)
+        except UnsupportedExpertsError as error:
+            raise DriftError(f"--experts: {str(error).removeprefix('experts_implementation: ')}") from error
     least = {"batch_size": 1, "sequences": 1, "decode_tokens": 0, "max_tokens": 2}
     for name, low in least.items():
         value = getattr(options, name)

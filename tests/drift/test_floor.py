@@ -150,6 +150,7 @@ def test_the_verdict_names_the_worst_variant_of_each_dtype_and_no_other_dtype():
     [
         ({"--prompts": "nowhere.jsonl"}, "there is no file nowhere.jsonl"),
         ({"--dtypes": "float8"}, "--dtypes: unknown 'float8'"),
+        ({"--experts": "nonsense"}, "--experts: expected one of "),
         ({"--batch-size": "0"}, "--batch-size: at least 1, got 0"),
         ({"--max-tokens": "65"}, "--max-tokens: 65 are more than the model's 64 positions"),
         ({"--max-tokens": "2"}, r"no token to measure: 4 examples are empty.* fills the 2 tokens .* has 64 positions"),
