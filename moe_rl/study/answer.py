@@ -59,7 +59,7 @@ def answer(data: StudyData) -> Answer:
     told += [_need(data, replay)] if replay else []
     told += [_without(data, gspo)] if gspo else []
     told += [_failures(data)] if len(told) < 2 else []
-    lines = (*told, Line("What can n say?", _seeds(pairs), minus(power_sentence(data))))
+    lines = (*told, Line("What can n say?", _seeds(data, pairs), minus(power_sentence(data))))
     undeclared = "" if declared(data) is not None else "These comparisons were not declared in the study file. "
     note = f"{undeclared}Difference of final reward, paired by seed. p adjusted for the number of comparisons."
     return Answer(lines, tuple(_row(data, pair) for pair in pairs), note)
@@ -143,7 +143,9 @@ def _failures_of(data: StudyData, pairs: Sequence[Pair]) -> str:
 def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
     """What the comparisons of any study came to; those that are told apart, or told equal, by name."""
     if not pairs:
-        return Line("Do the arms differ?", "Not compared", "No two arms that differ in one thing have finished runs.")
+        why = "No two arms that differ in one thing have finished runs."
+        why = "The study file compares none: its question is not of rewards." if declared(data) == [] else why
+        return Line("Do the arms differ?", "Not compared", why)
     verdicts = [pair.result.verdict for pair in pairs]
     words = f"{sum(pair.result.apart for pair in pairs)} of {count(len(pairs), 'comparison')} resolved"
     named = [
@@ -168,8 +170,9 @@ def _failures(data: StudyData) -> Line:
     return Line("Did runs fail?", f"{total} of {count(runs, 'finished run')}", text)
 
 
-def _seeds(pairs: Sequence[Pair]) -> str:
-    counts = sorted({pair.result.n for pair in pairs})
+def _seeds(data: StudyData, pairs: Sequence[Pair]) -> str:
+    """Seeds of a comparison, or, where the study file compares no arms, of an arm."""
+    counts = sorted({pair.result.n for pair in pairs} or (set(data.arms["finished"]) if declared(data) == [] else ()))
     return f"n = {' or '.join(map(str, counts))}" if counts else "Nothing yet"
 
 

@@ -175,6 +175,8 @@ def power_sentence(data: StudyData) -> str:
     """What this n resolves, and what n would resolve the smallest difference of interest."""
     pairs = [pair for pair in comparisons(data) if pair.result.n >= 2]
     least = interest(data)
+    if declared(data) == []:
+        return "No rewards are compared; intervals are over the seeds of an arm."
     if not pairs:
         return "Fewer than two seeds in common: no difference can be resolved."
     n = int(np.median([pair.result.n for pair in pairs]))

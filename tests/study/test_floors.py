@@ -76,6 +76,21 @@ def test_floors_pool_runs_and_take_the_largest_of_the_own_variants(measured):
     assert variance.loc["bf16", "var_sequence"] == pytest.approx(2e-5)  # mean of 1e-5 and 3e-5
 
 
+def test_arms_of_fewer_layers_have_their_own_sites_on_the_same_axis(measured):
+    probes = measured.probes.copy()
+    for name in ("site_names", "site_slots_changed", "site_slots"):
+        probes[name] = [v[:2] if a == "grpo" else v for v, a in zip(probes[name], probes["arm"], strict=True)]
+    figure = expert_change_by_site(replace(measured, probes=probes))
+    found, whole = (
+        one.frame.dropna(subset=["update"]).set_index(["arm", "update", "site"])["rate"]
+        for one in (figure, expert_change_by_site(measured))
+    )
+    assert set(whole.index) - set(found.index) == {key for key in whole.index if key[0] == "grpo" and key[2] >= 2}
+    np.testing.assert_array_equal(found, whole[found.index])
+    shallow, deep = (np.asarray(ax.images[0].get_array().filled(np.nan)) for ax in figure.figure.axes[:2])
+    assert shallow.shape == deep.shape and np.isnan(shallow[2:]).all() and np.isfinite(shallow[:2]).all()
+
+
 def test_the_heat_map_has_the_floor_once_on_the_same_scale_and_apart(measured):
     figure = expert_change_by_site(measured)
     *arms, floor = [ax for ax in figure.figure.axes if ax.images]

@@ -208,6 +208,16 @@ def test_the_first_answer_follows_the_verdicts():
     assert (other.lines[0].question, other.lines[0].answer) == ("Do the arms differ?", "1 of 7 comparisons resolved")
 
 
+def test_a_study_that_compares_no_arms_says_so():
+    study = _study({"grpo": LOW, "gspo": LOW})
+    first, _, last = answer(replace(study, config={**study.config, "comparisons": []})).lines
+    assert (first.answer, first.text) == (
+        "Not compared",
+        "The study file compares none: its question is not of rewards.",
+    )
+    assert (last.answer, last.text) == ("n = 8", "No rewards are compared; intervals are over the seeds of an arm.")
+
+
 def _at_two_rates(slow, fast, comparisons, updates=None):
     """Two sets of arms in one condition, of which the second, named fast_, learns at twice the rate."""
     a, b = _study(slow), _study(fast, {arm: {"optim": {"learning_rate": 2e-3}} for arm in fast})

@@ -32,14 +32,13 @@ DASHED = (
 def expert_change_by_site(data: StudyData) -> Drawing:
     """Heat map routing site x update index, slot definition, one panel per arm; of many arms, arm x site."""
     rows = data.probes.dropna(subset=["site_slots_changed", "site_slots", "site_names"])
-    names = list(rows["site_names"].iloc[0])
-    pooled = _pooled(rows, len(names))
+    names = max((list(each) for each in rows["site_names"]), key=len)  # an arm of fewer layers has a part of them
+    pooled = _pooled(rows)
     floor = floor_by_site(data, names)
     arms = drawn_arms(data, list(pooled["arm"].unique()))
     by_arm = many(data) or len(arms) > 2 * MANY
     short, common = short_sites(names)
     drawn = (_by_arm if by_arm else _by_update)(data, pooled, floor, arms, short)
-    pooled["site_name"] = [names[i] for i in pooled["site"]]
     parts = [
         pd.DataFrame({"arm": f"floor, {name}", "site": floor.index, "rate": floor[name]}).assign(
             site_name=[names[int(i)] for i in floor.index]
@@ -52,14 +51,14 @@ def expert_change_by_site(data: StudyData) -> Drawing:
     return Drawing(drawn, pd.concat([pooled, *parts]), said)
 
 
-def _pooled(rows: pd.DataFrame, sites: int) -> pd.DataFrame:
+def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
     """Sums of changes and slots by arm, site and update, and their rate."""
     found = []
     for (arm, update), part in rows.groupby(["arm", "update"], observed=True, sort=False):
         changed, total = (np.sum(part[name].tolist(), axis=0) for name in ("site_slots_changed", "site_slots"))
         found.append(
-            pd.DataFrame({"arm": arm, "site": range(sites), "update": update, "site_slots_changed": changed,
-                          "site_slots": total, "rate": changed / total})
+            pd.DataFrame({"arm": arm, "site": range(len(total)), "update": update, "site_slots_changed": changed,
+                          "site_slots": total, "rate": changed / total, "site_name": part["site_names"].iloc[0]})
         )  # fmt: skip
     return pd.concat(found, ignore_index=True)
 
@@ -73,6 +72,7 @@ def _by_update(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms:
     axes = lines.flatten()
     for ax, arm in zip(axes, arms, strict=False):
         grid = 100 * pooled[pooled["arm"] == arm].pivot(index="site", columns="update", values="rate")
+        grid = grid.reindex(range(len(short)))
         mesh = ax.imshow(grid.to_numpy(dtype=float), aspect="auto", interpolation="nearest", **image)
         _write_cells(ax, grid.to_numpy(dtype=float), top)
         ax.set_title(short_label(data, arm, 16), fontsize=7)
