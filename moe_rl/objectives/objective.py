@@ -32,6 +32,7 @@ class Objective:
             "clip"          min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
             "mask"          sg[M r] A log pi, M = 0 on the tokens that "clip" would take out of the gradient
             "cap"           sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi: no token is taken out
+            "sequence_clip" r A, but 0 gradient where "clip" would clip at the geometric mean of the sequence's r
             "sigmoid"       (4/tau) sigma(tau (r - 1)) A, tau by the sign of A
             "geometric"     geometric mean over a sequence of token ratios clipped to [e^-clip_low, e^clip_high]
             "gamma"         sg[r^power e^(decay (1 - r))] A log pi, power and decay by the sign of A

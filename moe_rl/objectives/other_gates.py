@@ -1,5 +1,5 @@
-"""Gates of other methods: MiniRL's mask, no clip, no ratio, CISPO's cap, SAPO's sigmoid, GMPO's mean of clipped ratios,
-VESPO's gamma kernel."""
+"""Gates of other methods: MiniRL's mask, a clip of whole sequences, no clip, no ratio, CISPO's cap, SAPO's sigmoid,
+GMPO's mean of clipped ratios, VESPO's gamma kernel."""
 
 import torch
 from jaxtyping import Float
@@ -20,6 +20,18 @@ def mask_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -
     ratio = x.log_ratio.detach().exp()
     clipped = outside_trust_region(ratio, x.advantages, 1.0 - clip_low, 1.0 + clip_high)
     return Gated(torch.where(clipped, 0.0, ratio) * x.advantages * x.logps, clipped)
+
+
+@gate("sequence_clip", levels=("token",))
+def sequence_clip_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Gated:
+    """Token ratios under GSPO's trust region: r A, out of the gradient where `clip_gate` would clip at the ratio s of
+    the token's sequence, the geometric mean of its r (arXiv:2507.18071, eq. 7). Of no paper: it tells the level of the
+    ratio from the level of the clip.
+    """
+    sequence = masked_row_mean(x.token_log_ratio.detach(), x.mask).exp()[:, None].expand_as(x.mask)
+    clipped = outside_trust_region(sequence, x.advantages, 1.0 - clip_low, 1.0 + clip_high) & x.mask
+    ratio = torch.where(clipped, x.log_ratio.detach().clamp(max=_SATURATED), x.log_ratio).exp()
+    return Gated(ratio * x.advantages, clipped)
 
 
 @gate("none")

@@ -44,6 +44,19 @@ def test_gspo_token_golden_with_token_advantages():
     torch.testing.assert_close(shared, double([[0.275, 0.275]]))
 
 
+def test_sequence_clip_golden():
+    # s = 1.1 as for GSPO: row 0 (A = 2) is out of the gradient whole, its token of ratio 1 too; row 1 is not
+    # J = ((1.21 + 1) * 2/2 - (1.21 + 1)/2)/2 = 0.5525; row 1: each token's own r A/(2 * 2)
+    objective = replace(OBJECTIVES["gspo"], ratio="token", gate="sequence_clip")
+    out, slope = run(objective, [[1.21, 1.0], [1.21, 1.0]], [2.0, -1.0])
+    torch.testing.assert_close(out.loss, double(-0.5525))
+    assert out.clipped.tolist() == [[True, True], [False, False]]
+    torch.testing.assert_close(slope, double([[0.0, 0.0], [0.3025, 0.25]]))
+    # a ratio that overflows leaves neither a value nor a gradient that is not finite where its sequence is clipped
+    out, slope = run(objective, [[1e300, 1e300]], [1.0])
+    assert out.loss.isfinite() and slope.tolist() == [[0.0, 0.0]]
+
+
 def test_dual_clip_golden():
     # A = -2, r = 5: PPO -10, floored at 3 * (-2) = -6 and out of the gradient; r = 2: -4, in the gradient
     out, slope = run("dual_clip", [[5.0, 2.0]], [-2.0])
