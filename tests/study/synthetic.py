@@ -250,3 +250,28 @@ def _probe(
         "k3_replayed": float(np.mean(np.expm1(drift) - drift)),
     }
     return row, [table] if keep else []
+
+
+def floor_row(variant, arm, by_site, flips, deviation, positions, variance):
+    """A row as training writes it: 4 sites, K = 2; `positions`: (changed, compared) from position 0."""
+    tokens = sum(flips)
+    return {
+        "arm": arm, "seed": 0, "step": 0, "variant": variant,
+        "slots_changed": sum(by_site), "slots": 8 * tokens, "sites_changed": sum(deviation[1:]), "sites": 4 * tokens,
+        "tokens_changed": sum(flips[1:]), "tokens": tokens, "gap_mean": 1e-7, "gap_max": 1e-6,
+        "site_names": SITES, "site_slots_changed": by_site, "site_slots": [2 * tokens] * 4,
+        "flips_histogram": flips, "deviation_histogram": deviation,
+        "var_token": variance, "var_sequence": variance / 10,
+        "position_sites_changed": [c for c, _ in positions], "position_sites": [n for _, n in positions],
+    }  # fmt: skip
+
+
+# Two runs of 100 and 300 tokens; responses of three and of two positions.
+FLOORS = [
+    floor_row("repeat", "grpo", [0, 0, 0, 0], [100, 0, 0, 0, 0], [400, 0, 0], [(0, 160), (0, 160), (0, 80)], 1e-14),
+    floor_row("batch", "grpo", [2, 0, 0, 0], [98, 2, 0, 0, 0], [398, 2, 0], [(2, 160), (0, 160), (0, 80)], 3e-14),
+    floor_row("experts", "grpo", [0, 4, 0, 0], [97, 2, 1, 0, 0], [396, 4, 0], [(0, 160), (4, 160), (0, 80)], 2e-14),
+    floor_row("bf16", "grpo", [8, 4, 0, 2], [90, 8, 1, 1, 0], [387, 12, 1], [(6, 160), (4, 160), (3, 80)], 1e-4),
+    floor_row("repeat", "gspo", [0, 0, 0, 0], [300, 0, 0, 0, 0], [1200, 0, 0], [(0, 600), (0, 600)], 1e-14),
+    floor_row("bf16", "gspo", [8, 0, 4, 2], [290, 8, 2, 0, 0], [1188, 10, 2], [(2, 600), (10, 600)], 3e-4),
+]

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.collections import LineCollection
-from synthetic import SITES, write_study
+from synthetic import FLOORS, SITES, write_study
 
 from moe_rl.study import load
 from moe_rl.study.figures import (
@@ -20,31 +20,6 @@ from moe_rl.study.figures import (
 from moe_rl.study.floors import floor_by_position, floor_by_site, floor_histogram, floor_variance
 
 
-def floor_row(variant, arm, by_site, flips, deviation, positions, variance):
-    """A row as training writes it: 4 sites, K = 2; `positions`: (changed, compared) from position 0."""
-    tokens = sum(flips)
-    return {
-        "arm": arm, "seed": 0, "step": 0, "variant": variant,
-        "slots_changed": sum(by_site), "slots": 8 * tokens, "sites_changed": sum(deviation[1:]), "sites": 4 * tokens,
-        "tokens_changed": sum(flips[1:]), "tokens": tokens, "gap_mean": 1e-7, "gap_max": 1e-6,
-        "site_names": SITES, "site_slots_changed": by_site, "site_slots": [2 * tokens] * 4,
-        "flips_histogram": flips, "deviation_histogram": deviation,
-        "var_token": variance, "var_sequence": variance / 10,
-        "position_sites_changed": [c for c, _ in positions], "position_sites": [n for _, n in positions],
-    }  # fmt: skip
-
-
-# Two runs of 100 and 300 tokens; responses of three and of two positions.
-ROWS = [
-    floor_row("repeat", "grpo", [0, 0, 0, 0], [100, 0, 0, 0, 0], [400, 0, 0], [(0, 160), (0, 160), (0, 80)], 1e-14),
-    floor_row("batch", "grpo", [2, 0, 0, 0], [98, 2, 0, 0, 0], [398, 2, 0], [(2, 160), (0, 160), (0, 80)], 3e-14),
-    floor_row("experts", "grpo", [0, 4, 0, 0], [97, 2, 1, 0, 0], [396, 4, 0], [(0, 160), (4, 160), (0, 80)], 2e-14),
-    floor_row("bf16", "grpo", [8, 4, 0, 2], [90, 8, 1, 1, 0], [387, 12, 1], [(6, 160), (4, 160), (3, 80)], 1e-4),
-    floor_row("repeat", "gspo", [0, 0, 0, 0], [300, 0, 0, 0, 0], [1200, 0, 0], [(0, 600), (0, 600)], 1e-14),
-    floor_row("bf16", "gspo", [8, 0, 4, 2], [290, 8, 2, 0, 0], [1188, 10, 2], [(2, 600), (10, 600)], 3e-4),
-]
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "small"
@@ -53,7 +28,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measured(plain):
-    return replace(plain, floors=pd.DataFrame(ROWS))
+    return replace(plain, floors=pd.DataFrame(FLOORS))
 
 
 def test_floors_pool_runs_and_take_the_largest_of_the_own_variants(measured):
@@ -154,7 +129,7 @@ def test_bins_of_few_distinct_tokens_are_not_drawn(plain):
 
 def test_runs_of_older_versions_are_drawn_without_and_say_so(plain):
     totals = ["arm", "seed", "step", "variant", "slots_changed", "slots", "sites_changed", "sites", "tokens_changed"]
-    older = replace(plain, floors=pd.DataFrame(ROWS)[[*totals, "tokens", "gap_mean", "gap_max", "var_token"]])
+    older = replace(plain, floors=pd.DataFrame(FLOORS)[[*totals, "tokens", "gap_mean", "gap_max", "var_token"]])
     figures = {figure.name: figure for figure in each_figure(older)}
     assert "Noise floor by site: not recorded." in figures["expert_change_by_site"].caption
     assert "Noise floor by position: not recorded." in figures["change_by_position"].caption
@@ -163,6 +138,6 @@ def test_runs_of_older_versions_are_drawn_without_and_say_so(plain):
     never = {figure.name: figure for figure in each_figure(plain)}
     assert "Noise floor of flips: not recorded." in never["flips_per_token"].caption
     assert set(never) == set(figures)
-    resumed = replace(plain, floors=pd.DataFrame([*ROWS, {name: ROWS[0][name] for name in totals}]))
-    assert floor_by_site(resumed, SITES).equals(floor_by_site(replace(plain, floors=pd.DataFrame(ROWS)), SITES))
+    resumed = replace(plain, floors=pd.DataFrame([*FLOORS, {name: FLOORS[0][name] for name in totals}]))
+    assert floor_by_site(resumed, SITES).equals(floor_by_site(replace(plain, floors=pd.DataFrame(FLOORS)), SITES))
     assert floor_by_site(resumed, SITES[:2]).empty, "another model's sites are not these"

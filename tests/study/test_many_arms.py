@@ -5,10 +5,11 @@ from itertools import combinations
 
 import matplotlib
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
-from synthetic import ARMS, write_study
+from synthetic import ARMS, FLOORS, write_study
 
 from moe_rl.study import load
 from moe_rl.study.figures import FIGURES
@@ -38,6 +39,15 @@ def crowd(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def wide(crowd):
+    """The same with numbers that need room: long ones on short axes, up to ten flips of a token, a noise floor."""
+    lengths = crowd.rollouts.assign(response_length=24.1 + 0.07 * (crowd.rollouts["step"] + crowd.rollouts["seed"]))
+    study = replace(crowd, rollouts=lengths, floors=pd.DataFrame(FLOORS))
+    study.__dict__["tokens"] = crowd.tokens.assign(flips=crowd.tokens["flips"] * 3)  # what is read once and kept
+    return study
+
+
+@pytest.fixture(scope="module")
 def doses(tmp_path_factory):
     """Three arms under each of two doses, as the main study has them."""
     more = {
@@ -61,7 +71,7 @@ def small(tmp_path_factory, more, others=("grpo", "grpo_replay", "gspo")):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("study", ["crowd", "doses", "pair"])
+@pytest.mark.parametrize("study", ["crowd", "wide", "doses", "pair"])
 def test_words_lie_inside_the_figure_and_not_on_one_another(study, name, request):
     figure = FIGURES[name](request.getfixturevalue(study))
     figure.render("svg")  # where places are found

@@ -128,9 +128,8 @@ class Curves:
         return [ax for ax, _ in self.panels]
 
     def legend(self) -> None:
-        """One legend above the panels; small panels have titles instead."""
-        if self.figure.get_layout_engine() is not None:
-            legend_above(self.figure, self.axes)
+        """One legend above the panels; the arms of small panels are in their titles, and in no legend."""
+        legend_above(self.figure, self.axes)
 
 
 def curves(
@@ -145,16 +144,18 @@ def curves(
     geometric: bool = False,
     thin: bool = True,
     ylim: Limits = (None, None),
+    above: float = 0.0,
 ) -> Curves:
     """A line per arm: panels by condition, or one small panel per arm where a condition has many of them.
 
     `scale` multiplies what is drawn (100 for per cent), not the table. `geometric`: mean and interval of the
     logarithms, which a log axis of positive quantities needs (an interval of their mean may reach below 0).
+    `above`: inches left free above small panels, for a legend of what is drawn into them.
     """
     frame = curve_frame(data, tables, quantity, geometric)
     if many(data):
         arms = drawn_arms(data, list(tables))
-        figure, small = arm_grid(data, arms)
+        figure, small = arm_grid(data, arms, above)
         looks, means = arm_looks(data, arms), {}
         for ax, arm in zip(small, arms, strict=True):
             line: dict[str, Any] = {"scale": scale, "geometric": geometric, "marker": "", "ls": "-", "lw": 1.3}

@@ -110,20 +110,21 @@ def wrapped_panels(count: int, most: int, head: float, each: float, **shared: An
     return figure, axes
 
 
-def arm_grid(data: StudyData, arms: Sequence[str]) -> tuple[Figure, list[Axes]]:
-    """One small panel per arm, titled with its label; numbers on the outer axes only."""
+def arm_grid(data: StudyData, arms: Sequence[str], above: float = 0.0) -> tuple[Figure, list[Axes]]:
+    """One small panel per arm, titled with its label; numbers on the outer axes only. `above`: inches left free."""
     height, foot = 0.72, 0.62
     columns = min(5 if len(arms) > 8 else 4, max(2, len(arms)))
     lines = -(-len(arms) // columns)
     titles = [short_label(data, arm) for arm in arms]
     left, right, gap, head = 0.52, 0.06, 0.1, 0.1 + 0.09 * max(title.count("\n") + 1 for title in titles)
     wide = (PAGE - left - right - gap * (columns - 1)) / columns
-    total = lines * (height + head) + 0.06 + foot
+    above += 0.06
+    total = above + lines * (height + head) + foot
     figure = fixed_figure(PAGE, total)
     axes: list[Axes] = []
     for i, title in enumerate(titles):
         line, column = divmod(i, columns)
-        x, top = left + column * (wide + gap), total - 0.06 - line * (height + head) - head
+        x, top = left + column * (wide + gap), total - above - line * (height + head) - head
         # not shared, and nothing placed by itself: with forty axes both are most of the time
         ax = figure.add_axes((x / PAGE, (top - height) / total, wide / PAGE, height / total))
         ax.set_title(title, fontsize=6, y=1.04, pad=0, linespacing=1.0)

@@ -22,6 +22,7 @@ from moe_rl.study.statistics import seed_interval
 EACH = 0.185  # inches per row
 LETTERS = 33
 """Longer labels stand in two lines, smaller."""
+LETTER = 0.05  # inches that a digit of a tick label takes
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,18 @@ def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, fl
     if column.log:
         log_x(ax)
     else:
-        ax.xaxis.set_major_locator(MaxNLocator(4))
+        _ticks(ax)
+
+
+def _ticks(ax: Axes) -> None:
+    """As many as their labels leave room for, at most four intervals."""
+    wide = ax.get_position().width * PAGE
+    for most in (4, 3, 2):
+        ax.xaxis.set_major_locator(MaxNLocator(most))
+        low, high = ax.get_xlim()
+        shown = [at for at in ax.get_xticks() if low <= at <= high]
+        if sum(0.06 + LETTER * len(label) for label in ax.xaxis.get_major_formatter().format_ticks(shown)) <= wide:
+            break
 
 
 def draw_dots(ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str], hollow: bool = False) -> None:

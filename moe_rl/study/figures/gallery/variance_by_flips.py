@@ -66,7 +66,7 @@ def variance_by_flips(data: StudyData) -> Drawing:
     axes = [ax for ax, _ in panels]
     top = int(used["flips"].max())
     for ax in axes:
-        ax.set_xticks(range(0, top + 1, max(1, top // 4)))
+        ax.set_xticks(range(0, top + 1, max(1, -(-top // 4))))
     means = [over_seeds(table, True)[0] for of in tables.values() for table in of.values()]
     low, high = min(float(np.nanmin(each)) for each in means), max(float(np.nanmax(each)) for each in means)
     for ax in axes:
