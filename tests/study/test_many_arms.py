@@ -41,7 +41,8 @@ def crowd(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wide(crowd):
     """The same with numbers that need room: long ones on short axes, up to ten flips of a token, a noise floor."""
-    lengths = crowd.rollouts.assign(response_length=24.1 + 0.07 * (crowd.rollouts["step"] + crowd.rollouts["seed"]))
+    arm = pd.factorize(crowd.rollouts["arm"])[0]
+    lengths = crowd.rollouts.assign(response_length=24.15 + 0.065 * arm)
     study = replace(crowd, rollouts=lengths, floors=pd.DataFrame(FLOORS))
     study.__dict__["tokens"] = crowd.tokens.assign(flips=crowd.tokens["flips"] * 3)  # what is read once and kept
     return study
