@@ -25,7 +25,7 @@ import pandas as pd
 
 from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
-from moe_rl.study.data import load
+from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
 from moe_rl.study.published import RESULTS, ResultsError, against_published, check_settings
 from moe_rl.study.result_tables import environment_of, result_tables
@@ -36,11 +36,13 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     """Write the tables of the study folder `path` and its `env.json` into `to`/STUDY; returns the files written.
 
     Tables of an earlier version that the runs have no data for any more are removed. Raises ResultsError for a study
-    with unfinished runs: published numbers are of whole studies.
+    with unfinished runs, its repetitions included: published numbers are of whole studies.
     """
     data = load(path)
-    if data.unfinished or data.not_started:
-        left = [*(run.name for run in data.unfinished), *data.not_started]
+    left = _left_to_run(data) + [
+        f"{name}: {run}" for name, again in data.roundings.items() for run in _left_to_run(again)
+    ]
+    if left:
         raise ResultsError(
             f"{path}: {len(left)} runs are not finished ({', '.join(left[:5])}). Finish the study first."
         )
@@ -62,6 +64,10 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
     }
     contents["env.json"] = json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False) + "\n"
     return [write_atomic(folder / name, content.encode()) for name, content in contents.items()]
+
+
+def _left_to_run(data: StudyData) -> list[str]:
+    return [*(run.name for run in data.unfinished), *data.not_started]
 
 
 Column = Callable[[dict[str, Any]], str]

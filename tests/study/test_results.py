@@ -140,6 +140,14 @@ def test_unfinished_studies_are_not_published(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_study_whose_repetition_is_under_way_is_not_published(tmp_path):
+    folder = write_study(tmp_path / "s", arms=("grpo",), seeds=(0, 1), steps=4)
+    write_study(folder / "rounding_avx2", arms=("grpo",), seeds=(0, 1), steps=4, unfinished=(("grpo", 1),))
+    with pytest.raises(ResultsError, match="1 runs are not finished \\(avx2: grpo/seed1\\)"):
+        write_results(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_command_fills_and_checks(results, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
