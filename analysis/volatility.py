@@ -96,6 +96,11 @@ SOURCES: dict[str, list[Condition]] = {
         ),
         Condition("partial_rollouts", "grpo_partial", {"grpo_replay": "grpo_partial_r2", "grpo_r3": "grpo_partial_r3"}),
     ],
+    "Batches that waited:\n0, 2, 4 RL steps": [
+        *_alone("lag", "grpo"),
+        Condition("lag", "grpo_lag2", {"grpo": "grpo_lag2", "grpo_replay": "replay_lag2", "gspo": "gspo_lag2"}),
+        Condition("lag", "grpo_lag4", {"grpo": "grpo_lag4", "gspo": "gspo_lag4"}),
+    ],
     "Rollout engine:\nfp32, bf16, int4 routers": [
         _engine("engine_mismatch", grpo="grpo_fp32", gspo="gspo_fp32"),
         _engine("engine_mismatch", grpo="grpo_rollout", gspo="gspo_rollout", grpo_r3="grpo_r3"),

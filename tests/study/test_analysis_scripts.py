@@ -103,9 +103,7 @@ def test_the_published_early_warning_of_the_repetitions_is_that_of_the_committed
     folder = ROOT / "docs" / "results"
     committed = pd.read_csv(folder / "early_warning_intel" / "early_warning.csv")
     steps = sorted(committed["steps"].unique())
-    signals = [
-        script_of["signals_of"](one, steps) for one in sorted(folder.glob("*_intel")) if list(one.glob("runs.csv"))
-    ]
+    signals = [script_of["signals_of"](one.parent, steps) for one in sorted(folder.glob("*/signals.csv"))]
     found = script_of["early_warning"](signals, resamples=2)
     for name in ("runs", "bad", "auc", "correlation"):
         assert found[name].to_numpy() == pytest.approx(committed[name].to_numpy(), abs=1e-5), name

@@ -95,7 +95,7 @@ def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
     return StudyFigure("early_warning", "Which signal warns first.", caption, drawn, table)
 
 
-COLUMNS = 4
+COLUMNS = 3
 APART, WIDEST = 2.0, 8.0  # points between the marks of two methods in one condition, and over all of them
 LINEAR = 1.0  # %; below it the axis is linear, so that 0 has a place
 
