@@ -91,6 +91,12 @@ class ReplayTrainer(Trainer):
             writer = run_writer(self, self._run_folder, self._objective)
         self._measures.begin(writer)
         with writer or nullcontext():
+            if writer and writer.next_step and self._scored_at is not None:
+                raise RoutingError(
+                    f"{writer.folder} has rows of {writer.next_step} batches of an earlier train() of this trainer, "
+                    "which would go on in the batch that it holds while its count of steps begins anew: make the "
+                    "trainer again and pass resume_from_checkpoint to train(), or choose another run_folder"
+                )
             return super().train(*args, **kwargs)
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
