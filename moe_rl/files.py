@@ -103,8 +103,8 @@ def sole_writer(folder: Path, command: str = "") -> Iterator[None]:
             holder = file.read().strip()
             if holder.startswith(f"process {os.getpid()} on {platform.node()}, "):
                 raise InUseError(
-                    f"{folder} is being written by this very process ({holder}): a writer of an earlier cell? "
-                    "Close that one first, or choose another folder."
+                    f"{folder} is being written by another writer of this very process ({holder}): "
+                    "one of an earlier cell? Close that first, or choose another folder."
                 ) from None
             raise InUseError(
                 f"{folder} is being written by another process ({holder or 'it does not say which'}). "

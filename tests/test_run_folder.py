@@ -236,7 +236,7 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
 
 def test_a_folder_has_one_writer_one_configuration_and_one_end(tmp_path):
     with RunWriter(tmp_path, arm="a", config=SETTINGS) as run:
-        with pytest.raises(InUseError, match=r"by this very process .*: a writer of an earlier cell"):
+        with pytest.raises(InUseError, match=r"another writer of this very process .*: one of an earlier cell"):
             RunWriter(tmp_path, arm="a", config=SETTINGS)
         write(run, [0])
     with pytest.raises(RunFolderError, match="finished run"):
