@@ -31,6 +31,10 @@ SIZES = (
     "hidden_size",
     "vocab_size",
 )
+_NO_MATTER = re.compile(
+    "^_|architectures|version|dtype|use_cache|token_id|^output_|return_dict|id2label|label2id|problem_type|chunk_size"
+    "|initializer|aux_loss|dropout|jitter|max_position|tie_word|quantization|auto_map|pretraining_tp|gradient"
+)
 SAMPLE = ("The quick brown fox.", " 12+34=46\n", "(a*b) - c_d", "naïve Ω 漢字 🙂")
 CHECKPOINT = "checkpoint"
 """Where a run folder of ours has its model."""
@@ -110,6 +114,8 @@ class Checkpoints:
     sites: tuple[str, ...]
     parameters: int
     max_length: int | None
+    other_settings: tuple[str, ...]
+    """Where a configuration differs from the first one's in what may change what the weights compute; in words."""
 
 
 @contextmanager
@@ -128,7 +134,7 @@ def check(paths: Mapping[str, str], tokenizer: str | None = None, trust_remote_c
     """
     (first, path), *others = paths.items()
     a = _skeleton(first, path, trust_remote_code)
-    shapes = _shapes(a)
+    shapes, other_settings = _shapes(a), list[str]()
     for name, path in others:
         b = _skeleton(name, path, trust_remote_code)
         if type(a) is not type(b):
@@ -146,13 +152,29 @@ def check(paths: Mapping[str, str], tokenizer: str | None = None, trust_remote_c
                 raise DriftError(
                     f"two architectures: {tensor} is {shapes.get(tensor)} in {first} and {found.get(tensor)} in {name}"
                 )
+        ours, theirs = _settings(a.config.to_dict()), _settings(b.config.to_dict())
+        other_settings += [
+            f"{key} is {ours.get(key)} in {first} and {theirs.get(key)} in {name}"
+            for key in sorted(ours.keys() | theirs.keys())
+            if ours.get(key) != theirs.get(key)
+        ]
     return Checkpoints(
         _tokenizer(paths, tokenizer, trust_remote_code),
         a.config.model_type,
         tuple(site.name for site in routing_sites(a)),
         sum(parameter.numel() for parameter in a.parameters()),
         getattr(a.config, "max_position_embeddings", None),
+        tuple(other_settings),
     )
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, without what no forward in eval mode depends on."""
+    return {
+        name: _settings(value) if isinstance(value, dict) else value
+        for name, value in given.items()
+        if not _NO_MATTER.search(str(name))
+    }
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

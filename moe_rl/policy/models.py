@@ -204,7 +204,11 @@ def check_path(path: str) -> str:
         if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():
             folder /= "checkpoint"
         if not (folder / "config.json").is_file():
-            raise ModelError(f"model.path: {folder.absolute()} holds no model (no config.json)")
+            adapters = (folder / "adapter_config.json").is_file()
+            merge = " but LoRA adapters: merge them into their model first (PEFT's merge_and_unload, save_pretrained)"
+            raise ModelError(
+                f"model.path: {folder.absolute()} holds no model (no config.json){merge if adapters else ''}"
+            )
         return str(folder)
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelError(f"model.path: there is no folder {folder.absolute()} (a hub id would look like owner/name)")
