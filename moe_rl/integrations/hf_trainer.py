@@ -68,6 +68,10 @@ class ReplayTrainer(Trainer):
             elif first:
                 with record_routes(model) as recording:
                     loss = loss_of()
+                if len(recording.calls) > 1:
+                    raise RoutingError(
+                        f"an update of one forward was expected; its loss called the model {len(recording.calls)} times"
+                    )
                 now = recording.routes
             else:
                 loss = loss_of()

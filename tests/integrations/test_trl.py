@@ -159,6 +159,18 @@ def test_a_pass_that_is_not_the_old_policys_is_an_error(tmp_path):
         make(routing_replay(Copied), tmp_path, options={"replay": "R2"}).train()
 
 
+def test_a_loss_that_calls_the_model_twice_is_an_error(tmp_path):
+    class Twice(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            model(inputs["prompt_ids"])
+            return super()._compute_loss(model, inputs)
+
+    for replay, said in (("none", "its loss called the model 2 times"), ("R2", "do not fit this call")):
+        trainer = make(routing_replay(Twice), tmp_path / replay, options={"replay": replay})
+        with pytest.raises(RoutingError, match=said):
+            trainer.train()
+
+
 def test_a_loss_of_its_own_is_an_error(tmp_path):
     class Own(GRPOTrainer):
         def compute_loss(self, model, inputs, **_):
