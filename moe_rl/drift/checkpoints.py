@@ -14,7 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.noise_floor import free_bytes
-from moe_rl.policy.models import DTYPES, ModelConfig, check_path, load_model, load_tokenizer, taken_for_hub_id
+from moe_rl.policy.models import (
+    DTYPES,
+    ModelConfig,
+    but_adapters,
+    check_path,
+    load_model,
+    load_tokenizer,
+    taken_for_hub_id,
+)
 from moe_rl.policy.tiny import ModelError
 from moe_rl.processes import suit_model
 from moe_rl.routing import UnsupportedModelError, routing_sites
@@ -74,7 +82,10 @@ def _inside(path: str, alone: bool) -> list[str]:
     if not children and not alone:
         return [path]  # what is wrong with it is said where it is loaded, by its place
     if not children:
-        raise DriftError(f"{folder.absolute()} holds no checkpoint: no config.json in it, nor in a folder right inside")
+        adapters = next(filter(None, map(but_adapters, (folder, *folder.iterdir()))), "")
+        raise DriftError(
+            f"{folder.absolute()} holds no checkpoint (no config.json in it, nor in a folder right inside){adapters}"
+        )
     return [str(child) for child in children]
 
 
