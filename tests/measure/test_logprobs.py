@@ -243,3 +243,12 @@ def test_refusals():
     sizes = {name: size for name, size in SIZES.items() if name != "experts_implementation"}
     with pytest.raises((ValueError, TypeError), match=r"aux_loss|load-balancing"):
         token_logps(LlamaForCausalLM(LlamaConfig(**sizes)), ids, attended, completion, aux_loss=True)
+
+
+def test_labels_are_no_mask():
+    """-100 is true, and a label that is token 0 is false."""
+    ids = torch.tensor([[3, 0, 5]])
+    labels, ones = torch.tensor([[-100, 0, 5]]), torch.ones_like(ids)
+    for attention, completion, name in ((ones, labels, "completion_mask"), (labels, ones, "attention_mask")):
+        with pytest.raises(ValueError, match=f"{name}: expected only 0 and 1"):
+            token_logps(build(), ids, attention, completion)
