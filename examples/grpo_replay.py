@@ -20,6 +20,13 @@ from moe_rl.policy import ModelConfig, load_policy, seeded
 from moe_rl.rollout import TaskConfig, make_task, sample, score, seeded_generator, seeded_random
 from moe_rl.routing import record_routes, replay_routes
 
+METHODS = [
+    name
+    for name, o in OBJECTIVES.items()
+    if o.advantage == "group" and o.aggregate != "constant" and not (o.needs or o.corrections)
+]
+"""What this loop makes; the others learn from more than the rewards of a group, or from other responses."""
+
 
 def train(
     policy: nn.Module,
@@ -51,7 +58,7 @@ def train(
             record=not scoring,
         )
         rewards = score(task, rollout).rewards
-        advantages = group_advantages(rewards, group_size)
+        advantages = group_advantages(rewards, group_size, scale=OBJECTIVES[objective].advantage_scale)
         tokens = rollout.input_ids, rollout.attention_mask, rollout.completion_mask
 
         # 2. Score them once: old log-probabilities and, in the same pass, the experts that the old policy chose.
@@ -88,7 +95,7 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--objective", default="grpo", choices=sorted(OBJECTIVES), help="default: grpo")
+    parser.add_argument("--objective", default="grpo", choices=METHODS, help="default: grpo")
     parser.add_argument("--no-replay", action="store_true", help="let the routers choose anew in every update")
     parser.add_argument("--no-scoring", action="store_true", help="take old log-probabilities and routes from decoding")
     parser.add_argument("--steps", type=int, default=31, help="RL steps (default: 31)")

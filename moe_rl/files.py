@@ -100,8 +100,14 @@ def sole_writer(folder: Path, command: str = "") -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
+            holder = file.read().strip()
+            if holder.startswith(f"process {os.getpid()} on {platform.node()}, "):
+                raise InUseError(
+                    f"{folder} is being written by another writer of this very process ({holder}): "
+                    "one of an earlier cell? Close that first, or choose another folder."
+                ) from None
             raise InUseError(
-                f"{folder} is being written by another process ({file.read().strip() or 'it does not say which'}). "
+                f"{folder} is being written by another process ({holder or 'it does not say which'}). "
                 "Wait until it is done, stop it, or choose another --output."
             ) from None
         except OSError as error:

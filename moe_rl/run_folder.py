@@ -10,6 +10,7 @@
 
 import importlib.metadata
 import json
+import operator
 import os
 import platform
 import re
@@ -39,7 +40,7 @@ from moe_rl.run_rows import (
 )
 from moe_rl.runlog import json_line
 from moe_rl.settings import differences, laid_over, listed, plain
-from moe_rl.tables import write_table
+from moe_rl.tables import read_table, write_table
 from moe_rl.yaml_files import parse_yaml
 
 PACKAGES = ("moe_rl", "torch", "transformers", "trl", "ms_swift", "verl", "vllm", "sglang", "peft", "accelerate")
@@ -145,7 +146,7 @@ class RunWriter:
         step = index_of(step, "step", kind, 0)
         values = {name: checked(kind, name, value) for name, value in metrics.items()}
         for name in ROWS[kind]:
-            if name not in values:
+            if values.get(name) is None:
                 raise RunFolderError(f"{kind} rows need {name!r}")
             if name == "update":
                 values[name] = index_of(values[name], name, kind, 0 if kind == "engine" else 1)
@@ -166,12 +167,15 @@ class RunWriter:
         return max(self._last.values(), default=-1) + 1
 
     def rewind(self, step: SupportsIndex) -> int:
-        """Drop the rows of `step` and later, which will be written again; how many these were."""
-        return self._drop(lambda row: row["step"] >= step)
+        """Drop the rows of `step` and later, to be written again, and their tokens; how many rows there were."""
+        dropped = self._drop(lambda row: row["step"] >= step)
+        self._drop_tokens(operator.index(step), 0)
+        return dropped
 
     def keep_updates(self, count: int) -> int:
-        """Drop what was written after the first `count` update rows and the probes of the last of them; how many rows
-        these were. For a trainer that returns to a checkpoint inside a batch and samples another batch there."""
+        """Drop what was written after the first `count` update rows and the probes of the last of them, and the tokens
+        of it; how many rows there were. For a trainer that returns to a checkpoint inside a batch and samples another
+        batch there."""
         updates, last, over = 0, None, False
 
         def after(row: dict[str, Any]) -> bool:
@@ -183,7 +187,10 @@ class RunWriter:
                 over = over or (updates == count and place != last)
             return over
 
-        return self._drop(after)
+        dropped = self._drop(after)
+        if updates == count:
+            self._drop_tokens(*(last or (0, 0)))
+        return dropped
 
     def _drop(self, wanted: Callable[[dict[str, Any]], bool]) -> int:
         self._open()
@@ -198,6 +205,17 @@ class RunWriter:
                 file.writelines(kept)
             self._read()
         return dropped
+
+    def _drop_tokens(self, step: int, update: int) -> None:
+        """Tables of tokens after `step`, and in its own what was measured after its first `update` updates."""
+        for path in sorted((self.folder / "tokens").glob("step_*.parquet")):
+            number = int(path.stem.removeprefix("step_"))
+            if number == step and update:
+                table = read_table(path)
+                kept = table.filter([after <= update for after in table["update"].to_pylist()])
+                write_table(path, dict(zip(kept.column_names, kept.columns, strict=True)))
+            elif number >= step:
+                path.unlink()
 
     def finish(self) -> None:
         """The run is complete: write DONE and let go of the folder."""

@@ -46,7 +46,9 @@ def checked(kind: str, name: str, value: Any) -> Any:
         wanted = "a list" if metric.is_list else "one value"
         raise RunFolderError(f"{kind} row, {name}: expected {wanted}, got {value!r}")
     words = metric.unit in ("name", "names", "words")
-    if any(isinstance(item, str) != words for item in (value if metric.is_list else [value]) if item is not None):
+    items = [item for item in (value if metric.is_list else [value]) if item is not None]
+    truth = metric.unit != "boolean" and any(isinstance(item, bool) for item in items)
+    if truth or any(isinstance(item, str) != words for item in items):
         raise RunFolderError(f"{kind} row, {name}: expected {'text' if words else 'numbers'}, got {value!r}")
     return value
 
@@ -61,7 +63,7 @@ def check_lists(kind: str, values: dict[str, Any]) -> None:
 def index_of(value: SupportsIndex, name: str, kind: str, least: int) -> int:
     """A whole number, of any integer type; RunFolderError for others, and below `least`."""
     try:
-        number = operator.index(value)
+        number = int(operator.index(value))  # of True it is True
     except TypeError:
         number = least - 1
     if number < least:

@@ -161,6 +161,46 @@ def test_a_row_is_written_once_and_a_checkpoint_rewinds(tmp_path):
     assert load(tmp_path).notes == ()
 
 
+def test_what_would_make_the_folder_unreadable_is_refused_when_it_is_written(tmp_path):
+    with RunWriter(tmp_path, arm="a") as run:
+        for reward in (True, torch.tensor(True), np.bool_(False)):
+            with pytest.raises(RunFolderError, match=r"rollout row, reward: expected numbers, got (True|False)"):
+                run.rollout(0, reward=reward)
+        with pytest.raises(RunFolderError, match="site_slots_changed: expected numbers"):
+            run.probe(0, 1, site_slots_changed=torch.tensor([True, False]))
+        with pytest.raises(RunFolderError, match="engine rows need 'pair'"):
+            run.row("engine", 0, pair=None, update=0)
+        run.rollout(True, reward=1.0)
+        run.update(1, 1, skipped=True, **{"mine/flag": False})
+    data = load(tmp_path)
+    assert data.rollouts["step"].tolist() == [1] and data.updates["skipped"].tolist() == [True]
+
+
+def test_tokens_go_with_the_rows_of_their_step(tmp_path):
+    def tokens(run, step):
+        updates = [1, 2, 3]
+        for update in updates:
+            run.update(step, update, loss=1.0)
+        same = {name: [0, 0, 0] for name in ("seq", "pos", "token", "flips", "old_logp", "logp_natural")}
+        run.tokens(step, update=updates, text=["a", "b", "c"], **same)
+
+    def kept():
+        return list(zip(load(tmp_path).tokens["step"], load(tmp_path).tokens["update"], strict=True))
+
+    run = RunWriter(tmp_path, arm="a")
+    for step in range(4):
+        tokens(run, step)
+    assert len(kept()) == 12
+    run.rewind(3)
+    assert kept() == [(step, update) for step in range(3) for update in (1, 2, 3)]
+    run.keep_updates(5)
+    assert kept() == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
+    assert run.keep_updates(9) == 0 and len(kept()) == 5
+    run.keep_updates(0)
+    assert not list((run.folder / "tokens").glob("*.parquet"))
+    run.close()
+
+
 def test_a_line_that_was_cut_off_is_removed_and_damage_before_it_is_refused(tmp_path):
     run = RunWriter(tmp_path, arm="a")
     write(run, range(2))
@@ -196,7 +236,7 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch):
 
 def test_a_folder_has_one_writer_one_configuration_and_one_end(tmp_path):
     with RunWriter(tmp_path, arm="a", config=SETTINGS) as run:
-        with pytest.raises(InUseError):
+        with pytest.raises(InUseError, match=r"another writer of this very process .*: one of an earlier cell"):
             RunWriter(tmp_path, arm="a", config=SETTINGS)
         write(run, [0])
     with pytest.raises(RunFolderError, match="finished run"):

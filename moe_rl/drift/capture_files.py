@@ -40,7 +40,7 @@ UNREADABLE = (
     zipfile.BadZipFile,
     zlib.error,
 )
-FORMS = "expected .safetensors, .npz, .jsonl or .pt with tokens and routed_experts"
+FORMS = "expected .safetensors, .npz or .jsonl with tokens and routed_experts, or a .pt that slime dumped"
 
 
 def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -> Captured:

@@ -14,7 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.noise_floor import free_bytes
-from moe_rl.policy.models import DTYPES, ModelConfig, check_path, load_model, load_tokenizer, taken_for_hub_id
+from moe_rl.policy.models import (
+    DTYPES,
+    ModelConfig,
+    but_adapters,
+    check_path,
+    load_model,
+    load_tokenizer,
+    taken_for_hub_id,
+)
 from moe_rl.policy.tiny import ModelError
 from moe_rl.processes import suit_model
 from moe_rl.routing import UnsupportedModelError, routing_sites
@@ -30,6 +38,10 @@ SIZES = (
     "num_hidden_layers",
     "hidden_size",
     "vocab_size",
+)
+_NO_MATTER = re.compile(
+    "^_|architectures|version|dtype|use_cache|token_id|^output_|return_dict|id2label|label2id|problem_type|chunk_size"
+    "|initializer|aux_loss|dropout|jitter|max_position|tie_word|quantization|auto_map|pretraining_tp|gradient"
 )
 SAMPLE = ("The quick brown fox.", " 12+34=46\n", "(a*b) - c_d", "naïve Ω 漢字 🙂")
 CHECKPOINT = "checkpoint"
@@ -70,7 +82,10 @@ def _inside(path: str, alone: bool) -> list[str]:
     if not children and not alone:
         return [path]  # what is wrong with it is said where it is loaded, by its place
     if not children:
-        raise DriftError(f"{folder.absolute()} holds no checkpoint: no config.json in it, nor in a folder right inside")
+        adapters = next(filter(None, map(but_adapters, (folder, *folder.iterdir()))), "")
+        raise DriftError(
+            f"{folder.absolute()} holds no checkpoint (no config.json in it, nor in a folder right inside){adapters}"
+        )
     return [str(child) for child in children]
 
 
@@ -110,6 +125,8 @@ class Checkpoints:
     sites: tuple[str, ...]
     parameters: int
     max_length: int | None
+    other_settings: tuple[str, ...]
+    """Where a configuration differs from the first one's in what may change what the weights compute; in words."""
 
 
 @contextmanager
@@ -128,7 +145,7 @@ def check(paths: Mapping[str, str], tokenizer: str | None = None, trust_remote_c
     """
     (first, path), *others = paths.items()
     a = _skeleton(first, path, trust_remote_code)
-    shapes = _shapes(a)
+    shapes, other_settings = _shapes(a), list[str]()
     for name, path in others:
         b = _skeleton(name, path, trust_remote_code)
         if type(a) is not type(b):
@@ -146,13 +163,29 @@ def check(paths: Mapping[str, str], tokenizer: str | None = None, trust_remote_c
                 raise DriftError(
                     f"two architectures: {tensor} is {shapes.get(tensor)} in {first} and {found.get(tensor)} in {name}"
                 )
+        ours, theirs = _settings(a.config.to_dict()), _settings(b.config.to_dict())
+        other_settings += [
+            f"{key} is {ours.get(key)} in {first} and {theirs.get(key)} in {name}"
+            for key in sorted(ours.keys() | theirs.keys())
+            if ours.get(key) != theirs.get(key)
+        ]
     return Checkpoints(
         _tokenizer(paths, tokenizer, trust_remote_code),
         a.config.model_type,
         tuple(site.name for site in routing_sites(a)),
         sum(parameter.numel() for parameter in a.parameters()),
         getattr(a.config, "max_position_embeddings", None),
+        tuple(other_settings),
     )
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration, without what no forward in eval mode depends on."""
+    return {
+        name: _settings(value) if isinstance(value, dict) else value
+        for name, value in given.items()
+        if not _NO_MATTER.search(str(name))
+    }
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

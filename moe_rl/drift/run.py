@@ -129,6 +129,7 @@ def _results(
         "architecture": found.model_type,
         "parameters": found.parameters,
         "routing_sites": len(counts.sites),
+        "other_settings": found.other_settings,
         "experts_per_token": counts.site_deviation.shape[1] - 1,
         "examples": text.number,
         "measured_sequences": shares.sequences.count,

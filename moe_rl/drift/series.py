@@ -30,7 +30,7 @@ from moe_rl.drift.output import (
 from moe_rl.drift.run import check_options, text_of
 from moe_rl.drift.series_page import draw, render, series_table
 from moe_rl.drift.series_passes import Held, Passes
-from moe_rl.drift.words import series_verdict, swap_sentence
+from moe_rl.drift.words import series_verdict, settings_sentence, swap_sentence
 from moe_rl.files import write_atomic, write_json
 
 
@@ -62,6 +62,7 @@ def run_series(options: DriftOptions) -> Path:
             "architecture": known.model_type,
             "parameters": known.parameters,
             "routing_sites": len(known.sites),
+            "other_settings": known.other_settings,
             "examples": text.number,
             "truncated": text.skipped.truncated,
             "empty": text.skipped.empty,
@@ -96,6 +97,8 @@ def say_series(folder: Path) -> None:
     print(results["verdict"])
     if results["swap"]:
         print(results["swap"])
+    if results["other_settings"]:
+        print(f"Other settings: {settings_sentence(results['other_settings'])}")
     shown = series_table(results["rows"])[["name", "slot_change", "token_change", "step_slot_change", "gap_mean"]]
     print(shown.to_string(index=False, float_format="%.3g"))
     print(f"report: {folder / 'report.html'}")

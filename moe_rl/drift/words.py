@@ -1,7 +1,7 @@
 """A comparison in sentences: how much changed, how many times the noise floor that is; and numbers in sentences."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe_rl.study.figures.floor import WORDS
@@ -25,6 +25,11 @@ def pair_verdict(results: Mapping[str, Any]) -> str:
     """Of two checkpoints; the same sentence on the terminal and at the top of the page."""
     change = results["change"]
     return f"{_changed(change, results['old_name'], results['new_name'])}{_times(change, results)}."
+
+
+def settings_sentence(differ: Sequence[str]) -> str:
+    """What is said of configurations that differ."""
+    return f"{'; '.join(differ)}. What that does is counted as weight, though no weight may have moved."
 
 
 def series_verdict(results: Mapping[str, Any]) -> str:

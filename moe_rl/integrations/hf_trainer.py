@@ -68,6 +68,10 @@ class ReplayTrainer(Trainer):
             elif first:
                 with record_routes(model) as recording:
                     loss = loss_of()
+                if len(recording.calls) > 1:
+                    raise RoutingError(
+                        f"an update of one forward was expected; its loss called the model {len(recording.calls)} times"
+                    )
                 now = recording.routes
             else:
                 loss = loss_of()
@@ -91,6 +95,12 @@ class ReplayTrainer(Trainer):
             writer = run_writer(self, self._run_folder, self._objective)
         self._measures.begin(writer)
         with writer or nullcontext():
+            if writer and writer.next_step and self._scored_at is not None:
+                raise RoutingError(
+                    f"{writer.folder} has rows of {writer.next_step} batches of an earlier train() of this trainer, "
+                    "which would go on in the batch that it holds while its count of steps begins anew: make the "
+                    "trainer again and pass resume_from_checkpoint to train(), or choose another run_folder"
+                )
             return super().train(*args, **kwargs)
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:

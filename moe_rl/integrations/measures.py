@@ -1,4 +1,4 @@
-"""What is measured inside others' trainersmetrics of an update, a probe after it; for their log and for our rows."""
+"""What is measured inside others' trainers: metrics of an update, a probe after it; for their log and for our rows."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -119,6 +119,7 @@ class Measures:
     def begin(self, writer: Any) -> None:
         """Training begins, or is resumed, with a writer or None."""
         self.writer, self.step = writer, None
+        self.minibatches, self.loss = [], 0.0  # of an update that was interrupted
 
     def scored(self, responses: int, updates: int, batches: int) -> None:
         """A batch was sampled and scored; its rewards are in the log. `updates`, `batches`: how many there were before

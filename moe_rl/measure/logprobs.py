@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -77,8 +78,8 @@ def token_logps(
         position_ids: default: the number of tokens before, padding not counted.
 
     Raises:
-        ValueError: a mask of another shape; a completion token lies on padding; temperature or chunk size is not
-            positive; the model has no load-balancing loss.
+        ValueError: a mask of another shape, or of other values than 0 and 1; a completion token lies on padding;
+            temperature or chunk size is not positive; the model has no load-balancing loss.
         TypeError: `model` holds no transformers model with an output head.
 
     >>> import torch
@@ -100,6 +101,8 @@ def token_logps(
     for name, mask in (("attention_mask", attention_mask), ("completion_mask", completion_mask)):
         if mask.shape != input_ids.shape:
             raise ValueError(f"{name}: expected the shape of input_ids, {(B, T)}, got {tuple(mask.shape)}")
+        if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
+            raise ValueError(f"{name}: expected only 0 and 1 (or bool), got other values: labels are no mask")
     attended, completion = attention_mask.bool(), completion_mask.bool()
     if (completion & ~attended).any():
         row, column = (completion & ~attended).nonzero()[0].tolist()

@@ -4,7 +4,7 @@ logits, for models whose head cannot be stood in for."""
 import functools
 import inspect
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,12 @@ def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
     the head answers known numbers. No weight, layer or hook takes part: no recording is disturbed, sharded
     and quantised models are no different, and it costs a few operations on two rows of logits.
     """
-    head, backbone = lm.get_output_embeddings(), lm.base_model
+    head, backbone = lm.get_output_embeddings(), cast(nn.Module | None, lm.base_model)
+    if backbone is lm:  # Llama4ForCausalLM names another attribute than it has
+        backbone = next((module for module in lm._modules.values() if isinstance(module, PreTrainedModel)), None)
+    if backbone is None or not any(module is backbone for module in lm._modules.values()):
+        logger.debug("%s: its backbone was not found, so that nothing can stand in for it", type(lm).__name__)
+        return None
     V, H = head.weight.shape
     # In float64, small numbers show the scale, large ones the cap, and a grid proves that there is no more to
     # it.

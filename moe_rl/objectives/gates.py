@@ -23,7 +23,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -105,11 +105,14 @@ def gate(
     """Register the decorated function as the gate of that name; arguments as the fields of `Gate`.
 
     Raises:
-        ValueError: the name is taken.
+        ValueError: the name is another function's; no such `flow`.
     """
+    if flow not in get_args(Flow):
+        raise ValueError(f"gate {name!r}, flow: expected one of {', '.join(get_args(Flow))}; got {flow!r}")
 
     def register(function: Callable[..., Gated]) -> Callable[..., Gated]:
-        if name in GATES:
+        known = GATES.get(name)
+        if known and _place(known.surrogate) != _place(function):  # the same again: a cell or a module that is rerun
             raise ValueError(f"gate: {name!r} is registered already.")
         parameters = inspect.signature(function).parameters.values()
         knobs = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
@@ -117,6 +120,10 @@ def gate(
         return function
 
     return register
+
+
+def _place(function: Callable[..., Gated]) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
 
 
 def _ratio(x: GateInputs, **_: object) -> Float[Tensor, "B T"]:

@@ -79,8 +79,18 @@ class Terms:
         return {name: getattr(self.objective, name) for name in GATES[self.objective.gate].knobs}
 
     def gated(self) -> Gated:
-        """The surrogate of each token under the objective's gate, before any correction weight."""
-        return GATES[self.objective.gate].surrogate(self.inputs, **self.knobs())
+        """The surrogate of each token under the objective's gate, before any correction weight. ValueError for a gate
+        that returns anything else: a mean over the sequence, say, which would count as each token's."""
+        found = GATES[self.objective.gate].surrogate(self.inputs, **self.knobs())
+        shape = self.inputs.mask.shape
+        if not (isinstance(found, Gated) and found.surrogate.shape == found.clipped.shape == shape):
+            got = [list(each.shape) for each in found] if isinstance(found, Gated) else type(found).__name__
+            raise ValueError(
+                f"gate {self.objective.gate!r}: not Gated(surrogate, clipped), each [B,T] = {list(shape)}, got {got}"
+            )
+        if found.clipped.dtype != torch.bool:
+            raise ValueError(f"gate {self.objective.gate!r}: clipped must be bool, got {found.clipped.dtype}")
+        return found
 
     def values(self, clipped: Bool[Tensor, "B T"], ref_kl: Float[Tensor, "B T"] | None) -> TokenValues:
         """What each token was to the loss, detached."""

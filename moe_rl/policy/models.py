@@ -204,11 +204,18 @@ def check_path(path: str) -> str:
         if not (folder / "config.json").is_file() and (folder / "checkpoint" / "config.json").is_file():
             folder /= "checkpoint"
         if not (folder / "config.json").is_file():
-            raise ModelError(f"model.path: {folder.absolute()} holds no model (no config.json)")
+            raise ModelError(f"model.path: {folder.absolute()} holds no model (no config.json){but_adapters(folder)}")
         return str(folder)
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelError(f"model.path: there is no folder {folder.absolute()} (a hub id would look like owner/name)")
     return path
+
+
+def but_adapters(folder: Path) -> str:
+    """To be added to what is said of a folder without a model: empty if it holds no LoRA adapters, of PEFT."""
+    if not (folder / "adapter_config.json").is_file():
+        return ""
+    return " but LoRA adapters: merge them into their model first (PEFT's merge_and_unload, then save_pretrained)"
 
 
 def taken_for_hub_id(path: str) -> str:

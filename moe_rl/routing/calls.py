@@ -192,7 +192,8 @@ class Collected:
         if not self.joined:
             raise RoutingError(
                 "nothing was seen: no call of the model happened inside the context (a compiled function around the "
-                "model, without attach(model) before?)"
+                "model, without attach(model) before? code that torch.compile made of this class without hooks? "
+                "torch._dynamo.reset() forgets that)"
             )
         lengths = {joined.length for joined in self.joined}
         if len(lengths) > 1:

@@ -132,7 +132,8 @@ def _refuse_compiled(model: nn.Module, layout: Layout) -> None:
             name = next(name for name, other in model.named_modules() if other is module)
             raise RoutingError(
                 f"{name or type(module).__name__} is compiled already: torch.compile skips hooks that were added "
-                "later, so nothing would be recorded or replayed. Call attach(model) before torch.compile(model)"
+                "later, so nothing would be recorded or replayed. Call attach(model) before torch.compile(model), and "
+                "torch._dynamo.reset() before both where compiled code of this class has run"
             )
 
 
@@ -198,6 +199,6 @@ def replay_routes(
             "nothing was replayed: no call of the model reached its hooks, and torch.compile was used in this process. "
             "If a function around the model was compiled before, call attach(model) first. If another model of this "
             "class was compiled without hooks, torch.compile lends its code: before compiling any of them, set "
-            "torch._dynamo.config.skip_nnmodule_hook_guards = False",
+            "torch._dynamo.config.skip_nnmodule_hook_guards = False; torch._dynamo.reset() forgets what was compiled",
             stacklevel=3,
         )

@@ -13,7 +13,10 @@ FINAL_STEPS = 5
 GAIN = 0.1
 """A run that ends less than this above its reward before training has failed."""
 
-FAILED_RULE = f"a run failed when it ended less than {GAIN} above its held-out reward at step 0"
+FAILED_RULE = (
+    f"a run failed when it ended less than {GAIN} above its held-out reward at step 0 (above the mean reward of its "
+    "first batch, where none was measured)"
+)
 BELOW_START_RULE = "it ended below its start when it ended below that reward"
 
 

@@ -25,7 +25,7 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
     = final - start; `failed`, `below_start`, `collapsed` (booleans; the first two of finished runs only); `best`,
     `fall` and `collapse_step` of `detect_collapse`; `area`.
     """
-    starts, ends = _evaluations(data)
+    starts, ends = evaluations(data)
     curves = dict(iter(data.rollouts.groupby(_RUN, observed=True)))
     rows = []
     for run in data.runs:
@@ -104,7 +104,7 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _evaluations(data: StudyData) -> tuple[dict[Any, float], dict[Any, float]]:
+def evaluations(data: StudyData) -> tuple[dict[Any, float], dict[Any, float]]:
     """By (arm, seed) the held-out reward at step 0 (where it was evaluated there), and at the last evaluation."""
     if data.evals.empty or "reward" not in data.evals:
         return {}, {}

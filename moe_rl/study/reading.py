@@ -12,7 +12,7 @@ from moe_rl.study.arms import condition_label, full_label, replay_identity
 from moe_rl.study.comparing import Pair, comparisons, declared, enough_pairs, interest
 from moe_rl.study.curves import BELOW_START_RULE, COLLAPSE_RULE, FAILED_RULE, FINAL_STEPS
 from moe_rl.study.data import StudyData
-from moe_rl.study.outcomes import final_rewards, run_outcomes
+from moe_rl.study.outcomes import evaluations, final_rewards, run_outcomes
 from moe_rl.study.power import fewest_pairs
 from moe_rl.study.reading_routing import routing_statements
 from moe_rl.study.roundings import SURVIVAL_RULES, Survival, component_table, conclusion_table
@@ -154,9 +154,13 @@ def _outcomes(data: StudyData) -> Iterator[Statement]:
     if not runs["start"].notna().any():
         yield Statement(topic, "No run recorded its reward at step 0, so it cannot be told which failed.")
         return
+    held_out = len(evaluations(data)[0])  # runs that were evaluated at step 0
+    start = "the held-out reward at step 0" if held_out else "the mean reward of the first batch"
+    if 0 < held_out < int(runs["start"].notna().sum()):
+        start += " (of the first batch, where none was held out)"
     found = []
     for column, what in (
-        ("failed", "did not gain 0.1 over the held-out reward at step 0"),
+        ("failed", f"did not gain 0.1 over {start}"),
         ("below_start", "ended below it"),
         ("collapsed", "collapsed"),
     ):

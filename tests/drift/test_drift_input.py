@@ -2,12 +2,14 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
 from drift_models import ALPHABET, build, refused, save
 from transformers import AutoConfig
 
+from moe_rl.cli import main
 from moe_rl.drift.checkpoints import check_device
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.run import DriftOptions, run_drift
@@ -24,6 +26,8 @@ def odd(tmp_path_factory, tokenizer, saved):
     folder = tmp_path_factory.mktemp("odd")
     model = build("qwen3_moe", tokenizer)
     (folder / "empty").mkdir()
+    (folder / "adapters").mkdir()
+    (folder / "adapters" / "adapter_config.json").write_text("{}")
 
     def spoiled(value):
         other = build("qwen3_moe", tokenizer)
@@ -43,6 +47,7 @@ def odd(tmp_path_factory, tokenizer, saved):
         "dense": save(build("llama", tokenizer), tokenizer, folder / "dense"),
         "missing": folder / "missing",
         "empty": folder / "empty",
+        "adapters": folder / "adapters",
     }
 
 
@@ -59,7 +64,8 @@ def odd(tmp_path_factory, tokenizer, saved):
         ("overflow", "NEW: log-probabilities of 6 of 6 texts of a batch are not finite"),
         ("dense", "NEW: .*dense is no Mixture-of-Experts"),
         ("missing", "NEW: there is no folder .*missing"),
-        ("empty", r"NEW: .*empty holds no model \(no config.json\)"),
+        ("empty", r"NEW: .*empty holds no model \(no config.json\)\n"),
+        ("adapters", r"NEW: .*adapters holds no model \(no config.json\) but LoRA adapters: merge them"),
     ],
 )
 def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
@@ -70,6 +76,24 @@ def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
     assert re.search(message, error), error
     assert error.count("moe-rl: error") == 1 and "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+def test_settings_that_change_what_equal_weights_compute_are_named(saved, prompts, tmp_path, capsys, undrawn):
+    """As a converter of checkpoints leaves them that lost a setting."""
+    old, _ = saved("qwen3_moe")
+    other = tmp_path / "other"
+    shutil.copytree(old, other)
+    config = json.loads((old / "config.json").read_text())
+    assert not config["norm_topk_prob"]
+    config |= {"norm_topk_prob": True, "use_cache": False, "transformers_version": "5.17.0"}  # two of no concern
+    (other / "config.json").write_text(json.dumps(config))
+    options = ["--prompts", str(prompts), "--floor-sequences", "0", "--no-per-site"]
+    main(["drift", str(old), str(other), *options, "--output", str(tmp_path / "out")])
+    said = "Other settings: norm_topk_prob is False in OLD and True in NEW. What that does is counted as weight"
+    assert said in capsys.readouterr().out
+    assert json.loads((tmp_path / "out" / "drift.json").read_text())["change"]["slot"]["changed"] > 0
+    main(["drift", str(old), str(old), *options, "--output", str(tmp_path / "same")])
+    assert "Other settings" not in capsys.readouterr().out
 
 
 def test_a_mistyped_folder_that_could_be_a_hub_id_is_named(saved, prompts, tmp_path, monkeypatch, capsys):

@@ -153,8 +153,11 @@ def test_what_the_arguments_mean(folder, tmp_path, tokenizer, prompts, capsys):
     save(build("granitemoe", tokenizer), tokenizer, ours / "checkpoint")
     assert chosen([str(ours), inside[0]]) == [str(ours / "checkpoint"), inside[0]]
     (tmp_path / "empty").mkdir()
+    (tmp_path / "lora" / "checkpoint-1").mkdir(parents=True)
+    (tmp_path / "lora" / "checkpoint-1" / "adapter_config.json").write_text("{}")
     for given, message in (
-        ([str(tmp_path / "empty")], "holds no checkpoint"),
+        ([str(tmp_path / "empty")], r"holds no checkpoint .*right inside\)$"),
+        ([str(tmp_path / "lora")], r"right inside\) but LoRA adapters: merge them"),
         ([inside[0]], "there is only"),
         ([], "none"),
     ):

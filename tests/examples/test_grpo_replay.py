@@ -27,6 +27,12 @@ def test_no_steps_are_refused_before_the_cold_start(monkeypatch, capsys):
     assert "--steps: at least 1, got 0" in capsys.readouterr().err
 
 
+def test_it_offers_the_methods_that_it_makes():
+    """The others would run, with the advantages of GRPO."""
+    assert {"grpo", "gspo", "drpo"} < set(example().METHODS)
+    assert not {"ppo", "sft", "rft", "dr_grpo", "minirl", "rspo", "grpo_tis"} & set(example().METHODS)
+
+
 class ByParity:
     """A verifier under which a random policy has reward variance."""
 
@@ -41,7 +47,8 @@ class ByParity:
 
 
 @pytest.mark.parametrize(
-    ("objective", "replay", "scoring"), [("grpo", True, "pass"), ("gspo", False, "pass"), ("grpo", True, "decoding")]
+    ("objective", "replay", "scoring"),
+    [("grpo", True, "pass"), ("gspo", False, "pass"), ("grpo", True, "decoding"), ("drpo", True, "pass")],
 )
 def test_it_ends_with_the_trainers_weights(tmp_path, monkeypatch, objective, replay, scoring):
     tiny = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)

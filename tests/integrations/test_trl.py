@@ -159,6 +159,18 @@ def test_a_pass_that_is_not_the_old_policys_is_an_error(tmp_path):
         make(routing_replay(Copied), tmp_path, options={"replay": "R2"}).train()
 
 
+def test_a_loss_that_calls_the_model_twice_is_an_error(tmp_path):
+    class Twice(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            model(inputs["prompt_ids"])
+            return super()._compute_loss(model, inputs)
+
+    for replay, said in (("none", "its loss called the model 2 times"), ("R2", "do not fit this call")):
+        trainer = make(routing_replay(Twice), tmp_path / replay, options={"replay": replay})
+        with pytest.raises(RoutingError, match=said):
+            trainer.train()
+
+
 def test_a_loss_of_its_own_is_an_error(tmp_path):
     class Own(GRPOTrainer):
         def compute_loss(self, model, inputs, **_):
@@ -328,6 +340,28 @@ def test_interrupted_run_goes_on_in_its_folder(tmp_path):
     ]
     with pytest.raises(RunFolderError, match="holds a finished run"):
         resumed.train()
+
+
+@pytest.mark.parametrize("interrupted_at", [3, 4, 5])
+def test_a_trainer_that_was_interrupted_does_not_rewrite_its_folder(interrupted_at, tmp_path):
+    """As a cell that is stopped and run again does: TRL's buffer goes on, its count of steps begins at 0."""
+    from transformers import TrainerCallback
+
+    class Interrupted(TrainerCallback):
+        def on_step_end(self, args, state, *_, **__):
+            if state.global_step == interrupted_at:
+                raise KeyboardInterrupt
+
+    options = {"run_folder": tmp_path / "runs" / "mine" / "seed1", "probe_sequences": 0}
+    trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options)
+    trainer.add_callback(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    rows = (options["run_folder"] / "metrics.jsonl").read_bytes()
+    with pytest.raises(RoutingError, match="make the trainer again and pass resume_from_checkpoint"):
+        trainer.train()
+    assert (options["run_folder"] / "metrics.jsonl").read_bytes() == rows
+    assert not (options["run_folder"] / "DONE").exists()
 
 
 def test_train_may_be_called_again(tmp_path):

@@ -20,12 +20,20 @@ from logprobs_helpers import (
     reference,
     weights,
 )
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from moe_rl.measure import logprobs
 from moe_rl.measure.head import LogitMap
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.measure.other_heads import logit_map_of, warn_once
+from moe_rl.routing import record_routes
 
 # -- against the plain computation ------------------------------------------------------------------------------
 
@@ -243,3 +251,30 @@ def test_refusals():
     sizes = {name: size for name, size in SIZES.items() if name != "experts_implementation"}
     with pytest.raises((ValueError, TypeError), match=r"aux_loss|load-balancing"):
         token_logps(LlamaForCausalLM(LlamaConfig(**sizes)), ids, attended, completion, aux_loss=True)
+
+
+def test_labels_are_no_mask():
+    """-100 is true, and a label that is token 0 is false."""
+    ids = torch.tensor([[3, 0, 5]])
+    labels, ones = torch.tensor([[-100, 0, 5]]), torch.ones_like(ids)
+    for attention, completion, name in ((ones, labels, "completion_mask"), (labels, ones, "attention_mask")):
+        with pytest.raises(ValueError, match=f"{name}: expected only 0 and 1"):
+            token_logps(build(), ids, attention, completion)
+
+
+def test_trying_out_the_head_is_no_call_of_the_model():
+    """Llama4ForCausalLM calls its backbone by another name than it has: trying out ran all of it, as calls that a
+    recording joined with the one that scores."""
+    sizes = {"vocab_size": 32, "pad_token_id": 0, "num_hidden_layers": 2, "num_local_experts": 4}
+    sizes |= {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "interleave_moe_layer_step": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    torch.manual_seed(0)
+    model = Llama4ForCausalLM(Llama4TextConfig(**sizes, **heads)).eval()
+    ids = torch.randint(1, 32, (2, 5))
+    ones = torch.ones_like(ids)
+    with torch.no_grad(), record_routes(model) as recording:
+        logps = token_logps(model, ids, ones, ones).logps
+    assert len(recording.calls) == 1 and recording.routes.shape[:2] == (2, 5)
+    plain = model(ids, attention_mask=ones).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(logps[:, 1:], plain.detach())
+    assert logit_map_of(model) == LogitMap(1.0, None)

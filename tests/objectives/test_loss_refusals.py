@@ -9,11 +9,14 @@ import torch
 from loss_helpers import EVERYTHING, whole_of_the_loss
 
 from moe_rl.objectives import (
+    GATES,
     OBJECTIVES,
     PRESETS,
     Correction,
+    Gated,
     Objective,
     dpo_loss,
+    gate,
     generalized_advantages,
     kl_estimate,
     policy_loss,
@@ -136,3 +139,33 @@ def test_rewards_and_pairs_that_would_broadcast_are_refused(unannotated):
 def test_an_off_policy_mask_has_no_lower_bound():
     with pytest.raises(ValueError, match="it has delta only"):
         Correction.parse("off_policy_mask:0.05:0.1:current")
+
+
+def test_a_gate_that_is_not_one_is_refused(monkeypatch):
+    two = torch.tensor([[-1.0, -2.0]])
+    for name, function, said in (
+        ("of_rows", lambda x: Gated(x.logps.mean(1, keepdim=True), x.nowhere()), r"each \[B,T\] = \[1, 2\], got"),
+        ("floats", lambda x: Gated(x.logps, torch.zeros_like(x.logps)), "clipped must be bool, got torch.float32"),
+        ("bare", lambda x: x.logps, "got Tensor"),
+    ):
+        monkeypatch.delitem(GATES, name, raising=False)  # and so after the test
+        gate(name, flow="logps")(function)
+        with pytest.raises(ValueError, match=f"gate '{name}'.*{said}"):
+            policy_loss(Objective(gate=name), two, two, torch.ones(1), torch.ones(1, 2))
+
+
+def test_a_gate_may_be_registered_again_by_its_own_cell_only(monkeypatch):
+    monkeypatch.delitem(GATES, "mine", raising=False)
+
+    def cell():  # of a notebook
+        @gate("mine")
+        def mine(x):
+            return Gated(x.logps * x.advantages, x.nowhere())
+
+        return mine
+
+    cell()
+    assert cell() is GATES["mine"].surrogate
+    for name in ("mine", "clip"):
+        with pytest.raises(ValueError, match=f"'{name}' is registered already"):
+            gate(name)(lambda x: Gated(x.logps, x.nowhere()))

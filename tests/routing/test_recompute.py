@@ -197,3 +197,25 @@ def test_compiled_before_is_an_error_never_silence() -> None:
     with pytest.raises(RoutingError, match="compiled already"), record_routes(model):
         pass
     torch._dynamo.reset()
+
+
+def test_what_is_said_of_compiled_code_leads_to_a_recording() -> None:
+    """Compiled and run, refused, attached as it says: torch still runs the code that it made without hooks."""
+    torch._dynamo.reset()
+    inputs = tokens()
+    first = torch.compile(moe(), backend="eager")
+    first(inputs)
+    with pytest.raises(RoutingError, match=r"Call attach.*torch._dynamo.reset\(\) before both"), record_routes(first):
+        pass
+    model = moe()
+    routes = routes_of(model, inputs)
+    for reset in (False, True):
+        if reset:
+            torch._dynamo.reset()
+        with attach(model), record_routes(model) as recording:
+            torch.compile(model, backend="eager")(inputs)
+        if not reset:
+            with pytest.raises(RoutingError, match=r"nothing was seen.*torch._dynamo.reset\(\) forgets that"):
+                _ = recording.routes
+    assert recording.routes.equal(routes)
+    torch._dynamo.reset()

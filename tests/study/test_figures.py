@@ -23,7 +23,7 @@ from moe_rl.study.figures import (
     save_figure,
     tail_fraction,
 )
-from moe_rl.study.figures.register import figure
+from moe_rl.study.figures.register import REGISTRY, figure
 from moe_rl.study.figures.style import LOOKS, arm_looks, conditions
 
 INTERVALS = ("evaluation_low", "evaluation_high")  # one seed has none
@@ -74,6 +74,21 @@ def test_figures_are_drawn_by_name_and_unknown_ones_are_refused(folder, tmp_path
 def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="figure 'reward' is registered twice"):
         figure(title="Again.", caption="Again.", needs={})(_another_reward())
+
+
+def test_what_a_figure_needs_and_returns_is_checked(folder):
+    def of_its_own(data):
+        return None
+
+    about = {"title": "Own.", "caption": "Own."}
+    with pytest.raises(ValueError, match="figure 'of_its_own', needs: no table 'update'; did you mean 'updates'"):
+        figure(**about, needs={"update": ["grad_norm"]})(of_its_own)
+    with pytest.raises(ValueError, match="the columns of 'updates' are a list, got 'grad_norm'"):
+        figure(**about, needs={"updates": "grad_norm"})(of_its_own)
+    drawn = figure(**about, needs={"updates": ["grad_norm"]})(of_its_own)
+    del REGISTRY["of_its_own"]
+    with pytest.raises(TypeError, match="figure 'of_its_own' must return a Drawing, got NoneType"):
+        drawn(load(folder))
 
 
 def _another_reward():

@@ -123,6 +123,10 @@ def test_failed_below_start_and_collapsed_runs_are_counted():
     text = next(s.text for s in read(study) if s.topic == "Runs that failed")
     assert "Runs that did not gain 0.1 over the held-out reward at step 0: 3 of 4 (GRPO: 3 of 4)" in text
     assert "that ended below it: 2 of 4 (GRPO: 2 of 4); that collapsed: 1 of 4 (GRPO: 1 of 4)" in text
+    first = next(s.text for s in read(replace(study, evals=study.evals.iloc[:0])) if s.topic == "Runs that failed")
+    assert "Runs that did not gain 0.1 over the mean reward of the first batch: 3 of 4" in first  # .4 .4 .4 .8
+    some = next(s.text for s in read(replace(study, evals=study.evals.iloc[:1])) if s.topic == "Runs that failed")
+    assert "the held-out reward at step 0 (of the first batch, where none was held out): 3 of 4" in some
     going = replace(study, runs=tuple(replace(run, finished=False) for run in study.runs))
     assert not run_outcomes(going)[["failed", "below_start"]].any(axis=None)  # not yet
 

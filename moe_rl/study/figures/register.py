@@ -13,11 +13,12 @@ The function draws, in the house style, and returns what it drew. The name of fi
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import pandas as pd
 from matplotlib.figure import Figure
 
+from moe_rl.names import nearest
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.notes import noise_note, seeds_note, seeds_words
 from moe_rl.study.figures.saving import StudyFigure, house_style
@@ -56,6 +57,8 @@ class Registered:
             need(getattr(data, table), columns, self.name)
         with house_style():
             drawn = self.draw(data)
+            if not isinstance(drawn, Drawing):
+                raise TypeError(f"figure {self.name!r} must return a Drawing, got {type(drawn).__name__}")
             words = seeds_words(data, drawn.interval)
             drawn.figure.supxlabel(words, x=0.008, ha="left", fontsize=6.5, color=GREY)
         own = " ".join(part for part in (self.caption, drawn.said) if part)
@@ -65,6 +68,8 @@ class Registered:
         return StudyFigure(self.name, self.title, caption, drawn.figure, drawn.frame, own, shared, drawn.tables)
 
 
+TABLES = (*(f.name for f in fields(StudyData) if f.type is pd.DataFrame), "arms", "tokens")
+"""What `needs` may name."""
 REGISTRY: dict[str, Registered] = {}
 """Name -> figure, as the files of the gallery are imported."""
 
@@ -88,6 +93,11 @@ def figure(
 
     def register(draw: Callable[[StudyData], Drawing]) -> Registered:
         name = draw.__name__
+        for table, columns in needs.items():
+            if table not in TABLES:
+                raise ValueError(f"figure {name!r}, needs: no table {table!r}{nearest(table, TABLES)}")
+            if isinstance(columns, str):
+                raise ValueError(f"figure {name!r}, needs: the columns of {table!r} are a list, got {columns!r}")
         if name in REGISTRY and REGISTRY[name].draw.__module__ != draw.__module__:
             raise ValueError(
                 f"figure {name!r} is registered twice: {REGISTRY[name].draw.__module__}, {draw.__module__}"
