@@ -9,7 +9,7 @@ The trainer that ms-swift then makes is a subclass of its own. ms-swift scores e
 (`_prepare_batch_inputs`); the routes of that very pass hang on the micro-batch's `GRPOBatch` and are replayed in
 `compute_loss`. The metrics are those of `moe_rl.integrations.trl`, in ms-swift's own log.
 
-ms-swift 4.6.0 pins transformers < 5.20 and trl < 1.0, moe_rl needs transformers >= 5.17: an environment of its own.
+ms-swift 4.6.0 pins transformers < 5.20 and trl < 1.0, moe_rl needs transformers >= 5.19: an environment of its own.
 """
 
 from functools import partial

@@ -75,7 +75,7 @@ def test_the_heat_map_has_the_floor_once_on_the_same_scale_and_apart(measured):
     assert {ax.images[0].get_clim() for ax in (*arms, floor)} == {arms[0].images[0].get_clim()}
     assert floor.spines["left"].get_visible() and not arms[0].spines["left"].get_visible()
     frame = figure.frame.set_index(["arm", "site"])["rate"]
-    assert frame["floor, bf16", 0] == pytest.approx(0.02) and frame["floor, own", 1] == pytest.approx(0.02)
+    assert frame["floor, bf16"][0] == pytest.approx(0.02) and frame["floor, own"][1] == pytest.approx(0.02)
     assert "noise floor" in figure.caption and "not recorded" not in figure.caption
 
 

@@ -44,7 +44,9 @@ def change_by_position(data: StudyData) -> Drawing:
     floor = floor_by_position(data, width, FEWEST_TOKENS)
     tables = seed_tables(rows[enough], "position", "rate")
     xlabel = "position in the response" + (f"\n(bins of {width})" if width > 1 else "")
-    drawn = curves(data, tables, "sites changed\nat the token, %", xlabel, scale=100, thin=False, ylim=(0, None), above=0.2)
+    drawn = curves(
+        data, tables, "sites changed\nat the token, %", xlabel, scale=100, thin=False, ylim=(0, None), above=0.2
+    )
     for ax in drawn.axes:
         draw_along(ax, 100 * floor)
     drawn.legend()
