@@ -1,6 +1,7 @@
 """What the tuning chose, by the rule in the head of experiments/tuning.yaml:  python analysis/tuning.py runs/tuning
 
-Arms of one label are one setting under several doses of noise; the first setting of a method is its default.
+A label is `METHOD: SETTING`. Arms of one label are one setting under several doses of noise; the first setting of a method
+is its default.
 """
 
 import argparse
@@ -22,7 +23,8 @@ def scores(data: StudyData) -> pd.DataFrame:
     arms = data.arms
     last = data.evals[data.evals["step"] > 0].groupby(["arm", "seed"])["reward"].last().unstack("seed")
     last = last.reindex(index=arms.index, columns=sorted({*data.config.get("seeds", ()), *data.seeds}))
-    last = last.set_axis(pd.MultiIndex.from_frame(arms[["method", "label"]]))
+    method = arms["label"].str.partition(": ")[0]
+    last = last.set_axis(pd.MultiIndex.from_frame(arms.assign(method=method)[["method", "label"]]))
     return last.groupby(level=["method", "label"], sort=False).agg(lambda doses: doses.mean(skipna=False))
 
 
