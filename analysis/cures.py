@@ -5,7 +5,6 @@ drawn beside them as CSV.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import pandas as pd
@@ -13,6 +12,7 @@ import pandas as pd
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.figures.over_studies import cures_figure
 from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.published import published_repetitions
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 GONE = "the cause taken away"
@@ -73,32 +73,12 @@ def cures_table() -> pd.DataFrame:
         for cause, cells in CAUSES.items():
             if method in cells:
                 study, arm, other = cells[method]
-                for found in repetitions(study, arm, other):
+                for found in published_repetitions(RESULTS, study, arm, other):
                     rows.append({"cause": cause, "method": label, "study": study, "arm": arm, "other": other, **found})
     table = pd.DataFrame(rows)
     table["cause"] = pd.Categorical(table["cause"], list(CAUSES))
     table["method"] = pd.Categorical(table["method"], list(METHODS.values()))
     return table.sort_values(["cause", "method"], ignore_index=True, kind="stable")
-
-
-def repetitions(study: str, arm: str, other: str) -> list[dict[str, object]]:
-    """rounding, n, difference, low, high and verdict of arm - other: as the study was run first (`native`), then under
-    other roundings and on other machines. A study may have declared the comparison the other way round."""
-    tables = [pd.read_csv(RESULTS / study / "comparisons.csv").assign(rounding="native")]
-    for file in sorted(RESULTS.glob("*/roundings.csv")):
-        if json.loads((file.parent / "env.json").read_text())["study"] == study:
-            tables.append(pd.read_csv(file))
-    found: dict[str, dict[str, object]] = {}
-    for row in pd.concat(tables).to_dict("records"):
-        if row["rounding"] == "pooled" or {row["arm"], row["other"]} != {arm, other}:
-            continue
-        ends, verdict = (row["difference"], row["low"], row["high"]), row["verdict"]
-        if row["arm"] == other:
-            ends = (-ends[0], -ends[2], -ends[1])
-            verdict = {"higher": "lower", "lower": "higher"}.get(verdict, verdict)
-        one = dict(zip(("difference", "low", "high"), ends, strict=True))
-        found.setdefault(row["rounding"], {"rounding": row["rounding"], "n": row["n"], **one, "verdict": verdict})
-    return list(found.values())
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Which signal tells early that a run will end badly:  python analysis/early_warning.py runs/replay_vs_gspo docs/results/lag
+"""Which signal tells early that a run will end badly:  python analysis/early_warning.py runs/STUDY docs/results/lag
 
 Of run folders, or of committed tables that have `signals.csv`. Prints the table; --csv writes it, --figures draws it.
 Definitions: `moe_rl.study.early_warning`.
@@ -32,7 +32,9 @@ def signals_of(folder: Path, steps: Sequence[int]) -> pd.DataFrame:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="How well signals of the first steps tell how runs end.")
-    parser.add_argument("folders", type=Path, nargs="+", help="study folders, e.g. runs/q4 or docs/results/ratio_or_clip")
+    parser.add_argument(
+        "folders", type=Path, nargs="+", help="study folders, e.g. runs/replay_vs_gspo or docs/results/lag"
+    )
     parser.add_argument("--csv", type=Path, help="also write the table here")
     parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw it: DIR/early_warning.pdf, .svg, .png")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """What the tuning chose, by the rule in the head of experiments/tuning.yaml:  python analysis/tuning.py runs/tuning
 
-A label is `METHOD: SETTING`. Arms of one label are one setting under several doses of noise; the first setting of a method
-is its default.
+A label is `METHOD: SETTING`. Arms of one label are one setting under several doses of noise; the first setting of a
+method is its default.
 """
 
 import argparse

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import hypothesis
 import torch
@@ -15,6 +16,9 @@ def pytest_collection_finish():
     gc.freeze()
     gc.enable()
 
+
+# A background job (`make test &`) ignores Ctrl-C, and so would every process that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Shared machines stall: a deadline would fail a property for the neighbour's load.
 hypothesis.settings.register_profile("moe_rl", deadline=None)

@@ -143,9 +143,9 @@ def _failures_of(data: StudyData, pairs: Sequence[Pair]) -> str:
 def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
     """What the comparisons of any study came to; those that are told apart, or told equal, by name."""
     if not pairs:
-        why = "No two arms that differ in one thing have finished runs."
-        why = "The study file compares none: its question is not of rewards." if declared(data) == [] else why
-        return Line("Do the arms differ?", "Not compared", why)
+        none_declared = "The study file compares none: its question is not of rewards."
+        none_finished = "No two arms that differ in one thing have finished runs."
+        return Line("Do the arms differ?", "Not compared", none_declared if declared(data) == [] else none_finished)
     verdicts = [pair.result.verdict for pair in pairs]
     words = f"{sum(pair.result.apart for pair in pairs)} of {count(len(pairs), 'comparison')} resolved"
     named = [

@@ -1,5 +1,6 @@
 """The committed tables of a study, and the same study run again elsewhere: another processor is another rounding."""
 
+import json
 from pathlib import Path
 
 import pandas as pd
@@ -71,3 +72,24 @@ def against_published(data: StudyData, folder: Path, name: str) -> dict[str, pd.
     if not {f"{pair.arm} - {pair.other}" for pair in both[name].pairs} & set(known):
         raise ResultsError(f"{folder}: none of its comparisons ({', '.join(known)}) has runs in {data.name}")
     return {"roundings": conclusions_of(both), "variance_components": components_of(both)}
+
+
+def published_repetitions(results: Path, study: str, arm: str, other: str) -> list[dict[str, object]]:
+    """rounding, n, difference, low, high and verdict of arm - other in the committed tables of `results`: as the
+    study was run first (`native`), then under other roundings and on other machines; empty where it was never compared.
+    A study may have declared the comparison the other way round."""
+    tables = [pd.read_csv(results / study / "comparisons.csv").assign(rounding=NATIVE)]
+    for file in sorted(results.glob("*/roundings.csv")):
+        if json.loads((file.parent / "env.json").read_text())["study"] == study:
+            tables.append(pd.read_csv(file))
+    found: dict[str, dict[str, object]] = {}
+    for row in pd.concat(tables).to_dict("records"):
+        if row["rounding"] == "pooled" or {row["arm"], row["other"]} != {arm, other}:
+            continue
+        ends, verdict = (row["difference"], row["low"], row["high"]), row["verdict"]
+        if row["arm"] == other:
+            ends = (-ends[0], -ends[2], -ends[1])
+            verdict = {"higher": "lower", "lower": "higher"}.get(verdict, verdict)
+        one = dict(zip(("difference", "low", "high"), ends, strict=True))
+        found.setdefault(row["rounding"], {"rounding": row["rounding"], "n": row["n"], **one, "verdict": verdict})
+    return list(found.values())

@@ -6,9 +6,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from moe_rl.study.figures.over_studies import cures_figure
+from moe_rl.study.figures.over_studies import claims_figure, cures_figure
+from moe_rl.study.published import published_repetitions
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
 
 
 @pytest.fixture(scope="module")
@@ -16,18 +18,18 @@ def script():
     return runpy.run_path(str(ROOT / "analysis" / "cures.py"))
 
 
-def test_comparisons_have_the_sign_of_method_less_grpo(script):
+def test_comparisons_have_the_sign_of_method_less_grpo():
     table = pd.read_csv(ROOT / "docs/results/methods_router/comparisons.csv").set_index(["arm", "other"])
     declared = table.loc[("grpo", "grpo_tenth")]
-    turned, *_ = script["repetitions"]("methods_router", "grpo_tenth", "grpo")
+    turned, *_ = published_repetitions(RESULTS, "methods_router", "grpo_tenth", "grpo")
     assert declared["verdict"] == "lower" and turned["verdict"] == "higher"
     assert turned["difference"] == -declared["difference"] and turned["low"] == -declared["high"]
-    as_declared, *_ = script["repetitions"]("methods_router", "gmpo", "grpo")
+    as_declared, *_ = published_repetitions(RESULTS, "methods_router", "gmpo", "grpo")
     assert as_declared["low"] == table.loc[("gmpo", "grpo"), "low"]
 
 
-def test_a_study_that_was_run_again_has_its_repetitions_once_each(script):
-    found = script["repetitions"]("replay_vs_gspo", "grpo", "grpo_replay")
+def test_a_study_that_was_run_again_has_its_repetitions_once_each():
+    found = published_repetitions(RESULTS, "replay_vs_gspo", "grpo", "grpo_replay")
     assert [one["rounding"] for one in found] == ["native", "avx2", "intel"] and found[0]["n"] == 9
     rows = pd.read_csv(ROOT / "docs/results/replay_vs_gspo_intel/roundings.csv")
     declared = rows.set_index(["arm", "other", "rounding"]).loc[("grpo_replay", "grpo", "intel")]
@@ -47,3 +49,16 @@ def test_each_cause_is_a_panel_and_marks_are_filled_where_the_verdict_tells(scri
     assert len(set(places)) == len(rows) and list(places.round()) == list(rows["method"].cat.codes), "repetitions apart"
     filled = [tuple(colour[:3]) != (1, 1, 1) for colour in marks.get_facecolors()]
     assert filled == list(rows["verdict"].isin(["higher", "lower"]))
+
+
+def test_each_statement_has_its_comparisons_below_it_and_every_repetition_a_mark():
+    claims = runpy.run_path(str(ROOT / "analysis" / "claims.py"))
+    table = claims["claims_table"]()
+    for claim, comparisons in claims["CLAIMS"].items():
+        assert list(table.loc[table["claim"] == claim, "comparison"].unique()) == list(comparisons), "all are committed"
+    assert table.groupby("comparison").size().min() >= 2, "each was run twice"
+    ax = claims_figure(table).figure.axes[0]
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    marks = ax.collections[-1].get_offsets()
+    assert [x for x, _ in marks] == list(table["difference"])
+    assert [labels[round(y)] for _, y in marks] == list(table["comparison"])

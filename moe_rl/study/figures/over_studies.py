@@ -2,12 +2,13 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
 from moe_rl.study.figures.saving import StudyFigure, styled
 from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of
-from moe_rl.study.statistics import Verdict
+from moe_rl.study.statistics import INTEREST, Verdict
 
 ROW = 0.24  # inches, of a method
 REPEATED = 0.27  # of a row: between the repetitions of a cell
@@ -26,14 +27,7 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
     axes = drawn.subplots(1, len(causes), sharex=True, sharey=True, squeeze=False)[0]
     for ax, cause in zip(axes, causes, strict=True):
         rows = table[table["cause"] == cause]
-        repetition = rows.groupby("method", observed=True)
-        below = repetition.cumcount() - (repetition["difference"].transform("size") - 1) / 2
-        places = rows["method"].map(methods.index).astype(float) + REPEATED * below
-        told = rows["verdict"].isin([Verdict.HIGHER, Verdict.LOWER])
-        ax.axvline(0, color=INK, lw=0.8, zorder=1)
-        ax.hlines(places, rows["low"], rows["high"], color=GREY, lw=1.6, alpha=0.5, zorder=2)
-        fill = [INK if one else "white" for one in told]
-        ax.scatter(rows["difference"], places, s=11, c=fill, edgecolors=INK, linewidths=0.8, zorder=3)
+        _differences(ax, rows, rows["method"].map(methods.index).astype(float), "method")
         ax.set_title(cause, fontsize=7)
         ax.grid(axis="y", visible=False)
     axes[0].set_xticks([-0.25, 0, 0.25], ["−.25", "0", ".25"])
@@ -47,6 +41,47 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
         "are of different studies, and cells of one column may be of different seeds."
     )
     return StudyFigure("cures", "What each method gives back, by cause.", caption, drawn, table)
+
+
+@styled
+def claims_figure(table: pd.DataFrame) -> StudyFigure:
+    """Differences of final reward with their intervals, under the statement that each is about.
+
+    Args:
+        table: columns claim, comparison (a row below its claim), difference, low, high, verdict; rows in the
+            order in which they are drawn. Several rows of a comparison, repetitions, are drawn below each other.
+    """
+    lines: list[tuple[str, str]] = []
+    for claim, rows in table.groupby("claim", sort=False):
+        lines += [(str(claim), ""), *((str(claim), str(name)) for name in rows["comparison"].unique())]
+    drawn = Figure(figsize=(WIDTH, 0.7 + ROW * len(lines)))
+    ax = drawn.subplots()
+    cell = pd.Series(list(zip(table["claim"], table["comparison"], strict=True)), index=table.index)
+    ax.axvspan(-INTEREST, INTEREST, color=GREY, alpha=0.15, lw=0, zorder=0)
+    _differences(ax, table.assign(cell=cell), cell.map(lines.index).astype(float), "cell")
+    ax.set_yticks(range(len(lines)), [comparison or claim for claim, comparison in lines])
+    for label, (_, comparison) in zip(ax.get_yticklabels(), lines, strict=True):
+        label.set_fontweight("normal" if comparison else "bold")
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="y", visible=False)
+    ax.set_ylim(len(lines) - 0.5, -0.5)
+    ax.set_xlabel("difference of final reward")
+    caption = (
+        "Mean over seeds of the paired differences and its 95 % interval; below each other: the study as it was run "
+        "first, and again under other roundings or on another processor, cold starts made anew. Filled: higher or "
+        f"lower by the rules of its study; open: not. Grey: within {INTEREST}, the smallest difference of interest."
+    )
+    return StudyFigure("claims", "What final rewards say of the papers' statements.", caption, drawn, table)
+
+
+def _differences(ax: Axes, rows: pd.DataFrame, places: pd.Series, cell: str) -> None:
+    """Means and intervals at the height `places` of their `cell`; rows of one cell, repetitions, below each other."""
+    repetition = rows.groupby(cell, observed=True, sort=False)
+    places = places + REPEATED * (repetition.cumcount() - (repetition["difference"].transform("size") - 1) / 2)
+    ax.axvline(0, color=INK, lw=0.8, zorder=1)
+    ax.hlines(places, rows["low"], rows["high"], color=GREY, lw=1.6, alpha=0.5, zorder=2)
+    fill = [INK if one else "white" for one in rows["verdict"].isin([Verdict.HIGHER, Verdict.LOWER])]
+    ax.scatter(rows["difference"], places, s=11, c=fill, edgecolors=INK, linewidths=0.8, zorder=3)
 
 
 SIGNALS = {"update": "#D55E00", "probe": "#0B4A8F"}

@@ -1,0 +1,71 @@
+"""What final rewards say of the GSPO, R3 and DPPO papers' statements (question 8):  python analysis/claims.py DIR
+
+Reads the committed tables of docs/results, so that it needs no runs; draws DIR/claims.pdf, .svg, .png and writes what
+is drawn beside them as CSV.
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from moe_rl.processes import ends_with_its_reader
+from moe_rl.study.figures.over_studies import claims_figure
+from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.published import published_repetitions
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+
+CLAIMS: dict[str, dict[str, tuple[str, str, str]]] = {
+    "GSPO is stable without Routing Replay": {
+        "GSPO − GRPO + R2": ("replay_vs_gspo", "gspo", "grpo_replay"),
+        "GSPO − GRPO": ("replay_vs_gspo", "gspo", "grpo"),
+        "GSPO − GRPO, other size": ("other_size", "gspo", "grpo"),
+        "GSPO − GRPO, noise 0.02": ("replay_vs_gspo", "gspo_noise02", "grpo_noise02"),
+        "GSPO − GRPO, noise 0.05": ("replay_vs_gspo", "gspo_noise05", "grpo_noise05"),
+    },
+    "GRPO needs Routing Replay": {
+        "GRPO + R2 − GRPO": ("replay_vs_gspo", "grpo_replay", "grpo"),
+        "GRPO + R2 − GRPO, other size": ("other_size", "grpo_replay", "grpo"),
+        "GRPO + R2 − GRPO, noise 0.02": ("replay_vs_gspo", "grpo_replay", "grpo_noise02"),
+        "GRPO + R2 − GRPO, noise 0.05": ("replay_vs_gspo", "grpo_replay", "grpo_noise05"),
+    },
+    "GSPO tolerates the engine's log-probs": {
+        "GSPO, ratio to a bf16 engine − to the old policy": ("engine_mismatch", "gspo_rollout", "gspo_old"),
+        "GSPO, ratio to an int4 engine − to the old policy": ("anchor_int4", "gspo", "gspo_old"),
+    },
+    "R3 is needed where engines differ": {
+        "GRPO + R3 − GRPO, bf16 engine": ("engine_mismatch", "grpo_r3", "grpo_rollout"),
+        "GSPO + R3 − GSPO, bf16 engine": ("engine_mismatch", "gspo_r3", "gspo_rollout"),
+        "GRPO + R3 − GRPO, int4 engine": ("dppo_mismatch", "grpo_r3_int4", "grpo_int4"),
+    },
+    "DPPO is stable without R3": {
+        "DPPO + R3 − DPPO, int4 engine": ("dppo_mismatch", "dppo_r3_int4", "dppo_int4"),
+        "DPPO − GRPO, int4 engine": ("dppo_mismatch", "dppo_int4", "grpo_int4"),
+    },
+}
+"""Statement -> comparison -> where it was declared: study, arm, the arm that is taken from it."""
+
+
+def claims_table() -> pd.DataFrame:
+    """One row per statement, comparison and rounding: what `claims_figure` takes."""
+    return pd.DataFrame(
+        {"claim": claim, "comparison": comparison, "study": study, "arm": arm, "other": other, **found}
+        for claim, comparisons in CLAIMS.items()
+        for comparison, (study, arm, other) in comparisons.items()
+        for found in published_repetitions(RESULTS, study, arm, other)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Draw, from docs/results, the differences of final reward that the papers' statements are about."
+    )
+    parser.add_argument("folder", type=Path, help="where to write claims.pdf, .svg, .png and .csv")
+    for file in save_figure(claims_figure(claims_table()), parser.parse_args().folder):
+        print(file)
+
+
+if __name__ == "__main__":
+    with ends_with_its_reader():
+        main()
