@@ -1,5 +1,7 @@
 """What an update did to ratios, routes, routers and the loads of experts: pure functions, detached.
 
+`mask` is bool, or 0 and 1 as many trainers write it; other values are a ValueError.
+
 Every name that they return is defined, with its unit and source, in `moe_rl.measure.catalogue`.
 """
 
@@ -8,9 +10,10 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from moe_rl.objectives.ratios import as_bool_mask
 from moe_rl.routing import ChangeCounts, RoutedExperts
 from moe_rl.routing.router_stats import (
     active_set_churn,
@@ -26,7 +29,7 @@ TAUS = (2, 3, 5, 10)
 """Thresholds of F(τ); R3 (arXiv 2510.11370) calls max(r, 1/r) > τ an extreme token."""
 
 
-def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> dict[str, Tensor]:
+def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) -> dict[str, Tensor]:
     """How far ratios r = exp(d) are from 1, d = `log_ratio` on the tokens of `mask`; float64, detached.
 
     - `k1` = mean(-d), `k2` = mean(d²/2), `k3` = mean(r - 1 - d): KL(old || new) in nats per token, from the old
@@ -49,6 +52,7 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) ->
     >>> [round(float(metrics[name]), 4) for name in ("extreme_5", "chi2_token", "ess_token")]  # 65/2 - 1; 18²/(4·130)
     [2.0, 31.5, 0.6231]
     """
+    mask = as_bool_mask(mask)
     with torch.no_grad():
         d = torch.where(mask, log_ratio, 0.0).double()
         tokens, rows = d[mask], mask.any(1)
@@ -83,10 +87,11 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) ->
 def update_ratio_metrics(
     log_ratio: Float[Tensor, "B T"],
     sequence_log_ratio: Float[Tensor, " B"],
-    mask: Bool[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
 ) -> dict[str, Any]:
     """What the ratios of one update were: variances of log-ratios, `ratio_metrics`. What its clip did with them is in
     `moe_rl.objectives.loss_metrics`."""
+    mask = as_bool_mask(mask)
     return {
         "var_token_log_ratio": log_ratio[mask].var(),
         "var_sequence_log_ratio": sequence_log_ratio[mask.any(1)].var(),
@@ -103,11 +108,11 @@ def effective_share(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
     return weights.sum().square() / (len(weights) * weights.square().sum())
 
 
-def ratio_range_metrics(log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> dict[str, Tensor]:
+def ratio_range_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) -> dict[str, Tensor]:
     """`probs_ratio_min`, `probs_ratio_max` (NeMo-RL): of the ratios r = e^`log_ratio`; `outside_fraction`: the share of
     tokens with r outside [0.9, 1.1] (verl issue 6280)."""
     with torch.no_grad():
-        ratio = log_ratio[mask].double().exp()
+        ratio = log_ratio[as_bool_mask(mask)].double().exp()
         return {
             "probs_ratio_min": extreme(ratio, "min"),
             "probs_ratio_max": extreme(ratio, "max"),
@@ -119,7 +124,7 @@ def masked_mismatch_metrics(
     log_weight: Float[Tensor, "B T"],
     masked_low: Bool[Tensor, "B T"],
     masked_high: Bool[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
 ) -> dict[str, Tensor]:
     """prime-rl's account of a trust region on w = e^`log_weight`: what share of the tokens it takes out on each side,
     and the mismatch KL (w - 1 - log w, nats) of those it takes out and of those it keeps.
@@ -128,6 +133,7 @@ def masked_mismatch_metrics(
         masked_low, masked_high: the tokens that are taken out, below and above; in a loss of ours the `clipped` tokens
             whose ratio at the gate is below and above 1.
     """
+    mask = as_bool_mask(mask)
     with torch.no_grad():
         d = torch.where(mask, log_weight, 0.0).double()
         kl, masked = torch.expm1(d) - d, (masked_low | masked_high) & mask

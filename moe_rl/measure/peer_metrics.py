@@ -17,12 +17,13 @@ Differs: verl adds 1e-8 to the denominators of its means, prime-rl divides an em
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from moe_rl.measure.metrics import extreme, ratio_metrics, ratio_range_metrics
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.objectives.diagnostics import Definition
+from moe_rl.objectives.ratios import as_bool_mask
 
 _VERL_BOUND = 20.0  # nats: verl's SAFETY_BOUND on log-weights
 
@@ -31,10 +32,11 @@ OF_RATIOS = ("gap_mean", "gap_p99", "gap_max", "k3", "chi2_token", "chi2_sequenc
 
 
 def engine_metrics(
-    logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> dict[str, Tensor]:
     """All that is said of two engines' scores of the same tokens: `gap_metrics` with chi2 and effective sample size, and
     the peers' `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics` of w."""
+    mask = as_bool_mask(mask)
     d = token_log_ratio(logps, rollout_logps, mask).detach()
     return {
         **gap_metrics(logps, rollout_logps, mask, names=OF_RATIOS),
@@ -47,7 +49,7 @@ def engine_metrics(
 def gap_metrics(
     logps: Float[Tensor, "B T"],
     other: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
     *,
     names: tuple[str, ...] = ("gap_mean", "gap_p99", "gap_max", "k3"),
 ) -> dict[str, Tensor]:
@@ -58,6 +60,7 @@ def gap_metrics(
     `var_token`, `var_sequence`: variance of d over tokens, and of its mean over each sequence (log s of arXiv
     2507.18071, eq. 7) over sequences; their quotient would be the mean length if tokens were independent.
     """
+    mask = as_bool_mask(mask)
     d = token_log_ratio(logps, other, mask)
     ratios = ratio_metrics(d, mask)
     return {
@@ -69,7 +72,7 @@ def gap_metrics(
 
 
 def mismatch_metrics(
-    logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+    logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> dict[str, Tensor]:
     """How far the training engine's scores (`logps`) are from the sampler's, by NeMo-RL's and verl's names.
 
@@ -84,8 +87,9 @@ def mismatch_metrics(
     Args:
         logps: training engine, nats.
         rollout_logps: the engine that sampled, nats.
-        mask: True on response tokens.
+        mask: True (or 1) on response tokens.
     """
+    mask = as_bool_mask(mask)
     with torch.no_grad():
         d = token_log_ratio(logps, rollout_logps, mask).double()
         new, old = (torch.where(mask, x, 0.0).double() for x in (logps, rollout_logps))
@@ -120,7 +124,7 @@ def mismatch_metrics(
 
 
 def importance_weight_metrics(
-    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], *, low: float = 0.5, high: float = 2.0
+    log_weight: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], *, low: float = 0.5, high: float = 2.0
 ) -> dict[str, Tensor]:
     """verl's account of token-level weights w = e^`log_weight` that are truncated at `high` (its rollout_is "token").
 
@@ -134,6 +138,7 @@ def importance_weight_metrics(
     >>> [round(float(found[f"rollout_is_{name}"]), 4) for name in ("mean", "oob_ratio", "seq_max_deviation")]
     [1.0625, 0.5, 0.5]
     """
+    mask = as_bool_mask(mask)
     with torch.no_grad():
         raw = torch.where(mask, log_weight, 0.0).double().clamp(-_VERL_BOUND, _VERL_BOUND).exp()
         weight, rows = raw.clamp(max=high), mask.any(1)

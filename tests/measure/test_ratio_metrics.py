@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_rl.measure import metrics as of_updates
+from moe_rl.measure import peer_metrics
 from moe_rl.measure.metrics import effective_share, ratio_metrics, update_ratio_metrics
 from moe_rl.measure.peer_metrics import gap_metrics
 
@@ -82,3 +84,25 @@ def test_gap_by_hand():
     assert gap["gap_mean"] == pytest.approx((math.log(3) + math.log(1.5)) / 3)
     # sequence means: ln(3)/2 and -ln 1.5; the variance of two numbers is half their squared difference
     assert gap["var_sequence"] == pytest.approx((math.log(3) / 2 + math.log(1.5)) ** 2 / 2)
+
+
+MASKED = {
+    "ratio_metrics": lambda d, mask: of_updates.ratio_metrics(d, mask),
+    "ratio_range_metrics": lambda d, mask: of_updates.ratio_range_metrics(d, mask),
+    "update_ratio_metrics": lambda d, mask: of_updates.update_ratio_metrics(d, d.mean(1), mask),
+    "masked_mismatch_metrics": lambda d, mask: of_updates.masked_mismatch_metrics(d, d < 0, d > 0, mask),
+    "engine_metrics": lambda d, mask: peer_metrics.engine_metrics(d - 2, torch.zeros_like(d) - 2, mask),
+    "gap_metrics": lambda d, mask: peer_metrics.gap_metrics(d - 2, torch.zeros_like(d) - 2, mask),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mask_of_zeros_and_ones_is_the_mask(name):
+    """As integers it would choose rows 0 and 1 of the tokens instead."""
+    d = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[True] * 3 + [False] * 2] * 3)
+    expected = MASKED[name](d, mask)
+    for kind in (torch.long, torch.float32):
+        torch.testing.assert_close(MASKED[name](d, mask.to(kind)), expected, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ValueError, match="expected only 0 and 1"):
+        MASKED[name](d, torch.full((3, 5), 2))
