@@ -73,6 +73,15 @@ def test_arms_of_another_trainer_are_compared_whatever_its_settings_are_called(t
             FIGURES[name](data)
 
 
+def test_a_label_of_another_trainer_that_is_no_mathematics_is_drawn_as_it_is(tmp_path):
+    labels = {"dear": "costs $5_{ and $6", "half": r"rate $\frac{1}{2}$"}
+    for arm, label in labels.items():
+        with RunWriter(tmp_path, arm=arm, config={"label": label}) as run:
+            run.rollout(0, reward=0.5)
+    drawn = load(tmp_path).arms["label"]
+    assert drawn["dear"] == r"costs \$5_{ and \$6" and drawn["half"] == labels["half"]
+
+
 def test_the_path_of_the_run_itself_is_taken_as_it_is_and_must_agree(tmp_path):
     with RunWriter(tmp_path / "mine" / "seed2", arm="mine", seed=2) as run:
         run.rollout(0, reward=None)

@@ -145,10 +145,10 @@ def _ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
 
 def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
     """The chat as text up to the last turn of the assistant, and whole; the first is empty if there is no such turn."""
-    messages = row.get("messages")
-    if messages is None:
+    messages = row["messages"] if "messages" in row else row["prompt"]
+    if not {"messages", "prompt"} <= row.keys():  # with both, `messages` are the whole conversation
         answer = row.get("completion", [])
-        messages = row["prompt"] + ([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)
+        messages = messages + ([{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer)
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         return "", whole
@@ -225,7 +225,7 @@ def _problem(row: Any) -> str | None:
         wanted = list if key == "messages" else str
         if key in row and row[key] not in chat and not isinstance(row[key], wanted):
             return f"{key} is a {type(row[key]).__name__}"
-    if isinstance(row.get("completion"), list) and not isinstance(row.get("prompt"), list):
+    if isinstance(row.get("completion"), list) and not isinstance(row.get("messages", row.get("prompt")), list):
         return "a completion of messages needs a prompt of messages"
     return None
 

@@ -32,6 +32,7 @@ from moe_rl.study.folders import (
     stacked,
     step_of,
 )
+from moe_rl.study.words import not_mathematics
 
 FIELDS = dict(
     zip(
@@ -82,7 +83,7 @@ class StudyData:
             row = rows.setdefault(
                 run.arm,
                 {
-                    "label": declared.get(run.arm, {}).get("label") or run.setting("label") or run.arm,
+                    "label": _drawable(str(declared.get(run.arm, {}).get("label") or run.setting("label") or run.arm)),
                     "objective": run.objective,
                     "replay": run.replay,
                     "noise": run.noise,
@@ -284,6 +285,11 @@ def declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if isinstance(arms, list):
         return {str(a.get("name")) if isinstance(a, dict) else str(a): a if isinstance(a, dict) else {} for a in arms}
     return {str(k): v if isinstance(v, dict) else {} for k, v in arms.items()} if isinstance(arms, dict) else {}
+
+
+def _drawable(label: str) -> str:
+    """The label; with plain dollars where figures could not draw it, which is refused of a study file alone."""
+    return label.replace("$", r"\$") if not_mathematics(label) else label
 
 
 def _missing(config: dict[str, Any], runs: tuple[Run, ...]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from moe_rl.study.jobs import Jobs, job_options
 from moe_rl.study.launchers import Launcher, Processes
 from moe_rl.study.run import check_folder, check_here, check_task, environment
 from moe_rl.study.runs import Run
+from moe_rl.study.words import not_mathematics
 from moe_rl.training.launch import DistributedError, check_shares, launched_processes
 
 POLL_SECONDS = 1.0
@@ -107,16 +108,12 @@ def seeds_in(folder: Path) -> set[int]:
 def check_labels(study: StudyConfig) -> None:
     """Raises ConfigError for a label that figures could not draw: between two `$` matplotlib reads mathematics."""
     for name, arm in study.arms.items():
-        if "$" in arm.label:
-            from matplotlib.mathtext import MathTextParser
-
-            try:
-                MathTextParser("path").parse(arm.label)
-            except ValueError as error:
-                raise ConfigError(
-                    f"arms.{name}.label: {arm.label!r} is no mathematics that figures can draw "
-                    f"({str(error).strip().splitlines()[-1]}); write \\$ for a dollar"
-                ) from error
+        why = not_mathematics(arm.label)
+        if why:
+            raise ConfigError(
+                f"arms.{name}.label: {arm.label!r} is no mathematics that figures can draw ({why}); write \\$ for a "
+                "dollar"
+            )
 
 
 def check_roundings(names: Sequence[str], native: str) -> None:

@@ -25,6 +25,19 @@ def minus(text: str) -> str:
     return re.sub(r"(?<![\w^])-(?=\d)", "−", text)
 
 
+def not_mathematics(label: str) -> str | None:
+    """Why figures cannot draw a label: between two `$` matplotlib reads mathematics. None where they can."""
+    if "$" not in label:
+        return None
+    from matplotlib.mathtext import MathTextParser
+
+    try:
+        MathTextParser("path").parse(label)
+    except ValueError as error:
+        return str(error).strip().splitlines()[-1]
+    return None
+
+
 def by_topic(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
     """(topic, text) as each topic with its texts."""
     topics: dict[str, list[str]] = {}

@@ -44,6 +44,7 @@ def spelled(tokenizer, ids):
         ({"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}, "<ab>", "cd"),
         ({"messages": [{"role": "user", "content": "ab"}]}, "<", "ab"),
         ({"prompt": [{"role": "user", "content": "ab"}], "completion": "cd"}, "<ab>", "cd"),
+        ({"messages": [{"role": "user", "content": "ab"}], "completion": "cd"}, "<ab>", "cd"),
         (
             {
                 "prompt": [{"role": "user", "content": "ab"}],
