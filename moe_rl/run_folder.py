@@ -31,6 +31,7 @@ from moe_rl.names import nearest
 from moe_rl.run_rows import (
     ROWS,
     RunFolderError,
+    check_counts,
     check_lists,
     checked,
     index_of,
@@ -151,6 +152,7 @@ class RunWriter:
             if name == "update":
                 values[name] = index_of(values[name], name, kind, 0 if kind == "engine" else 1)
         check_lists(kind, values)
+        check_counts(kind, values)
         key = (kind, step, *(values[name] for name in ROWS[kind]))
         if key in self._seen or step < self._last.get(kind, 0):
             there = "is there already" if key in self._seen else f"comes after step {self._last[kind]}"

@@ -60,6 +60,18 @@ def check_lists(kind: str, values: dict[str, Any]) -> None:
             raise RunFolderError(f"{kind} row: lists by {of} must have one length, got {lengths}")
 
 
+def check_counts(kind: str, values: dict[str, Any]) -> None:
+    """Raises RunFolderError where more changed than there is: `slots_changed` over `slots` and its kin are shares."""
+    for name in values:
+        of = name.removesuffix("_changed")
+        if of == name or of not in values or "/" in name:  # a name with a slash is the trainer's own
+            continue
+        changed, there = (value if isinstance(value, list) else [value] for value in (values[name], values[of]))
+        for some, whole in zip(changed, there, strict=False):
+            if some is not None and whole is not None and not 0 <= some <= whole:
+                raise RunFolderError(f"{kind} row: {name} is {some:g} of {of} {whole:g}")
+
+
 def index_of(value: SupportsIndex, name: str, kind: str, least: int) -> int:
     """A whole number, of any integer type; RunFolderError for others, and below `least`."""
     try:

@@ -116,6 +116,8 @@ def test_what_is_not_finite_is_null_and_no_row_is_lost_for_it(tmp_path):
         (lambda r: r.rollout(0, reward=object()), "expected a number, text or a list of them, got object"),
         (lambda r: r.probe(0, 1, site_slots=3), "site_slots: expected a list, got 3"),
         (lambda r: r.probe(0, 1, site_slots=[1, 2], site_max_vio=[1.0]), r"one length, got .*'site_max_vio': 1"),
+        (lambda r: r.probe(0, 1, slots=10, slots_changed=20), "slots_changed is 20 of slots 10"),
+        (lambda r: r.probe(0, 1, site_slots=[4, 4], site_slots_changed=[0, 5]), "changed is 5 of site_slots 4"),
         (lambda r: r.probe(0, 1, layer_names=["0"], layer_gradient_cosine=[0.5, 0.5]), r"lists by layer must have one"),
         (lambda r: r.probe(0, 0, slots=1), "update must be a whole number from 1 on, got 0"),
         (lambda r: r.rollout(-1, reward=0), "step must be a whole number from 0 on, got -1"),
