@@ -137,6 +137,19 @@ class _AfterUpdate(TrainerCallback):
         self.trainer.after_update()
 
 
+AVERAGES = ("grpo", "bnpo", "dr_grpo", "dapo")
+"""Loss types that differ in how tokens are averaged alone: with a sequence ratio each of them is GSPO."""
+
+
+def objective_of(loss_type: str, by_sequence: bool) -> str:
+    """The objective's name in a run folder.
+
+    >>> objective_of("dapo", True), objective_of("luspo", True), objective_of("dapo", False)
+    ('gspo', 'luspo', 'dapo')
+    """
+    return "gspo" if by_sequence and loss_type in AVERAGES else loss_type
+
+
 def refuse_one_update(args: Any, num_iterations: int) -> None:
     """RoutingError for settings under which no weight moves between the scoring of a batch and its last update."""
     every = args.steps_per_generation * num_iterations

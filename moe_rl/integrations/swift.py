@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.integrations.hf_trainer import ReplayTrainer
+from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import OldPolicy, refuse_other_version
 from moe_rl.routing import RoutedExperts, RoutingError, record_routes
@@ -82,7 +82,7 @@ class _RoutingReplay(ReplayTrainer):
         super().__init__(*args, **kwargs)
         refuse(self)
         by_sequence = self.importance_sampling_level != "token"
-        self._begin(run_folder, "gspo" if by_sequence else self.loss_type, by_sequence)
+        self._begin(run_folder, objective_of(self.loss_type, by_sequence), by_sequence)
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 

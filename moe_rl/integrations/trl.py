@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moe_rl.integrations.hf_trainer import ReplayTrainer
+from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import KINDS, OldPolicy
 from moe_rl.integrations.trl_sampled import SampledRoutes, refuse_unsampled, replayed_in_chunks
@@ -117,7 +117,7 @@ class _RoutingReplay(ReplayTrainer):
         if replay == "R3" and self.use_vllm:
             self._sampled.listen(self.vllm_generation.llm)
         by_sequence = self.importance_sampling_level == "sequence"
-        objective = "gmpo" if "GMPO" in self._bare.__name__ else "gspo" if by_sequence else self.loss_type
+        objective = "gmpo" if "GMPO" in self._bare.__name__ else objective_of(self.loss_type, by_sequence)
         self._begin(run_folder, objective, by_sequence)
         if self.aux_loss_enabled and self.args.router_aux_loss_coef is None:
             _LOG.warning(
