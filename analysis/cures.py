@@ -19,7 +19,7 @@ GONE = "the cause taken away"
 METHODS = {
     "gone": GONE,
     "replay": "GRPO + R2",
-    "live": "GRPO + R2, bias on live loads",
+    "live": "GRPO + R2, live loads",
     "r3": "GRPO + R3",
     "gspo": "GSPO",
     "gspo_replay": "GSPO + R2",
@@ -56,7 +56,11 @@ CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
         "replay": ("partial_rollouts", "grpo_partial_r2", "grpo_partial"),
         **{method: ("methods_stale", f"{method}_partial", "grpo_partial") for method in (*OTHERS, "dppo")},
     },
-    "Rollout engine\nwith int4 weights": {
+    "Batches that\nwaited 4 steps": {
+        "gone": ("lag", "grpo", "grpo_lag4"),
+        "gspo": ("lag", "gspo_lag4", "grpo_lag4"),
+    },
+    "Rollout engine,\nint4 weights": {
         "gone": ("dppo_mismatch", "grpo_fp32", "grpo_int4"),
         "r3": ("dppo_mismatch", "grpo_r3_int4", "grpo_int4"),
         **{method: ("methods_int4", f"{method}_int4", "grpo_int4") for method in OTHERS},

@@ -49,10 +49,15 @@ def choose(scores: pd.DataFrame) -> pd.DataFrame:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="the study's folder, e.g. runs/tuning")
+    parser.add_argument("--csv", type=Path, help="also write the table here")
+    given = parser.parse_args()
     try:
-        table = choose(scores(load(parser.parse_args().folder)))
+        table = choose(scores(load(given.folder)))
     except ValueError as error:  # no such folder, damaged files
         parser.exit(1, f"{error}\n")
     print(table.round(3).to_string())
+    if given.csv:
+        given.csv.parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(given.csv)
     if table["open"].any():
         print("Settings that are `open` need their other seeds before anything is chosen.")

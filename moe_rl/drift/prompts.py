@@ -227,6 +227,8 @@ def _problem(row: Any) -> str | None:
             return f"{key} is a {type(row[key]).__name__}"
     if isinstance(row.get("completion"), list) and not isinstance(row.get("messages", row.get("prompt")), list):
         return "a completion of messages needs a prompt of messages"
+    if "completion" in row and "prompt" not in row and row["messages"][-1]["role"] == "assistant":
+        return "a completion after messages that end with a turn of the assistant"
     return None
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.measure.head import LogitMap, threaded_head_logps
 from moe_rl.measure.other_heads import logit_map_of, warn_once, whole_logits_logps
+from moe_rl.objectives.ratios import as_bool_mask
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,8 @@ def token_logps(
     for name, mask in (("attention_mask", attention_mask), ("completion_mask", completion_mask)):
         if mask.shape != input_ids.shape:
             raise ValueError(f"{name}: expected the shape of input_ids, {(B, T)}, got {tuple(mask.shape)}")
-        if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
-            raise ValueError(f"{name}: expected only 0 and 1 (or bool), got other values: labels are no mask")
-    attended, completion = attention_mask.bool(), completion_mask.bool()
+    attended = as_bool_mask(attention_mask, "attention_mask")
+    completion = as_bool_mask(completion_mask, "completion_mask")
     if (completion & ~attended).any():
         row, column = (completion & ~attended).nonzero()[0].tolist()
         raise ValueError(

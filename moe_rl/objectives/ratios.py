@@ -16,8 +16,8 @@ from moe_rl.objectives.bounds import unknown
 RatioLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
 
 
-def as_bool_mask(mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """A bool mask from a bool, integer or float 0/1 one.
+def as_bool_mask(mask: Shaped[Tensor, "B T"], name: str = "mask") -> Bool[Tensor, "B T"]:
+    """A bool mask from a bool, integer or float 0/1 one, which an error calls `name`.
 
     Raises:
         ValueError: an entry is neither 0 nor 1 (weights are not masks: put them into the advantages).
@@ -26,8 +26,8 @@ def as_bool_mask(mask: Shaped[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
         return mask
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(
-            "mask: expected only 0 and 1 (or bool), got other values. A mask says which tokens count; "
-            "token weights belong into token-level advantages."
+            f"{name}: expected only 0 and 1 (or bool), got other values. A mask says which tokens count: it is neither "
+            "labels nor weights, which belong into token-level advantages."
         )
     return mask != 0
 

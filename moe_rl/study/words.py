@@ -1,4 +1,4 @@
-"""Numbers in sentences."""
+"""Numbers in sentences, and labels that figures can draw."""
 
 import re
 from collections.abc import Iterable

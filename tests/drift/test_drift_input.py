@@ -128,6 +128,10 @@ def test_a_named_tokenizer_stands_in(odd, saved, prompts, tmp_path, undrawn):
         ('{"question": "ab"}\n', r"line 1: none of the keys text, prompt and messages \('question'\)"),
         ('{"prompt": "ab", "completion": 3}\n', "line 1: completion is a int"),
         ('{"text": "ab"}\n{"text": "ab", "completion": "c"}\n', "line 2: a completion without a prompt"),
+        (
+            '{"messages": [{"role": "assistant", "content": "a"}], "completion": "c"}\n',
+            "line 1: a completion after messages that end with a turn of the assistant",
+        ),
         ('{"messages": []}\n', "line 1: messages must be a list"),
         ('{"messages": [{"role": "user", "content": "ab"}]}\n', "line 1 holds chat messages.*no chat template"),
         ('{"text": "ab"}\n{"text": "ab?"}\n', "line 2 cannot be tokenised"),

@@ -30,7 +30,7 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
         _differences(ax, rows, rows["method"].map(methods.index).astype(float), "method")
         ax.set_title(cause, fontsize=7)
         ax.grid(axis="y", visible=False)
-    axes[0].set_xticks([-0.25, 0, 0.25], ["−.25", "0", ".25"])
+    axes[0].set_xticks([-0.25, 0, 0.25], ["−.25", "", ".25"])
     axes[0].set_yticks(range(len(methods)), methods)
     axes[0].set_ylim(len(methods) - 0.5, -0.5)
     drawn.supxlabel("final reward less that of GRPO under the same cause", fontsize=7.5)
