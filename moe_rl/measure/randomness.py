@@ -1,10 +1,13 @@
 """What a model draws at random in train mode: dropout and the jitter of routers."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from torch import nn
 
-_ATTRIBUTES = ("attention_dropout", "jitter_noise", "router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+SAMPLED = "router_jitter_noise"
+"""Of routers that sample their experts in train mode (Phi-MoE); eval mode reads it, too, as a threshold."""
+_ATTRIBUTES = ("attention_dropout", "jitter_noise", "input_jitter_noise", "moe_jitter_eps", SAMPLED)
 
 
 def random_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, float]]:
@@ -17,13 +20,23 @@ def random_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, float]
         dropout = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ()
         for attribute in (*dropout, *_ATTRIBUTES):
             amount = getattr(module, attribute, 0.0)
-            if isinstance(amount, float) and amount > 0:
+            held = attribute == SAMPLED and "train" in vars(module)
+            if isinstance(amount, float) and amount > 0 and not held:
                 yield name or type(module).__name__, module, attribute, amount
 
 
 def turn_off_randomness(model: nn.Module) -> list[str]:
-    """Set each of `random_parts` to 0, in place; what was set, as `module.attribute = amount`."""
+    """Train mode draws nothing any more, and computes what eval mode does: each of `random_parts` becomes 0, in place,
+    but a router that samples (`SAMPLED`) stays in eval mode. What was done, as `module.attribute = amount`."""
     found = list(random_parts(model))
     for _, module, attribute, _ in found:
-        setattr(module, attribute, 0.0)
+        if attribute == SAMPLED:
+            module.eval().train = partial(_stay, module)  # type: ignore[method-assign]  # model.train() calls it
+        else:
+            setattr(module, attribute, 0.0)
     return [f"{name}.{attribute} = {amount:g}" for name, _, attribute, amount in found]
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """`module.train` of a module whose mode does not change."""
+    return module

@@ -1,26 +1,62 @@
-"""Jitter of routers: found, and off where it is turned off."""
+"""Dropout and jitter of routers: found, and off where they are turned off; what eval mode computes stays."""
 
+import copy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from moe_rl.measure.randomness import turn_off_randomness
+from moe_rl.measure.randomness import random_parts, turn_off_randomness
+from moe_rl.policy import ModelConfig
+from moe_rl.policy.models import load_model
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
 from routing_helpers import moe
+from tiny_families import families
+
+FAMILIES = ["PhimoeForCausalLM", "MixtralForCausalLM", "DbrxForCausalLM"]
+IDS = torch.tensor([[1, 2, 3, 1, 2]])
 
 
-@pytest.mark.parametrize("family", ["PhimoeForCausalLM", "MixtralForCausalLM", "DbrxForCausalLM"])
-def test_router_jitter_is_found_and_turned_off(family):
+def jittery(family):
     model = moe(family)
     for module in model.modules():
         for name in ("router_jitter_noise", "input_jitter_noise", "jitter_noise", "moe_jitter_eps"):
             if hasattr(module, name):
                 setattr(module, name, 0.3)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_router_jitter_is_found_and_turned_off(family):
+    model = jittery(family)
     found = turn_off_randomness(model)
     assert found and all(text.endswith("= 0.3") for text in found)
-    ids = torch.tensor([[1, 2, 3, 1, 2]])
+    assert not list(random_parts(model))
     with torch.no_grad():
-        assert torch.equal(model.train()(ids).logits, model(ids).logits)
+        assert torch.equal(model.train()(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_eval_mode_computes_what_it_did_and_train_mode_the_same(family):
+    model = jittery(family).eval()
+    with torch.no_grad():
+        before = model(IDS).logits
+        turn_off_randomness(model)
+        assert torch.equal(model(IDS).logits, before)
+        for later in (model.train(), copy.deepcopy(model).train()):
+            assert torch.equal(later(IDS).logits, before)
+
+
+@pytest.mark.parametrize("family", families())
+def test_a_loaded_model_computes_what_transformers_does_in_both_modes(family, tmp_path):
+    """Phi-MoE's `router_jitter_noise` is a threshold of eval mode, too: with 0 every gate would be 1."""
+    model = moe(family).eval()
+    model.save_pretrained(tmp_path)
+    with warnings.catch_warnings(action="ignore"):
+        loaded = load_model(str(tmp_path), ModelConfig(path=str(tmp_path)))
+    with torch.no_grad():
+        assert torch.equal(loaded.eval()(IDS).logits, model(IDS).logits)
+        assert torch.equal(loaded.train()(IDS).logits, model(IDS).logits)
