@@ -34,7 +34,8 @@ from moe_rl.training.rollout_engine import from_engine
 class Observation:
     """The probed responses after one update: log-probabilities (nats) under live and under the old routes, and the live
     routes. `routers`: what the routers said of the n response tokens, old and new (`gates_and_margins`): `old_gates`,
-    `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L]; empty for a family that returns no router logits."""
+    `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L]; empty for a family that does not return one tensor of router
+    logits for each site."""
 
     update: int
     natural: Float[Tensor, "B T"]
@@ -110,7 +111,7 @@ class Probe:
             metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
         metrics |= load_metrics(part.routes, routes, mask)
         old_logits, logits = self.old_logits or [], self._response_logits(live)
-        comparable = bool(logits) and len(logits) == len(old_logits)
+        comparable = len(logits) == len(old_logits) == len(routes.sites)
         if comparable:
             metrics |= router_metrics(old_logits, logits, part.routes.shape[-1])
             chosen = routes.ids.to(mask.device)[mask]
@@ -145,7 +146,7 @@ class Probe:
         return self._response_logits(self._logps(self.ranks.mine(self.part), router_logits=True))
 
     def _response_logits(self, out: TokenLogps) -> list[Float[Tensor, "n E"]]:
-        """Router logits of all ranks on the response tokens; empty for a family that returns none."""
+        """Router logits of all ranks on the response tokens, as many tensors as the family returns."""
         mask = self.part.completion_mask
         B, T = mask.shape
         own = [logits.detach() for logits in out.router_logits or () if logits.numel()]

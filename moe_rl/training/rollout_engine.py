@@ -5,9 +5,9 @@ is silent: the engine samples fluently from other weights, and the method gets t
 
 1. at start-up, with the weights that the engine has just been loaded with, its log-probabilities on a fixed small batch
    are compared with the training model's: their mean absolute gap is the engine's own disagreement, and the tolerance;
-2. still at start-up, one tensor at a time (all of them, or at least one of each kind) is changed and synced: if the
-   engine's log-probabilities do not move beyond what two calls differ by, that tensor does not arrive, and its name is
-   known. Then the true weights are synced, which must give back what was loaded: tensors that arrive in another's place
+2. still at start-up, one tensor at a time (all of them, or at least one of each kind) is changed, until the training
+   model's log-probabilities move by more than the two disagree, and synced: if the engine's do not move beyond what two
+   calls differ by, that tensor does not arrive, and its name is known. Then the true weights are synced, which must give back what was loaded: tensors that arrive in another's place
    do not;
 3. after every sync the gap on the same batch must stay within the tolerance. A few routers that flip at near-ties can
    take it beyond by themselves; so before the run is stopped, an engine is built anew from the policy's weights. If it
@@ -38,6 +38,8 @@ from moe_rl.training.sharding import as_placed, is_sharded
 
 PROBE_PROBLEMS = 8
 PROBED_TENSORS = 128  # more are thinned out to one of each kind, as are all where a sync is slow
+DISTURBANCES = (1, 4, 16, 64, 256, 1024)
+"""Sizes of a disturbance of a tensor, in its root mean square."""
 FACTOR = 6.0
 """How much the gap may grow over that of start-up before it counts as a wrong sync: the policy moves, and with it how
 sharp its distributions are and how near to a tie its routers."""
@@ -123,10 +125,11 @@ class SyncGuard:
 
     @torch.no_grad()
     def _test(self, loaded: Tensor) -> None:
+        """Each tensor is disturbed until the training model says something that the engine can tell, and synced."""
         generator = torch.Generator().manual_seed(0)
         before = self._model_logps()
         self.noise = self._largest(self._engine_logps(), loaded)  # 0 where kernels are deterministic
-        noise_model = self._largest(self._model_logps(), before)
+        told = self.worst(max(self._largest(self._model_logps(), before), self._largest(loaded, before)))
         silent = []
         weights = self.model.state_dict()
         most = 0 if getattr(self.engine, "slow_sync", False) else PROBED_TENSORS
@@ -134,15 +137,21 @@ class SyncGuard:
             tensor = weights[name]
             kept = tensor.clone()
             noise = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+            noise = as_placed(noise, tensor) * tensor.float().square().mean().sqrt().clamp(min=1e-3)
+            still = False  # at every disturbance that the training model tells: one expert that flips is not enough
             try:
-                tensor += as_placed(noise, tensor) * tensor.float().square().mean().sqrt().clamp(min=1e-3)
-                self.engine.sync(self.model.state_dict(), self.engine.version)
                 # What does not move the training model either (an adapter whose other half is 0) proves nothing.
-                still = self._largest(self._engine_logps(), loaded) <= self.noise
-                if self.worst(float(still)) and self._largest(self._model_logps(), before) > noise_model and still:
-                    silent.append(name)
+                for scale in DISTURBANCES:
+                    tensor.copy_(kept).add_(noise, alpha=scale)
+                    if self.worst(self._largest(self._model_logps(), before)) > told:
+                        self.engine.sync(self.model.state_dict(), self.engine.version)
+                        still = self._largest(self._engine_logps(), loaded) <= self.noise
+                        if not self.worst(float(still)):
+                            break
             finally:
                 tensor.copy_(kept)
+            if still:
+                silent.append(name)
         if count := int(self.worst(float(len(silent)))):
             raise EngineError(
                 f"weight sync: {count} of the tensors tried do not reach the rollout engine"
