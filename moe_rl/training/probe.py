@@ -34,8 +34,8 @@ from moe_rl.training.rollout_engine import from_engine
 class Observation:
     """The probed responses after one update: log-probabilities (nats) under live and under the old routes, and the live
     routes. `routers`: what the routers said of the n response tokens, old and new (`gates_and_margins`): `old_gates`,
-    `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L]; empty for a family that does not return one tensor of router
-    logits for each site."""
+    `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L]; empty for a family that does not return router logits, one
+    tensor for each site."""
 
     update: int
     natural: Float[Tensor, "B T"]

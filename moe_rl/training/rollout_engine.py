@@ -7,8 +7,8 @@ is silent: the engine samples fluently from other weights, and the method gets t
    are compared with the training model's: their mean absolute gap is the engine's own disagreement, and the tolerance;
 2. still at start-up, one tensor at a time (all of them, or at least one of each kind) is changed, until the training
    model's log-probabilities move by more than the two disagree, and synced: if the engine's do not move beyond what two
-   calls differ by, that tensor does not arrive, and its name is known. Then the true weights are synced, which must give back what was loaded: tensors that arrive in another's place
-   do not;
+   calls differ by, that tensor does not arrive, and its name is known. Then the true weights are synced, which must
+   give back what was loaded: tensors that arrive in another's place do not;
 3. after every sync the gap on the same batch must stay within the tolerance. A few routers that flip at near-ties can
    take it beyond by themselves; so before the run is stopped, an engine is built anew from the policy's weights. If it
    says what the synced one says, the sync was right and the gap is the engine's arithmetic.
