@@ -1,0 +1,37 @@
+"""Every family: what is measured of padded batches is what transformers' own forwards over single sequences give."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_rl.measure.decompose import decompose
+
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from routing_helpers import disturbed, moe
+from tiny_families import families
+
+LENGTHS = torch.tensor([5, 9, 12, 7])
+REFUSED = "DogeForCausalLM"  # its selection is not one top-k
+
+
+@pytest.mark.parametrize("family", [family for family in families() if family != REFUSED])
+def test_a_log_ratio_is_that_of_two_plain_forwards(family):
+    old = moe(family).eval()
+    new = disturbed(old, 0.02).eval()
+    ids = torch.randint(3, 64, (4, 12), generator=torch.Generator().manual_seed(0))
+    position = torch.arange(12)
+    tokens = position < LENGTHS[:, None]
+    measured = tokens & (position > 0)
+    found = decompose(old, new, ids, tokens, measured)
+    expected = [plain(new, row[:n]) - plain(old, row[:n]) for row, n in zip(ids, LENGTHS, strict=True)]
+    torch.testing.assert_close(found.log_ratio[measured], torch.cat(expected).double(), rtol=0, atol=5e-6)
+    assert found.log_ratio[measured].abs().max() > 1e-4
+
+
+@torch.no_grad()
+def plain(model, ids):
+    """Log-probabilities of all tokens of a text but the first, nats."""
+    logps = model(ids[None]).logits[0, :-1].float().log_softmax(-1)
+    return logps.gather(1, ids[1:, None])[:, 0]
