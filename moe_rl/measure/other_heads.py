@@ -4,7 +4,7 @@ logits, for models whose head cannot be stood in for."""
 import functools
 import inspect
 import logging
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,14 @@ def warn_once(message: str) -> None:
     logger.warning(message)
 
 
+def backbone_of(lm: PreTrainedModel) -> nn.Module:
+    """The part of a causal LM that makes the hidden states; `lm` itself where none is found."""
+    inner: nn.Module = lm.base_model
+    if inner is lm:  # Llama4ForCausalLM names another attribute than it has
+        inner = next((module for module in lm._modules.values() if isinstance(module, PreTrainedModel)), lm)
+    return inner
+
+
 def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
     """Find what a model does to its head's output by trying it out; None if not a scale nor a soft cap.
 
@@ -51,10 +59,8 @@ def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
     the head answers known numbers. No weight, layer or hook takes part: no recording is disturbed, sharded
     and quantised models are no different, and it costs a few operations on two rows of logits.
     """
-    head, backbone = lm.get_output_embeddings(), cast(nn.Module | None, lm.base_model)
-    if backbone is lm:  # Llama4ForCausalLM names another attribute than it has
-        backbone = next((module for module in lm._modules.values() if isinstance(module, PreTrainedModel)), None)
-    if backbone is None or not any(module is backbone for module in lm._modules.values()):
+    head, backbone = lm.get_output_embeddings(), backbone_of(lm)
+    if not any(module is backbone for module in lm._modules.values()):
         logger.debug("%s: its backbone was not found, so that nothing can stand in for it", type(lm).__name__)
         return None
     V, H = head.weight.shape

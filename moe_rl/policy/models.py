@@ -132,7 +132,10 @@ def load_policy(
     if config.gradient_checkpointing:
         # Never the reentrant kind: replay could not follow its recomputation. The method has a new name since 5.23.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        try:
+            enable({"use_reentrant": False})
+        except ValueError as error:
+            raise ModelError(f"model.gradient_checkpointing: {error} Set it to false.") from error
     if report is not None and weights:
         report({"weights_sha256": weights_sha256(model), "cold_start": reached})
     if config.lora is not None:

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import causal_lm
+from moe_rl.measure.other_heads import backbone_of
 from moe_rl.objectives import generalized_advantages, token_rewards, value_loss, whiten
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import OptimConfig, ValueConfig
@@ -30,7 +31,7 @@ class ScalarModel(nn.Module):
     def __init__(self, policy: nn.Module):
         super().__init__()
         lm = causal_lm(policy)
-        self.trunk = copy.deepcopy(lm.base_model).requires_grad_(True)
+        self.trunk = copy.deepcopy(backbone_of(lm)).requires_grad_(True)
         self.head = scalar_head(lm)
         self._positions = "position_ids" in inspect.signature(type(self.trunk).forward).parameters
 

@@ -83,3 +83,9 @@ def test_tensors_of_little_effect_reach_an_engine_of_lower_precision(family, tmp
     rows = rows_of(family, tmp_path, EngineConfig(kind="hf"), replay="R3")
     for update in rows["update"]:
         assert 0 < update["replayed_rows"] < update["routed_rows"]  # last tokens have no route
+
+
+def test_a_value_model_is_a_copy_of_a_backbone_of_another_name(tmp_path):
+    """Llama 4 names an attribute as its backbone that it does not have."""
+    rows = rows_of("Llama4ForCausalLM", tmp_path, objective="ppo")
+    assert all(update["grad_norm"] > 0 and update["value_loss"] >= 0 for update in rows["update"])
