@@ -1,12 +1,18 @@
 """Routing Replay in the installed TRL: exact, carried through its shuffle, or an error."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
+from moe_rl.measure.randomness import turn_off_randomness
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts, record_routes
 
 pytest.importorskip("trl", reason="needs `pip install moe_rl[trl]`")
 
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from routing_helpers import moe
 from tiny_trl import TINY, TOKENIZER, logged, make, replayed_all, spying, weights
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
@@ -78,6 +84,23 @@ def test_replay_is_exact_under(name, tmp_path):
     assert not logged(trainer, CHANGES[0])  # no probe was asked for
     if "evaluation" in name:
         assert logged(trainer, "eval_loss").keys() == set(range(1, 7))
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["PhimoeForCausalLM", "DeepseekV4ForCausalLM", "JambaForCausalLM", "JetMoeForCausalLM", "GptOssForCausalLM"],
+)
+def test_other_kinds_of_routers_are_replayed(family, tmp_path):
+    model = moe(family)
+    if family == "PhimoeForCausalLM":
+        with pytest.raises(RoutingError, match="router_jitter_noise"):
+            make(routing_replay(GRPOTrainer), tmp_path, model=model).train()
+        turn_off_randomness(model)
+    trainer = trained(routing_replay(spying(GRPOTrainer)), tmp_path, model=model, options={"replay": "R2"}, max_steps=3)
+    assert replayed_all(trainer)
+    assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
+    assert set(logged(trainer, "routing/first_change").values()) == {0.0}
+    assert max(logged(trainer, CHANGES[0]).values()) > 0
 
 
 def test_gmpo_is_replayed(tmp_path):
