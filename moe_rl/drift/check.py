@@ -22,7 +22,7 @@ from moe_rl.measure.noise_floor import first_line, rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.policy.models import check_path, taken_for_hub_id
 from moe_rl.policy.tiny import ModelError
-from moe_rl.routing import RoutedExperts
+from moe_rl.routing import RoutedExperts, UnsupportedModelError
 from moe_rl.routing.skeleton import sites_of
 
 Say = Callable[[str], None]
@@ -114,7 +114,7 @@ def own_routes(
     other = torch.bfloat16 if next(model.parameters()).dtype == torch.float32 else torch.float32
     try:
         copy, _ = _scored(rounded_copy(model, other), tokens, batch_size)
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, UnsupportedModelError) as error:
         raise DriftError(
             f"a copy of the model in {str(other).removeprefix('torch.')} cannot run here, and the limits come from it: "
             f"{first_line(error)}. Try another --device or --dtype"

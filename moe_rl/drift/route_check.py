@@ -33,6 +33,12 @@ class SiteRow:
         return self.slots >= self.limit
 
 
+CLEAR = 0.2
+"""By how much more than by chance slots agree that clearly do not agree by chance."""
+UNTOLD = "not told apart"
+"""The fault of tokens for which a model chooses alike."""
+
+
 @dataclass(frozen=True)
 class RouteCheck:
     """The result. `rows` are under the explanation that was found: its shift, layers and ids."""
@@ -60,6 +66,8 @@ class RouteCheck:
                 f"These are the model's routes: {_percent(self.as_captured)} of slots agree over {len(self.rows)} sites"
                 f" and {self.tokens} tokens; {floor}."
             )
+        if all(fault.name == UNTOLD for fault in self.faults):
+            return f"Nothing tells whose routes these are: those of other tokens agree as well ({floor})."
         names = ", ".join(dict.fromkeys(finding.name for finding in self.faults))
         seen = f"{_percent(self.as_captured)} of slots agree as they are"
         if self.explained > self.as_captured + PENALTY:
@@ -96,7 +104,7 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     good = float(np.median(agree[kept])) if kept.any() else 0.0
     chance = _chance(work, own, best)
     early = _prefixes(work, agree, (good + chance) / 2)
-    if early.any() and good > chance + 0.2:
+    if early.any() and good > chance + CLEAR:
         many = len(np.unique(work.sequence[early]))
         work.found(
             "prefix-cache hits without routes",
@@ -114,9 +122,18 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
             f"({_percent(worst.slots)}, limit {_percent(worst.limit)}): other weights (an older version?), "
             "quantised ones, or another selection rule",
         )
+    judged = [row for row in rows if row.layer >= 0]
+    explained = float(np.mean([row.slots for row in judged] or [0.0]))
+    limit = float(np.mean([row.limit for row in judged] or [1.0]))
+    if not odd and chance >= limit and explained <= chance + CLEAR:
+        work.found(
+            UNTOLD,
+            f"the model's routes of other tokens agree by {_percent(chance)}, which is within its arithmetic "
+            f"({_percent(limit)}): it chooses nearly the same experts for all of these tokens. Take "
+            "other tokens, or more of them",
+        )
     if kept.sum() < 32:
         work.found("few tokens", f"{kept.sum()} tokens can be compared: too few to be sure", fault=False)
-    explained = float(np.mean([row.slots for row in rows if row.layer >= 0] or [0.0]))
     return RouteCheck(
         tuple(work.findings), tuple(rows), len(captured.ids), int(kept.sum()), simple.agreement, explained,
         float(np.mean([row.floor_slots for row in rows])), chance, best.shift,

@@ -26,7 +26,7 @@ from moe_rl.measure.logprobs import hf_model
 from moe_rl.measure.metrics import change_metrics
 from moe_rl.measure.peer_metrics import gap_metrics
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
-from moe_rl.measure.weights import kept_fp32
+from moe_rl.measure.weights import dtypes_as_loaded
 from moe_rl.routing import RoutedExperts, UnsupportedModelError, change_counts, flips_per_token
 
 PIECES = 4
@@ -144,14 +144,12 @@ def experts_computed_by(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def rounded_copy(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """A copy of the weights in the same modules, in another dtype: parameters are cast as they are copied, never held
-    twice. Routers that are kept in fp32 stay so."""
-    kept = kept_fp32(model)
-    memo: dict[int, Any] = {
-        id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False)
-        for p in model.parameters()
-        if p.is_floating_point() and id(p) not in kept
-    }
+    """A copy of the weights in the same modules, in another dtype: cast as they are copied, never held twice, to what
+    `from_pretrained(dtype=...)` makes them (`dtypes_as_loaded`)."""
+    memo: dict[int, Any] = {}
+    for tensor, wanted in dtypes_as_loaded(model, dtype):
+        cast = tensor.detach().to(wanted, copy=True)
+        memo[id(tensor)] = nn.Parameter(cast, requires_grad=False) if isinstance(tensor, nn.Parameter) else cast
     return copy.deepcopy(model, memo).eval()
 
 

@@ -1,19 +1,40 @@
 """Weights kept aside, and a model that holds them for a moment."""
 
+import copy
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from moe_rl.measure.logprobs import hf_model
+from moe_rl.routing import canonical_site
 
 KEPT_FP32 = "moe_rl_kept_fp32"
 """Attribute of modules that compute in fp32 in a model of lower precision (`distributed.router_fp32`)."""
 
 
-def kept_fp32(model: nn.Module) -> set[int]:
-    """Ids of the parameters and buffers that stay in fp32 when the model is cast."""
-    kept = [module for module in model.modules() if getattr(module, KEPT_FP32, False)]
-    return {id(tensor) for module in kept for tensor in (*module.parameters(), *module.buffers())}
+def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[Tensor, torch.dtype]]:
+    """Each floating parameter and buffer, with the dtype that `from_pretrained(dtype=...)` makes it: `dtype`, but for
+    those that the architecture keeps in fp32 (rotary frequencies, selection biases of DeepSeek-V3, routers of Ernie
+    4.5) and for modules that the run does (`KEPT_FP32`)."""
+    inner: Any = hf_model(model)
+    with torch.device("meta"):  # the class itself says what is made in which dtype
+        made = type(inner)._from_config(copy.deepcopy(inner.config), dtype=dtype)
+    dtypes = {name: tensor.dtype for name, tensor in (*made.named_parameters(), *made.named_buffers())}
+    names = [*(inner._keep_in_fp32_modules_strict or ())]
+    if dtype == torch.float16:
+        names += inner._keep_in_fp32_modules or ()
+    patterns = [re.compile(name.replace("*", ".*")) for name in names]  # parts of names, as transformers has them
+    kept = {id(t) for m in model.modules() if getattr(m, KEPT_FP32, False) for t in (*m.parameters(), *m.buffers())}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        wanted = dtypes.get(canonical_site(name), dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
+        if id(tensor) in kept or any(pattern.search(name) for pattern in patterns):
+            wanted = torch.float32
+        if tensor.is_floating_point() and wanted.is_floating_point:
+            yield tensor, wanted
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:

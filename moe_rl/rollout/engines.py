@@ -7,7 +7,6 @@ own is a class that `rollout.engine.kind` names as `package.module:Class` or `pa
 """
 
 import copy
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import hf_model
-from moe_rl.measure.weights import kept_fp32
+from moe_rl.measure.weights import dtypes_as_loaded
 from moe_rl.names import load_class
 from moe_rl.rollout.engine import Engine, ModelEngine, Tolerance, gathered
 from moe_rl.rollout.engine_config import (
@@ -29,7 +28,7 @@ from moe_rl.rollout.engine_config import (
 )
 from moe_rl.rollout.vllm_engine import VllmEngine
 from moe_rl.rollout.vllm_place import check_vllm
-from moe_rl.routing import UnsupportedModelError, canonical_site, routing_sites
+from moe_rl.routing import UnsupportedModelError, routing_sites
 from moe_rl.routing.experts import check_experts_name, check_megablocks
 
 GROUP = 128
@@ -169,24 +168,9 @@ def check_engine_here(config: EngineConfig, device: str) -> None:
 
 @torch.no_grad()
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast parameters and buffers in place to what `from_pretrained(dtype=...)` makes them: `dtype`, but for those that
-    the architecture keeps in fp32 (rotary frequencies, selection biases of DeepSeek-V3, routers of Ernie 4.5) and for
-    routers that the run does."""
-    inner: Any = hf_model(model)
-    own = kept_fp32(model)
-    with torch.device("meta"):  # the class itself says what is made in which dtype
-        made = type(inner)._from_config(copy.deepcopy(inner.config), dtype=dtype)
-    dtypes = {name: tensor.dtype for name, tensor in (*made.named_parameters(), *made.named_buffers())}
-    kept = [*(inner._keep_in_fp32_modules_strict or ())]
-    if dtype == torch.float16:
-        kept += inner._keep_in_fp32_modules or ()
-    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]  # parts of names, as transformers has them
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        wanted = dtypes.get(canonical_site(name), dtype if isinstance(tensor, nn.Parameter) else tensor.dtype)
-        if id(tensor) in own or any(pattern.search(name) for pattern in patterns):
-            wanted = torch.float32
-        if tensor.is_floating_point() and wanted.is_floating_point:
-            tensor.data = tensor.data.to(wanted)
+    """Cast parameters and buffers in place to what `from_pretrained(dtype=...)` makes them (`dtypes_as_loaded`)."""
+    for tensor, wanted in dtypes_as_loaded(model, dtype):
+        tensor.data = tensor.data.to(wanted)
 
 
 def rounded(weight: Float[Tensor, "E D"], router_format: str) -> Float[Tensor, "E D"]:

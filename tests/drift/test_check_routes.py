@@ -195,3 +195,17 @@ def test_a_model_whose_copy_cannot_run_has_no_limits_and_says_so(place, tmp_path
     monkeypatch.setattr("moe_rl.drift.check.rounded_copy", no_kernel)
     with pytest.raises(DriftError, match=r"a copy of the model in bfloat16 cannot run here.*not implemented for 'BFl"):
         checked(CheckOptions(write(place, tmp_path, "lines"), place.model))
+
+
+def test_tokens_for_which_a_model_chooses_alike_tell_nothing(place, capsys):
+    """One text over and over: the routes of other tokens would do as well."""
+    ids = torch.full((2, 40), 7)
+    model = Qwen3MoeForCausalLM.from_pretrained(place.folder).eval()
+    with torch.no_grad(), record_routes(model) as recording:
+        model(input_ids=ids)
+    path = place.folder / "alike.safetensors"
+    recording.routes.save(path)
+    with pytest.raises(SystemExit, match="1"):
+        main(["check-routes", str(path), "--model", place.model])
+    said = capsys.readouterr().out
+    assert said.startswith("Nothing tells whose routes these are") and "fault: not told apart" in said

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from moe_rl.measure.decompose import decompose
+from moe_rl.measure.noise_floor import rounded_copy
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
 from routing_helpers import disturbed, moe
@@ -35,3 +37,16 @@ def plain(model, ids):
     """Log-probabilities of all tokens of a text but the first, nats."""
     logps = model(ids[None]).logits[0, :-1].float().log_softmax(-1)
     return logps.gather(1, ids[1:, None])[:, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", families())
+def test_a_rounded_copy_has_the_dtypes_of_a_loaded_model(family, dtype, tmp_path):
+    """Routers and selection biases of several families stay in fp32, and some buffers do not."""
+    model = moe(family)
+    model.save_pretrained(tmp_path)
+    loaded, copied = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype), rounded_copy(model, dtype)
+    for kind in ("named_parameters", "named_buffers"):
+        expected = {name: tensor.dtype for name, tensor in getattr(loaded, kind)()}
+        assert {name: tensor.dtype for name, tensor in getattr(copied, kind)()} == expected
+    assert {tensor.data_ptr() for tensor in copied.parameters()}.isdisjoint(p.data_ptr() for p in model.parameters())
