@@ -86,6 +86,7 @@ class Tap:
         self._counted: tuple[Any, int] = (None, 0)  # a weak reference to the last cache, and how far it went
         self._entered: dict[int, Selection] = {}  # and not left, by site
         self._looked: set[int] = set()  # sites without `arrival` whose output was looked at in this context
+        self.words: Tensor | None = None  # input_ids of the whole model's call, where it has a part with the routers
         self.lost = torch.zeros(len(sites), dtype=torch.int64)  # rows that were forced and not used, by site
         self._handles: list[Any] = []
         self.checkpoints = Checkpoints(self)
@@ -95,6 +96,8 @@ class Tap:
     def hook(self) -> None:
         if self._handles:
             return
+        if (whole := self.whole()) is not None:
+            self._add(whole, self.before_whole, self.after_whole)
         self._add(self.boundary, self.before_model, self.after_model)
         for index in range(len(self.sites)):
             for module in self.scope(index):
@@ -110,6 +113,12 @@ class Tap:
         self._handles.append(module.register_forward_pre_hook(_Hook(before, *first), with_kwargs=True))
         self._handles.append(module.register_forward_hook(_Hook(after, *first), always_call=True))
 
+    def whole(self) -> PreTrainedModel | None:
+        """The outermost model of which `boundary` is the language part, which it may call with embeddings of text and
+        images; it alone is given the tokens."""
+        others = (m for m in self.modules if isinstance(m, PreTrainedModel) and m.config is not self.boundary.config)
+        return next((m for m in others if any(part is self.boundary for part in m.modules())), None)
+
     def unhook(self) -> None:
         for handle in self._handles:
             handle.remove()
@@ -121,7 +130,7 @@ class Tap:
         """Leave modes that a KeyboardInterrupt left open (torch runs no hook then), and forget the call."""
         while self._entered:
             self._entered.popitem()[1].__exit__(None, None, None)
-        self.call = None
+        self.call = self.words = None
 
     def scope(self, index: int) -> tuple[nn.Module, ...]:
         """The modules in which the selection of a site happens: the router, or a holder of it (DBRX)."""
@@ -153,6 +162,12 @@ class Tap:
 
     # -- one call -----------------------------------------------------------------------------------------------------
 
+    def before_whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.words = {**dict(zip(_parameters(type(module).forward), args, strict=False)), **kwargs}.get("input_ids")
+
+    def after_whole(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self.words = None
+
     def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.listeners:
             return
@@ -169,6 +184,9 @@ class Tap:
                 self.checkpoints.follow()  # gradient checkpointing may have been switched on since
             frame = sys._getframe(1)
         inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        embeds = inputs.get("inputs_embeds")
+        if self.words is not None and embeds is not None and self.words.shape == embeds.shape[:2]:
+            inputs["input_ids"] = self.words
         call = Call(inputs, len(self.sites), frame)
         if call.past < 0:
             cache, length = self._counted
