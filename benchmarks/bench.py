@@ -58,7 +58,7 @@ def parts(trl_python: str | None = None) -> list[Part]:
             "What recording and replaying cost",
             "A model's forward, and forward with backward, inside each context. `plain again` is the same as the peer: "
             "its spread is what this machine resolves.",
-            "benchmarks/routing_overhead.py --no-gpu --sizes small medium --rounds 12",
+            "benchmarks/routing_overhead.py --no-gpu --sizes small medium --rounds 40",
             PATIENCE,
         ),
         Part(
