@@ -57,7 +57,7 @@ def parts(trl_python: str | None = None) -> list[Part]:
             "overhead",
             "What recording and replaying cost",
             "A model's forward, and forward with backward, inside each context. `plain again` is the same as the peer: "
-            "its spread is what this machine resolves.",
+            "what is resolved is twice the standard error of its median.",
             "benchmarks/routing_overhead.py --no-gpu --sizes small medium --rounds 40",
             PATIENCE,
         ),
