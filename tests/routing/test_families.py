@@ -6,13 +6,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from tiny_families import VOCABULARY, families, tiny_model
+from tiny_families import VOCABULARY, families, supported, tiny_model
 from torch import Tensor, nn
 
 from moe_rl.routing import Site, UnsupportedModelError, find_sites, record_routes, replay_routes
 
-REFUSED = {"DogeForCausalLM"}
-SUPPORTED = sorted(set(families()) - REFUSED)
+SUPPORTED = supported()
 
 
 @contextmanager
@@ -126,7 +125,7 @@ def check_reached(ids: Tensor, reached: dict[str, Tensor], sites: list[Site]) ->
         assert torch.equal(wanted.sort(-1).values, found.sort(-1).values), site.name
 
 
-@pytest.mark.parametrize("family", sorted(REFUSED & set(families())))
+@pytest.mark.parametrize("family", sorted(set(families()) - set(SUPPORTED)))
 def test_refused_family_is_named_with_its_reason(family: str) -> None:
     model = tiny_model(family)
     before = copy.deepcopy({n: len(m._forward_hooks) + len(m._forward_pre_hooks) for n, m in model.named_modules()})

@@ -135,6 +135,11 @@ def families() -> dict[str, str]:
     return found
 
 
+def supported() -> list[str]:
+    """All of `families` but Doge, whose selection is not one top-k."""
+    return sorted(set(families()) - {"DogeForCausalLM"})
+
+
 def tiny_config(model_type: str) -> Any:
     default = AutoConfig.for_model(model_type)
     small = {k: v for k, v in SMALL.items() if isinstance(vars(default).get(k), int)}
