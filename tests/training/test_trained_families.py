@@ -75,7 +75,7 @@ def test_a_family_trains_under_replay(family, tmp_path):
     assert change["token_variance"] == pytest.approx(after["var_token_natural"], rel=1e-3)
 
 
-@pytest.mark.parametrize("family", ["GraniteMoeHybridForCausalLM", "JambaForCausalLM", "PhimoeForCausalLM"])
+@pytest.mark.parametrize("family", ["GraniteMoeHybridForCausalLM", "NemotronHForCausalLM", "PhimoeForCausalLM"])
 def test_tensors_of_little_effect_reach_an_engine_of_lower_precision(family, tmp_path):
     """A bf16 engine does not hear what an fp32 model does when such a tensor moves by its own size."""
     rows = rows_of(family, tmp_path, EngineConfig(kind="hf"), replay="R3")
