@@ -20,11 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedDataParallelKwargs
 from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
+from moe_rl.measure.logprobs import evaluating
 from moe_rl.policy.lora import AdaptersOff
 from moe_rl.rollout import Rollout
 from moe_rl.rollout.engine_config import DTYPES
@@ -67,6 +69,19 @@ def ranks_of(
     return ranks
 
 
+def uses_all(module: nn.Module) -> bool:
+    """Whether all trained parameters take part in a forward, here of two tokens. Of some families not: selection biases
+    (Ernie 4.5), indexers of sparse attention; DDP then has to look for them in every forward."""
+    if isinstance(module, nn.Linear):  # a head
+        return True
+    trained = [p for p in module.parameters() if p.requires_grad]
+    ids = torch.zeros(1, 2, dtype=torch.long, device=trained[0].device)
+    with evaluating(module), torch.enable_grad():
+        out = module(input_ids=ids, attention_mask=torch.ones_like(ids))
+    said = out if isinstance(out, Tensor) else out.logits
+    return all(grad is not None for grad in torch.autograd.grad(said.float().sum(), trained, allow_unused=True))
+
+
 class Group(Ranks):
     """Several processes, or one that holds shards; arguments and methods as those of `Ranks`."""
 
@@ -85,6 +100,7 @@ class Group(Ranks):
             self.shard(model)
             rebind(optimizer, before, model)
             return model, optimizer
+        self.ddp_handler = DistributedDataParallelKwargs(find_unused_parameters=not uses_all(model))
         model, optimizer = super().prepare(model, optimizer)
         if self.size > 1 and not isinstance(model, DistributedDataParallel):
             raise DistributedError(
@@ -183,10 +199,10 @@ class Group(Ranks):
 
     def gather_routes(self, own: RoutedExperts, count: int) -> RoutedExperts:
         packed = self.gather(own.packed, count)
-        ids = packed.view(torch.int16)
         if packed.dtype == torch.uint8:
-            ids = packed.to(torch.int16)
-            ids.masked_fill_(packed == 255, -1)
+            ids = packed.to(torch.int16).masked_fill_(packed == 255, -1)
+        else:
+            ids = packed.view(torch.int16)
         tokens = None if own.tokens is None else self.gather(own.tokens, count)
         return RoutedExperts(ids, own.sites, own.num_experts, tokens=tokens, meta=own.meta)
 

@@ -4,7 +4,9 @@ import json
 import multiprocessing
 import os
 import socket
+import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
+from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import EngineConfig, EngineError, gathered
 from moe_rl.study.run import run_one
 from moe_rl.training import EvalConfig, MethodConfig, begin, resume, run, setup, sharding
@@ -24,6 +27,9 @@ from moe_rl.training.config import DistributedConfig, RewardConfig
 from moe_rl.training.distributed import Group, ranks_of
 from moe_rl.training.launch import DistributedError, check_shares
 from moe_rl.training.sharding import ShardingError, check_sharded
+
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from routing_helpers import moe
 
 CPU = replace(
     MICRO,
@@ -125,12 +131,30 @@ def worker(rank, port, folder):
     assert (ranks.rank, ranks.size, ranks.main) == (rank, 2, rank == 0)
     modules = {"fsdp2_replay_lag": 2, "fsdp2_ppo": 3, "fsdp2_dpo": 2}  # references, a value model
     assert len(WATCHED) == sum(modules.get(name, 1) for name in CASES if name.startswith("fsdp2")), WATCHED
+    other_families(ranks, folder)
     ends_apart(ranks, folder)
     routers_in_fp32(folder)
     wrong_sync(ranks, folder)
     resumes_exactly(folder)
     disagree(ranks, folder)
     dist.barrier()
+
+
+def other_families(ranks, folder):
+    """A parameter that no forward uses (Ernie's selection bias), and routes of one expert per token (ZAYA)."""
+    for family in ("Ernie4_5_MoeForCausalLM", "ZayaForCausalLM"):
+        place = folder / family
+        if ranks.main:
+            moe(family).save_pretrained(place)
+            char_tokenizer(make_task(CPU.task).alphabet).save_pretrained(place)
+        dist.barrier()
+        for strategy in ("ddp", "fsdp2"):
+            config = replace(case(strategy, replay="R2"), model=ModelConfig(path=str(place), device="cpu"))
+            run_one(config, folder / f"{family}_{strategy}")
+            if ranks.main:
+                updates = rows(folder / f"{family}_{strategy}", "update")
+                assert all(row["replayed_rows"] == row["routed_rows"] > 0 for row in updates), family
+                assert updates[0]["k3"] < 1e-12 < updates[-1]["k3"], family
 
 
 def ends_apart(ranks, folder):
