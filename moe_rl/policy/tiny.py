@@ -165,7 +165,7 @@ def _hf_config(config: TinyConfig, tokenizer: Any) -> Any:
         "num_experts_per_tok": config.num_experts_per_tok,
         "intermediate_size": config.moe_intermediate_size,
         "max_position_embeddings": config.max_position_embeddings,
-        "initializer_range": float(config.initializer_range),
+        "initializer_range": config.initializer_range,
         "tie_word_embeddings": False,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,

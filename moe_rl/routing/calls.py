@@ -205,6 +205,14 @@ class Collected:
         return alone[0] if len(alone) == 1 else tuple(torch.cat(part) for part in zip(*alone, strict=True))
 
 
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where a model computes: what accelerate offloads lies on the meta device between its calls."""
+    if model.device.type != "meta":
+        return model.device
+    places = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in model.modules())
+    return torch.device(next((place for place in places if place is not None), "meta"))
+
+
 # -- what is recorded of calls -----------------------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling as compiling  # half the cost of is_compiling
 from transformers import PreTrainedModel
 
-from moe_rl.routing.calls import Call
+from moe_rl.routing.calls import Call, device_of
 from moe_rl.routing.checkpoints import Checkpoints, refuse_by_hand, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
@@ -398,11 +398,3 @@ _LOST = (
     "the experts got others than were forced: something behind the selection chose again (a branch that did not run "
     "when the model was checked, a module that was replaced since)"
 )
-
-
-def device_of(model: PreTrainedModel) -> torch.device:
-    """Where a model computes: what accelerate offloads lies on the meta device between its calls."""
-    if model.device.type != "meta":
-        return model.device
-    places = (getattr(getattr(m, "_hf_hook", None), "execution_device", None) for m in model.modules())
-    return torch.device(next((place for place in places if place is not None), "meta"))

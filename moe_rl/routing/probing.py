@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from moe_rl.routing.calls import Call
+from moe_rl.routing.calls import Call, device_of
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
-from moe_rl.routing.hooks import Tap, device_of
+from moe_rl.routing.hooks import Tap
 from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job
 
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.routing.calls import Call, one_width
+from moe_rl.routing.calls import Call, device_of, one_width
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.hooks import Tap, device_of
+from moe_rl.routing.hooks import Tap
 from moe_rl.routing.kv_cache import CHANGED, CacheState
 from moe_rl.routing.packing import unpack_ids
 from moe_rl.routing.routes import RoutedExperts

@@ -14,10 +14,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_rl.routing.calls import Call
+from moe_rl.routing.calls import Call, device_of
 from moe_rl.routing.contexts import acquire
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
-from moe_rl.routing.hooks import Tap, device_of
+from moe_rl.routing.hooks import Tap
 from moe_rl.routing.router_stats import boundary_margin
 from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Selection, Selector
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from moe_rl.routing.calls import device_of
 from moe_rl.routing.errors import UnsupportedModelError
 from moe_rl.routing.evidence import kept_slots, tensors_of
-from moe_rl.routing.hooks import Tap, device_of
+from moe_rl.routing.hooks import Tap
 from moe_rl.routing.probing import Seen, around, evidence, forced_forward, forward, quiet, refused, watch
 from moe_rl.routing.selection import LINEAR, Selector
 from moe_rl.routing.sequential_max import SequentialMax

@@ -88,7 +88,7 @@ def test_replay_is_exact_under(name, tmp_path):
 
 @pytest.mark.parametrize(
     "family",
-    ["PhimoeForCausalLM", "DeepseekV4ForCausalLM", "JambaForCausalLM", "JetMoeForCausalLM", "GptOssForCausalLM"],
+    ["PhimoeForCausalLM", "DeepseekV4ForCausalLM", "NemotronHForCausalLM", "JetMoeForCausalLM", "GptOssForCausalLM"],
 )
 def test_other_kinds_of_routers_are_replayed(family, tmp_path):
     model = moe(family)
