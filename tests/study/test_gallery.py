@@ -83,6 +83,14 @@ def test_clipped_fraction_pools_updates_and_gives_zero_a_place(one_seed):
     assert any(text.get_text() == "0" for text in ax.texts)
 
 
+def test_ticks_of_a_log_axis_go_by_the_range_that_is_shown(one_seed):
+    """Where nothing is clipped the data are one point, and the axis four powers of ten."""
+    updates = one_seed.updates.assign(clipped_tokens=0)
+    ax = clipped_tokens(_with(one_seed, updates=updates)).figure.axes[0]
+    low, high = ax.get_ylim()
+    assert [tick for tick in ax.get_yticks() if low <= tick <= high] == pytest.approx([1e-3, 1e-2, 1e-1, 1])
+
+
 def test_variance_factors_are_of_natural_arms_and_by_update(data):
     figure = variance_factors(data)
     frame = figure.frame.set_index(["factor", "arm", "update"])

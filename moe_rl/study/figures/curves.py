@@ -178,8 +178,8 @@ def curves(
         if not i % 3:
             ax.set_ylabel(ylabel)
     if log:
-        log_y(axes[0, 0])
-    if ylim != (None, None):
+        log_y(axes[0, 0], *ylim)
+    elif ylim != (None, None):
         axes[0, 0].set_ylim(*ylim)
     return Curves(figure, [(ax, one.arms) for ax, one in zip(axes[0], each, strict=True)], frame)
 

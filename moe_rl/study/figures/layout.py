@@ -145,9 +145,9 @@ def same_axes(axes: Sequence[Axes], ylim: Limits, log: bool) -> None:
     low, high = (given if given is not None else found for given, found in zip(ylim, (y.min(), y.max()), strict=True))
     for ax in axes:
         ax.set_xlim(x.min(), x.max())
-        ax.set_ylim(low, high)
         if log:
-            log_y(ax)
+            log_y(ax, low, high)
+        else:
             ax.set_ylim(low, high)
 
 

@@ -146,11 +146,15 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
     return 1
 
 
-def log_y(ax: Axes) -> None:
-    """Log y axis with plain numbers (0.2, 0.5) where the range is short and powers of ten where it is long; a linear
-    one where nothing is positive."""
-    if np.isfinite(ax.dataLim.minposy):
+def log_y(ax: Axes, low: float | int | None = None, high: float | int | None = None) -> None:
+    """Log y axis from `low` to `high` (None: as the data have it), with plain numbers (0.2, 0.5) where the range is
+    short and powers of ten where it is long; a linear one where nothing is positive."""
+    positive = np.isfinite(ax.dataLim.minposy)
+    if positive:
         ax.set_yscale("log")
+    if (low, high) != (None, None):  # before the ticks, which go by the range
+        ax.set_ylim(low, high)
+    if positive:
         _log_ticks(ax.yaxis, (1, 2, 3, 5), 5)
 
 
