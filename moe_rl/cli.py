@@ -266,7 +266,11 @@ def drift_verb(arguments: list[str]) -> None:
         """Compare the routing of checkpoints of one architecture on a text: OLD and NEW, or a series, each against the
         first."""
 
-        checkpoints: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="OLD NEW [...]")] = ()
+        checkpoints: Annotated[
+            tuple[str, ...],
+            tyro.conf.Positional,
+            tyro.conf.arg(metavar="OLD NEW [...]", help_behavior_hint="(two or more)"),
+        ] = ()
         """Folders in hub format, run folders or hub ids; a folder that holds several checkpoints stands for them."""
 
     options = parse(Options, arguments, "moe-rl drift")

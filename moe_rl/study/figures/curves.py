@@ -158,7 +158,8 @@ def curves(
         figure, small = arm_grid(data, arms, above)
         looks, means = arm_looks(data, arms), {}
         for ax, arm in zip(small, arms, strict=True):
-            line: dict[str, Any] = {"scale": scale, "geometric": geometric, "marker": "", "ls": "-", "lw": 1.3}
+            marker = "" if len(tables[arm]) > 1 else "o"  # one point makes no line
+            line: dict[str, Any] = {"scale": scale, "geometric": geometric, "marker": marker, "ls": "-", "lw": 1.3}
             draw_seeds(ax, tables[arm], looks[arm][0], "", thin=False, **line)
             ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
             means[arm] = pd.Series(over_seeds(scale * tables[arm], geometric)[0], tables[arm].index)
