@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.rollout.completions import Rollout
+from moe_rl.rollout.engine_config import Tolerance
 from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token, positions
 from moe_rl.rollout.task import Problem, token_ids, user_code
 from moe_rl.routing import RoutedExperts
@@ -197,6 +198,30 @@ class Conversing:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
+
+    # isinstance(self, Engine) does not ask __getattr__ since Python 3.12, so what an engine must have stands here.
+
+    @property
+    def version(self) -> int:
+        """Of the engine's weights."""
+        return self.engine.version
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """Of the engine."""
+        return self.engine.tolerance
+
+    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """As `Engine.sync`."""
+        self.engine.sync(weights, version)
+
+    def logps(self, rollout: Rollout, temperature: float) -> Float[Tensor, "B T"]:
+        """As `Engine.logps`."""
+        return self.engine.logps(rollout, temperature)
+
+    def close(self) -> None:
+        """As `Engine.close`."""
+        self.engine.close()
 
     def sample(self, problems: Sequence[Problem], *, group_size: int, max_new_tokens: int, **options: Any) -> Rollout:
         """As `Engine.sample`; `max_new_tokens` is of all turns of the policy together, and a response that has them

@@ -91,10 +91,6 @@ def check_shares(config: Any, size: int) -> None:
             f"rollout.prompts: {rollout.prompts} is no multiple of optim.num_minibatches x processes = {minibatches} x "
             f"{size}, so that ranks cannot have equal shares of whole groups"
         )
-    if config.distributed.compute_dtype and config.distributed.strategy != "fsdp2":
-        raise DistributedError(
-            "distributed.compute_dtype: only fsdp2 computes in another dtype than it stores; use model.dtype"
-        )
     for field, count in (("eval.prompts", config.eval.prompts), ("probe.sequences", config.probe.sequences)):
         if count < size:
             raise DistributedError(f"{field}: {count} cannot be shared by {size} processes, one each at least")

@@ -38,6 +38,10 @@ def validate(config: RunConfig) -> None:
         ("method.objective: its loss is of pairs, which halving tears apart", not method.pairs),
     ):
         require(ok or not probe.gradients, f"probe.gradients does not go with this {field}")
+    require(
+        config.distributed.compute_dtype is None or config.distributed.strategy == "fsdp2",
+        "distributed.compute_dtype: only fsdp2 computes in another dtype than it stores; use model.dtype",
+    )
     _unread(config, method)
     _reward(config, method)
     _dapo(config, method)

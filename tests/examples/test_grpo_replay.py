@@ -37,10 +37,8 @@ class ByParity:
     """A verifier under which a random policy has reward variance."""
 
     def __init__(self, task):
-        self.task = task
-
-    def __getattr__(self, name):
-        return getattr(self.task, name)
+        self.name, self.alphabet, self.max_new_tokens = task.name, task.alphabet, task.max_new_tokens
+        self.problem = task.problem
 
     def reward(self, problem, completion):
         return float(sum(map(ord, completion)) % 2)

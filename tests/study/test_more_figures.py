@@ -214,6 +214,8 @@ def test_gradients_are_told_by_the_median_over_probes_with_layers_apart(data):
     assert "| grpo | 4 |" in markdown("gradients", result_tables(compared)["gradients"])
     earlier = replace(compared, probes=probes.drop(columns=["layer_names", "layer_gradient_cosine"]))
     assert gradient_bias(earlier).frame["quantity"].nunique() == 3, "runs of versions that did not tell layers apart"
+    frozen = replace(compared, probes=probes.assign(router_gradient_cosine=None))
+    assert gradient_bias(frozen).frame["quantity"].nunique() == 2, "routers that are not trained have no gradient"
 
 
 def test_extreme_tokens_come_from_the_probe_or_else_from_the_tokens(data):

@@ -28,6 +28,9 @@ class Judge:
 
     def __init__(self, task):
         self.task = task
+        # isinstance(judge, Task) does not ask __getattr__ since Python 3.12.
+        self.name, self.alphabet, self.max_new_tokens = task.name, task.alphabet, task.max_new_tokens
+        self.problem = task.problem
 
     def __getattr__(self, name):
         return getattr(self.task, name)

@@ -11,8 +11,9 @@ import yaml
 from micro import rows
 
 from moe_rl.cli import main
-from moe_rl.training.config import DistributedConfig
+from moe_rl.training.config import DistributedConfig, RunConfig
 from moe_rl.training.launch import DistributedError, check_launch
+from moe_rl.training.validation import validate
 
 STUDY = {
     "name": "launched",
@@ -133,3 +134,8 @@ def test_what_was_asked_for_passes():
     check_launch(DistributedConfig(), 1, BY_ACCELERATE)
     check_launch(DistributedConfig("ddp", processes=1), 1, BY_ACCELERATE | {"MASTER_ADDR": "127.0.0.1"})
     check_launch(DistributedConfig("fsdp2", processes=2), 2, {"LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"})
+
+
+def test_a_dtype_of_computing_without_shards_is_refused_before_any_run():
+    with pytest.raises(ValueError, match=r"distributed\.compute_dtype: only fsdp2"):
+        validate(RunConfig(distributed=DistributedConfig("ddp", compute_dtype="bfloat16")))

@@ -30,10 +30,11 @@ from moe_rl.study.statistics import seed_band
 
 
 def seed_tables(rows: pd.DataFrame, x: str, y: str) -> dict[str, pd.DataFrame]:
-    """arm -> table with rows x and one column per seed, mean over repeated rows."""
+    """arm -> table with rows x and one column per seed, mean over repeated rows; without arms that have no value."""
     wide = rows.groupby(["arm", x, "seed"], observed=True)[y].mean().unstack("seed")
     parts = wide.groupby(level="arm", observed=True, sort=False)
-    return {str(arm): part.droplevel("arm").dropna(axis=1, how="all") for arm, part in parts}
+    tables = {str(arm): part.droplevel("arm").dropna(axis=1, how="all") for arm, part in parts}
+    return {arm: table for arm, table in tables.items() if len(table.columns)}
 
 
 def pooled_tables(rows: pd.DataFrame, changed: str, total: str, x: str) -> dict[str, pd.DataFrame]:
