@@ -310,7 +310,7 @@ def fill_page(page: Path, results: str | Path = RESULTS) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """`write DIR...`, `against DIR...`, `fill PAGE...` or `check PAGE...`; returns the exit status."""
     verb, names = (arguments[0], list(arguments[1:])) if arguments else ("", [])
-    if verb not in ("write", "against", "fill", "check") or not names:
+    if verb not in ("write", "against", "fill", "check") or not names or any(name.startswith("-") for name in names):
         print(__doc__, file=sys.stderr)
         return 2
     for name in names:
