@@ -23,12 +23,11 @@ from moe_rl.processes import command_line, end_with_parent, importing
 NEEDED = (
     "moe_rl.cli",
     "moe_rl.study.run",
-    "pyarrow.parquet",
     "tyro",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
-"""What a run of the tiny policy imports; anything else it imports itself."""
+"""What a run of the tiny policy imports; anything else it imports itself, pyarrow among it, which starts a thread."""
 
 
 class Worker:
@@ -105,10 +104,10 @@ def serve() -> None:
 
 
 def _may_fork() -> bool:
-    """Not where a library that was imported may hold a device or threads that a forked process cannot use."""
+    """Not where there is a device: a process forked from one that has asked for it cannot use it."""
     import torch
 
-    return sys.platform == "linux" and torch.version.cuda is None and torch.version.hip is None
+    return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
 def _fork(arguments: list[str], log: str) -> int:
