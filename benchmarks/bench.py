@@ -58,7 +58,14 @@ def parts(trl_python: str | None = None) -> list[Part]:
             "What recording and replaying cost",
             "A model's forward, and forward with backward, inside each context. `plain again` is the same as the peer: "
             "what is resolved is twice the standard error of its median.",
-            "benchmarks/routing_overhead.py --no-gpu --sizes small medium --rounds 40",
+            "benchmarks/routing_overhead.py --no-gpu --sizes small --rounds 120",
+            PATIENCE,
+        ),
+        Part(
+            "overhead-medium",
+            "What recording and replaying cost in a larger model",
+            "As above.",
+            "benchmarks/routing_overhead.py --no-gpu --sizes medium --rounds 40",
             PATIENCE,
         ),
         Part(
