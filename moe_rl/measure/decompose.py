@@ -22,8 +22,8 @@ arXiv 2510.11370) remove the routing part without measuring it.
 
 Exactness. A row of routes whose *set* of experts did not change keeps the slot order of the model that is run, so that
 a token whose context did not flip has no routing part and no interaction from another summation order. What is left is
-rounding of the experts' products, which may depend on how many other rows an expert has: 0 on most processors, 1e-6 nats
-with AVX2 kernels. Equal weights give exactly 0 in every part.
+rounding of the experts' products, which may depend on how many rows an expert has: none was seen with AVX512 kernels,
+1e-6 nats with AVX2. Equal weights give exactly 0 in every part.
 """
 
 from collections.abc import Iterator
