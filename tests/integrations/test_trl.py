@@ -314,7 +314,8 @@ def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
     assert clipped == pytest.approx(list(logged(trainer, "clip_ratio/region_mean").values()))
     assert data.updates.lr.tolist() == pytest.approx(list(logged(trainer, "learning_rate").values()))
     assert data.updates.grad_norm.tolist() == pytest.approx(list(logged(trainer, "grad_norm").values()), rel=1e-3)
-    assert data.updates.k3[0] < 1e-12 < data.updates.k3[1]  # the ratio is 1 until a weight moves
+    rounding = 1e-12 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 0  # plain kernels, by addresses
+    assert data.updates.k3[0] <= rounding < data.updates.k3[1]  # the ratio is 1 until a weight moves
     assert len(new_rows(run.folder / "metrics.jsonl")["rows"]["probe"]) == 6
     if replay == "R2":
         assert study.figures.FIGURES["expert_change"](data).figure.axes

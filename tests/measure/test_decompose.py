@@ -134,8 +134,9 @@ def test_a_token_whose_past_did_not_flip_has_no_routing_part(text):
     past = torch.zeros_like(flipped)
     past[:, 1:] = flipped[:, :-1].cumsum(1) > 0  # token t is predicted from the tokens before it
     quiet, loud = completion & ~past, completion & past
-    # An expert's product may round by how many rows it has: exactly 0 with AVX512 kernels, not with AVX2.
-    assert quiet.any() and found.routing[quiet].abs().max() < 1e-5 and found.interaction[quiet].abs().max() < 1e-5
+    # With AVX2 kernels an expert's product rounds by how many rows it has.
+    rounding = 1e-5 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 0
+    assert quiet.any() and (found.routing[quiet] == 0).all() and found.interaction[quiet].abs().max() <= rounding
     assert (found.routing[loud].abs() > 1e-3).any()
 
 
