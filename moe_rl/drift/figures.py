@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from moe_rl.study.figures.floor import draw_along, draw_levels
 from moe_rl.study.figures.routing import binomial_of, short_sites
 from moe_rl.study.figures.saving import StudyFigure, styled
-from moe_rl.study.figures.style import legend_above, log_y, panels, plain
+from moe_rl.study.figures.style import label_bar, legend_above, log_y, panels, plain
 from moe_rl.study.floors import floor_rates
 
 # Lightness differs (L* 53, 30, 66), as does every marker: readable in grey.
@@ -203,9 +203,8 @@ def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(False)
     ax.spines[:].set_visible(False)
-    figure.colorbar(image, ax=ax, shrink=0.9, aspect=18, pad=0.02, label="share gained, points").outline.set_visible(
-        False
-    )
+    bar = figure.colorbar(image, ax=ax, shrink=0.9, aspect=18, pad=0.02)
+    label_bar(bar, "share gained, points", 0.9 * (figure.get_figheight() - 0.6))
     caption = (
         f"Share of a site's load that each expert gained (orange) or lost (purple), in percentage points, by site "
         f"({common}, shallow to deep from the top). An even load is {100 / grid.shape[1]:.3g} % per expert. {note}"

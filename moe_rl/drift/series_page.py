@@ -13,7 +13,7 @@ from moe_rl.drift.words import floor_text, number, percent, slot_floors
 from moe_rl.study.figures.floor import FLOOR_LINES
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
-from moe_rl.study.figures.style import legend_above, panels
+from moe_rl.study.figures.style import label_bar, legend_above, panels
 
 LEVELS = {"slot": ("#D55E00", "o"), "site": ("#0B4A8F", "s"), "token": ("#27B08B", "^")}
 SWAPS = {
@@ -106,7 +106,8 @@ def series_sites(sites: pd.DataFrame, results: Mapping[str, Any], note: str) -> 
     ax.set_xticks(list(ticks), [f"{x[i]:g}" for i in ticks])
     ax.set(xlabel=what, ylabel="routing site")
     ax.grid(False)
-    figure.colorbar(image, ax=ax, shrink=0.9, pad=0.02, label="slots changed, %").outline.set_visible(False)
+    bar = figure.colorbar(image, ax=ax, shrink=0.9, pad=0.02)
+    label_bar(bar, "slots changed, %", 0.9 * (figure.get_figheight() - 0.6))
     caption = f"Slots changed against the first checkpoint by site ({common}, shallow to deep from the top). {note}"
     return StudyFigure("series_sites", "Routing along the checkpoints, by site.", caption, figure, table)
 

@@ -65,6 +65,19 @@ def pair(tmp_path_factory):
     return small(tmp_path_factory, {"slow": ({**ARMS["grpo"], "label": "GRPO, slow"}, 0.8)}, ("grpo",))
 
 
+@pytest.fixture(scope="module")
+def brief(tmp_path_factory):
+    """Six arms of short names beside a noise floor, whose rows have longer ones."""
+    more = {f"a{i}": ({**ARMS["grpo"], "label": f"a{i}"}, 0.8) for i in range(5)}
+    return replace(small(tmp_path_factory, more, ("grpo",)), floors=pd.DataFrame(FLOORS))
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """One arm."""
+    return small(tmp_path_factory, {}, ("grpo",))
+
+
 def small(tmp_path_factory, more, others=("grpo", "grpo_replay", "gspo")):
     arms = (*others, *more)
     folder = tmp_path_factory.mktemp("runs") / "small"
@@ -72,7 +85,7 @@ def small(tmp_path_factory, more, others=("grpo", "grpo_replay", "gspo")):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("study", ["crowd", "wide", "doses", "pair"])
+@pytest.mark.parametrize("study", ["crowd", "wide", "doses", "pair", "brief", "single"])
 def test_words_lie_inside_the_figure_and_not_on_one_another(study, name, request):
     figure = FIGURES[name](request.getfixturevalue(study))
     figure.render("svg")  # where places are found

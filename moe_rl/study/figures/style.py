@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -174,6 +175,16 @@ def _log_ticks(axis: Axis, subs: Sequence[int], few: int) -> None:
         fine = LogLocator(subs=subs if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8))
         axis.set_major_locator(fine if high / low > 2 else MaxNLocator(few))
         axis.set_major_formatter(FuncFormatter(plain))
+
+
+def label_bar(bar: Colorbar, label: str, inches: float) -> None:
+    """The label of a vertical colour bar `inches` high: beside its middle; hanging from its top where it is longer."""
+    bar.outline.set_visible(False)
+    bar.locator = MaxNLocator(int(np.clip(4 * inches, 1, 4)))  # before the layout, which makes room for the numbers
+    if inches > 0.075 * len(label):
+        bar.set_label(label)
+    else:
+        bar.set_label(label, loc="top", fontsize=6.5)
 
 
 def step_axis(ax: Axes, label: str = "RL step") -> None:

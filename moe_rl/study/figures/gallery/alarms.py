@@ -12,7 +12,7 @@ from moe_rl.study.alarms import Alarm, alarms_of
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import drawn_arms, short_label
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, step_axis
+from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, label_bar, step_axis
 
 
 @figure(
@@ -73,8 +73,8 @@ def _maps(
         ax.grid(False)
         ax.spines[:].set_visible(False)
     step_axis(axes[-1])
-    bar = drawn.colorbar(mesh, ax=axes.tolist(), shrink=min(1.0, 1.5 / drawn.get_figheight()), label="share of runs")
-    bar.outline.set_visible(False)
+    bar = drawn.colorbar(mesh, ax=axes.tolist(), shrink=min(1.0, 1.5 / drawn.get_figheight()))
+    label_bar(bar, "share of runs", drawn.get_figheight() - 0.6)
     if falls:
         mark = Line2D([], [], ls="", marker="x", color=INK, ms=4, label="collapse of the reward of a run")
         drawn.legend(handles=[mark], loc="outside upper left", fontsize=6.5, frameon=False)

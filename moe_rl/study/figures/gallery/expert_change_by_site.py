@@ -12,7 +12,7 @@ from moe_rl.study.figures.notes import PROBE
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
-from moe_rl.study.figures.style import GREY, PAGE
+from moe_rl.study.figures.style import GREY, PAGE, label_bar
 from moe_rl.study.floors import MISSING, floor_by_site
 from moe_rl.study.summary import last_updates
 
@@ -86,8 +86,8 @@ def _by_update(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms:
     for ax in lines[:, 0]:
         ax.set_yticks(range(0, len(short), step), short[::step])
         ax.set_ylabel("routing site")
-    bar = drawn.colorbar(mesh, ax=axes[:count].tolist(), shrink=0.9, aspect=22, label="slots changed, %")
-    bar.outline.set_visible(False)
+    bar = drawn.colorbar(mesh, ax=axes[:count].tolist(), shrink=0.9, aspect=22)
+    label_bar(bar, "slots changed, %", 0.9 * (drawn.get_figheight() - 0.8))
     return drawn
 
 
@@ -95,7 +95,7 @@ def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: li
     """One map: arms down, sites across, after the last update."""
     last = last_updates(pooled)
     grid = 100 * last.pivot(index="arm", columns="site", values="rate").loc[arms]
-    labels = [short_label(data, arm, 99) for arm in arms]
+    labels = [*(short_label(data, arm, 99) for arm in arms), *(f"noise floor, {name}" for name in floor)]
     high = 0.17 * (len(arms) + len(floor.columns))
     left, foot, head = min(2.2, 0.2 + 0.053 * max(map(len, labels))), 0.55, 0.12
     total = high + foot + head
@@ -106,7 +106,7 @@ def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: li
     top = float(np.nanmax(values)) or 1.0
     mesh = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=top)
     _write_cells(ax, values, top, most=12 * len(values))
-    ax.set_yticks(range(len(values)), [*labels, *(f"noise floor, {name}" for name in floor)], fontsize=7)
+    ax.set_yticks(range(len(values)), labels, fontsize=7)
     step = max(1, len(short) // 12)
     ax.set_xticks(range(0, len(short), step), short[::step])
     ax.set_xlabel("routing site, after the last update", labelpad=1)
@@ -114,13 +114,9 @@ def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: li
     ends = np.cumsum([len([a for a in one.arms if a in set(arms)]) for one in shown(data)])[:-1]
     for end in ends:
         ax.axhline(end - 0.5, color=GREY, lw=1)
-    bar = drawn.add_axes(((PAGE - 0.62) / PAGE, foot / total, 0.09 / PAGE, min(2.5, high) / total))
-    drawn.colorbar(mesh, cax=bar).outline.set_visible(False)
-    if high > 1:
-        bar.set_ylabel("slots changed, %")
-    else:  # hangs into the foot
-        bar.set_ylabel("slots changed, %", loc="top", fontsize=6.5)
-    bar.tick_params(labelsize=6.5)
+    beside = drawn.add_axes(((PAGE - 0.62) / PAGE, foot / total, 0.09 / PAGE, min(2.5, high) / total))
+    label_bar(drawn.colorbar(mesh, cax=beside), "slots changed, %", min(2.5, high))
+    beside.tick_params(labelsize=6.5)
     return drawn
 
 

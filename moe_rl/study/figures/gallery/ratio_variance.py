@@ -9,7 +9,7 @@ from moe_rl.study.figures.layout import crowded
 from moe_rl.study.figures.notes import GEOMETRIC
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import NothingToDraw, arm_looks
+from moe_rl.study.figures.style import NothingToDraw, arm_looks, log_y
 from moe_rl.study.summary import in_run_variance
 
 
@@ -47,5 +47,6 @@ def ratio_variance(data: StudyData) -> Drawing:
                 )
     drawn.axes[0].relim()
     drawn.axes[0].autoscale_view()
+    log_y(drawn.axes[0])  # ticks of the longer range
     drawn.legend()
     return Drawing(drawn.figure, frame, interval="band")
