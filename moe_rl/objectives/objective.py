@@ -116,10 +116,11 @@ class Objective:
                 f"Objective.ratio: gate={self.gate!r} is defined for {' or '.join(map(repr, levels))} ratios, "
                 f"got {self.ratio!r}."
             )
-        if self.dual_clip is not None and (self.gate != "clip" or self.dual_clip <= 1.0 + self.clip_high):
+        if self.dual_clip is not None and self.gate != "clip":
+            raise ValueError(f"Objective.dual_clip belongs to gate='clip'; gate={self.gate!r} has no such ceiling.")
+        if self.dual_clip is not None and self.dual_clip <= 1.0 + self.clip_high:
             raise ValueError(
-                f"Objective.dual_clip: a ceiling above 1 + clip_high = {1 + self.clip_high} for gate='clip'; "
-                f"got {self.dual_clip} with gate={self.gate!r}."
+                f"Objective.dual_clip: a ceiling above 1 + clip_high = {1 + self.clip_high}, got {self.dual_clip}."
             )
         if self.gate == "quadratic" and not (self.clip_low and self.clip_high):
             raise ValueError(

@@ -87,6 +87,23 @@ def auc(values: np.ndarray, bad: np.ndarray) -> float:
     return float((rankdata(values)[bad].sum() - n * (n + 1) / 2) / (n * (len(bad) - n)))
 
 
+def pairs_within(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Positions (of the bad, of the other) of all pairs of runs of one arm of one study that ended differently."""
+    bad = table["bad"].to_numpy(bool)
+    arm = table.groupby(["study", "arm"], observed=True).ngroup().to_numpy()
+    of_bad, of_good = np.flatnonzero(bad), np.flatnonzero(~bad)
+    i, j = np.nonzero(arm[of_bad][:, None] == arm[of_good])
+    return of_bad[i], of_good[j]
+
+
+def auc_within(values: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], times: np.ndarray) -> float:
+    """`auc` over the given pairs alone, a run counted as often as `times` says. NaN without a pair."""
+    bad, good = values[pairs[0]], values[pairs[1]]
+    weight = times[pairs[0]] * times[pairs[1]] * (np.isfinite(bad) & np.isfinite(good))
+    won = (bad > good) + 0.5 * (bad == good)
+    return float((weight * won).sum() / weight.sum()) if weight.any() else float("nan")
+
+
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     """Spearman's; NaN below three pairs or where one of them is constant."""
     known = np.isfinite(a) & np.isfinite(b)
@@ -102,30 +119,36 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.
     Args:
         studies: `run_signals` of each.
 
-    Columns: signal, steps, runs, bad, `auc` of telling bad ends apart, `correlation` (Spearman's, with the final
-    reward); each with a 95 % interval by bootstrap over cold starts, which the arms of a seed share, and studies with
-    each other. A run that several studies hold counts once. A signal that falls before a bad end has an auc below 0.5.
+    Columns: signal, steps, runs, bad, `auc` of telling bad ends apart; `within`, the same among the runs of one arm of
+    one study (`auc_within`), so that telling arms apart is no part of it, over so many `pairs`; `correlation`
+    (Spearman's, with the final reward); each with a 95 % interval by bootstrap over cold starts, which the arms of a
+    seed share, and studies with each other. A run that several studies hold counts once, in the first of them. A signal
+    that falls before a bad end has areas below 0.5.
 
     Raises:
         ValueError: no run at all.
     """
-    everything = pd.concat(studies, ignore_index=True).drop_duplicates(["run", "steps"])
+    numbered = [table.assign(study=place) for place, table in enumerate(studies)]
+    everything = pd.concat(numbered, ignore_index=True).drop_duplicates(["run", "steps"])
     if everything.empty:
         raise ValueError("no finished run has more steps than those that its signals would be read from; see --steps")
     rows = []
     for steps, table in everything.groupby("steps"):
         bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)
-        clusters = [np.flatnonzero(table["cold_start"] == c) for c in table["cold_start"].unique()]
+        clusters = [np.flatnonzero(table["cold_start"] == c) for c in sorted(table["cold_start"].unique())]
         generator = np.random.default_rng(0)
         draws = [
             np.concatenate([clusters[i] for i in generator.integers(len(clusters), size=len(clusters))])
             for _ in range(resamples)
         ]
+        pairs, once = pairs_within(table), np.ones(len(table))
+        counts = [np.bincount(d, minlength=len(table)) for d in draws]
         for name in (*SHARES, *PROBE_SIGNALS, *UPDATE_SIGNALS):
             if name not in table:
                 continue
             values = table[name].to_numpy(float)
             area = [auc(values[d], bad[d]) for d in draws]
+            within = [auc_within(values, pairs, times) for times in counts]
             correlations = [rank_correlation(values[d], final[d]) for d in draws]
             rows.append(
                 {
@@ -135,6 +158,9 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.
                     "bad": int(bad[np.isfinite(values)].sum()),
                     "auc": auc(values, bad),
                     **_ends("auc", area),
+                    "within": auc_within(values, pairs, once),
+                    **_ends("within", within),
+                    "pairs": int(np.isfinite(values[pairs[0]] + values[pairs[1]]).sum()),
                     "correlation": rank_correlation(values, final),
                     **_ends("correlation", correlations),
                 }

@@ -238,6 +238,7 @@ def _by_steps(table: pd.DataFrame) -> pd.DataFrame:
     """The table `early_warning` as pages show it: the steps after which a signal was read beside each other."""
     cells = {
         "area under ROC, {} steps": _interval(".2f", "auc"),
+        **({"the same within an arm, {} steps": _interval(".2f", "within")} if "within" in table else {}),
         "rank correlation with final reward, {} steps": _interval(".2f", "correlation"),
     }
     return _beside(table.rename(columns={"bad": "ended badly"}), ["signal", "runs", "ended badly"], "steps", cells)

@@ -10,7 +10,15 @@ import pandas as pd
 import pytest
 
 from moe_rl.study import load
-from moe_rl.study.early_warning import auc, early_warning, origins, rank_correlation, run_signals
+from moe_rl.study.early_warning import (
+    auc,
+    auc_within,
+    early_warning,
+    origins,
+    pairs_within,
+    rank_correlation,
+    run_signals,
+)
 
 
 def test_auc_counts_the_pairs_that_are_told_apart():
@@ -24,6 +32,17 @@ def test_auc_counts_the_pairs_that_are_told_apart():
 def test_auc_leaves_out_what_is_missing_and_knows_when_it_cannot_tell():
     assert auc(np.array([1.0, np.nan, 2.0]), np.array([False, False, True])) == 1.0
     assert math.isnan(auc(np.arange(3.0), np.zeros(3, bool)))
+
+
+def test_within_an_arm_only_its_own_runs_are_compared():
+    rows = [(0, "a", 2.0, True), (0, "a", 1.0, False), (1, "a", 10.0, True), (1, "a", 11.0, False)]
+    rows += [(1, "a", 12.0, False), (0, "b", 50.0, False), (0, "b", math.nan, True)]
+    table = pd.DataFrame(rows, columns=["study", "arm", "signal", "bad"])
+    pairs, values = pairs_within(table), table["signal"].to_numpy()
+    assert sorted(zip(*pairs, strict=True)) == [(0, 1), (2, 3), (2, 4), (6, 5)]
+    assert auc_within(values, pairs, np.ones(7)) == 1 / 3  # 2 > 1; 10 < 11, 12; one of (nan, 50) is missing
+    assert auc_within(values, pairs, np.array([2, 1, 1, 1, 0, 1, 1])) == 2 / 3  # twice the first pair, one of arm 1
+    assert math.isnan(auc_within(values, (np.array([], int), np.array([], int)), np.ones(7)))
 
 
 def test_rank_correlation_sees_order_alone():

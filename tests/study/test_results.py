@@ -191,3 +191,7 @@ def test_repetitions_and_early_signals_stand_side_by_side_on_pages():
     lines = markdown("early_warning", pd.DataFrame(signals)).splitlines()
     assert lines[0].startswith("| signal | runs | ended badly | area under ROC, 5 steps | area under ROC, 10 steps |")
     assert lines[3].startswith("| entropy | 9 | 2 | 0.55 [0.40, 0.60] | 0.60 [0.40, 0.60] | −0.10 [−0.20, 0.00] |")
+    within = pd.DataFrame(signals).assign(within=0.5, within_low=0.3, within_high=0.7)
+    lines = markdown("early_warning", within).splitlines()
+    assert " | the same within an arm, 5 steps | the same within an arm, 10 steps | rank " in lines[0]
+    assert " | 0.60 [0.40, 0.60] | 0.50 [0.30, 0.70] | 0.50 [0.30, 0.70] | −0.10 " in lines[3]
