@@ -39,8 +39,8 @@ CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "Near-tied routers\nat the full rate": {
         "gone": ("methods_router", "grpo_tenth", "grpo"),
-        "replay": ("levers_router", "grpo_replay_full", "grpo_full"),
-        **{method: ("methods_router", method, "grpo") for method in (*OTHERS, "gspo_replay")},
+        **{method: ("natural_routing", method, "grpo") for method in ("replay", "gspo", "gmpo")},  # 24 seeds, not nine
+        **{method: ("methods_router", method, "grpo") for method in ("rspo", "cispo", "sapo", "gspo_replay")},
         "dppo": ("methods_router", "dppo_tv", "grpo"),
     },
     "Balancing bias,\n0.001 a step": {
