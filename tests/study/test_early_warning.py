@@ -2,6 +2,7 @@
 
 import math
 import runpy
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,6 +44,16 @@ def test_within_an_arm_only_its_own_runs_are_compared():
     assert auc_within(values, pairs, np.ones(7)) == 1 / 3  # 2 > 1; 10 < 11, 12; one of (nan, 50) is missing
     assert auc_within(values, pairs, np.array([2, 1, 1, 1, 0, 1, 1])) == 2 / 3  # twice the first pair, one of arm 1
     assert math.isnan(auc_within(values, (np.array([], int), np.array([], int)), np.ones(7)))
+
+
+def test_runs_under_another_rounding_are_another_arm(folder, tmp_path):
+    twice = Path(shutil.copytree(folder, tmp_path / folder.name))
+    shutil.copytree(folder, twice / "rounding_avx2")
+    both = run_signals(load(twice), (5,))
+    assert both.groupby("rounding").size().to_dict() == {"native": len(both) / 2, "avx2": len(both) / 2}
+    both["bad"] = both["rounding"] == "avx2"
+    assert not len(pairs_within(both.assign(study=0))[0])
+    assert len(pairs_within(both.drop(columns="rounding").assign(study=0))[0])
 
 
 def test_rank_correlation_sees_order_alone():
