@@ -6,6 +6,7 @@ Definitions: `moe_rl.study.early_warning`.
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -15,12 +16,21 @@ from moe_rl.study import load
 from moe_rl.study.early_warning import PREFIXES, UPDATE_SIGNALS, early_warning, run_signals
 from moe_rl.study.figures.over_studies import early_warning_figure
 from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.roundings import NATIVE, of_each_rounding
 
 
-def signals_of(folder: Path, steps: Sequence[int]) -> pd.DataFrame:
-    """`run_signals` of a study, from its runs or as they are committed."""
-    if not (folder / "signals.csv").is_file():
-        return run_signals(load(folder), steps)
+def signals_of(folder: Path, steps: Sequence[int], rounding: str | None = None) -> pd.DataFrame:
+    """`run_signals` of a study under each rounding, or under one, from its runs or as they are committed."""
+    if (folder / "signals.csv").is_file():
+        table = _committed(folder, steps)
+    else:
+        table = of_each_rounding(load(folder), partial(run_signals, prefixes=steps))
+    if rounding is None:
+        return table
+    return table[table.get("rounding", pd.Series(NATIVE, table.index)) == rounding]
+
+
+def _committed(folder: Path, steps: Sequence[int]) -> pd.DataFrame:
     table = pd.read_csv(folder / "signals.csv")
     missing = set(steps) - set(table["steps"])
     if missing:
@@ -40,9 +50,10 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, nargs="+", default=PREFIXES, help="after so many steps (default and committed: 5 10 20)"
     )
+    parser.add_argument("--rounding", help="only the runs under these CPU kernels, e.g. native or avx2 (default: all)")
     options = parser.parse_args()
     try:
-        table = early_warning([signals_of(folder, options.steps) for folder in options.folders])
+        table = early_warning([signals_of(folder, options.steps, options.rounding) for folder in options.folders])
     except ValueError as error:
         parser.exit(1, f"{error}\n")
     print(table.to_string(index=False, float_format="%.2f"))

@@ -9,7 +9,6 @@ from scipy.stats import rankdata
 
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.outcomes import OUTCOMES, run_outcomes
-from moe_rl.study.roundings import NATIVE
 
 UPDATE_SIGNALS = (
     "grad_norm",
@@ -58,8 +57,7 @@ def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataF
     """One row per finished run and prefix that it is longer than (a run that is over by then has no later end of which
     the signals could tell): arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below its
     start or collapsed, see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same weights to begin
-    with and the same run are known in other studies (first 16 digits of SHA-256). With other roundings also their runs,
-    told apart by the column `rounding`."""
+    with and the same run are known in other studies (first 16 digits of SHA-256)."""
     runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, data.name))
     runs = runs[runs["finished"].astype(bool)]
     runs["run"] = [_digest(f"{one.cold_start} {one.rewards}") for one in runs.itertuples()]
@@ -71,9 +69,7 @@ def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataF
         kept[last >= steps].assign(steps=steps).join(signals(data, steps), how="inner").reset_index()
         for steps in prefixes
     ]
-    own = pd.concat(tables, ignore_index=True)
-    others = [run_signals(again, prefixes).assign(rounding=name) for name, again in data.roundings.items()]
-    return pd.concat([own.assign(rounding=NATIVE), *others], ignore_index=True) if others else own
+    return pd.concat(tables, ignore_index=True)
 
 
 def _digest(text: str) -> str:
@@ -92,8 +88,8 @@ def auc(values: np.ndarray, bad: np.ndarray) -> float:
 
 
 def pairs_within(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (of the bad, of the other) of all pairs of runs of one arm of one study, under one rounding, that ended
-    differently."""
+    """Positions (of the bad, of the other) of all pairs of runs of one arm of one study, under one rounding where that
+    is a column, that ended differently."""
     bad = table["bad"].to_numpy(bool)
     keys = [name for name in ("study", "arm", "rounding") if name in table]
     arm = table.groupby(keys, observed=True, dropna=False).ngroup().to_numpy()
@@ -137,7 +133,9 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.
     numbered = [table.assign(study=place) for place, table in enumerate(studies)]
     everything = pd.concat(numbered, ignore_index=True).drop_duplicates(["run", "steps"])
     if everything.empty:
-        raise ValueError("no finished run has more steps than those that its signals would be read from; see --steps")
+        raise ValueError(
+            "no finished run has more steps than its signals would be read from; see --steps and --rounding"
+        )
     rows = []
     for steps, table in everything.groupby("steps"):
         bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)

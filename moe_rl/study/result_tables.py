@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from moe_rl.study.figures.gallery.gradient_bias import gradient_table
 from moe_rl.study.figures.gallery.precision import engine_format, precision_table
 from moe_rl.study.folders import section
 from moe_rl.study.outcomes import final_rewards, run_outcomes
-from moe_rl.study.roundings import NATIVE, component_table, conclusion_table
+from moe_rl.study.roundings import component_table, conclusion_table, of_each_rounding
 from moe_rl.study.statistics import seed_interval
 from moe_rl.study.summary import change_rates, factor_table, routing_noise_ratios
 
@@ -43,7 +43,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     - of all studies: final_reward, comparisons, runs (how every run ended), updates (what every run clipped, and its
       gradient norms), change_rates, factors, volatility (what share of the slots the update forward routed otherwise
       than the old policy, of all updates; 0 under R2), signals (of the first steps of every run, and how it ended)
-    - with other roundings: roundings, variance_components; runs and updates have the runs of each
+    - with other roundings: roundings, variance_components; runs, signals and updates have the runs of each
     - where the log-ratio was split: decomposition, routing_noise, decomposed_probes (each probe's parts)
     - with a rollout engine: engines; with engines of several formats: precision
     - where arms are of several sizes: sizes, power_laws; of several learning rates: rate_exponents
@@ -63,15 +63,15 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     found = {
         "final_reward": finals,
         "comparisons": pairs,
-        "runs": _of_each_rounding(data, run_outcomes),
-        "signals": run_signals(data),
+        "runs": of_each_rounding(data, run_outcomes),
+        "signals": of_each_rounding(data, run_signals),
         "change_rates": change_rates(data),
         "factors": factor_table(data),
         "roundings": conclusion_table(data),
         "variance_components": component_table(data),
     }
     if "grad_norm" in data.updates:
-        found["updates"] = _of_each_rounding(data, update_outcomes)
+        found["updates"] = of_each_rounding(data, update_outcomes)
     if {"slots", "slots_changed"} <= set(data.updates):
         found["volatility"] = _over_seeds(slots_rerouted(data, ["arm", "seed"]).reset_index(), ["arm"])
     if {"logp_natural", "logp_replayed", "flips"} <= set(data.tokens):
@@ -105,13 +105,6 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
             found["change_by_load"] = _over_seeds(by_load, ["arm", "load"])
         found["effective_routes"] = _over_seeds(effective_routes(data), ["arm", "step", "tokens"])
     return {name: table for name, table in found.items() if len(table)}
-
-
-def _of_each_rounding(data: StudyData, table: Callable[[StudyData], pd.DataFrame]) -> pd.DataFrame:
-    """A table of runs; with other roundings also theirs, told apart by the column `rounding`."""
-    own = table(data)
-    others = [table(study).assign(rounding=name) for name, study in data.roundings.items()]
-    return pd.concat([own.assign(rounding=NATIVE), *others], ignore_index=True) if others else own
 
 
 def _over_seeds(

@@ -4,7 +4,7 @@ Other kernels round otherwise, and a cold start of some hundred updates carries 
 `rounding_<name>` beside the study's own arms (`StudyData.roundings`); the study's own runs are called `native`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -80,6 +80,13 @@ class Rounding:
 
     runs: pd.DataFrame
     pairs: list[Pair]
+
+
+def of_each_rounding(data: StudyData, table: Callable[[StudyData], pd.DataFrame]) -> pd.DataFrame:
+    """A table of runs; with other roundings also theirs, told apart by the column `rounding`."""
+    own = table(data)
+    others = [table(study).assign(rounding=name) for name, study in data.roundings.items()]
+    return pd.concat([own.assign(rounding=NATIVE), *others], ignore_index=True) if others else own
 
 
 def _roundings(data: StudyData) -> dict[str, Rounding]:

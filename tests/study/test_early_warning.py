@@ -49,7 +49,10 @@ def test_within_an_arm_only_its_own_runs_are_compared():
 def test_runs_under_another_rounding_are_another_arm(folder, tmp_path):
     twice = Path(shutil.copytree(folder, tmp_path / folder.name))
     shutil.copytree(folder, twice / "rounding_avx2")
-    both = run_signals(load(twice), (5,))
+    signals_of = runpy.run_path(str(Path(__file__).parents[2] / "analysis" / "early_warning.py"))["signals_of"]
+    both = signals_of(twice, (5,))
+    assert signals_of(twice, (5,), "avx2").equals(both[both["rounding"] == "avx2"])
+    assert len(signals_of(folder, (5,), "native")) == len(both) / 2 and not len(signals_of(folder, (5,), "avx2"))
     assert both.groupby("rounding").size().to_dict() == {"native": len(both) / 2, "avx2": len(both) / 2}
     both["bad"] = both["rounding"] == "avx2"
     assert not len(pairs_within(both.assign(study=0))[0])
