@@ -1,7 +1,7 @@
 """Figures of few arms and of many: every word can be read, every arm is found."""
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import matplotlib
 import numpy as np
@@ -14,7 +14,7 @@ from synthetic import ARMS, FLOORS, write_study
 from moe_rl.study import load
 from moe_rl.study.figures import FIGURES
 from moe_rl.study.figures.layout import MANY, many, short_label
-from moe_rl.study.figures.rows import LETTERS
+from moe_rl.study.figures.rows import LETTERS, Column, Dots, arm_rows
 from moe_rl.study.figures.style import look_of
 
 LABELS = (
@@ -139,6 +139,16 @@ def test_rows_of_many_arms_are_in_the_order_of_the_study_and_rewards_are_sorted(
     shown = [tick.get_text() for tick in rewards.figure.axes[0].get_yticklabels()]
     assert [" ".join(text.split("\n")) for text in shown] == list(means.sort_values(ascending=False).index)
     assert "no ranking" in rewards.caption
+
+
+def test_numbers_at_the_ends_of_neighbouring_columns_stand_apart(brief):
+    arms = brief.arms.index
+    logarithmic = pd.DataFrame(np.geomspace(0.0019, 0.045, 2 * len(arms)).reshape(-1, 2), index=arms)
+    linear = pd.DataFrame(np.linspace(0.1, 2.6, 2 * len(arms)).reshape(-1, 2), index=arms)
+    drawn = arm_rows(brief, [Column("one", [Dots(logarithmic)], log=True), Column("other", [Dots(linear)])])
+    drawn.axes[1].set_xlim(0, 2.7)  # a number at its very end, beside the last of the other
+    numbers = sorted((box.x0, box.x1) for words, box in _words(drawn.figure) if words.replace(".", "").isdigit())
+    assert len(numbers) >= 6 and min(b - a for (_, a), (b, _) in pairwise(numbers)) > 3
 
 
 def test_a_constant_quantity_is_told_and_not_drawn(crowd, doses):

@@ -83,7 +83,7 @@ def arm_rows(
     if longest > LETTERS:
         labels = {arm: in_two_lines(label) for arm, label in labels.items()}
     left = 0.15 + 0.056 * min(LETTERS, longest)
-    gap, head, foot = 0.14, 0.36, 0.5 + below
+    gap, head, foot = 0.28, 0.36, 0.5 + below  # half a number of each side stands in a gap
     rows = max([*places.values(), *headings.values()]) + 1
     high = EACH * rows * (1.35 if longest > LETTERS else 1)  # two lines need room
     total = head + foot + high
