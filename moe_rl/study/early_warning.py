@@ -10,6 +10,8 @@ from scipy.stats import rankdata
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.outcomes import OUTCOMES, run_outcomes
 
+REWARD = "reward"
+"""The training reward itself, of every response: what a signal has to tell more than."""
 UPDATE_SIGNALS = (
     "grad_norm",
     "k3",
@@ -29,15 +31,17 @@ SHARES = {
 """Of a probe, pooled over its rows: numerator and denominator. f2: tokens with max(r, 1/r) > 2, live routing."""
 PREFIXES = (5, 10, 20)
 """The first so many steps, over which a signal is averaged."""
+FEWEST = 5
+"""Different runs that an arm needs for a correlation among them."""
 
 
 def signals(data: StudyData, steps: int) -> pd.DataFrame:
-    """One row per (arm, seed): the mean of each signal over the first `steps` steps; of updates as they were made (with
-    the arm's replay and noise), of probes by live routing; `SHARES` are pooled."""
+    """One row per (arm, seed): the mean of each signal over the first `steps` steps; `REWARD` of rollouts, others of
+    updates as they were made (with the arm's replay and noise) and of probes by live routing; `SHARES` are pooled."""
     key = ["arm", "seed"]
-    updates = data.updates[data.updates["step"] < steps]
-    probes = data.probes[data.probes["step"] < steps]
+    rollouts, updates, probes = (t[t["step"] < steps] for t in (data.rollouts, data.updates, data.probes))
     found = updates.groupby(key)[[s for s in UPDATE_SIGNALS if s in updates]].mean()
+    found = found.join(rollouts.groupby(key)[REWARD].mean())
     found = found.join(probes.groupby(key)[[s for s in PROBE_SIGNALS if s in probes]].mean())
     for name, (part, whole) in SHARES.items():
         if {part, whole} <= set(probes):
@@ -87,12 +91,14 @@ def auc(values: np.ndarray, bad: np.ndarray) -> float:
     return float((rankdata(values)[bad].sum() - n * (n + 1) / 2) / (n * (len(bad) - n)))
 
 
-def pairs_within(table: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Positions (of the bad, of the other) of all pairs of runs of one arm of one study, under one rounding where that
-    is a column, that ended differently."""
-    bad = table["bad"].to_numpy(bool)
+def arms_of(table: pd.DataFrame) -> np.ndarray:
+    """A number for each run: that of its arm in its study, under its rounding where that is a column."""
     keys = [name for name in ("study", "arm", "rounding") if name in table]
-    arm = table.groupby(keys, observed=True, dropna=False).ngroup().to_numpy()
+    return table.groupby(keys, observed=True, dropna=False).ngroup().to_numpy()
+
+
+def pairs_within(bad: np.ndarray, arm: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions (of the bad, of the other) of all pairs of runs of one arm that ended differently."""
     of_bad, of_good = np.flatnonzero(bad), np.flatnonzero(~bad)
     i, j = np.nonzero(arm[of_bad][:, None] == arm[of_good])
     return of_bad[i], of_good[j]
@@ -104,6 +110,51 @@ def auc_within(values: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], times: 
     weight = times[pairs[0]] * times[pairs[1]] * (np.isfinite(bad) & np.isfinite(good))
     won = (bad > good) + 0.5 * (bad == good)
     return float((weight * won).sum() / weight.sum()) if weight.any() else float("nan")
+
+
+def ranks_within(values: np.ndarray, arm: np.ndarray) -> np.ndarray:
+    """The rank of each value among those of its arm (ties share the mean rank), missing ones left out."""
+    return pd.Series(values).groupby(arm).rank().to_numpy(float)
+
+
+def correlations_within(
+    signal: np.ndarray, final: np.ndarray, reward: np.ndarray, arm: np.ndarray, times: np.ndarray
+) -> tuple[float, float]:
+    """How a signal goes along with the final reward among the runs of one arm, and with the reward so far held fixed.
+
+    Args:
+        signal, final, reward: ranks within the arm (`ranks_within`), [runs]; reward of the steps that the signal is of.
+        arm: the number of a run's arm.
+        times: how often a run counts.
+
+    Returns:
+        Spearman's correlation of signal and final reward, and the partial one given `reward`: each the mean over arms,
+        weighted by their runs. Arms of fewer than `FEWEST` runs, and those where a side is constant, are left out; NaN
+        where none remains.
+    """
+    weight = times * np.isfinite(signal + final)
+    plain = _mean_over_arms(_correlations(signal, final, arm, weight), arm, weight)
+    weight = weight * np.isfinite(reward)
+    pairs = ((signal, final), (signal, reward), (reward, final))
+    with_final, with_reward, reward_final = (_correlations(a, b, arm, weight) for a, b in pairs)
+    left = (1 - with_reward**2) * (1 - reward_final**2)
+    partial = (with_final - with_reward * reward_final) / np.sqrt(np.where(left > 1e-9, left, np.nan))
+    return plain, _mean_over_arms(partial, arm, weight)
+
+
+def _correlations(a: np.ndarray, b: np.ndarray, arm: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Pearson's in each arm, a run counted by its weight; NaN where one side is constant."""
+    runs = np.maximum(np.bincount(arm, weight), 1)
+    a, b = (np.where(weight > 0, x, 0) for x in (a, b))
+    a, b = (x - (np.bincount(arm, weight * x) / runs)[arm] for x in (a, b))
+    ab, aa, bb = (np.bincount(arm, weight * x * y) for x, y in ((a, b), (a, a), (b, b)))
+    return ab / np.sqrt(np.where(np.minimum(aa, bb) > 1e-9, aa * bb, np.nan))
+
+
+def _mean_over_arms(values: np.ndarray, arm: np.ndarray, weight: np.ndarray) -> float:
+    enough = np.bincount(arm, weight > 0) >= FEWEST
+    runs = np.bincount(arm, weight) * (enough & np.isfinite(values))
+    return float((runs * np.nan_to_num(values)).sum() / runs.sum()) if runs.any() else float("nan")
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
@@ -123,9 +174,11 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.
 
     Columns: signal, steps, runs, bad, `auc` of telling bad ends apart; `within`, the same among the runs of one arm of
     one study (`auc_within`), so that telling arms apart is no part of it, over so many `pairs`; `correlation`
-    (Spearman's, with the final reward); each with a 95 % interval by bootstrap over cold starts, which the arms of a
-    seed share, and studies with each other. A run that several studies hold counts once, in the first of them. A signal
-    that falls before a bad end has areas below 0.5.
+    (Spearman's, with the final reward); `correlation_within`, the same among the runs of one arm, and `beyond_reward`,
+    what remains of that where the reward of the same steps is held fixed (`correlations_within`; NaN where no table has
+    a reward). Each with a 95 % interval by bootstrap over cold starts, which the arms of a seed share, and studies with
+    each other. A run that several studies hold counts once, in the first of them. A signal that falls before a bad end
+    has areas below 0.5.
 
     Raises:
         ValueError: no run at all.
@@ -145,15 +198,20 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.
             np.concatenate([clusters[i] for i in generator.integers(len(clusters), size=len(clusters))])
             for _ in range(resamples)
         ]
-        pairs, once = pairs_within(table), np.ones(len(table))
+        arm, once = arms_of(table), np.ones(len(table))
+        pairs = pairs_within(bad, arm)
         counts = [np.bincount(d, minlength=len(table)) for d in draws]
-        for name in (*SHARES, *PROBE_SIGNALS, *UPDATE_SIGNALS):
+        reward = table.get(REWARD, pd.Series(np.nan, table.index)).to_numpy(float)
+        for name in (REWARD, *SHARES, *PROBE_SIGNALS, *UPDATE_SIGNALS):
             if name not in table:
                 continue
             values = table[name].to_numpy(float)
             area = [auc(values[d], bad[d]) for d in draws]
             within = [auc_within(values, pairs, times) for times in counts]
             correlations = [rank_correlation(values[d], final[d]) for d in draws]
+            ranks = [ranks_within(np.where(np.isfinite(values), of, np.nan), arm) for of in (values, final, reward)]
+            own, beyond = correlations_within(*ranks, arm, once)
+            among = [correlations_within(*ranks, arm, times) for times in counts]
             rows.append(
                 {
                     "signal": name,
@@ -167,6 +225,10 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.
                     "pairs": int(np.isfinite(values[pairs[0]] + values[pairs[1]]).sum()),
                     "correlation": rank_correlation(values, final),
                     **_ends("correlation", correlations),
+                    "correlation_within": own,
+                    **_ends("correlation_within", [a for a, _ in among]),
+                    "beyond_reward": beyond,
+                    **_ends("beyond_reward", [b for _, b in among]),
                 }
             )
     return pd.DataFrame(rows)

@@ -9,15 +9,19 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import spearmanr
 
 from moe_rl.study import load
 from moe_rl.study.early_warning import (
+    arms_of,
     auc,
     auc_within,
+    correlations_within,
     early_warning,
     origins,
     pairs_within,
     rank_correlation,
+    ranks_within,
     run_signals,
 )
 
@@ -39,7 +43,8 @@ def test_within_an_arm_only_its_own_runs_are_compared():
     rows = [(0, "a", 2.0, True), (0, "a", 1.0, False), (1, "a", 10.0, True), (1, "a", 11.0, False)]
     rows += [(1, "a", 12.0, False), (0, "b", 50.0, False), (0, "b", math.nan, True)]
     table = pd.DataFrame(rows, columns=["study", "arm", "signal", "bad"])
-    pairs, values = pairs_within(table), table["signal"].to_numpy()
+    pairs = pairs_within(table["bad"].to_numpy(bool), arms_of(table))
+    values = table["signal"].to_numpy()
     assert sorted(zip(*pairs, strict=True)) == [(0, 1), (2, 3), (2, 4), (6, 5)]
     assert auc_within(values, pairs, np.ones(7)) == 1 / 3  # 2 > 1; 10 < 11, 12; one of (nan, 50) is missing
     assert auc_within(values, pairs, np.array([2, 1, 1, 1, 0, 1, 1])) == 2 / 3  # twice the first pair, one of arm 1
@@ -54,9 +59,9 @@ def test_runs_under_another_rounding_are_another_arm(folder, tmp_path):
     assert signals_of(twice, (5,), "avx2").equals(both[both["rounding"] == "avx2"])
     assert len(signals_of(folder, (5,), "native")) == len(both) / 2 and not len(signals_of(folder, (5,), "avx2"))
     assert both.groupby("rounding").size().to_dict() == {"native": len(both) / 2, "avx2": len(both) / 2}
-    both["bad"] = both["rounding"] == "avx2"
-    assert not len(pairs_within(both.assign(study=0))[0])
-    assert len(pairs_within(both.drop(columns="rounding").assign(study=0))[0])
+    bad = (both["rounding"] == "avx2").to_numpy()
+    assert not len(pairs_within(bad, arms_of(both))[0])
+    assert len(pairs_within(bad, arms_of(both.drop(columns="rounding")))[0])
 
 
 def test_rank_correlation_sees_order_alone():
@@ -64,6 +69,53 @@ def test_rank_correlation_sees_order_alone():
     assert rank_correlation(a, np.exp(a)) == pytest.approx(1.0)
     assert rank_correlation(a, np.array([4.0, 1.0, 3.0, 2.0])) == pytest.approx(-0.4)  # 1 - 6 * 14 / (4 * 15)
     assert math.isnan(rank_correlation(a, np.ones(4)))
+
+
+def test_correlations_within_an_arm_and_beyond_the_reward_are_those_of_scipy_in_each_arm():
+    draw = np.random.default_rng(0)
+    arm = np.repeat([0, 1, 2], [8, 12, 4])
+    reward = draw.normal(size=24) + 10 * arm
+    signal, final = reward + draw.normal(size=24), reward + draw.normal(size=24)
+    signal[9] = np.nan
+    known = np.isfinite(signal)
+    ranks = [ranks_within(np.where(known, values, np.nan), arm) for values in (signal, final, reward)]
+    plain, beyond, runs = [], [], []
+    for one in (0, 1):  # the third has too few runs
+        s, f, r = (values[(arm == one) & known] for values in (signal, final, reward))
+        sf, sr, rf = spearmanr(s, f)[0], spearmanr(s, r)[0], spearmanr(r, f)[0]
+        plain.append(sf)
+        beyond.append((sf - sr * rf) / math.sqrt((1 - sr**2) * (1 - rf**2)))
+        runs.append(len(s))
+    found = correlations_within(*ranks, arm, np.ones(24))
+    assert found == pytest.approx((np.average(plain, weights=runs), np.average(beyond, weights=runs)))
+    twice = [np.concatenate([rank, rank[:8]]) for rank in ranks]
+    counted = correlations_within(*ranks, arm, np.where(arm == 0, 2.0, 1.0))
+    assert counted == pytest.approx(correlations_within(*twice, np.append(arm, arm[:8]), np.ones(32)))
+
+
+def test_a_signal_that_only_follows_the_reward_tells_nothing_beyond_it():
+    draw = np.random.default_rng(1)
+    arm = np.repeat([0, 1], 300)
+    reward = draw.normal(size=600)
+    signal, final = -reward + 0.5 * draw.normal(size=600), reward + draw.normal(size=600)
+    ranks = [ranks_within(values, arm) for values in (signal, final, reward)]
+    plain, beyond = correlations_within(*ranks, arm, np.ones(600))
+    assert plain < -0.5 and abs(beyond) < 0.1
+    plain, beyond = correlations_within(ranks[2], ranks[1], ranks[2], arm, np.ones(600))
+    assert plain > 0.6 and math.isnan(beyond), "the reward itself has nothing left beyond the reward"
+    plain, beyond = correlations_within(*ranks[:2], np.full(600, np.nan), arm, np.ones(600))
+    assert plain < -0.4 and math.isnan(beyond), "no reward was kept"
+
+
+def test_the_reward_of_the_first_steps_is_a_signal_like_the_others(folder):
+    data = load(folder)
+    first = data.rollouts[data.rollouts["step"] < 3].groupby(["arm", "seed"])["reward"].mean()
+    found = run_signals(data, (3,)).set_index(["arm", "seed"])["reward"]
+    pd.testing.assert_series_equal(found, first.reindex(found.index))
+    table = early_warning([run_signals(data, (3,))], 20).set_index("signal")
+    assert math.isnan(table.loc["reward", "beyond_reward"])
+    without = early_warning([run_signals(data, (3,)).drop(columns="reward")], 20)
+    assert without["beyond_reward"].isna().all() and "reward" not in set(without["signal"])
 
 
 def test_a_run_that_two_studies_hold_counts_once_and_a_cold_start_is_one_cluster(folder):
