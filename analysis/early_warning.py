@@ -1,6 +1,7 @@
 """Which signal tells early that a run will end badly:  python analysis/early_warning.py runs/STUDY docs/results/lag
 
-Of run folders, or of committed tables that have `signals.csv`. Prints the table; --csv writes it, --figures draws it.
+Of run folders, or of committed tables that have `signals.csv`. Prints the table; --csv writes it, --figures draws
+it: areas under the ROC curve, and what signals tell beyond the reward, where the studies kept it.
 Definitions: `moe_rl.study.early_warning`.
 """
 
@@ -14,7 +15,7 @@ import pandas as pd
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.study import load
 from moe_rl.study.early_warning import PREFIXES, UPDATE_SIGNALS, early_warning, run_signals
-from moe_rl.study.figures.over_studies import early_warning_figure
+from moe_rl.study.figures.over_studies import beyond_reward_figure, early_warning_figure
 from moe_rl.study.figures.saving import save_figure
 from moe_rl.study.roundings import NATIVE, of_each_rounding
 
@@ -46,7 +47,12 @@ def main() -> None:
         "folders", type=Path, nargs="+", help="study folders, e.g. runs/replay_vs_gspo or docs/results/lag"
     )
     parser.add_argument("--csv", type=Path, help="also write the table here")
-    parser.add_argument("--figures", type=Path, metavar="DIR", help="also draw it: DIR/early_warning.pdf, .svg, .png")
+    parser.add_argument(
+        "--figures",
+        type=Path,
+        metavar="DIR",
+        help="also draw it: DIR/early_warning, .pdf, .svg and .png, and DIR/beyond_reward",
+    )
     parser.add_argument(
         "--steps", type=int, nargs="+", default=PREFIXES, help="after so many steps (default and committed: 5 10 20)"
     )
@@ -61,6 +67,8 @@ def main() -> None:
         table.to_csv(options.csv, index=False, float_format="%.6g", lineterminator="\n")
     if options.figures:
         save_figure(early_warning_figure(table, UPDATE_SIGNALS), options.figures)
+        if table["beyond_reward"].notna().any():
+            save_figure(beyond_reward_figure(table, UPDATE_SIGNALS), options.figures)
 
 
 if __name__ == "__main__":

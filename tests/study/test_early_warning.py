@@ -13,6 +13,7 @@ from scipy.stats import spearmanr
 
 from moe_rl.study import load
 from moe_rl.study.early_warning import (
+    UPDATE_SIGNALS,
     arms_of,
     auc,
     auc_within,
@@ -24,6 +25,7 @@ from moe_rl.study.early_warning import (
     ranks_within,
     run_signals,
 )
+from moe_rl.study.figures.over_studies import beyond_reward_figure
 
 
 def test_auc_counts_the_pairs_that_are_told_apart():
@@ -149,3 +151,30 @@ def test_nothing_is_told_early_of_runs_that_are_over_by_then(folder):
     assert short.empty
     with pytest.raises(ValueError, match="no finished run has more steps than"):
         early_warning([short])
+
+
+def test_the_script_draws_what_signals_tell_and_what_they_tell_beyond_the_reward(tmp_path, monkeypatch, capsys):
+    main = runpy.run_path(str(Path(__file__).parents[2] / "analysis" / "early_warning.py"))["main"]
+    draw = np.random.default_rng(0)
+    runs = pd.DataFrame([(arm, seed) for arm in ("a", "b") for seed in range(8)], columns=["arm", "seed"])
+    runs["run"] = runs["cold_start"] = runs["arm"] + runs["seed"].astype(str)
+    runs = runs.assign(final=draw.uniform(size=16), bad=lambda t: t["final"] < 0.3)
+    signals = ["reward", "slot_change", "k3", "entropy"]
+    table = pd.concat(runs.assign(steps=steps, **{s: draw.normal(size=16) for s in signals}) for steps in (3, 5))
+
+    def drawn(kept):
+        kept.to_csv(tmp_path / "signals.csv", index=False)
+        for file in tmp_path.glob("*.png"):
+            file.unlink()
+        arguments = [str(tmp_path), "--steps", "3", "5", "--csv", str(tmp_path / "t.csv"), "--figures", str(tmp_path)]
+        monkeypatch.setattr("sys.argv", ["early_warning.py", *arguments])
+        main()
+        assert "beyond_reward" in capsys.readouterr().out
+        return {file.name for file in tmp_path.glob("*.png")}
+
+    assert drawn(table) == {"early_warning.png", "beyond_reward.png"}
+    found = pd.read_csv(tmp_path / "t.csv")
+    labels = beyond_reward_figure(found, UPDATE_SIGNALS).figure.axes[0].get_yticklabels()
+    after_three = found[found["steps"] == 3].set_index("signal")["beyond_reward"].drop("reward").abs()
+    assert [label.get_text() for label in labels] == [*after_three.sort_values().index, "reward"]
+    assert drawn(table.drop(columns="reward")) == {"early_warning.png"}, "there is no reward to hold fixed"

@@ -1,8 +1,11 @@
 """Figures over several studies, each of a table that a script of `analysis/` makes."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
@@ -84,8 +87,21 @@ def _differences(ax: Axes, rows: pd.DataFrame, places: pd.Series, cell: str) -> 
     ax.scatter(rows["difference"], places, s=11, c=fill, edgecolors=INK, linewidths=0.8, zorder=3)
 
 
-SIGNALS = {"update": "#D55E00", "probe": "#0B4A8F"}
+SIGNALS = {"update": "#D55E00", "probe": "#0B4A8F", "rollout": INK}
 """Kind of the rows that a signal is read from -> its colour."""
+
+
+def _kinds_legend(drawn: Figure, ax: Axes, colours: list[str], others: Sequence[PathCollection] = ()) -> None:
+    marks = [
+        ax.scatter([], [], c=colour, s=14, label=f"of {name}s") for name, colour in SIGNALS.items() if colour in colours
+    ]
+    columns = 2 if others else len(marks)
+    drawn.legend(handles=[*others, *marks], loc="outside upper right", ncols=columns, fontsize=6.5, frameon=False)
+
+
+def _signal_colours(order: list[str], of_updates: tuple[str, ...]) -> list[str]:
+    kinds = {"reward": "rollout"} | dict.fromkeys(of_updates, "update")
+    return [SIGNALS[kinds.get(name, "probe")] for name in order]
 
 
 @styled
@@ -94,16 +110,16 @@ def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
 
     Args:
         table: what `early_warning` returns.
-        of_updates: its signals that are read from updates; the others are a probe's.
+        of_updates: its signals that are read from updates; the others but the reward are a probe's.
     """
     steps = list(table["steps"].unique())
     first = table[table["steps"] == steps[0]].set_index("signal")["auc"]
     order = list((first - 0.5).abs().sort_values().index)
     drawn = Figure(figsize=(PAGE, 0.8 + 0.17 * len(order)))
     axes = drawn.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    colours = _signal_colours(order, of_updates)
     for ax, step in zip(axes, steps, strict=True):
         rows = table[table["steps"] == step].set_index("signal").reindex(order)
-        colours = [SIGNALS["update" if name in of_updates else "probe"] for name in order]
         places = np.arange(len(order))
         ax.hlines(places, rows["auc_low"], rows["auc_high"], colors=colours, lw=3, alpha=0.35)
         ax.scatter(rows["auc"], places, c=colours, s=14, zorder=3)
@@ -120,14 +136,60 @@ def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
         "cold starts",
         fontsize=7,
     )
-    marks = [axes[0].scatter([], [], c=colour, s=14, label=f"of {name}s") for name, colour in SIGNALS.items()]
-    drawn.legend(handles=marks, loc="outside upper right", ncols=2, fontsize=6.5, frameon=False)
+    _kinds_legend(drawn, axes[0], colours)
     caption = (
         "How well the mean of a signal over a run's first steps tells whether it will fail, end below its start or "
         "collapse. Below 0.5 a signal falls before a bad end. Signals of updates are of the ratio as it was used; "
         "signals of probes are of live routing."
     )
     return StudyFigure("early_warning", "Which signal warns first.", caption, drawn, table)
+
+
+@styled
+def beyond_reward_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> StudyFigure:
+    """How signals of the first steps go along with the final reward among the runs of one arm, and what remains of it
+    where the reward of these steps is held fixed; one panel for each number of steps.
+
+    Args:
+        table: what `early_warning` returns, of studies that kept the reward.
+        of_updates: as in `early_warning_figure`.
+    """
+    steps = list(table["steps"].unique())
+    first = table[table["steps"] == steps[0]].set_index("signal")
+    order = [*first["beyond_reward"].dropna().abs().sort_values().index, "reward"]
+    colours = _signal_colours(order, of_updates)
+    drawn = Figure(figsize=(PAGE, 0.9 + 0.19 * len(order)))
+    axes = drawn.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    for ax, step in zip(axes, steps, strict=True):
+        rows = table[table["steps"] == step].set_index("signal").reindex(order)
+        places = np.arange(len(order))
+        for name, height, face in (("correlation_within", 0.16, "white"), ("beyond_reward", -0.16, None)):
+            ax.hlines(places + height, rows[f"{name}_low"], rows[f"{name}_high"], colors=colours, lw=2, alpha=0.3)
+            ax.scatter(rows[name], places + height, c=face or colours, edgecolors=colours, s=12, lw=0.8, zorder=3)
+        ax.axvline(0, color=INK, lw=0.8, zorder=1)
+        ax.set(xlim=(-1, 1), xticks=[-1, -0.5, 0, 0.5, 1], xticklabels=["−1", "−0.5", "0", "0.5", "1"])
+        ax.set_title(f"after {step} steps", fontsize=7)
+        ax.tick_params(axis="y", length=0)
+        ax.spines[["left", "right", "top"]].set_visible(False)
+    axes[0].set_yticks(range(len(order)), order, fontsize=6.5)
+    axes[0].set_ylim(-0.6, len(order) - 0.4)
+    drawn.supxlabel(
+        f"rank correlation with the final reward among the runs of one arm\n{int(table['runs'].max())} runs; bar: 95 % "
+        "bootstrap over cold starts",
+        fontsize=7,
+    )
+    shapes = [
+        axes[0].scatter([], [], c=face, edgecolors=GREY, s=12, lw=0.8, label=label)
+        for face, label in (("white", "by itself"), (GREY, "with the reward of these steps held fixed"))
+    ]
+    _kinds_legend(drawn, axes[0], colours[:-1], shapes)
+    caption = (
+        "Spearman's correlation of the mean of a signal over a run's first steps with its final reward, among the runs "
+        "of one arm (mean over arms): by itself, and the partial correlation given the training reward of the same "
+        "steps. A signal whose second interval holds 0 was not seen to warn of more than the reward itself does."
+    )
+    title = "What signals of the first steps tell beyond the reward of these steps."
+    return StudyFigure("beyond_reward", title, caption, drawn, table)
 
 
 COLUMNS = 3
