@@ -57,9 +57,12 @@ def main() -> None:
         "--steps", type=int, nargs="+", default=PREFIXES, help="after so many steps (default and committed: 5 10 20)"
     )
     parser.add_argument("--rounding", help="only the runs under these CPU kernels, e.g. native or avx2 (default: all)")
+    parser.add_argument("--level", type=float, default=0.95, help="of the intervals, e.g. 0.99 (default: 0.95)")
+    parser.add_argument("--resamples", type=int, default=1000, help="of the bootstrap (default: 1000)")
     options = parser.parse_args()
     try:
-        table = early_warning([signals_of(folder, options.steps, options.rounding) for folder in options.folders])
+        studies = [signals_of(folder, options.steps, options.rounding) for folder in options.folders]
+        table = early_warning(studies, options.resamples, options.level)
     except ValueError as error:
         parser.exit(1, f"{error}\n")
     print(table.to_string(index=False, float_format="%.2f"))

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -112,18 +113,13 @@ def auc_within(values: np.ndarray, pairs: tuple[np.ndarray, np.ndarray], times: 
     return float((weight * won).sum() / weight.sum()) if weight.any() else float("nan")
 
 
-def ranks_within(values: np.ndarray, arm: np.ndarray) -> np.ndarray:
-    """The rank of each value among those of its arm (ties share the mean rank), missing ones left out."""
-    return pd.Series(values).groupby(arm).rank().to_numpy(float)
-
-
 def correlations_within(
     signal: np.ndarray, final: np.ndarray, reward: np.ndarray, arm: np.ndarray, times: np.ndarray
 ) -> tuple[float, float]:
     """How a signal goes along with the final reward among the runs of one arm, and with the reward so far held fixed.
 
     Args:
-        signal, final, reward: ranks within the arm (`ranks_within`), [runs]; reward of the steps that the signal is of.
+        signal, final, reward: of each run; reward is that of the steps that the signal is of.
         arm: the number of a run's arm.
         times: how often a run counts.
 
@@ -133,19 +129,32 @@ def correlations_within(
         where none remains.
     """
     weight = times * np.isfinite(signal + final)
-    plain = _mean_over_arms(_correlations(signal, final, arm, weight), arm, weight)
+    ranks = [ranks_within(values, arm, weight) for values in (signal, final)]
+    plain = _mean_over_arms(_correlations(*ranks, arm, weight), arm, weight)
     weight = weight * np.isfinite(reward)
+    signal, final, reward = (ranks_within(values, arm, weight) for values in (signal, final, reward))
     pairs = ((signal, final), (signal, reward), (reward, final))
     with_final, with_reward, reward_final = (_correlations(a, b, arm, weight) for a, b in pairs)
     left = (1 - with_reward**2) * (1 - reward_final**2)
-    partial = (with_final - with_reward * reward_final) / np.sqrt(np.where(left > 1e-9, left, np.nan))
-    return plain, _mean_over_arms(partial, arm, weight)
+    beyond = (with_final - with_reward * reward_final) / np.sqrt(np.where(left > 1e-9, left, np.nan))
+    return plain, _mean_over_arms(beyond, arm, weight)
+
+
+def ranks_within(values: np.ndarray, arm: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Ranks of runs among those of their arm, up to a constant of the arm, each run as often as its weight says; ties
+    share the middle rank. What has no weight may be missing."""
+    order = np.lexsort((values, arm))
+    values, arm = values[order], arm[order]
+    tie = np.cumsum(np.concatenate([[False], (values[1:] != values[:-1]) | (arm[1:] != arm[:-1])]))
+    runs = np.bincount(tie, weight[order])
+    ranks = np.empty(len(order))
+    ranks[order] = (np.cumsum(runs) - runs / 2)[tie]
+    return ranks
 
 
 def _correlations(a: np.ndarray, b: np.ndarray, arm: np.ndarray, weight: np.ndarray) -> np.ndarray:
     """Pearson's in each arm, a run counted by its weight; NaN where one side is constant."""
     runs = np.maximum(np.bincount(arm, weight), 1)
-    a, b = (np.where(weight > 0, x, 0) for x in (a, b))
     a, b = (x - (np.bincount(arm, weight * x) / runs)[arm] for x in (a, b))
     ab, aa, bb = (np.bincount(arm, weight * x * y) for x, y in ((a, b), (a, a), (b, b)))
     return ab / np.sqrt(np.where(np.minimum(aa, bb) > 1e-9, aa * bb, np.nan))
@@ -166,17 +175,19 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.corrcoef(ranks)[0, 1]) if (ranks.std(axis=1) > 0).all() else float("nan")
 
 
-def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.DataFrame:
+def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000, level: float = 0.95) -> pd.DataFrame:
     """How well each signal tells, after the first so many steps, how a run will end.
 
     Args:
         studies: `run_signals` of each.
+        resamples: of the bootstrap.
+        level: of the intervals.
 
     Columns: signal, steps, runs, bad, `auc` of telling bad ends apart; `within`, the same among the runs of one arm of
     one study (`auc_within`), so that telling arms apart is no part of it, over so many `pairs`; `correlation`
     (Spearman's, with the final reward); `correlation_within`, the same among the runs of one arm, and `beyond_reward`,
     what remains of that where the reward of the same steps is held fixed (`correlations_within`; NaN where no table has
-    a reward). Each with a 95 % interval by bootstrap over cold starts, which the arms of a seed share, and studies with
+    a reward). Each with an interval by bootstrap over cold starts, which the arms of a seed share, and studies with
     each other. A run that several studies hold counts once, in the first of them. A signal that falls before a bad end
     has areas below 0.5.
 
@@ -189,7 +200,7 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.
         raise ValueError(
             "no finished run has more steps than its signals would be read from; see --steps and --rounding"
         )
-    rows = []
+    ends, rows = partial(_ends, level=level), []
     for steps, table in everything.groupby("steps"):
         bad, final = table["bad"].to_numpy(bool), table["final"].to_numpy(float)
         clusters = [np.flatnonzero(table["cold_start"] == c) for c in sorted(table["cold_start"].unique())]
@@ -209,9 +220,8 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.
             area = [auc(values[d], bad[d]) for d in draws]
             within = [auc_within(values, pairs, times) for times in counts]
             correlations = [rank_correlation(values[d], final[d]) for d in draws]
-            ranks = [ranks_within(np.where(np.isfinite(values), of, np.nan), arm) for of in (values, final, reward)]
-            own, beyond = correlations_within(*ranks, arm, once)
-            among = [correlations_within(*ranks, arm, times) for times in counts]
+            own, beyond = correlations_within(values, final, reward, arm, once)
+            among = [correlations_within(values, final, reward, arm, times) for times in counts]
             rows.append(
                 {
                     "signal": name,
@@ -219,22 +229,24 @@ def early_warning(studies: Sequence[pd.DataFrame], resamples: int = 1000) -> pd.
                     "runs": int(np.isfinite(values).sum()),
                     "bad": int(bad[np.isfinite(values)].sum()),
                     "auc": auc(values, bad),
-                    **_ends("auc", area),
+                    **ends("auc", area),
                     "within": auc_within(values, pairs, once),
-                    **_ends("within", within),
+                    **ends("within", within),
                     "pairs": int(np.isfinite(values[pairs[0]] + values[pairs[1]]).sum()),
                     "correlation": rank_correlation(values, final),
-                    **_ends("correlation", correlations),
+                    **ends("correlation", correlations),
                     "correlation_within": own,
-                    **_ends("correlation_within", [a for a, _ in among]),
+                    **ends("correlation_within", [a for a, _ in among]),
                     "beyond_reward": beyond,
-                    **_ends("beyond_reward", [b for _, b in among]),
+                    **ends("beyond_reward", [b for _, b in among]),
                 }
             )
     return pd.DataFrame(rows)
 
 
-def _ends(name: str, draws: list[float]) -> dict[str, float]:
+def _ends(name: str, draws: list[float], level: float) -> dict[str, float]:
     known = [d for d in draws if np.isfinite(d)]
-    low, high = np.percentile(known, [2.5, 97.5]) if len(known) > len(draws) / 2 else (np.nan, np.nan)
+    low, high = (
+        np.quantile(known, [(1 - level) / 2, (1 + level) / 2]) if len(known) > len(draws) / 2 else (np.nan, np.nan)
+    )
     return {f"{name}_low": float(low), f"{name}_high": float(high)}

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.stats import spearmanr
+from scipy.stats import rankdata, spearmanr
 
 from moe_rl.study import load
 from moe_rl.study.early_warning import (
@@ -80,19 +80,27 @@ def test_correlations_within_an_arm_and_beyond_the_reward_are_those_of_scipy_in_
     signal, final = reward + draw.normal(size=24), reward + draw.normal(size=24)
     signal[9] = np.nan
     known = np.isfinite(signal)
-    ranks = [ranks_within(np.where(known, values, np.nan), arm) for values in (signal, final, reward)]
+    values = (signal, final, reward)
     plain, beyond, runs = [], [], []
     for one in (0, 1):  # the third has too few runs
-        s, f, r = (values[(arm == one) & known] for values in (signal, final, reward))
+        s, f, r = (of[(arm == one) & known] for of in values)
         sf, sr, rf = spearmanr(s, f)[0], spearmanr(s, r)[0], spearmanr(r, f)[0]
         plain.append(sf)
         beyond.append((sf - sr * rf) / math.sqrt((1 - sr**2) * (1 - rf**2)))
         runs.append(len(s))
-    found = correlations_within(*ranks, arm, np.ones(24))
+    found = correlations_within(*values, arm, np.ones(24))
     assert found == pytest.approx((np.average(plain, weights=runs), np.average(beyond, weights=runs)))
-    twice = [np.concatenate([rank, rank[:8]]) for rank in ranks]
-    counted = correlations_within(*ranks, arm, np.where(arm == 0, 2.0, 1.0))
+    twice = [np.append(of, of[:8]) for of in values]
+    counted = correlations_within(*values, arm, np.where(arm == 0, 2.0, 1.0))
     assert counted == pytest.approx(correlations_within(*twice, np.append(arm, arm[:8]), np.ones(32)))
+
+
+def test_ranks_within_an_arm_are_the_middle_ranks_of_scipy_but_for_a_constant():
+    arm, values = np.array([1, 0, 1, 0, 1, 1]), np.array([2.0, 5.0, 1.0, 5.0, 2.0, np.nan])
+    ranks = ranks_within(values, arm, np.array([1, 1, 1, 1, 1, 0]))
+    for one in (0, 1):
+        mine = (arm == one) & np.isfinite(values)
+        assert ranks[mine] - ranks[mine].mean() == pytest.approx(rankdata(values[mine]) - rankdata(values[mine]).mean())
 
 
 def test_a_signal_that_only_follows_the_reward_tells_nothing_beyond_it():
@@ -100,12 +108,11 @@ def test_a_signal_that_only_follows_the_reward_tells_nothing_beyond_it():
     arm = np.repeat([0, 1], 300)
     reward = draw.normal(size=600)
     signal, final = -reward + 0.5 * draw.normal(size=600), reward + draw.normal(size=600)
-    ranks = [ranks_within(values, arm) for values in (signal, final, reward)]
-    plain, beyond = correlations_within(*ranks, arm, np.ones(600))
+    plain, beyond = correlations_within(signal, final, reward, arm, np.ones(600))
     assert plain < -0.5 and abs(beyond) < 0.1
-    plain, beyond = correlations_within(ranks[2], ranks[1], ranks[2], arm, np.ones(600))
+    plain, beyond = correlations_within(reward, final, reward, arm, np.ones(600))
     assert plain > 0.6 and math.isnan(beyond), "the reward itself has nothing left beyond the reward"
-    plain, beyond = correlations_within(*ranks[:2], np.full(600, np.nan), arm, np.ones(600))
+    plain, beyond = correlations_within(signal, final, np.full(600, np.nan), arm, np.ones(600))
     assert plain < -0.4 and math.isnan(beyond), "no reward was kept"
 
 
