@@ -78,7 +78,7 @@ def _main(arguments: Sequence[str] | None) -> None:
     except (FileExistsError, NotADirectoryError) as error:
         fail(f"{error.filename}: a folder is needed there, and it is a file. Choose another --output.")
     except OSError as error:
-        where = f" while writing {error.filename}" if error.filename else ""
+        where = f": {error.filename}" if error.filename else ""
         fail(f"{error.strerror or error}{where}. What was finished is kept; the same command goes on from there.")
     except (ValueError, RuntimeError, FloatingPointError) as error:
         if os.environ.get("MOE_RL_TRACEBACK"):

@@ -8,9 +8,14 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 
 @contextmanager
@@ -88,39 +93,43 @@ def sole_writer(folder: Path, command: str = "") -> Iterator[None]:
     Raises:
         InUseError: another process has it; says which, since when and with what command.
     """
-    try:
-        import fcntl
-    except ImportError:
+    if fcntl is None:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / ".lock"
-    with naming(path), open(path, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            holder = file.read().strip()
-            if holder.startswith(f"process {os.getpid()} on {platform.node()}, "):
-                raise InUseError(
-                    f"{folder} is being written by another writer of this very process ({holder}): "
-                    "one of an earlier cell? Close that first, or choose another folder."
-                ) from None
-            raise InUseError(
-                f"{folder} is being written by another process ({holder or 'it does not say which'}). "
-                "Wait until it is done, stop it, or choose another --output."
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
-                raise
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%F %T')}: {command}")
-        file.flush()
+    with ExitStack() as opened:
+        with naming(path):  # and not what fails in the block
+            file = opened.enter_context(open(path, "a+", encoding="utf-8"))
+            _lock(file, folder, command)
         try:
             yield
         finally:
             file.truncate(0)  # nobody writes here now
+
+
+def _lock(file: TextIO, folder: Path, command: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip()
+        if holder.startswith(f"process {os.getpid()} on {platform.node()}, "):
+            raise InUseError(
+                f"{folder} is being written by another writer of this very process ({holder}): "
+                "one of an earlier cell? Close that first, or choose another folder."
+            ) from None
+        raise InUseError(
+            f"{folder} is being written by another process ({holder or 'it does not say which'}). "
+            "Wait until it is done, stop it, or choose another --output."
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
+    file.seek(0)
+    file.truncate()
+    file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%F %T')}: {command}")
+    file.flush()
 
 
 def still_written(folder: Path) -> bool | None:
@@ -148,9 +157,7 @@ def still_written(folder: Path) -> bool | None:
 def one_at_a_time(path: Path) -> Iterator[None]:
     """Wait for the file lock `path`, which the system frees if its holder dies; where there are none (Windows), go
     without."""
-    try:
-        import fcntl
-    except ImportError:
+    if fcntl is None:
         yield
         return
     with open(path, "w") as file:

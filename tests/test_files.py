@@ -66,6 +66,16 @@ def test_one_writer_a_folder_and_the_lock_dies_with_its_holder(tmp_path):
     assert still_written(tmp_path) is False, "let go of, by a process that lives"
 
 
+def test_what_fails_while_a_folder_is_locked_names_its_own_file(tmp_path):
+    with pytest.raises(OSError) as failed, sole_writer(tmp_path):
+        (tmp_path / "nowhere" / "engine.conf").read_text()
+    assert failed.value.filename == str(tmp_path / "nowhere" / "engine.conf")
+    (tmp_path / "other" / ".lock").mkdir(parents=True)
+    with pytest.raises(OSError) as failed, sole_writer(tmp_path / "other"):
+        pass
+    assert failed.value.filename == str(tmp_path / "other" / ".lock")
+
+
 def test_a_writer_of_another_machine_or_none_is_not_judged(tmp_path):
     assert still_written(tmp_path) is None
     (tmp_path / ".lock").write_text("process 1 on elsewhere, since 2026-01-01 00:00:00: moe-rl run")

@@ -53,13 +53,20 @@ def load(source: Source, dtype: str, experts: str | None, device: torch.device, 
     if source.adapter is None:
         return model
     import peft
+    from safetensors import SafetensorError
 
+    where = f"--adapter: {source.adapter} does not fit {source.base}"
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by names that it renamed
+            warnings.simplefilter("ignore", UserWarning)  # of what is refused below
             model = peft.PeftModel.from_pretrained(model, str(source.adapter))
-    except (ValueError, RuntimeError, KeyError, OSError) as error:
-        raise DriftError(f"--adapter: {source.adapter} does not fit {source.base}: {error}") from error
+            found = model.load_adapter(str(source.adapter), model.active_adapter)  # says what it could not place
+    except (ValueError, RuntimeError, KeyError, OSError, SafetensorError) as error:
+        raise DriftError(f"{where}: {error}") from error
+    for names, what in ((found.unexpected_keys, "has no place for"), (found.missing_keys, "is not given")):
+        if names:
+            raise DriftError(f"{where}: the model {what} {len(names)} tensors, first {names[0]}")
     return model.to(device).eval()
 
 

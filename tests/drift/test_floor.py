@@ -7,6 +7,7 @@ import sys
 import pandas as pd
 import pytest
 from drift_models import Gone, build, refused, save, stands_alone
+from safetensors.torch import load_file, save_file
 
 from moe_rl.cli import VERBS, main
 from moe_rl.drift import floor_run
@@ -86,6 +87,18 @@ def test_adapters_are_compared_with_themselves_merged(granite, prompts, tmp_path
     assert "merged" not in {row["variant"] for row in plain["rows"]}
     error = refused(capsys, "floor", granite, "--prompts", prompts, "--adapter", granite)
     assert "--adapter: " in error and "holds no LoRA adapters" in error
+    weights = tmp_path / "adapters" / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    first, tensor = next(iter(tensors.items()))
+    elsewhere = first.replace("layers.", "blocks.", 1)
+    for given, said in (
+        (tensors | {elsewhere: tensor.clone()}, "has no place for 1 tensors, first .*blocks"),
+        ({name: one for name, one in tensors.items() if name != first}, "is not given 1 tensors, first "),
+    ):
+        save_file(given, weights)
+        assert re.search(said, refused(capsys, "floor", str(tmp_path / "adapters"), "--prompts", prompts))
+    weights.write_bytes(weights.read_bytes()[:-9])
+    assert "does not fit" in refused(capsys, "floor", str(tmp_path / "adapters"), "--prompts", prompts)
 
 
 def test_what_was_measured_before_an_interruption_is_kept(granite, prompts, tmp_path, monkeypatch, capsys):
