@@ -3,7 +3,9 @@
 python -m moe_rl.objectives.methods_table > docs/methods.md
 """
 
+import inspect
 import math
+import textwrap
 
 from moe_rl.objectives.corrections import Correction
 from moe_rl.objectives.gates import GATES
@@ -51,7 +53,18 @@ def methods_markdown() -> str:
         f"- `{name}` Differs: {preset.differs}" for name, preset in PRESETS.items() if preset.differs
     )
     left_out = "\n".join(f"- {name}: {reason}" for name, reason in LEFT_OUT.items())
-    return f"{_HEADER}\n{table}\n\n## Departures from the sources\n\n{departures}\n\n## Left out\n\n{left_out}\n"
+    sections = {"Gates": _gates(), "Departures from the sources": departures, "Left out": left_out}
+    return f"{_HEADER}\n{table}\n" + "".join(f"\n## {title}\n\n{text}\n" for title, text in sections.items())
+
+
+def _gates() -> str:
+    """What `Objective` says of each gate."""
+    text = inspect.getdoc(Objective) or ""
+    lines = text[text.index("    gate: ") : text.index("    clip_low, clip_high: ")].splitlines(keepends=True)[1:]
+    return (
+        "G(r; A) of a token's ratio r and advantage A. sg: its gradient is stopped; M: a mask; sigma: the logistic "
+        f"function.\n\n```\n{textwrap.dedent(''.join(lines))}```"
+    )
 
 
 def _row(name: str, o: Objective, source: str) -> tuple[str, ...]:

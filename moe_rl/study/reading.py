@@ -34,9 +34,10 @@ def rules(interest: float = INTEREST) -> list[str]:
         "Two arms are compared seed by seed, over their finished runs, with the seeds they share. The comparisons are "
         "those that the study file declares, before it is run; where it declares none, each arm of a condition is "
         "compared with the first if they differ in one thing, and the report says that they are undeclared.",
-        f"From {FEWEST} pairs on: Student's 95 % interval of the paired differences, the exact sign-flip test of no "
-        "difference and the two one-sided t tests of equivalence; both p are adjusted by Holm over the comparisons of "
-        f"the study that have {FEWEST} pairs.",
+        f"From {FEWEST} pairs on: Student's 95 % interval of the paired differences, the sign-flip test of no "
+        "difference (exact up to 16 pairs, above that over 2^15 drawn sign patterns) and the two one-sided t tests of "
+        "equivalence; both p are adjusted by Holm over the comparisons of the study that have "
+        f"{FEWEST} pairs, each kind by itself.",
         *verdicts,
         "That all seeds have one sign is no verdict: without any effect it happens in 2^(1−n) of the comparisons, "
         f"25 % at n = 3. Holm over m comparisons needs m · 2^(1−n) ≤ {ALPHA}: "

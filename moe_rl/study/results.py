@@ -29,6 +29,7 @@ from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
 from moe_rl.study.published import RESULTS, ResultsError, against_published, check_settings
 from moe_rl.study.result_tables import environment_of, result_tables
+from moe_rl.study.statistics import Verdict
 from moe_rl.study.words import minus, probability
 
 
@@ -113,7 +114,7 @@ PAGES: dict[str, dict[str, Column]] = {
         "difference": lambda row: f"{row['label']} − {row['other_label']}",
         **_texts("n"),
         "final reward": _interval("+.3f", "difference", "low", "high"),
-        "p": lambda row: "–" if pd.isna(row["p_adjusted"]) else probability(float(row["p_adjusted"])),
+        "p": lambda row: _probability_of_verdict(row),
         "held out": _interval("+.3f", "held_out_difference", "held_out_low", "held_out_high"),
         **_texts("verdict"),
     },
@@ -247,6 +248,12 @@ def _by_steps(table: pd.DataFrame) -> pd.DataFrame:
 def _by_update(table: pd.DataFrame) -> pd.DataFrame:
     """The table `decomposition` as pages show it: the share of routing, updates beside each other."""
     return _beside(table, ["arm", "level", "n"], "update", {"routing, %, update {}": _percent("routing", 0)})
+
+
+def _probability_of_verdict(row: dict[str, Any]) -> str:
+    """The p, after Holm, that its verdict stands on: of no difference, or, where there is none of interest, of one."""
+    p = row["p_equivalent_adjusted" if row["verdict"] == Verdict.EQUIVALENT else "p_adjusted"]
+    return "–" if pd.isna(p) else probability(float(p))
 
 
 WIDE = {"roundings": _by_rounding, "early_warning": _by_steps, "decomposition": _by_update}
