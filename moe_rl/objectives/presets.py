@@ -67,7 +67,7 @@ PRESETS: dict[str, Preset] = {
     "grpo_seq_tis": Preset(replace(GRPO, corrections=(Correction("sequence_truncate", high=3.0),)), "verl, TRL `sequence_truncate`, cap 3"),
     "grpo_seq_mis": Preset(replace(GRPO, corrections=(Correction("sequence_mask", high=3.0),)), "verl, TRL `sequence_mask`, cap 3", _REJECT),
     "grpo_geo_rs": Preset(replace(GRPO, corrections=(Correction("geometric_mask", low=0.99, high=1.01),)), "verl, geometric rejection sampling", f"bounds are ours; {_REJECT}"),
-    "grpo_opsm": Preset(replace(GRPO, corrections=(Correction("off_policy_mask", high=0.1, policy="current"),)), "arXiv:2512.02556 section 3.1", "delta 0.1 is ours, the paper prints none."),
+    "grpo_opsm": Preset(replace(GRPO, corrections=(Correction("off_policy_mask", high=0.1, policy="current"),)), "arXiv:2512.02556 section 3.1", "delta 0.1 is ours, the paper prints none; the report anchors the ratio at the policy that sampled, and its advantages have no standard deviation."),
     # The unified view of DeepSeekMath: imitation as a policy gradient
     "sft": Preset(SFT, "arXiv:2402.03300 A.1"),
     "rft": Preset(replace(SFT, advantage="accepted"), "arXiv:2402.03300 A.1; responses of the initial policy"),
