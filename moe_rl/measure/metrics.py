@@ -122,8 +122,8 @@ def ratio_range_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B
 
 def masked_mismatch_metrics(
     log_weight: Float[Tensor, "B T"],
-    masked_low: Bool[Tensor, "B T"],
-    masked_high: Bool[Tensor, "B T"],
+    masked_low: Shaped[Tensor, "B T"],
+    masked_high: Shaped[Tensor, "B T"],
     mask: Shaped[Tensor, "B T"],
 ) -> dict[str, Tensor]:
     """prime-rl's account of a trust region on w = e^`log_weight`: what share of the tokens it takes out on each side,
@@ -134,6 +134,7 @@ def masked_mismatch_metrics(
             whose ratio at the gate is below and above 1.
     """
     mask = as_bool_mask(mask)
+    masked_low, masked_high = as_bool_mask(masked_low, "masked_low"), as_bool_mask(masked_high, "masked_high")
     with torch.no_grad():
         d = torch.where(mask, log_weight, 0.0).double()
         kl, masked = torch.expm1(d) - d, (masked_low | masked_high) & mask

@@ -106,3 +106,15 @@ def test_a_mask_of_zeros_and_ones_is_the_mask(name):
         torch.testing.assert_close(MASKED[name](d, mask.to(kind)), expected, rtol=0, atol=0, equal_nan=True)
     with pytest.raises(ValueError, match="expected only 0 and 1"):
         MASKED[name](d, torch.full((3, 5), 2))
+
+
+def test_what_a_trust_region_takes_out_may_be_zeros_and_ones_too():
+    """As integers, ~masked is -1 and -2, which choose the last rows of the tokens."""
+    d = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    low, high, mask = d < -0.5, d > 0.5, torch.ones(3, 5, dtype=torch.bool)
+    expected = of_updates.masked_mismatch_metrics(d, low, high, mask)
+    for kind in (torch.long, torch.float32):
+        found = of_updates.masked_mismatch_metrics(d, low.to(kind), high.to(kind), mask)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="masked_high: expected only 0 and 1"):
+        of_updates.masked_mismatch_metrics(d, low, 2 * high.long(), mask)
