@@ -141,7 +141,7 @@ def change_counts(
     padding, and for a metric of the completion, the prompt. The last sampled token of `generate` has no route and
     leaves itself out. The result is on the CPU.
 
-    Raises RoutingError if shapes, sites, or, where both know them, the counted tokens differ.
+    Raises RoutingError if shapes, sites, their numbers of experts or, where both know them, the counted tokens differ.
     """
     a, b = aligned(old, new)
     sites, k = a.shape[-2:]
@@ -189,14 +189,8 @@ def _count(
 
 def aligned(old: Routes, new: Routes) -> tuple[Tensor, Tensor]:
     """Ids of both as `differing_rows` takes them, the sites of `new` in the order of `old`."""
-    if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts) and old.sites != new.sites:
-        if missing := set(old.sites) ^ set(new.sites):
-            name = sorted(missing)[0]
-            raise RoutingError(
-                f"site {name} is only in the {'old' if name in old.sites else 'new'} routes (one of "
-                f"{len(missing)}): routes of different models? To compare a part of the sites, use select"
-            )
-        new = new.select(old.sites)
+    if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts):
+        new = in_order_of(old, new)
     a, b = (_ids(x) for x in (old, new))
     b = b.to(a.device)
     if a.shape != b.shape or a.ndim < 2:
@@ -207,6 +201,24 @@ def aligned(old: Routes, new: Routes) -> tuple[Tensor, Tensor]:
     if a.shape[-1] > 254:  # counts of slots are uint8
         raise RoutingError(f"K is {a.shape[-1]}; at most 254 slots are supported")
     return a, b
+
+
+def in_order_of(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
+    """`new` with its sites in the order of `old`. RoutingError where sites or their numbers of experts differ."""
+    if old.sites != new.sites:
+        if missing := set(old.sites) ^ set(new.sites):
+            name = sorted(missing)[0]
+            raise RoutingError(
+                f"site {name} is only in the {'old' if name in old.sites else 'new'} routes (one of "
+                f"{len(missing)}): routes of different models? To compare a part of the sites, use select"
+            )
+        new = new.select(old.sites)
+    if old.num_experts != new.num_experts:  # an expert of one number is no expert of the other
+        raise RoutingError(
+            f"the old routes are of {old.num_experts} experts and the new ones of {new.num_experts}: routes of "
+            "different models?"
+        )
+    return new
 
 
 def _ids(routes: Routes) -> Tensor:

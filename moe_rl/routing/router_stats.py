@@ -4,11 +4,10 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
+from moe_rl.routing.counts import Routes, in_order_of
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import token_mask
 from moe_rl.routing.routes import RoutedExperts
-
-Routes = RoutedExperts | Tensor
 
 
 def expert_load(
@@ -93,9 +92,16 @@ def active_set_churn(
     The second reading of GSPO's "roughly 10% of the experts activated" for the same rollout sample (arXiv
     2507.18071, section 5.3); ours, no paper reports it. Unlike the per-token metrics it is not symmetric.
     Long sequences use nearly all experts, so that it falls with length where `slot_change` does not.
+
+    Raises RoutingError if shapes, sites or their numbers of experts differ.
     """
     if isinstance(old, RoutedExperts) and isinstance(new, RoutedExperts):
-        new = new if new.sites == old.sites else new.select(old.sites)
+        new = in_order_of(old, new)
+    if old.shape != new.shape:
+        raise RoutingError(
+            f"old {list(old.shape)} and new {list(new.shape)} must have one shape [B,T,L,K]; realign brings routes to "
+            "one padding"
+        )
     before = active_experts(old, mask, num_experts=num_experts)
     after = active_experts(new, mask, num_experts=num_experts)
     return (after & ~before).sum(-1) / after.sum(-1).clamp(min=1)

@@ -222,6 +222,15 @@ def test_a_missing_site_is_named(swap):
         slot_change(*(pair[::-1] if swap else pair))
 
 
+def test_routes_of_models_with_other_numbers_of_experts_are_refused():
+    ids = torch.tensor([[[[0, 1], [2, 3]]]])
+    for experts, said in ((16, "8 experts and the new ones of 16"), ((8, 16), r"8 experts and .* \(8, 16\)")):
+        with pytest.raises(RoutingError, match=said):
+            change_counts(named(ids, ["a", "b"]), RoutedExperts(ids, ["a", "b"], experts))
+    two = RoutedExperts(ids, ["a", "b"], (8, 16))  # compared site by site, whatever their order
+    assert change_counts(two, RoutedExperts(ids.flip(2), ["b", "a"], (16, 8))).sites_changed == 0
+
+
 def test_routes_of_other_tokens_are_refused_under_the_mask():
     ids = torch.tensor([[[[0, 1]], [[2, 3]]]])
     old, new = (named(ids, ["a"], tokens=torch.tensor([tokens])) for tokens in ([5, 6], [5, 9]))
@@ -281,9 +290,9 @@ def test_counts_come_from_any_integer_dtype_and_any_leading_axes():
 
 
 def test_ids_in_two_packings_still_compare():
-    # The same ids among 8 and among 300 experts are stored as uint8 and uint16, with different sentinels.
+    # Small ids are packed as uint8, those of routes of 300 experts as uint16, with different sentinels.
     old, new = two_routings(5)
-    small, large = RoutedExperts(old, ["a", "b", "c"], 8), RoutedExperts(new, ["a", "b", "c"], 300)
+    small, large = old, RoutedExperts(new, ["a", "b", "c"], 300)
     assert torch.equal(slot_change(small, large), slot_change(old, new))
     assert torch.equal(change_counts(small, large).site_deviation, change_counts(old, new).site_deviation)
 

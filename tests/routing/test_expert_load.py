@@ -65,6 +65,18 @@ def test_churn_of_routes_matches_sites_by_name():
     assert active_set_churn(old, new).tolist() == [[0.0, 0.0]]
 
 
+def test_churn_of_routes_that_do_not_belong_together_is_refused():
+    ids = torch.tensor([[[[0, 1]], [[2, 3]]]])
+    old = RoutedExperts(ids, ["a"], 8)
+    with pytest.raises(RoutingError, match="8 experts and the new ones of 16"):
+        active_set_churn(old, RoutedExperts(ids, ["a"], 16))
+    with pytest.raises(RoutingError, match="site b is only in the new routes"):
+        active_set_churn(old, RoutedExperts(ids.expand(1, 2, 2, 2), ["a", "b"], 8))
+    for new in (RoutedExperts(ids[:, :1], ["a"], 8), ids[:, :1]):  # two tokens against one
+        with pytest.raises(RoutingError, match=r"old \[1, 2, 1, 2\] and new \[1, 1, 1, 2\] must have one shape"):
+            active_set_churn(old, new, num_experts=8)
+
+
 def test_mistakes():
     ids = torch.tensor([[[[0, 4]]]])
     with pytest.raises(RoutingError, match="pass num_experts="):
