@@ -197,8 +197,8 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
     bias: of every site, in order, and expert, in units of what the router ranks (see `record_margins`); where sites
         differ in the number of experts, further columns are ignored. None: zeros.
     Yields the bias, which may be changed in place between calls.
-    Raises RoutingError for another shape; UnsupportedModelError where the experts are not one top k of all scores
-    (groups of experts, hash routing, Phi-MoE), and as `record_routes`.
+    Raises RoutingError for another shape, or NaN; UnsupportedModelError where the experts are not one top k of all
+    scores (groups of experts, hash routing, Phi-MoE), and as `record_routes`.
     """
     tap, names = acquire(model)
     experts = [probe.num_experts for probe in tap.probes]
@@ -206,6 +206,9 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
         bias = torch.zeros(len(names), max(experts), device=device_of(tap.boundary))
     if bias.shape != (len(names), max(experts)):
         raise RoutingError(f"bias must be [L,E] = {[len(names), max(experts)]}, got {list(bias.shape)}")
+    if nan := bias.isnan().nonzero().tolist():  # every choice would be of the sort of NaN; -inf leaves an expert out
+        site, expert = nan[0]
+        raise RoutingError(f"bias of site {names[site]}, expert {expert} is NaN (one of {len(nan)})")
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
         if site.fixed or probe.by_max or probe.calls != 1:
             raise UnsupportedModelError(

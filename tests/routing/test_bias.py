@@ -120,6 +120,12 @@ def test_what_cannot_have_a_bias_is_refused():
     model = moe()
     with pytest.raises(RoutingError, match=r"bias must be \[L,E\]"), biased_routes(model, torch.zeros(1, 3)):
         pass
+    bias = torch.zeros(bias_for(model, tokens()).shape)
+    bias[1, 2] = float("nan")
+    with pytest.raises(RoutingError, match=r"expert 2 is NaN \(one of 1\)"), biased_routes(model, bias):
+        pass
+    with biased_routes(model, bias.nan_to_num(-torch.inf)):  # leaves an expert out
+        assert not (routes_of(model, tokens()).ids[:, :, 1] == 2).any()
     grouped = moe("DeepseekV3ForCausalLM")
     with pytest.raises(UnsupportedModelError, match="e_score_correction_bias"), biased_routes(grouped):
         pass
