@@ -67,8 +67,7 @@ def move_tokens(
 
 def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
     """Plain ids (-1 = no route) packed as small as they allow, rows with a -1 all sentinel; one sync."""
-    if ids.dtype == torch.bool or ids.is_floating_point():
-        raise RoutingError(f"expected integer expert ids [...,L,K], got {ids.dtype}: router logits instead?")
+    check_integers(ids)
     if ids.numel() == 0:
         return ids.to(torch.uint8)
     wide = ids.to(torch.int32) if ids.dtype == torch.uint16 else ids  # uint16 has no max on the CPU
@@ -78,6 +77,12 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
     if low == LIVE:
         wide = torch.where((wide == LIVE).any(-1, keepdim=True), LIVE, wide)
     return pack_ids(wide, high + 1)
+
+
+def check_integers(ids: Tensor) -> None:
+    """Raises RoutingError for what cannot be ids, whose rounded values would count as some."""
+    if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise RoutingError(f"expected integer expert ids [...,L,K], got {ids.dtype}: router logits instead?")
 
 
 def token_mask(mask: Shaped[Tensor, "..."], like: Shaped[Tensor, "... L K"]) -> Bool[Tensor, "..."]:

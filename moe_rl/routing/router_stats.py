@@ -6,7 +6,7 @@ from torch import Tensor
 
 from moe_rl.routing.counts import Routes, in_order_of
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import token_mask
+from moe_rl.routing.packing import check_integers, token_mask
 from moe_rl.routing.routes import RoutedExperts
 
 
@@ -115,6 +115,7 @@ def _ids(routes: Routes, num_experts: int | None, mask: Tensor | None) -> tuple[
     elif num_experts is None:
         raise RoutingError("plain ids do not say how many experts there are: pass num_experts=")
     else:
+        check_integers(routes)
         ids, experts = routes.long(), num_experts
         if ids.numel() and (int(ids.max()) >= experts or int(ids.min()) < -1):
             raise RoutingError(f"ids from {int(ids.min())} to {int(ids.max())}, expected -1..{experts - 1}")

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_rl.routing import active_set_churn, expert_load, load_cv, load_entropy
+from moe_rl.routing import active_set_churn, effective_sets, expert_load, load_cv, load_entropy
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.router_stats import active_experts
 from moe_rl.routing.routes import RoutedExperts
@@ -85,6 +85,13 @@ def test_mistakes():
         expert_load(ids, num_experts=4)
     with pytest.raises(RoutingError, match=r"mask must have the shape \[1, 1\]"):
         expert_load(ids, torch.ones(2, 1, dtype=torch.bool), num_experts=5)
+
+
+@pytest.mark.parametrize("count", [expert_load, effective_sets, lambda ids, **kw: active_set_churn(ids, ids, **kw)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_router_logits_are_no_ids(count, dtype):
+    with pytest.raises(RoutingError, match=r"expected integer expert ids .* router logits instead\?"):
+        count(torch.ones(1, 2, 1, 2, dtype=dtype), num_experts=4)
 
 
 def test_sites_with_fewer_experts_are_not_averaged_over_columns_that_they_lack():
