@@ -164,7 +164,8 @@ def sign_flip_test(differences: np.ndarray) -> Any:
 
     p = share of the 2^n sign patterns under which |mean| is at least the observed one. Exact where every difference is
     as likely as its negative, as it is when the two arms are one, failing runs or not; no normality. The least p is
-    2^(1-n). All patterns up to n = 16, above that 2^15 drawn with a fixed seed, the observed one among them.
+    2^(1-n). All patterns up to n = 16, above that 2^15 drawn with a fixed seed, the observed one among them. Sums that
+    differ by rounding, 1e-9 of the largest difference, are equal. NaN where a difference is not finite.
 
     >>> float(sign_flip_test(np.array([0.1, 0.2, 0.3])))    # +++ and ---, of eight
     0.25
@@ -174,18 +175,20 @@ def sign_flip_test(differences: np.ndarray) -> Any:
     if n == 0:
         return np.full(d.shape[:-1], np.nan)[()]
     patterns = _sign_patterns(n)
-    rows, found = d.reshape(-1, n), []
+    known = np.isfinite(d).all(-1)  # what is not compares as False, which would be p = 0
+    rows, found = np.where(known[..., None], d, 0.0).reshape(-1, n), []
     for part in np.array_split(rows, max(1, rows.shape[0] * len(patterns) // 2**22 + 1)):
-        sums = np.abs(part @ patterns.T)
-        found.append((sums >= np.abs(part.sum(-1, keepdims=True)) * (1 - 1e-9) - 1e-12).mean(-1))
-    return np.concatenate(found).reshape(d.shape[:-1])[()]
+        sums, largest = np.abs(part @ patterns.T), np.abs(part).max(-1, keepdims=True)
+        found.append((sums >= np.abs(part.sum(-1, keepdims=True)) * (1 - 1e-9) - 1e-9 * largest).mean(-1))
+    return np.where(known, np.concatenate(found).reshape(d.shape[:-1]), np.nan)[()]
 
 
 def equivalence_test(differences: np.ndarray, interest: float = INTEREST) -> Any:
     """p of two one-sided t tests (TOST, Schuirmann 1987) that |mean difference| < interest: [..., n] -> [...].
 
     The larger of the two p: of the hypotheses mean <= -interest and mean >= interest. Below alpha exactly when the
-    1 - 2 alpha Student interval lies within ± interest. NaN for n < 2.
+    1 - 2 alpha Student interval lies within ± interest. NaN for n < 2, and where a difference is not
+    finite.
 
     >>> print(f"{equivalence_test(np.array([0.01, -0.01, 0.02, -0.02, 0.0, 0.0])):.4f}")
     0.0002
@@ -196,11 +199,13 @@ def equivalence_test(differences: np.ndarray, interest: float = INTEREST) -> Any
     n = d.shape[-1]
     if n < 2:
         return np.full(d.shape[:-1], np.nan)[()]
+    known = np.isfinite(d).all(-1)  # what is not compares as False, which would be p = 0
+    d = np.where(known[..., None], d, 0.0)
     mean, error = d.mean(-1), d.std(-1, ddof=1) / np.sqrt(n)
     scattered = error > 1e-12 * interest  # equal numbers have a standard deviation of rounding
     t = (interest - np.abs(mean)) / np.where(scattered, error, 1.0)
     p = np.where(scattered, stats.t.sf(t, n - 1), np.abs(mean) >= interest * (1 - 1e-9))
-    return p[()]
+    return np.where(known, p, np.nan)[()]
 
 
 def holm(probabilities: Numbers) -> np.ndarray:

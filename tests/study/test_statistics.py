@@ -85,6 +85,23 @@ def test_sign_flip_by_hand():
     assert S.sign_flip_test(np.full(30, 0.1)) >= 2.0**-15
 
 
+@pytest.mark.parametrize("unit", [1e-13, 1e-6, 1.0, 1e9])
+def test_sign_flip_does_not_depend_on_the_unit(unit):
+    # all but the least are positive: ++++++ and that with the least flipped, of 32, and their negatives
+    d = np.array([-0.1, 0.2, 0.3, 0.4, 0.5, 0.7])
+    assert S.sign_flip_test(d * unit) == 2 / 32
+    assert S.sign_flip_test(np.abs(d) * unit) == 1 / 32
+
+
+@pytest.mark.parametrize("test", [S.sign_flip_test, S.equivalence_test])
+def test_what_is_not_finite_has_no_p(test):
+    d = np.full((4, 6), 0.01)
+    d[1, 2], d[2] = np.nan, np.inf
+    found = test(d)
+    assert np.isnan(found).tolist() == [False, True, True, False] and found[0] == test(d[0])
+    assert np.isnan(test(d[1]))
+
+
 def test_equivalence_is_two_one_sided_tests():
     d = np.array([0.03, -0.02, 0.01, 0.04, 0.0, 0.02])
     above = stats.ttest_1samp(d, -0.05, alternative="greater").pvalue
