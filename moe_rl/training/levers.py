@@ -93,6 +93,24 @@ def at_sites(rows: Bool[Tensor, "B T L"], sites: Sequence[int]) -> Bool[Tensor, 
     return rows & there
 
 
+def check_choice(sites: Sequence[int], routes: RoutedExperts) -> None:
+    """Raises ValueError where these sites of a model all look their experts up by token id: nothing would be replayed.
+
+    >>> hashed = RoutedExperts(torch.zeros(1, 1, 2, 1, dtype=torch.int64), ["a", "b"], 4, meta={"hash_routed": ["a"]})
+    >>> check_choice([0], hashed)
+    Traceback (most recent call last):
+    ValueError: method.keep_sites: [0] route by a table of token ids, so nothing is replayed; sites that choose: [1]
+    """
+    check_sites(sites, len(routes.sites))
+    fixed = routes.meta.get("hash_routed", ())
+    if all(routes.sites[site] in fixed for site in sites):
+        others = [site for site, name in enumerate(routes.sites) if name not in fixed]
+        raise ValueError(
+            f"method.keep_sites: {list(sites)} route by a table of token ids, so nothing is replayed; sites that "
+            f"choose: {others}"
+        )
+
+
 def check_sites(sites: Sequence[int], number: int) -> None:
     """Raises ValueError for a site that a model of so many sites does not have."""
     if missing := [site for site in sites if site >= number]:

@@ -29,7 +29,7 @@ from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
 from moe_rl.training.config import RunConfig
 from moe_rl.training.dpo import pairs_of
 from moe_rl.training.incidents import NotFiniteError, gradient_incident, keep_incident
-from moe_rl.training.levers import part_to_replay
+from moe_rl.training.levers import check_choice, part_to_replay
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.other_advantages import other_advantages
 from moe_rl.training.probe import Probe, probed_rows
@@ -166,6 +166,8 @@ def collect_batch(state: State) -> Batch:
     batch = make_batch(rollout, scores, advantages, replay=config.method.replay, step=state.step, returns=returns)
     if config.method.keep < 1 or config.method.keep_sites is not None:
         tokens, sites = rollout.attention_mask.bool(), len(scores.routes.sites)
+        if config.method.keep_sites is not None:
+            check_choice(config.method.keep_sites, scores.routes)
         kept = part_to_replay(config.method, tokens, sites, scores.margins, state.generator("keep", index))
         batch = replace(batch, kept=kept)
     if batch.rollout_routes is not None:

@@ -21,7 +21,7 @@ from moe_rl.routing import (
 )
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
 from moe_rl.training.batch import Batch
-from moe_rl.training.levers import ExpertBias, kept_rows, only
+from moe_rl.training.levers import ExpertBias, check_choice, kept_rows, only
 from moe_rl.training.loop import collect_batch
 from moe_rl.training.update import update_routing
 
@@ -150,6 +150,17 @@ def test_routes_of_some_sites_are_replayed_and_the_others_are_live(state_of, tmp
     state = state_of(replace(QUIET, method=MethodConfig(replay="R2", keep_sites=(0, 2))), tmp_path / "none")
     with pytest.raises(ValueError, match=r"keep_sites: no site \[2\]; this model has 2, from 0 to 1"):
         collect_batch(state)
+
+
+def test_sites_that_are_all_routed_by_a_table_are_refused():
+    """Of DeepSeek-V4's, a run of `keep_sites: [0]` replayed nothing and looked like one without a replay."""
+    routes = routes_of(moe("DeepseekV4ForCausalLM"), tokens())
+    fixed = len(routes.meta["hash_routed"])
+    with pytest.raises(ValueError, match=rf"keep_sites: \[0\] route by a table .* sites that choose: \[{fixed}"):
+        check_choice([0], routes)
+    check_choice([0, fixed], routes)
+    with pytest.raises(ValueError, match=r"keep_sites: no site \[99\]"):
+        check_choice([0, 99], routes)
 
 
 @pytest.mark.parametrize("part", [False, True])
