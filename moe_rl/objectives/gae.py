@@ -35,8 +35,10 @@ def token_rewards(
         `[B,T]`, detached; 0 in padding.
 
     Raises:
-        ValueError: `kl_coef` is not 0 and a log-probability is missing.
+        ValueError: rewards that are not `[B]`; `kl_coef` is not 0 and a log-probability is missing.
     """
+    if rewards.shape != mask.shape[:1]:  # one reward would be given to every response
+        raise ValueError(f"rewards: expected one for each of {len(mask)} responses, [B], got {list(rewards.shape)}.")
     after = mask.flip(-1).cumsum(-1).flip(-1)
     values = torch.where(mask & (after == 1), at_least_float32(rewards.detach())[:, None], 0.0)
     if kl_coef == 0.0:

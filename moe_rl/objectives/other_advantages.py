@@ -101,15 +101,21 @@ def decoupled_advantages(
     Args:
         rewards: finite, `[B,R]`.
         group_size: G; must divide B.
-        weights: `[R]`; default 1 each.
+        weights: finite, `[R]`; default 1 each.
         eps: added to both standard deviations.
 
     Returns:
         `[B]`, detached.
 
     Raises:
-        ValueError: as `group_advantages`.
+        ValueError: as `group_advantages`; rewards that are not `[B,R]`; weights that are not `[R]`, or not finite.
     """
+    if rewards.ndim != 2:
+        raise ValueError(f"rewards: expected two axes [B,R], a column for each reward, got {list(rewards.shape)}.")
+    if weights is not None and (weights.shape != rewards.shape[1:] or not bool(weights.isfinite().all())):
+        raise ValueError(
+            f"weights: expected a finite number for each of {rewards.shape[1]} rewards, [R], got {weights.tolist()}."
+        )
     per_reward = torch.stack([group_advantages(column, group_size, "std", eps) for column in rewards.unbind(-1)], -1)
     summed = per_reward.sum(-1) if weights is None else (per_reward * weights).sum(-1)
-    return summed / (unbiased_std(summed) + eps)
+    return torch.where(summed == 0, 0.0, summed / (unbiased_std(summed) + eps))  # 0, not 0/0, even with eps = 0

@@ -153,6 +153,21 @@ def test_decoupled_normalisation_keeps_apart_what_a_sum_collapses():
     torch.testing.assert_close(decoupled_advantages(rewards, 2), s / (c * math.sqrt(10 / 3) + 1e-4))
 
 
+@pytest.mark.parametrize("eps", [0, 1e-4])
+def test_decoupled_advantages_of_equal_rewards_are_exactly_zero(eps):
+    assert decoupled_advantages(torch.ones(4, 2), 2, eps=eps).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("weights", [[2.0], [[1.0], [2.0], [3.0], [4.0]], [1.0, float("nan")], [1.0, float("inf")]])
+def test_decoupled_weights_that_are_not_one_for_each_reward_are_refused(weights, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
+    rewards = torch.arange(8.0).reshape(4, 2)
+    with pytest.raises(ValueError, match="weights: expected a finite number for each of 2 rewards"):
+        decoupled_advantages(rewards, 2, torch.tensor(weights))
+    with pytest.raises(ValueError, match=r"rewards: expected two axes \[B,R\]"):
+        decoupled_advantages(rewards[:, 0], 2)
+
+
 def test_decoupled_weights_and_zero_groups():
     rewards = double([[0.1, 3.0], [0.1, 3.0], [0.0, 1.0], [1.0, 0.0]])
     got = decoupled_advantages(rewards, 2, weights=double([1.0, 0.0]))

@@ -1,3 +1,4 @@
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,6 +27,13 @@ def test_token_rewards_golden():
     )
     with pytest.raises(ValueError, match="both needed"):
         token_rewards(rewards, mask, kl_coef=0.1, logps=logps)
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 1), ()])
+def test_a_reward_is_not_given_to_every_response(shape, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
+    with pytest.raises(ValueError, match=r"rewards: expected one for each of 3 responses, \[B\]"):
+        token_rewards(torch.ones(shape), torch.ones(3, 4, dtype=torch.bool))
 
 
 def test_gae_golden():
