@@ -81,7 +81,7 @@ class RunWriter:
         folder: str | os.PathLike[str],
         *,
         arm: str,
-        seed: int = 0,
+        seed: SupportsIndex = 0,
         config: Mapping[str, Any] | None = None,
         defaults: Mapping[str, Any] | None = None,
         free: Collection[str] = (),
@@ -99,7 +99,7 @@ class RunWriter:
                 raise RunFolderError(
                     f"{self.folder} holds a finished run. Choose another folder, or delete its file DONE to go on."
                 )
-            self._keep_config({**(config or {}), "arm": arm, "seed": seed}, plain(defaults or {}), free)
+            self._keep_config({**(config or {}), "arm": arm, "seed": operator.index(seed)}, plain(defaults or {}), free)
             write_json(self.folder / "env.json", _environment(command))
             self._read()
             self._failure.unlink(missing_ok=True)
@@ -309,7 +309,7 @@ class RunWriter:
             write_atomic(path, yaml.safe_dump(config, sort_keys=False))
 
 
-def _run_folder(folder: Path, arm: str, seed: int) -> Path:
+def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:
     if not re.fullmatch(r"\w[\w.+=-]*", arm):
         raise RunFolderError(f"arm {arm!r}: a folder is named so; use letters, digits, and . _ - + =")
     seed = index_of(seed, "seed", "run", 0)

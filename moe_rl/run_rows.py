@@ -126,13 +126,19 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
             held = [math.nan if item is None else item for item in held]
         array = np.asarray(held, dtype=object if name == "text" else None)
         kinds = "O" if name == "text" else "iu" if name in _WHOLE else "iuf"
-        if array.ndim != 1 or array.dtype.kind not in kinds:
+        if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):  # without rows it is float64
             wanted = "texts" if name == "text" else "whole numbers" if name in _WHOLE else "numbers"
             raise RunFolderError(f"tokens: {name} must be a list of {wanted}, got {array.dtype} {list(array.shape)}")
+        if name == "text" and (strange := [item for item in held if not isinstance(item, str | None)]):
+            raise RunFolderError(f"tokens: text must be a list of texts, got {strange[0]!r} in it")
+        if name in _WHOLE and array.size and not -(2**31) <= array.min() <= array.max() < 2**31:
+            raise RunFolderError(f"tokens: {name} holds {array.min()} to {array.max()}, but is kept in 32 bits")
         found[name] = array if kinds == "O" else array.astype(np.int32 if name in _WHOLE else np.float32)
     lengths = {name: len(array) for name, array in found.items()}
     if len(set(lengths.values())) > 1:
         raise RunFolderError(f"tokens: columns must have one length, got {lengths}")
+    if not lengths["seq"]:
+        raise RunFolderError("tokens: the columns have no rows; a step without tokens needs no table")
     for name in ("logp_replayed", "reward"):
         found.setdefault(name, np.full(lengths["seq"], np.nan, np.float32))
     return found

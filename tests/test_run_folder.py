@@ -269,6 +269,15 @@ def make_run(folder):
     return folder
 
 
+def test_a_seed_may_be_of_any_whole_kind(tmp_path):
+    for seed in (np.int32(3), torch.tensor(3), 3):
+        with RunWriter(tmp_path, arm="a", seed=seed) as run:
+            run.rewind(0)
+            run.rollout(0, reward=1.0)
+            run.close()
+    assert run.folder == tmp_path / "a" / "seed3"
+
+
 def test_tokens_are_kept_for_the_views_of_tokens(tmp_path):
     columns = {
         "seq": [0, 0, 1], "pos": [0, 1, 0], "token": torch.tensor([5, 6, 7]), "update": [1, 1, 1], "flips": [0, 2, 1],
@@ -281,6 +290,11 @@ def test_tokens_are_kept_for_the_views_of_tokens(tmp_path):
             ({"flips": [0.5, 1, 1]}, "flips must be a list of whole numbers, got float64"),
             ({"pos": [0]}, "one length, got .*'pos': 1"),
             ({"tokn": [1]}, "no column 'tokn'; did you mean 'token'"),
+            ({"token": [5, 2**31, 7]}, "token holds 5 to 2147483648, but is kept in 32 bits"),
+            ({"token": torch.tensor([5, -(2**40), 7])}, "token holds -1099511627776 to 7, but"),
+            ({"text": ["a", 5, None]}, "text must be a list of texts, got 5 in it"),
+            ({"seq": []}, "one length, got .*'seq': 0"),
+            ({name: [] for name in columns}, "no rows; a step without tokens needs no table"),
             ({"seq": 3}, r"seq must be a list of whole numbers, got int64 \[\]"),
         ):
             with pytest.raises(RunFolderError, match=said):

@@ -112,4 +112,8 @@ def checked_tokens(tokens: Tensor, packed: Tensor) -> Int[Tensor, "B T"]:
     shape = packed.shape[:2]
     if tokens.is_floating_point() or tokens.dtype == torch.bool or tokens.shape != shape:
         raise RoutingError(f"tokens must be integers [B,T] = {list(shape)}, got {tokens.dtype} {list(tokens.shape)}")
+    if tokens.numel() and torch.iinfo(tokens.dtype).max >= 2**31:  # others would wrap
+        low, high = (int(x) for x in torch.aminmax(tokens.to(torch.int64)))
+        if low < -(2**31) or high >= 2**31:
+            raise RoutingError(f"tokens from {low} to {high} are no token ids: they are kept in 32 bits")
     return tokens.to(packed.device, torch.int32)

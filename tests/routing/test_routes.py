@@ -242,3 +242,12 @@ def test_wrong_sites_and_expert_numbers(sites, num_experts, message):
 def test_wrong_tokens(tokens):
     with pytest.raises(RoutingError, match=r"tokens must be integers \[B,T\] = \[3, 4\]"):
         RoutedExperts(example().ids, SITES, 8, tokens=tokens)
+
+
+@pytest.mark.parametrize("token", [2**31, 2**40, -(2**31) - 1])
+def test_tokens_that_32_bits_do_not_hold_are_refused(token):
+    tokens = torch.full((3, 4), 2**31 - 1)
+    assert RoutedExperts(example().ids, SITES, 8, tokens=tokens).tokens.tolist() == tokens.tolist()
+    tokens[1, 2] = token
+    with pytest.raises(RoutingError, match=rf"tokens from .*{token}.* are kept in 32 bits"):
+        RoutedExperts(example().ids, SITES, 8, tokens=tokens)
