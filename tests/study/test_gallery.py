@@ -7,8 +7,10 @@ import pandas as pd
 import pytest
 from matplotlib.collections import PathCollection
 
+from moe_rl.study import RunWriter, load
 from moe_rl.study.comparing import comparisons
 from moe_rl.study.figures import (
+    NothingToDraw,
     clipped_tokens,
     expert_change,
     final_reward,
@@ -138,6 +140,15 @@ def test_variance_by_flips_rises_with_flips_and_not_under_replay(data):
     frame = variance_by_flips(data).frame.query("arm == 'grpo'").set_index(["routing", "flips"])
     assert frame.loc[("natural", 2), "mean"] > 3 * frame.loc[("natural", 0), "mean"]
     assert frame.loc[("replayed", 2), "mean"] < 2 * frame.loc[("replayed", 0), "mean"]
+
+
+def test_responses_of_one_token_have_no_position_that_predicts_one(tmp_path):
+    tokens = {"seq": [0, 1], "pos": [0, 0], "token": [1, 2], "update": [1, 1], "flips": [0, 1]}
+    with RunWriter(tmp_path, arm="a") as run:
+        run.rollout(0, reward=0.5)
+        run.tokens(0, **tokens, old_logp=[-1.0, -2.0], logp_natural=[-1.1, -2.1], logp_replayed=[-1.0, -2.0])
+    with pytest.raises(NothingToDraw, match="variance_by_flips: no stored response has a second token"):
+        variance_by_flips(load(tmp_path))
 
 
 def test_variance_by_flips_is_of_seeds_with_their_interval(data):

@@ -42,6 +42,8 @@ KEYS = ["arm", "seed", "step", "update", "seq"]
 def variance_by_flips(data: StudyData) -> Drawing:
     """Variance of the token log-ratio by how many sites changed where that token is predicted."""
     tokens = predictor_flips(data.tokens[[*KEYS, "pos", *NEEDED]])
+    if tokens.empty:
+        raise NothingToDraw("variance_by_flips: no stored response has a second token, and the first is left out")
     by_seed = variance_table(tokens)
     by_seed["drawn"] = by_seed["of_arm"] >= FEWEST_TOKENS
     used = by_seed[by_seed["drawn"] & (by_seed["tokens"] >= FEWEST_OF_SEED)]
