@@ -26,9 +26,9 @@ def routing_statements(data: StudyData) -> Iterator[Statement]:
 
 def _change(data: StudyData) -> Iterator[Statement]:
     rows = data.probes
-    if rows.empty or "slots_changed" not in rows:
+    if rows.empty or not {"slots_changed", "slots"} <= set(rows):
         return
-    rows = rows[rows["arm"].isin(data.arms.index[data.arms["noise"] == 0])]
+    rows = rows[rows["arm"].isin(data.arms.index[data.arms["noise"] == 0]) & (rows["slots"] > 0)]
     if rows.empty:
         return
 
@@ -40,9 +40,12 @@ def _change(data: StudyData) -> Iterator[Statement]:
     text = f"Between old and new policy, {POSITIONS}, {rate(ends[0], 'slot')} of slots change after update {when[0]}"
     if when[0] != when[1]:
         text += f" of a step and {rate(ends[1], 'slot')} after update {when[1]}"
+    others = [name for name in ("site", "token") if {f"{name}s_changed", f"{name}s"} <= set(rows)]
+    others = [name for name in others if ends[1][f"{name}s"].sum() > 0]
+    if others:
+        text += f"; after update {when[1]} that is {' and '.join(f'{rate(ends[1], n)} of {n}s' for n in others)}"
     text += (
-        f"; after update {when[1]} that is {rate(ends[1], 'site')} of sites and {rate(ends[1], 'token')} of tokens "
-        "(range over the natural arms). The GSPO paper's “roughly 10 %” per update does not define its denominator; "
+        " (range over the natural arms). The GSPO paper's “roughly 10 %” per update does not define its denominator; "
         "only the slot rate is set beside it."
     )
     yield Statement("Expert change", text)
@@ -70,10 +73,11 @@ def _floor(data: StudyData) -> Iterator[Statement]:
 
 def _decomposition(data: StudyData) -> Iterator[Statement]:
     rows = data.decompositions
-    if rows.empty or "token_var_routing" not in rows:
+    split = [f"{lv}_{name}" for lv in ("token", "sequence") for name in _SPLIT]
+    if rows.empty or not {*split, "design_effect_routing"} <= set(rows):
         return
     rows = last_updates(rows)
-    sums = rows.groupby("arm")[[f"{lv}_{name}" for lv in ("token", "sequence") for name in _SPLIT]].mean()
+    sums = rows.groupby("arm")[split].mean()
     found = []
     for arm in (a for a in data.arms.index if a in sums.index):
         row = sums.loc[arm]
@@ -176,7 +180,7 @@ def _replay_variance(data: StudyData) -> Iterator[Statement]:
 
 
 def _clipping(data: StudyData) -> Iterator[Statement]:
-    if data.updates.empty or "clipped_tokens" not in data.updates:
+    if data.updates.empty or not {"clipped_tokens", "tokens"} <= set(data.updates):
         return
     share = pooled_rate(data.updates, "clipped_tokens", "tokens", "arm")
     for noise in sorted(data.arms["noise"].unique()):

@@ -71,13 +71,14 @@ OWN_ARITHMETIC = ("repeat", "batch", "experts")
 def noise_floor(data: StudyData) -> pd.DataFrame:
     """What changes with equal weights: rows `own` (the largest of repeat, batch and experts) and `bf16`, as far as
     they were measured; pooled over runs. Columns slot, site, token: share changed; gap_mean (nats, mean over runs),
-    gap_max (nats, largest). Empty where no run measured it."""
+    gap_max (nats, largest). Empty where no run measured all of it."""
     names = ("slots", "sites", "tokens")
     columns = ["slot", "site", "token", "gap_mean", "gap_max"]
-    if data.floors.empty or "variant" not in data.floors:
+    counts = [*names, *(f"{name}_changed" for name in names)]
+    if data.floors.empty or not {"variant", *counts, "gap_mean", "gap_max"} <= set(data.floors):
         return pd.DataFrame(columns=columns)
     grouped = data.floors.groupby("variant")
-    sums = grouped[[*names, *(f"{name}_changed" for name in names)]].sum()
+    sums = grouped[counts].sum()
     table = pd.DataFrame({name[:-1]: sums[f"{name}_changed"] / sums[name] for name in names})
     table["gap_mean"], table["gap_max"] = grouped["gap_mean"].mean(), grouped["gap_max"].max()
     own = table[table.index.isin(OWN_ARITHMETIC)]

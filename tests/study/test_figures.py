@@ -1,5 +1,6 @@
 """Figures: what the captions say, one look per method, stable files."""
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -196,6 +197,21 @@ def test_figures_without_data_say_what_is_missing(tmp_path):
     need_tokens |= {"design_effect"}
     assert names == {name for name, one in FIGURES.items() if not one.special} - need_tokens
     assert {reason.split(":")[0] for reason in skipped} == need_tokens
+
+
+def test_a_figure_that_fails_costs_no_other_and_fails_the_tests(data, monkeypatch):
+    def fails(data):
+        raise KeyError("sites")
+
+    broken = dataclasses.replace(FIGURES["gradient_norm"], draw=fails)
+    figures = {"gradient_norm": broken, "reward": FIGURES["reward"]}
+    monkeypatch.setattr("moe_rl.study.figures.FIGURES", figures)
+    skipped = []
+    with pytest.warns(RuntimeWarning, match="a figure failed: gradient_norm: KeyError: 'sites'"):
+        assert [figure.name for figure in each_figure(data, skipped)] == ["reward"]
+    assert skipped == ["gradient_norm: KeyError: 'sites'"]
+    with pytest.raises(RuntimeWarning, match="a figure failed: gradient_norm"):
+        list(each_figure(data))
 
 
 def test_nothing_at_all_to_draw_is_an_error(tmp_path):

@@ -1,6 +1,9 @@
 """What figures of routing change share: the three definitions of a rate, site names, the binomial."""
 
 import numpy as np
+import pandas as pd
+
+from moe_rl.study.figures.style import NothingToDraw
 
 GSPO_CHANGE = 0.10
 """GSPO (2507.18071) §5.3: "roughly 10% of the experts activated" per update; the denominator is not defined."""
@@ -18,8 +21,21 @@ def binomial_of(counts: np.ndarray) -> np.ndarray:
     from scipy import stats
 
     trials = len(counts) - 1
+    if not trials:
+        return np.ones(1)
     mean = float(np.average(np.arange(trials + 1), weights=counts))
     return np.asarray(stats.binom.pmf(np.arange(trials + 1), trials, mean / trials))
+
+
+def stacked(lists: pd.Series, figure: str) -> np.ndarray:
+    """Lists of the rows of a column [rows, entries], null as NaN; NothingToDraw where their lengths differ."""
+    lengths = set(map(len, lists))
+    if len(lengths) > 1:
+        raise NothingToDraw(
+            f"{figure}: rows of one arm have a {lists.name} of {' and '.join(map(str, sorted(lengths)))} entries"
+        )
+    array = np.array(lists.tolist())
+    return array.astype(float) if array.dtype == object else array
 
 
 def short_sites(names: list[str]) -> tuple[list[str], str]:

@@ -6,7 +6,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, curves, pooled_tables
 from moe_rl.study.figures.notes import LINES
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import GREY, look_of
+from moe_rl.study.figures.style import GREY, NothingToDraw, look_of
 
 
 @figure(
@@ -23,6 +23,8 @@ from moe_rl.study.figures.style import GREY, look_of
 def clipped_tokens(data: StudyData) -> Drawing:
     """Share of response tokens that the clip takes out of the gradient, log axis with a place for zero."""
     tables = pooled_tables(data.updates, "clipped_tokens", "tokens", "step")
+    if not tables:
+        raise NothingToDraw("clipped_tokens: tokens is 0 in every update")
     shares = np.concatenate([table.to_numpy(dtype=float).ravel() for table in tables.values()])
     smallest = float(np.min(shares[shares > 0], initial=1.0)) if (shares > 0).any() else 1e-3
     decade = 10.0 ** np.floor(np.log10(smallest))

@@ -13,6 +13,8 @@ from moe_rl.study.floors import floor_variance
 
 LEVELS = {"var_token": "o", "var_sequence": "^"}
 PAIRS = {"engines": "live", "engines_replayed": "R3"}
+MEASURED = ["var_token", "var_sequence", "k3", "extreme_fraction"]
+WHAT = ("slots", "sites", "tokens")
 
 
 @figure(
@@ -73,15 +75,16 @@ def engine_mismatch(data: StudyData) -> Drawing:
 def engine_table(data: StudyData) -> pd.DataFrame:
     """By arm, seed and routing (live, R3): means over steps of `var_token`, `var_sequence` (nats²), `k3` (nats per
     token), `extreme_fraction` and, of live routing, shares of slots, sites and tokens changed; `clipped_first`, share
-    of tokens clipped in the first update; `clip_low` of the arm."""
-    rows = data.engines[data.engines["pair"].isin(list(PAIRS))].copy()
+    of tokens clipped in the first update; `clip_low` of the arm. NaN where a trainer recorded none."""
+    names = [*data.engines, *MEASURED, *(f"{what}{part}" for what in WHAT for part in ("_changed", ""))]
+    rows = data.engines[data.engines["pair"].isin(list(PAIRS))].reindex(columns=list(dict.fromkeys(names)))
     rows["routing"] = rows["pair"].map(PAIRS)
-    for what in ("slots", "sites", "tokens"):
+    for what in WHAT:
         rows[f"{what}_changed_share"] = rows[f"{what}_changed"] / rows[what]
-    measured = ["var_token", "var_sequence", "k3", "extreme_fraction"]
-    measured += [f"{what}_changed_share" for what in ("slots", "sites", "tokens")]
+    measured = [*MEASURED, *(f"{what}_changed_share" for what in WHAT)]
     table = rows.groupby(["arm", "seed", "routing"], sort=False)[measured].mean().reset_index()
-    first = data.updates[data.updates["update"] == 1]
+    updates = data.updates.reindex(columns=["arm", "seed", "update", "clipped_tokens", "tokens"])
+    first = updates[updates["update"] == 1]
     shares = pooled_rate(first, "clipped_tokens", "tokens", ["arm", "seed"]).rename("clipped_first")
     clips = {run.arm: run.setting("clip_low", np.nan) for run in data.runs}
     table = table.join(shares, on=["arm", "seed"])

@@ -13,8 +13,10 @@ from moe_rl.study.figures.notes import PROBE, lines_note
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.routing import DEFINITIONS, GSPO_CHANGE
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import GREY, legend_above
+from moe_rl.study.figures.style import GREY, NothingToDraw, legend_above
 from moe_rl.study.summary import last_updates, noise_floor
+
+COUNTS = [count for changed, total, _ in DEFINITIONS.values() for count in (changed, total)]
 
 
 @figure(
@@ -25,21 +27,23 @@ from moe_rl.study.summary import last_updates, noise_floor
         "up to a factor of K·L and must not be compared with one another. Reference: the GSPO paper (§5.3), given "
         "with the slot definition only, per update, as the most plausible reading of “experts activated”."
     ),
-    needs={"probes": ["slots_changed", "sites_changed", "tokens_changed"]},
+    needs={"probes": COUNTS},
     rank=30,
     notes=(PROBE,),
 )
 def expert_change(data: StudyData) -> Drawing:
     """Change rate by update index within a step, under the three definitions."""
-    rows = data.probes.dropna(subset=["slots_changed", "sites_changed", "tokens_changed"])
+    rows = data.probes.dropna(subset=COUNTS)
     tables = {name: pooled_tables(rows, *counts[:2], "update") for name, counts in DEFINITIONS.items()}
+    if not any(tables.values()):
+        raise NothingToDraw("expert_change: slots, sites and tokens are 0 in every probe")
     floor = noise_floor(data)
     floors = [
         {"definition": name, "condition": f"floor, {variant}", "mean": rate, "n": len(data.runs)}
         for name in DEFINITIONS
         for variant, rate in floor[name].items()
     ]
-    parts = [curve_frame(data, table).assign(definition=name) for name, table in tables.items()]
+    parts = [curve_frame(data, table).assign(definition=name) for name, table in tables.items() if table]
     frame = pd.concat([*parts, pd.DataFrame(floors)], ignore_index=True)
     if crowded(data):
         return _rows(data, rows, floor, frame)

@@ -10,9 +10,9 @@ from moe_rl.study.figures.floor import draw_columns
 from moe_rl.study.figures.layout import MANY, drawn_arms, fixed_figure, many, short_label, shown, wrapped_panels
 from moe_rl.study.figures.notes import PROBE
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.routing import short_sites
+from moe_rl.study.figures.routing import short_sites, stacked
 from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
-from moe_rl.study.figures.style import GREY, PAGE, label_bar
+from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, label_bar
 from moe_rl.study.floors import MISSING, floor_by_site
 from moe_rl.study.summary import last_updates
 
@@ -32,8 +32,13 @@ DASHED = (
 def expert_change_by_site(data: StudyData) -> Drawing:
     """Heat map routing site x update index, slot definition, one panel per arm; of many arms, arm x site."""
     rows = data.probes.dropna(subset=["site_slots_changed", "site_slots", "site_names"])
+    rows = rows[rows["site_names"].map(len) > 0]
+    if rows.empty:
+        raise NothingToDraw("expert_change_by_site: the runs name no routing site (site_names is empty)")
     names = max((list(each) for each in rows["site_names"]), key=len)  # an arm of fewer layers has a part of them
     pooled = _pooled(rows)
+    if not pooled["site_slots"].any():
+        raise NothingToDraw("expert_change_by_site: site_slots is 0 at every site")
     floor = floor_by_site(data, names)
     arms = drawn_arms(data, list(pooled["arm"].unique()))
     by_arm = many(data) or len(arms) > 2 * MANY
@@ -52,13 +57,16 @@ def expert_change_by_site(data: StudyData) -> Drawing:
 
 
 def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
-    """Sums of changes and slots by arm, site and update, and their rate."""
+    """Sums of changes and slots by arm, site and update, and their rate; where one of both is null, 0 of 0."""
     found = []
     for (arm, update), part in rows.groupby(["arm", "update"], observed=True, sort=False):
-        changed, total = (np.sum(part[name].tolist(), axis=0) for name in ("site_slots_changed", "site_slots"))
+        lists = [stacked(part[name], "expert_change_by_site") for name in ("site_slots_changed", "site_slots")]
+        known = np.isfinite(lists).all(axis=0)
+        changed, total = (np.where(known, counts, 0).sum(axis=0) for counts in lists)
+        rate = np.divide(changed, total, out=np.full(len(total), np.nan), where=total > 0)
         found.append(
             pd.DataFrame({"arm": arm, "site": range(len(total)), "update": update, "site_slots_changed": changed,
-                          "site_slots": total, "rate": changed / total, "site_name": part["site_names"].iloc[0]})
+                          "site_slots": total, "rate": rate, "site_name": part["site_names"].iloc[0]})
         )  # fmt: skip
     return pd.concat(found, ignore_index=True)
 

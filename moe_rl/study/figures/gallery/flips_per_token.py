@@ -11,9 +11,9 @@ from moe_rl.study.figures.floor import draw_levels, floor_note
 from moe_rl.study.figures.layout import MANY, drawn_arms, many, short_label
 from moe_rl.study.figures.notes import PROBE
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.routing import binomial_of
+from moe_rl.study.figures.routing import binomial_of, stacked
 from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
-from moe_rl.study.figures.style import GREY, INK, PAGE, arm_colour, legend_above, log_y
+from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, legend_above, log_y
 from moe_rl.study.floors import MISSING, floor_histogram
 from moe_rl.study.summary import last_updates, noise_floor
 
@@ -44,7 +44,15 @@ def flips_per_token(data: StudyData) -> Drawing:
         for name, table in floors.items()
         for variant in table
     ]
-    counted = {(name, arm): _counts(rows.loc[rows["arm"] == arm, name]) for name in HISTOGRAMS for arm in arms}
+    sums = {
+        (name, arm): np.nansum(stacked(rows.loc[rows["arm"] == arm, name], "flips_per_token"), axis=0)
+        for name in HISTOGRAMS
+        for arm in arms
+    }
+    arms = [arm for arm in arms if all(sums[name, arm].any() for name in HISTOGRAMS)]
+    if not arms:
+        raise NothingToDraw("flips_per_token: no arm has tokens in flips_histogram and sites in deviation_histogram")
+    counted = {(name, arm): _counts(sums[name, arm]) for name in HISTOGRAMS for arm in arms}
     parts += [table.assign(histogram=name, arm=arm) for (name, arm), table in counted.items()]
     frame = pd.concat(parts)
     floor = floor_note(noise_floor(data), "Dashes: noise floor" if len(floors["flips_histogram"]) else "Noise floor")
@@ -84,8 +92,8 @@ def flips_per_token(data: StudyData) -> Drawing:
     return Drawing(drawn, frame, said)
 
 
-def _counts(histograms: pd.Series) -> pd.DataFrame:
-    counts = np.sum(histograms.tolist(), axis=0).astype(float)
+def _counts(counts: np.ndarray) -> pd.DataFrame:
+    counts = counts.astype(float)
     shares = {"value": np.arange(len(counts)), "count": counts, "share": counts / counts.sum()}
     return pd.DataFrame({**shares, "binomial": binomial_of(counts)})
 
