@@ -92,7 +92,7 @@ ONE_SITE = {"site_names": ["a"], "site_slots_changed": [0], "site_slots": [2]}
             [{"flips_histogram": [1] * n, "deviation_histogram": [1]} for n in (2, 3)],
             "flips_per_token: rows of one arm have a flips_histogram of 2 and 3 entries",
         ),
-        (dict.fromkeys(SITES, []), "expert_change_by_site: the runs name no routing site"),
+        ({name: [] for name in SITES}, "expert_change_by_site: the runs name no routing site"),
         ({**SITES, "site_slots_changed": [0, 0], "site_slots": [0, None]}, "expert_change_by_site: site_slots is 0 at"),
         ([SITES, ONE_SITE], "expert_change_by_site: rows of one arm have a site_slots_changed of 1 and 2 entries"),
     ],
