@@ -72,7 +72,7 @@ def new_sites(path: Path, since: str = "") -> dict[str, Any]:
         changed, total = row.get("site_slots_changed"), row.get("site_slots")
         if not isinstance(changed, list) or not isinstance(total, list):
             continue
-        rates = [_number(c / t) if t else None for c, t in zip(changed, total, strict=False)]
+        rates = [_number(c / t) if t and c is not None else None for c, t in zip(changed, total, strict=False)]
         if row.get("kind") == "probe":
             found.append([row.get("step"), row.get("update"), rates])
             names = row.get("site_names") or names

@@ -139,6 +139,7 @@ def test_curves_and_sites_are_sent_as_the_run_wrote_them(tmp_path):
         + line(kind="update", step=0, update=1, clipped_tokens=3, tokens=40, grad_norm=None)
         + '{"kind": "probe", "step": 0, "update": 1, "slots_changed": 3, "slots": 12, "var_token_natural": NaN, '
         '"site_names": ["l.0.gate", "l.1.gate"], "site_slots_changed": [1, 2], "site_slots": [4, 0]}\n'
+        '{"kind": "probe", "step": 0, "update": 2, "site_slots_changed": [1, null], "site_slots": [null, 3]}\n'
         + line(kind="something new", step=0)
         + line(kind="rollout", step="?")
     )
@@ -146,10 +147,10 @@ def test_curves_and_sites_are_sent_as_the_run_wrote_them(tmp_path):
     assert answer["rows"] == {
         "rollout": [[0, 0.123457, None]],
         "update": [[0, 1, 3, 40, None]],
-        "probe": [[0, 1, 3, 12, None, None, None]],
+        "probe": [[0, 1, 3, 12, None, None, None], [0, 2, None, None, None, None, None]],
     }
     sites = new_sites(path)
-    assert sites["rows"] == [[0, 1, [0.25, None]]]
+    assert sites["rows"] == [[0, 1, [0.25, None]], [0, 2, [None, None]]]
     assert (sites["labels"], sites["common"]) == (["0", "1"], "l.·.gate")
 
 
