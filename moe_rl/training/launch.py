@@ -91,6 +91,9 @@ def check_shares(config: Any, size: int) -> None:
             f"rollout.prompts: {rollout.prompts} is no multiple of optim.num_minibatches x processes = {minibatches} x "
             f"{size}, so that ranks cannot have equal shares of whole groups"
         )
-    for field, count in (("eval.prompts", config.eval.prompts), ("probe.sequences", config.probe.sequences)):
+    shared = {"eval.prompts": config.eval.prompts}
+    if config.probe.every or config.probe.decompose_every:
+        shared["probe.sequences"] = config.probe.sequences
+    for field, count in shared.items():
         if count < size:
             raise DistributedError(f"{field}: {count} cannot be shared by {size} processes, one each at least")

@@ -22,7 +22,7 @@ from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import EngineConfig, EngineError, gathered
 from moe_rl.study.run import run_one
-from moe_rl.training import EvalConfig, MethodConfig, begin, resume, run, setup, sharding
+from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, begin, resume, run, setup, sharding
 from moe_rl.training.config import DistributedConfig, RewardConfig
 from moe_rl.training.distributed import Group, ranks_of
 from moe_rl.training.launch import DistributedError, check_shares
@@ -313,6 +313,10 @@ def test_shares_are_checked_before_anything_is_loaded():
     check_shares(config, 2)
     with pytest.raises(DistributedError, match=r"eval\.prompts: 1 cannot be shared by 2"):
         check_shares(replace(config, eval=EvalConfig(prompts=1)), 2)
+    check_shares(replace(config, probe=ProbeConfig(every=0, sequences=0)), 2)
+    for probe in (ProbeConfig(sequences=0), ProbeConfig(every=0, decompose_every=1, sequences=0)):
+        with pytest.raises(DistributedError, match=r"probe\.sequences: 0 cannot be shared by 2"):
+            check_shares(replace(config, probe=probe), 2)
 
 
 def test_shares_are_consecutive_and_cover_everything():
