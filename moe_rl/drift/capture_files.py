@@ -10,7 +10,6 @@
 
 import base64
 import binascii
-import json
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moe_rl.checks import parse_json
 from moe_rl.drift.captured import Captured
 from moe_rl.drift.errors import DriftError
 from moe_rl.routing import RoutedExperts, RoutingError
@@ -112,8 +112,15 @@ def _padded(
     tokens, ids = read(held), read("routed_experts")
     if tokens.ndim != 2:
         raise DriftError(f"{path}: tokens are {list(tokens.shape)}, expected [B,T]")
-    mask = read("attention_mask").astype(bool) if "attention_mask" in names else None
-    mask = _tokens_of(torch.from_numpy(tokens), pad).numpy() if mask is None else mask
+    if tokens.dtype.kind == "u":  # few kernels of torch know the unsigned ones
+        tokens = tokens.astype(np.int64)
+    if "attention_mask" in names:
+        mask = read("attention_mask")
+        if not ((mask == 0) | (mask == 1)).all():  # labels (-100) or weights would all count as tokens
+            raise DriftError(f"{path}: attention_mask holds other values than 0 and 1 (or bool)")
+        mask = mask.astype(bool)
+    else:
+        mask = _tokens_of(torch.from_numpy(tokens), pad).numpy()
     if mask.shape != tokens.shape or ids.shape[:2] != tokens.shape:
         raise DriftError(
             f"{path}: tokens {list(tokens.shape)}, attention_mask {list(mask.shape)} and routed_experts "
@@ -130,7 +137,7 @@ def _lines(path: Path, K: int) -> list[tuple[Any, Any]]:
                 continue
             where = f"{path} line {number}"
             try:
-                row = json.loads(line)
+                row = parse_json(line)
                 tokens = next((row[key] for key in KEYS if key in row), None)
                 if tokens is None:
                     tokens = [*row["prompt_token_ids"], *row["token_ids"]]

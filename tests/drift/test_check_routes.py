@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.cli import main
+from moe_rl.drift.capture_files import read_capture
 from moe_rl.drift.check import checked
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CheckOptions
@@ -164,6 +165,28 @@ def test_files_and_models_that_cannot_be_right(place, tmp_path):
     )
     refused(lines, "--model: .*registers no router", model=str(tmp_path / "dense"))
     refused(lines, "--model: there is no folder", model=str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.uint32, np.uint64])
+def test_tokens_of_an_unsigned_kind_are_tokens(kind, place, tmp_path):
+    ids = place.ids.numpy().astype(kind)
+    np.savez(tmp_path / "x.npz", tokens=ids, routed_experts=place.engine)
+    found = read_capture(tmp_path / "x.npz", 2)
+    assert [words.tolist() for words in found.tokens] == place.ids.tolist()
+
+
+@pytest.mark.parametrize("value", [-100, 2, np.nan])
+def test_a_mask_that_is_none_is_refused(value, place, tmp_path):
+    mask = np.where(place.mask.numpy(), 1, value)
+    np.savez(tmp_path / "x.npz", tokens=place.ids.numpy(), routed_experts=place.engine, attention_mask=mask)
+    with pytest.raises(DriftError, match=r"x\.npz: attention_mask holds other values than 0 and 1"):
+        read_capture(tmp_path / "x.npz", 2)
+
+
+def test_a_line_of_a_million_brackets_is_one_message(tmp_path):
+    (tmp_path / "x.jsonl").write_text("[" * 1_000_000)
+    with pytest.raises(DriftError, match=r"x\.jsonl line 1: ValueError: nested too deeply"):
+        read_capture(tmp_path / "x.jsonl", 2)
 
 
 def test_files_that_are_damaged_or_weights_are_one_message(place, tmp_path):
