@@ -9,6 +9,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
+RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json", "config.yaml", "metrics.jsonl")
+"""What a study's folder holds besides its arms, or by which a run's folder is told from it."""
+LONGEST = 200
+"""Bytes of a name of a folder: file systems allow 255, of which the seed and the endings of logs need some."""
+
+
+def arm_refusal(name: str) -> str | None:
+    """Why the folder of a study can hold no arm of this name; None if it can.
+
+    >>> arm_refusal("logs")
+    "in a study's folder that name is something else's; choose another"
+    """
+    if name in RESERVED or name.startswith("rounding_"):
+        return "in a study's folder that name is something else's; choose another"
+    if len(name.encode()) > LONGEST:
+        return f"a folder is named so: at most {LONGEST} bytes in UTF-8, this has {len(name.encode())}"
+    return None
+
 
 def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:
     """A hint at the nearest known word, or at all of them if `listed`.

@@ -27,7 +27,7 @@ from typing import Any, SupportsIndex
 from moe_rl.done import NAME as DONE
 from moe_rl.done import write_done
 from moe_rl.files import atomic_file, naming, sole_writer, write_atomic, write_json
-from moe_rl.names import nearest
+from moe_rl.names import arm_refusal, nearest
 from moe_rl.run_rows import (
     ROWS,
     RunFolderError,
@@ -312,6 +312,9 @@ class RunWriter:
 def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:
     if not re.fullmatch(r"\w[\w.+=-]*", arm):
         raise RunFolderError(f"arm {arm!r}: a folder is named so; use letters, digits, and . _ - + =")
+    refusal = arm_refusal(arm)
+    if refusal is not None:
+        raise RunFolderError(f"arm {arm!r}: {refusal}")
     seed = index_of(seed, "seed", "run", 0)
     if re.fullmatch(r"seed\d+", folder.name):
         if folder.resolve().parts[-2:] != (arm, f"seed{seed}"):

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from moe_rl.names import nearest
+from moe_rl.names import LONGEST, arm_refusal, nearest
 from moe_rl.objectives.bounds import unknown
 from moe_rl.policy.models import seeded
 from moe_rl.settings import differences, laid_over, plain, with_defaults
@@ -21,9 +21,6 @@ from moe_rl.training.config import DPO
 from moe_rl.training.method import resolve_method, resolved_objective
 from moe_rl.training.ranges import SEED
 from moe_rl.yaml_files import YamlError, parse_yaml
-
-RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json")
-"""What a study's folder holds besides its arms."""
 
 
 class ConfigError(ValueError):
@@ -139,8 +136,9 @@ def parse_study(data: Any) -> StudyConfig:
                 f"arms: YAML reads an unquoted on, yes, off, no, true, false or null as {name}: quote the name"
             )
         _check_name(f"arms.{name}: an arm's name", name)
-        if str(name).startswith("rounding_") or name in RESERVED:
-            raise ConfigError(f"arms.{name}: in a study's folder that name is something else's; choose another")
+        refusal = arm_refusal(str(name))
+        if refusal is not None:
+            raise ConfigError(f"arms.{name}: {refusal}")
         if not isinstance(changes, dict | None):
             raise ConfigError(f"arms.{name}: expected a mapping of what the arm changes, got {changes!r}")
         changes = dict(changes or {})
@@ -197,10 +195,11 @@ def _check_comparisons(study: StudyConfig) -> None:
 
 def _check_name(what: str, name: Any) -> None:
     """Names become folders."""
-    if not re.fullmatch(r"[^/\\\s.-][^/\\\x00-\x1f\x7f]{0,99}", str(name)):
+    fits = len(str(name).encode()) <= LONGEST
+    if not fits or not re.fullmatch(r"[^/\\\s.-][^/\\\x00-\x1f\x7f]{0,99}", str(name)):
         raise ConfigError(
-            f"{what} becomes a folder's: at most 100 characters, no slash or control character, no '.', '-' or space "
-            f"at its start; got {str(name)[:120]!r}"
+            f"{what} becomes a folder's: at most 100 characters and {LONGEST} bytes, no slash or control character, no '.', "
+            f"'-' or space at its start; got {str(name)[:120]!r}"
         )
 
 

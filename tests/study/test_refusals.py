@@ -20,7 +20,11 @@ def study(arms, **more):
     return parse_study({"name": "s", "arms": arms, **more})
 
 
-@pytest.mark.parametrize("name", ["logs", "figures", "report.html", "rounding_avx2", "a\x00b", "a" * 101, "../up"])
+NAMES = ["logs", "figures", "report.html", "rounding_avx2", "a\x00b", "a" * 101, "../up"]
+NAMES += ["config.yaml", "metrics.jsonl", "\u65e5" * 67]  # the last is of 201 bytes
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_names_that_a_folder_cannot_have(name):
     with pytest.raises(ConfigError, match=r"arms\."):
         study({name: {}})
