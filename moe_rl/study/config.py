@@ -101,8 +101,11 @@ class StudyConfig:
         return config
 
 
-def load_study(path: str | Path) -> StudyConfig:
-    """Read a study file. Raises ConfigError naming the file, the field and what was expected."""
+def load_study(path: str | Path, merged: bool = False) -> StudyConfig:
+    """Read a study file. Raises ConfigError naming the file, the field and what was expected.
+
+    merged: as `parse_study`.
+    """
     path = Path(path)
     if path.is_dir():
         raise ConfigError(f"{path} is a folder; a study file is YAML")
@@ -110,7 +113,7 @@ def load_study(path: str | Path) -> StudyConfig:
         near = nearest(path.name, [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else [])
         raise ConfigError(f"{path}: no such study file{near}")
     try:
-        return parse_study(parse_yaml(path.read_bytes()))
+        return parse_study(parse_yaml(path.read_bytes()), merged)
     except (ConfigError, YamlError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
@@ -119,8 +122,12 @@ ARM_FIELDS = ("label", "seeds", "note")
 """What an arm has beside the settings that it changes."""
 
 
-def parse_study(data: Any) -> StudyConfig:
-    """A study from plain YAML data; every arm is resolved once so that a mistake shows before anything runs."""
+def parse_study(data: Any, merged: bool = False) -> StudyConfig:
+    """A study from plain YAML data; every arm is resolved once so that a mistake shows before anything runs.
+
+    merged: a folder's own file, in which arms of several commands came together: two may have one label, and two that
+        are compared no seed in common.
+    """
     if not isinstance(data, dict):
         got = "nothing" if data is None else f"a {type(data).__name__}"
         raise ConfigError(f"expected a mapping with name, question, seeds, base and arms, got {got}")
@@ -166,12 +173,21 @@ def parse_study(data: Any) -> StudyConfig:
             if refusal is not None:
                 raise ConfigError(refusal)
     resolved: dict[str, str] = {}
-    for name in study.arms:
+    called: dict[tuple[str, float], str] = {}
+    for name, arm in study.arms.items():
         config = study.resolve(name, study.seeds[0])
         twin = resolved.setdefault(repr(config), name)
         if twin != name:
             raise ConfigError(f"arms.{name}: the same configuration as arm {twin!r}; an arm must change something")
-    _check_comparisons(study)
+        if not arm.label.strip():
+            raise ConfigError(f"arms.{name}.label: is empty; it is the arm's name in figures")
+        other = called.setdefault((arm.label.strip(), config.method.noise), name)  # the report gives both
+        if other != name and not merged:
+            raise ConfigError(
+                f"arms.{name}.label: {arm.label!r} is the label of arm {other!r} too, under the same noise; nothing "
+                "would tell them apart in figures"
+            )
+    _check_comparisons(study, merged)
     try:
         alarms_of(study.alarms)
     except AlarmError as error:
@@ -179,7 +195,7 @@ def parse_study(data: Any) -> StudyConfig:
     return study
 
 
-def _check_comparisons(study: StudyConfig) -> None:
+def _check_comparisons(study: StudyConfig, merged: bool) -> None:
     if not 0 < study.interest < float("inf"):
         raise ConfigError(f"interest: expected a difference of reward above 0, got {study.interest!r}")
     pairs = study.comparisons or ()
@@ -191,6 +207,9 @@ def _check_comparisons(study: StudyConfig) -> None:
             raise ConfigError(f"comparisons[{i}]: {pair[0]!r} is compared with itself")
         if pair in pairs[:i] or pair[::-1] in pairs[:i]:
             raise ConfigError(f"comparisons[{i}]: {pair[0]!r} and {pair[1]!r} are compared twice")
+        one, two = (set(study.arms[arm].seeds or study.seeds) for arm in pair)
+        if not one & two and not merged:
+            raise ConfigError(f"comparisons[{i}]: {pair[0]!r} and {pair[1]!r} have no seed in common to be paired by")
 
 
 def _check_name(what: str, name: Any) -> None:
@@ -198,8 +217,8 @@ def _check_name(what: str, name: Any) -> None:
     fits = len(str(name).encode()) <= LONGEST
     if not fits or not re.fullmatch(r"[^/\\\s.-][^/\\\x00-\x1f\x7f]{0,99}", str(name)):
         raise ConfigError(
-            f"{what} becomes a folder's: at most 100 characters and {LONGEST} bytes, no slash or control character, no '.', "
-            f"'-' or space at its start; got {str(name)[:120]!r}"
+            f"{what} becomes a folder's: at most 100 characters and {LONGEST} bytes, no slash or control character, no "
+            f"'.', '-' or space at its start; got {str(name)[:120]!r}"
         )
 
 

@@ -79,7 +79,7 @@ def with_earlier(study: StudyConfig, place: Path) -> StudyConfig:
     """The study as its folder holds it: with the arms and seeds that earlier commands ran there and this one leaves out
     (`--arms`, `--seeds`), and what was declared of these arms."""
     try:
-        earlier = load_study(place / "study.yaml")
+        earlier = load_study(place / "study.yaml", merged=True)
     except ConfigError:  # none yet, or one of another version
         return study
     if (earlier.name, earlier.base) != (study.name, study.base):

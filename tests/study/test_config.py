@@ -197,6 +197,10 @@ def test_comparisons_are_declared_with_the_study(tmp_path):
         ),
         ({"comparisons": [["gspo"]]}, r"comparisons\[0\]: expected 2 values, got 1"),
         ({"comparisons": "gspo, grpo"}, "comparisons: expected a list, got 'gspo, grpo'"),
+        (
+            {"seeds": [0], "comparisons": [["gspo", "grpo"]]},
+            r"comparisons\[0\]: 'gspo' and 'grpo' have no seed in common",
+        ),
         ({"interest": 0}, "interest: expected a difference of reward above 0, got 0.0"),
         ({"interest": float("nan")}, "interest: expected a difference of reward above 0, got nan"),
     ],
@@ -209,7 +213,7 @@ def test_comparisons_that_cannot_be_made_are_refused(field, words):
 def test_some_arms_keep_the_comparisons_among_them():
     study = parse_study(
         changed(
-            arms={**STUDY["arms"], "third": {"seeds": [2], "optim": {"steps": 3}}},
+            arms={**STUDY["arms"], "third": {"seeds": [1], "optim": {"steps": 3}}},
             comparisons=[["gspo", "grpo"], ["third", "grpo"]],
         )
     )

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import yaml
 
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig
@@ -33,6 +34,31 @@ def test_names_that_a_folder_cannot_have(name):
 def test_two_arms_of_one_configuration():
     with pytest.raises(ConfigError, match=r"arms\.b: the same configuration as arm 'a'"):
         study({"a": {"label": "one"}, "b": {"label": "two"}})
+
+
+@pytest.mark.parametrize(
+    ("label", "message"),
+    [
+        ("same", r"arms\.b\.label: 'same' is the label of arm 'a' too, under the same noise"),
+        (" same ", r"arms\.b\.label: ' same ' is the label of arm 'a' too"),
+        ("", r"arms\.b\.label: is empty"),
+        (" \n", r"arms\.b\.label: is empty"),
+    ],
+)
+def test_labels_that_tell_no_arms_apart(label, message):
+    a, b = {"label": "same"}, {"label": label, "method": {"objective": "gspo"}}
+    with pytest.raises(ConfigError, match=message):
+        study({"a": a, "b": b})
+    study({"a": a, "b": {"label": "same", "method": {"noise": 0.02}}})
+
+
+def test_a_folder_in_which_several_commands_ran_is_read_all_the_same(tmp_path):
+    arms = {"a": {"label": "same", "seeds": [0]}, "b": {"label": "same", "seeds": [1], "optim": {"steps": 3}}}
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump({"name": "s", "arms": arms, "seeds": [0, 1], "comparisons": [["b", "a"]]}))
+    assert load_study(path, merged=True).comparisons == (("b", "a"),)
+    with pytest.raises(ConfigError, match="the label of arm 'a' too"):
+        load_study(path)
 
 
 def test_a_label_that_is_no_mathematics():
