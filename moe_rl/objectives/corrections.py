@@ -9,6 +9,7 @@ count in the denominators of the loss, as in TRL: dropping never enlarges the we
 Differs: verl removes rejected tokens from the response mask, hence from the denominators too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -161,6 +162,24 @@ class Correction:
                 return geometric_mask(log_weight, mask, self.low, self.high)
             case "off_policy_mask":
                 return off_policy_sequence_mask(log_weight, advantages, mask, self.high)
+
+
+def correct(
+    corrections: Sequence[Correction],
+    old: Float[Tensor, "B T"],
+    current: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
+    """The product of several corrections' weights, and where a truncating one stands at its cap; `old` and `current`
+    are log pi_old - log mu and log pi - log mu, nats."""
+    weight, truncated = torch.ones_like(old), torch.zeros_like(mask)
+    for one in corrections:
+        own = one.weight(current if one.policy == "current" else old, advantages, mask)
+        weight = weight * own
+        if one.kind.endswith("truncate"):
+            truncated = truncated | (own >= one.high)
+    return weight, truncated
 
 
 def _on_tokens(per_sequence: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:

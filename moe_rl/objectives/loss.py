@@ -3,7 +3,7 @@
 Below it, what is said of a minibatch's tokens, and how their values become one number.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -25,7 +25,7 @@ class LossOutput:
 
     Fields:
         loss: scalar to minimise, with gradient.
-        tokens: what every token was to it, detached; `TokenValues.cat` joins those of micro-batches.
+        tokens: what every token was to it, detached.
     """
 
     loss: Float[Tensor, ""]
@@ -140,8 +140,8 @@ def policy_loss(
         total_tokens=total_tokens,
         dtype=token_loss.dtype,
     )
-    values = terms.values(clipped & keep, None if kl is None else kl.detach())
-    return LossOutput(loss=weighted_sum(token_loss, weights, keep), tokens=values)
+    tokens = replace(terms.tokens, clipped=clipped & keep, ref_kl=None if kl is None else kl.detach())
+    return LossOutput(loss=weighted_sum(token_loss, weights, keep), tokens=tokens)
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ def policy_loss(
 def loss_metrics(values: TokenValues) -> dict[str, Tensor]:
     """Scalars about the tokens of one (mini-)batch; the names are defined in `LOSS_METRICS`.
 
-    Pass the tokens of the whole minibatch (`TokenValues.cat`, gathered over processes): means, minima and maxima of
-    micro-batches do not add up. Without any token every mean is 0.
+    Pass the tokens of the whole minibatch: means, minima and maxima of micro-batches do not add up. Without any token
+    every mean is 0.
     """
     mask, clipped, up = values.mask, values.clipped, values.advantages > 0
     tokens = mask.sum()

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from moe_rl.objectives.corrections import Correction
+from moe_rl.objectives.corrections import correct
 from moe_rl.objectives.gates import GATES, Gated, GateInputs
 from moe_rl.objectives.objective import Objective
 from moe_rl.objectives.presets import get_objective
@@ -58,21 +58,12 @@ class TokenValues:
 
 @dataclass(frozen=True)
 class Terms:
-    """Everything per token, `[B,T]`, 0 in padding.
-
-    Fields:
-        objective: the resolved objective.
-        inputs: what its gate sees.
-        corrections: each engine correction in force with its weights, detached.
-        engine_log_weight: log pi_old - log mu, nats, detached; None without rollout log-probabilities.
-        route_weight: the router-shift weight as given; None without one.
-    """
+    """The resolved objective, what its gate sees, and what each token is to the loss, as far as that does not depend on
+    the gate: nothing is clipped yet."""
 
     objective: Objective
     inputs: GateInputs
-    corrections: tuple[tuple[Correction, Float[Tensor, "B T"]], ...]
-    engine_log_weight: Float[Tensor, "B T"] | None
-    route_weight: Float[Tensor, "B T"] | None
+    tokens: TokenValues
 
     def knobs(self) -> dict[str, float | int | None]:
         """The values of the fields that the objective's gate reads."""
@@ -92,40 +83,15 @@ class Terms:
             raise ValueError(f"gate {self.objective.gate!r}: clipped must be bool, got {found.clipped.dtype}")
         return found
 
-    def values(self, clipped: Bool[Tensor, "B T"], ref_kl: Float[Tensor, "B T"] | None) -> TokenValues:
-        """What each token was to the loss, detached."""
-        weight = truncated = floored = None
-        if self.corrections:
-            weight = torch.stack([each for _, each in self.corrections]).prod(0)
-            truncated = torch.zeros_like(clipped)
-            for correction, each in self.corrections:
-                if correction.kind.endswith("truncate"):
-                    truncated = truncated | (each >= correction.high)
-        if self.route_weight is not None:
-            floored = self.route_weight < self.objective.route_floor
-        return TokenValues(
-            log_ratio=self.inputs.token_log_ratio.detach(),
-            clipped=clipped,
-            mask=self.inputs.mask,
-            advantages=self.inputs.advantages,
-            gate_log_ratio=self.inputs.level_log_ratio.detach(),
-            ref_kl=ref_kl,
-            engine_log_weight=self.engine_log_weight,
-            correction_weight=weight,
-            correction_truncated=truncated,
-            route_weight=self.route_weight,
-            route_floored=floored,
-        )
-
     def after_gate(self) -> Float[Tensor, "B T"] | None:
         """The product of the weights that multiply a token's surrogate; None if there are none.
 
         A gate that takes a mean over the sequence has `log_route_weight` in it, so there it is not among them.
         """
-        weights = [weight for _, weight in self.corrections]
-        if self.inputs.log_route_weight is not None and GATES[self.objective.gate].flow != "row":
-            weights.append(self.inputs.log_route_weight.exp())
-        return torch.stack(weights).prod(0) if weights else None
+        weight, log_gamma = self.tokens.correction_weight, self.inputs.log_route_weight
+        if log_gamma is None or GATES[self.objective.gate].flow == "row":
+            return weight
+        return log_gamma.exp() if weight is None else weight * log_gamma.exp()
 
 
 def prepare_terms(
@@ -171,28 +137,33 @@ def prepare_terms(
     before = log_gamma is not None and o.route_weight == "before_clip"
     entering = log_ratio + log_gamma if before and log_gamma is not None else log_ratio
 
-    corrections = []
-    engine_log_weight = None
+    engine_log_weight = weight = truncated = None
     if rollout_logps is not None:  # without them only optional corrections are left: one engine, weight 1
         engine_log_weight = token_log_ratio(old_logps.detach(), rollout_logps, keep)
-        for correction in o.corrections:
-            current = correction.policy == "current"
-            log_weight = token_log_ratio(logps.detach(), rollout_logps, keep) if current else engine_log_weight
-            corrections.append((correction, correction.weight(log_weight, advantage, keep)))
-    return Terms(
-        objective=o,
-        inputs=GateInputs(
-            level_log_ratio=log_ratio_at_level(entering, keep, o.ratio),
-            token_log_ratio=log_ratio,
-            logps=torch.where(keep, at_least_float32(logps), 0.0),
-            advantages=advantage,
-            mask=keep,
-            log_route_weight=None if before else log_gamma,
-        ),
-        corrections=tuple(corrections),
-        engine_log_weight=engine_log_weight,
-        route_weight=gamma,
+        if o.corrections:
+            current = token_log_ratio(logps.detach(), rollout_logps, keep)
+            weight, truncated = correct(o.corrections, engine_log_weight, current, advantage, keep)
+    inputs = GateInputs(
+        level_log_ratio=log_ratio_at_level(entering, keep, o.ratio),
+        token_log_ratio=log_ratio,
+        logps=torch.where(keep, at_least_float32(logps), 0.0),
+        advantages=advantage,
+        mask=keep,
+        log_route_weight=None if before else log_gamma,
     )
+    tokens = TokenValues(
+        log_ratio=log_ratio.detach(),
+        clipped=torch.zeros_like(keep),
+        mask=keep,
+        advantages=advantage,
+        gate_log_ratio=inputs.level_log_ratio.detach(),
+        engine_log_weight=engine_log_weight,
+        correction_weight=weight,
+        correction_truncated=truncated,
+        route_weight=gamma,
+        route_floored=None if gamma is None else gamma < o.route_floor,
+    )
+    return Terms(o, inputs, tokens)
 
 
 def _refuse_not_finite(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T"]) -> None:

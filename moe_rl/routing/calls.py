@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import transformers
@@ -52,10 +52,19 @@ class Call:
         self.fired = [False] * sites
         self.frame = frame  # the call of the model; None where it is compiled
         self.grad = torch.is_grad_enabled()  # without gradients nothing is recomputed
-        self.disturb: Callable[..., Tensor] | None = None  # see rerun.py
-        self.disturbed = [False] * sites
-        self.rerun = False  # a router (or a block, with its experts) runs for `disturb`
+        self.disturb: Callable[..., None] | None = None  # see rerun.py
         self.open = True
+        self.follows: CacheState | None = None  # what this call goes on with
+        self.left: CacheState | None = None  # and what it leaves
+        self.changed: bool | Tensor = False  # whether the cache is another one since
+
+    def goes_on(self, left: list[CacheState]) -> None:
+        """Which of the calls that left these caches, if any, this one continues."""
+        before = None if self.cache is None else next((one for one in left if one.holds(self.cache)), None)
+        if self.past < 0:  # a cache that does not count
+            self.past = 0 if before is None else before.length
+        if before is not None and self.past:
+            self.follows, self.changed = before, before.changed(self.cache, self.past)
 
     @property
     def rows(self) -> int:
@@ -101,108 +110,90 @@ class Call:
                 job.close()
 
 
-@no_type_check
-class Joined:
-    """Tensors `[B,S,...]` of successive calls, joined along the tokens while a KV cache connects them."""
+class Listener:
+    """An open context, which is told when a call of the model begins, when it ends, and when the context does."""
 
-    def __init__(self, batch: int) -> None:
-        self.batch = batch
-        self.length = 0
-        self.pieces: list[tuple[Tensor, ...]] = []
-        self.refused: str | None = None
-        self.changed: bool | Tensor = False
-        self.left: CacheState | None = None
+    def begin(self, call: Call) -> None: ...
 
-    def start(self, length: int, *parts: Tensor) -> None:
-        """Rows of a cache that was filled before anyone listened."""
-        self.pieces.append(parts)
-        self.length = length
+    def end(self, call: Call) -> None: ...
 
-    def check(self, call: Call) -> None:
-        """Before a call that continues this one: is the cache as it was left?"""
-        if self.left is not None:
-            self.changed = self.changed | self.left.changed(call.cache, call.past)
-        if call.batch != self.batch:
-            self.refused = (
-                f"the batch changed from {self.batch} to {call.batch} sequences between two calls on one KV cache"
-            )
+    def finish(self) -> None: ...
 
-    def add(self, call: Call, *parts: Tensor) -> None:
-        """Append a call; a cache that was cropped since (speculative decoding) first crops what was recorded."""
-        if call.past < self.length:
-            self.crop(call.past)
-        self.pieces.append(parts)
-        self.length += call.length
 
-    def crop(self, length: int) -> None:
-        while self.length > length:
-            last = self.pieces.pop()
-            size = last[0].shape[1]
-            self.length -= size
-            if self.length < length:
-                keep = length - self.length
-                self.pieces.append(tuple(part[:, :keep] for part in last))
-                self.length += keep
+class Step(NamedTuple):
+    """One call: tensors `[B,S,...]`, behind `past` tokens of the calls before it. `unknown` fills the rows of a
+    cache that was filled before anyone listened."""
 
-    def parts(self) -> tuple[Tensor, ...]:
-        """The joined tensors, `[B,T,...]`."""
-        if bool(self.changed):
-            raise RoutingError(f"{CHANGED}. `.steps` has each call by itself")
-        if self.refused:
-            raise RoutingError(self.refused)
-        return tuple(torch.cat(part, dim=1) for part in zip(*self.pieces, strict=True))
+    parts: tuple[Tensor, ...]
+    unknown: tuple[int, ...]
+    past: int
+    changed: bool | Tensor
 
 
 @no_type_check
 class Collected:
-    """What a listener keeps of all calls: a tuple of tensors `[B,S,...]` each, joined where a KV cache joins them."""
+    """What a listener keeps of all calls, joined along the tokens where a KV cache connects them."""
 
     def __init__(self) -> None:
-        self.joined: list[Joined] = []
-        self.steps: list[tuple[Tensor, ...]] = []
+        self.steps: list[Step] = []
+        self.chains: list[list[Step]] = []
+        self._left: list[CacheState | None] = []  # by the last call of each
 
-    def begin(self, call: Call) -> None:
-        before = self._continued(call) if call.past else None
-        if before is not None:
-            before.check(call)
+    def end(self, call: Call, parts: tuple[Tensor, ...], unknown: tuple[int, ...]) -> None:
+        step = Step(parts, unknown, call.past, call.changed)
+        self.steps.append(step)
+        going = [] if call.follows is None else [i for i, left in enumerate(self._left) if left is call.follows]
+        if not going:
+            going = [len(self.chains)]
+            self.chains.append([])
+            self._left.append(None)
+        self.chains[going[0]].append(step)
+        self._left[going[0]] = call.left
 
-    def end(self, call: Call, cache: Any, parts: tuple[Tensor, ...], unknown: tuple[int, ...]) -> None:
-        """`unknown` fills the rows of a cache that was filled before anyone listened."""
-        self.steps.append(parts)
-        joined = self._continued(call) if call.past else None
-        if joined is None:
-            joined = Joined(call.batch)
-            self.joined.append(joined)
-            if call.past:
-                gap = [
-                    torch.full((call.batch, call.past, *part.shape[2:]), value, device=part.device).to(part.dtype)
-                    for part, value in zip(parts, unknown, strict=True)
-                ]
-                joined.start(call.past, *gap)
-        joined.add(call, *parts)
-        if cache is not None:
-            joined.left = CacheState(cache, joined.length)
-
-    def _continued(self, call: Call) -> Joined | None:
-        known = ((joined, joined.left) for joined in reversed(self.joined))
-        return next((joined for joined, left in known if left and left.continued_by(call.cache, call.past)), None)
+    def forwards(self) -> list[tuple[Tensor, ...]]:
+        """`[B,T,...]` of each logical forward; RoutingError where nothing proves that its calls are one."""
+        return [_joined(chain) for chain in self.chains]
 
     def together(self) -> tuple[Tensor, ...]:
         """Every call, joined along the batch; RoutingError where that is not possible."""
-        if not self.joined:
+        if not self.steps:
             raise RoutingError(
                 "nothing was seen: no call of the model happened inside the context (a compiled function around the "
                 "model, without attach(model) before? code that torch.compile made of this class without hooks? "
                 "torch._dynamo.reset() forgets that)"
             )
-        lengths = {joined.length for joined in self.joined}
+        alone = self.forwards()
+        lengths = {parts[0].shape[1] for parts in alone}
         if len(lengths) > 1:
             raise RoutingError(
-                f"{len(self.joined)} forwards with different lengths {sorted(lengths)} do not make one batch; `.calls` "
+                f"{len(alone)} forwards with different lengths {sorted(lengths)} do not make one batch; `.calls` "
                 "of the recording has each of them"
             )
-        alone = [joined.parts() for joined in self.joined]
         return alone[0] if len(alone) == 1 else tuple(torch.cat(part) for part in zip(*alone, strict=True))
+
+
+def _joined(chain: list[Step]) -> tuple[Tensor, ...]:
+    first, *later = chain
+    if any(bool(step.changed) for step in later):
+        raise RoutingError(f"{CHANGED}. `.steps` has each call by itself")
+    B = len(first.parts[0])
+    pieces, length = [], first.past
+    if first.past:
+        gaps = (
+            torch.full((B, length, *p.shape[2:]), u, device=p.device).to(p.dtype)
+            for p, u in zip(*first[:2], strict=True)
+        )
+        pieces = [tuple(gaps)]
+    for step in chain:
+        if len(step.parts[0]) != B:
+            raise RoutingError(
+                f"the batch changed from {B} to {len(step.parts[0])} sequences between two calls on one KV cache"
+            )
+        if step.past < length:  # it was cropped since (speculative decoding)
+            pieces = [tuple(torch.cat(part, dim=1)[:, : step.past] for part in zip(*pieces, strict=True))]
+        pieces.append(step.parts)
+        length = step.past + step.parts[0].shape[1]
+    return tuple(torch.cat(part, dim=1) for part in zip(*pieces, strict=True))
 
 
 def device_of(model: PreTrainedModel) -> torch.device:
@@ -278,7 +269,7 @@ def one_width(routers: Routers) -> None:
 
 
 @no_type_check
-class Recording:
+class Recording(Listener):
     """The experts that were used, as their ids reached them. Rows are packed as they come.
 
     `.routes`: all of it as one RoutedExperts: one forward, one generate() (`[B,P+G-1,L,K]`: the last sampled token was
@@ -292,15 +283,9 @@ class Recording:
         self._routers, self._names, self._seen = routers, tuple(names), Collected()
         self._dtype = packed_dtype(max(probe.num_experts for probe in routers.probes))
 
-    def begin(self, call: Call) -> None:
-        self._seen.begin(call)
-
-    def end(self, call: Call, cache: Any) -> None:
+    def end(self, call: Call) -> None:
         packed = stacked(self._routers, call, call.chosen, self._dtype)
-        self._seen.end(call, cache, (packed, tokens_of(call, packed)), (torch.iinfo(packed.dtype).max, -1))
-
-    def finish(self) -> None:
-        pass  # what cannot be joined is said where it is asked for
+        self._seen.end(call, (packed, tokens_of(call, packed)), (torch.iinfo(packed.dtype).max, -1))
 
     def _wrap(self, parts: tuple[Tensor, ...]) -> RoutedExperts:
         return wrapped(self._routers, self._names, *parts)
@@ -308,12 +293,12 @@ class Recording:
     @property
     def steps(self) -> list[RoutedExperts]:
         """`[B,S,L,K]` for each call of the model."""
-        return [self._wrap(step) for step in self._seen.steps]
+        return [self._wrap(step.parts) for step in self._seen.steps]
 
     @property
     def calls(self) -> list[RoutedExperts]:
         """`[B,T,L,K]` for each logical forward."""
-        return [self._wrap(joined.parts()) for joined in self._seen.joined]
+        return [self._wrap(parts) for parts in self._seen.forwards()]
 
     @property
     def routes(self) -> RoutedExperts:

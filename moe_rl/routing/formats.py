@@ -45,9 +45,9 @@ class Stored:
                 "makes a table",
                 stacklevel=2,
             )
-        tensors = {"ids": self._packed} | ({} if self._tokens is None else {"tokens": self._tokens})
+        tensors = {"ids": self.packed} | ({} if self.tokens is None else {"tokens": self.tokens})
         header = {
-            "sites": self._sites,
+            "sites": self.sites,
             "num_experts": self._experts,
             "num_experts_per_tok": self.shape[3],
             "token_hash": self.token_hash,
@@ -98,9 +98,9 @@ class Stored:
         where = keep.nonzero().cpu().numpy()
         chosen = self.ids[keep].cpu().numpy()
         columns: dict[str, Any] = {"sequence": where[:, 0], "position": where[:, 1]}
-        if self._tokens is not None:
-            columns["token"] = self._tokens.cpu().numpy()[where[:, 0], where[:, 1]]
-        columns["site"] = pd.Categorical.from_codes(where[:, 2], pd.Index(self._sites))
+        if self.tokens is not None:
+            columns["token"] = self.tokens.cpu().numpy()[where[:, 0], where[:, 1]]
+        columns["site"] = pd.Categorical.from_codes(where[:, 2], pd.Index(self.sites))
         columns |= {f"expert_{slot}": chosen[:, slot] for slot in range(chosen.shape[1])}
         return pd.DataFrame(columns)
 

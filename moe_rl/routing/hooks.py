@@ -10,35 +10,24 @@ what was forced was used).
 import inspect
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling as compiling  # half the cost of is_compiling
 from transformers import PreTrainedModel
 
-from moe_rl.routing.calls import Call, device_of
+from moe_rl.routing.calls import Call, Listener, device_of
 from moe_rl.routing.checkpoints import Checkpoints, refuse_by_hand, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
+from moe_rl.routing.kv_cache import CacheState
 from moe_rl.routing.selection import Selection, Selector, beneath
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
-
-
-@runtime_checkable
-class Listener(Protocol):
-    """An open context."""
-
-    def begin(self, call: Call) -> None: ...
-
-    def end(self, call: Call, cache: Any) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 def _inert(*_: Any) -> None:
@@ -83,7 +72,7 @@ class Tap:
         self.users = 0
         self.call: Call | None = None
         self._resumed: dict[int, Call] = {}  # recomputations under way, by thread
-        self._counted: tuple[Any, int] = (None, 0)  # a weak reference to the last cache, and how far it went
+        self._left: list[CacheState] = []  # by the last call on each, newest first
         self._entered: dict[int, Selection] = {}  # and not left, by site
         self._looked: set[int] = set()  # sites without `arrival` whose output was looked at in this context
         self.words: Tensor | None = None  # input_ids of the whole model's call, where it has a part with the routers
@@ -124,7 +113,7 @@ class Tap:
             handle.remove()
         self._handles.clear()
         self.checkpoints.unfollow()
-        self._counted = (None, 0)
+        self._left = []
 
     def abandon(self) -> None:
         """Leave modes that a KeyboardInterrupt left open (torch runs no hook then), and forget the call."""
@@ -188,9 +177,7 @@ class Tap:
         if self.words is not None and embeds is not None and self.words.shape == embeds.shape[:2]:
             inputs["input_ids"] = self.words
         call = Call(inputs, len(self.sites), frame)
-        if call.past < 0:
-            cache, length = self._counted
-            call.past = length if cache is not None and cache() is call.cache else 0
+        call.goes_on(self._left)
         for listener in self.listeners:
             listener.begin(call)
         for index, probe in enumerate(self.probes):
@@ -208,9 +195,12 @@ class Tap:
         call.close(self.names)
         self.prove(call)
         cache = call.cache if call.cache is not None else getattr(output, "past_key_values", None)
+        self._left = [one for one in self._left if not (one.holds(cache) or one.holds(None))]
+        if cache is not None:
+            call.left = CacheState(cache, call.past + call.length)
+            self._left = [call.left, *self._left]
         for listener in self.listeners:
-            listener.end(call, cache)
-        self._counted = (weakref.ref(cache) if cache is not None else None, call.past + call.length)
+            listener.end(call)
         call.forget()
 
     def before_site(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -223,14 +213,8 @@ class Tap:
                 f"site {self.names[index]} ran twice in one forward: one router that several layers share cannot be "
                 "told apart"
             )
-        if call.disturb is not None and not call.disturbed[index] and not self.sites[index].fixed:
-            call.disturbed[index] = True  # a recomputation finds the noisy choice in its job
-            call.rerun = True
-            own = call.jobs[index]
-            bias = None if own is None else own.bias
-            ids = call.disturb(self.names[index], self.checked(index, module), module, args, kwargs, bias)
-            call.rerun = False
-            call.job(index).underlay(ids)
+        if call.disturb is not None and not self.sites[index].fixed:
+            call.disturb(call, self, index, module, args, kwargs)
         job = call.jobs[index]
         if job is not None:
             frame = None if compiled else sys._getframe(1)
@@ -268,7 +252,7 @@ class Tap:
 
     def before_experts(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self.now()
-        if call is None or not call.open or call.rerun:
+        if call is None or not call.open:
             return
         arrival = self.probes[index].arrival
         if arrival is None:  # the self-check is under way, and has yet to find out
@@ -377,7 +361,9 @@ class Tap:
         if self.listeners and self.thread != threading.get_ident():
             self._refuse_thread(f"a context of {type(self.boundary).__name__}")
         self.thread = threading.get_ident()
-        self.lost = torch.zeros(len(self.sites), dtype=torch.int64, device=device_of(self.boundary))
+        if not self.listeners:
+            self.lost = torch.zeros(len(self.sites), dtype=torch.int64, device=device_of(self.boundary))
+            self._left = []
         self._looked.clear()
         self.users += 1
         self.hook()

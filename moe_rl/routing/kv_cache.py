@@ -29,8 +29,8 @@ class CacheState:
         self._places = _places(cache) if eager else None
         self._sums = _sums(cache) if self._places is None or getattr(cache, "is_compileable", False) else None
 
-    def continued_by(self, cache: Any, past: int) -> bool:
-        return past > 0 and self._cache() is cache
+    def holds(self, cache: Any) -> bool:
+        return self._cache() is cache
 
     def changed(self, cache: Any, past: int) -> bool | Tensor:
         """Before a call that continues this one: are rows of the cache other sequences now, as far as can be proven?

@@ -10,8 +10,7 @@ from torch import Tensor
 from moe_rl.routing.errors import RoutingError
 
 LIVE = -1  # "no route: the router decides for itself"; in packed form the largest value of the dtype
-_CPU_ROWS = 1 << 19  # rows that are compared in one call
-_BLOCK_ROWS = 1 << 16  # of these at a time, so that rows and what is made of them stay in the L2 cache
+_CPU_ROWS = 1 << 18  # rows that are compared at a time: what is made of them stays in the cache
 _DEVICE_ROWS = 1 << 24
 
 
@@ -101,7 +100,7 @@ def rows_at_once(ids: Tensor) -> int:
     """How many rows of such ids `differing_rows` is best given at a time, so that what it needs besides stays small."""
     if ids.device.type != "cpu":
         return _DEVICE_ROWS
-    return _BLOCK_ROWS if ids.dtype.is_signed else _CPU_ROWS  # signed ids are packed on the way
+    return _CPU_ROWS // 4 if ids.dtype.is_signed else _CPU_ROWS  # signed ids are packed on the way
 
 
 def differing_rows(
@@ -122,34 +121,19 @@ def differing_rows(
 def _differing_numpy(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     old_rows, new_rows = old.contiguous().numpy(), new.contiguous().numpy()
     a, b = row_words(old_rows), row_words(new_rows)
+    differ = a[0] != b[0]
+    for x, y in zip(a[1:], b[1:], strict=True):
+        differ |= x != y
+    index = np.flatnonzero(differ)
+    changed = _changed_by_slot(old_rows.take(index, 0), new_rows.take(index, 0))
     live = np.iinfo(a[0].dtype).max  # a row without a route is the sentinel in every slot
-    some_live = False
-    waiting: list[np.ndarray] = []  # differing rows of some blocks: a few would not pay the calls of a comparison
-    found = [(np.empty(0, np.int64), np.empty(0, np.uint8))]
-    for start in range(0, len(old_rows), _BLOCK_ROWS):
-        block = slice(start, start + _BLOCK_ROWS)
-        differ = a[0][block] != b[0][block]
-        for x, y in zip(a[1:], b[1:], strict=True):
-            differ |= x[block] != y[block]
-        some_live = some_live or a[0][block].max() == live
-        waiting.append(np.flatnonzero(differ) + start)
-        if block.stop >= len(old_rows) or sum(map(len, waiting)) >= _BLOCK_ROWS // 8:
-            index = np.concatenate(waiting)
-            left, right = old_rows.take(index, 0), new_rows.take(index, 0)
-            # a row that only `new` has no route for is among those that differ
-            some_live = some_live or (row_words(right)[0] == live).any()
-            changed = _changed_by_slot(left, right)
-            if not changed.all():  # other orders of the same sets
-                kept = np.flatnonzero(changed)
-                index, changed = index.take(kept), changed.take(kept)
-            found.append((index, changed))
-            waiting = []
-    index, changed = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    if not some_live:
-        return torch.from_numpy(index), torch.from_numpy(changed), None
-    routed = (a[0] != live) & (b[0] != live)
-    kept = np.flatnonzero(routed.take(index))
-    return torch.from_numpy(index.take(kept)), torch.from_numpy(changed.take(kept)), torch.from_numpy(routed)
+    routed = None
+    if any(len(x) and x.max() == live for x in (a[0], b[0])):
+        routed = (a[0] != live) & (b[0] != live)
+        changed *= routed.take(index)
+    kept = np.flatnonzero(changed)  # the others are the same sets in another order
+    found = torch.from_numpy(index.take(kept)), torch.from_numpy(changed.take(kept))
+    return *found, None if routed is None else torch.from_numpy(routed)
 
 
 def row_words(rows: np.ndarray) -> list[np.ndarray]:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from moe_rl.routing.calls import Call, device_of
+from moe_rl.routing.calls import Call, Listener, device_of
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.hooks import Tap
-from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job
+from moe_rl.routing.selection import FILL, LINEAR, MAX, TOPK, Job
 
 
 def refused(tap: Tap, index: int, why: str) -> UnsupportedModelError:
@@ -33,6 +33,7 @@ class Seen:
     ranked: list[tuple[int, int, Tensor]] = field(default_factory=list)  # experts, k, ids of each topk
     maxima: list[int] = field(default_factory=list)
     linear: list[int] = field(default_factory=list)  # output widths of linear maps before the last topk
+    masked: list[int] = field(default_factory=list)  # widths of what was filled
     linear_at_topk: list[int] = field(default_factory=list)
     output: tuple[Any, ...] = ()
     arrived: list[tuple[str, dict[int | str, Any]]] = field(default_factory=list)  # calls of the modules beside it
@@ -71,12 +72,14 @@ class _Watch(TorchFunctionMode):
             self.seen.linear_at_topk.append(len(self.seen.linear))
         elif func in LINEAR and isinstance(out, Tensor) and out.ndim:
             self.seen.linear.append(out.shape[-1])
+        elif func in FILL:
+            self.seen.masked.append(args[0].shape[-1])
         elif func in MAX and kwargs and "dim" in kwargs:
             self.seen.maxima.append(args[0].shape[-1])
         return out
 
 
-class _Force:
+class _Force(Listener):
     """A listener that forces given ids, `[N,K]` per site."""
 
     def __init__(self, tap: Tap, forced: list[Tensor]) -> None:
@@ -88,11 +91,8 @@ class _Force:
             if not site.fixed:
                 call.jobs[index] = Job(ids)
 
-    def end(self, call: Call, cache: Any) -> None:
+    def end(self, call: Call) -> None:
         self.used = call.chosen
-
-    def finish(self) -> None:
-        pass
 
 
 def forced_forward(tap: Tap, forced: list[Tensor], batch: int, length: int) -> tuple[Tensor, list[Tensor | None]]:

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.routing.calls import Call, device_of, one_width
+from moe_rl.routing.calls import Call, Listener, device_of, one_width
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap
-from moe_rl.routing.kv_cache import CHANGED, CacheState
+from moe_rl.routing.kv_cache import CHANGED
 from moe_rl.routing.packing import unpack_ids
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Holes
@@ -18,7 +18,7 @@ from moe_rl.routing.traced import no_type_check
 
 
 @no_type_check
-class Replay:
+class Replay(Listener):
     """Forces routes, and counts what is proven: after every call the ids that reached the experts are compared with
     those that were forced, and a difference is an error (on a CPU at once; on another device, and under torch.compile,
     where the context ends or a count is read).
@@ -55,7 +55,7 @@ class Replay:
         self._packed = packed.permute(2, 0, 1, 3)  # [sites,B,T,K]
         self._sentinel = torch.iinfo(packed.dtype).max
         self._tokens = routes.tokens.to(packed.device) if routes.tokens is not None and check_tokens else None
-        self._left: CacheState | None = None
+        self._left: Any = None  # the state of the cache that the last call left
         self._changed: bool | Tensor = False
         self._pending = 0  # tokens that calls on one KV cache have forced so far, where more must follow
         self._now: Any = None  # `[sites,B·S,K]` as forced in the call that is under way, and its holes
@@ -87,8 +87,8 @@ class Replay:
 
     def begin(self, call: Call) -> None:
         self.reached = True
-        if self._left is not None and self._left.continued_by(call.cache, call.past):
-            self._changed = self._changed | self._left.changed(call.cache, call.past)
+        if call.follows is not None and call.follows is self._left:
+            self._changed = self._changed | call.changed
             if isinstance(self._changed, bool) or self._changed.device.type == "cpu":
                 self._refuse_changed()
         elif self._pending and not call.past:
@@ -159,13 +159,13 @@ class Replay:
                 "(check_tokens=False switches this check off)"
             )
 
-    def end(self, call: Call, cache: Any) -> None:
+    def end(self, call: Call) -> None:
         length, stop = self._packed.shape[2], call.past + call.length
         self._pending = stop if stop < length and (self._tokens is None or call.tokens is None) else 0
         self._rows_kept = self._rows_kept + self._count(call)  # not in place: it may come from inference mode
         self._all_rows += self._choices * call.rows
         self._beyond += self._choices * call.batch * (stop > length)
-        self._left = CacheState(cache, call.past + call.length) if cache is not None else None
+        self._left = call.left
 
     def _count(self, call: Call) -> int | Tensor:
         """Rows of this call whose experts were those of the routes. What is forced and was not used is an error

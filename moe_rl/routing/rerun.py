@@ -7,6 +7,7 @@ close each choice was. A bias is added where a router ranks its experts.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moe_rl.routing.calls import Call, device_of
+from moe_rl.routing.calls import Call, Listener, device_of
 from moe_rl.routing.contexts import acquire
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.hooks import Tap
@@ -54,20 +55,39 @@ class _Noise(TorchFunctionMode):
         return out
 
 
-class Noise:
+class Rerun(Listener):
+    """Runs each router once more before it runs, and has it choose what it chose in that run."""
+
+    def begin(self, call: Call) -> None:
+        call.disturb = partial(self._once, set[int]())
+
+    def _once(
+        self, done: set[int], call: Call, tap: Tap, index: int, module: nn.Module, args: Any, kwargs: Any
+    ) -> None:
+        if index in done:  # a recomputation finds the choice in its job
+            return
+        done.add(index)
+        job = call.job(index)
+        call.open = False  # the experts of a block that runs for this are not those of the call
+        ids = self.choose(tap.names[index], tap.checked(index, module), module, args, kwargs, job.bias)
+        call.open = True
+        if job.forced is not None:  # any replay has precedence
+            forced = (job.forced >= 0).any(-1, keepdim=True)
+            ids = job.forced if job.holes == "none" else job.forced.where(forced, ids)
+        job.forced, job.holes = ids, "slots" if job.holes == "slots" else "none"
+
+    def choose(
+        self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
+    ) -> Tensor:
+        """`[N,K]` ids."""
+        raise NotImplementedError
+
+
+class Noise(Rerun):
     """Finds out what a router would choose under noisy logits, and has it choose that."""
 
     def __init__(self, sigma: float, generator: torch.Generator | None) -> None:
         self.sigma, self.generator = sigma, generator
-
-    def begin(self, call: Call) -> None:
-        call.disturb = self.choose
-
-    def end(self, call: Call, cache: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
     def choose(
         self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
@@ -75,7 +95,7 @@ class Noise:
         return _rerun(name, probe, module, args, kwargs, bias, _Noise(probe, self.sigma, self.generator))
 
 
-class Bias:
+class Bias(Listener):
     """Has every router rank its scores with a bias added."""
 
     def __init__(self, bias: tuple[Tensor, ...]) -> None:
@@ -85,12 +105,6 @@ class Bias:
         for index, bias in enumerate(self.bias):
             job = call.job(index)
             job.bias = bias if job.bias is None else job.bias + bias.to(job.bias)
-
-    def end(self, call: Call, cache: Any) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
 
 
 class _Watch(TorchFunctionMode):
@@ -109,7 +123,7 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Margins:
+class Margins(Rerun):
     """Margins of the choices of every router, `.values`."""
 
     def __init__(self, names: list[str]) -> None:
@@ -118,16 +132,13 @@ class Margins:
         self._calls: list[tuple[int, int, list[Tensor | None]]] = []
 
     def begin(self, call: Call) -> None:
+        super().begin(call)
         self._now = [None] * len(self._names)
-        call.disturb = self.read
 
-    def end(self, call: Call, cache: Any) -> None:
+    def end(self, call: Call) -> None:
         self._calls.append((call.batch, call.length, self._now))
 
-    def finish(self) -> None:
-        pass
-
-    def read(
+    def choose(
         self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
     ) -> Tensor:
         watch = _Watch(probe)
@@ -221,7 +232,7 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
 
 
 def _refuse_second(tap: Tap) -> None:
-    if any(isinstance(listener, Noise | Margins) for listener in tap.listeners):
+    if any(isinstance(listener, Rerun) for listener in tap.listeners):
         raise RoutingError(
             "noisy_routes or record_margins is open on this model already: each has a router choose again what it "
             "chose in a run of its own, so that of two only one would act. Leave that context first"

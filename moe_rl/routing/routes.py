@@ -61,7 +61,7 @@ class RoutedExperts(FromOthers, Stored):
         experts = experts_per_site(num_experts, names)
         packed = pack_checked(torch.as_tensor(ids), names, experts, (meta or {}).get("hash_routed", ()))
         known = None if tokens is None else checked_tokens(torch.as_tensor(tokens), packed)
-        self._set(packed, names, experts, known, meta, None)
+        vars(self).update(vars(self._trusted(packed, names, experts, tokens=known, meta=meta)))
 
     @classmethod
     def _trusted(
@@ -76,56 +76,43 @@ class RoutedExperts(FromOthers, Stored):
     ) -> "RoutedExperts":
         """Wrap packed ids known to be valid, and canonical names: nothing is checked, no device sync."""
         self = cls.__new__(cls)
-        self._set(packed, sites, tuple(num_experts), tokens, meta, has_live)
+        held = {"packed": packed, "sites": sites, "tokens": tokens, "_experts": tuple(num_experts)}
+        vars(self).update(held, _meta=dict(meta or {}), _has_live=has_live)
         return self
 
-    def _set(
-        self,
-        packed: Tensor,
-        sites: tuple[str, ...],
-        experts: tuple[int, ...],
-        tokens: Tensor | None,
-        meta: Mapping[str, Any] | None,
-        has_live: bool | None,
-    ) -> None:
-        self._packed, self._sites, self._experts = packed, sites, experts
-        self._tokens, self._meta, self._has_live = tokens, dict(meta or {}), has_live
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"{name}: routes do not change; make new ones")
 
     def _with(self, packed: Tensor, tokens: Tensor | None, has_live: bool | None = None) -> "RoutedExperts":
         return RoutedExperts._trusted(
-            packed, self._sites, self._experts, tokens=tokens, meta=self._meta, has_live=has_live
+            packed, self.sites, self._experts, tokens=tokens, meta=self._meta, has_live=has_live
         )
 
     # What is in it
 
-    @property
-    def packed(self) -> UInt[Tensor, "B T L K"]:
-        """`[B,T,L,K]`, uint8 or uint16; the largest value of the dtype means live."""
-        return self._packed
+    packed: UInt[Tensor, "B T L K"]
+    """`[B,T,L,K]`, uint8 or uint16; the largest value of the dtype means live."""
+    sites: tuple[str, ...]
+    """L qualified module names, without wrapper parts."""
+    tokens: Int[Tensor, "B T"] | None
+    """int32 token ids that the routes belong to (-1 = unknown), or None."""
+    _experts: tuple[int, ...]
+    _meta: dict[str, Any]
+    _has_live: bool | None
 
     @property
     def ids(self) -> Int[Tensor, "B T L K"]:
         """`[B,T,L,K]` int64, -1 = live. Decoded anew at every access."""
-        return unpack_ids(self._packed)
+        return unpack_ids(self.packed)
 
     def site_ids(self, site: int | str) -> Int[Tensor, "B T K"]:
         """int64 ids of one site, by position or name; the others are not decoded."""
-        return unpack_ids(self._packed[:, :, match_sites(self._sites, site)[0]])
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """L qualified module names, without wrapper parts."""
-        return self._sites
+        return unpack_ids(self.packed[:, :, match_sites(self.sites, site)[0]])
 
     @property
     def num_experts(self) -> int | tuple[int, ...]:
         """Experts per site: one int, or L of them where sites differ."""
         return self._experts[0] if len(set(self._experts)) == 1 else self._experts
-
-    @property
-    def tokens(self) -> Int[Tensor, "B T"] | None:
-        """int32 token ids that the routes belong to (-1 = unknown), or None."""
-        return self._tokens
 
     @property
     def meta(self) -> dict[str, Any]:
@@ -135,59 +122,60 @@ class RoutedExperts(FromOthers, Stored):
     @property
     def shape(self) -> torch.Size:
         """(B, T, L, K)."""
-        return self._packed.shape
+        return self.packed.shape
 
     @property
     def device(self) -> torch.device:
-        return self._packed.device
+        return self.packed.device
 
     @property
     def nbytes(self) -> int:
         """Bytes of the packed ids: B·T·L·K times 1 or 2."""
-        return self._packed.nbytes
+        return self.packed.nbytes
 
     @property
     def live(self) -> Bool[Tensor, "B T L"]:
         """True where a row has no route."""
-        return is_live(self._packed[..., 0])
+        return is_live(self.packed[..., 0])
 
     @property
     def has_live(self) -> bool:
         """Whether any row is live. Computed once (one device sync), then remembered."""
-        if self._has_live is None:
-            self._has_live = bool(self.live.any())
-        return self._has_live
+        known = self._has_live
+        if known is None:
+            known = vars(self)["_has_live"] = bool(self.live.any())
+        return known
 
     @property
     def token_hash(self) -> str | None:
         """SHA-256 over shape and int32 little-endian values of the tokens; None where they are unknown."""
-        if self._tokens is None:
+        if self.tokens is None:
             return None
-        values = self._tokens.cpu().contiguous().numpy().astype("<i4")
+        values = self.tokens.cpu().contiguous().numpy().astype("<i4")
         return hashlib.sha256(repr(values.shape).encode() + values.tobytes()).hexdigest()
 
     def equal(self, other: "RoutedExperts") -> bool:
         """Same sites, num_experts, ids (slot order included), and tokens where both know theirs."""
-        if self._sites != other._sites or self._experts != other._experts or self.shape != other.shape:
+        if self.sites != other.sites or self._experts != other._experts or self.shape != other.shape:
             return False
-        mine, theirs = self._tokens, other._tokens
+        mine, theirs = self.tokens, other.tokens
         if mine is not None and theirs is not None and not torch.equal(mine, theirs.to(self.device)):
             return False
-        return torch.equal(words(self._packed), words(other._packed.to(self.device)))
+        return torch.equal(words(self.packed), words(other.packed.to(self.device)))
 
     def __repr__(self) -> str:
         b, t, sites, k = self.shape
         return (
             f"RoutedExperts({b} sequences x {t} tokens x {sites} sites x {k} of {self.num_experts} experts, "
-            f"{self._packed.dtype} on {self.device}{', with tokens' if self._tokens is not None else ''})"
+            f"{self.packed.dtype} on {self.device}{', with tokens' if self.tokens is not None else ''})"
         )
 
     # Taking parts, moving, putting together
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RoutedExperts":
         """The same routes on another device."""
-        tokens = None if self._tokens is None else self._tokens.to(device, non_blocking=non_blocking)
-        return self._with(self._packed.to(device, non_blocking=non_blocking), tokens, self._has_live)
+        tokens = None if self.tokens is None else self.tokens.to(device, non_blocking=non_blocking)
+        return self._with(self.packed.to(device, non_blocking=non_blocking), tokens, self._has_live)
 
     def rows(
         self, index: int | slice | Sequence[int] | Sequence[bool] | np.integer | np.ndarray | Tensor
@@ -206,27 +194,27 @@ class RoutedExperts(FromOthers, Stored):
         except (IndexError, TypeError) as error:
             raise RoutingError(f"rows: no such rows among B = {size} sequences: {error}") from error
         chosen = chosen.reshape(-1).to(self.device)
-        tokens = None if self._tokens is None else self._tokens.index_select(0, chosen)
-        packed = words(self._packed).index_select(0, chosen).view(self._packed.dtype)
+        tokens = None if self.tokens is None else self.tokens.index_select(0, chosen)
+        packed = words(self.packed).index_select(0, chosen).view(self.packed.dtype)
         return self._with(packed, tokens, None if self._has_live else self._has_live)
 
     def select(self, sites: str | int | Iterable[str | int]) -> "RoutedExperts":
         """The routes of some sites, in that order: names, shell patterns or indices (`match_sites`)."""
-        chosen = match_sites(self._sites, sites)
+        chosen = match_sites(self.sites, sites)
         index = torch.tensor(chosen, device=self.device)
         return RoutedExperts._trusted(
-            words(self._packed).index_select(2, index).view(self._packed.dtype),
-            tuple(self._sites[i] for i in chosen),
+            words(self.packed).index_select(2, index).view(self.packed.dtype),
+            tuple(self.sites[i] for i in chosen),
             [self._experts[i] for i in chosen],
-            tokens=self._tokens,
+            tokens=self.tokens,
             meta=self._meta,
             has_live=None if self._has_live else self._has_live,
         )
 
     def columns(self, part: slice) -> "RoutedExperts":
         """The routes of a range of token positions, the same of every sequence: where a batch loses its padding."""
-        tokens = None if self._tokens is None else self._tokens[:, part]
-        packed = words(self._packed)[:, part].contiguous().view(self._packed.dtype)
+        tokens = None if self.tokens is None else self.tokens[:, part]
+        packed = words(self.packed)[:, part].contiguous().view(self.packed.dtype)
         return self._with(packed, tokens, has_live=None if self._has_live else self._has_live)
 
     def realign(self, from_mask: Tensor, to_mask: Tensor) -> "RoutedExperts":
@@ -259,9 +247,9 @@ class RoutedExperts(FromOthers, Stored):
                 f"sequence {row} has {int(counts[0, row])} tokens in from_mask and {int(counts[1, row])} in "
                 "to_mask: the masks are of different batches, or one lacks the prompt or the last token"
             )
-        live = 255 if self._packed.dtype == torch.uint8 else -1
-        packed = move_tokens(words(self._packed), source, target, live).view(self._packed.dtype)
-        tokens = None if self._tokens is None else move_tokens(self._tokens, source, target, -1)
+        live = 255 if self.packed.dtype == torch.uint8 else -1
+        packed = move_tokens(words(self.packed), source, target, live).view(self.packed.dtype)
+        tokens = None if self.tokens is None else move_tokens(self.tokens, source, target, -1)
         return self._with(packed, tokens)
 
     @staticmethod
@@ -274,7 +262,7 @@ class RoutedExperts(FromOthers, Stored):
             raise RoutingError("cat needs at least one RoutedExperts")
         first = parts[0]
         for i, part in enumerate(parts):
-            if (part._sites, part._experts, part.shape[3]) != (first._sites, first._experts, first.shape[3]):
+            if (part.sites, part._experts, part.shape[3]) != (first.sites, first._experts, first.shape[3]):
                 raise RoutingError(f"part {i} has other sites, experts or slots: {part} after {first}")
             if part.shape[1] != first.shape[1]:
                 raise RoutingError(
@@ -282,15 +270,15 @@ class RoutedExperts(FromOthers, Stored):
                     "with realign first"
                 )
         tokens = None
-        if any(part._tokens is not None for part in parts):
+        if any(part.tokens is not None for part in parts):
             unknown = [torch.full(p.shape[:2], -1, dtype=torch.int32, device=p.device) for p in parts]
-            tokens = torch.cat([u if p._tokens is None else p._tokens for u, p in zip(unknown, parts, strict=True)])
+            tokens = torch.cat([u if p.tokens is None else p.tokens for u, p in zip(unknown, parts, strict=True)])
         shared = {k: v for k, v in first._meta.items() if all(p._meta.get(k, ...) == v for p in parts)}
         known = [part._has_live for part in parts]
         has_live = True if True in known else None if None in known else False
         return RoutedExperts._trusted(
-            torch.cat([words(part._packed) for part in parts]).view(first._packed.dtype),
-            first._sites,
+            torch.cat([words(part.packed) for part in parts]).view(first.packed.dtype),
+            first.sites,
             first._experts,
             tokens=tokens,
             meta=shared,

@@ -41,7 +41,8 @@ class Selector:
     arrival: where the selected ids reach the experts: the child of the block and its argument, by place or by name;
         None where they arrive in another form (all experts run, slots sorted by expert, an id that is remapped).
     output: where in the output tuple the selected ids are, or None where no output holds them unchanged.
-    mode: what answers the router, where it does not select with a `topk` (Phi-MoE); None: `Selection`.
+    by_max: the selection is a sequence of `max` calls, not a `topk` (Phi-MoE).
+    mode: what answers the router, where `Selection` alone does not (`other_routers`).
     logits: which of the router's linear maps onto `num_experts` makes the logits; where selection noise goes.
     """
 
@@ -52,13 +53,9 @@ class Selector:
     depth: int = 0
     arrival: tuple[str, int | str] | None = None
     output: int | None = None
+    by_max: bool = False
     mode: "type[Selection] | None" = None
     logits: int = -1
-
-    @property
-    def by_max(self) -> bool:
-        """The selection is a sequence of `max` calls, not a `topk`."""
-        return self.mode is not None
 
 
 @no_type_check
@@ -107,17 +104,6 @@ class Job:
             holes = "slots" if "slots" in (holes, self.holes) else "rows" if self.holes == "rows" else "none"
         self.forced, self.holes = forced, holes
 
-    def underlay(self, ids: Tensor) -> None:
-        """Force ids wherever nothing is forced yet (selection noise: any replay has precedence)."""
-        if self.forced is not None:
-            ids = (
-                self.forced.where((self.forced >= 0).any(-1, keepdim=True), ids)
-                if self.holes != "none"
-                else self.forced
-            )
-        self.forced = ids
-        self.holes = "slots" if self.holes == "slots" else "none"
-
 
 @no_type_check
 def is_held(forced: Tensor, num_experts: int) -> Tensor:
@@ -162,16 +148,12 @@ class Selection(TorchFunctionMode):
         self.name, self.probe, self.job, self.frame = name, probe, job, frame
         self.calls = 0
         self.answered = False
-        self.opened: Tensor | None = None
-        self.masked: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in TOPK and self.concerned():
             self.calls += 1
             if self.calls - 1 == self.probe.selection:
                 return self.select(*args, **(kwargs or {}))
-        elif func in FILL and self.job.forced is not None and self.concerned():
-            return self.open(func, args, kwargs or {})
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def concerned(self) -> bool:
@@ -188,20 +170,6 @@ class Selection(TorchFunctionMode):
                 "routes cannot be forced. Close the context and open it again: the router is then checked anew"
             )
 
-    def open(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Group-limited routers mask the experts of closed groups, and some read gates from the masked scores.
-
-        A forced expert has to keep its score, whichever groups are open now.
-        """
-        scores, mask = args[0], args[1] if len(args) > 1 else kwargs.get("mask")
-        if scores.shape[-1] != self.probe.num_experts or not isinstance(mask, Tensor) or mask.shape != scores.shape:
-            return func(*args, **kwargs)
-        if self.job.holes == "none" and not self.job.shadow:
-            return scores  # nothing is ranked any more, and ranking is all the mask is for
-        self.masked = _masked_fill(*args, **kwargs)
-        self.opened = scores.where(is_held(self.shaped(scores), scores.shape[-1]), self.masked)
-        return self.opened
-
     def select(self, input: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:  # names of torch.topk
         job = self.job
         if input.shape[-1] != self.probe.num_experts or k != self.probe.k:
@@ -214,7 +182,7 @@ class Selection(TorchFunctionMode):
             values = input.gather(-1, ids)
             self.report(ids)
             return torch.return_types.topk((values, ids))
-        ranked = self.masked if self.masked is not None and input is self.opened else input
+        ranked = self.ranked(input)
         if job.bias is not None:
             ranked = ranked + job.bias.to(ranked.device)
         best, live = _topk(ranked, k, *args, **kwargs)
@@ -227,6 +195,10 @@ class Selection(TorchFunctionMode):
             values = input.gather(-1, ids)
         self.report(ids, live, best, values)
         return torch.return_types.topk((values, ids))
+
+    def ranked(self, scores: Tensor) -> Tensor:
+        """What the live choice is made of."""
+        return scores
 
     def shaped(self, scores: Tensor) -> Tensor:
         """The forced ids in the shape of the router's scores; says so where the row count does not fit."""

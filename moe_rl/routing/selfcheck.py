@@ -21,7 +21,7 @@ from moe_rl.routing.evidence import kept_slots, tensors_of
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.probing import Seen, around, evidence, forced_forward, forward, quiet, refused, watch
 from moe_rl.routing.selection import LINEAR, Selector
-from moe_rl.routing.sequential_max import SequentialMax
+from moe_rl.routing.sequential_max import MaskedSelection, SequentialMax
 
 _BY_MAX = {"PhimoeTopKRouter"}  # routers that select by successive maxima
 _ZERO_GATES = 0.05  # share of exactly zero gates that underflow may explain, where logits cannot be set
@@ -96,9 +96,9 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
         k = ids.numel() // rows
         experts = int(getattr(site.module, "num_experts", 0)) or int(ids.max()) + 1
         logits = _last_of(seen.linear, experts)
-        return Selector(
-            experts, k, len(seen.maxima), output=place, mode=None if site.fixed else SequentialMax, logits=logits
-        )
+        by_max = not site.fixed
+        answer = SequentialMax if by_max else None
+        return Selector(experts, k, len(seen.maxima), output=place, by_max=by_max, mode=answer, logits=logits)
     if not seen.ranked:
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
     calls = len(seen.ranked)
@@ -106,13 +106,15 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
         for call in reversed(range(calls)):
             experts, k, chosen = seen.ranked[call]
             if chosen.numel() == ids.numel() == rows * k and torch.equal(chosen.reshape(-1), ids.reshape(-1)):
-                return Selector(experts, k, calls, call, output=place, logits=_logits(seen, call))
+                mode = MaskedSelection if experts in seen.masked else None
+                return Selector(experts, k, calls, call, output=place, mode=mode, logits=_logits(seen, call))
     experts, k, chosen = seen.ranked[-1]
     if chosen.numel() != rows * k:
         raise refused(
             tap, index, f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens"
         )
-    return Selector(experts, k, calls, calls - 1, logits=_logits(seen, calls - 1))
+    mode = MaskedSelection if experts in seen.masked else None
+    return Selector(experts, k, calls, calls - 1, mode=mode, logits=_logits(seen, calls - 1))
 
 
 def _logits(seen: Seen, call: int) -> int:

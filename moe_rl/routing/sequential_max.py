@@ -1,4 +1,4 @@
-"""The mode for routers that select with a sequence of `max` calls (Phi-MoE)."""
+"""Modes for routers that do more than one `topk`: those that mask closed groups of experts, and Phi-MoE."""
 
 from types import FrameType
 from typing import Any
@@ -61,3 +61,34 @@ class SequentialMax(Selection):
                 logits, best, live = self.top or (None, None, None)
                 self.report(used, live, best, None if logits is None else logits.gather(-1, used))
         return torch.return_types.max((values, ids))
+
+
+@no_type_check
+class MaskedSelection(Selection):
+    """For routers that mask the experts of closed groups; some read gates from the masked scores.
+
+    A forced expert has to keep its score, whichever groups are open now.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.opened: Tensor | None = None
+        self.masked: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in FILL and self.job.forced is not None and self.concerned():
+            return self.open(func, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def open(self, func: Any, args: Any, kwargs: Any) -> Any:
+        scores, mask = args[0], args[1] if len(args) > 1 else kwargs.get("mask")
+        if scores.shape[-1] != self.probe.num_experts or not isinstance(mask, Tensor) or mask.shape != scores.shape:
+            return func(*args, **kwargs)
+        if self.job.holes == "none" and not self.job.shadow:
+            return scores  # nothing is ranked any more, and ranking is all the mask is for
+        self.masked = torch.ops.aten.masked_fill(*args, **kwargs)
+        self.opened = scores.where(is_held(self.shaped(scores), scores.shape[-1]), self.masked)
+        return self.opened
+
+    def ranked(self, scores: Tensor) -> Tensor:
+        return self.masked if self.masked is not None and scores is self.opened else scores

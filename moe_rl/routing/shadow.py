@@ -23,13 +23,12 @@ class ShadowReplay(Replay):
 
     def begin(self, call: Call) -> None:
         super().begin(call)
-        self._seen.begin(call)
         for index, site in enumerate(self._tap.sites):
             if not site.fixed:
                 call.job(index).shadow = True
 
-    def end(self, call: Call, cache: Any) -> None:
-        super().end(call, cache)
+    def end(self, call: Call) -> None:
+        super().end(call)
         live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]
         packed = stacked(self._tap, call, live, self._packed.dtype)
         device, k = packed.device, packed.shape[-1]
@@ -40,7 +39,7 @@ class ShadowReplay(Replay):
                 for scores in zip(*((None, None) if j is None else (j.best, j.scores) for j in call.jobs), strict=True)
             )
             regret = (best - used).sum(-1).clamp_(min=0)
-        self._seen.end(call, cache, (packed, tokens_of(call, packed), regret), (self._sentinel, -1, 0))
+        self._seen.end(call, (packed, tokens_of(call, packed), regret), (self._sentinel, -1, 0))
 
     @property
     def shadow(self) -> RoutedExperts:

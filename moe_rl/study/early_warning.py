@@ -129,8 +129,8 @@ def correlations_within(
         where none remains.
     """
     weight = times * np.isfinite(signal + final)
-    ranks = [ranks_within(values, arm, weight) for values in (signal, final)]
-    plain = _mean_over_arms(_correlations(*ranks, arm, weight), arm, weight)
+    one, other = (ranks_within(values, arm, weight) for values in (signal, final))
+    plain = _mean_over_arms(_correlations(one, other, arm, weight), arm, weight)
     weight = weight * np.isfinite(reward)
     signal, final, reward = (ranks_within(values, arm, weight) for values in (signal, final, reward))
     pairs = ((signal, final), (signal, reward), (reward, final))

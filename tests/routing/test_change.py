@@ -306,8 +306,7 @@ def test_the_device_kernel_and_chunk_sizes_agree_with_the_cpu_kernel(pair, rows,
     old, new = (packing.compact(x.sort(-1).values if ordered else x) for x in pair)
     slots, counts = change.changed_slots(old, new), change_counts(*pair)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "_CPU_ROWS", rows)
-        patch.setattr(packing, "_BLOCK_ROWS", max(1, rows // 3))
+        patch.setattr(packing, "_CPU_ROWS", 4 * rows)
         chunked, in_parts = change.changed_slots(old, new), change_counts(*pair)
         patch.setattr(packing, "_differing_numpy", packing._differing_torch)
         device = change.changed_slots(old, new)
