@@ -113,3 +113,14 @@ def test_published_early_warning_is_that_of_the_committed_signals(table, cpu):
     found = script_of["early_warning"]([script_of["signals_of"](one, steps) for one in there], resamples=2)
     for name in {"runs", "bad", "auc", "within", "pairs", "correlation", "correlation_within"} & set(committed):
         assert found[name].to_numpy() == pytest.approx(committed[name].to_numpy(), abs=1e-5), name
+
+
+@pytest.mark.parametrize("rounding", [None, "native", "avx2"])
+def test_published_early_signals_are_those_of_the_committed_ones(rounding):
+    script_of, folder = script("early_warning"), ROOT / "docs" / "results"
+    name = "early_signals" + (f"_{rounding}" if rounding else "")
+    committed = pd.read_csv(folder / "early_warning" / f"{name}.csv")
+    table = script_of["signals_of"](folder / "early_signals", [5, 10], rounding)
+    found = script_of["early_warning"]([table], resamples=2)
+    for column in ("runs", "bad", "within", "correlation_within", "beyond_reward"):
+        assert found[column].to_numpy() == pytest.approx(committed[column].to_numpy(), abs=1e-5, nan_ok=True), column
