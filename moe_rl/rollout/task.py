@@ -8,6 +8,7 @@ import math
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -175,6 +176,10 @@ def shortened(text: str, limit: int = 200) -> str:
     return repr(text) if len(text) <= limit else f"{text[:limit]!r}... ({len(text)} characters)"
 
 
+class _OverdueError(BaseException):
+    """Code that ran too long; no Exception, for verifiers catch those."""
+
+
 @contextmanager
 def _time_limit(seconds: float | None) -> Iterator[None]:
     if not seconds or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
@@ -182,15 +187,19 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
         return
 
     def stop(*_: Any) -> None:
-        raise TaskError(f"did not return within {seconds:g} seconds (task.verifier_seconds)")
+        raise _OverdueError
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler, started = signal.signal(signal.SIGALRM, stop), time.monotonic()
+    left, every = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)  # again and again: code may catch the first
     try:
         yield
+    except _OverdueError:
+        raise TaskError(f"did not return within {seconds:g} seconds (task.verifier_seconds)") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # a timer of the caller's
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - started), 1e-6), every)
 
 
 def token_ids(tokenizer: Any, text: str | list[str], **options: Any) -> Any:

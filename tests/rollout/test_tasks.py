@@ -1,6 +1,9 @@
+import contextlib
 import random
 import re
+import signal
 import textwrap
+import time
 
 import pytest
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from moe_rl.policy.tiny import char_tokenizer, demonstration_batch
 from moe_rl.rollout import TASKS, Problem, Task, TaskConfig, TaskError, VerifiableTask, is_held_out, make_task
 from moe_rl.rollout.engine import encode_prompts
+from moe_rl.rollout.task import user_code
 
 CHARACTER_TASKS = sorted(set(TASKS) - {"jsonl", "reasoning_gym"})  # the others need a file or a package
 CHAIN = make_task(TaskConfig("mod_chain"))
@@ -202,3 +206,28 @@ def test_a_text_that_the_tokenizer_has_no_tokens_for_is_a_mistake_of_the_task():
         encode_prompts(tokenizer, [Problem("^0+1=", "1"), Problem("^0-a=", "1")])
     with pytest.raises(TaskError, match=r"cannot encode '7\$' .*: it lacks '7'"):
         demonstration_batch(tokenizer, ["^0+1=", "^1+1="], ["1", "7"])
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="limits are set by Unix timers")
+def test_a_time_limit_stops_code_that_catches_exceptions_and_leaves_the_timer_of_its_caller():
+    def endless():
+        ends = time.monotonic() + 30
+        while time.monotonic() < ends:
+            with contextlib.suppress(Exception):  # as verifiers do around parsers
+                time.sleep(0.01)
+
+    rang = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rang.append(time.monotonic()))
+    try:
+        started = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
+        late = pytest.raises(TaskError, match=r"did not return within 0\.1 seconds")
+        with late, user_code(CHAIN, "reward", seconds=0.1):
+            endless()
+        assert time.monotonic() - started < 20 and not rang
+        while not rang and time.monotonic() - started < 20:
+            time.sleep(0.01)
+        assert rang and rang[0] - started >= 0.39
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
