@@ -31,8 +31,8 @@ from torch.profiler import ProfilerActivity, profile
 from moe_rl.policy.models import ModelConfig
 from moe_rl.policy.tiny import TinyConfig
 from moe_rl.rollout import Rollout
-from moe_rl.rollout.completions import minibatches
 from moe_rl.training import MethodConfig, ProbeConfig, RunConfig, State, ValueConfig, begin
+from moe_rl.training.batch import minibatches
 from moe_rl.training.loop import advantages_of, responses, update_on
 from moe_rl.training.memory import memory_metrics
 from moe_rl.training.score import make_batch, score_rollout

@@ -9,8 +9,8 @@ from pathlib import Path
 import moe_rl
 from moe_rl.policy import ModelConfig, TinyConfig
 from moe_rl.rollout import TaskConfig
-from moe_rl.rollout.completions import minibatches
 from moe_rl.training import MethodConfig, OptimConfig, ProbeConfig, RolloutConfig, RunConfig, begin
+from moe_rl.training.batch import minibatches
 from moe_rl.training.loop import collect_batch, start_probe, update_on
 
 PACKAGE = Path(moe_rl.__file__).parent

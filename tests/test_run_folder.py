@@ -1,6 +1,5 @@
 """Run folders written by other people's trainers: rows, resumes, crashes, wrong names."""
 
-import html
 import json
 import os
 import re
@@ -17,7 +16,6 @@ from moe_rl.study import RunWriter, load
 from moe_rl.study.comparing import comparisons
 from moe_rl.study.figures import FIGURES, NothingToDraw
 from moe_rl.study.live import LiveStudy
-from moe_rl.study.report import write_report
 from moe_rl.study.result_tables import result_tables
 from moe_rl.study.token_view import TokenStep
 
@@ -73,74 +71,6 @@ def test_arms_of_another_trainer_are_compared_whatever_its_settings_are_called(t
     for name in ("minibatches", "precision", "depth_width"):  # which read settings of the laboratory's own runs
         with pytest.raises(NothingToDraw):
             FIGURES[name](data)
-
-
-CHANGED = {"slots_changed": 0, "slots": 5, "sites_changed": 0, "sites": 3, "tokens_changed": 0, "tokens": 2}
-SITES = {"site_names": ["a", "b"], "site_slots_changed": [0, 1], "site_slots": [2, 3]}
-ONE_SITE = {"site_names": ["a"], "site_slots_changed": [0], "site_slots": [2]}
-
-
-@pytest.mark.parametrize(
-    ("probes", "reason"),
-    [
-        ({"slots_changed": 1, "slots": 5}, "expert_change: the runs recorded no sites_changed, sites"),
-        ({"slots_changed": 1}, "expert_change: the runs recorded no slots, sites_changed"),
-        (dict.fromkeys(CHANGED, 0), "expert_change: slots, sites and tokens are 0 in every probe"),
-        ({"flips_histogram": [0, 0], "deviation_histogram": [0, 0]}, "flips_per_token: no arm has tokens in"),
-        ({"flips_histogram": [], "deviation_histogram": []}, "flips_per_token: no arm has tokens in"),
-        (
-            [{"flips_histogram": [1] * n, "deviation_histogram": [1]} for n in (2, 3)],
-            "flips_per_token: rows of one arm have a flips_histogram of 2 and 3 entries",
-        ),
-        ({name: [] for name in SITES}, "expert_change_by_site: the runs name no routing site"),
-        ({**SITES, "site_slots_changed": [0, 0], "site_slots": [0, None]}, "expert_change_by_site: site_slots is 0 at"),
-        ([SITES, ONE_SITE], "expert_change_by_site: rows of one arm have a site_slots_changed of 1 and 2 entries"),
-    ],
-)
-def test_the_report_says_what_is_missing_of_legal_rows_that_make_no_figure(tmp_path, probes, reason):
-    write_probes(tmp_path, probes)
-    assert reason in html.unescape(write_report(tmp_path).read_text())
-
-
-@pytest.mark.parametrize(
-    ("probes", "figure"),
-    [
-        ({**CHANGED, "tokens": 0}, "expert_change"),
-        ({"flips_histogram": [2, None], "deviation_histogram": [3]}, "flips_per_token"),
-        ({**SITES, "site_slots_changed": [None, 1], "site_slots": [None, 3]}, "expert_change_by_site"),
-    ],
-)
-def test_null_is_0_of_0(tmp_path, probes, figure):
-    write_probes(tmp_path, probes)
-    frame = FIGURES[figure](load(tmp_path)).frame
-    if figure == "expert_change_by_site":
-        assert frame["site_slots"].tolist() == [0, 6]
-        assert frame["rate"].tolist() == pytest.approx([np.nan, 1 / 3], nan_ok=True)
-
-
-@pytest.mark.parametrize(
-    ("kind", "values"),
-    [
-        ("update", {"clipped_tokens": 0, "tokens": 0}),
-        ("update", {"clipped_tokens": 0}),
-        ("floor", {"variant": "repeat", "slots_changed": 0, "slots": 3}),
-        ("engine", {"pair": "engines", "update": 0, "var_token": 0.1, "var_sequence": 0.2}),
-        ("decomposition", {"update": 1, "token_variance": 0.1, "sequence_variance": 0.2, "token_var_routing": 0.1}),
-    ],
-)
-def test_rows_with_some_of_the_columns_make_a_report(tmp_path, kind, values):
-    with RunWriter(tmp_path, arm="a") as run:
-        run.rollout(0, reward=0.3)
-        run.probe(0, 1, **CHANGED)
-        run.row(kind, 0, **({"update": 1} if kind == "update" else {}), **values)
-    assert ('id="figure-engine_mismatch"' in write_report(tmp_path).read_text()) == (kind == "engine")
-
-
-def write_probes(folder, probes):
-    with RunWriter(folder, arm="a") as run:
-        for step, values in enumerate(probes if isinstance(probes, list) else [probes] * 2):
-            run.rollout(step, reward=0.3)
-            run.probe(step, 1, **values)
 
 
 def test_a_label_of_another_trainer_that_is_no_mathematics_is_drawn_as_it_is(tmp_path):

@@ -26,10 +26,11 @@ from moe_rl.checks import digests, is_sealed, other_content, parse_json, sealed
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.logprobs import hf_model
 from moe_rl.rollout import Problem, Rollout
-from moe_rl.rollout.completions import Batch, Responses
+from moe_rl.rollout.completions import Responses
 from moe_rl.rollout.engine import gathered
 from moe_rl.routing import RoutedExperts
 from moe_rl.runlog import Mark
+from moe_rl.training.batch import Batch
 from moe_rl.training.sharding import as_placed, load_whole
 from moe_rl.training.state import State
 

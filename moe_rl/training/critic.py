@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import causal_lm
 from moe_rl.measure.other_heads import backbone_of
 from moe_rl.objectives import generalized_advantages, token_rewards, value_loss, whiten
-from moe_rl.rollout.completions import Batch
+from moe_rl.training.batch import Batch
 from moe_rl.training.config import OptimConfig, ValueConfig
 from moe_rl.training.optimizer import make_optimizer
 from moe_rl.training.ranks import Ranks

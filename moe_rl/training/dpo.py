@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from moe_rl.objectives import LossOutput, TokenValues, dpo_loss, sequence_margin, token_log_ratio
-from moe_rl.rollout.completions import Batch
+from moe_rl.training.batch import Batch
 
 
 def best_and_worst(rewards: Float[Tensor, " B"], group_size: int) -> Int[Tensor, " N"]:

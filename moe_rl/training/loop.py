@@ -20,11 +20,11 @@ from torch import Tensor
 from moe_rl.measure.logprobs import TokenLogps
 from moe_rl.objectives import group_advantages
 from moe_rl.rollout import Rollout, TaskError, demonstrate, seeded_random
-from moe_rl.rollout.completions import Batch, minibatches
 from moe_rl.rollout.continuing import partial_responses, version_metrics
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.task import problems_of
+from moe_rl.training.batch import Batch, minibatches
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
 from moe_rl.training.config import RunConfig
 from moe_rl.training.dpo import pairs_of

@@ -23,8 +23,8 @@ from moe_rl.measure.metrics import (
 )
 from moe_rl.measure.router_shift import gates_and_margins
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
-from moe_rl.rollout.completions import Batch
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
+from moe_rl.training.batch import Batch
 from moe_rl.training.probe_options import Decomposition, replay_gradients
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.rollout_engine import from_engine

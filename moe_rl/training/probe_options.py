@@ -12,8 +12,8 @@ from moe_rl.measure.gradients import gradient_metrics, loss_gradient
 from moe_rl.measure.noise_floor import NoiseFloor, floor_metrics
 from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.measure.weights import copy_weights
-from moe_rl.rollout.completions import Batch
 from moe_rl.routing import replay_routes
+from moe_rl.training.batch import Batch
 
 
 class Decomposition:

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from moe_rl.measure.metrics import change_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.rollout import Problem, Rollout
-from moe_rl.rollout.completions import Batch
 from moe_rl.rollout.engine import Engine, ModelEngine, forward_logps
 from moe_rl.rollout.engines import EngineError, gathered, make_engine
 from moe_rl.routing import RoutedExperts, change_counts
+from moe_rl.training.batch import Batch
 from moe_rl.training.config import RolloutConfig
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.sharding import as_placed, is_sharded

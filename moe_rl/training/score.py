@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.rollout import Rollout, score
-from moe_rl.rollout.completions import Batch, Place, joined, micro_batches
 from moe_rl.rollout.task import shortened
 from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
+from moe_rl.training.batch import Batch, Place, joined, micro_batches
 from moe_rl.training.critic import Critic
 from moe_rl.training.incidents import NotFiniteError
 from moe_rl.training.ranks import Ranks

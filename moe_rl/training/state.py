@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from moe_rl.rollout import Rollout, seeded_generator
-from moe_rl.rollout.completions import Batch
 from moe_rl.rollout.continuing import in_turns
 from moe_rl.rollout.engine import Engine, ModelEngine
 from moe_rl.runlog import RunLog
+from moe_rl.training.batch import Batch
 from moe_rl.training.config import RunConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.levers import ExpertBias

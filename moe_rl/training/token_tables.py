@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.rollout.completions import Batch
 from moe_rl.routing import flips_per_token
 from moe_rl.tables import write_table
+from moe_rl.training.batch import Batch
 from moe_rl.training.levers import only
 from moe_rl.training.probe import Observation
 from moe_rl.training.route_tables import write_route_changes, write_route_table

@@ -14,8 +14,8 @@ from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.metrics import load_violation, masked_mismatch_metrics, ratio_range_metrics, update_ratio_metrics
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
 from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
-from moe_rl.rollout.completions import Batch, Place, joined, micro_batches
 from moe_rl.routing import change_counts, expert_load, noisy_routes, record_routes, replay_routes
+from moe_rl.training.batch import Batch, Place, joined, micro_batches
 from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.dpo import pair_loss

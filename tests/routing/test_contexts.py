@@ -9,6 +9,7 @@ import pytest
 import torch
 from routing_helpers import assert_same, disturbed, hooked, moe, routes_of, tokens
 from torch import nn
+from torch.nn import functional
 
 from moe_rl.routing import (
     RoutingError,
@@ -18,6 +19,7 @@ from moe_rl.routing import (
     record_routes,
     replay_routes,
 )
+from moe_rl.routing.hooks import Tap
 
 
 def test_inner_replay_wins_and_every_recorder_sees_what_was_used() -> None:
@@ -199,3 +201,31 @@ def test_ids_that_routers_return_by_sequence_are_rows_all_the_same() -> None:
         layer.mlp.gate.register_forward_hook(lambda _, args, out: (*out[:2], out[2].reshape(2, -1)))
         layer.mlp.experts.register_forward_pre_hook(lambda _, args: (args[0], args[1].reshape(-1, 1), args[2]))
     assert routes_of(model, inputs).equal(wanted)
+
+
+def test_a_context_inside_a_replay_does_not_forget_what_was_not_read_yet(monkeypatch):
+    """On a device the proof is read at the end; opening another context there once set it to nothing."""
+
+    def deferred(self, call):
+        kept = None if self.examining else call.kept()
+        if kept is not None:
+            self.lost = self.lost + (~kept).sum(-1)
+
+    monkeypatch.setattr(Tap, "prove", deferred)
+    model, inputs = moe(), tokens()
+    routes = routes_of(disturbed(model, 0.2), inputs)
+    block = model.model.layers[1].mlp
+
+    def chooses_again(hidden):
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        gates = block.gate(flat)[1]
+        ids = functional.linear(flat, block.gate.weight).argsort(-1, descending=True)[:, : gates.shape[-1]]
+        return block.experts(flat, ids, gates).reshape(hidden.shape)
+
+    with pytest.raises(RoutingError, match="got others than were forced"), torch.no_grad():  # noqa: SIM117
+        with replay_routes(model, routes):
+            monkeypatch.setattr(block, "forward", chooses_again)
+            model(inputs)
+            monkeypatch.delattr(block, "forward")
+            with record_routes(model):
+                pass

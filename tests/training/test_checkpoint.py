@@ -13,12 +13,12 @@ from micro import MICRO
 
 from moe_rl.policy.models import ModelConfig, load_model
 from moe_rl.policy.tiny import ModelError
-from moe_rl.rollout.completions import Batch
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.routing import RoutedExperts
 from moe_rl.runlog import DamagedMetricsError, RunLog
 from moe_rl.tables import write_table
 from moe_rl.training import run
+from moe_rl.training.batch import Batch
 from moe_rl.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, settle
 from moe_rl.training.method import resolve_method
 from moe_rl.training.ranks import Ranks

@@ -10,7 +10,6 @@ from micro import MICRO, rows
 
 from moe_rl.objectives import group_advantages
 from moe_rl.policy.lora import LoraConfig
-from moe_rl.rollout.completions import Batch
 from moe_rl.routing import (
     RoutedExperts,
     RoutingError,
@@ -21,6 +20,7 @@ from moe_rl.routing import (
     replay_routes,
 )
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
+from moe_rl.training.batch import Batch
 from moe_rl.training.levers import ExpertBias, check_choice, kept_rows, only
 from moe_rl.training.loop import collect_batch
 from moe_rl.training.update import update_routing

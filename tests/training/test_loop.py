@@ -8,9 +8,9 @@ from micro import MICRO, rows
 from safetensors import SafetensorError
 
 from moe_rl.rollout import seeded_random
-from moe_rl.rollout.completions import micro_batches
 from moe_rl.study.run import run_one
 from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train, validate
+from moe_rl.training.batch import micro_batches
 from moe_rl.training.checkpoint import save_checkpoint
 from moe_rl.training.loop import collect_batch, responses
 from moe_rl.training.score import score_rollout

@@ -3,7 +3,7 @@
 import torch
 
 from moe_rl.policy.tiny import char_tokenizer
-from moe_rl.rollout.completions import Batch
+from moe_rl.training.batch import Batch
 from moe_rl.training.token_tables import prompt_texts, token_pieces
 
 

@@ -9,9 +9,9 @@ from moe_rl.objectives import dpo_coefficients
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import Problem, Rollout
 from moe_rl.rollout.character_tasks import ModChain
-from moe_rl.rollout.completions import Batch
 from moe_rl.routing import RoutedExperts
 from moe_rl.training import OptimConfig, RewardConfig
+from moe_rl.training.batch import Batch
 from moe_rl.training.dpo import best_and_worst, pair_loss, preferences
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import Comparisons, RewardModel, ranked_pairs

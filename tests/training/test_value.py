@@ -8,9 +8,9 @@ import torch
 from moe_rl.measure import token_logps
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout.character_tasks import ModChain
-from moe_rl.rollout.completions import Batch
 from moe_rl.routing import record_routes
 from moe_rl.training import OptimConfig, ValueConfig
+from moe_rl.training.batch import Batch
 from moe_rl.training.critic import Critic
 from moe_rl.training.ranks import Ranks
 

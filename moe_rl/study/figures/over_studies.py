@@ -91,6 +91,19 @@ SIGNALS = {"update": "#D55E00", "probe": "#0B4A8F", "rollout": INK}
 """Kind of the rows that a signal is read from -> its colour."""
 
 
+def _signal_panels(drawn: Figure, order: list[str], steps: Sequence[int], nothing: float) -> Sequence[Axes]:
+    """A panel for each number of steps, a row for each signal; a line where a signal tells nothing."""
+    axes = drawn.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    for ax, step in zip(axes, steps, strict=True):
+        ax.axvline(nothing, color=INK, lw=0.8, zorder=1)
+        ax.set_title(f"after {step} steps", fontsize=7)
+        ax.tick_params(axis="y", length=0)
+        ax.spines[["left", "right", "top"]].set_visible(False)
+    axes[0].set_yticks(range(len(order)), order, fontsize=6.5)
+    axes[0].set_ylim(-0.6, len(order) - 0.4)
+    return list(axes)
+
+
 def _kinds_legend(drawn: Figure, ax: Axes, colours: list[str], others: Sequence[PathCollection] = ()) -> None:
     marks = [
         ax.scatter([], [], c=colour, s=14, label=f"of {name}s") for name, colour in SIGNALS.items() if colour in colours
@@ -112,24 +125,17 @@ def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
         table: what `early_warning` returns.
         of_updates: its signals that are read from updates; the others but the reward are a probe's.
     """
-    steps = list(table["steps"].unique())
+    steps = table["steps"].unique().tolist()
     first = table[table["steps"] == steps[0]].set_index("signal")["auc"]
     order = list((first - 0.5).abs().sort_values().index)
+    colours, places = _signal_colours(order, of_updates), np.arange(len(order))
     drawn = Figure(figsize=(PAGE, 0.8 + 0.17 * len(order)))
-    axes = drawn.subplots(1, len(steps), sharey=True, squeeze=False)[0]
-    colours = _signal_colours(order, of_updates)
+    axes = _signal_panels(drawn, order, steps, nothing=0.5)
     for ax, step in zip(axes, steps, strict=True):
         rows = table[table["steps"] == step].set_index("signal").reindex(order)
-        places = np.arange(len(order))
         ax.hlines(places, rows["auc_low"], rows["auc_high"], colors=colours, lw=3, alpha=0.35)
         ax.scatter(rows["auc"], places, c=colours, s=14, zorder=3)
-        ax.axvline(0.5, color=INK, lw=0.8, zorder=1)
         ax.set(xlim=(0, 1), xticks=[0, 0.5, 1], xticklabels=["0", "0.5", "1"])
-        ax.set_title(f"after {step} steps", fontsize=7)
-        ax.tick_params(axis="y", length=0)
-        ax.spines[["left", "right", "top"]].set_visible(False)
-    axes[0].set_yticks(range(len(order)), order, fontsize=6.5)
-    axes[0].set_ylim(-0.6, len(order) - 0.4)
     runs, bad = int(table["runs"].max()), int(table["bad"].max())
     drawn.supxlabel(
         f"area under the ROC curve (0.5: it tells nothing)\n{runs} runs, {bad} ended badly; bar: 95 % bootstrap over "
@@ -154,25 +160,18 @@ def beyond_reward_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
         table: what `early_warning` returns, of studies that kept the reward.
         of_updates: as in `early_warning_figure`.
     """
-    steps = list(table["steps"].unique())
+    steps = table["steps"].unique().tolist()
     first = table[table["steps"] == steps[0]].set_index("signal")
     order = [*first["beyond_reward"].dropna().abs().sort_values().index, "reward"]
-    colours = _signal_colours(order, of_updates)
+    colours, places = _signal_colours(order, of_updates), np.arange(len(order))
     drawn = Figure(figsize=(PAGE, 0.9 + 0.19 * len(order)))
-    axes = drawn.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    axes = _signal_panels(drawn, order, steps, nothing=0.0)
     for ax, step in zip(axes, steps, strict=True):
         rows = table[table["steps"] == step].set_index("signal").reindex(order)
-        places = np.arange(len(order))
         for name, height, face in (("correlation_within", 0.16, "white"), ("beyond_reward", -0.16, None)):
             ax.hlines(places + height, rows[f"{name}_low"], rows[f"{name}_high"], colors=colours, lw=2, alpha=0.3)
             ax.scatter(rows[name], places + height, c=face or colours, edgecolors=colours, s=12, lw=0.8, zorder=3)
-        ax.axvline(0, color=INK, lw=0.8, zorder=1)
         ax.set(xlim=(-1, 1), xticks=[-1, -0.5, 0, 0.5, 1], xticklabels=["−1", "−0.5", "0", "0.5", "1"])
-        ax.set_title(f"after {step} steps", fontsize=7)
-        ax.tick_params(axis="y", length=0)
-        ax.spines[["left", "right", "top"]].set_visible(False)
-    axes[0].set_yticks(range(len(order)), order, fontsize=6.5)
-    axes[0].set_ylim(-0.6, len(order) - 0.4)
     drawn.supxlabel(
         f"rank correlation with the final reward among the runs of one arm\n{int(table['runs'].max())} runs; bar: 95 % "
         "bootstrap over cold starts",

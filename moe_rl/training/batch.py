@@ -1,0 +1,98 @@
+"""A scored rollout: what one RL step trains on."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from moe_rl.rollout.completions import Responses
+from moe_rl.routing import RoutedExperts
+
+
+@dataclass(frozen=True)
+class Batch(Responses):
+    """Responses with everything that the old policy said of them. One row per response, groups contiguous.
+
+    Attributes:
+        input_ids, attention_mask, completion_mask: see `Responses`.
+        rewards: one per response, the verifier's.
+        advantages: one per response or one per token, in the method's units (for group advantages: of the group's
+            reward spread; for DPO's pairs: +1 the better, -1 the worse, 0 where neither is).
+        old_logps: nats; the training engine's old policy, natural routing, under R3 the rollout's routes; 0 outside the
+            response.
+        routes: the experts that the old policy chose for every token, prompt included.
+        rollout_logps: nats; what the sampler itself said.
+        ref_logps: nats; the reference policy's, natural routing; None without a reference.
+        step: the step whose policy sampled it (differs from the current one under rollout lag).
+        values, returns: of the value model when the batch was scored, units of reward; None without one.
+        route_scores: nats; log router probability of the experts in `routes` under the old policy; None unless the
+            method weighs tokens by router shift.
+        natural_logps: nats; the old policy's under natural routing where `old_logps` are not (R3), else None.
+        rollout_routes: the experts that the rollout engine chose; -1 on padding and on each row's last token. None
+            unless recorded.
+        versions: of the weights that wrote each token, as steps; -1 outside the response. None: all of `step`'s.
+        kept: the (token, site) rows of `routes` that R2 forces; None: all.
+    """
+
+    rewards: Float[Tensor, " B"]
+    advantages: Float[Tensor, " B"] | Float[Tensor, "B T"]
+    old_logps: Float[Tensor, "B T"]
+    routes: RoutedExperts
+    rollout_logps: Float[Tensor, "B T"]
+    ref_logps: Float[Tensor, "B T"] | None
+    step: int
+    values: Float[Tensor, "B T"] | None = None
+    returns: Float[Tensor, "B T"] | None = None
+    route_scores: Float[Tensor, "B T L K"] | None = None
+    natural_logps: Float[Tensor, "B T"] | None = None
+    rollout_routes: RoutedExperts | None = None
+    kept: Bool[Tensor, "B T L"] | None = None
+    versions: Int[Tensor, "B T"] | None = None
+
+    @property
+    def live_old_logps(self) -> Float[Tensor, "B T"]:
+        """The old policy's log-probabilities under natural routing, whatever the loss takes."""
+        return self.old_logps if self.natural_logps is None else self.natural_logps
+
+
+def minibatches(responses: int, count: int, group_size: int, generator: torch.Generator) -> list[Int[Tensor, " n"]]:
+    """Row indices of `count` minibatches of whole groups, in random order."""
+    groups = torch.randperm(responses // group_size, generator=generator)
+    rows = groups[:, None] * group_size + torch.arange(group_size)
+    return [chunk.flatten() for chunk in rows.chunk(count)]
+
+
+Place = tuple[Int[Tensor, " n"], slice]
+"""Rows and columns of a batch that a micro-batch is made of."""
+
+
+def micro_batches(attention_mask: Bool[Tensor, "B T"], size: int | None, together: int = 1) -> Iterator[Place]:
+    """Rows of each micro-batch of `size`, and the columns in which they have tokens: rows by length, the longest first,
+    so that little of a forward is padding. None: one micro-batch, as it is.
+
+    together: so many rows, one after the other, stay in one micro-batch (a pair).
+    """
+    B, T = attention_mask.shape
+    if size is None:
+        yield torch.arange(B), slice(0, T)
+        return
+    longest = attention_mask.sum(1).view(-1, together).amax(1)
+    units = longest.argsort(descending=True, stable=True).cpu()
+    for rows in (units[:, None] * together + torch.arange(together)).flatten().split(size):
+        used = attention_mask[rows].any(0).nonzero()
+        yield rows, slice(int(used[0]), int(used[-1]) + 1)
+
+
+def joined(
+    parts: Sequence[Shaped[Tensor, "n ..."]], places: Sequence[Place], shape: tuple[int, ...]
+) -> Shaped[Tensor, "B ..."]:
+    """Tensors `[n]` or `[n,t,...]` of all micro-batches of a batch `[B,T]` as one of the batch, detached; 0 where none
+    had a column."""
+    first, (B, T) = parts[0], shape
+    wide = first.ndim > 1
+    whole = first.new_zeros(B, *((T, *first.shape[2:]) if wide else ()))
+    for part, (rows, columns) in zip(parts, places, strict=True):
+        whole[(rows, columns) if wide else rows] = part.detach()
+    return whole
