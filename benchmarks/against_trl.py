@@ -7,9 +7,10 @@
 A cycle is one batch of 8 prompts x 8 completions of up to 24 tokens and four updates on 16 completions each, of a
 Qwen3-MoE of 3.4 M parameters with random weights (hidden 128, 4 layers, 16 experts of width 128, 4 per token), AdamW,
 one thread. Ours is `examples/grpo_replay.py`: sampling, a scoring pass that records the routes, four updates under
-replay, with transformers' experts, with `sorted_mm`, and without that pass (old log-probabilities and routes are then
-those of decoding); TRL's has no routes. Each trainer runs in processes of its own, which take turns; a figure is the
-CPU time of the cycles after the first two, per cycle, and the ratio that of neighbouring processes.
+replay, with transformers' experts, with `sorted_mm`, without that pass (old log-probabilities and routes are then those
+of decoding), and with updates in which responses share their prompt (`share_prompts`); TRL's has no routes. Each
+trainer runs in processes of its own, which take turns; a figure is the CPU time of the cycles after the first two, per
+cycle, and the ratio that of neighbouring processes.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import torch
 from rows import add_option, row, write
 
 PROMPTS, GROUP, LENGTH, UPDATES, WARMUP = 8, 8, 24, 4, 2
-SIDES = ("trl", "ours", "ours, sorted_mm", "ours, sorted_mm, no scoring pass")
+SIDES = ("trl", "ours", "ours, sorted_mm", "ours, sorted_mm, no scoring pass", "ours, all of these, shared prompts")
 
 
 class Sums:
@@ -84,7 +85,7 @@ def learning_rate(ragged: bool) -> float:
     return 1e-9 if ragged else 5e-4
 
 
-def ours(experts: str | None, scoring: bool, ragged: bool, cycles: int) -> list[float]:
+def ours(experts: str | None, scoring: bool, shared: bool, ragged: bool, cycles: int) -> list[float]:
     """CPU seconds at the end of each cycle."""
     from moe_rl.processes import keep_freed_memory
 
@@ -106,7 +107,8 @@ def ours(experts: str | None, scoring: bool, ragged: bool, cycles: int) -> list[
     with contextlib.redirect_stdout(Clock()):
         sizes = {"prompts": PROMPTS, "group_size": GROUP, "num_minibatches": UPDATES}
         rate = learning_rate(ragged)
-        train(model, tokenizer, Sums(), scoring=scoring, steps=cycles, learning_rate=rate, **sizes)
+        how = {"scoring": scoring, "shared": shared}
+        train(model, tokenizer, Sums(), steps=cycles, learning_rate=rate, **how, **sizes)
     return ends
 
 
@@ -166,8 +168,10 @@ def trl(ragged: bool, cycles: int) -> list[float]:
 
 def one_side(side: str, ragged: bool, cycles: int) -> None:
     torch.set_num_threads(1)
-    experts, scoring = "sorted_mm" if "sorted" in side else None, "no scoring" not in side
-    ends = trl(ragged, cycles) if side == "trl" else ours(experts, scoring, ragged, cycles)
+    last = side == SIDES[-1]
+    experts = "sorted_mm" if "sorted" in side or last else None
+    scoring = "no scoring" not in side and not last
+    ends = trl(ragged, cycles) if side == "trl" else ours(experts, scoring, last, ragged, cycles)
     print("RESULT", json.dumps([b - a for a, b in itertools.pairwise(ends)][WARMUP:]))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_rl.measure import token_logps
+from moe_rl.measure import check_shared_prompts, share_prompts, token_logps
 from moe_rl.objectives import OBJECTIVES, group_advantages, policy_loss
 from moe_rl.policy import ModelConfig, load_policy, seeded
 from moe_rl.rollout import TaskConfig, make_task, sample, score, seeded_generator, seeded_random
@@ -35,6 +35,7 @@ def train(
     objective: str = "grpo",  # "gspo": ratio and clipping at the sequence level
     replay: bool = True,
     scoring: bool = True,  # False: old log-probabilities and routes are those of decoding, which saves a pass
+    shared: bool = False,  # True: a forward computes a prompt once for all of its responses, and little padding
     steps: int = 31,
     prompts: int = 32,
     group_size: int = 8,
@@ -44,6 +45,8 @@ def train(
     seed: int = 0,
 ) -> None:
     """Train `policy` in place on `task`, whose verifier gives the rewards."""
+    if shared:
+        check_shared_prompts(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), betas=(0.9, 0.999), weight_decay=0.0, fused=True)
     for step in range(steps):
         # 1. Sample G responses to each prompt from the current policy, which is the old policy of this step.
@@ -65,9 +68,10 @@ def train(
         old_logps, routes = rollout.logps, rollout.routes
         if scoring:
             policy.eval()
+            layout = share_prompts(*tokens) if shared else None
             with torch.no_grad(), record_routes(policy) as recording:
-                old_logps = token_logps(policy, *tokens).logps
-            routes = recording.routes
+                old_logps = token_logps(policy, *tokens, shared=layout).logps
+            routes = layout.unpack(recording.routes) if layout else recording.routes
 
         # 3. One update on each minibatch of whole groups. From the second on the weights are no longer the old ones.
         groups = torch.randperm(prompts, generator=seeded_generator(seed, "order", step))
@@ -78,14 +82,18 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * warmup
             policy.train()
+            part, chosen = [x[rows] for x in tokens], routes.rows(rows)
+            layout = share_prompts(*part, routes=chosen) if shared else None
             # The old policy's experts are forced; their gate weights, and so the gradient, come from the live router.
-            with replay_routes(policy, routes.rows(rows)) if replay else nullcontext() as forced:
-                logps = token_logps(policy, *(x[rows] for x in tokens)).logps
+            with (
+                replay_routes(policy, layout.pack(chosen) if layout else chosen) if replay else nullcontext() as forced
+            ):
+                logps = token_logps(policy, *part, shared=layout).logps
                 loss = policy_loss(
                     OBJECTIVES[objective], logps, old_logps[rows], advantages[rows], rollout.completion_mask[rows]
                 )
                 loss.loss.backward()
-            assert forced is None or forced.replayed_fraction == 1.0 or not scoring  # last tokens have no route
+            assert forced is None or forced.replayed_fraction == 1.0 or shared or not scoring  # last tokens: no route
             nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -98,6 +106,7 @@ def main() -> None:
     parser.add_argument("--objective", default="grpo", choices=METHODS, help="default: grpo")
     parser.add_argument("--no-replay", action="store_true", help="let the routers choose anew in every update")
     parser.add_argument("--no-scoring", action="store_true", help="take old log-probabilities and routes from decoding")
+    parser.add_argument("--shared", action="store_true", help="compute a prompt once for all of its responses")
     parser.add_argument("--steps", type=int, default=31, help="RL steps (default: 31)")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -108,7 +117,12 @@ def main() -> None:
     policy, tokenizer = load_policy(
         seeded(ModelConfig(), options.seed), task
     )  # a tiny Qwen3-MoE; its cold start takes a minute
-    how = {"replay": not options.no_replay, "scoring": not options.no_scoring, "seed": options.seed}
+    how = {
+        "replay": not options.no_replay,
+        "scoring": not options.no_scoring,
+        "shared": options.shared,
+        "seed": options.seed,
+    }
     train(policy, tokenizer, task, options.objective, steps=options.steps, **how)
 
 

@@ -1,5 +1,7 @@
 """Tensors to numbers, for any model and anybody's trainer: log-probabilities, ratios, changes, decomposition."""
 
 from moe_rl.measure.logprobs import TokenLogps, token_logps
+from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts
+from moe_rl.measure.shared_prompts_check import check_shared_prompts
 
-__all__ = ["TokenLogps", "token_logps"]
+__all__ = ["SharedPrompts", "TokenLogps", "check_shared_prompts", "share_prompts", "token_logps"]

@@ -176,7 +176,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("aux_loss", "1", "load-balancing loss; null where its coefficient is 0"),
         M("aux_loss_coef", "1", "its coefficient"),
         M("replayed_rows", "count", "(token, site) rows whose experts were forced", "over routed_rows"),
-        M("routed_rows", "count", "(token, site) rows of the forward, padding included, hash-routed sites left out"),
+        M("routed_rows", "count", "(token, site) rows of the forward, hash-routed sites left out; with padding, but for rows that share prompts"),
         M("slots_changed", "count", "response slots that the update forward routed otherwise than the old policy: the dose", "over slots"),
         M("slots", "count", "response slots compared"),
         M("value_loss", "reward²", "loss of the value model", when="advantage gae"),

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.measure.head import LogitMap, threaded_head_logps
 from moe_rl.measure.other_heads import logit_map_of, warn_once, whole_logits_logps
+from moe_rl.measure.shared_prompts import SharedPrompts
 from moe_rl.objectives.ratios import as_bool_mask
 
 
@@ -56,6 +57,7 @@ def token_logps(
     router_logits: bool = False,
     chunk_size: int | None = None,
     position_ids: Int[Tensor, "B T"] | None = None,
+    shared: SharedPrompts | None = None,
 ) -> TokenLogps:
     """Log-probability of every completion token, `log softmax(logits[t-1] / temperature)[token t]`.
 
@@ -76,10 +78,13 @@ def token_logps(
         router_logits: also the router logits, of all tokens.
         chunk_size: completion tokens whose logits are held at once; default as in `head_logps`.
         position_ids: default: the number of tokens before, padding not counted.
+        shared: this batch as rows that share prompts (`share_prompts`), which the model is called with. Whether it can
+            be is for `check_shared_prompts` to say.
 
     Raises:
         ValueError: a mask of another shape, or of other values than 0 and 1; a completion token lies on padding;
-            temperature or chunk size is not positive; the model has no load-balancing loss.
+            temperature or chunk size is not positive; the model has no load-balancing loss; `shared` is of another
+            batch, or something is asked of the model's outputs that rows of several responses do not have.
         TypeError: `model` holds no transformers model with an output head.
 
     >>> import torch
@@ -111,12 +116,17 @@ def token_logps(
         )
     # Flat positions in [B * T] of the tokens that are predicted; the state one earlier predicts.
     token = F.pad(completion[:, 1:] & attended[:, :-1], (1, 0)).flatten().nonzero().squeeze(1)
-    targets = input_ids.flatten()[token]
-
-    if position_ids is None and "position_ids" in inspect.signature(type(lm).forward).parameters:
-        position_ids = (attended.long().cumsum(1) - 1).clamp(min=0)
-    inputs: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attended.long()}
-    inputs |= {} if position_ids is None else {"position_ids": position_ids}
+    targets, predicting = input_ids.flatten()[token], token - 1
+    if shared is not None:
+        if aux_loss or router_logits or position_ids is not None:
+            raise ValueError("rows that share prompts have no aux_loss, router_logits or position_ids of their own")
+        inputs: dict[str, Any] = shared.inputs(lm)
+        predicting = shared.places(input_ids, predicting)
+    else:
+        inputs = {"input_ids": input_ids, "attention_mask": attended.long()}
+        if position_ids is None and "position_ids" in inspect.signature(type(lm).forward).parameters:
+            position_ids = (attended.long().cumsum(1) - 1).clamp(min=0)
+        inputs |= {} if position_ids is None else {"position_ids": position_ids}
     inputs |= {"output_router_logits": True} if aux_loss or router_logits else {}
     inputs |= {"use_cache": False, "return_dict": True}
 
@@ -131,10 +141,10 @@ def token_logps(
             chunk_size=chunk_size,
         )
         head = cast(nn.Linear, lm.get_output_embeddings())
-        outputs, logps, entropies = _through_head(model, head, inputs, token, reduce)
+        outputs, logps, entropies = _through_head(model, head, inputs, predicting, reduce)
     else:
         warn_once(f"{type(lm).__name__}: {treatment}; its log-probabilities are taken from whole logits")
-        outputs, logps, entropies = whole_logits_logps(model, lm, inputs, token, targets, temperature, entropy)
+        outputs, logps, entropies = whole_logits_logps(model, lm, inputs, predicting, targets, temperature, entropy)
 
     if aux_loss and not isinstance(outputs.get("aux_loss"), Tensor):
         raise ValueError(f"{type(lm).__name__} returned no aux_loss: this family has no load-balancing loss")
@@ -151,9 +161,13 @@ def token_logps(
 
 
 def _through_head(
-    model: nn.Module, head: nn.Linear, inputs: dict[str, Any], token: Tensor, reduce: Callable[..., tuple[Any, ...]]
+    model: nn.Module,
+    head: nn.Linear,
+    inputs: dict[str, Any],
+    predicting: Tensor,
+    reduce: Callable[..., tuple[Any, ...]],
 ) -> tuple[Any, Tensor, Tensor | None]:
-    """Call the model with a stand-in for its head, which reduces the states that predict. Within the head's call its
+    """Call the model with a stand-in for its head, which reduces the states at `predicting`. Within the head's call its
     weight is whole: FSDP2 has just gathered it."""
     B, T = inputs["input_ids"].shape
     results: list[tuple[Tensor, Tensor | None]] = []
@@ -164,7 +178,7 @@ def _through_head(
                 f"the output head received states of shape {tuple(hidden.shape)} for {B} x {T} tokens; "
                 "expected one state per token (prompt tuning adds virtual ones, which is not supported)"
             )
-        states = hidden.flatten(0, 1).index_select(0, token - 1)
+        states = hidden.flatten(0, 1).index_select(0, predicting)
         logps, entropies, thread = reduce(states, head.weight, bias=head.bias)
         results.append((logps, entropies))
         return thread.view(B, 0, len(head.weight)).clone()  # FSDP2 warns of outputs that are views

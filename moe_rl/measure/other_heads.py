@@ -20,16 +20,16 @@ def whole_logits_logps(
     model: nn.Module,
     lm: PreTrainedModel,
     inputs: dict[str, Any],
-    token: Tensor,
+    predicting: Tensor,
     targets: Tensor,
     temperature: float,
     entropy: bool,
 ) -> tuple[Any, Tensor, Tensor | None]:
-    """From the model's logits, of those columns that predict something."""
+    """From the model's logits, of those columns that predict something; `predicting`: flat positions in `[B*T]`."""
     T = inputs["input_ids"].shape[1]
-    row, column = (token - 1) // T, (token - 1) % T
-    columns = torch.arange(T, device=token.device)
-    if "logits_to_keep" in inspect.signature(type(lm).forward).parameters and len(token):
+    row, column = predicting // T, predicting % T
+    columns = torch.arange(T, device=predicting.device)
+    if "logits_to_keep" in inspect.signature(type(lm).forward).parameters and len(predicting):
         columns = column.unique()
         inputs = {**inputs, "logits_to_keep": columns}
     outputs = model(**inputs)

@@ -217,6 +217,18 @@ class RoutedExperts(FromOthers, Stored):
         packed = words(self.packed)[:, part].contiguous().view(self.packed.dtype)
         return self._with(packed, tokens, has_live=None if self._has_live else self._has_live)
 
+    def take(self, index: Int[Tensor, "r n"]) -> "RoutedExperts":
+        """The routes of single tokens elsewhere: `index[i,j]` is a flat position in `[B*T]`, or -1 for none, which
+        has no route and an unknown token."""
+        at = index.to(self.device)
+        nothing, at = (at < 0).flatten(), at.flatten().clamp(min=0)
+        live = 255 if self.packed.dtype == torch.uint8 else -1
+        packed = words(self.packed).flatten(0, 1).index_select(0, at).masked_fill_(nothing[:, None, None], live)
+        tokens = None
+        if self.tokens is not None:
+            tokens = self.tokens.flatten().index_select(0, at).masked_fill_(nothing, -1).view(index.shape)
+        return self._with(packed.view(self.packed.dtype).view(*index.shape, *self.shape[2:]), tokens)
+
     def realign(self, from_mask: Tensor, to_mask: Tensor) -> "RoutedExperts":
         """Move the routes from one padding to another: left to right, packed to padded, longer to shorter.
 

@@ -68,18 +68,21 @@ Place = tuple[Int[Tensor, " n"], slice]
 """Rows and columns of a batch that a micro-batch is made of."""
 
 
-def micro_batches(attention_mask: Bool[Tensor, "B T"], size: int | None, together: int = 1) -> Iterator[Place]:
+def micro_batches(
+    attention_mask: Bool[Tensor, "B T"], size: int | None, together: int = 1, in_order: bool = False
+) -> Iterator[Place]:
     """Rows of each micro-batch of `size`, and the columns in which they have tokens: rows by length, the longest first,
     so that little of a forward is padding. None: one micro-batch, as it is.
 
     together: so many rows, one after the other, stay in one micro-batch (a pair).
+    in_order: rows as they stand, so that responses to one prompt stay together.
     """
     B, T = attention_mask.shape
     if size is None:
         yield torch.arange(B), slice(0, T)
         return
     longest = attention_mask.sum(1).view(-1, together).amax(1)
-    units = longest.argsort(descending=True, stable=True).cpu()
+    units = torch.arange(len(longest)) if in_order else longest.argsort(descending=True, stable=True).cpu()
     for rows in (units[:, None] * together + torch.arange(together)).flatten().split(size):
         used = attention_mask[rows].any(0).nonzero()
         yield rows, slice(int(used[0]), int(used[-1]) + 1)

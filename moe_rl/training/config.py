@@ -156,8 +156,12 @@ class OptimConfig:
     """Updates per batch (GSPO paper, section 5.1: four)."""
     micro_batch: int | None = None
     """Responses per forward, with or without backward; None takes the whole minibatch. Responses of like length
-    share a forward, which then has little padding. Does not change the gradient, but for what is defined on a
-    forward: the load-balancing loss (`aux_loss_coef`) and bnpo's local mean."""
+    share a forward, which then has little padding; with `share_prompts` those of one prompt do. Does not change the
+    gradient, but for what is defined on a forward: the load-balancing loss (`aux_loss_coef`) and bnpo's local mean."""
+    share_prompts: bool = False
+    """Responses to one prompt share it in updates, and in the scoring of steps that no probe follows: a forward of
+    P + G (R - 1) tokens instead of G (P + R) with padding (`moe_rl.measure.shared_prompts`). The same gradient up to
+    rounding. For models whose layers are attention alone, which is tried out when a run starts."""
     learning_rate: float = 1e-3
     warmup_updates: int = 20
     """Linear learning-rate warm-up, in updates."""

@@ -154,6 +154,7 @@ def collect_batch(state: State) -> Batch:
         temperature=config.rollout.temperature,
         batch_size=config.optim.micro_batch,
         decoded=decoded,
+        shared=config.optim.share_prompts and not probed,
         router_scores=method.weighs_routes,
         margins=config.method.keep < 1,
         reference=state.reference,

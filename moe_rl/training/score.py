@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.measure.router_shift import chosen_scores
+from moe_rl.measure.shared_prompts import share_prompts
+from moe_rl.measure.shared_prompts_check import check_shared_prompts
 from moe_rl.rollout import Rollout, score
 from moe_rl.rollout.task import shortened
 from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
@@ -61,6 +63,7 @@ def score_rollout(
     temperature: float,
     batch_size: int | None = None,
     decoded: bool = False,
+    shared: bool = False,
     router_scores: bool = False,
     margins: bool = False,
     reference: nn.Module | None = None,
@@ -74,17 +77,23 @@ def score_rollout(
             which are -1 then); None: all, or 256 if there are more.
         decoded: take the policy's part from the decoding that wrote the responses, whose routes the rollout then has,
             instead of a pass. A row's last token has no route then (-1).
+        shared: responses share prompts in the passes of the policy and the reference (`optim.share_prompts`). A row's
+            last token has no route then, either.
         router_scores: keep the router's scores of the chosen experts (RSPO).
         margins: keep the margins of their choices (replay of a part of the routes).
     """
     policy.eval()
     mine = ranks.mine(rollout)
+    for model in (policy, reference) if shared else ():
+        if model is not None:
+            check_shared_prompts(model, mine.input_ids.shape[1])
     size = SCORING_BATCH if batch_size is None and len(mine) > SCORING_BATCH else batch_size
-    places = list(micro_batches(mine.attention_mask, size))
+    places = list(micro_batches(mine.attention_mask, size, in_order=shared))
     routes, found = [], []
     for rows, columns in places:
         part = mine.rows(rows).columns(columns)
         seen: dict[str, Tensor] = {}
+        layout = share_prompts(*part.tokens) if shared else None
         if decoded:
             assert part.routes is not None
             routes.append(part.routes)
@@ -93,18 +102,22 @@ def score_rollout(
             watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
             near: AbstractContextManager[Any] = record_margins(policy) if margins else nullcontext()
             with record_routes(policy) as recording, near as choices, watched as states:
-                old = token_logps(policy, *part.tokens, temperature=temperature, router_logits=router_scores)
-            routes.append(recording.routes)
+                old = token_logps(
+                    policy, *part.tokens, temperature=temperature, router_logits=router_scores, shared=layout
+                )
+            routes.append(layout.unpack(recording.routes) if layout else recording.routes)
             seen["logps"] = old.logps
             if margins:
                 seen["margins"] = choices.values.to(old.logps.device)
             if part.routes is not None:  # of the rollout engine
-                with replay_routes(policy, part.routes, once=True):
-                    seen["replayed_logps"] = token_logps(policy, *part.tokens, temperature=temperature).logps
+                other = share_prompts(*part.tokens, routes=part.routes) if shared else None
+                with replay_routes(policy, other.pack(part.routes) if other else part.routes, once=True):
+                    under = token_logps(policy, *part.tokens, temperature=temperature, shared=other)
+                seen["replayed_logps"] = under.logps
             if old.router_logits is not None:
                 seen["route_scores"] = chosen_scores(old.router_logits, recording.routes)
         if reference is not None:
-            seen["ref_logps"] = token_logps(reference, *part.tokens, temperature=temperature).logps
+            seen["ref_logps"] = token_logps(reference, *part.tokens, temperature=temperature, shared=layout).logps
         if critic:
             seen["values"] = critic.values(part, states)
         if reward_model:

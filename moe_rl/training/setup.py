@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from moe_rl.measure.logprobs import causal_lm, evaluating
+from moe_rl.measure.shared_prompts_check import check_shared_prompts
 from moe_rl.policy.lora import frozen_reference
 from moe_rl.policy.models import load_policy, seeded
 from moe_rl.policy.router_precision import keep_routers_fp32
@@ -79,6 +80,8 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     optimizer = policy_optimizer(model, config.optim)
     engine = build_engine(config.rollout, model, tokenizer, ranks)
     policy, optimizer = ranks.prepare(model, optimizer)
+    if config.optim.share_prompts:
+        check_shared_prompts(policy)
     for module in (reference, initial):
         if module is not None:
             ranks.shard(module)

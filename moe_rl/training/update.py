@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.metrics import load_violation, masked_mismatch_metrics, ratio_range_metrics, update_ratio_metrics
 from moe_rl.measure.router_shift import chosen_scores, shift_weight
+from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts
 from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
-from moe_rl.routing import change_counts, expert_load, noisy_routes, record_routes, replay_routes
+from moe_rl.routing import RoutedExperts, change_counts, expert_load, noisy_routes, record_routes, replay_routes
 from moe_rl.training.batch import Batch, Place, joined, micro_batches
 from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.critic import Critic
@@ -60,11 +61,15 @@ def update_policy(
     tokens, sequences = int(batch.completion_mask.sum()), int(batch.completion_mask.any(1).sum())
     pairs = int((batch.advantages > 0).sum())
     found = []
-    for place in micro_batches(mine.attention_mask, optim.micro_batch, 2 if method.pairs else 1):
+    together = 2 if method.pairs else 1
+    for place in micro_batches(mine.attention_mask, optim.micro_batch, together, in_order=optim.share_prompts):
         micro = mine.rows(place[0]).columns(place[1])
         share = len(micro) / len(batch)
         watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
-        with update_routing(policy, arm, micro, noise, bool(bias and bias.live)) as routing, watched as states:
+        forced = routes_to_replay(arm, micro)
+        shared = share_prompts(*micro.tokens, routes=forced) if optim.share_prompts else None
+        live = bool(bias and bias.live)
+        with update_routing(policy, arm, micro, forced, noise, live, shared) as routing, watched as states:
             out = token_logps(
                 policy,
                 *micro.tokens,
@@ -72,6 +77,7 @@ def update_policy(
                 entropy=True,
                 aux_loss=bool(optim.aux_loss_coef),
                 router_logits=method.weighs_routes,
+                shared=shared,
             )
             loss = arm_loss(out, micro, method, arm, tokens, sequences, pairs)
             total = loss.loss
@@ -143,33 +149,47 @@ class RoutingCount:
     loads: Int[Tensor, "N L E"]
 
 
-@contextmanager
-def update_routing(
-    model: nn.Module, method: MethodConfig, batch: Batch, noise: torch.Generator, live: bool = False
-) -> Iterator[RoutingCount]:
-    """The arm's routing for forward and backward: live, noisy, the old policy's (R2) or the rollout engine's (R3).
-
-    live: under replay, also count the loads of what the routers would have chosen.
-    """
-    count = RoutingCount()
+def routes_to_replay(method: MethodConfig, batch: Batch) -> RoutedExperts | None:
+    """The old policy's (R2) or the rollout engine's (R3), or what is kept of them; None without replay."""
     routes = {"none": None, "R2": batch.routes, "R3": batch.rollout_routes}[method.replay]
     if routes is None and method.replay != "none":
         raise RuntimeError(f"replay {method.replay}: this batch has no such routes")
-    if routes is not None and batch.kept is not None:
-        routes = only(routes, batch.kept)
+    return routes if routes is None or batch.kept is None else only(routes, batch.kept)
+
+
+@contextmanager
+def update_routing(
+    model: nn.Module,
+    method: MethodConfig,
+    batch: Batch,
+    routes: RoutedExperts | None,
+    noise: torch.Generator,
+    live: bool = False,
+    shared: SharedPrompts | None = None,
+) -> Iterator[RoutingCount]:
+    """The arm's routing for forward and backward: live, noisy, or `routes` (`routes_to_replay`).
+
+    live: under replay, also count the loads of what the routers would have chosen.
+    shared: the rows that the model is called with, where responses share prompts.
+    """
+    count = RoutingCount()
+    if shared and routes:
+        routes = shared.pack(routes)
     with ExitStack() as stack:
         if method.noise:
             stack.enter_context(noisy_routes(model, method.noise, generator=noise))
         replay = None if routes is None else stack.enter_context(replay_routes(model, routes, shadow=live, once=True))
         recording = stack.enter_context(record_routes(model))
         yield count
-    changed = change_counts(batch.routes, recording.routes, batch.completion_mask)
-    count.slots_changed, count.slots = changed.slots_changed, changed.slots_total
     choices = [recording.routes, *([replay.shadow] if live and replay else [])]
-    count.loads = torch.stack([expert_load(routes, batch.attention_mask.bool()) for routes in choices])
-    B, T, L, _ = batch.routes.shape
-    fixed = recording.routes.meta.get("hash_routed", ())  # a table over token ids: no choice, nothing to replay
-    count.routed_rows = B * T * (L - len(fixed))
+    fixed = choices[0].meta.get("hash_routed", ())  # a table over token ids: no choice, nothing to replay
+    routed = batch.input_ids.numel() if shared is None else shared.tokens
+    count.routed_rows = routed * (len(choices[0].sites) - len(fixed))
+    if shared:
+        choices = [shared.unpack(chosen) for chosen in choices]
+    changed = change_counts(batch.routes, choices[0], batch.completion_mask)
+    count.slots_changed, count.slots = changed.slots_changed, changed.slots_total
+    count.loads = torch.stack([expert_load(chosen, batch.attention_mask.bool()) for chosen in choices])
     if replay is not None:
         count.replayed_rows = replay.replayed_rows
 

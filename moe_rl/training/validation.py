@@ -47,6 +47,7 @@ def validate(config: RunConfig) -> None:
     _dapo(config, method)
     _levers(config, method)
     _scoring(config, method)
+    _sharing(config, method)
     _partial(config, method)
     _turns(config, method)
     object.__setattr__(config, "_validated", id(config))  # of this very object, not of a copy
@@ -217,6 +218,20 @@ def _scoring(config: RunConfig, method: Method) -> None:
         ("model.dtype: decoding and a pass agree closely in float32 only", config.model.dtype == "float32"),
     ):
         require(ok, f"rollout.scoring: decoding does not go with this {field}; use pass")
+
+
+def _sharing(config: RunConfig, method: Method) -> None:
+    if not config.optim.share_prompts:
+        return
+    own, optim = config.method, config.optim
+    for field, ok in (
+        ("method.noise: it is drawn for every token of every response", not own.noise),
+        ("method.keep: the part of the routes is chosen by margins, of each response", own.keep == 1),
+        ("method.objective: it weighs tokens by router scores, of each response", not method.weighs_routes),
+        ("method.advantage: the value model reads the states of each response", method.advantage != "gae"),
+        ("optim.aux_loss_coef: a load of prompts that count once is another one; set 0", not optim.aux_loss_coef),
+    ):
+        require(ok, f"optim.share_prompts does not go with this {field}")
 
 
 def _levers(config: RunConfig, method: Method) -> None:

@@ -45,17 +45,24 @@ class ByParity:
 
 
 @pytest.mark.parametrize(
-    ("objective", "replay", "scoring"),
-    [("grpo", True, "pass"), ("gspo", False, "pass"), ("grpo", True, "decoding"), ("drpo", True, "pass")],
+    ("objective", "replay", "scoring", "shared"),
+    [
+        ("grpo", True, "pass", False),
+        ("gspo", False, "pass", False),
+        ("grpo", True, "decoding", False),
+        ("drpo", True, "pass", False),
+        ("grpo", True, "pass", True),
+        ("gspo", False, "decoding", True),
+    ],
 )
-def test_it_ends_with_the_trainers_weights(tmp_path, monkeypatch, objective, replay, scoring):
+def test_it_ends_with_the_trainers_weights(tmp_path, monkeypatch, objective, replay, scoring, shared):
     tiny = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
     config = RunConfig(
         model=ModelConfig(tiny=tiny, cold_start=None, device="cpu"),
         task=TaskConfig(name="mod_chain", options={"steps": 1}),
         method=MethodConfig(objective=objective, replay="R2" if replay else "none"),
         rollout=RolloutConfig(prompts=8, group_size=4, scoring=scoring),
-        optim=OptimConfig(steps=4, num_minibatches=4, learning_rate=1e-2, warmup_updates=3),
+        optim=OptimConfig(steps=4, num_minibatches=4, learning_rate=1e-2, warmup_updates=3, share_prompts=shared),
         eval=EvalConfig(every=0, prompts=2),
         probe=ProbeConfig(every=0),
         seed=3,
@@ -67,7 +74,7 @@ def test_it_ends_with_the_trainers_weights(tmp_path, monkeypatch, objective, rep
     policy, tokenizer = load_policy(seeded(config.model, config.seed), task)
     start = {name: weight.clone() for name, weight in policy.state_dict().items()}
     sizes = {"prompts": 8, "group_size": 4, "num_minibatches": 4, "learning_rate": 1e-2, "warmup_updates": 3}
-    example().train(policy, tokenizer, task, objective, replay, scoring == "pass", steps=4, seed=3, **sizes)
+    example().train(policy, tokenizer, task, objective, replay, scoring == "pass", shared, steps=4, seed=3, **sizes)
     ours = state.policy.state_dict()
     assert all(torch.equal(weight, ours[name]) for name, weight in policy.state_dict().items())
     assert not any(torch.equal(weight, start[name]) for name, weight in ours.items() if "norm" not in name)

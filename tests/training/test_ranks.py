@@ -67,6 +67,7 @@ CASES = {
     "fsdp2": case("fsdp2", objective="dapo"),
     "fsdp2_replay_lag": until(case("fsdp2", replay="R2", lag=1, kl_coef=0.1), 3),
     "fsdp2_rollout_replay": case("fsdp2", objective="gspo", replay="R3"),
+    "fsdp2_shared_prompts": case("fsdp2", replay="R2", optim=replace(CPU.optim, share_prompts=True)),
     "fsdp2_ppo": case("fsdp2", objective="ppo"),
     "fsdp2_dpo": case("fsdp2", objective="dpo"),
     "fsdp2_lora": case("fsdp2", replay="R2", kl_coef=0.1, model=replace(CPU.model, lora=LORA)),

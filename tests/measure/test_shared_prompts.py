@@ -1,0 +1,182 @@
+"""Responses that share a prompt: the layout, the numbers and gradients of rows of their own, and who may not."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from logprobs_helpers import QWEN, SIZES, assert_same_gradients, gradients
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from moe_rl.measure import check_shared_prompts, share_prompts, token_logps
+from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
+
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from tiny_families import supported, tiny_model
+
+REFUSED = {  # a state along the row, or attention that chooses among all of its tokens
+    "AXK2ForCausalLM", "BailingHybridForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM",
+    "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM", "GraniteMoeHybridForCausalLM", "HYV4ForCausalLM",
+    "Inkling2ForCausalLM", "InklingForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2MoeForCausalLM",
+    "MiniMaxForCausalLM", "MiniMaxM3VLForCausalLM", "NemotronHForCausalLM", "Qwen3NextForCausalLM",
+    "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM", "ZayaForCausalLM",
+}  # fmt: skip
+# Prompts (padded on the left) and responses; the last text is a prompt alone.
+TEXTS = [
+    ([3, 4, 5], [6, 7, 8, 9]),
+    ([3, 4, 5], [6]),
+    ([3, 4, 5], [10, 11]),
+    ([12], [6, 7, 8, 13]),
+    ([12], [6, 14]),
+    ([3, 4], []),
+]
+P, R = 3, 4
+
+
+def texts():
+    """input_ids, attention_mask, completion_mask of TEXTS, 0 on padding."""
+    ids = torch.zeros(len(TEXTS), P + R, dtype=torch.long)
+    for row, (prompt, response) in zip(ids, TEXTS, strict=True):
+        row[P - len(prompt) : P] = torch.tensor(prompt)
+        row[P : P + len(response)] = torch.tensor(response)
+    return ids, ids > 0, (ids > 0) & (torch.arange(P + R) >= P)
+
+
+def model(attention="sdpa", **more):
+    torch.manual_seed(0)
+    found = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **QWEN, **more)).double().eval()
+    found.set_attn_implementation(attention)
+    with torch.no_grad():
+        found.lm_head.weight.mul_(20)
+    return found
+
+
+def histories(shared):
+    """Of every place that is not padding, the tokens that it attends to, its own the last."""
+    rows, places = (shared.source >= 0).nonzero(as_tuple=True)
+    return [shared.input_ids[r][shared.allowed[r, i]].tolist() for r, i in zip(rows, places, strict=True)]
+
+
+def test_a_prompt_stands_once_and_last_tokens_not_at_all():
+    shared = share_prompts(*texts())
+    of_the_first = [[3], [3, 4], [3, 4, 5], [3, 4, 5, 6], [3, 4, 5, 6, 7], [3, 4, 5, 6, 7, 8], [3, 4, 5, 10]]
+    of_the_fourth = [[12], [12, 6], [12, 6, 7], [12, 6, 7, 8], [12, 6]]
+    assert sorted(histories(shared)) == sorted([*of_the_first, *of_the_fourth, [3]])
+    positions = shared.position_ids[shared.source >= 0]
+    assert positions.tolist() == [len(history) - 1 for history in histories(shared)]
+
+
+def test_rows_are_as_long_as_asked_for_unless_one_text_is_longer():
+    assert share_prompts(*texts(), longest=7).input_ids.shape[1] <= 7
+    assert share_prompts(*texts(), longest=1).input_ids.shape == (6, 6)  # 3 4 5 6 7 8, and five shorter ones
+    assert share_prompts(*texts(), longest=1).tokens == 6 + 3 + 4 + 4 + 2 + 1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("longest", [None, 7, 1])
+@pytest.mark.parametrize("replay", [True, False])
+def test_log_probabilities_entropies_and_gradients_are_those_of_rows_of_their_own(
+    replay, longest, attention, float64_throughout
+):
+    policy, tokens = model(attention), texts()
+    with record_routes(policy) as recording:
+        want = token_logps(policy, *tokens, entropy=True)
+    routes = recording.routes
+    shared = share_prompts(*tokens, routes=routes, longest=longest)
+    weight = torch.randn(want.logps.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    with replay_routes(policy, shared.pack(routes)) if replay else record_routes(policy) as replayed:
+        got = token_logps(policy, *tokens, entropy=True, shared=shared)
+        found = gradients(policy, (got.logps * weight).sum() + got.entropy.sum())
+    torch.testing.assert_close(got.logps, want.logps, atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(got.entropy, want.entropy, atol=1e-10, rtol=1e-10)
+    assert_same_gradients(found, gradients(policy, (want.logps * weight).sum() + want.entropy.sum()), 1e-10)
+    if replay:
+        assert replayed.replayed_rows == shared.tokens * 2  # sites
+
+
+def test_recorded_routes_come_back_to_their_tokens(float64_throughout):
+    policy, tokens = model(), texts()
+    with record_routes(policy) as apart:
+        token_logps(policy, *tokens)
+    shared = share_prompts(*tokens)
+    with record_routes(policy) as together:
+        token_logps(policy, *tokens, shared=shared)
+    back = shared.unpack(together.routes)
+    ids, attended, _ = tokens
+    last = attended & (attended.long().flip(1).cumsum(1).flip(1) == 1)
+    assert torch.equal(~back.live[..., 0], attended & ~last)
+    assert torch.equal(back.tokens.long(), ids.masked_fill(~attended | last, -1))
+    counts = change_counts(apart.routes, back, attended)
+    assert counts.slots_changed == 0 and counts.slots_total == int((attended & ~last).sum()) * 2 * 2
+
+
+def test_prompts_that_were_routed_otherwise_are_not_shared(float64_throughout):
+    policy, tokens = model(), texts()
+    with record_routes(policy) as recording:
+        token_logps(policy, *tokens)
+    ids = recording.routes.ids
+    ids[1, 1, 0] = torch.tensor([e for e in range(4) if e not in ids[1, 1, 0]])  # token 4 of the second text
+    routes = RoutedExperts(ids, recording.routes.sites, 4, tokens=recording.routes.tokens)
+    with replay_routes(policy, routes):
+        want = token_logps(policy, *tokens).logps
+    shared = share_prompts(*tokens, routes=routes)
+    assert shared.tokens == share_prompts(*tokens).tokens + P
+    with replay_routes(policy, shared.pack(routes)):
+        got = token_logps(policy, *tokens, shared=shared).logps
+    torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-10)
+
+
+def test_rows_of_another_batch_and_outputs_that_rows_do_not_have_are_refused():
+    policy, (ids, attended, completion) = model(), texts()
+    shared = share_prompts(ids, attended, completion)
+    for other in (ids + attended, ids[:3]):
+        n = len(other)
+        with pytest.raises(ValueError, match="laid out for another batch"):
+            token_logps(policy, other, attended[:n], completion[:n], shared=shared)
+    for asked in ({"aux_loss": True}, {"router_logits": True}, {"position_ids": ids}):
+        with pytest.raises(ValueError, match="share prompts have no"):
+            token_logps(policy, ids, attended, completion, shared=shared, **asked)
+    with pytest.raises(ValueError, match="no sequence has two tokens"):
+        share_prompts(ids[:, :1], attended[:, :1], completion[:, :1])
+
+
+# -- which models ------------------------------------------------------------------------------------------------------
+
+
+def test_every_family_computes_such_rows_or_is_refused():
+    refused = set()
+    for family in supported():
+        policy = tiny_model(family)
+        try:
+            check_shared_prompts(policy)
+        except ValueError as error:
+            assert "cannot share prompts" in str(error), family
+            refused.add(family)
+    assert refused == REFUSED
+
+
+def test_a_window_shorter_than_the_texts_and_other_attentions_are_refused():
+    sizes = {name: value for name, value in SIZES.items() if name != "experts_implementation"}
+    windows = GptOssForCausalLM(
+        GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=16)
+    )
+    windows.set_attn_implementation("eager")
+    check_shared_prompts(windows, longest=16)
+    with pytest.raises(ValueError, match="a window of 16 tokens, and a sequence has 17"):
+        check_shared_prompts(windows, longest=17)
+    policy = model()
+    policy.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="its attention is flash_attention_2"):
+        check_shared_prompts(policy)
+
+
+def test_a_model_that_ignores_the_mask_is_refused(monkeypatch):
+    policy = model()
+    forward = type(policy.model).forward
+
+    def unmasked(self, *args, attention_mask=None, **kwargs):
+        return forward(self, *args, attention_mask=None, **kwargs)
+
+    monkeypatch.setattr(type(policy.model), "forward", unmasked)
+    with pytest.raises(ValueError, match="cannot share prompts between responses"):
+        check_shared_prompts(policy)
