@@ -155,6 +155,22 @@ def test_every_family_computes_such_rows_or_is_refused():
     assert refused == REFUSED
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_16_bits_pass_and_those_that_mix_responses_do_not(dtype, monkeypatch):
+    check_shared_prompts(tiny_model("OlmoeForCausalLM").to(dtype))
+    policy = tiny_model("Qwen3MoeForCausalLM").to(dtype)
+    forward = type(policy.model).forward
+
+    def mixing(self, *args, **kwargs):
+        found = forward(self, *args, **kwargs)
+        found.last_hidden_state = found.last_hidden_state + 1e-2 * found.last_hidden_state.cumsum(1)
+        return found
+
+    monkeypatch.setattr(type(policy.model), "forward", mixing)
+    with pytest.raises(ValueError, match="cannot share prompts"):
+        check_shared_prompts(policy)
+
+
 def test_a_window_shorter_than_the_texts_and_other_attentions_are_refused():
     sizes = {name: value for name, value in SIZES.items() if name != "experts_implementation"}
     windows = GptOssForCausalLM(
