@@ -196,3 +196,19 @@ def test_a_model_that_ignores_the_mask_is_refused(monkeypatch):
     monkeypatch.setattr(type(policy.model), "forward", unmasked)
     with pytest.raises(ValueError, match="cannot share prompts between responses"):
         check_shared_prompts(policy)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_such_rows_on_a_gpu(dtype):
+    policy, tokens = tiny_model("Qwen3MoeForCausalLM").to("cuda", dtype), [part.cuda() for part in texts()]
+    check_shared_prompts(policy)
+    with record_routes(policy) as recording, torch.no_grad():
+        want = token_logps(policy, *tokens).logps
+    shared = share_prompts(*tokens, routes=recording.routes)
+    with replay_routes(policy, shared.pack(recording.routes)) as replayed:
+        got = token_logps(policy, *tokens, shared=shared).logps
+        got.sum().backward()
+    assert replayed.replayed_rows == shared.tokens * len(recording.routes.sites)
+    torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.05)
