@@ -82,18 +82,16 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate * warmup
             policy.train()
-            part, chosen = [x[rows] for x in tokens], routes.rows(rows)
-            layout = share_prompts(*part, routes=chosen) if shared else None
+            part, forced = [x[rows] for x in tokens], routes.rows(rows)
+            layout = share_prompts(*part, routes=forced) if shared else None
+            forced = layout.pack(forced) if layout else forced
             # The old policy's experts are forced; their gate weights, and so the gradient, come from the live router.
-            with (
-                replay_routes(policy, layout.pack(chosen) if layout else chosen) if replay else nullcontext() as forced
-            ):
+            with replay_routes(policy, forced, once=True) if replay else nullcontext():  # all of them, or an error
                 logps = token_logps(policy, *part, shared=layout).logps
                 loss = policy_loss(
                     OBJECTIVES[objective], logps, old_logps[rows], advantages[rows], rollout.completion_mask[rows]
                 )
                 loss.loss.backward()
-            assert forced is None or forced.replayed_fraction == 1.0 or shared or not scoring  # last tokens: no route
             nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -121,7 +121,7 @@ def token_logps(
         if aux_loss or router_logits or position_ids is not None:
             raise ValueError("rows that share prompts have no aux_loss, router_logits or position_ids of their own")
         inputs: dict[str, Any] = shared.inputs(lm)
-        predicting = shared.places(input_ids, predicting)
+        predicting = shared.places(input_ids, attended, predicting)
     else:
         inputs = {"input_ids": input_ids, "attention_mask": attended.long()}
         if position_ids is None and "position_ids" in inspect.signature(type(lm).forward).parameters:

@@ -13,7 +13,7 @@ every token sees what it saw in a row of its own, and log-probabilities and grad
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ class SharedPrompts:
         place: flat position in the rows of each token of the batch; -1 on padding and on each sequence's last token.
         input_ids, position_ids: of the rows; 0 on padding.
         allowed: `[r,i,j]`: token i of row r attends to token j.
+        batch, attended: tokens and attention mask of the batch.
+        longest: tokens of its longest sequence.
     """
 
     source: Int[Tensor, "R N"]
@@ -45,28 +47,35 @@ class SharedPrompts:
     input_ids: Int[Tensor, "R N"]
     position_ids: Int[Tensor, "R N"]
     allowed: Bool[Tensor, "R N N"]
+    batch: Int[Tensor, "B T"]
+    attended: Bool[Tensor, "B T"]
+    longest: int
 
     def inputs(self, lm: PreTrainedModel) -> dict[str, Tensor]:
-        """What to call a model with."""
-        mask = self.allowed[:, None]
-        if lm.config.get_text_config()._attn_implementation == "eager":  # which adds it to the scores
-            dtype = lm.dtype
-            mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
-        return {"input_ids": self.input_ids, "attention_mask": mask, "position_ids": self.position_ids}
+        """What to call a model with.
 
-    def places(self, input_ids: Int[Tensor, "B T"], flat: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
-        """Flat positions in the rows of some tokens of the batch `input_ids`, given as flat positions in it.
+        Raises:
+            ValueError: it attends otherwise than by this mask in sequences, or rows, as long as these.
+        """
+        if why := too_long(lm.config.get_text_config(), self.longest, self.source.shape[1]):
+            raise ValueError(f"{type(lm).__name__} cannot share prompts in this batch: {why}. Train without sharing")
+        # Added to the scores: of a bool mask every layer would make and keep such a one for itself.
+        mask = torch.zeros(self.allowed.shape, dtype=lm.dtype, device=self.allowed.device)
+        mask.masked_fill_(~self.allowed, torch.finfo(lm.dtype).min)
+        return {"input_ids": self.input_ids, "attention_mask": mask[:, None], "position_ids": self.position_ids}
+
+    def places(
+        self, batch: Int[Tensor, "B T"], attended: Bool[Tensor, "B T"], flat: Int[Tensor, " n"]
+    ) -> Int[Tensor, " n"]:
+        """Flat positions in the rows of some tokens of the batch, given as flat positions in it.
 
         Raises:
             ValueError: these rows are of another batch.
         """
-        if self.place.shape == input_ids.shape:
-            places = self.place.flatten()[flat]
-            if bool((places >= 0).all()) and torch.equal(self.input_ids.flatten()[places], input_ids.flatten()[flat]):
-                return places
-        raise ValueError(
-            "these rows were laid out for another batch: call share_prompts with the same tokens and masks"
-        )
+        same = torch.equal(self.attended, attended) and torch.equal(self.batch[attended], batch[attended])
+        if not same:
+            raise ValueError("these rows are of another batch: call share_prompts with the same tokens and masks")
+        return self.place.flatten()[flat]
 
     @property
     def tokens(self) -> int:
@@ -74,8 +83,21 @@ class SharedPrompts:
         return int((self.source >= 0).sum())
 
     def pack(self, routes: RoutedExperts) -> RoutedExperts:
-        """Routes of the batch as those of the rows; -1 on padding."""
-        return routes.take(self.source)
+        """Routes of the batch as those of the rows; -1 on padding.
+
+        Raises:
+            ValueError: routes of another shape, or that differ on a prompt which is shared.
+        """
+        if routes.shape[:2] != self.place.shape:
+            raise ValueError(
+                f"routes of {tuple(routes.shape[:2])} tokens do not fit a batch of {tuple(self.place.shape)}: those of "
+                "another batch, or without its padding (RoutedExperts.realign)?"
+            )
+        packed, there = routes.take(self.source), (self.place >= 0).to(routes.device)
+        back, given = (one.packed.view(torch.uint8)[there] for one in (packed.take(self.place), routes))
+        if not torch.equal(back, given):
+            raise ValueError("a prompt is shared by responses whose routes on it differ: give routes= to share_prompts")
+        return packed
 
     def unpack(self, routes: RoutedExperts) -> RoutedExperts:
         """Routes of the rows as those of the batch; -1 where it has no place."""
@@ -102,21 +124,25 @@ def share_prompts(
             least 128.
 
     Raises:
-        ValueError: no sequence has two tokens.
+        ValueError: masks or routes of another shape; no sequence has two tokens.
 
     >>> ids = torch.tensor([[1, 2, 5, 6], [1, 2, 7, 0]])
     >>> mask = ids > 0
     >>> share_prompts(ids, mask, mask & (ids > 2)).input_ids  # 6 and 7 are last tokens
     tensor([[1, 2, 5]])
     """
-    attended, completion = (
-        as_bool_mask(attention_mask, "attention_mask"),
-        as_bool_mask(completion_mask, "completion_mask"),
-    )
     B, T = input_ids.shape
-    longest = longest or max(2 * T, SHORTEST)
-    segments = _segments(input_ids.cpu().numpy(), attended.cpu().numpy(), completion.cpu().numpy(), routes, longest)
-    rows = [[segments[i] for i in row] for row in _first_fit([segment.size for segment in segments], longest)]
+    for name, given in (("attention_mask", attention_mask), ("completion_mask", completion_mask), ("routes", routes)):
+        if given is not None and given.shape[:2] != (B, T):
+            raise ValueError(f"{name}: expected the shape of input_ids, {(B, T)}, got {tuple(given.shape[:2])}")
+    if longest is not None and longest < 1:
+        raise ValueError(f"longest counts tokens and must be at least 1, got {longest}")
+    attended = as_bool_mask(attention_mask, "attention_mask")
+    completion = as_bool_mask(completion_mask, "completion_mask")
+    of_a_sequence = int(attended.sum(1).max()) if attended.numel() else 0
+    most = longest or max(2 * of_a_sequence, SHORTEST)
+    segments = _segments(input_ids.cpu().numpy(), attended.cpu().numpy(), completion.cpu().numpy(), routes, most)
+    rows = [[segments[i] for i in row] for row in _first_fit([segment.size for segment in segments], most)]
     R, N = len(rows), max((sum(segment.size for segment in row) for row in rows), default=0)
     if not N:
         raise ValueError("no sequence has two tokens, so that nothing is predicted")
@@ -134,15 +160,42 @@ def share_prompts(
                 source[r, start:end] = response
                 response_of[r, start:end] = start
                 place.flat[response] = np.arange(r * N + start, r * N + end)
-    index = torch.from_numpy(source).to(input_ids.device)
+    arrays = (source, place, segment_of, response_of)
+    source_, place_, segments_, responses = (torch.from_numpy(array).to(input_ids.device) for array in arrays)
     positions = (attended.long().cumsum(1) - 1).flatten()
     return SharedPrompts(
-        source=index,
-        place=torch.from_numpy(place).to(input_ids.device),
-        input_ids=_at(input_ids.flatten(), index),
-        position_ids=_at(positions, index),
-        allowed=_allowed(torch.from_numpy(segment_of), torch.from_numpy(response_of)).to(input_ids.device),
+        source=source_,
+        place=place_,
+        input_ids=_at(input_ids.flatten(), source_),
+        position_ids=_at(positions, source_),
+        allowed=_allowed(segments_, responses),
+        batch=input_ids,
+        attended=attended,
+        longest=of_a_sequence,
     )
+
+
+def too_long(config: Any, longest: int, width: int) -> str | None:
+    """Why sequences of so many tokens, in rows of `width`, are attended to otherwise than this mask says; None: they
+    are not."""
+    windows = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    kinds = getattr(config, "layer_types", None)
+    without = getattr(config, "use_sliding_window", None) is False or (
+        kinds is not None and all(kind == "full_attention" for kind in kinds)
+    )
+    for name, window in windows.items():
+        if window and window < longest and not without:
+            return f"its attention has a window ({name} {window}), and a sequence has {longest} tokens"
+    if getattr(config, "attn_temperature_tuning", False) and width >= getattr(config, "floor_scale", 0):
+        return f"its attention is scaled by the place in a row, which has {width} (floor_scale {config.floor_scale})"
+    rope = getattr(config, "rope_parameters", None) or {}
+    for one in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        first = one.get("original_max_position_embeddings") or config.max_position_embeddings
+        if one.get("rope_type") in ("dynamic", "longrope") and longest > first:
+            return (
+                f"its rotary embedding ({one['rope_type']}) depends on the longest sequence, which has {longest} tokens"
+            )
+    return None
 
 
 def _at(values: Shaped[Tensor, " n"], index: Int[Tensor, "R N"]) -> Shaped[Tensor, "R N"]:
@@ -153,10 +206,14 @@ def _at(values: Shaped[Tensor, " n"], index: Int[Tensor, "R N"]) -> Shaped[Tenso
 def _allowed(segment: Int[Tensor, "R N"], response: Int[Tensor, "R N"]) -> Bool[Tensor, "R N N"]:
     """Whom each token attends to: of its segment, earlier ones of the prompt (response -1) and of its response; padding
     to itself, as a softmax over nothing is NaN."""
-    N = segment.shape[1]
+    N, device = segment.shape[1], segment.device
     one_segment = segment[:, :, None] == segment[:, None, :]
     one_response = (response[:, :, None] == response[:, None, :]) | (response[:, None, :] < 0)
-    return one_segment & one_response & torch.ones(N, N, dtype=torch.bool).tril() | torch.eye(N, dtype=torch.bool)
+    earlier, itself = (
+        torch.ones(N, N, dtype=torch.bool, device=device).tril(),
+        torch.eye(N, dtype=torch.bool, device=device),
+    )
+    return one_segment & one_response & earlier | itself
 
 
 class _Segment(NamedTuple):

@@ -2,7 +2,8 @@
 
 import inspect
 import weakref
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,108 +15,102 @@ from moe_rl.routing import RoutedExperts, record_routes, replay_routes
 
 PROMPTS, RESPONSES = (4, 4, 3, 3), (3, 5, 4, 2)
 """Tokens of the texts that a model is tried out with: two prompts of two responses each."""
-ATTENTION = ("sdpa", "eager")
+ATTENDING = ("full_attention", "sliding_attention", "chunked_attention")
 _PASSED: "weakref.WeakKeyDictionary[PreTrainedModel, str]" = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
-def check_shared_prompts(model: nn.Module, longest: int = 0) -> None:
-    """Try a model out on a few tokens, once, before rows of several responses are used (`share_prompts`).
+def check_shared_prompts(model: nn.Module) -> None:
+    """Try a model out on a few tokens, once, before rows of several responses are used (`share_prompts`). Not inside a
+    context that records or replays.
 
-    Under the same routes it must give the log-probabilities of rows of their own, up to rounding (ten times what padding
-    changes, and 1e-5 nats, or 4 epsilon of a dtype of 16 bits), and those of a response must not depend on another one.
-    Not inside a context that records or replays.
-
-    Args:
-        longest: tokens of the longest sequence. A window of attention must not be shorter: the rows' mask has none.
+    Under the same routes it must give the log-probabilities of rows of their own, up to rounding (ten times what
+    batching the texts changes, and 1e-5 nats, or the epsilon of its dtype), and those of a response must not depend on
+    another one. Refused by name, as a few tokens would not show it: attention other than "sdpa" or "eager", layers
+    that are no attention (`layer_types`), and sparse attention that chooses among all tokens of a row (`index_topk`).
+    What depends on the length is looked at in every batch (`too_long`).
 
     Raises:
         ValueError: it does not, with what was found and what to do.
     """
     lm = causal_lm(model)
     config = lm.config.get_text_config()
-    own, attention = type(lm).__name__, str(getattr(config, "_attn_implementation", None))
+    attention = str(getattr(config, "_attn_implementation", None))
 
-    def refuse(why: str) -> None:
-        raise ValueError(f"{own} cannot share prompts between responses: {why}. Train it without share_prompts")
+    def require(ok: bool, why: str) -> None:
+        if not ok:
+            raise ValueError(f"{type(lm).__name__} cannot share prompts: {why}. Train it without sharing")
 
-    if attention not in ATTENTION:
-        refuse(f"its attention is {attention}; model.set_attn_implementation('sdpa') takes such a mask")
-    if "position_ids" not in inspect.signature(type(lm).forward).parameters:
-        refuse("it takes no position_ids")
-    if any(name.startswith("index_topk") and value for name, value in vars(config).items()):
-        refuse("its attention is sparse, and chooses among all tokens of a row")
-    window = _window(config)
-    if window is not None and window < longest:
-        refuse(f"attention has a window of {window} tokens, and a sequence has {longest}")
     if _PASSED.get(lm) == attention:
         return
-    tokens = _texts(lm)
+    require(
+        attention in ("sdpa", "eager"), f"its attention is {attention}; set_attn_implementation('sdpa') takes a mask"
+    )
+    require("position_ids" in inspect.signature(type(lm).forward).parameters, "it takes no position_ids")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENDING))
+    require(not others, f"layers of type {', '.join(others)} carry more than attention along a row")
+    sparse = any(name.startswith("index_topk") and value for name, value in vars(config).items())
+    require(not sparse, "its attention is sparse, and chooses among all tokens of a row")
+    tokens, eps = _texts(lm), max(1e-5, torch.finfo(lm.dtype).eps)
     with evaluating(model):
+        routes, together, alone = _apart(model, tokens)
         try:
-            apart, seen, again, disturbed = _tried(model, tokens)
+            seen, again, disturbed = _shared(model, tokens, routes)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            refuse(f"it does not run with such rows ({error})")
-    shapes = float((apart[0] - apart[1]).abs().max())
-    far, repeats = float((apart[0] - seen).abs().max()), float((seen - again).abs().max())
-    if not far <= 10 * shapes + max(1e-5, 4 * torch.finfo(lm.dtype).eps):
-        refuse(f"log-probabilities differ by {far:.2g} nats, where doing without padding changes {shapes:.2g}")
-    moved = float((seen - disturbed)[[0, 2, 3]].abs().max())
-    if not moved <= 10 * repeats:
-        refuse(f"a token of one response moved the log-probabilities of others by {moved:.2g} nats")
+            raise ValueError(f"{type(lm).__name__} cannot share prompts: {error}. Train it without sharing") from error
+    batched, far = float((together - alone).abs().max()), float((together - seen).abs().max())
+    moved, repeats = float((seen - disturbed)[[0, 2, 3]].abs().max()), float((seen - again).abs().max())
+    require(
+        far <= 10 * batched + eps,
+        f"log-probabilities differ by {far:.2g} nats, where batching changes {batched:.2g}",
+    )
+    require(moved <= 10 * repeats, f"a token of one response moved the log-probabilities of others by {moved:.2g} nats")
     _PASSED[lm] = attention
 
 
-def _window(config: Any) -> int | None:
-    """Tokens that some layer attends to, where that is fewer than all."""
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and not any("sliding" in kind or "chunked" in kind for kind in kinds):
-        return None
-    if getattr(config, "use_sliding_window", True) is False:
-        return None
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    return min((window for window in windows if window), default=None)
-
-
 def _texts(lm: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, attention and completion mask of the texts: prompts left-padded, the same in a text and the next one."""
-    P, R, V = max(PROMPTS), max(RESPONSES), lm.config.get_text_config().vocab_size
-    ids = torch.randint(V, (len(PROMPTS), P + R), generator=torch.Generator().manual_seed(0))
-    ids[1::2, :P] = ids[::2, :P]
-    column, first, last = torch.arange(P + R), P - torch.tensor(PROMPTS), P + torch.tensor(RESPONSES)
-    attended = (column >= first[:, None]) & (column < last[:, None])
+    """Tokens, attention and completion mask of the texts, padded on the right; the prompt of a text and the next one is
+    the same."""
+    V, longest = lm.config.get_text_config().vocab_size, max(map(sum, zip(PROMPTS, RESPONSES, strict=True)))
+    ids = torch.randint(V, (len(PROMPTS), longest), generator=torch.Generator().manual_seed(0))
+    column, prompts, responses = torch.arange(longest), torch.tensor(PROMPTS)[:, None], torch.tensor(RESPONSES)[:, None]
+    attended, prompt = column < prompts + responses, column < prompts
+    ids[1::2][prompt[1::2]] = ids[::2][prompt[::2]]
     device = cast(Tensor, lm.get_input_embeddings().weight).device
-    return ids.to(device), attended.to(device), (attended & (column >= P)).to(device)
+    return ids.to(device), attended.to(device), (attended & ~prompt).to(device)
 
 
-def _tried(
-    model: nn.Module, tokens: tuple[Tensor, Tensor, Tensor]
-) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor, Tensor]:
-    """Log-probabilities under the same routes: of the texts together, and each by itself without padding; of the rows
-    that share, twice; and of these with another token in the second text."""
+def _under(
+    model: nn.Module, routes: RoutedExperts, tokens: Sequence[Tensor], shared: SharedPrompts | None = None
+) -> Tensor:
+    with replay_routes(model, routes if shared is None else shared.pack(routes), check_tokens=False):
+        return token_logps(model, *tokens, shared=shared).logps
+
+
+def _apart(model: nn.Module, tokens: tuple[Tensor, Tensor, Tensor]) -> tuple[RoutedExperts, Tensor, Tensor]:
+    """Routes of the texts, and their log-probabilities under these: together, and each by itself."""
     ids, attended, completion = tokens
     with record_routes(model) as recording:
         token_logps(model, *tokens)
-    flat = torch.arange(ids.numel(), device=ids.device).view(ids.shape)
-    flat[1::2, : max(PROMPTS)] = flat[::2, : max(PROMPTS)]
+    flat, prompt = torch.arange(ids.numel(), device=ids.device).view(ids.shape), attended & ~completion
+    flat[1::2][prompt[1::2]] = flat[::2][prompt[::2]]
     routes = recording.routes.take(flat)  # one prompt, one route, whatever rounding says
+    together = _under(model, routes, tokens)
+    alone = torch.zeros_like(together)
+    for row, length in enumerate(attended.sum(1).tolist()):
+        part = [some[row : row + 1, :length] for some in tokens]
+        alone[row, :length] = _under(model, routes.rows([row]).columns(slice(length)), part)[0]
+    return routes, together, alone
 
-    def under(routes: RoutedExperts, tokens: tuple[Tensor, ...], shared: SharedPrompts | None = None) -> Tensor:
-        with replay_routes(model, routes if shared is None else shared.pack(routes), check_tokens=False):
-            return token_logps(model, *tokens, shared=shared).logps
 
-    alone = torch.zeros(ids.shape, device=ids.device)
-    for row in range(len(ids)):
-        used = attended[row].nonzero()
-        columns = slice(int(used[0]), int(used[-1]) + 1)  # no padding, so that attention may need no mask
-        part = tuple(some[row : row + 1, columns] for some in tokens)
-        alone[row, columns] = under(routes.rows([row]).columns(columns), part)[0].to(alone)
+def _shared(model: nn.Module, tokens: tuple[Tensor, Tensor, Tensor], routes: RoutedExperts) -> list[Tensor]:
+    """Log-probabilities in one row, twice, and with another token in the second text's response."""
+    ids, *masks = tokens
     other = ids.clone()
-    other[1, max(PROMPTS)] = (ids[1, max(PROMPTS)] + 1) % int(ids.max() + 1)
-    shared, disturbed = (share_prompts(some, attended, completion, longest=ids.numel()) for some in (ids, other))
-    return (
-        (under(routes, tokens), alone),
-        under(routes, tokens, shared),
-        under(routes, tokens, shared),
-        under(routes, (other, attended, completion), disturbed),
-    )
+    other[1, PROMPTS[1]] = (ids[1, PROMPTS[1]] + 1) % int(ids.max() + 1)
+    found = []
+    for some in (ids, ids, other):
+        found.append(_under(model, routes, (some, *masks), share_prompts(some, *masks, longest=ids.numel())))
+    return found

@@ -161,7 +161,8 @@ class OptimConfig:
     share_prompts: bool = False
     """Responses to one prompt share it in updates, and in the scoring of steps that no probe follows: a forward of
     P + G (R - 1) tokens instead of G (P + R) with padding (`moe_rl.measure.shared_prompts`). The same gradient up to
-    rounding. For models whose layers are attention alone, which is tried out when a run starts."""
+    rounding; a sequence's last token has no route then, which counts of slots and loads leave out. For models whose
+    layers are attention alone, which is tried out when a run starts."""
     learning_rate: float = 1e-3
     warmup_updates: int = 20
     """Linear learning-rate warm-up, in updates."""

@@ -86,7 +86,7 @@ def score_rollout(
     mine = ranks.mine(rollout)
     for model in (policy, reference) if shared else ():
         if model is not None:
-            check_shared_prompts(model, mine.input_ids.shape[1])
+            check_shared_prompts(model)
     size = SCORING_BATCH if batch_size is None and len(mine) > SCORING_BATCH else batch_size
     places = list(micro_batches(mine.attention_mask, size, in_order=shared))
     routes, found = [], []

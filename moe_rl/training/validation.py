@@ -229,6 +229,7 @@ def _sharing(config: RunConfig, method: Method) -> None:
         ("method.keep: the part of the routes is chosen by margins, of each response", own.keep == 1),
         ("method.objective: it weighs tokens by router scores, of each response", not method.weighs_routes),
         ("method.advantage: the value model reads the states of each response", method.advantage != "gae"),
+        ("optim.expert_bias_rate: last tokens would be missing in the loads; set 0", not optim.expert_bias_rate),
         ("optim.aux_loss_coef: a load of prompts that count once is another one; set 0", not optim.aux_loss_coef),
     ):
         require(ok, f"optim.share_prompts does not go with this {field}")

@@ -1,14 +1,19 @@
 """Responses that share a prompt: the layout, the numbers and gradients of rows of their own, and who may not."""
 
+import re
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import jaxtyping
 import pytest
 import torch
 from logprobs_helpers import QWEN, SIZES, assert_same_gradients, gradients
-from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.measure import check_shared_prompts, share_prompts, token_logps
+from moe_rl.measure.shared_prompts import too_long
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
@@ -119,6 +124,8 @@ def test_prompts_that_were_routed_otherwise_are_not_shared(float64_throughout):
     routes = RoutedExperts(ids, recording.routes.sites, 4, tokens=recording.routes.tokens)
     with replay_routes(policy, routes):
         want = token_logps(policy, *tokens).logps
+    with pytest.raises(ValueError, match="whose routes on it differ: give routes= to share_prompts"):
+        share_prompts(*tokens).pack(routes)
     shared = share_prompts(*tokens, routes=routes)
     assert shared.tokens == share_prompts(*tokens).tokens + P
     with replay_routes(policy, shared.pack(routes)):
@@ -126,16 +133,32 @@ def test_prompts_that_were_routed_otherwise_are_not_shared(float64_throughout):
     torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-10)
 
 
-def test_rows_of_another_batch_and_outputs_that_rows_do_not_have_are_refused():
+def test_rows_and_routes_of_another_batch_and_outputs_that_rows_do_not_have_are_refused(monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as users have it
     policy, (ids, attended, completion) = model(), texts()
     shared = share_prompts(ids, attended, completion)
-    for other in (ids + attended, ids[:3]):
-        n = len(other)
-        with pytest.raises(ValueError, match="laid out for another batch"):
-            token_logps(policy, other, attended[:n], completion[:n], shared=shared)
+    shorter = attended.clone()
+    shorter[0, -1] = False
+    another_prompt = ids.clone()
+    another_prompt[0, 0] = 9  # not a token that is predicted, nor predicts one
+    for other, mask in ((another_prompt, attended), (ids, shorter), (ids[:3], attended[:3])):
+        with pytest.raises(ValueError, match="of another batch"):
+            token_logps(policy, other, mask, completion[: len(other)] & mask, shared=shared)
     for asked in ({"aux_loss": True}, {"router_logits": True}, {"position_ids": ids}):
         with pytest.raises(ValueError, match="share prompts have no"):
             token_logps(policy, ids, attended, completion, shared=shared, **asked)
+    with record_routes(policy.float()) as recording:
+        token_logps(policy, ids, attended, completion)
+    routes = recording.routes
+    for other in (routes.columns(slice(1, None)), routes.rows([0, 1])):
+        with pytest.raises(ValueError, match="do not fit a batch of"):
+            shared.pack(other)
+        with pytest.raises(ValueError, match="routes: expected the shape of input_ids"):
+            share_prompts(ids, attended, completion, routes=other)
+    with pytest.raises(ValueError, match="completion_mask: expected the shape"):
+        share_prompts(ids, attended, completion[:, 1:])
+    with pytest.raises(ValueError, match="longest counts tokens and must be at least 1, got 0"):
+        share_prompts(ids, attended, completion, longest=0)
     with pytest.raises(ValueError, match="no sequence has two tokens"):
         share_prompts(ids[:, :1], attended[:, :1], completion[:, :1])
 
@@ -143,10 +166,11 @@ def test_rows_of_another_batch_and_outputs_that_rows_do_not_have_are_refused():
 # -- which models ------------------------------------------------------------------------------------------------------
 
 
-def test_every_family_computes_such_rows_or_is_refused():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_family_computes_such_rows_or_is_refused(dtype):
     refused = set()
     for family in supported():
-        policy = tiny_model(family)
+        policy = tiny_model(family).to(dtype)
         try:
             check_shared_prompts(policy)
         except ValueError as error:
@@ -155,47 +179,66 @@ def test_every_family_computes_such_rows_or_is_refused():
     assert refused == REFUSED
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_models_of_16_bits_pass_and_those_that_mix_responses_do_not(dtype, monkeypatch):
-    check_shared_prompts(tiny_model("OlmoeForCausalLM").to(dtype))
-    policy = tiny_model("Qwen3MoeForCausalLM").to(dtype)
+def embedded(change):
+    """A model whose embeddings `[B,T,d]` are changed."""
+    policy = model()
+    policy.model.embed_tokens.register_forward_hook(lambda module, args, output: change(output))
+    return policy
+
+
+def test_models_that_mix_responses_or_count_places_in_the_row_are_refused(monkeypatch):
+    place = torch.arange(64, dtype=torch.float64).sin()
+    changes = [lambda x, size: x + size * place[: x.shape[1], None], lambda x, size: x + size * x.cumsum(1)]
+    for change in changes:
+        for size in (1e-3, 1e-1):
+            with pytest.raises(ValueError, match="cannot share prompts: log-probabilities differ"):
+                check_shared_prompts(embedded(partial(change, size=size)))
+    policy = model()
     forward = type(policy.model).forward
-
-    def mixing(self, *args, **kwargs):
-        found = forward(self, *args, **kwargs)
-        found.last_hidden_state = found.last_hidden_state + 1e-2 * found.last_hidden_state.cumsum(1)
-        return found
-
-    monkeypatch.setattr(type(policy.model), "forward", mixing)
+    monkeypatch.setattr(
+        type(policy.model), "forward", lambda self, attention_mask=None, **inputs: forward(self, **inputs)
+    )
     with pytest.raises(ValueError, match="cannot share prompts"):
         check_shared_prompts(policy)
 
 
-def test_a_window_shorter_than_the_texts_and_other_attentions_are_refused():
-    sizes = {name: value for name, value in SIZES.items() if name != "experts_implementation"}
-    windows = GptOssForCausalLM(
-        GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=16)
-    )
-    windows.set_attn_implementation("eager")
-    check_shared_prompts(windows, longest=16)
-    with pytest.raises(ValueError, match="a window of 16 tokens, and a sequence has 17"):
-        check_shared_prompts(windows, longest=17)
+def test_attention_of_another_kind_and_models_that_do_not_run_at_all():
     policy = model()
     policy.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="its attention is flash_attention_2"):
+    with pytest.raises(ValueError, match="its attention is flash_attention_2; set_attn_implementation"):
         check_shared_prompts(policy)
+    with pytest.raises(ValueError, match=r"self-check could not run") as found:
+        check_shared_prompts(embedded(lambda x: x[:, :, 1:]))
+    assert "share prompts" not in str(found.value), "it runs in no rows"
 
 
-def test_a_model_that_ignores_the_mask_is_refused(monkeypatch):
-    policy = model()
-    forward = type(policy.model).forward
+@pytest.mark.parametrize(
+    ("settings", "fits", "why"),
+    [
+        ({"sliding_window": 7}, 7, r"a window .sliding_window 7., and a sequence has 8 tokens"),
+        ({"attention_chunk_size": 7, "layer_types": ["chunked_attention"]}, 7, "attention_chunk_size 7"),
+        ({"sliding_window": 4, "layer_types": ["full_attention"]}, 10**6, None),
+        ({"sliding_window": 4, "use_sliding_window": False}, 10**6, None),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, 20, "depends on the longest sequence"),
+        (
+            {"rope_parameters": {"full": {"rope_type": "longrope", "original_max_position_embeddings": 12}}},
+            12,
+            "depends on the longest sequence",
+        ),
+        ({"attn_temperature_tuning": True, "floor_scale": 16}, 7, "scaled by the place in a row, which has 16"),
+    ],
+)
+def test_lengths_that_the_mask_does_not_stand_for(settings, fits, why):
+    config = SimpleNamespace(max_position_embeddings=20, **settings)
+    assert too_long(config, fits, 2 * fits) is None
+    assert why is None or re.search(why, too_long(config, fits + 1, 2 * fits + 2))
 
-    def unmasked(self, *args, attention_mask=None, **kwargs):
-        return forward(self, *args, attention_mask=None, **kwargs)
 
-    monkeypatch.setattr(type(policy.model), "forward", unmasked)
-    with pytest.raises(ValueError, match="cannot share prompts between responses"):
-        check_shared_prompts(policy)
+def test_a_batch_with_a_text_longer_than_the_window_is_an_error():
+    policy, tokens = model(sliding_window=6, use_sliding_window=True), texts()
+    policy.config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"a window .sliding_window 6., and a sequence has 7 tokens"):
+        token_logps(policy, *tokens, shared=share_prompts(*tokens))
 
 
 @pytest.mark.gpu

@@ -6,6 +6,9 @@ import pytest
 import torch
 from micro import MICRO, rows
 
+from moe_rl.measure import shared_prompts
+from moe_rl.policy import LoraConfig
+from moe_rl.rollout import TaskConfig
 from moe_rl.rollout.engine_config import EngineConfig
 from moe_rl.routing import change_counts
 from moe_rl.training import MethodConfig, ProbeConfig, run, validate
@@ -31,7 +34,10 @@ def sharing(config=QUIET, **optim):
         ({"replay": "R3"}, {"rollout": ENGINE}),
         ({"objective": "dpo"}, {"optim": replace(MICRO.optim, micro_batch=2)}),
         ({"replay": "R2"}, {"rollout": replace(LONG, scoring="decoding")}),
-        ({"replay": "R2"}, {"optim": replace(MICRO.optim, expert_bias_rate=1e-6, expert_bias_loads="live")}),
+        ({"replay": "R2"}, {"model": replace(MICRO.model, lora=LoraConfig(2, target_modules=("q_proj",)))}),
+        ({"replay": "R2"}, {"rollout": replace(LONG, segment=3)}),
+        ({"replay": "R2"}, {"rollout": replace(LONG, lag=1)}),
+        ({}, {"task": TaskConfig(name="calculator")}),
     ],
 )
 def test_a_run_is_the_same_but_for_rounding(state_of, tmp_path, arm, changes):
@@ -64,6 +70,14 @@ def test_scoring_shares_prompts_but_where_a_probe_compares(state_of, tmp_path):
     assert torch.equal(probed.old_logps, plain.old_logps) and probed.routes.equal(plain.routes)
 
 
+@pytest.mark.parametrize("every", [0, 1])
+def test_sequences_longer_than_a_window_are_an_error_in_every_step(state_of, tmp_path, monkeypatch, every):
+    state = state_of(sharing(replace(QUIET, probe=replace(MICRO.probe, every=every, floor=False))), tmp_path)
+    monkeypatch.setattr(shared_prompts, "too_long", lambda config, longest, width: f"{longest} tokens are too many")
+    with pytest.raises(ValueError, match=r"in this batch: [0-9]+ tokens are too many"):
+        run(state)
+
+
 def test_micro_batches_of_shared_prompts_are_rows_as_they_stand():
     mask = torch.arange(8) < torch.tensor([2, 5, 1, 4])[:, None]
     found = [(rows.tolist(), columns.stop) for rows, columns in micro_batches(mask, 2, in_order=True)]
@@ -78,6 +92,7 @@ def test_micro_batches_of_shared_prompts_are_rows_as_they_stand():
         (replace(QUIET, method=MethodConfig(objective="rspo")), "method.objective: it weighs tokens"),
         (replace(QUIET, method=MethodConfig(objective="ppo")), "method.advantage: the value model"),
         (replace(QUIET, optim=replace(QUIET.optim, aux_loss_coef=0.01)), "optim.aux_loss_coef"),
+        (replace(QUIET, optim=replace(QUIET.optim, expert_bias_rate=0.01)), "optim.expert_bias_rate: last tokens"),
     ],
 )
 def test_what_is_of_each_response_is_refused(config, message):
