@@ -108,19 +108,27 @@ def test_published_early_warning_is_that_of_the_committed_signals(table, cpu):
     committed = pd.read_csv(folder / table)
     steps = sorted(committed["steps"].unique())
     studies = [one.parent for one in sorted(folder.glob("*/signals.csv"))]
-    asked = [one for one in studies if one.name != "early_signals"]  # which asks this by itself
+    asked = [one for one in studies if not one.name.startswith("early_signals")]  # which ask this by themselves
     there = [one for one in asked if cpu in json.loads((one / "env.json").read_text())["cpu"]]
     found = script_of["early_warning"]([script_of["signals_of"](one, steps) for one in there], resamples=2)
     for name in {"runs", "bad", "auc", "within", "pairs", "correlation", "correlation_within"} & set(committed):
         assert found[name].to_numpy() == pytest.approx(committed[name].to_numpy(), abs=1e-5), name
 
 
-@pytest.mark.parametrize("rounding", [None, "native", "avx2"])
-def test_published_early_signals_are_those_of_the_committed_ones(rounding):
+@pytest.mark.parametrize(
+    ("study", "rounding", "steps"),
+    [
+        ("early_signals", None, [5, 10]),
+        ("early_signals", "native", [5, 10]),
+        ("early_signals", "avx2", [5, 10]),
+        ("early_signals_again", None, [5]),
+    ],
+)
+def test_published_early_signals_are_those_of_the_committed_ones(study, rounding, steps):
     script_of, folder = script("early_warning"), ROOT / "docs" / "results"
-    name = "early_signals" + (f"_{rounding}" if rounding else "")
+    name = study + (f"_{rounding}" if rounding else "")
     committed = pd.read_csv(folder / "early_warning" / f"{name}.csv")
-    table = script_of["signals_of"](folder / "early_signals", [5, 10], rounding)
+    table = script_of["signals_of"](folder / study, steps, rounding)
     found = script_of["early_warning"]([table], resamples=2)
     for column in ("runs", "bad", "within", "correlation_within", "beyond_reward"):
         assert found[column].to_numpy() == pytest.approx(committed[column].to_numpy(), abs=1e-5, nan_ok=True), column
