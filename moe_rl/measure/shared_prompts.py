@@ -24,9 +24,6 @@ from transformers import PreTrainedModel
 from moe_rl.objectives.ratios import as_bool_mask
 from moe_rl.routing import RoutedExperts
 
-SHORTEST = 128
-"""Tokens that a row may always have: attention over so few costs less than another copy of a prompt."""
-
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts:
@@ -120,8 +117,8 @@ def share_prompts(
 
     Args:
         routes: those that will be replayed.
-        longest: tokens that a row may have, unless one sequence has more; default: twice the longest sequence, and at
-            least 128.
+        longest: tokens that a row may have, unless one sequence has more; default: twice the longest sequence. More
+            means fewer copies of a prompt, and more attention, which is quadratic in a row.
 
     Raises:
         ValueError: masks or routes of another shape; no sequence has two tokens.
@@ -140,9 +137,9 @@ def share_prompts(
     attended = as_bool_mask(attention_mask, "attention_mask")
     completion = as_bool_mask(completion_mask, "completion_mask")
     of_a_sequence = int(attended.sum(1).max()) if attended.numel() else 0
-    most = longest or max(2 * of_a_sequence, SHORTEST)
+    most = longest or 2 * of_a_sequence
     segments = _segments(input_ids.cpu().numpy(), attended.cpu().numpy(), completion.cpu().numpy(), routes, most)
-    rows = [[segments[i] for i in row] for row in _first_fit([segment.size for segment in segments], most)]
+    rows = [[segments[i] for i in row] for row in _parts([segment.size for segment in segments], most)]
     R, N = len(rows), max((sum(segment.size for segment in row) for row in rows), default=0)
     if not N:
         raise ValueError("no sequence has two tokens, so that nothing is predicted")
@@ -242,21 +239,25 @@ def _segments(
         groups.setdefault(same, []).append((flat[:start], flat[start:]))
     found = []
     for group in groups.values():
-        for part in _first_fit([len(response) for _, response in group], longest - len(group[0][0])):
+        for part in _parts([len(response) for _, response in group], longest - len(group[0][0])):
             found.append(_Segment([group[i][0] for i in part], [group[i][1] for i in part]))
     return found
 
 
-def _first_fit(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Indices in parts whose sizes sum to at most `most` (one that is larger has a part of its own): the largest first,
-    each into the first part that has room."""
-    parts: list[list[int]] = []
-    room: list[int] = []
-    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        place = next((place for place, left in enumerate(room) if left >= sizes[i]), len(parts))
-        if place == len(parts):
-            parts.append([])
-            room.append(most)
-        parts[place].append(i)
-        room[place] -= sizes[i]
-    return parts
+def _parts(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Indices in few parts whose sizes sum to at most `most` (one that is larger has a part of its own) and are nearly
+    equal, as the rows that they become are padded to the longest: the largest first, each into the emptiest of as many
+    parts as the first that has room would make; these, where that does not fit."""
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    tight: list[list[int]] = []
+    for i in order:
+        place = next((part for part in tight if sum(sizes[j] for j in part) + sizes[i] <= most), None)
+        if place is None:
+            tight.append([i])
+        else:
+            place.append(i)
+    even: list[list[int]] = [[] for _ in tight]
+    for i in order:
+        min(even, key=lambda part: sum(sizes[j] for j in part)).append(i)
+    fits = all(len(part) == 1 or sum(sizes[j] for j in part) <= most for part in even)
+    return even if fits else tight
