@@ -2,7 +2,8 @@
 
 import inspect
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from moe_rl.measure.logprobs import causal_lm, evaluating, token_logps
 from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts
 from moe_rl.routing import RoutedExperts, record_routes, replay_routes
+from moe_rl.routing.experts_sorted import compute_dtype
 
 PROMPTS, RESPONSES = (4, 4, 3, 3), (3, 5, 4, 2)
 """Tokens of the texts that a model is tried out with: two prompts of two responses each."""
@@ -25,9 +27,10 @@ def check_shared_prompts(model: nn.Module) -> None:
     context that records or replays.
 
     Under the same routes it must give the log-probabilities of rows of their own, up to rounding (ten times what
-    batching the texts changes, and 1e-5 nats, or the epsilon of its dtype), and those of a response must not depend on
-    another one. Refused by name, as a few tokens would not show it: attention other than "sdpa" or "eager", layers
-    that are no attention (`layer_types`), and sparse attention that chooses among all tokens of a row (`index_topk`).
+    batching the texts changes, and 1e-5 nats, or the epsilon of the dtype that it computes in), and those of a response
+    must not depend on another one. Refused by name, as a few tokens would not show it: attention other than "sdpa" or
+    "eager", layers that are no attention (`layer_types`), and sparse attention that chooses among all tokens of a row
+    (`index_topk`).
     What depends on the length is looked at in every batch (`too_long`).
 
     Raises:
@@ -51,9 +54,10 @@ def check_shared_prompts(model: nn.Module) -> None:
     require(not others, f"layers of type {', '.join(others)} carry more than attention along a row")
     sparse = any(name.startswith("index_topk") and value for name, value in vars(config).items())
     require(not sparse, "its attention is sparse, and chooses among all tokens of a row")
-    tokens, eps = _texts(lm), max(1e-5, torch.finfo(lm.dtype).eps)
+    tokens = _texts(lm)
     with evaluating(model):
-        routes, together, alone = _apart(model, tokens)
+        with _head_inputs(lm) as dtypes:
+            routes, together, alone = _apart(model, tokens)
         try:
             seen, again, disturbed = _shared(model, tokens, routes)
         except torch.OutOfMemoryError:
@@ -63,11 +67,23 @@ def check_shared_prompts(model: nn.Module) -> None:
     batched, far = float((together - alone).abs().max()), float((together - seen).abs().max())
     moved, repeats = float((seen - disturbed)[[0, 2, 3]].abs().max()), float((seen - again).abs().max())
     require(
-        far <= 10 * batched + eps,
+        far <= 10 * batched + max(1e-5, torch.finfo(dtypes[0]).eps),
         f"log-probabilities differ by {far:.2g} nats, where batching changes {batched:.2g}",
     )
     require(moved <= 10 * repeats, f"a token of one response moved the log-probabilities of others by {moved:.2g} nats")
     _PASSED[lm] = attention
+
+
+@contextmanager
+def _head_inputs(lm: PreTrainedModel) -> Iterator[list[torch.dtype]]:
+    """What the output head computes in, call by call: of mixed precision weights do not tell."""
+    found: list[torch.dtype] = []
+    head = cast(nn.Module, lm.get_output_embeddings())
+    handle = head.register_forward_pre_hook(lambda _, args: found.append(compute_dtype(args[0], args[0].device)))
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def _texts(lm: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:

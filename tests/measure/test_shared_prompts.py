@@ -241,6 +241,20 @@ def test_a_batch_with_a_text_longer_than_the_window_is_an_error():
         token_logps(policy, *tokens, shared=share_prompts(*tokens))
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_such_rows_under_autocast(attention):
+    policy, tokens = tiny_model("OlmoeForCausalLM"), texts()
+    policy.set_attn_implementation(attention)
+    with torch.autocast("cpu", torch.bfloat16):
+        check_shared_prompts(policy)
+        with record_routes(policy) as recording:
+            want = token_logps(policy, *tokens).logps
+        shared = share_prompts(*tokens, routes=recording.routes)
+        with replay_routes(policy, shared.pack(recording.routes)):
+            got = token_logps(policy, *tokens, shared=shared).logps
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-3)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
