@@ -245,6 +245,8 @@ def test_a_batch_with_a_text_longer_than_the_window_is_an_error():
 def test_such_rows_under_autocast(attention):
     policy, tokens = tiny_model("OlmoeForCausalLM"), texts()
     policy.set_attn_implementation(attention)
+    with torch.no_grad():  # a trained head is as sharp: rounding in 16 bits moves a log-probability by hundredths
+        policy.lm_head.weight.mul_(50)
     with torch.autocast("cpu", torch.bfloat16):
         check_shared_prompts(policy)
         with record_routes(policy) as recording:
@@ -252,7 +254,7 @@ def test_such_rows_under_autocast(attention):
         shared = share_prompts(*tokens, routes=recording.routes)
         with replay_routes(policy, shared.pack(recording.routes)):
             got = token_logps(policy, *tokens, shared=shared).logps
-    torch.testing.assert_close(got, want, rtol=0, atol=5e-3)
+    torch.testing.assert_close(got, want, rtol=0, atol=0.2)
 
 
 @pytest.mark.gpu
