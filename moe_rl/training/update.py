@@ -66,10 +66,9 @@ def update_policy(
         micro = mine.rows(place[0]).columns(place[1])
         share = len(micro) / len(batch)
         watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
-        forced = routes_to_replay(arm, micro)
-        shared = share_prompts(*micro.tokens, routes=forced) if optim.share_prompts else None
+        shared = share_prompts(*micro.tokens, routes=forced_routes(arm, micro)) if optim.share_prompts else None
         live = bool(bias and bias.live)
-        with update_routing(policy, arm, micro, forced, noise, live, shared) as routing, watched as states:
+        with update_routing(policy, arm, micro, noise, live, shared) as routing, watched as states:
             out = token_logps(
                 policy,
                 *micro.tokens,
@@ -149,7 +148,7 @@ class RoutingCount:
     loads: Int[Tensor, "N L E"]
 
 
-def routes_to_replay(method: MethodConfig, batch: Batch) -> RoutedExperts | None:
+def forced_routes(method: MethodConfig, batch: Batch) -> RoutedExperts | None:
     """The old policy's (R2) or the rollout engine's (R3), or what is kept of them; None without replay."""
     routes = {"none": None, "R2": batch.routes, "R3": batch.rollout_routes}[method.replay]
     if routes is None and method.replay != "none":
@@ -162,17 +161,16 @@ def update_routing(
     model: nn.Module,
     method: MethodConfig,
     batch: Batch,
-    routes: RoutedExperts | None,
     noise: torch.Generator,
     live: bool = False,
     shared: SharedPrompts | None = None,
 ) -> Iterator[RoutingCount]:
-    """The arm's routing for forward and backward: live, noisy, or `routes` (`routes_to_replay`).
+    """The arm's routing for forward and backward: live, noisy, or forced (`forced_routes`).
 
     live: under replay, also count the loads of what the routers would have chosen.
     shared: the rows that the model is called with, where responses share prompts.
     """
-    count = RoutingCount()
+    count, routes = RoutingCount(), forced_routes(method, batch)
     if shared and routes:
         routes = shared.pack(routes)
     with ExitStack() as stack:
