@@ -147,25 +147,24 @@ def share_prompts(
     place = np.full((B, T), -1)
     for r, row in enumerate(rows):
         end = 0
-        for number, segment in enumerate(row):
-            segment_of[r, end : end + segment.size] = number
-            start, end = end, end + len(segment.prompts[0])
-            source[r, start:end] = segment.prompts[0]
-            place.flat[np.stack(segment.prompts)] = np.arange(r * N + start, r * N + end)
-            for response in segment.responses:
-                start, end = end, end + len(response)
-                source[r, start:end] = response
+        for number, part in enumerate(row):
+            segment_of[r, end : end + part.size] = number
+            start, end = end, end + len(part.prompts[0])
+            source[r, start:end] = part.prompts[0]
+            place.flat[np.stack(part.prompts)] = np.arange(r * N + start, r * N + end)
+            for tokens in part.responses:
+                start, end = end, end + len(tokens)
+                source[r, start:end] = tokens
                 response_of[r, start:end] = start
-                place.flat[response] = np.arange(r * N + start, r * N + end)
+                place.flat[tokens] = np.arange(r * N + start, r * N + end)
     arrays = (source, place, segment_of, response_of)
-    source_, place_, segments_, responses = (torch.from_numpy(array).to(input_ids.device) for array in arrays)
-    positions = (attended.long().cumsum(1) - 1).flatten()
+    sources, places, segment, response = (torch.from_numpy(array).to(input_ids.device) for array in arrays)
     return SharedPrompts(
-        source=source_,
-        place=place_,
-        input_ids=_at(input_ids.flatten(), source_),
-        position_ids=_at(positions, source_),
-        allowed=_allowed(segments_, responses),
+        source=sources,
+        place=places,
+        input_ids=_at(input_ids.flatten(), sources),
+        position_ids=_at((attended.long().cumsum(1) - 1).flatten(), sources),
+        allowed=_allowed(segment, response),
         batch=input_ids,
         attended=attended,
         longest=of_a_sequence,
@@ -175,13 +174,11 @@ def share_prompts(
 def too_long(config: Any, longest: int, width: int) -> str | None:
     """Why sequences of so many tokens, in rows of `width`, are attended to otherwise than this mask says; None: they
     are not."""
-    windows = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
-    kinds = getattr(config, "layer_types", None)
-    without = getattr(config, "use_sliding_window", None) is False or (
-        kinds is not None and all(kind == "full_attention" for kind in kinds)
-    )
-    for name, window in windows.items():
-        if window and window < longest and not without:
+    whole = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
+    windowed = not whole and getattr(config, "use_sliding_window", True) is not False
+    for name in ("sliding_window", "attention_chunk_size") if windowed else ():
+        window = getattr(config, name, None)
+        if window and window < longest:
             return f"its attention has a window ({name} {window}), and a sequence has {longest} tokens"
     if getattr(config, "attn_temperature_tuning", False) and width >= getattr(config, "floor_scale", 0):
         return f"its attention is scaled by the place in a row, which has {width} (floor_scale {config.floor_scale})"
@@ -203,14 +200,11 @@ def _at(values: Shaped[Tensor, " n"], index: Int[Tensor, "R N"]) -> Shaped[Tenso
 def _allowed(segment: Int[Tensor, "R N"], response: Int[Tensor, "R N"]) -> Bool[Tensor, "R N N"]:
     """Whom each token attends to: of its segment, earlier ones of the prompt (response -1) and of its response; padding
     to itself, as a softmax over nothing is NaN."""
-    N, device = segment.shape[1], segment.device
+    N = segment.shape[1]
     one_segment = segment[:, :, None] == segment[:, None, :]
     one_response = (response[:, :, None] == response[:, None, :]) | (response[:, None, :] < 0)
-    earlier, itself = (
-        torch.ones(N, N, dtype=torch.bool, device=device).tril(),
-        torch.eye(N, dtype=torch.bool, device=device),
-    )
-    return one_segment & one_response & earlier | itself
+    itself = torch.eye(N, dtype=torch.bool, device=segment.device)
+    return one_segment & one_response & torch.ones_like(itself).tril() | itself
 
 
 class _Segment(NamedTuple):

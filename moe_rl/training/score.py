@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import token_logps
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.measure.shared_prompts import share_prompts
-from moe_rl.measure.shared_prompts_check import check_shared_prompts
 from moe_rl.rollout import Rollout, score
 from moe_rl.rollout.task import shortened
 from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
@@ -84,9 +83,6 @@ def score_rollout(
     """
     policy.eval()
     mine = ranks.mine(rollout)
-    for model in (policy, reference) if shared else ():
-        if model is not None:
-            check_shared_prompts(model)
     size = SCORING_BATCH if batch_size is None and len(mine) > SCORING_BATCH else batch_size
     places = list(micro_batches(mine.attention_mask, size, in_order=shared))
     routes, found = [], []

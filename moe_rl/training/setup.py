@@ -80,11 +80,12 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     optimizer = policy_optimizer(model, config.optim)
     engine = build_engine(config.rollout, model, tokenizer, ranks)
     policy, optimizer = ranks.prepare(model, optimizer)
-    if config.optim.share_prompts:
-        check_shared_prompts(policy)
     for module in (reference, initial):
         if module is not None:
             ranks.shard(module)
+    for module in (policy, reference) if config.optim.share_prompts else ():
+        if module is not None:
+            check_shared_prompts(module)
     guard = guard_of(engine, config.rollout, ranks.unwrap_model(policy), tokenizer, task, max_new_tokens, ranks)
     if config.tracker and ranks.main:
         log.listener = start_tracker(ranks, config.tracker, folder, config, listener)
