@@ -141,7 +141,7 @@ def _failures_of(data: StudyData, pairs: Sequence[Pair]) -> str:
 
 
 def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
-    """What the comparisons of any study came to; those that are told apart, or told equal, by name."""
+    """What the comparisons of any study came to; by name where they are few, else those told apart or told equal."""
     if not pairs:
         none_declared = "The study file compares none: its question is not of rewards."
         none_finished = "No two arms that differ in one thing have finished runs."
@@ -151,7 +151,7 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
     named = [
         f"{_named(data, pair)}: {minus(f'{pair.result.difference.estimate:+.3f}')}, {pair.result.verdict}"
         for pair in pairs
-        if pair.result.claims
+        if pair.result.claims or len(pairs) <= MOST_NAMED
     ]
     if named and len(named) <= MOST_NAMED:
         left = len(pairs) - len(named)

@@ -212,6 +212,18 @@ def test_the_first_answer_follows_the_verdicts():
     assert (other.lines[0].question, other.lines[0].answer) == ("Do the arms differ?", "1 of 7 comparisons resolved")
 
 
+def test_few_comparisons_are_named_though_they_are_not_resolved():
+    arms = {name: {"objective": name} for name in ("grpo", "gmpo")}
+    scattered = tuple(reward + (0.3 if seed % 2 else -0.3) for seed, reward in enumerate(EIGHT))
+    study = _study(
+        {"grpo": EIGHT, "grpo_replay": scattered},
+        {n: {"method": m} for n, m in zip(("grpo", "grpo_replay"), arms.values(), strict=True)},
+    )
+    line = answer(study).lines[0]
+    assert (line.question, line.answer) == ("Do the arms differ?", "0 of 1 comparison resolved")
+    assert line.text.endswith(" − GRPO: +0.000, not resolved.")
+
+
 def test_a_study_that_compares_no_arms_says_so():
     study = _study({"grpo": LOW, "gspo": LOW})
     first, _, last = answer(replace(study, config={**study.config, "comparisons": []})).lines
