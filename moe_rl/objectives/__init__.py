@@ -1,6 +1,6 @@
 """Log-probabilities and rewards -> advantages, ratios, loss: pure torch functions that know no model.
 
-Reading order: `ratios`, `other_gates`, `divergence`, `objective`, `presets`, `terms`, `loss`,
+Reading order: `ratios`, `gates`, `other_gates`, `divergence`, `objective`, `presets`, `terms`, `loss`,
 `diagnostics`; then `advantages`, `other_advantages`, `corrections`, `kl`, `gae` (PPO), `preferences` (DPO),
 `iterative`, and `gradient`, which shows what a method does to each token.
 """

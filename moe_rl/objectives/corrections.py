@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from moe_rl.objectives.bounds import NOT_NEGATIVE, unknown
-from moe_rl.objectives.ratios import masked_row_mean, masked_row_sum
+from moe_rl.objectives.ratios import as_bool_mask, masked_row_mean, masked_row_sum
 
 CorrectionKind = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask", "off_policy_mask"
@@ -40,36 +40,36 @@ def token_mask(log_weight: Float[Tensor, "B T"], low: float | int, high: float |
 
 
 def sequence_truncate(
-    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], cap: float | int
+    log_weight: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], cap: float | int
 ) -> Float[Tensor, "B T"]:
     """Sequence-level TIS: `min(prod_t w_t, C)`, one weight for all tokens of a sequence (no root)."""
-    weight = masked_row_sum(log_weight.detach(), mask).exp().clamp(max=cap)
+    weight = masked_row_sum(log_weight.detach(), as_bool_mask(mask)).exp().clamp(max=cap)
     return _on_tokens(weight, mask)
 
 
 def sequence_mask(
-    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], low: float | int, high: float | int
+    log_weight: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], low: float | int, high: float | int
 ) -> Float[Tensor, "B T"]:
     """Sequence-level MIS: `W 1[low <= W <= high]` with `W = prod_t w_t`."""
-    weight = masked_row_sum(log_weight.detach(), mask).exp()
+    weight = masked_row_sum(log_weight.detach(), as_bool_mask(mask)).exp()
     return _on_tokens(torch.where((weight >= low) & (weight <= high), weight, 0.0), mask)
 
 
 def geometric_mask(
-    log_weight: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], low: float | int, high: float | int
+    log_weight: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], low: float | int, high: float | int
 ) -> Float[Tensor, "B T"]:
     """Geometric rejection: keep a sequence iff `low <= (prod_t w_t)^(1/|y|) <= high`; weight 1 or 0.
 
     The geometric mean does not drift with length, which the product does.
     """
-    weight = masked_row_mean(log_weight.detach(), mask).exp()
+    weight = masked_row_mean(log_weight.detach(), as_bool_mask(mask)).exp()
     return _on_tokens(((weight >= low) & (weight <= high)).to(log_weight.dtype), mask)
 
 
 def off_policy_sequence_mask(
     log_weight: Float[Tensor, "B T"],
     advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
     delta: float | int,
 ) -> Float[Tensor, "B T"]:
     """One-sided off-policy sequence mask of DeepSeek-V3.2 (arXiv:2512.02556, section 3.1); weight 1 or 0.
@@ -78,9 +78,9 @@ def off_policy_sequence_mask(
     sequence: what the policy has already left is not pushed further away. For negative advantages this is
     `geometric_mask` with `low = exp(-delta)` and no upper bound.
     """
-    too_far = -masked_row_mean(log_weight.detach(), mask) > delta
+    too_far = -masked_row_mean(log_weight.detach(), as_bool_mask(mask)) > delta
     dropped = too_far[:, None] & (advantages < 0)
-    return torch.where(mask & ~dropped, 1.0, 0.0).to(log_weight.dtype)
+    return torch.where(as_bool_mask(mask) & ~dropped, 1.0, 0.0).to(log_weight.dtype)
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,6 @@ def correct(
     return weight, truncated
 
 
-def _on_tokens(per_sequence: Float[Tensor, " B"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+def _on_tokens(per_sequence: Float[Tensor, " B"], mask: Shaped[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """One value a sequence -> the same value on each of its tokens, 0 in padding."""
-    return torch.where(mask, per_sequence[:, None], 0.0)
+    return torch.where(as_bool_mask(mask), per_sequence[:, None], 0.0)

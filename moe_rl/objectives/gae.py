@@ -6,16 +6,16 @@ the value is 0.
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from moe_rl.objectives.loss import aggregation_weights, weighted_sum
-from moe_rl.objectives.ratios import at_least_float32, check_shapes, token_log_ratio
+from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, check_shapes, token_log_ratio
 
 
 def token_rewards(
     rewards: Float[Tensor, " B"],
-    mask: Bool[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
     *,
     kl_coef: float | int = 0.0,
     logps: Float[Tensor, "B T"] | None = None,
@@ -27,7 +27,7 @@ def token_rewards(
 
     Args:
         rewards: `[B]`.
-        mask: True on completion tokens; a row without any gets no reward.
+        mask: True or 1 on completion tokens; a row without any gets no reward.
         kl_coef: beta of the penalty; not 0 needs both log-probabilities.
         logps, ref_logps: the policy that sampled and the reference, nats.
 
@@ -35,10 +35,12 @@ def token_rewards(
         `[B,T]`, detached; 0 in padding.
 
     Raises:
-        ValueError: rewards that are not `[B]`; `kl_coef` is not 0 and a log-probability is missing.
+        ValueError: rewards that are not `[B]`; a mask that is no mask; `kl_coef` is not 0 and a log-probability is
+            missing.
     """
     if rewards.shape != mask.shape[:1]:  # one reward would be given to every response
         raise ValueError(f"rewards: expected one for each of {len(mask)} responses, [B], got {list(rewards.shape)}.")
+    mask = as_bool_mask(mask)
     after = mask.flip(-1).cumsum(-1).flip(-1)
     values = torch.where(mask & (after == 1), at_least_float32(rewards.detach())[:, None], 0.0)
     if kl_coef == 0.0:
@@ -51,7 +53,7 @@ def token_rewards(
 def generalized_advantages(
     rewards: Float[Tensor, "B T"],
     values: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
     gamma: float | int = 1.0,
     lam: float | int = 0.95,
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
@@ -64,20 +66,21 @@ def generalized_advantages(
     Args:
         rewards: `[B,T]`, e.g. of `token_rewards`.
         values: V of the state in which token t is chosen, `[B,T]`, units of reward; detached.
-        mask: True on completion tokens.
+        mask: True or 1 on completion tokens.
         gamma, lam: discount and trace decay, fractions. lam=1 gives Monte Carlo returns minus values.
 
     Returns:
         advantages and returns, `[B,T]`, detached, 0 in padding.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: shapes that differ, or a mask that is no mask.
 
     >>> r, v = torch.tensor([[0.0, 1.0]]), torch.tensor([[0.5, 0.25]])
     >>> generalized_advantages(r, v, torch.tensor([[True, True]]), lam=1.0)[0].tolist()
     [[0.5, 0.75]]
     """
     check_shapes(values, {"rewards": rewards, "mask": mask}, "values")
+    mask = as_bool_mask(mask)
     reward = torch.where(mask, at_least_float32(rewards.detach()), 0.0)
     value = torch.where(mask, at_least_float32(values.detach()), 0.0)
     advantages = torch.zeros_like(value)
@@ -93,12 +96,17 @@ def generalized_advantages(
 
 
 def whiten(
-    advantages: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], eps: float | int = 1e-8
+    advantages: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], eps: float | int = 1e-8
 ) -> Float[Tensor, "B T"]:
     """Advantages with mean 0 and unbiased variance 1 over the unmasked tokens, as PPO codes do; 0 in padding.
 
     Fewer than two tokens have no variance: all 0.
+
+    Raises:
+        ValueError: shapes that differ, or a mask that is no mask.
     """
+    check_shapes(advantages, {"mask": mask}, "advantages")
+    mask = as_bool_mask(mask)
     counted = advantages.detach()[mask]
     if counted.numel() < 2:
         return torch.zeros_like(advantages)
@@ -110,7 +118,7 @@ def value_loss(
     values: Float[Tensor, "B T"],
     old_values: Float[Tensor, "B T"],
     returns: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
     clip: float | int | None = 0.2,
     *,
     total_tokens: float | int | Tensor | None = None,
@@ -124,7 +132,7 @@ def value_loss(
     Args:
         values: current value head, units of reward; with gradient.
         old_values, returns: detached here.
-        mask: True on completion tokens; padding may hold anything.
+        mask: True or 1 on completion tokens; padding may hold anything.
         clip: how far V may move from V_old and still matter, units of reward; None for no clip.
         total_tokens: M over all micro-batches of an optimiser step; default this mask's.
 
@@ -132,9 +140,10 @@ def value_loss(
         A scalar with gradient; 0 without tokens.
 
     Raises:
-        ValueError: shapes that differ.
+        ValueError: shapes that differ, or a mask that is no mask.
     """
     check_shapes(values, {"old_values": old_values, "returns": returns, "mask": mask}, "values")
+    mask = as_bool_mask(mask)
     value = torch.where(mask, at_least_float32(values), 0.0)
     old = torch.where(mask, at_least_float32(old_values.detach()), 0.0)
     target = torch.where(mask, at_least_float32(returns.detach()), 0.0)

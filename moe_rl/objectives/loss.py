@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_rl.objectives.diagnostics import optional_metrics
 from moe_rl.objectives.kl import kl_estimate
 from moe_rl.objectives.objective import Aggregate, Objective
-from moe_rl.objectives.ratios import masked_row_mean, masked_row_sum
+from moe_rl.objectives.ratios import as_bool_mask, masked_row_mean, masked_row_sum
 from moe_rl.objectives.terms import TokenValues, prepare_terms
 
 EXTREME_NATS = 20.0
@@ -175,7 +175,7 @@ def loss_metrics(values: TokenValues) -> dict[str, Tensor]:
 
 
 def aggregation_weights(
-    mask: Bool[Tensor, "B T"],
+    mask: Shaped[Tensor, "B T"],
     how: Aggregate,
     *,
     length_constant: float | int = 1.0,
@@ -195,7 +195,7 @@ def aggregation_weights(
     papers' 1/G counts sequences that all have tokens; there both agree.
 
     Args:
-        mask: bool, True on completion tokens.
+        mask: True or 1 on completion tokens.
         length_constant: L, tokens.
         local_normalizer: for "token_mean", a mean over these rows alone, weighted by their share of
             `total_sequences`: BNPO's normalisation, which depends on how a batch is cut into micro-batches.
@@ -206,7 +206,7 @@ def aggregation_weights(
         `[B,T]`, detached; 0 in padding.
 
     Raises:
-        ValueError: an unknown `how`, or a total that is no count.
+        ValueError: an unknown `how`, a total that is no count, or a mask that is no mask.
 
     >>> mask = torch.tensor([[True, True, True], [True, False, False]])
     >>> aggregation_weights(mask, "sequence_mean")[:, 0].tolist()
@@ -214,7 +214,7 @@ def aggregation_weights(
     >>> aggregation_weights(mask, "token_mean")[:, 0].tolist()
     [0.25, 0.25]
     """
-    counted = mask.to(dtype)
+    counted = as_bool_mask(mask).to(dtype)
     lengths = counted.sum(-1, keepdim=True)
     local_sequences, local_tokens = (lengths > 0).sum().to(dtype), lengths.sum()
     sequences = _at_least_one(local_sequences if total_sequences is None else total_sequences)

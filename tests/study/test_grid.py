@@ -88,6 +88,7 @@ def test_roundings_that_are_none_are_refused(names, native, refused):
 
 
 @pytest.mark.skipif(NATIVE not in ("AVX2", "AVX512"), reason="this processor has one set of kernels")
+@pytest.mark.skipif("ATEN_CPU_CAPABILITY" in os.environ, reason="the environment has chosen the kernels")
 def test_a_study_is_repeated_with_other_kernels_and_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("micro.yaml").write_text(yaml.safe_dump({**MICRO, "arms": {"grpo": {}}}))
