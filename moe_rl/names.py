@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +12,9 @@ from types import ModuleType
 
 RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json", "config.yaml", "metrics.jsonl")
 """What a study's folder holds besides its arms, or by which a run's folder is told from it."""
+ROUNDING = "rounding_"
+"""A study's folder `rounding_<name>` holds arms and seeds that were run again under another rounding."""
+SEED_FOLDER = re.compile(r"seed(\d+)")
 LONGEST = 200
 """Bytes of a name of a folder: file systems allow 255, of which the seed and the endings of logs need some."""
 
@@ -21,7 +25,7 @@ def arm_refusal(name: str) -> str | None:
     >>> arm_refusal("logs")
     "in a study's folder that name is something else's; choose another"
     """
-    if name in RESERVED or name.startswith("rounding_"):
+    if name in RESERVED or name.startswith(ROUNDING):
         return "in a study's folder that name is something else's; choose another"
     if len(name.encode()) > LONGEST:
         return f"a folder is named so: at most {LONGEST} bytes in UTF-8, this has {len(name.encode())}"

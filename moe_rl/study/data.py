@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_rl.names import nearest
+from moe_rl.names import ROUNDING, SEED_FOLDER, nearest
 from moe_rl.study import shown
 from moe_rl.study.folders import (
     KINDS,
@@ -42,8 +42,6 @@ FIELDS = dict(
     )
 )
 """Kind of row -> field of StudyData that holds it."""
-ROUNDING = "rounding_"
-"""A study's folder `rounding_<name>` holds arms and seeds that were run again under another rounding."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +236,10 @@ def load(path: str | Path) -> StudyData:
             config["name"] = f"{config.get('name', above.parent.name)}, {path.resolve().name.replace('_', ' ', 1)}"
     rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     runs = [load_run(folder, number, rows) for number, folder in enumerate(sorted(folders, key=folder_order))]
+    found: dict[str, Run] = {}
+    for run in runs:
+        if (other := found.setdefault(run.name, run)) is not run:
+            raise StudyDataError(f"{other.folder} and {run.folder} both hold {run.name}: move one of them away")
     tables = {name: kind_table(kind, rows.pop(kind), runs) for kind, name in FIELDS.items()}
     notes = tuple(f"{run.name}: {note}" for run in runs for note in run.notes)
     name = str(config.get("name") or path.resolve().name)
@@ -303,6 +305,8 @@ def _missing(config: dict[str, Any], runs: tuple[Run, ...]) -> tuple[str, ...]:
 def _nothing_here(path: Path, is_study: bool) -> str:
     if is_study:
         return f"{path}: a study without runs yet; start it with: moe-rl study {path / 'study.yaml'}"
+    if any(SEED_FOLDER.fullmatch(folder.name) for folder in path.glob("seed*")):
+        return f"{path}: the runs of one arm; load their study, {path.resolve().parent}, or one of them"
     return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{studies_inside(path)}"
 
 

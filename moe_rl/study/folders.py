@@ -12,6 +12,7 @@ from pandas.api.types import is_object_dtype
 
 from moe_rl.checks import parse_json
 from moe_rl.done import NAME, remedy, what_is_lost
+from moe_rl.names import SEED_FOLDER
 from moe_rl.run_rows import ROWS
 from moe_rl.tables import DamagedTableError, read_table
 from moe_rl.yaml_files import YamlError, parse_yaml
@@ -24,7 +25,6 @@ _KEYS = {kind: ["arm", "seed", "step", *more] for kind, more in ROWS.items()}
 _NEEDED = {kind: ("step", *more) for kind, more in ROWS.items()}
 _TYPES: dict[str, Any] = {"step": int, "update": int, "pair": str, "variant": str, "reward": int | float | None}
 """What these must be where they are; the others are numbers, texts and lists."""
-SEED_FOLDER = re.compile(r"seed(\d+)")
 SOURCES = {"sft": "demonstrations", "rft": "initial", "dpo": "initial"}
 """Objectives that learn from others' responses than their own policy's, unless `method.source` says otherwise."""
 
@@ -113,7 +113,12 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
     environment = read_json(folder / "env.json") if (folder / "env.json").exists() else {}
     match = SEED_FOLDER.fullmatch(folder.resolve().name)
     arm = config["arm"] if isinstance(config.get("arm"), str) else folder.resolve().parent.name
-    seed = int(match.group(1)) if match else int(config.get("seed", 0))
+    seed = int(config.get("seed", int(match.group(1)) if match else 0))
+    if match and seed != int(match.group(1)):
+        raise StudyDataError(
+            f"{folder} holds a run of seed {seed} (config.yaml): a copy of a run is no other seed. Name the folder "
+            f"seed{seed}, or move it away"
+        )
     notes: list[str] = []
     lost = what_is_lost(folder)
     if lost:

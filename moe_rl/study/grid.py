@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from moe_rl.files import sole_writer, write_atomic, write_json
+from moe_rl.names import RESERVED, ROUNDING, SEED_FOLDER
 from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study, load_study
 from moe_rl.study.display import show
-from moe_rl.study.folders import SEED_FOLDER
+from moe_rl.study.folders import StudyDataError, read_yaml
 from moe_rl.study.jobs import Jobs, job_options
 from moe_rl.study.launchers import Launcher, Processes
 from moe_rl.study.run import check_folder, check_here, check_task, environment
@@ -45,7 +47,8 @@ def run_study(
         launcher_options: of the jobs, `key=value`.
 
     Raises:
-        ConfigError: a run folder belongs to another configuration, a rounding that this machine does not have, or a
+        ConfigError: `output` is another study's or holds something else, a run folder belongs to another
+            configuration, a rounding that this machine does not have, or a
             launcher that cannot start here; nothing is started.
         ModelError, EngineError: an arm that this machine cannot run; nothing is started.
         InUseError: another process runs this study.
@@ -53,11 +56,13 @@ def run_study(
     """
     check_labels(study)
     check_roundings(roundings, torch.backends.cpu.get_cpu_capability())
-    places = {name: output if name == "native" else output / f"rounding_{name}" for name in roundings}
+    places = {name: output if name == "native" else output / f"{ROUNDING}{name}" for name in roundings}
     if launcher == "processes" and launcher_options:
         raise ConfigError("--launcher-options are those of jobs: say --launcher slurm too")
     make = Processes() if launcher == "processes" else Jobs(launcher, study.name, output, job_options(launcher_options))
     nodes = make.nodes if isinstance(make, Jobs) else None
+    for place in places.values():
+        check_place(study, place)
     runs = [run for name, place in places.items() for run in _runs(study, place, name, nodes)]
     with sole_writer(output, command):
         for place in places.values():
@@ -73,6 +78,22 @@ def run_study(
             f"{len(failed)} of {len(runs)} runs did not finish:\n{reasons}\n"
             f"{others}The same command goes on from the last checkpoints."
         )
+
+
+def check_place(study: StudyConfig, place: Path) -> None:
+    """Raises ConfigError where a study's folder is another study's, or holds what no study writes."""
+    remedy = "Nothing was overwritten: choose another --output, or move the folder away"
+    declared = place / "study.yaml"
+    if declared.is_file():
+        with suppress(StudyDataError):  # damaged: it is written anew
+            name = read_yaml(declared).get("name")
+            if name != study.name:
+                raise ConfigError(f"{place} holds the study {name!r}, and this one is {study.name!r}. {remedy}")
+        return
+    for path in sorted(place.iterdir()) if place.is_dir() else ():
+        ours = path.name in RESERVED or path.name.startswith((".", ROUNDING)) or seeds_in(path)
+        if not ours:
+            raise ConfigError(f"{place} holds no study, and {path.name}. {remedy}")
 
 
 def with_earlier(study: StudyConfig, place: Path) -> StudyConfig:

@@ -18,6 +18,12 @@ def folder(tmp_path_factory):
     return write_study(tmp_path_factory.mktemp("runs") / "small", steps=6, sequences=4, tokens_every=3)
 
 
+def name_seed(run, seed):
+    """What the configuration of a run says of its seed."""
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.yaml").write_text(yaml.safe_dump({**config, "seed": seed}))
+
+
 @pytest.fixture
 def copy(folder, tmp_path):
     return shutil.copytree(folder, tmp_path / "elsewhere" / "renamed")
@@ -227,7 +233,8 @@ def test_rows_of_three_hundred_runs_load_in_seconds(folder, tmp_path):
     def seconds(runs):
         many = tmp_path / f"many{runs}"
         for seed in range(runs):
-            shutil.copytree(folder / "gspo" / "seed0", many / "gspo" / f"seed{seed}")
+            run = shutil.copytree(folder / "gspo" / "seed0", many / "gspo" / f"seed{seed}")
+            name_seed(run, seed)
         began = time.process_time()
         assert len(load(many).probes) == runs * 6 * 4
         return time.process_time() - began
@@ -284,3 +291,19 @@ def test_a_metric_is_described_from_the_catalogue(folder):
         assert f"slots_changed, {kind} rows [count]" in text and f"<td>{kind}</td>" in html
     assert "= over slots: slot rate" in text and "arXiv 2507.18071" in text
     assert "never negative" in repr(load(folder).describe("k3"))
+
+
+def test_one_run_is_not_two_seeds(copy):
+    """n = 8 of one run and seven copies of it would be a verdict."""
+    shutil.copytree(copy / "gspo" / "seed0", copy / "gspo" / "seed7")
+    with pytest.raises(StudyDataError, match=r"seed7 holds a run of seed 0 \(config.yaml\).*Name the folder seed0"):
+        load(copy)
+    (copy / "gspo" / "seed7").rename(copy / "gspo" / "seed00")
+    with pytest.raises(StudyDataError, match=r"gspo/seed0 and .*gspo/seed00 both hold gspo/seed0"):
+        load(copy)
+
+
+def test_an_arm_is_neither_a_study_nor_a_run(copy):
+    remedy = f"gspo: the runs of one arm; load their study, {re.escape(str(copy))}, or one of them"
+    with pytest.raises(StudyDataError, match=remedy):
+        load(copy / "gspo")

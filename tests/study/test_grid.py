@@ -13,7 +13,8 @@ from moe_rl.cli import main
 from moe_rl.done import write_done
 from moe_rl.files import InUseError, sole_writer
 from moe_rl.study.config import ConfigError, dump_run, dump_study, load_study, parse_study
-from moe_rl.study.grid import Run, StudyFailed, _next, _runs, check_roundings, run_study, with_earlier
+from moe_rl.study.grid import Run, StudyFailed, _next, _runs, check_place, check_roundings, run_study, with_earlier
+from moe_rl.study.run import check_folder
 from moe_rl.study.shipped import find_study, listed_studies, outline
 from moe_rl.study.worker import Worker
 
@@ -202,3 +203,26 @@ def test_shipped_studies_can_reach_what_they_declare(path):
         assert len(study.comparisons) * 2 / 2 ** len(pairs) <= 0.05
     starts = {study.resolve(arm, seed).model.tiny.seed for arm, seed in study.runs() if arm == next(iter(study.arms))}
     assert len(starts) == len(study.seeds)
+
+
+def test_a_study_writes_into_its_own_folder_alone(tmp_path):
+    study = parse_study(MICRO)
+    check_place(study, tmp_path / "new")
+    (tmp_path / "grpo" / "seed0").mkdir(parents=True)  # moe-rl run
+    for name in ("logs", "rounding_avx2", ".lock"):
+        (tmp_path / name).mkdir()
+    check_place(study, tmp_path)
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match=r"holds no study, and thesis.tex. Nothing was overwritten: choose another"):
+        check_place(study, tmp_path)
+    (tmp_path / "study.yaml").write_text(dump_study(study))
+    check_place(study, tmp_path)
+    other = dataclasses.replace(study, name="other")
+    with pytest.raises(ConfigError, match=r"holds the study 'micro', and this one is 'other'. Nothing was overwritten"):
+        run_study(other, tmp_path, tmp_path / "cold", 1, "moe-rl study")
+    assert load_study(tmp_path / "study.yaml") == study
+
+
+def test_a_run_is_not_written_as_another_seed(tmp_path):
+    with pytest.raises(ConfigError, match=r"seed1 is named for seed 1, and this run has seed 0: say --seed 1, or"):
+        check_folder(parse_study(MICRO).resolve("grpo", 0), tmp_path / "seed1")
