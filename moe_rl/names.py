@@ -9,7 +9,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
+T = TypeVar("T")
 RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json", "config.yaml", "metrics.jsonl")
 """What a study's folder holds besides its arms, or by which a run's folder is told from it."""
 ROUNDING = "rounding_"
@@ -55,6 +57,12 @@ def load_class(path: str, field: str, error: type[Exception]) -> type:
     Raises:
         error: no such file, module or class; the module's own error while it was imported.
     """
+    return load_object(path, field, error, type, "class")
+
+
+def load_object(path: str, field: str, error: type[Exception], kind: type[T], word: str) -> T:
+    """The object of this kind that `package.module:name` or `path/to/file.py:name` names; errors, which call it `word`,
+    as of `load_class`."""
     place, _, name = path.rpartition(":")
     if place.endswith(".py") and not Path(place).is_file():
         raise error(f"{field}: there is no file {Path(place).absolute()}")
@@ -62,11 +70,11 @@ def load_class(path: str, field: str, error: type[Exception]) -> type:
         module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except Exception as raised:  # whatever a user's module may raise while it is imported
         raise error(f"{field}: cannot import {place!r}: {type(raised).__name__}: {raised}") from raised
-    cls = getattr(module, name, None)
-    if not isinstance(cls, type):
-        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
-        raise error(f"{field}: {place} has no class {name!r}{nearest(name, classes)}")
-    return cls
+    found = getattr(module, name, None)
+    if not isinstance(found, kind):
+        known = [key for key, value in vars(module).items() if isinstance(value, kind)]
+        raise error(f"{field}: {place} has no {word} {name!r}{nearest(name, known)}")
+    return found
 
 
 def _module_of_file(file: Path) -> ModuleType:

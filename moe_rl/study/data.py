@@ -137,7 +137,8 @@ class StudyData:
     @staticmethod
     def describe(name: str) -> "shown.Described":
         """Definition, unit, quotient and source of a metric, in every kind of row that has it; shows itself in a
-        notebook. Raises StudyDataError for an unknown name, with the nearest.
+        notebook. `slot_change` and its like are kept as two counts, `slots_changed` over `slots`. Raises StudyDataError
+        for an unknown name, with the nearest.
 
         >>> StudyData.describe("grad_norm")
         grad_norm, update rows [1]: global L2 norm of the gradient before clipping

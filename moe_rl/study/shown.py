@@ -111,6 +111,9 @@ def describe(name: str) -> Described:
     """See `StudyData.describe`."""
     from moe_rl.measure.catalogue import CATALOGUE, find
 
+    name = name.removeprefix("routing/")  # as in the log of TRL
+    level = name.removesuffix("_change")
+    name = f"{level}s_changed" if level in LEVELS else name  # a rate is kept as both of its counts
     found = tuple((kind, metric) for kind in CATALOGUE if (metric := find(kind, name)) is not None)
     if not found:
         known = {metric.name for metrics in CATALOGUE.values() for metric in metrics}

@@ -291,6 +291,9 @@ def test_a_metric_is_described_from_the_catalogue(folder):
         assert f"slots_changed, {kind} rows [count]" in text and f"<td>{kind}</td>" in html
     assert "= over slots: slot rate" in text and "arXiv 2507.18071" in text
     assert "never negative" in repr(load(folder).describe("k3"))
+    assert (
+        repr(load(folder).describe("slot_change")) == repr(load(folder).describe("routing/slot_change")) == repr(said)
+    )
 
 
 def test_one_run_is_not_two_seeds(copy):

@@ -225,3 +225,25 @@ def test_unfinished_runs_are_marked(tmp_path):
     figure = reward(load(folder))
     assert "unfinished runs included as far as they got: grpo/seed1" in figure.caption
     assert figure.frame.set_index("step")["n"].tolist() == [3, 3, 3, 2, 2, 2]
+
+
+OWN = """
+from moe_rl.study.figures.curves import curves, seed_tables
+from moe_rl.study.figures.register import Drawing, figure
+
+@figure(title="Rewards.", caption="Mean reward.", needs={"rollouts": ["reward"]})
+def my_rewards(data):
+    drawn = curves(data, seed_tables(data.rollouts, "step", "reward"), "reward")
+    return Drawing(drawn.figure, drawn.frame)
+"""
+
+
+def test_a_figure_of_ones_own_file(folder, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    written = draw_some(folder, [f"{file}:my_rewards"], tmp_path)
+    assert {path.name for path in written} >= {"my_rewards.png", "my_rewards.csv"}
+    with pytest.raises(ValueError, match=r"mine.py has no @figure 'my_reward'; did you mean 'my_rewards'\?"):
+        draw_some(folder, [f"{file}:my_reward"])
+    with pytest.raises(TypeError, match=r"study.load|StudyData"):
+        FIGURES["reward"](str(folder))

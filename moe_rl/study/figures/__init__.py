@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from moe_rl.names import nearest
+from moe_rl.names import load_object, nearest
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.figures import gallery
 from moe_rl.study.figures.register import REGISTRY, Registered
@@ -92,7 +92,10 @@ def draw_some(path: str | Path, names: Sequence[str], out: str | Path | None = N
 
 
 def named(name: str) -> Registered:
-    """The figure of this name; ValueError with the nearest one if there is none."""
+    """The figure of this name, or of a file of yours: `path/to/file.py:name`. Raises ValueError with the nearest one
+    where there is none."""
+    if ".py:" in name:
+        return load_object(name, "figure", ValueError, Registered, "@figure")
     if name in FIGURES:
         return FIGURES[name]
     raise ValueError(f"unknown figure {name!r}{nearest(name, FIGURES, listed=False)} (figures: {', '.join(FIGURES)})")

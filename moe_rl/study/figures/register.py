@@ -53,6 +53,8 @@ class Registered:
     draw: Callable[[StudyData], Drawing]
 
     def __call__(self, data: StudyData) -> StudyFigure:
+        if not isinstance(data, StudyData):
+            raise TypeError(f"figure {self.name!r} draws what study.load(...) returns, got {type(data).__name__}")
         for table, columns in self.needs.items():
             need(getattr(data, table), columns, self.name)
         with house_style():
