@@ -113,9 +113,9 @@ PAGES: dict[str, dict[str, Column]] = {
         **_texts("condition"),
         "difference": lambda row: f"{row['label']} − {row['other_label']}",
         **_texts("n"),
-        "final reward": _interval("+.3f", "difference", "low", "high"),
+        "Δ final reward": _interval("+.3f", "difference", "low", "high"),
         "p": lambda row: _probability_of_verdict(row),
-        "held out": _interval("+.3f", "held_out_difference", "held_out_low", "held_out_high"),
+        "Δ held out": _interval("+.3f", "held_out_difference", "held_out_low", "held_out_high"),
         **_texts("verdict"),
     },
     "change_rates": {
