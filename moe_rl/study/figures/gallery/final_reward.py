@@ -56,7 +56,7 @@ def final_reward(data: StudyData) -> Drawing:
         said += [
             "Below: differences between arms, paired by seed, with mean and "
             "interval; between the dotted lines they are too small to be of interest. ▸: higher or lower by the "
-            "rules of the comparison, that is told from 0 and not too small to be of interest."
+            "rules of the comparison, that is resolved from 0 and not too small to be of interest."
         ]
     frame = table.drop(columns=[name for name in table if str(name).endswith(("by_seed", "collapse_steps"))])
     tables = {"differences": comparison_table(data)} if pairs else {}
