@@ -5,7 +5,9 @@
 
 In every round each variant runs once, in random order, and is divided by the plain run of that round. Two plain runs
 (A/A) go through the same arithmetic: their spread is what this machine can resolve, and smaller differences are noise.
-CPU times are CPU seconds of this process with one thread; GPU times are wall clock around a synchronised call.
+A context is open before the clock starts, as for the many calls of a `generate`; "opened for it" counts opening and
+closing, too, as around every minibatch. CPU times are CPU seconds of this process with one thread; GPU times are wall
+clock around a synchronised call.
 
 The GPU part is a random model of the shape of Qwen3-30B-A3B in bfloat16 with as many of its 48 layers as fit; it
 prefills 8 x 1024 tokens, decodes one token for 64 sequences, and trains (forward+backward) on 4 x 1024.
@@ -27,7 +29,9 @@ from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.routing import attach, record_routes, replay_routes
 
-VARIANTS = ("plain", "plain again", "idle", "record", "replay", "shadow", "router_logits")
+OPENED = ", opened for it"
+VARIANTS = ("plain", "plain again", "idle", "record", f"record{OPENED}", "replay", f"replay{OPENED}")
+VARIANTS += ("shadow", "router_logits")
 SIZES = {  # hidden, layers, experts, top-k, batch, tokens
     "small": (64, 4, 16, 2, 8, 64),
     "medium": (128, 4, 32, 4, 16, 128),
@@ -130,24 +134,24 @@ def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, 
     with torch.no_grad(), record_routes(model) as recording:
         model(ids, use_cache=False, logits_to_keep=1)
     routes = recording.routes
-    with stopwatch(ids.device) as opening:
-        for _ in range(10):
-            with record_routes(model):
-                pass
 
     def context(variant: str) -> AbstractContextManager[Any]:
         if variant == "idle":
             return attach(model)
-        if variant == "record":
+        if variant.startswith("record"):
             return record_routes(model)
-        if variant in ("replay", "shadow"):
+        if variant.startswith(("replay", "shadow")):
             return replay_routes(model, routes, shadow=variant == "shadow")
         return nullcontext()
 
     def measured(variant: str) -> float:
         options = {"output_router_logits": True} if variant == "router_logits" else {}
-        with context(variant), stopwatch(ids.device) as seconds:
-            run(**options)
+        if variant.endswith(OPENED):
+            with stopwatch(ids.device) as seconds, context(variant):
+                run(**options)
+        else:
+            with context(variant), stopwatch(ids.device) as seconds:
+                run(**options)
         return seconds[0]
 
     for variant in VARIANTS:
@@ -160,11 +164,10 @@ def compare(what: str, model: Any, run: Callable[..., None], ids: torch.Tensor, 
             taken[variant].append(seconds)
         for variant, values in ratios.items():
             values.append(times[variant] / times["plain"])
-    print(f"\n{what}\n  plain: {1e3 * statistics.median(taken['plain']):.1f} ms (median of {rounds} rounds)", end="; ")
-    print(f"opening and closing a context, not counted below: {100 * opening[0]:.1f} ms")
+    print(f"\n{what}\n  plain: {1e3 * statistics.median(taken['plain']):.1f} ms (median of {rounds} rounds)")
     for variant, values in ratios.items():
         low, median, high = statistics.quantiles(values, n=4)
-        print(f"  {variant:14s} x {median:.3f}   quartiles {low:.3f} .. {high:.3f}")
+        print(f"  {variant:22s} x {median:.3f}   quartiles {low:.3f} .. {high:.3f}")
     low, _, high = statistics.quantiles(ratios["plain again"], n=4)
     # Standard error of a median, from the quartiles: 1.2533 * (IQR / 1.349) / sqrt(n); twice that is resolved.
     resolved = 2 * 1.2533 * (high - low) / 1.349 / rounds**0.5

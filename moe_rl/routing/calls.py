@@ -111,7 +111,12 @@ class Call:
 
 
 class Listener:
-    """An open context, which is told when a call of the model begins, when it ends, and when the context does."""
+    """An open context, which is told when a call of the model begins, when it ends, and when the context does.
+
+    steers: whether it has something for the routers to do; False: it reads the ids that reach the experts, no more.
+    """
+
+    steers = True
 
     def begin(self, call: Call) -> None: ...
 
@@ -277,6 +282,8 @@ class Recording(Listener):
     `.calls`: one RoutedExperts per logical forward; calls on one KV cache are one.
     `.steps`: one per call of the model, whatever happened to the cache in between.
     """
+
+    steers = False
 
     def __init__(self, routers: Routers, names: list[str]) -> None:
         one_width(routers)

@@ -77,7 +77,7 @@ def _layout_of(model: nn.Module) -> Layout:
     kept = _LAYOUTS.get(model) if isinstance(model, nn.Module) else None
     if kept is not None:
         modules, names = _walk(model)
-        same = all(ref() is m for ref, m in zip(kept[2], modules, strict=False))
+        same = [ref() for ref in kept[2]] == modules  # modules are equal where they are the same
         if same and kept[0] == names and kept[1] == [type(m) for m in modules]:
             sites = [
                 Site(name, tuple(modules[i] for i in own), tuple(modules[i] for i in up), fixed)

@@ -4,7 +4,7 @@ One `Tap` per model. Its hooks are on the model while a context is open or the m
 left behind. Listeners (the open contexts) stand in a list, outermost first; each is told when a call of the model
 begins and when it ends. Per site there are three hooks: before the router (enter the mode that answers its selection),
 after it (leave the mode), and before the experts (read the ids that reach them: what is recorded, and the proof that
-what was forced was used).
+what was forced was used). Where all contexts only read, and the ids reach the experts as they are, the last is enough.
 """
 
 import inspect
@@ -76,27 +76,37 @@ class Tap:
         self._entered: dict[int, Selection] = {}  # and not left, by site
         self._looked: set[int] = set()  # sites without `arrival` whose output was looked at in this context
         self.words: Tensor | None = None  # input_ids of the whole model's call, where it has a part with the routers
-        self.lost = torch.zeros(len(sites), dtype=torch.int64)  # rows that were forced and not used, by site
+        self.lost: Any = None  # [L]: rows that were forced and not used; None where nothing is forced
         self._handles: list[Any] = []
+        self._steered = False  # hooks are on the routers of all sites, not only where they alone show the ids
         self.checkpoints = Checkpoints(self)
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
-    def hook(self) -> None:
-        if self._handles:
-            return
-        if (whole := self.whole()) is not None:
-            self._add(whole, self.before_whole, self.after_whole)
-        self._add(self.boundary, self.before_model, self.after_model)
-        for index in range(len(self.sites)):
-            for module in self.scope(index):
-                self._add(module, self.before_site, self.after_site, index)
-            experts = self.experts(index)
-            if experts is not None:
-                hook = _Hook(self.before_experts, index)
-                self._handles.append(experts.register_forward_pre_hook(hook, with_kwargs=True))
-        self.checkpoints.find()
-        self.checkpoints.follow()
+    def hook(self, steer: bool = True) -> None:
+        """Put on the hooks that are not there yet; `steer`: those on all routers, too."""
+        if not self._handles:
+            if (whole := self.whole()) is not None:
+                self._add(whole, self.before_whole, self.after_whole)
+            self._add(self.boundary, self.before_model, self.after_model)
+            for index in range(len(self.sites)):
+                experts = self.experts(index)
+                if experts is None:
+                    self._add_router(index)
+                else:
+                    hook = _Hook(self.before_experts, index)
+                    self._handles.append(experts.register_forward_pre_hook(hook, with_kwargs=True))
+            self.checkpoints.find()
+            self.checkpoints.follow()
+        if steer and not self._steered:
+            self._steered = True
+            for index in range(len(self.sites)):
+                if self.experts(index) is not None:
+                    self._add_router(index)
+
+    def _add_router(self, index: int) -> None:
+        for module in self.scope(index):
+            self._add(module, self.before_site, self.after_site, index)
 
     def _add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], *first: int) -> None:
         self._handles.append(module.register_forward_pre_hook(_Hook(before, *first), with_kwargs=True))
@@ -112,6 +122,7 @@ class Tap:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._steered = False
         self.checkpoints.unfollow()
         self._left = []
 
@@ -251,7 +262,7 @@ class Tap:
             raise RoutingError(f"site {self.names[index]}: {_LOST}")
 
     def before_experts(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call = self.now()
+        call = self.now() if self._steered else self.asking(index)
         if call is None or not call.open:
             return
         arrival = self.probes[index].arrival
@@ -343,7 +354,9 @@ class Tap:
 
     def settle(self) -> None:
         """RoutingError if any row was forced whose experts were others; waits for the device once."""
-        lost, self.lost = self.lost, torch.zeros_like(self.lost)
+        if self.lost is None:
+            return
+        lost, self.lost = self.lost, torch.zeros_like(self.lost) if self.listeners else None
         if bool(lost.any()):
             self._refuse_lost(lost)
 
@@ -362,11 +375,12 @@ class Tap:
             self._refuse_thread(f"a context of {type(self.boundary).__name__}")
         self.thread = threading.get_ident()
         if not self.listeners:
+            self.lost, self._left = None, []
+        if listener.steers and self.lost is None:
             self.lost = torch.zeros(len(self.sites), dtype=torch.int64, device=device_of(self.boundary))
-            self._left = []
         self._looked.clear()
         self.users += 1
-        self.hook()
+        self.hook(listener.steers)
         self.listeners.append(listener)
         try:
             yield

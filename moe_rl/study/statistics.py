@@ -243,8 +243,8 @@ VERDICT_RULES = {
     Verdict.LOWER: "the same, in the other direction",
     Verdict.EQUIVALENT: "the adjusted p of the equivalence test (two one-sided t tests within ±{interest}) is at most "
     "{alpha}, whether or not 0 is excluded",
-    Verdict.SMALL: "the difference is resolved from 0 as above, but its mean is less than {interest} and it was not shown "
-    "to lie within ±{interest}: no news",
+    Verdict.SMALL: "the difference is resolved from 0 as above, but its mean is less than {interest} and it was not "
+    "shown to lie within ±{interest}: no news",
     Verdict.NOT_RESOLVED: "none of these: the runs do not tell; it does not mean that the arms are equal",
     Verdict.TOO_FEW: "fewer than {fewest} pairs: a range and no verdict, for the exact test cannot reach {alpha}",
 }

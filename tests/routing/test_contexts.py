@@ -191,6 +191,29 @@ def test_a_router_that_is_bypassed_or_called_alone_is_an_error() -> None:
     assert not hooked(model)
 
 
+def test_a_recording_alone_leaves_the_routers_without_hooks_and_misses_nothing() -> None:
+    model, inputs = moe(), tokens()
+    gate, experts = model.model.layers[0].mlp.gate, model.model.layers[0].mlp.experts
+    other = routes_of(disturbed(model), inputs)
+    wanted = routes_of(model, inputs)
+    with record_routes(model) as recording:
+        assert not (gate._forward_hooks or gate._forward_pre_hooks)
+        assert len(experts._forward_pre_hooks) == 1
+        model(inputs)
+        with replay_routes(model, other):
+            assert gate._forward_hooks and gate._forward_pre_hooks
+            model(inputs)
+        model(inputs)
+        with pytest.raises(RoutingError, match="outside a call"):
+            model.model.layers[0].mlp(torch.randn(1, 2, 32))
+    assert [routes.equal(which) for routes, which in zip(recording.calls, (wanted, other, wanted), strict=True)] == [
+        True
+    ] * 3
+    with record_routes(model), pytest.raises(RoutingError, match="outside a call"):
+        model.model.layers[0].mlp(torch.randn(1, 2, 32))
+    assert not hooked(model)
+
+
 def test_ids_that_routers_return_by_sequence_are_rows_all_the_same() -> None:
     """One expert per token, ids `[B,S]` without an axis of slots."""
     model, inputs = moe(), tokens()

@@ -114,8 +114,9 @@ def test_checkpointing_by_hand_is_refused(reentrant: bool) -> None:
     layer = model.model.layers[1]
     forward = layer.forward
     layer.forward = lambda h, **kwargs: checkpoint(lambda x: forward(x, **kwargs), h, use_reentrant=reentrant)
-    with replay_routes(model, old), pytest.raises(RoutingError, match=r"layers\.1.*by hand"):
-        model(inputs, use_cache=False)
+    for context in (replay_routes(model, old), record_routes(model)):
+        with context, pytest.raises(RoutingError, match=r"layers\.1.*by hand"):
+            model(inputs, use_cache=False)
     for without in (torch.no_grad, torch.inference_mode):  # nothing will be recomputed
         with without(), replay_routes(model, old) as replay:
             model(inputs, use_cache=False)

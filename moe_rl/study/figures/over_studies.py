@@ -40,8 +40,8 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
     caption = (
         "Mean over seeds of the paired differences and its 95 % interval; below each other: the study as it was run "
         "first, and again under other roundings or on another processor, cold starts made anew. Filled: higher or "
-        "lower by the rules of its study, that is resolved from 0 and 0.05 at least; open: not; blank: not run. Columns "
-        "are of different studies, and cells of one column may be of different seeds."
+        "lower by the rules of its study, that is resolved from 0 and 0.05 at least; open: not; blank: not run. "
+        "Columns are of different studies, and cells of one column may be of different seeds."
     )
     return StudyFigure("cures", "What each method gives back, by cause.", caption, drawn, table)
 
