@@ -41,7 +41,8 @@ UNTOLD = "not told apart"
 
 @dataclass(frozen=True)
 class RouteCheck:
-    """The result. `rows` are under the explanation that was found: its shift, layers and ids."""
+    """The result. `rows` are under the explanation that was found: its shift, layers and ids. `unseen`: the share of
+    slots that may disagree at the mean site without being called a fault."""
 
     findings: tuple[Finding, ...]
     rows: tuple[SiteRow, ...]
@@ -51,6 +52,7 @@ class RouteCheck:
     explained: float
     floor: float
     chance: float
+    unseen: float = 0.0
     shift: int = 0
 
     @property
@@ -63,8 +65,9 @@ class RouteCheck:
         floor = f"a copy in other arithmetic agrees by {_percent(self.floor)}"
         if not self.faults:
             return (
-                f"These are the model's routes: {_percent(self.as_captured)} of slots agree over {len(self.rows)} sites"
-                f" and {self.tokens} tokens; {floor}."
+                f"These agree with the model's routes: {_percent(self.as_captured)} of slots over {len(self.rows)} "
+                f"sites and {self.tokens} tokens; {floor}. Weights that change less than {_percent(self.unseen)} of "
+                "slots (a policy of one update ago, say) would not be told from these."
             )
         if all(fault.name == UNTOLD for fault in self.faults):
             return f"Nothing tells whose routes these are: those of other tokens agree as well ({floor})."
@@ -136,7 +139,7 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
         work.found("few tokens", f"{kept.sum()} tokens can be compared: too few to be sure", fault=False)
     return RouteCheck(
         tuple(work.findings), tuple(rows), len(captured.ids), int(kept.sum()), simple.agreement, explained,
-        float(np.mean([row.floor_slots for row in rows])), chance, best.shift,
+        float(np.mean([row.floor_slots for row in rows])), chance, 1 - limit, best.shift,
     )  # fmt: skip
 
 

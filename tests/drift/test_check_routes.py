@@ -99,7 +99,7 @@ def test_the_command_says_it_in_one_sentence_and_by_its_exit_status(place, tmp_p
     with pytest.raises(SystemExit) as end:
         main(["check-routes", str(file), "--model", place.model])
     out = capsys.readouterr().out
-    assert end.value.code == 0 and out.startswith("These are the model's routes: ")
+    assert end.value.code == 0 and out.startswith("These agree with the model's routes: ")
     assert "model.layers.2.mlp.gate" in out
     late = [{"tokens": words, "routed_experts": np.roll(ids, 1, axis=0).tolist()} for words, ids in rows(place)]
     file.write_text("\n".join(map(json.dumps, late)))

@@ -49,7 +49,9 @@ def faults(result):
 def test_what_arithmetic_explains_is_no_fault(own, noise):
     result = check_routes(capture(own, noise=noise), own)
     assert faults(result) == [], result.verdict
-    assert result.verdict.startswith("These are the model's routes")
+    assert result.verdict.startswith("These agree with the model's routes")
+    assert result.unseen == pytest.approx(1 - np.mean([row.limit for row in result.rows]))
+    assert f"less than {100 * result.unseen:.1f} % of slots" in result.verdict
     assert result.as_captured == pytest.approx(1 - noise / K, abs=0.02)
     assert result.chance < 0.4 and all(row.fits for row in result.rows)
 

@@ -1,5 +1,7 @@
 """The figures of the studies `precision` and `depth_width`: what they read, by hand, and where they are absent."""
 
+import json
+
 import pandas as pd
 import pytest
 from synthetic import write_rows
@@ -151,6 +153,20 @@ def test_the_figure_has_the_axes_that_have_three_sizes_and_says_the_exponents(si
     assert len(figure.figure.axes) == 2 and "deeper/seed1" in figure.caption
     assert "slots ~ layers^1 [1, 1]" in figure.caption and "removes ~ layers^2" in figure.caption
     assert set(figure.tables) == {"fits", "by_seed"} and len(figure.tables["fits"]) == 4
+
+
+def test_large_marks_are_geometric_means_as_the_lines_are_fits_of_logarithms(sizes):
+    file = sizes / "base" / "seed1" / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        if row["kind"] == "probe":
+            row["var_token_natural"] = 0.5 + 100 * (row["var_token_natural"] - 0.5)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawing = depth_width(load(sizes))
+    removed = drawing.frame.set_index(["quantity", "size"]).loc[("removed", 4)]
+    assert removed["geometric_mean"] == pytest.approx(10 * 1e-3 * 16)  # of 1 and 100 times; their mean is 50.5 times
+    marks = [line for line in drawing.figure.axes[1].lines if line.get_markersize() == 5.5]
+    assert marks[0].get_ydata()[0] == pytest.approx(10 * 1e-3 * 16)
 
 
 def test_other_studies_have_neither_figure(sizes):

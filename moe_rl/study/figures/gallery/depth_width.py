@@ -37,7 +37,7 @@ FEWEST = 3
         "token log-ratio that replay of the old routes removes (natural - replayed), nats²; log axes, where 0 has no "
         f"place. Only steps whose batch has a mean reward from {EQUAL_REWARD[0]} to {EQUAL_REWARD[1]}, the same for "
         "all sizes. Lines: power laws, fitted on logarithms by seed; exponents with their interval over seeds. What is "
-        "not on the axis is held at the value that most arms have. Large: mean over seeds; small: seeds."
+        "not on the axis is held at the value that most arms have. Large: geometric mean over seeds; small: seeds."
     ),
     needs={"probes": ["slots_changed", "slots", "var_token_natural", "var_token_replayed"], "rollouts": ["reward"]},
     rank=26,
@@ -59,8 +59,10 @@ def depth_width(data: StudyData) -> Drawing:
     for fit in fits:
         axis, name = fit["axis"], fit["quantity"]
         part, row = axes_there[axis], 0 if name.endswith("change") else 1
-        _draw(axes[row, list(axes_there).index(axis)], part[part[name] > 0], fit, scale=1 if row else 100)
-        means = part.groupby(axis)[name].agg(["mean", "count"]).reset_index()
+        shown = part[part[name] > 0]
+        _draw(axes[row, list(axes_there).index(axis)], shown, fit, scale=1 if row else 100)
+        means = shown.groupby(axis)[name].agg([_geometric, "mean", "count"]).reset_index()
+        means = means.rename(columns={_geometric.__name__: "geometric_mean"})
         parts.append(means.rename(columns={axis: "size"}).assign(axis=axis, quantity=name))
     for column, (axis, part) in enumerate(axes_there.items()):
         axes[1, column].set_xlabel(AXES[axis])
@@ -148,10 +150,14 @@ def _draw(ax: Axes, shown: pd.DataFrame, fit: Mapping[str, Any], scale: int) -> 
     axis, name = fit["axis"], fit["quantity"]
     label, colour, marker = QUANTITIES[name]
     ax.plot(shown[axis], scale * shown[name], marker, color=colour, ms=2.4, alpha=0.45, mew=0, ls="")
-    means = shown.groupby(axis)[name].mean()
+    means = shown.groupby(axis)[name].agg(_geometric)  # as the fit: of logarithms
     ax.plot(means.index, scale * means, marker, color=colour, mec="white", ms=5.5, ls="", label=label)
     x = np.array([means.index.min(), means.index.max()], float)
     ax.plot(x, scale * fit["level"] * x ** fit["exponent"], color=colour, lw=0.9, ls=(0, (4, 2)))
+
+
+def _geometric(values: "pd.Series[float]") -> float:
+    return float(np.exp(np.log(values).mean()))
 
 
 def _words(fit: Mapping[str, Any]) -> str:
