@@ -16,10 +16,10 @@ RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 CLAIMS = ("higher", "lower", "no difference of interest")
 
 
-def survival_table(results: Path = RESULTS) -> pd.DataFrame:
-    """One row per study and repetition. Of its comparisons with one of `CLAIMS`: `claims`; `same`, told again;
-    `direction`, not told again, the mean on its side of the difference of interest; `gone`, neither. Of those without:
-    `new`, told there."""
+def repeated_verdicts(results: Path = RESULTS) -> pd.DataFrame:
+    """One row per comparison and repetition: `study` (the folder), `again`, `claim` (its verdict at first) and its
+    `fate`: "same", told again; "direction", not told again, the mean on its side of the difference of interest; "gone",
+    neither; of those without one of `CLAIMS`, "new", told there, and "none"."""
     rows = []
     for file in sorted(results.glob("*/roundings.csv")):
         study = json.loads((file.parent / "env.json").read_text())["study"]
@@ -28,12 +28,20 @@ def survival_table(results: Path = RESULTS) -> pd.DataFrame:
         first = table[table["rounding"] == "native"]
         for rounding in table["rounding"].unique():
             again = table[table["rounding"] == rounding]
-            if rounding in ("native", "pooled") or again.empty:
+            if rounding in ("native", "pooled"):
                 continue
-            fates = [fate(first.loc[pair], again.loc[pair], interest) for pair in again.index]
-            counts = {name: fates.count(name) for name in ("same", "direction", "gone", "new")}
-            of_claims = sum(counts.values()) - counts["new"]
-            rows.append({"study": file.parent.name, "again": rounding, "claims": of_claims, **counts})
+            for pair in again.index:
+                of = {"study": file.parent.name, "again": rounding, "claim": first.loc[pair, "verdict"]}
+                rows.append({**of, "fate": fate(first.loc[pair], again.loc[pair], interest)})
+    return pd.DataFrame(rows)
+
+
+def survival_table(verdicts: pd.DataFrame) -> pd.DataFrame:
+    """`repeated_verdicts` counted: one row per study and repetition, `claims` those that had one."""
+    rows = []
+    for (study, again), part in verdicts.groupby(["study", "again"], sort=False):
+        counts = {name: int((part["fate"] == name).sum()) for name in ("same", "direction", "gone", "new")}
+        rows.append({"study": study, "again": again, "claims": sum(counts.values()) - counts["new"], **counts})
     return pd.DataFrame(rows)
 
 
@@ -53,9 +61,13 @@ def main() -> None:
     )
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args()
-    table = survival_table()
+    verdicts = repeated_verdicts()
+    table = survival_table(verdicts)
     print(table.to_string(index=False))
     print(f"{len(table)} repetitions: {table.drop(columns=['study', 'again']).sum().to_dict()}")
+    claims = verdicts[verdicts["claim"].isin(CLAIMS)]
+    for what, part in claims.groupby(claims["claim"].where(claims["claim"] == CLAIMS[2], "higher or lower")):
+        print(f"{what}: {part['fate'].value_counts().to_dict()}")
     if options.csv:
         table.to_csv(options.csv, index=False, lineterminator="\n")
 
