@@ -133,6 +133,8 @@ def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
             "'geometric' is defined for 'token' ratios",
         ),
         (changed(seeds=[0, -1]), r"seeds\[1\]: expected a whole number of at least 0 .*got -1"),
+        (changed(seeds=[0, 1, 0]), r"seeds\[2\]: seed 0 is given twice; an arm runs once with each seed"),
+        (changed(arms={"a": {"seeds": [1, 1]}}), r"arms.a.seeds\[1\]: seed 1 is given twice"),
         (changed(base={"seed": 3}), "base.seed: 3 would change nothing; the seeds of a study are a list, seeds"),
         (changed(arms={"a": {"seed": 3}}), "arms.a.seed: would change nothing; the seeds of an arm are a list"),
         (changed(arms={"a": {"seeds": [2**64]}}), r"arms.a.seeds\[0\]: expected a whole number"),
