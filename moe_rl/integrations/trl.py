@@ -48,10 +48,10 @@ def routing_replay(trainer_class: type) -> Any:
 
     It takes the arguments of `trainer_class`, and by name:
 
-    - replay: "none" measures only, and changes no bit of the training. "R2" forces the experts that the old policy
-      chose when TRL scored the batch. "R3" forces those that the engine chose that sampled it, in the scoring pass and
-      in the updates: `rollout_func` returns them as the field "routed_experts", per sequence integers `[P+G-1, layers,
-      K]`, or vLLM does (colocated only).
+    - replay: must be given. "none" measures only, and changes no bit of the training. "R2" forces the experts that the
+      old policy chose when TRL scored the batch. "R3" forces those that the engine chose that sampled it, in the
+      scoring pass and in the updates: `rollout_func` returns them as the field "routed_experts", per sequence integers
+      `[P+G-1, layers, K]`, or vLLM does (colocated only).
     - run_folder: rows for `moe_rl.study.load`, `moe-rl figures` and `moe-rl watch`; a study's folder, or a run's
       (`.../ARM/seedN`).
     - probe_sequences: sequences per process that are scored twice more after each update, live and replayed, for the
@@ -73,8 +73,9 @@ def routing_replay(trainer_class: type) -> Any:
 
     Raises (when the trainer is made):
         TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.
-        RoutingError: settings under which the ratio is 1 by construction; dropout; R3 without a source of routes; and,
-            while it trains, whatever would be a step without replay, or under routes of another policy.
+        RoutingError: `replay` left out or unknown; settings under which the ratio is 1 by construction; dropout; R3
+            without a source of routes; and, while it trains, whatever would be a step without replay, or under routes
+            of another policy.
     """
     import trl
 
@@ -94,12 +95,17 @@ class _RoutingReplay(ReplayTrainer):
     def __init__(
         self: Any,
         *args: Any,
-        replay: str = "none",
+        replay: str | None = None,
         run_folder: Any = None,
         probe_sequences: int | None = None,
         first_change_tolerance: float = 0.0,
         **kwargs: Any,
     ) -> None:
+        if replay is None:
+            raise RoutingError(
+                'replay is missing, and has no default: replay="none" measures only, "R2" replays the experts of the '
+                'old policy, "R3" those of the engine that sampled'
+            )
         self._choose(replay, KINDS, first_change_tolerance)
         self._sampled = SampledRoutes()
         with self._sampled.asked_of_vllm(replay == "R3"):
