@@ -26,6 +26,7 @@ from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import KINDS, OldPolicy
 from moe_rl.integrations.trl_sampled import SampledRoutes, refuse_unsampled, replayed_in_chunks
+from moe_rl.objectives.bounds import COUNT_OR_NONE
 from moe_rl.routing import RoutedExperts, RoutingError, attach, change_counts, record_routes
 
 ROWS = "routing_rows"
@@ -56,8 +57,8 @@ def routing_replay(trainer_class: type) -> Any:
       (`.../ARM/seedN`).
     - probe_sequences: sequences per process that are scored twice more after each update, live and replayed, for the
       change rates and variances. Default: `per_device_train_batch_size`. 0: no probe.
-    - first_change_tolerance: share of slots that may differ at the first update of a batch, where none should
-      (`moe_rl.integrations.old_policy.same_policy`). Default: 0.
+    - first_change_tolerance: share of slots, in [0, 1], that may differ at the first update of a batch, where none
+      should (`moe_rl.integrations.old_policy.same_policy`). Default: 0.
 
     In TRL's log, and so in every tracker that it reports to:
 
@@ -73,9 +74,9 @@ def routing_replay(trainer_class: type) -> Any:
 
     Raises (when the trainer is made):
         TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.
-        RoutingError: `replay` left out or unknown; settings under which the ratio is 1 by construction; dropout; R3
-            without a source of routes; and, while it trains, whatever would be a step without replay, or under routes
-            of another policy.
+        RoutingError: `replay` left out or unknown; other options out of their ranges; settings under which the ratio is
+            1 by construction; dropout; R3 without a source of routes; and, while it trains, whatever would be a step
+            without replay, or under routes of another policy.
     """
     import trl
 
@@ -107,6 +108,9 @@ class _RoutingReplay(ReplayTrainer):
                 'old policy, "R3" those of the engine that sampled'
             )
         self._choose(replay, KINDS, first_change_tolerance)
+        refusal = None if probe_sequences is None else COUNT_OR_NONE.refusal("probe_sequences", probe_sequences)
+        if refusal is not None:
+            raise RoutingError(refusal)
         self._sampled = SampledRoutes()
         with self._sampled.asked_of_vllm(replay == "R3"):
             super().__init__(*args, **kwargs)

@@ -159,6 +159,8 @@ def test_unknown_names_and_versions_are_refused(monkeypatch):
         make("R2", probes=3)
     with pytest.raises(RoutingError, match="none, R2, got 'R3'"):
         make("R3")
+    with pytest.raises(RoutingError, match=r"first_change_tolerance, a share .* at most 1, got 5.0"):
+        make("R2", first_change_tolerance=5.0)
     for name in ("swift", "swift.trainers", "swift.trainers.trainer_factory"):
         module = ModuleType(name)
         module.__version__, module.TrainerFactory = "3.12.6", None

@@ -235,6 +235,20 @@ def test_replay_that_is_not_named_is_refused_with_the_choices(tmp_path):
         make(routing_replay(GRPOTrainer), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("first_change_tolerance", 5.0, "a share of the expert slots: .* at least 0 and of at most 1, got 5.0"),
+        ("first_change_tolerance", -0.1, "of at least 0 and of at most 1, got -0.1"),
+        ("first_change_tolerance", float("nan"), "a finite number"),
+        ("probe_sequences", -1, "a whole number of at least 0, got -1"),
+    ],
+)
+def test_options_out_of_their_ranges_are_refused(option, value, said, tmp_path):
+    with pytest.raises(RoutingError, match=f"{option}.*{said}"):
+        make(routing_replay(GRPOTrainer), tmp_path, options={**MEASURED, option: value})
+
+
 def test_dropout_is_refused(tmp_path):
     model = build_tiny(TINY, TOKENIZER)
     model.model.layers[1].self_attn.attention_dropout = 0.1
