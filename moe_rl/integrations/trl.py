@@ -69,8 +69,12 @@ def routing_replay(trainer_class: type) -> Any:
     - `routing/var_token_natural`, `routing/var_token_replayed`, `routing/var_sequence_natural`,
       `routing/var_sequence_replayed`: variance of the log-ratio (nats²) over tokens, and of its mean over a sequence,
       live and under the old routes
+    - `routing/f2_natural`: F(2) of R3 (arXiv 2510.11370), the share of the probe's response tokens whose ratio, both
+      policies routing live, is above 2 or below 1/2. Run folders hold the count, `extreme_2_natural`
     - `routing/first_change`: `slot_change` at the first update of the batch, before a weight moved: asserted
     - under R3 `routing/engine_slot_change`: the sampling engine's routes against the old policy's
+
+    The KL of the routers' outputs is not measured here, nor in any other trainer than that of moe_rl.
 
     Raises (when the trainer is made):
         TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.

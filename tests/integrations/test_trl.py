@@ -268,7 +268,8 @@ def test_the_auxiliary_loss_that_trl_adds_is_named(tmp_path, caplog):
 
 
 def test_probe_is_what_one_measures_by_hand(tmp_path):
-    trainer = make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R2", "probe_sequences": 100}, max_steps=1)
+    options = {"replay": "R2", "probe_sequences": 100}
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options=options, max_steps=1, learning_rate=0.1)
     old = build_tiny(TINY, TOKENIZER)
     kept = {}
     inner = trainer._generate_and_score_completions
@@ -289,6 +290,8 @@ def test_probe_is_what_one_measures_by_hand(tmp_path):
         assert logged(trainer, name)[1] == pytest.approx(expected[name.removeprefix("routing/")], abs=1e-12)
     gap = (logps[1] - logps[0]).double()
     assert logged(trainer, "routing/var_token_natural")[1] == pytest.approx(float(gap[answers[:, 1:]].var()), rel=1e-4)
+    far = (gap[answers[:, 1:]].exp() > 2) | (gap[answers[:, 1:]].exp() < 1 / 2)
+    assert 0 < int(far.sum()) / far.numel() == logged(trainer, "routing/f2_natural")[1]
     means = torch.stack([row[mask].mean() for row, mask in zip(gap, answers[:, 1:], strict=True)])
     assert logged(trainer, "routing/var_sequence_natural")[1] == pytest.approx(float(means.var()), rel=1e-4)
 
@@ -328,6 +331,8 @@ def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
     for table in (data.updates, data.probes):
         assert list(zip(table.step, table["update"], strict=True)) == keys
     assert (data.updates.replayed_rows / data.updates.routed_rows).tolist() == [float(replay == "R2")] * 6
+    f2 = (data.probes.extreme_2_natural / data.probes.tokens).tolist()
+    assert f2 == list(logged(trainer, "routing/f2_natural").values())
     slots = (data.probes.slots_changed / data.probes.slots).tolist()
     assert slots == list(logged(trainer, "routing/slot_change").values())
     assert data.updates.loss.tolist() == pytest.approx(list(logged(trainer, "loss").values()), abs=1e-4)

@@ -296,6 +296,8 @@ def test_a_metric_is_described_from_the_catalogue(folder):
     for kind in ("probe", "update", "engine", "floor"):
         assert f"slots_changed, {kind} rows [count]" in text and f"<td>{kind}</td>" in html
     assert "= over slots: slot rate" in text and "arXiv 2507.18071" in text
+    count = repr(load(folder).describe("extreme_2_natural"))
+    assert repr(load(folder).describe("routing/f2_natural")) == count, "the rate of TRL's log is kept as a count"
     assert "never negative" in repr(load(folder).describe("k3"))
     assert (
         repr(load(folder).describe("slot_change")) == repr(load(folder).describe("routing/slot_change")) == repr(said)
