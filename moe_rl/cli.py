@@ -112,6 +112,7 @@ def study_verb(arguments: list[str]) -> None:
     with importing():
         import tyro
 
+        from moe_rl.study.config import check_seeds
         from moe_rl.study.grid import run_study
         from moe_rl.study.launchers import workers_of
         from moe_rl.training import RunConfig
@@ -150,6 +151,7 @@ def study_verb(arguments: list[str]) -> None:
     options = parse(Options, given.options, f"moe-rl study {given.word or 'NAME|FILE'}", Options(base=study.base))
     if not options.seeds:
         fail("seeds: at least one is needed, e.g. --seeds 0 1 2", 2)
+    check_seeds("--seeds", options.seeds)
     for arm in options.arms:
         if arm not in study.arms:
             near = "; arms are separated by spaces" if "," in arm else nearest(arm, study.arms)

@@ -274,6 +274,8 @@ def test_a_vllm_that_another_machine_lends_serves_one_run_at_a_time(study, monke
         ),
         (["study", "micro.yaml", "--seeds"], "seeds"),
         (["study", "micro.yaml", "--seeds", "0,1"], "seeds are separated by spaces, e.g. --seeds 0 1"),
+        (["study", "micro.yaml", "--seeds", "0", "0"], "--seeds[1]: seed 0 is given twice"),
+        (["study", "micro.yaml", "--seeds", "-1"], "--seeds[0]: expected a whole number of at least 0"),
         (["study", "QUICK"], "no study of that name comes with moe_rl; did you mean 'quick'"),
         (["study", "micro.yaml", "--output", "micro.yaml"], "micro.yaml: a folder is needed there, and it is a file"),
         (["run", "micro.yaml", "--seed", "one"], "moe-rl run micro.yaml --help"),

@@ -192,7 +192,10 @@ class Measures:
     def probed(self, update: int, counts: ChangeCounts, metrics: dict[str, Any]) -> None:
         """What `measure` found after the update."""
         rates = counts.rates()
-        for name, value in ({name: rates[name] for name in CHANGES} | {n: metrics[n] for n in VARIANCES}).items():
+        found = {name: rates[name] for name in CHANGES} | {name: metrics[name] for name in VARIANCES}
+        tokens = counts.tokens_total
+        found["f2_natural"] = int(metrics["extreme_2_natural"]) / tokens if tokens else float("nan")
+        for name, value in found.items():
             self.log[f"routing/{name}"].append(float(value))
         if self.writer is not None and self.step is not None:
             self.writer.probe(self.step, update, **metrics)

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from moe_rl.measure.randomness import random_parts
+from moe_rl.objectives.bounds import FRACTION
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts
 
 KINDS = ("none", "R2", "R3")
@@ -67,6 +68,13 @@ def refuse_other_replay(replay: str, kinds: Sequence[str], where: str = "") -> N
     """RoutingError for a kind of replay that there is not."""
     if replay not in kinds:
         raise RoutingError(f"replay must be one of {', '.join(kinds)}{where}, got {replay!r}")
+
+
+def refuse_other_tolerance(first_change_tolerance: Any) -> None:
+    """RoutingError for what is no share of the expert slots, in [0, 1]: 5, meant as %, would let every change pass."""
+    refusal = FRACTION.refusal("first_change_tolerance, a share of the expert slots", first_change_tolerance)
+    if refusal is not None:
+        raise RoutingError(refusal)
 
 
 def refuse_other_version(name: str, package: Any, versions: Sequence[str], part: str, file: str) -> None:

@@ -26,6 +26,7 @@ from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import KINDS, OldPolicy
 from moe_rl.integrations.trl_sampled import SampledRoutes, refuse_unsampled, replayed_in_chunks
+from moe_rl.objectives.bounds import COUNT_OR_NONE
 from moe_rl.routing import RoutedExperts, RoutingError, attach, change_counts, record_routes
 
 ROWS = "routing_rows"
@@ -48,16 +49,16 @@ def routing_replay(trainer_class: type) -> Any:
 
     It takes the arguments of `trainer_class`, and by name:
 
-    - replay: "none" measures only, and changes no bit of the training. "R2" forces the experts that the old policy
-      chose when TRL scored the batch. "R3" forces those that the engine chose that sampled it, in the scoring pass and
-      in the updates: `rollout_func` returns them as the field "routed_experts", per sequence integers `[P+G-1, layers,
-      K]`, or vLLM does (colocated only).
+    - replay: must be given. "none" measures only, and changes no bit of the training. "R2" forces the experts that the
+      old policy chose when TRL scored the batch. "R3" forces those that the engine chose that sampled it, in the
+      scoring pass and in the updates: `rollout_func` returns them as the field "routed_experts", per sequence integers
+      `[P+G-1, layers, K]`, or vLLM does (colocated only).
     - run_folder: rows for `moe_rl.study.load`, `moe-rl figures` and `moe-rl watch`; a study's folder, or a run's
       (`.../ARM/seedN`).
     - probe_sequences: sequences per process that are scored twice more after each update, live and replayed, for the
       change rates and variances. Default: `per_device_train_batch_size`. 0: no probe.
-    - first_change_tolerance: share of slots that may differ at the first update of a batch, where none should
-      (`moe_rl.integrations.old_policy.same_policy`). Default: 0.
+    - first_change_tolerance: share of slots, in [0, 1], that may differ at the first update of a batch, where none
+      should (`moe_rl.integrations.old_policy.same_policy`). Default: 0.
 
     In TRL's log, and so in every tracker that it reports to:
 
@@ -68,13 +69,18 @@ def routing_replay(trainer_class: type) -> Any:
     - `routing/var_token_natural`, `routing/var_token_replayed`, `routing/var_sequence_natural`,
       `routing/var_sequence_replayed`: variance of the log-ratio (nats²) over tokens, and of its mean over a sequence,
       live and under the old routes
+    - `routing/f2_natural`: F(2) of R3 (arXiv 2510.11370), the share of the probe's response tokens whose ratio, both
+      policies routing live, is above 2 or below 1/2. Run folders hold the count, `extreme_2_natural`
     - `routing/first_change`: `slot_change` at the first update of the batch, before a weight moved: asserted
     - under R3 `routing/engine_slot_change`: the sampling engine's routes against the old policy's
 
+    The KL of the routers' outputs is not measured here, nor in any other trainer than that of moe_rl.
+
     Raises (when the trainer is made):
         TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.
-        RoutingError: settings under which the ratio is 1 by construction; dropout; R3 without a source of routes; and,
-            while it trains, whatever would be a step without replay, or under routes of another policy.
+        RoutingError: `replay` left out or unknown; other options out of their ranges; settings under which the ratio is
+            1 by construction; dropout; R3 without a source of routes; and, while it trains, whatever would be a step
+            without replay, or under routes of another policy.
     """
     import trl
 
@@ -94,13 +100,21 @@ class _RoutingReplay(ReplayTrainer):
     def __init__(
         self: Any,
         *args: Any,
-        replay: str = "none",
+        replay: str | None = None,
         run_folder: Any = None,
         probe_sequences: int | None = None,
         first_change_tolerance: float = 0.0,
         **kwargs: Any,
     ) -> None:
+        if replay is None:
+            raise RoutingError(
+                'replay is missing, and has no default: replay="none" measures only, "R2" replays the experts of the '
+                'old policy, "R3" those of the engine that sampled'
+            )
         self._choose(replay, KINDS, first_change_tolerance)
+        refusal = None if probe_sequences is None else COUNT_OR_NONE.refusal("probe_sequences", probe_sequences)
+        if refusal is not None:
+            raise RoutingError(refusal)
         self._sampled = SampledRoutes()
         with self._sampled.asked_of_vllm(replay == "R3"):
             super().__init__(*args, **kwargs)

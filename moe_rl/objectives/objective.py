@@ -43,7 +43,8 @@ class Objective:
             "none"          r A
             "likelihood"    A log pi, no ratio at all (SFT, RFT)
         clip_low, clip_high: how far the ratio may be from 1 (fractions; nats for "geometric"); for the gates
-            of a divergence how far the probability may be (fractions), or the divergence (nats).
+            of a divergence how far the probability may be (fractions), or the divergence (nats). clip_low=1 of a
+            fraction is no lower clip.
         dual_clip: ceiling of the ratio where A < 0 (arXiv:1912.09729), "clip" gate only; None is no ceiling.
         ratio_cap: ceiling of the detached ratio of the gates "divergence_*"; None is no ceiling.
         temperature_pos, temperature_neg: tau of the "sigmoid" gate for A > 0 and for A <= 0.
@@ -122,6 +123,11 @@ class Objective:
             raise ValueError(
                 f"Objective.dual_clip: a ceiling above 1 + clip_high = {1 + self.clip_high}, got {self.dual_clip}."
             )
+        if self.gate in OF_RATIOS and self.clip_low > 1:
+            raise ValueError(
+                f"Objective.clip_low: gate={self.gate!r} bounds ratios from below by 1 - clip_low, and none is below "
+                f"0: at most 1, which is no lower clip; got {self.clip_low}."
+            )
         if self.gate == "quadratic" and not (self.clip_low and self.clip_high):
             raise ValueError(
                 "Objective.clip_low, clip_high: gate='quadratic' divides by them, so above 0; got "
@@ -146,6 +152,9 @@ class Objective:
             needed.add("route_weight")
         return frozenset(needed)
 
+
+OF_RATIOS = ("clip", "mask", "cap", "sequence_clip")
+"""Gates whose lower bound is a ratio; those of others are nats, probabilities, divergences or a width."""
 
 CHOICES: dict[str, Collection[str]] = {
     "ratio": get_args(RatioLevel),

@@ -11,7 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import LIVE
+from moe_rl.routing.packing import LIVE, check_mask
 
 
 def ids_from_engine(
@@ -41,6 +41,7 @@ def ids_from_engine(
     if mask is None:
         rows = torch.tensor([len(a) for a in arrays])
         mask = torch.arange(int(rows.max()))[None, :] < rows[:, None]
+    check_mask(mask)
     mask = mask.detach().cpu().bool()
     if mask.ndim != 2 or len(mask) != len(arrays):
         raise RoutingError(f"mask must be [B,T] with B = {len(arrays)} sequences, got {list(mask.shape)}")

@@ -150,6 +150,10 @@ def record_routes(model: nn.Module) -> Iterator[Recording]:
         changed by one bit. Inside `replay_routes` or `noisy_routes` the experts that were really used are recorded.
     Yields a Recording; read `.routes` when the calls are done.
 
+    What was drawn at random in the forward is in the routes: in train mode with dropout or router jitter two recordings
+    of one text differ at equal weights. To compare, record in eval mode or without any
+    (`moe_rl.measure.randomness.turn_off_randomness`).
+
     Raises UnsupportedModelError for a model that fails the self-check (run once per model), RoutingError for one that
     was compiled without `attach`, for packed continuous batching, and for a forward in which a router did not run.
     """

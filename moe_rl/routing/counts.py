@@ -141,6 +141,9 @@ def change_counts(
     padding, and for a metric of the completion, the prompt. The last sampled token of `generate` has no route and
     leaves itself out. The result is on the CPU.
 
+    Dropout and router jitter count as change of experts, at equal weights, too: of recordings in eval mode, or after
+    `moe_rl.measure.randomness.turn_off_randomness`, it is the change between two policies.
+
     Raises RoutingError if shapes, sites, their numbers of experts or, where both know them, the counted tokens differ.
     """
     a, b = aligned(old, new)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_rl.files import write_tensors
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.packing import check_mask
 from moe_rl.routing.validity import check_packed, checked_tokens, experts_per_site
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ class Stored:
 
         keep = ~self.live
         if mask is not None:
+            check_mask(mask)
             if mask.shape != self.shape[:2]:
                 raise RoutingError(f"mask must be [B,T] = {list(self.shape[:2])}, got {list(mask.shape)}")
             keep = keep & mask.to(self.device).bool()[:, :, None]

@@ -1,6 +1,7 @@
 """Expert ids <-> their compact storage, and how two rows compare."""
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,13 +88,22 @@ def check_integers(ids: Tensor) -> None:
 def token_mask(mask: Shaped[Tensor, "..."], like: Shaped[Tensor, "... L K"]) -> Bool[Tensor, "..."]:
     """The mask as bool, on the device of the ids `like`: from bool, or from 0 and 1 as tokenizers write it.
 
-    Raises RoutingError: another shape than that of the tokens, or other values.
+    Raises RoutingError: no tensor, another shape than that of the tokens, or other values.
     """
+    check_mask(mask)
     if mask.shape != like.shape[:-2]:
         raise RoutingError(f"mask must have the shape {list(like.shape[:-2])} of tokens, got {list(mask.shape)}")
     if mask.dtype != torch.bool and not bool(((mask == 0) | (mask == 1)).all()):
         raise RoutingError("mask: expected only 0 and 1 (or bool), got other values; it says which tokens count")
     return mask.to(like.device).bool()
+
+
+def check_mask(mask: Any, name: str = "mask") -> None:
+    """Raises RoutingError for lists and arrays, which have no device to compare on."""
+    if not isinstance(mask, Tensor):
+        raise RoutingError(
+            f"{name} must be a tensor, bool or of 0 and 1, got {type(mask).__name__}: torch.as_tensor({name})"
+        )
 
 
 def rows_at_once(ids: Tensor) -> int:

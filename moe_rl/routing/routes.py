@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.formats import Stored
 from moe_rl.routing.others import FromOthers
-from moe_rl.routing.packing import is_live, move_tokens, pack_ids, unpack_ids, words
+from moe_rl.routing.packing import check_mask, is_live, move_tokens, pack_ids, unpack_ids, words
 from moe_rl.routing.sites import canonical_site, match_sites
 from moe_rl.routing.validity import checked_tokens, experts_per_site, pack_checked
 
@@ -237,13 +237,16 @@ class RoutedExperts(FromOthers, Stored):
         to_mask: `[B,T']`, True where the same tokens shall be. The n-th True position of a row of from_mask
             moves to the n-th True position of that row of to_mask; all other rows become -1.
 
-        Raises RoutingError if the masks have other shapes or a sequence has other token counts in the two.
+        Raises RoutingError if the masks are no tensors or have other shapes, or a sequence has other token counts in
+        the two.
 
         >>> left = RoutedExperts(torch.tensor([[[[-1]], [[5]], [[6]]]]), ["gate"], 8)
         >>> left.realign(torch.tensor([[False, True, True]]), torch.tensor([[True, True]])).ids.flatten()
         tensor([5, 6])
         """
         b, t = self.shape[:2]
+        check_mask(from_mask, "from_mask")
+        check_mask(to_mask, "to_mask")
         source, target = from_mask.to(self.device).bool(), to_mask.to(self.device).bool()
         if source.ndim != 2 or source.shape[0] != b or source.shape[1] not in (t, t + 1):
             raise RoutingError(

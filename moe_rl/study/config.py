@@ -168,10 +168,7 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
         raise ConfigError(f"base.seed: {study.base.seed} would change nothing; the seeds of a study are a list, seeds")
     own = {f"arms.{name}.seeds": arm.seeds or () for name, arm in study.arms.items()}
     for where, seeds in {"seeds": study.seeds, **own}.items():
-        for i, seed in enumerate(seeds):
-            refusal = SEED.refusal(f"{where}[{i}]", seed)
-            if refusal is not None:
-                raise ConfigError(refusal)
+        check_seeds(where, seeds)
     resolved: dict[str, str] = {}
     called: dict[tuple[str, float], str] = {}
     for name, arm in study.arms.items():
@@ -193,6 +190,16 @@ def parse_study(data: Any, merged: bool = False) -> StudyConfig:
     except AlarmError as error:
         raise ConfigError(str(error)) from error
     return study
+
+
+def check_seeds(where: str, seeds: Sequence[int]) -> None:
+    """Raises ConfigError for what is no seed, and for one that is given twice: both would be one run."""
+    for i, seed in enumerate(seeds):
+        refusal = SEED.refusal(f"{where}[{i}]", seed)
+        if refusal is not None:
+            raise ConfigError(refusal)
+        if seed in seeds[:i]:
+            raise ConfigError(f"{where}[{i}]: seed {seed} is given twice; an arm runs once with each seed")
 
 
 def _check_comparisons(study: StudyConfig, merged: bool) -> None:

@@ -312,6 +312,10 @@ def _nothing_here(path: Path, is_study: bool) -> str:
 
 
 def studies_inside(path: Path) -> str:
-    """Which studies a folder holds, to be added to a message; empty if none."""
-    inside = sorted(p.parent.name for p in path.glob("*/study.yaml"))
+    """Which studies a folder holds, to be added to a message; empty if none. Those of other trainers' runs have no
+    study.yaml."""
+    inside = sorted(
+        {p.parent.name for p in path.glob("*/study.yaml")}
+        | {p.parents[2].name for p in path.glob("*/*/seed*/metrics.jsonl") if SEED_FOLDER.fullmatch(p.parent.name)}
+    )
     return f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""

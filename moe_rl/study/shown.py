@@ -114,6 +114,7 @@ def describe(name: str) -> Described:
     name = name.removeprefix("routing/")  # as in the log of TRL
     level = name.removesuffix("_change")
     name = f"{level}s_changed" if level in LEVELS else name  # a rate is kept as both of its counts
+    name = f"extreme_2{name.removeprefix('f2')}" if name in ("f2", "f2_natural") else name
     found = tuple((kind, metric) for kind in CATALOGUE if (metric := find(kind, name)) is not None)
     if not found:
         known = {metric.name for metrics in CATALOGUE.values() for metric in metrics}

@@ -105,6 +105,7 @@ def test_measuring_changes_no_bit():
     log = ours._metrics["train"]
     assert log["routing/first_change"] == [0, 0] and log["routing/replayed_fraction"] == [0.0] * 8
     assert log["routing/slot_change"][3] > 0
+    assert len(log["routing/f2_natural"]) == 8 and all(0 <= share <= 1 for share in log["routing/f2_natural"])
 
 
 def test_replay_takes_the_experts_of_the_scoring():
@@ -159,6 +160,8 @@ def test_unknown_names_and_versions_are_refused(monkeypatch):
         make("R2", probes=3)
     with pytest.raises(RoutingError, match="none, R2, got 'R3'"):
         make("R3")
+    with pytest.raises(RoutingError, match=r"first_change_tolerance, a share .* at most 1, got 5.0"):
+        make("R2", first_change_tolerance=5.0)
     for name in ("swift", "swift.trainers", "swift.trainers.trainer_factory"):
         module = ModuleType(name)
         module.__version__, module.TrainerFactory = "3.12.6", None

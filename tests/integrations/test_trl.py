@@ -21,6 +21,7 @@ from moe_rl.integrations.old_policy import refuse_random, same_policy
 from moe_rl.integrations.trl import routing_replay
 from moe_rl.policy import build_tiny
 
+MEASURED = {"replay": "none"}
 CHANGES = ("routing/slot_change", "routing/site_change", "routing/token_change")
 
 
@@ -36,7 +37,7 @@ def equal(one, other):
 
 
 def test_measuring_changes_no_bit_of_the_training(tmp_path):
-    plain, ours = trained(GRPOTrainer, tmp_path), trained(routing_replay(GRPOTrainer), tmp_path)
+    plain, ours = trained(GRPOTrainer, tmp_path), trained(routing_replay(GRPOTrainer), tmp_path, options=MEASURED)
     assert equal(plain, ours)
     assert logged(plain, "loss") == logged(ours, "loss")
     assert set(logged(ours, "routing/replayed_fraction").values()) == {0.0}
@@ -49,7 +50,7 @@ def test_first_update_is_trls_to_the_bit_and_later_ones_are_replayed(tmp_path):
     assert equal(plain, replayed)
     assert logged(replayed, "loss") == logged(plain, "loss")
     spy = trained(routing_replay(spying(GRPOTrainer)), tmp_path, options={"replay": "R2"})
-    natural = trained(routing_replay(spying(GRPOTrainer)), tmp_path)
+    natural = trained(routing_replay(spying(GRPOTrainer)), tmp_path, options=MEASURED)
     assert replayed_all(spy) and not replayed_all(natural)  # the weights move far enough to choose others
     assert set(logged(spy, "routing/replayed_fraction").values()) == {1.0}
     assert not equal(spy, natural)
@@ -94,7 +95,7 @@ def test_other_kinds_of_routers_are_replayed(family, tmp_path):
     model = moe(family)
     if family == "PhimoeForCausalLM":
         with pytest.raises(RoutingError, match="router_jitter_noise"):
-            make(routing_replay(GRPOTrainer), tmp_path, model=model).train()
+            make(routing_replay(GRPOTrainer), tmp_path, model=model, options=MEASURED).train()
         turn_off_randomness(model)
     trainer = trained(routing_replay(spying(GRPOTrainer)), tmp_path, model=model, options={"replay": "R2"}, max_steps=3)
     assert replayed_all(trainer)
@@ -228,26 +229,47 @@ def test_unknown_replay_is_refused(tmp_path):
         make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "r2"})
 
 
+def test_replay_that_is_not_named_is_refused_with_the_choices(tmp_path):
+    """A default would train silently without the replay that somebody came for, or with one that nobody asked for."""
+    with pytest.raises(RoutingError, match=r'replay is missing.*"none" measures only, "R2" .*, "R3" '):
+        make(routing_replay(GRPOTrainer), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("first_change_tolerance", 5.0, "a share of the expert slots: .* at least 0 and of at most 1, got 5.0"),
+        ("first_change_tolerance", -0.1, "of at least 0 and of at most 1, got -0.1"),
+        ("first_change_tolerance", float("nan"), "a finite number"),
+        ("probe_sequences", -1, "a whole number of at least 0, got -1"),
+    ],
+)
+def test_options_out_of_their_ranges_are_refused(option, value, said, tmp_path):
+    with pytest.raises(RoutingError, match=f"{option}.*{said}"):
+        make(routing_replay(GRPOTrainer), tmp_path, options={**MEASURED, option: value})
+
+
 def test_dropout_is_refused(tmp_path):
     model = build_tiny(TINY, TOKENIZER)
     model.model.layers[1].self_attn.attention_dropout = 0.1
     with pytest.raises(RoutingError, match=r"layers.1.self_attn has attention_dropout = 0.1"):
-        make(routing_replay(GRPOTrainer), tmp_path, model=model)
+        make(routing_replay(GRPOTrainer), tmp_path, model=model, options=MEASURED)
     refuse_random(torch.nn.Sequential(torch.nn.Dropout(0.0)))
     with pytest.raises(RoutingError, match=r"0 has dropout = 0.5"):
         refuse_random(torch.nn.Sequential(torch.nn.Dropout(0.5)))
 
 
 def test_the_auxiliary_loss_that_trl_adds_is_named(tmp_path, caplog):
-    make(routing_replay(GRPOTrainer), tmp_path, router_aux_loss_coef=None)
+    make(routing_replay(GRPOTrainer), tmp_path, router_aux_loss_coef=None, options=MEASURED)
     assert "router_aux_loss_coef=0.0" in caplog.text
     caplog.clear()
-    make(routing_replay(GRPOTrainer), tmp_path)
+    make(routing_replay(GRPOTrainer), tmp_path, options=MEASURED)
     assert "router_aux_loss_coef" not in caplog.text
 
 
 def test_probe_is_what_one_measures_by_hand(tmp_path):
-    trainer = make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R2", "probe_sequences": 100}, max_steps=1)
+    options = {"replay": "R2", "probe_sequences": 100}
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options=options, max_steps=1, learning_rate=0.1)
     old = build_tiny(TINY, TOKENIZER)
     kept = {}
     inner = trainer._generate_and_score_completions
@@ -268,6 +290,8 @@ def test_probe_is_what_one_measures_by_hand(tmp_path):
         assert logged(trainer, name)[1] == pytest.approx(expected[name.removeprefix("routing/")], abs=1e-12)
     gap = (logps[1] - logps[0]).double()
     assert logged(trainer, "routing/var_token_natural")[1] == pytest.approx(float(gap[answers[:, 1:]].var()), rel=1e-4)
+    far = (gap[answers[:, 1:]].exp() > 2) | (gap[answers[:, 1:]].exp() < 1 / 2)
+    assert 0 < int(far.sum()) / far.numel() == logged(trainer, "routing/f2_natural")[1]
     means = torch.stack([row[mask].mean() for row, mask in zip(gap, answers[:, 1:], strict=True)])
     assert logged(trainer, "routing/var_sequence_natural")[1] == pytest.approx(float(means.var()), rel=1e-4)
 
@@ -307,6 +331,8 @@ def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
     for table in (data.updates, data.probes):
         assert list(zip(table.step, table["update"], strict=True)) == keys
     assert (data.updates.replayed_rows / data.updates.routed_rows).tolist() == [float(replay == "R2")] * 6
+    f2 = (data.probes.extreme_2_natural / data.probes.tokens).tolist()
+    assert f2 == list(logged(trainer, "routing/f2_natural").values())
     slots = (data.probes.slots_changed / data.probes.slots).tolist()
     assert slots == list(logged(trainer, "routing/slot_change").values())
     assert data.updates.loss.tolist() == pytest.approx(list(logged(trainer, "loss").values()), abs=1e-4)
@@ -321,7 +347,7 @@ def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
         assert study.figures.FIGURES["expert_change"](data).figure.axes
         gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"}
         for objective, settings in (("gspo", gspo), ("slow", {"learning_rate": 1e-3, **gspo})):
-            other = make(routing_replay(GRPOTrainer), tmp_path / objective, seed=2, **settings)
+            other = make(routing_replay(GRPOTrainer), tmp_path / objective, seed=2, options=MEASURED, **settings)
             run_writer(other, tmp_path / "runs", objective).finish()
         arms = pairs_to_compare(study.load(tmp_path / "runs"))
         assert arms == [("gspo", "dapo_r2")], "the same but for the method; the third has another learning rate, too"
@@ -339,7 +365,7 @@ def test_interrupted_run_goes_on_in_its_folder(tmp_path):
                 raise KeyboardInterrupt
 
     folder = tmp_path / "runs" / "mine" / "seed3"
-    options = {"run_folder": folder, "probe_sequences": 0}
+    options = {**MEASURED, "run_folder": folder, "probe_sequences": 0}
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}  # a checkpoint inside a batch
     trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
     trainer.add_callback(Interrupted())
@@ -376,7 +402,7 @@ def test_a_trainer_that_was_interrupted_does_not_rewrite_its_folder(interrupted_
             if state.global_step == interrupted_at:
                 raise KeyboardInterrupt
 
-    options = {"run_folder": tmp_path / "runs" / "mine" / "seed1", "probe_sequences": 0}
+    options = {**MEASURED, "run_folder": tmp_path / "runs" / "mine" / "seed1", "probe_sequences": 0}
     trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options)
     trainer.add_callback(Interrupted())
     with pytest.raises(KeyboardInterrupt):

@@ -175,6 +175,8 @@ def test_errors(installed):
         integration.install()
     with pytest.raises(RoutingError, match="none, R2 in verl's FSDP engine, got 'R3'"):
         integration.install(replay="R3")
+    with pytest.raises(RoutingError, match=r"first_change_tolerance, a share .* at most 1, got 5.0"):
+        integration.install(first_change_tolerance=5.0)
     made = [worker(strategy) for strategy in ("fsdp", "fsdp2", "megatron")]
     assert [one.enable_routing_replay for one in made] == [True, True, False]
     made[2].enable_routing_replay = True  # verl's own setting for Megatron

@@ -11,6 +11,7 @@ import torch
 from moe_rl.measure.randomness import random_parts, turn_off_randomness
 from moe_rl.policy import ModelConfig
 from moe_rl.policy.models import load_model
+from moe_rl.routing import change_counts, record_routes
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
 from routing_helpers import moe
@@ -37,6 +38,28 @@ def test_router_jitter_is_found_and_turned_off(family):
     assert not list(random_parts(model))
     with torch.no_grad():
         assert torch.equal(model.train()(IDS).logits, model(IDS).logits)
+
+
+def test_dropout_counts_as_change_of_experts_until_it_is_turned_off():
+    model = moe().train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    said = record_routes.__doc__ + change_counts.__doc__
+    assert said.count("moe_rl.measure.randomness.turn_off_randomness") == 2, "nothing else tells"
+
+    def change(model):
+        torch.manual_seed(0)
+        routes = []
+        for _ in range(2):
+            with torch.no_grad(), record_routes(model) as recording:
+                model(IDS)
+            routes.append(recording.routes)
+        return change_counts(*routes).rates()["slot_change"]
+
+    assert change(model) > 0
+    assert change(model.eval()) == 0
+    turn_off_randomness(model)
+    assert change(model.train()) == 0
 
 
 @pytest.mark.parametrize("family", FAMILIES)

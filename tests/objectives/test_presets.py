@@ -2,10 +2,12 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
+import torch
 from jaxtyping import TypeCheckError
 
 from moe_rl.objectives import OBJECTIVES, PRESETS, Correction, Objective, get_objective
 from moe_rl.objectives.bounds import unknown
+from moe_rl.objectives.gates import GateInputs, clip_gate
 from moe_rl.objectives.methods_table import methods_markdown
 
 DOCS = Path(__file__).parents[2] / "docs" / "methods.md"
@@ -50,6 +52,10 @@ def test_an_unknown_preset_names_the_nearest():
     [
         ({"clip_low": -0.1}, "clip_low: expected a finite number of at least 0, got -0.1"),
         ({"clip_high": float("inf")}, "clip_high: expected a finite number"),
+        ({"clip_low": 5}, "gate='clip' .* 1 - clip_low, .* at most 1, which is no lower clip; got 5"),
+        ({"gate": "cap", "clip_low": 1.01}, "gate='cap' .* at most 1"),
+        ({"gate": "sequence_clip", "clip_low": 2.0}, "gate='sequence_clip' .* at most 1"),
+        ({"gate": "mask", "clip_low": 2.0}, "gate='mask' .* at most 1"),
         ({"route_floor": 1.5}, "route_floor: expected a finite number of at least 0 and of at most 1, got 1.5"),
         ({"gate": "divergence_tv", "ratio": "sequence"}, "'divergence_tv' is defined for 'token' ratios"),
         ({"gate": "clipp"}, r"Objective.gate: .* got 'clipp'. Did you mean 'clip'"),
@@ -64,6 +70,13 @@ def test_an_unknown_preset_names_the_nearest():
 def test_refused_knobs(knobs, message):
     with pytest.raises(ValueError, match=message):
         Objective(**knobs)
+
+
+def test_a_lower_clip_of_1_is_none_and_more_is_refused_of_ratios_alone():
+    tiny_ratio, losing = torch.full((1, 1), -50.0), torch.full((1, 1), -1.0)
+    x = GateInputs(tiny_ratio, tiny_ratio, tiny_ratio, losing, torch.ones(1, 1, dtype=torch.bool))
+    assert not clip_gate(x, clip_low=1.0, clip_high=0.2).clipped
+    assert Objective(gate="geometric", clip_low=1.2).clip_low == 1.2, "nats"
 
 
 @pytest.mark.parametrize(

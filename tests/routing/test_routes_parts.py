@@ -1,5 +1,6 @@
 """RoutedExperts: parts of a batch, parts put together, and routes aligned with other padding."""
 
+import jaxtyping
 import numpy as np
 import pytest
 import torch
@@ -7,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_helpers import SITES, example, random_ids
 
+from moe_rl.routing.change import change_counts, deviation_histogram
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.router_stats import active_experts, active_set_churn, effective_sets, expert_load
 from moe_rl.routing.routes import RoutedExperts
 
 # Parts
@@ -126,3 +129,24 @@ def test_masks_that_do_not_fit_are_told_where():
         routes.realign(torch.ones(3, 6, dtype=torch.bool), ones)
     with pytest.raises(RoutingError, match="to_mask must be"):
         routes.realign(ones, ones[:2])
+
+
+@pytest.mark.parametrize("mask", [[[True] * 4] * 3, np.ones((3, 4), dtype=bool)], ids=["list", "array"])
+def test_masks_that_are_no_tensors_are_refused_with_what_makes_one(mask, monkeypatch):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside of tests, where no types are checked
+    routes, ones = example(), torch.ones(3, 4, dtype=torch.bool)
+    for take in (
+        lambda: change_counts(routes, routes, mask),
+        lambda: deviation_histogram(routes, routes, mask),
+        lambda: expert_load(routes, mask),
+        lambda: effective_sets(routes, mask),
+        lambda: active_experts(routes, mask),
+        lambda: active_set_churn(routes, routes, mask),
+        lambda: routes.to_frame(mask),
+        lambda: RoutedExperts.from_vllm([np.ones((4, 2, 2), dtype=int)] * 3, SITES, 8, mask=mask),
+    ):
+        with pytest.raises(RoutingError, match=r"^mask must be a tensor, .*(list|ndarray): torch\.as_tensor\(mask\)"):
+            take()
+    for masks, name in (((mask, ones), "from_mask"), ((ones, mask), "to_mask")):
+        with pytest.raises(RoutingError, match=rf"{name} must be a tensor"):
+            routes.realign(*masks)

@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from routing_helpers import disturbed, grads, moe, routes_of, tokens
@@ -274,6 +275,16 @@ def test_wrong_options_are_errors(options: dict[str, Any], text: str) -> None:
     model, inputs = moe(), tokens()
     routes = routes_of(model, inputs)
     with pytest.raises(RoutingError, match=text), replay_routes(model, routes, **options):
+        pass
+
+
+def test_tokens_that_are_no_tensor_are_refused(monkeypatch) -> None:
+    model, inputs = moe(), tokens()
+    routes = routes_of(model, inputs)
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # as outside of tests, where no types are checked
+    chosen: Any = [[True] * 7] * 2
+    refused = pytest.raises(RoutingError, match="tokens must be a tensor, bool or of 0 and 1, got list")
+    with refused, replay_routes(model, routes, tokens=chosen):
         pass
 
 

@@ -1,11 +1,14 @@
 """A study file is checked whole before anything runs; every mistake is named with its field and a way out."""
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from moe_rl.cli import main
 from moe_rl.settings import differences
 from moe_rl.study.config import ConfigError, changed_settings, dump_run, dump_study, load_study, parse_study
 from moe_rl.training import RunConfig
@@ -45,6 +48,21 @@ def test_the_example_of_the_page_of_studies_can_run():
     page = (Path(__file__).parents[2] / "experiments" / "README.md").read_text()
     study = parse_study(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
     assert study.resolve("grpo_replay", 5).method.replay == "R2" and study.comparisons == (("grpo_replay", "grpo"),)
+
+
+def test_trying_the_example_leaves_its_folder_to_the_study(tmp_path, monkeypatch):
+    """Where a trial with other settings has run, the study itself would be refused."""
+    page = (Path(__file__).parents[2] / "experiments" / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    Path("my_study.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    tried = [shlex.split(line)[1:] for line in re.findall(r"moe-rl study my_study.yaml [^`\n]+", page)]
+    called = []
+    monkeypatch.setattr("moe_rl.study.grid.run_study", lambda study, folder, *_: called.append((study, folder)))
+    for words in (*tried, ["study", "my_study.yaml"]):
+        main([*words, "--no-figures"])
+    *trials, (_, folder) = called
+    assert [(study.base.optim.steps, study.seeds) for study, _ in trials] == [(3, (0,))]
+    assert folder == Path("runs/my_study") and folder not in [where for _, where in trials]
 
 
 def test_a_base_that_no_arm_takes_is_refused():
@@ -115,6 +133,8 @@ def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
             "'geometric' is defined for 'token' ratios",
         ),
         (changed(seeds=[0, -1]), r"seeds\[1\]: expected a whole number of at least 0 .*got -1"),
+        (changed(seeds=[0, 1, 0]), r"seeds\[2\]: seed 0 is given twice; an arm runs once with each seed"),
+        (changed(arms={"a": {"seeds": [1, 1]}}), r"arms.a.seeds\[1\]: seed 1 is given twice"),
         (changed(base={"seed": 3}), "base.seed: 3 would change nothing; the seeds of a study are a list, seeds"),
         (changed(arms={"a": {"seed": 3}}), "arms.a.seed: would change nothing; the seeds of an arm are a list"),
         (changed(arms={"a": {"seeds": [2**64]}}), r"arms.a.seeds\[0\]: expected a whole number"),

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from synthetic import ARMS, SITES, write_study
 
-from moe_rl.study import StudyDataError, join, load
+from moe_rl.study import RunWriter, StudyDataError, join, load
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +202,14 @@ def test_folders_without_runs_say_what_was_expected(folder, tmp_path):
         load(tmp_path / "absent")
     with pytest.raises(StudyDataError, match="no run found; expected"):
         load(tmp_path)
-    with pytest.raises(StudyDataError, match="It holds studies: small"):
+    with pytest.raises(StudyDataError, match=r"It holds studies: small\. Name one of them"):
         load(folder.parent)
+    runs = tmp_path / "runs"
+    shutil.copytree(folder, runs / "small")
+    with RunWriter(runs / "by_trl", arm="grpo", seed=0, config={}) as writer:
+        writer.rollout(0, reward=0.5, reward_n=4)
+    with pytest.raises(StudyDataError, match=r"It holds studies: by_trl, small\. Name one of them"):
+        load(runs)
     (tmp_path / "study.yaml").write_text("name: empty\n")
     with pytest.raises(StudyDataError, match="a study without runs yet"):
         load(tmp_path)
@@ -290,6 +296,8 @@ def test_a_metric_is_described_from_the_catalogue(folder):
     for kind in ("probe", "update", "engine", "floor"):
         assert f"slots_changed, {kind} rows [count]" in text and f"<td>{kind}</td>" in html
     assert "= over slots: slot rate" in text and "arXiv 2507.18071" in text
+    count = repr(load(folder).describe("extreme_2_natural"))
+    assert repr(load(folder).describe("routing/f2_natural")) == count, "the rate of TRL's log is kept as a count"
     assert "never negative" in repr(load(folder).describe("k3"))
     assert (
         repr(load(folder).describe("slot_change")) == repr(load(folder).describe("routing/slot_change")) == repr(said)
