@@ -21,7 +21,7 @@ CLAIMS: dict[str, dict[str, tuple[str, str, str]]] = {
         "GSPO − GRPO + R2": ("replay_vs_gspo", "gspo", "grpo_replay"),
         "GSPO − GRPO": ("replay_vs_gspo", "gspo", "grpo"),
         "GSPO − GRPO, 24 other seeds": ("natural_routing", "gspo_tenth", "grpo_tenth"),
-        "GSPO − GRPO, fast routers": ("natural_routing", "gspo", "grpo"),
+        "GSPO − GRPO, fast routers": ("fast_routers", "gspo", "grpo"),
         "GSPO − GRPO, other size": ("other_size", "gspo", "grpo"),
         "GSPO − GRPO, noise 0.02": ("replay_vs_gspo", "gspo_noise02", "grpo_noise02"),
         "GSPO − GRPO, noise 0.05": ("replay_vs_gspo", "gspo_noise05", "grpo_noise05"),
@@ -29,7 +29,7 @@ CLAIMS: dict[str, dict[str, tuple[str, str, str]]] = {
     "GRPO needs Routing Replay": {
         "GRPO + R2 − GRPO": ("replay_vs_gspo", "grpo_replay", "grpo"),
         "GRPO + R2 − GRPO, 24 other seeds": ("natural_routing", "replay_tenth", "grpo_tenth"),
-        "GRPO + R2 − GRPO, fast routers": ("natural_routing", "replay", "grpo"),
+        "GRPO + R2 − GRPO, fast routers": ("fast_routers", "replay", "grpo"),
         "GRPO + R2 − GRPO, other size": ("other_size", "grpo_replay", "grpo"),
         "GRPO + R2 − GRPO, noise 0.02": ("replay_vs_gspo", "grpo_replay", "grpo_noise02"),
         "GRPO + R2 − GRPO, noise 0.05": ("replay_vs_gspo", "grpo_replay", "grpo_noise05"),

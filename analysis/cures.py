@@ -39,7 +39,8 @@ CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "Near-tied routers\nat the full rate": {
         "gone": ("methods_router", "grpo_tenth", "grpo"),
-        **{method: ("natural_routing", method, "grpo") for method in ("replay", "gspo", "gmpo")},  # 24 seeds, not nine
+        **{method: ("fast_routers", method, "grpo") for method in ("replay", "gspo")},  # 60 seeds, not nine
+        "gmpo": ("natural_routing", "gmpo", "grpo"),  # 24
         **{method: ("methods_router", method, "grpo") for method in ("rspo", "cispo", "sapo", "gspo_replay")},
         "dppo": ("methods_router", "dppo_tv", "grpo"),
     },
