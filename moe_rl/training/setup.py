@@ -27,6 +27,7 @@ from moe_rl.training.method import resolve_method
 from moe_rl.training.optimizer import policy_optimizer
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.rollout_engine import build_engine, guard_of
+from moe_rl.training.scorers import EngineRoutes, Margins, Reference, RouterScores, Scorer
 from moe_rl.training.state import Listener, State
 from moe_rl.training.trackers import check_tracker, start_tracker
 
@@ -89,7 +90,7 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     guard = guard_of(engine, config.rollout, ranks.unwrap_model(policy), tokenizer, task, max_new_tokens, ranks)
     if config.tracker and ranks.main:
         log.listener = start_tracker(ranks, config.tracker, folder, config, listener)
-    return State(
+    state = State(
         config=config,
         folder=folder,
         ranks=ranks,
@@ -108,6 +109,22 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         reward_model=reward_model,
         expert_bias=bias,
     )
+    state.scorers = scorers_of(state)
+    return state
+
+
+def scorers_of(state: State) -> tuple[Scorer, ...]:
+    """Who has to be asked about rollouts beside the old policy, for what the configuration wants."""
+    temperature = state.config.rollout.temperature
+    asked = (
+        Margins() if state.config.method.keep < 1 else None,
+        EngineRoutes(state.policy, temperature) if state.records_routes else None,
+        RouterScores() if state.method.weighs_routes else None,
+        None if state.reference is None else Reference(state.reference, temperature),
+        state.critic,
+        state.reward_model,
+    )
+    return tuple(scorer for scorer in asked if scorer is not None)
 
 
 def check_forward(model: nn.Module) -> None:

@@ -16,7 +16,7 @@ from moe_rl.measure.router_shift import chosen_scores, shift_weight
 from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts
 from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
 from moe_rl.routing import RoutedExperts, change_counts, expert_load, noisy_routes, record_routes, replay_routes
-from moe_rl.training.batch import Batch, Place, joined, micro_batches
+from moe_rl.training.batch import Batch, Place, Totals, joined, micro_batches, totals_of
 from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.dpo import pair_loss
@@ -58,9 +58,7 @@ def update_policy(
         group["lr"] = optim.learning_rate * warmup * group["multiplier"]
     policy.train()
     mine = ranks.mine(batch)
-    tokens, sequences = int(batch.completion_mask.sum()), int(batch.completion_mask.any(1).sum())
-    pairs = int((batch.advantages > 0).sum())
-    found = []
+    totals, found = totals_of(batch), []
     together = 2 if method.pairs else 1
     for place in micro_batches(mine.attention_mask, optim.micro_batch, together, in_order=optim.share_prompts):
         micro = mine.rows(place[0]).columns(place[1])
@@ -78,12 +76,12 @@ def update_policy(
                 router_logits=method.weighs_routes,
                 shared=shared,
             )
-            loss = arm_loss(out, micro, method, arm, tokens, sequences, pairs)
+            loss = arm_loss(out, micro, method, arm, totals)
             total = loss.loss
             if out.aux_loss is not None:
                 total = total + optim.aux_loss_coef * share * out.aux_loss
             ranks.backward(total * ranks.size)  # which averages over ranks; these are shares of a sum
-        value_loss = critic.backward(micro, states, tokens) if critic else 0.0
+        value_loss = critic.backward(micro, states, totals.tokens) if critic else 0.0
         found.append(MicroBatch(place, loss, out, routing, share, value_loss))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
     load = ranks.gather(torch.stack([part.routing.loads for part in found]).sum(0)[None], ranks.size).sum(0)
@@ -106,12 +104,10 @@ def _not_finite(policy: nn.Module) -> list[str]:
     return [name for name, grad in named if grad is not None and not bool(grad.isfinite().all())]
 
 
-def arm_loss(
-    out: TokenLogps, batch: Batch, method: Method, arm: MethodConfig, tokens: int, sequences: int, pairs: int
-) -> LossOutput:
-    """The method's loss of these rows, of a minibatch of so many response tokens, sequences, and pairs (DPO)."""
+def arm_loss(out: TokenLogps, batch: Batch, method: Method, arm: MethodConfig, totals: Totals) -> LossOutput:
+    """The method's loss of these rows, of a minibatch with these totals."""
     if method.pairs:
-        return pair_loss(arm.beta, out.logps, batch, pairs)
+        return pair_loss(arm.beta, out.logps, batch, totals.pairs)
     return policy_loss(
         method.objective,
         out.logps,
@@ -121,8 +117,8 @@ def arm_loss(
         ref_logps=batch.ref_logps,
         rollout_logps=batch.rollout_logps if method.needs_rollout_logps else None,
         route_weight=route_weight(out, batch) if method.weighs_routes else None,
-        total_tokens=tokens,
-        total_sequences=sequences,
+        total_tokens=totals.tokens,
+        total_sequences=totals.sequences,
     )
 
 
