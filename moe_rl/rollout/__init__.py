@@ -1,7 +1,7 @@
 """Prompts -> completions, their log-probabilities, rewards and routes.
 
 - `task`             what a verifiable task is
-- `character_tasks`, `string_tasks` the small ones that come along
+- `character_tasks`, `calculator`, `string_tasks` the small ones that come along
 - `jsonl_task`       a file of prompts and answers
 - `gym_task`         reasoning-gym
 - `verifiers`        is the answer right?

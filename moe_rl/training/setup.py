@@ -17,7 +17,7 @@ from moe_rl.policy.router_precision import keep_routers_fp32
 from moe_rl.policy.tiny import ModelError
 from moe_rl.rollout import make_task
 from moe_rl.rollout.continuing import in_turns
-from moe_rl.runlog import NoLog, RunLog
+from moe_rl.runlog import Mark, RunLog
 from moe_rl.training.config import RunConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import ranks_of
@@ -125,6 +125,22 @@ def scorers_of(state: State) -> tuple[Scorer, ...]:
         state.reward_model,
     )
     return tuple(scorer for scorer in asked if scorer is not None)
+
+
+class NoLog(RunLog):
+    """Of ranks that do not write."""
+
+    def __init__(self) -> None:
+        self.listener = None
+
+    def append(self, kind: str, step: int, **values: Any) -> None:
+        pass
+
+    def mark(self) -> Mark:
+        return Mark(0, "")
+
+    def resume(self, mark: Mark | None) -> bool:
+        return False
 
 
 def check_forward(model: nn.Module) -> None:
