@@ -90,7 +90,7 @@ def score_rollout(
         routes.append(seen.routes)
         found.append(said)
     shape = mine.input_ids.shape
-    own = {name: joined([seen[name] for seen in found], places, shape) for name in found[0]}
+    own = {name: joined([said[name] for said in found], places, shape) for name in found[0]}
     for name, values in own.items():
         if name not in ("margins", "route_scores"):
             why = "that model are no longer usable, or a response has a token that it gives no probability"
