@@ -59,14 +59,12 @@ def update_policy(
     policy.train()
     mine = ranks.mine(batch)
     totals, found = totals_of(batch), []
-    together = 2 if method.pairs else 1
+    together, live = 2 if method.pairs else 1, bool(bias and bias.live)
     for place in micro_batches(mine.attention_mask, optim.micro_batch, together, in_order=optim.share_prompts):
         micro = mine.rows(place[0]).columns(place[1])
         share = len(micro) / len(batch)
         watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
-        shared = share_prompts(*micro.tokens, routes=forced_routes(arm, micro)) if optim.share_prompts else None
-        live = bool(bias and bias.live)
-        with update_routing(policy, arm, micro, noise, live, shared) as routing, watched as states:
+        with update_routing(policy, arm, micro, noise, live, optim.share_prompts) as routing, watched as states:
             out = token_logps(
                 policy,
                 *micro.tokens,
@@ -74,7 +72,7 @@ def update_policy(
                 entropy=True,
                 aux_loss=bool(optim.aux_loss_coef),
                 router_logits=method.weighs_routes,
-                shared=shared,
+                shared=routing.shared,
             )
             loss = arm_loss(out, micro, method, arm, totals)
             total = loss.loss
@@ -135,8 +133,12 @@ class RoutingCount:
     """(token, site) rows of one update forward, how many of them by replay (under R3 all but padding and last tokens,
     which no engine routed); response slots that were routed otherwise than by the old policy (0 under a whole R2; under
     R3 what the engines differ by; under selection noise, the dose); tokens of each expert, prompts included: those
-    that were routed to it and, where the live choice is asked for under replay, those that would have been."""
+    that were routed to it and, where the live choice is asked for under replay, those that would have been.
 
+    shared: the rows that the model is to be called with, where responses share prompts; there from the beginning.
+    """
+
+    shared: SharedPrompts | None = None
     replayed_rows = 0
     routed_rows = 0
     slots_changed = 0
@@ -159,16 +161,17 @@ def update_routing(
     batch: Batch,
     noise: torch.Generator,
     live: bool = False,
-    shared: SharedPrompts | None = None,
+    share: bool = False,
 ) -> Iterator[RoutingCount]:
     """The arm's routing for forward and backward: live, noisy, or forced (`forced_routes`).
 
     live: under replay, also count the loads of what the routers would have chosen.
-    shared: the rows that the model is called with, where responses share prompts.
+    share: responses share prompts.
     """
     count, routes = RoutingCount(), forced_routes(method, batch)
-    if shared and routes:
-        routes = shared.pack(routes)
+    if share:
+        count.shared = share_prompts(*batch.tokens, routes=routes)
+        routes = None if routes is None else count.shared.pack(routes)
     with ExitStack() as stack:
         if method.noise:
             stack.enter_context(noisy_routes(model, method.noise, generator=noise))
@@ -177,6 +180,7 @@ def update_routing(
         yield count
     choices = [recording.routes, *([replay.shadow] if live and replay else [])]
     fixed = choices[0].meta.get("hash_routed", ())  # a table over token ids: no choice, nothing to replay
+    shared = count.shared
     routed = batch.input_ids.numel() if shared is None else shared.tokens
     count.routed_rows = routed * (len(choices[0].sites) - len(fixed))
     if shared:

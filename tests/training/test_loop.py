@@ -245,6 +245,13 @@ def test_a_configuration_is_validated_once(tmp_path, monkeypatch):
     assert len(seen) == 2
 
 
+def test_plain_grpo_asks_nobody_but_the_old_policy(state_of, tmp_path):
+    assert state_of(replace(MICRO, method=MethodConfig(replay="R2")), tmp_path / "plain").scorers == ()
+    more = replace(MICRO, method=MethodConfig(objective="rspo", replay="R3", kl_coef=0.1))
+    asked = [type(scorer).__name__ for scorer in state_of(more, tmp_path / "more").scorers]
+    assert asked == ["EngineRoutes", "RouterScores", "Reference"]
+
+
 def test_scoring_in_micro_batches_says_what_scoring_at_once_does(state_of, tmp_path):
     """Of tokens; what stands on padding is nobody's, and routes of padding that was left out are -1."""
     long = replace(MICRO.rollout, max_new_tokens=20)
