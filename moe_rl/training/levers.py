@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -53,16 +52,18 @@ def load_error(load: Int[Tensor, "L E"]) -> Float[Tensor, "L E"]:
     return (counts.sum(-1, keepdim=True) / there.sum(-1, keepdim=True) - counts) * there
 
 
-def with_part_to_replay(batch: Batch, method: MethodConfig, scores: Any, generator: torch.Generator) -> Batch:
+def with_part_to_replay(
+    batch: Batch, method: MethodConfig, margins: Float[Tensor, "B T L"] | None, generator: torch.Generator
+) -> Batch:
     """The batch with the (token, site) rows of all tokens that an arm replays which does not replay all (`keep`,
-    `keep_sites`); `scores`: what scoring it gave, margins included where `keep` is below 1.
+    `keep_sites`). `margins`: of the old policy's choices; None where `keep` is 1.
 
     Raises:
         ValueError: `keep_sites` names sites that the model does not have, or that choose nothing.
     """
     if method.keep_sites is not None:
         check_choice(method.keep_sites, batch.routes)
-    tokens, margins = batch.attention_mask.bool(), scores.margins
+    tokens = batch.attention_mask.bool()
     rows = tokens[..., None].repeat(1, 1, len(batch.routes.sites))
     if margins is not None:
         rows = kept_rows(margins, tokens, method.keep, generator if method.keep_by == "random" else None)

@@ -168,7 +168,7 @@ def collect_batch(state: State) -> Batch:
     advantages, returns, metrics = advantages_of(state, rollout, scores)
     batch = make_batch(rollout, scores, advantages, replay=config.method.replay, step=state.step, returns=returns)
     if config.method.keep < 1 or config.method.keep_sites is not None:
-        batch = with_part_to_replay(batch, config.method, scores, state.generator("keep", index))
+        batch = with_part_to_replay(batch, config.method, scores.margins, state.generator("keep", index))
     if batch.rollout_routes is not None:
         for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
             state.log.append("engine", state.step, **row)
