@@ -270,10 +270,8 @@ class Tap:
         """The Call that this thread is in."""
         if compiling():
             return self.call
-        resumed = self.checkpoints.resumed
-        if resumed and (own := resumed.get(threading.get_ident())) is not None:
-            return own
-        return self.call if self.call is not None and threading.get_ident() == self.thread else None
+        thread = threading.get_ident()
+        return self.checkpoints.resumed.get(thread) or (self.call if thread == self.thread else None)
 
     def asking(self, index: int) -> Call | None:
         """The Call under which a router runs; None where it is left to itself. Anything that is neither is refused."""

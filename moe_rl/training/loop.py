@@ -20,8 +20,6 @@ from torch import Tensor
 from moe_rl.measure.logprobs import TokenLogps
 from moe_rl.objectives import group_advantages
 from moe_rl.rollout import Rollout, TaskError, seeded_random
-from moe_rl.rollout.continuing import version_metrics
-from moe_rl.rollout.dapo import refill
 from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch, minibatches, totals_of
@@ -35,6 +33,7 @@ from moe_rl.training.other_methods import (
     other_advantages,
     other_responses,
     other_rewards,
+    other_sampling,
     reset_reference,
     retrain_reward_model,
 )
@@ -140,16 +139,10 @@ def collect_batch(state: State) -> Batch:
     config, method, ranks = state.config, state.method, state.ranks
     index = len(state.waiting)
     rng = seeded_random(config.seed, "prompts", state.step, index)
-    sampled: dict[str, Any] = {}
-    rollout = responses(state, rng, state.generator("sample", index))
-    if rollout.versions is not None:
-        sampled = version_metrics(rollout, state.step)
-    if config.rollout.dynamic_sampling:
-        rollout, sampled = refill(
-            rollout,
-            lambda attempt, count: responses(state, rng, state.generator(f"refill/{attempt}", index), count),
-            config.rollout.dynamic_sampling,
-        )
+    more = partial(responses, state, rng)
+    rollout, sampled = more(state.generator("sample", index)), dict[str, Any]()
+    if config.rollout.segment is not None or config.rollout.dynamic_sampling:
+        rollout, sampled = other_sampling(state, rollout, more)
     probe, step = config.probe, state.step + index
     probed = due(probe.every, step) or due(probe.decompose_every, step)  # whose step measures what a pass says
     decoded = config.rollout.scoring == "decoding" and not probed

@@ -16,8 +16,8 @@ from moe_rl.objectives import (
 )
 from moe_rl.objectives.bounds import unknown
 from moe_rl.rollout import Rollout, demonstrate, named_rewards, seeded_random, step_rewards
-from moe_rl.rollout.continuing import partial_responses
-from moe_rl.rollout.dapo import overlong_penalty
+from moe_rl.rollout.continuing import partial_responses, version_metrics
+from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.task import problems_of
 from moe_rl.training.score import Scores
 from moe_rl.training.state import State
@@ -41,6 +41,21 @@ def other_responses(state: State, rng: Any, options: dict[str, Any]) -> Rollout:
         version=state.step,
         **options,
     )
+
+
+def other_sampling(
+    state: State, rollout: Rollout, more: Callable[[torch.Generator, int], Rollout]
+) -> tuple[Rollout, dict[str, Any]]:
+    """What becomes of responses before they are scored, and what is logged of it: how old tokens of partial rollouts
+    are; groups without a signal are replaced (`rollout.dynamic_sampling`).
+
+    more: responses to new prompts, to so many at least.
+    """
+    index, attempts = len(state.waiting), state.config.rollout.dynamic_sampling
+    logged = {} if rollout.versions is None else version_metrics(rollout, state.step)
+    if not attempts:
+        return rollout, logged
+    return refill(rollout, lambda attempt, count: more(state.generator(f"refill/{attempt}", index), count), attempts)
 
 
 def other_rewards(state: State, rollout: Rollout, scores: Scores) -> tuple[Float[Tensor, " B"], dict[str, Any]]:
