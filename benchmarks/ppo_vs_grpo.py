@@ -49,7 +49,7 @@ def step(state: State, rollout: Rollout) -> None:
     """A training step without its sampling: scoring, advantages, updates."""
     config = state.config
     scores = score_rollout(
-        rollout, state.policy, state.ranks, temperature=config.rollout.temperature, critic=state.critic
+        rollout, state.policy, state.ranks, temperature=config.rollout.temperature, scorers=state.scorers
     )
     advantages, returns, _ = advantages_of(state, rollout, scores)
     batch = make_batch(rollout, scores, advantages, replay=config.method.replay, step=state.step, returns=returns)

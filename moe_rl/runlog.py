@@ -94,22 +94,6 @@ class RunLog:
         return len(written) > size
 
 
-class NoLog(RunLog):
-    """Of ranks that do not write."""
-
-    def __init__(self) -> None:
-        self.listener = None
-
-    def append(self, kind: str, step: int, **values: Any) -> None:
-        pass
-
-    def mark(self) -> Mark:
-        return Mark(0, "")
-
-    def resume(self, mark: Mark | None) -> bool:
-        return False
-
-
 def json_line(row: dict[str, Any]) -> bytes:
     """A row as `metrics.jsonl` holds it."""
     return json.dumps(row, separators=(",", ":"), allow_nan=False).encode() + b"\n"

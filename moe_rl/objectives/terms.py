@@ -124,32 +124,27 @@ def prepare_terms(
     unused = o.anchor == "rollout" and not o.corrections
     seen = {"logps": logps, "old_logps": None if unused else old_logps, "advantages": per_token, **optional}
     _refuse_not_finite(seen, keep)
-    if route_weight is not None and bool((keep & ((route_weight < 0) | (route_weight > 1))).any()):
-        raise ValueError("route_weight: expected gamma of at least 0 and of at most 1 on tokens that count.")
     advantage = torch.where(keep, at_least_float32(per_token.detach()), 0.0)
 
     anchor = rollout_logps if o.anchor == "rollout" and rollout_logps is not None else old_logps
     log_ratio = token_log_ratio(logps, anchor, keep)
-    gamma = log_gamma = None
+    entering, after_clip, weights = log_ratio, None, dict[str, Tensor | None]()
     if route_weight is not None:
-        gamma = torch.where(keep, at_least_float32(route_weight.detach()), 1.0)
-        log_gamma = gamma.clamp(min=o.route_floor).log()
-    before = log_gamma is not None and o.route_weight == "before_clip"
-    entering = log_ratio + log_gamma if before and log_gamma is not None else log_ratio
-
-    engine_log_weight = weight = truncated = None
+        log_gamma, shift = _router_shift(o, route_weight, keep)
+        weights |= shift
+        if o.route_weight == "before_clip":
+            entering = log_ratio + log_gamma
+        else:
+            after_clip = log_gamma
     if rollout_logps is not None:  # without them only optional corrections are left: one engine, weight 1
-        engine_log_weight = token_log_ratio(old_logps.detach(), rollout_logps, keep)
-        if o.corrections:
-            current = token_log_ratio(logps.detach(), rollout_logps, keep)
-            weight, truncated = correct(o.corrections, engine_log_weight, current, advantage, keep)
+        weights |= _engine_weights(o, logps, old_logps, rollout_logps, advantage, keep)
     inputs = GateInputs(
         level_log_ratio=log_ratio_at_level(entering, keep, o.ratio),
         token_log_ratio=log_ratio,
         logps=torch.where(keep, at_least_float32(logps), 0.0),
         advantages=advantage,
         mask=keep,
-        log_route_weight=None if before else log_gamma,
+        log_route_weight=after_clip,
     )
     tokens = TokenValues(
         log_ratio=log_ratio.detach(),
@@ -157,13 +152,36 @@ def prepare_terms(
         mask=keep,
         advantages=advantage,
         gate_log_ratio=inputs.level_log_ratio.detach(),
-        engine_log_weight=engine_log_weight,
-        correction_weight=weight,
-        correction_truncated=truncated,
-        route_weight=gamma,
-        route_floored=None if gamma is None else gamma < o.route_floor,
+        **weights,
     )
     return Terms(o, inputs, tokens)
+
+
+def _router_shift(
+    o: Objective, route_weight: Float[Tensor, "B T"], keep: Bool[Tensor, "B T"]
+) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
+    """RSPO: the logarithm of gamma above its floor, and what `TokenValues` says of it."""
+    if bool((keep & ((route_weight < 0) | (route_weight > 1))).any()):
+        raise ValueError("route_weight: expected gamma of at least 0 and of at most 1 on tokens that count.")
+    gamma = torch.where(keep, at_least_float32(route_weight.detach()), 1.0)
+    return gamma.clamp(min=o.route_floor).log(), {"route_weight": gamma, "route_floored": gamma < o.route_floor}
+
+
+def _engine_weights(
+    o: Objective,
+    logps: Float[Tensor, "B T"],
+    old_logps: Float[Tensor, "B T"],
+    rollout_logps: Float[Tensor, "B T"],
+    advantage: Float[Tensor, "B T"],
+    keep: Bool[Tensor, "B T"],
+) -> dict[str, Tensor | None]:
+    """What `TokenValues` says of the engine that sampled, and of the objective's corrections for it."""
+    gap = token_log_ratio(old_logps.detach(), rollout_logps, keep)
+    if not o.corrections:
+        return {"engine_log_weight": gap}
+    current = token_log_ratio(logps.detach(), rollout_logps, keep)
+    weight, truncated = correct(o.corrections, gap, current, advantage, keep)
+    return {"engine_log_weight": gap, "correction_weight": weight, "correction_truncated": truncated}
 
 
 def _refuse_not_finite(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T"]) -> None:

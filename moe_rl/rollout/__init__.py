@@ -1,14 +1,14 @@
 """Prompts -> completions, their log-probabilities, rewards and routes.
 
 - `task`             what a verifiable task is
-- `character_tasks`, `string_tasks` the small ones that come along
+- `character_tasks`, `calculator`, `string_tasks` the small ones that come along
 - `jsonl_task`       a file of prompts and answers
 - `gym_task`         reasoning-gym
 - `verifiers`        is the answer right?
 - `tasks`            tasks by name, one's own included
 - `chat`             prompts as messages
 - `sampler`          a model answers; random numbers by seed and purpose
-- `engine`, `engine_config`, `engines` who samples
+- `engine`, `engine_config`, `engines` who samples; `sampling` for whoever has no run
 - `vllm_engine`, `vllm_place` vLLM, in a process and a Python of its own: here (`server_process`) or elsewhere
   (`server_http`); `vllm_host` is what runs there
 - `supervision`      the task answers; rewards of steps, several rewards
@@ -16,8 +16,9 @@
 """
 
 from moe_rl.rollout.completions import Rollout, score
-from moe_rl.rollout.engine import Engine, Tolerance, sample
+from moe_rl.rollout.engine import Engine, Tolerance
 from moe_rl.rollout.sampler import seeded_generator, seeded_random
+from moe_rl.rollout.sampling import sample
 from moe_rl.rollout.supervision import demonstrate, named_rewards, step_rewards
 from moe_rl.rollout.task import Problem, Task, TaskError, VerifiableTask, is_held_out
 from moe_rl.rollout.tasks import TASKS, TaskConfig, make_task

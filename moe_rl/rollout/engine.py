@@ -1,6 +1,7 @@
 """The plainest engine: a Hugging Face causal language model that samples by itself.
 
-What an engine is stands in `engine_config`, those with weights and arithmetic of their own in `engines`.
+What an engine is stands in `engine_config`, those with weights and arithmetic of their own in `engines`; `sampling` has
+this one as a function.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,52 +21,7 @@ from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gather
 from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token, positions
 from moe_rl.rollout.task import Problem, token_ids
 
-__all__ = ["EXACT", "NEVER", "Engine", "ModelEngine", "Tolerance", "forward_logps", "gathered", "sample"]
-
-
-def sample(
-    model: nn.Module,
-    tokenizer: Any,
-    problems: Sequence[Problem],
-    *,
-    group_size: int,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-    record: bool = False,
-    max_batch: int | None = None,
-) -> Rollout:
-    """Sample `group_size` completions of each problem's prompt.
-
-    Args:
-        model: any Hugging Face causal language model; evaluated in `eval()` mode, its own mode is restored.
-        tokenizer: its tokenizer.
-        problems: one prompt each.
-        group_size: completions per prompt (G); row `b` of the result answers problem `b // G`.
-        max_new_tokens: length limit of a completion, the end token included.
-        temperature: softmax(logits / temperature) is sampled from, and is what `logps` speak of; 0 takes the most
-            probable token.
-        generator: source of randomness (any device); None: torch's default one. One uniform number per row and
-            position is drawn before decoding begins.
-        record: record the experts that prefill and decoding chose.
-        max_batch: completions decoded together; None decodes all at once.
-
-    Returns:
-        A `Rollout` on the model's device, without rewards (see `score`). Nothing in it requires grad.
-
-    Raises:
-        ValueError: an empty list of problems, an empty prompt, a prompt that leaves no room for `max_new_tokens` in the
-            model's positions, a number that makes no sense.
-    """
-    engine = ModelEngine(model, tokenizer, max_batch)
-    return engine.sample(
-        problems,
-        group_size=group_size,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        generator=generator,
-        record_routes=record,
-    )
+__all__ = ["EXACT", "NEVER", "Engine", "ModelEngine", "Tolerance", "forward_logps", "gathered"]
 
 
 class ModelEngine:
@@ -87,7 +43,7 @@ class ModelEngine:
         generator: torch.Generator | None = None,
         record_routes: bool = False,
     ) -> Rollout:
-        """See `sample`."""
+        """See `moe_rl.rollout.sample`, and `Engine.sample` for the routes."""
         check_request(problems, group_size, max_new_tokens, temperature, self.max_batch)
         device = next(self.model.parameters()).device
         prompts, prompt_mask = encode_prompts(self.tokenizer, problems)

@@ -9,6 +9,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from moe_rl.routing import refusals
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.kv_cache import CHANGED, CacheState, tokens_in
 from moe_rl.routing.packing import packed_dtype
@@ -32,15 +33,9 @@ class Call:
         ids, embeds = inputs.get("input_ids"), inputs.get("inputs_embeds")
         given = ids if ids is not None else embeds
         if given is None or given.ndim < 2:
-            raise RoutingError(
-                "cannot tell batch and length of this call: expected input_ids [B,S] or inputs_embeds [B,S,d]"
-            )
-        for name in _PAGED:
-            if inputs.get(name) is not None:
-                raise RoutingError(
-                    "packed continuous batching (paged attention) mixes sequences on one axis: routes of such calls "
-                    "would belong to no sequence. Use generate(), or your engine's own capture of routed experts"
-                )
+            raise refusals.without_batch()
+        if any(inputs.get(name) is not None for name in _PAGED):
+            raise refusals.packed_batch()
         self.batch, self.length = int(given.shape[0]), int(given.shape[1])
         self.tokens: Tensor | None = ids
         self.cache: Any = inputs.get("past_key_values")
@@ -82,10 +77,7 @@ class Call:
         self.frame = None
         silent = [name for name, ids in zip(names, self.chosen, strict=True) if ids is None]
         if silent:
-            raise RoutingError(
-                f"{len(silent)} of {len(names)} routing sites did not run in this forward, first {silent[0]}: a fused "
-                "or replaced MoE block that bypasses its router or its experts, or layers that were skipped"
-            )
+            raise refusals.silent_sites(silent, len(names))
 
     def kept(self) -> Tensor | None:
         """`[L,B·S]` bool: did the experts get what was forced? None if nothing was, and where nothing is to compare,
@@ -162,18 +154,11 @@ class Collected:
     def together(self) -> tuple[Tensor, ...]:
         """Every call, joined along the batch; RoutingError where that is not possible."""
         if not self.steps:
-            raise RoutingError(
-                "nothing was seen: no call of the model happened inside the context (a compiled function around the "
-                "model, without attach(model) before? code that torch.compile made of this class without hooks? "
-                "torch._dynamo.reset() forgets that)"
-            )
+            raise refusals.nothing_seen()
         alone = self.forwards()
         lengths = {parts[0].shape[1] for parts in alone}
         if len(lengths) > 1:
-            raise RoutingError(
-                f"{len(alone)} forwards with different lengths {sorted(lengths)} do not make one batch; `.calls` "
-                "of the recording has each of them"
-            )
+            raise refusals.different_lengths(len(alone), lengths)
         return alone[0] if len(alone) == 1 else tuple(torch.cat(part) for part in zip(*alone, strict=True))
 
 
@@ -235,10 +220,7 @@ def stacked(routers: Routers, call: Call, ids: list[Tensor | None], dtype: torch
 
 def _rows_of(call: Call, name: str, ids: Tensor | None) -> Tensor:
     if ids is None or ids.shape[0] != call.rows:
-        raise RoutingError(
-            f"site {name} routed {'no' if ids is None else ids.shape[0]} tokens in a call of {call.batch} x "
-            f"{call.length}: does this model drop or pack padding before its experts?"
-        )
+        raise refusals.other_tokens_routed(name, ids, call.batch, call.length)
     return ids
 
 
@@ -267,10 +249,7 @@ def tokens_of(call: Call, like: Tensor) -> Tensor:
 def one_width(routers: Routers) -> None:
     widths = {probe.k for probe in routers.probes}
     if len(widths) > 1:
-        raise RoutingError(
-            f"{type(routers.boundary).__name__} gives a token different numbers of experts at different sites "
-            f"({sorted(widths)}); RoutedExperts holds one number for all sites"
-        )
+        raise refusals.different_widths(type(routers.boundary).__name__, widths)
 
 
 @no_type_check

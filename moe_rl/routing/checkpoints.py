@@ -6,14 +6,15 @@ a wrapper stands there that remembers which Call each segment belongs to. Other 
 
 import os
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.traced import no_type_check
 
 _ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")  # transformers, torch's checkpoint_wrapper
@@ -26,10 +27,14 @@ _known: dict[str, bool] = {}  # file names that were looked at
 
 
 class Checkpoints:
-    """The checkpoint functions in the modules of one model. tap: whose `call` is under way, and who resumes one."""
+    """The checkpoint functions in the modules of one model. tap: whose `call` is under way.
+
+    resumed: the Call that a segment is run again of, by the thread that does.
+    """
 
     def __init__(self, tap: Any) -> None:
         self._tap = tap
+        self.resumed: dict[int, Any] = {}
         self._modules: list[nn.Module] = []
         self._wrapped: list[tuple[nn.Module, str]] = []
 
@@ -56,6 +61,24 @@ class Checkpoints:
                 setattr(module, name, own.original)
         self._wrapped.clear()
 
+    @contextmanager
+    def resuming(self, call: Any) -> Iterator[None]:
+        """Run a segment of `call` again (or for the first time), with hooks even after the context was left."""
+        tap, thread = self._tap, threading.get_ident()
+        before, outer = self.resumed.get(thread), tap.call
+        hooked = tap.hook()
+        self.resumed[thread] = tap.call = call
+        try:
+            yield
+        finally:
+            tap.call = outer
+            if before is None:
+                del self.resumed[thread]
+            else:
+                self.resumed[thread] = before
+            if hooked:
+                tap.unhook()
+
 
 class _Segments:
     """A checkpoint function whose recomputation, however late, runs under the Call of its forward."""
@@ -69,7 +92,7 @@ class _Segments:
             return self.original(function, *args, **kwargs)
 
         def segment(*inner: Any, **named: Any) -> Any:
-            with tap.resumed(call):
+            with tap.checkpoints.resuming(call):
                 return function(*inner, **named)
 
         return self.original(segment, *args, **kwargs)
@@ -101,11 +124,3 @@ def stack(until: FrameType | None) -> tuple[bool, bool]:
         checkpointed = checkpointed or found
         frame = frame.f_back
     return frame is not None, checkpointed
-
-
-def refuse_by_hand(where: str) -> None:
-    raise RoutingError(
-        f"{where} runs inside torch.utils.checkpoint that was set up by hand: its recomputation in the backward pass "
-        "cannot be told which routes its forward had. Use model.gradient_checkpointing_enable() or torch's "
-        "checkpoint_wrapper, which are followed"
-    )

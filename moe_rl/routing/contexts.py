@@ -28,8 +28,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from moe_rl.routing import refusals
 from moe_rl.routing.calls import Recording
-from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.replay import Replay
 from moe_rl.routing.routes import RoutedExperts
@@ -130,11 +130,7 @@ def _refuse_compiled(model: nn.Module, layout: Layout) -> None:
         own = module.__dict__
         if "_orig_mod" in own["_modules"] or own.get("_compiled_call_impl") or "_compiled_call" in own:
             name = next(name for name, other in model.named_modules() if other is module)
-            raise RoutingError(
-                f"{name or type(module).__name__} is compiled already: torch.compile skips hooks that were added "
-                "later, so nothing would be recorded or replayed. Call attach(model) before torch.compile(model), and "
-                "torch._dynamo.reset() before both where compiled code of this class has run"
-            )
+            raise refusals.compiled(name or type(module).__name__)
 
 
 def _dynamo_ran() -> bool:
@@ -199,10 +195,4 @@ def replay_routes(
     with tap.listen(replay):
         yield replay
     if not replay.reached and _dynamo_ran():
-        warnings.warn(
-            "nothing was replayed: no call of the model reached its hooks, and torch.compile was used in this process. "
-            "If a function around the model was compiled before, call attach(model) first. If another model of this "
-            "class was compiled without hooks, torch.compile lends its code: before compiling any of them, set "
-            "torch._dynamo.config.skip_nnmodule_hook_guards = False; torch._dynamo.reset() forgets what was compiled",
-            stacklevel=3,
-        )
+        warnings.warn(refusals.NOTHING_REPLAYED, stacklevel=3)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling as compiling  # half the cost of is_compiling
 from transformers import PreTrainedModel
 
+from moe_rl.routing import refusals
 from moe_rl.routing.calls import Call, Listener, device_of
-from moe_rl.routing.checkpoints import Checkpoints, refuse_by_hand, same, stack
+from moe_rl.routing.checkpoints import Checkpoints, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
 from moe_rl.routing.kv_cache import CacheState
@@ -71,7 +72,6 @@ class Tap:
         self.thread = 0  # that opened the contexts
         self.users = 0
         self.call: Call | None = None
-        self._resumed: dict[int, Call] = {}  # recomputations under way, by thread
         self._left: list[CacheState] = []  # by the last call on each, newest first
         self._entered: dict[int, Selection] = {}  # and not left, by site
         self._looked: set[int] = set()  # sites without `arrival` whose output was looked at in this context
@@ -83,9 +83,9 @@ class Tap:
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
-    def hook(self, steer: bool = True) -> None:
-        """Put on the hooks that are not there yet; `steer`: those on all routers, too."""
-        if not self._handles:
+    def hook(self, steer: bool = True) -> bool:
+        """Put on the hooks that are not there yet; `steer`: those on all routers, too. Whether there were none."""
+        if new := not self._handles:
             if (whole := self.whole()) is not None:
                 self._add(whole, self.before_whole, self.after_whole)
             self._add(self.boundary, self.before_model, self.after_model)
@@ -103,6 +103,7 @@ class Tap:
             for index in range(len(self.sites)):
                 if self.experts(index) is not None:
                     self._add_router(index)
+        return new
 
     def _add_router(self, index: int) -> None:
         for module in self.scope(index):
@@ -142,24 +143,6 @@ class Tap:
         arrival = self.probes[index].arrival if self.probes else None
         return None if arrival is None else getattr(self.sites[index].parents[0], arrival[0])
 
-    @contextmanager
-    def resumed(self, call: Call) -> Iterator[None]:
-        """Run a segment of `call` again (or for the first time), with hooks even after the context was left."""
-        thread, hooked = threading.get_ident(), bool(self._handles)
-        before, outer = self._resumed.get(thread), self.call
-        self.hook()
-        self._resumed[thread] = self.call = call
-        try:
-            yield
-        finally:
-            self.call = outer
-            if before is None:
-                del self._resumed[thread]
-            else:
-                self._resumed[thread] = before
-            if not hooked:
-                self.unhook()
-
     # -- one call -----------------------------------------------------------------------------------------------------
 
     def before_whole(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -175,9 +158,9 @@ class Tap:
         if not compiling():
             where = type(module).__name__
             if threading.get_ident() != self.thread:
-                self._refuse_thread(where)
+                raise refusals.of_another_thread(where, self.thread)
             if stack(None)[1]:
-                refuse_by_hand(where)
+                raise refusals.checkpointed_by_hand(where)
             if self._entered:
                 self.abandon()  # a call that was interrupted, inside this very context
             if torch.is_grad_enabled():
@@ -220,10 +203,7 @@ class Tap:
         if call is None:
             return
         if call.open and call.fired[index]:
-            raise RoutingError(
-                f"site {self.names[index]} ran twice in one forward: one router that several layers share cannot be "
-                "told apart"
-            )
+            raise refusals.ran_twice(self.names[index])
         if call.disturb is not None and not self.sites[index].fixed:
             call.disturb(call, self, index, module, args, kwargs)
         job = call.jobs[index]
@@ -259,7 +239,7 @@ class Tap:
             return
         self._looked.add(index)
         if kept_slots(chosen, output, [], self.probes[index].num_experts) is None:
-            raise RoutingError(f"site {self.names[index]}: {_LOST}")
+            raise RoutingError(f"site {self.names[index]}: {refusals.LOST}")
 
     def before_experts(self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self.now() if self._steered else self.asking(index)
@@ -271,10 +251,7 @@ class Tap:
         place = arrival[1]
         ids = kwargs.get(place) if isinstance(place, str) else args[place] if place < len(args) else None
         if not isinstance(ids, Tensor):
-            raise RoutingError(
-                f"site {self.names[index]}: {type(module).__name__} was called without the ids that it was given as "
-                f"argument {place!r} when the model was checked. Was the block replaced inside the context?"
-            )
+            raise refusals.without_ids(self.names[index], type(module).__name__, place)
         if call.chosen[index] is not None:
             raise RoutingError(f"site {self.names[index]}: its experts were called twice in one forward")
         self.reached(call, index, ids)
@@ -293,13 +270,12 @@ class Tap:
         """The Call that this thread is in."""
         if compiling():
             return self.call
-        if self._resumed and (own := self._resumed.get(threading.get_ident())) is not None:
-            return own
-        return self.call if self.call is not None and threading.get_ident() == self.thread else None
+        thread = threading.get_ident()
+        return self.checkpoints.resumed.get(thread) or (self.call if thread == self.thread else None)
 
     def asking(self, index: int) -> Call | None:
         """The Call under which a router runs; None where it is left to itself. Anything that is neither is refused."""
-        if not self.listeners and not self._resumed:
+        if not self.listeners and not self.checkpoints.resumed:
             return None
         call = self.now()
         if call is not None and (call.frame is None or not call.open):  # compiled; recomputed
@@ -308,37 +284,21 @@ class Tap:
             return call
         inside, checkpointed = stack(None if call is None else call.frame)
         if call is not None and inside:
-            if checkpointed and call.grad and threading.get_ident() not in self._resumed:
-                refuse_by_hand(self.names[index])
+            if checkpointed and call.grad and threading.get_ident() not in self.checkpoints.resumed:
+                raise refusals.checkpointed_by_hand(self.names[index])
             return call
         if not self.listeners or checkpointed:
             return None  # recomputation of a forward from before the context: as live as that was
         if threading.get_ident() != self.thread:
-            self._refuse_thread(self.names[index])
-        raise RoutingError(
-            f"site {self.names[index]} ran outside a call of {type(self.boundary).__name__}: part of the model was "
-            "called by itself, or recomputed by a checkpoint that is not known. Call the whole model; of checkpoints, "
-            "model.gradient_checkpointing_enable() is followed"
-        )
+            raise refusals.of_another_thread(self.names[index], self.thread)
+        raise refusals.outside_a_call(self.names[index], type(self.boundary).__name__)
 
     def checked(self, index: int, module: nn.Module) -> Selector:
         """What the self-check knows of a router in the mode that it is in."""
         probe = self.probes[index] if self.examining else self.modes.get(module.training, self._none)[index]
         if probe is None:
-            mode, other = ("train", "eval") if module.training else ("eval", "train")
-            raise RoutingError(
-                f"site {self.names[index]} is in {mode} mode, but the model was checked in {other} mode, and a router "
-                f"may select in another way there: call model.{mode}() before the context is opened"
-            )
+            raise refusals.unchecked_mode(self.names[index], module.training)
         return probe
-
-    def _refuse_thread(self, where: str) -> None:
-        owner = next((t.name for t in threading.enumerate() if t.ident == self.thread), "that has ended")
-        raise RoutingError(
-            f"{where} was called in thread {threading.current_thread().name!r} while thread {owner!r} has a context "
-            "(record, replay, noise) open on this model: their routes would mix. Give each thread a copy of the model, "
-            "or let one wait until the other has left its context"
-        )
 
     # -- proof --------------------------------------------------------------------------------------------------------
 
@@ -350,7 +310,7 @@ class Tap:
         if kept.device.type != "cpu" or compiling():
             self.lost = self.lost + (~kept).sum(-1)
         elif not bool(kept.all()):
-            self._refuse_lost((~kept).sum(-1))
+            raise refusals.lost(self.names, (~kept).sum(-1))
 
     def settle(self) -> None:
         """RoutingError if any row was forced whose experts were others; waits for the device once."""
@@ -358,21 +318,13 @@ class Tap:
             return
         lost, self.lost = self.lost, torch.zeros_like(self.lost) if self.listeners else None
         if bool(lost.any()):
-            self._refuse_lost(lost)
-
-    def _refuse_lost(self, lost: Tensor) -> None:
-        counts = lost.tolist()
-        site = next(name for name, count in zip(self.names, counts, strict=True) if count)
-        raise RoutingError(
-            f"site {site}: in {max(counts)} rows (in {sum(counts)} of all sites) {_LOST}. Nothing that was computed in "
-            "this context is a replay"
-        )
+            raise refusals.lost(self.names, lost)
 
     @contextmanager
     def listen(self, listener: Listener) -> Iterator[None]:
         """A context is open."""
         if self.listeners and self.thread != threading.get_ident():
-            self._refuse_thread(f"a context of {type(self.boundary).__name__}")
+            raise refusals.of_another_thread(f"a context of {type(self.boundary).__name__}", self.thread)
         self.thread = threading.get_ident()
         if not self.listeners:
             self.lost, self._left = None, []
@@ -392,9 +344,3 @@ class Tap:
                 self.unhook()
         self.settle()
         listener.finish()
-
-
-_LOST = (
-    "the experts got others than were forced: something behind the selection chose again (a branch that did not run "
-    "when the model was checked, a module that was replaced since)"
-)

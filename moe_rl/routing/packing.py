@@ -48,20 +48,6 @@ def is_live(packed: UInt[Tensor, "*rows"]) -> Bool[Tensor, "*rows"]:
     return words(packed) == (255 if packed.dtype == torch.uint8 else -1)
 
 
-def move_tokens(
-    values: Integer[Tensor, "B T *rest"],
-    source: Bool[Tensor, "B T_source"],
-    target: Bool[Tensor, "B T_target"],
-    fill: int,
-) -> Integer[Tensor, "B T_target *rest"]:
-    """The n-th True position of `source` to the n-th of `target`; `fill` elsewhere and where `values` end."""
-    b, t = values.shape[:2]
-    extra = values.new_full((b, source.shape[1] - t, *values.shape[2:]), fill)
-    moved = values.new_full((b, target.shape[1], *values.shape[2:]), fill)
-    moved[target] = torch.cat([values, extra], dim=1)[source]
-    return moved
-
-
 # -- comparing rows as sets --------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_rl.routing import refusals
 from moe_rl.routing.calls import Call, Listener, device_of, one_width
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap
@@ -113,11 +114,7 @@ class Replay(Listener):
 
     def _refuse_pending(self) -> None:
         used, self._pending = self._pending, 0  # said once
-        raise RoutingError(
-            f"routes for {self._packed.shape[2]} tokens, of which calls with a KV cache used the first {used}, and no "
-            "call went on: without known tokens (or with check_tokens=False) nothing proves that they are of these. "
-            "Cut the routes to these tokens (realign), or replay routes that know their tokens"
-        )
+        raise refusals.pending(self._packed.shape[2], used)
 
     def _rows(self, call: Call) -> tuple[Tensor, Holes]:
         """The packed rows for this call, `[sites,B,S,K]`, checked against its shape and its tokens."""
@@ -127,11 +124,7 @@ class Replay(Listener):
         # The last sampled token has no route. One token more is accepted where the others prove that it is that one.
         proven = call.batch == batch and stop == length + 1 and self._tokens is not None and call.tokens is not None
         if not (fits or (proven and call.length > 1)):
-            raise RoutingError(
-                f"routes for {batch} sequences x {length} tokens do not fit this call of {call.batch} x {call.length} "
-                f"tokens{f' after {start} cached ones' if start else ''}: another batch? Record its routes first; "
-                "RoutedExperts.rows and .realign take sequences and move padding"
-            )
+            raise refusals.other_batch((batch, length), (call.batch, call.length), start)
         packed, tokens = self._packed, self._tokens
         if start or stop != length:
             packed, tokens = packed[:, :, start:stop], None if tokens is None else tokens[:, start:stop]
@@ -152,13 +145,7 @@ class Replay(Listener):
         forced = (packed != self._sentinel).any(-1).any(0)
         wrong = (tokens != given) & (tokens >= 0) & forced
         if bool(wrong.any()):
-            b, t = wrong.nonzero()[0].tolist()
-            raise RoutingError(
-                f"these routes were recorded for other tokens: sequence {b}, token {call.past + t} was "
-                f"{int(tokens[b, t])} and is now {int(given[b, t])} ({int(wrong.any(1).sum())} of {call.batch} "
-                "sequences differ). Another batch, another order of rows, another padding? "
-                "(check_tokens=False switches this check off)"
-            )
+            raise refusals.other_tokens(tokens, given, wrong, call.past)
 
     def end(self, call: Call) -> None:
         length, stop = self._packed.shape[2], call.past + call.length
@@ -190,10 +177,7 @@ class Replay(Listener):
         forced, (_, B, T, _) = self.forced_rows, self._packed.shape
         live, left = self._choices * B * T - forced, self.live_rows - self._beyond
         if (self.replayed_rows, left) != (forced, live):
-            raise RoutingError(
-                f"replay forced {self.replayed_rows} (token, site) rows and left {left} live, but the routes "
-                f"hold {forced} and lack {live}: the forward did not run wholly, or not once, under replay"
-            )
+            raise refusals.not_once(self.replayed_rows, left, forced, live)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -236,20 +220,12 @@ def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap
     missing = [names[i] for i in sorted(chosen) if i not in found and not tap.sites[i].fixed]
     unknown = [other for j, other in enumerate(given) if j not in found.values()]
     if missing or unknown:
-        raise RoutingError(
-            f"the routes do not fit this model of {len(names)} sites: they hold {len(given)}"
-            + (f", none for {missing[0]}" if missing else "")
-            + (f", and {unknown[0]}, which it does not have" if unknown else "")
-            + ". Routes of another model?"
-        )
+        raise refusals.other_sites(len(names), len(given), missing, unknown)
     counts = routes.num_experts
     for i in sorted(chosen & set(found)):
         experts, probe = counts if isinstance(counts, int) else counts[found[i]], tap.probes[i]
         if experts != probe.num_experts or routes.shape[-1] != probe.k:
-            raise RoutingError(
-                f"site {names[i]} gives each token {probe.k} of {probe.num_experts} experts; the routes hold "
-                f"{routes.shape[-1]} of {experts}. Routes of another model?"
-            )
+            raise refusals.other_experts(names[i], probe.k, probe.num_experts, (routes.shape[-1], experts))
     return found
 
 

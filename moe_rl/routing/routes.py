@@ -1,8 +1,8 @@
 """RoutedExperts: which experts every router chose for every token; packed, aligned with tokens. Its files and tables:
-`formats`; its constructors from what others return: `others`."""
+`formats`; its constructors from what others return: `others`; what moves and joins it: `moving`."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +12,16 @@ from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.formats import Stored
+from moe_rl.routing.moving import Moved
 from moe_rl.routing.others import FromOthers
-from moe_rl.routing.packing import check_mask, is_live, move_tokens, pack_ids, unpack_ids, words
+from moe_rl.routing.packing import is_live, pack_ids, unpack_ids, words
 from moe_rl.routing.sites import canonical_site, match_sites
 from moe_rl.routing.validity import checked_tokens, experts_per_site, pack_checked
 
 __all__ = ["RoutedExperts", "canonical_site", "match_sites", "pack_ids", "unpack_ids"]
 
 
-class RoutedExperts(FromOthers, Stored):
+class RoutedExperts(FromOthers, Moved, Stored):
     """The experts that every routing site chose for every token of a batch.
 
     ids: integer `[B,T,L,K]`, aligned with the tokens: `ids[b,t,l]` are the K experts that site l gave to
@@ -170,7 +171,7 @@ class RoutedExperts(FromOthers, Stored):
             f"{self.packed.dtype} on {self.device}{', with tokens' if self.tokens is not None else ''})"
         )
 
-    # Taking parts, moving, putting together
+    # Parts of it; `Moved` has the rest
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RoutedExperts":
         """The same routes on another device."""
@@ -198,104 +199,8 @@ class RoutedExperts(FromOthers, Stored):
         packed = words(self.packed).index_select(0, chosen).view(self.packed.dtype)
         return self._with(packed, tokens, None if self._has_live else self._has_live)
 
-    def select(self, sites: str | int | Iterable[str | int]) -> "RoutedExperts":
-        """The routes of some sites, in that order: names, shell patterns or indices (`match_sites`)."""
-        chosen = match_sites(self.sites, sites)
-        index = torch.tensor(chosen, device=self.device)
-        return RoutedExperts._trusted(
-            words(self.packed).index_select(2, index).view(self.packed.dtype),
-            tuple(self.sites[i] for i in chosen),
-            [self._experts[i] for i in chosen],
-            tokens=self.tokens,
-            meta=self._meta,
-            has_live=None if self._has_live else self._has_live,
-        )
-
     def columns(self, part: slice) -> "RoutedExperts":
         """The routes of a range of token positions, the same of every sequence: where a batch loses its padding."""
         tokens = None if self.tokens is None else self.tokens[:, part]
         packed = words(self.packed)[:, part].contiguous().view(self.packed.dtype)
         return self._with(packed, tokens, has_live=None if self._has_live else self._has_live)
-
-    def take(self, index: Int[Tensor, "r n"]) -> "RoutedExperts":
-        """The routes of single tokens elsewhere: `index[i,j]` is a flat position in `[B*T]`, or -1 for none, which
-        has no route and an unknown token."""
-        at = index.to(self.device)
-        nothing, at = (at < 0).flatten(), at.flatten().clamp(min=0)
-        live = 255 if self.packed.dtype == torch.uint8 else -1
-        packed = words(self.packed).flatten(0, 1).index_select(0, at).masked_fill_(nothing[:, None, None], live)
-        tokens = None
-        if self.tokens is not None:
-            tokens = self.tokens.flatten().index_select(0, at).masked_fill_(nothing, -1).view(index.shape)
-        return self._with(packed.view(self.packed.dtype).view(*index.shape, *self.shape[2:]), tokens)
-
-    def realign(self, from_mask: Tensor, to_mask: Tensor) -> "RoutedExperts":
-        """Move the routes from one padding to another: left to right, packed to padded, longer to shorter.
-
-        from_mask: `[B,T]` or `[B,T+1]`, True where the tokens of these routes are. One column more than the
-            routes is what `generate()` leads to: its last token was never fed back, so it has no route (-1).
-        to_mask: `[B,T']`, True where the same tokens shall be. The n-th True position of a row of from_mask
-            moves to the n-th True position of that row of to_mask; all other rows become -1.
-
-        Raises RoutingError if the masks are no tensors or have other shapes, or a sequence has other token counts in
-        the two.
-
-        >>> left = RoutedExperts(torch.tensor([[[[-1]], [[5]], [[6]]]]), ["gate"], 8)
-        >>> left.realign(torch.tensor([[False, True, True]]), torch.tensor([[True, True]])).ids.flatten()
-        tensor([5, 6])
-        """
-        b, t = self.shape[:2]
-        check_mask(from_mask, "from_mask")
-        check_mask(to_mask, "to_mask")
-        source, target = from_mask.to(self.device).bool(), to_mask.to(self.device).bool()
-        if source.ndim != 2 or source.shape[0] != b or source.shape[1] not in (t, t + 1):
-            raise RoutingError(
-                f"from_mask must be [B,T] = [{b},{t}], or [{b},{t + 1}] if the last token has no route; "
-                f"got {list(source.shape)}"
-            )
-        if target.ndim != 2 or target.shape[0] != b:
-            raise RoutingError(f"to_mask must be [B,T'] with B = {b}, got {list(target.shape)}")
-        counts = torch.stack([source.sum(-1), target.sum(-1)]).cpu()
-        if not torch.equal(counts[0], counts[1]):
-            row = int((counts[0] != counts[1]).nonzero()[0])
-            raise RoutingError(
-                f"sequence {row} has {int(counts[0, row])} tokens in from_mask and {int(counts[1, row])} in "
-                "to_mask: the masks are of different batches, or one lacks the prompt or the last token"
-            )
-        live = 255 if self.packed.dtype == torch.uint8 else -1
-        packed = move_tokens(words(self.packed), source, target, live).view(self.packed.dtype)
-        tokens = None if self.tokens is None else move_tokens(self.tokens, source, target, -1)
-        return self._with(packed, tokens)
-
-    @staticmethod
-    def cat(parts: Sequence["RoutedExperts"]) -> "RoutedExperts":
-        """Join batches along B. Values in `meta` that differ are dropped; unknown tokens become -1.
-
-        Raises RoutingError if sites, num_experts, T or K differ.
-        """
-        if not parts:
-            raise RoutingError("cat needs at least one RoutedExperts")
-        first = parts[0]
-        for i, part in enumerate(parts):
-            if (part.sites, part._experts, part.shape[3]) != (first.sites, first._experts, first.shape[3]):
-                raise RoutingError(f"part {i} has other sites, experts or slots: {part} after {first}")
-            if part.shape[1] != first.shape[1]:
-                raise RoutingError(
-                    f"part {i} has T = {part.shape[1]}, part 0 has {first.shape[1]}: bring them to one width "
-                    "with realign first"
-                )
-        tokens = None
-        if any(part.tokens is not None for part in parts):
-            unknown = [torch.full(p.shape[:2], -1, dtype=torch.int32, device=p.device) for p in parts]
-            tokens = torch.cat([u if p.tokens is None else p.tokens for u, p in zip(unknown, parts, strict=True)])
-        shared = {k: v for k, v in first._meta.items() if all(p._meta.get(k, ...) == v for p in parts)}
-        known = [part._has_live for part in parts]
-        has_live = True if True in known else None if None in known else False
-        return RoutedExperts._trusted(
-            torch.cat([words(part.packed) for part in parts]).view(first.packed.dtype),
-            first.sites,
-            first._experts,
-            tokens=tokens,
-            meta=shared,
-            has_live=has_live,
-        )

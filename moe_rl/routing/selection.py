@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
-from moe_rl.routing.errors import RoutingError
+from moe_rl.routing import refusals
 from moe_rl.routing.traced import no_type_check
 
 TOPK = frozenset({torch.topk, torch.Tensor.topk})
@@ -163,20 +163,12 @@ class Selection(TorchFunctionMode):
     def check(self) -> None:
         """After the router ran: did it select as it did when it was checked?"""
         if self.calls != self.probe.calls or not self.answered:
-            what = "max" if self.probe.by_max else "topk"
-            raise RoutingError(
-                f"site {self.name}: the router made {self.calls} {what} calls, {self.probe.calls} when it was checked: "
-                "it selects in another way now (a branch for other inputs, a forward that was replaced?), so that its "
-                "routes cannot be forced. Close the context and open it again: the router is then checked anew"
-            )
+            raise refusals.selects_otherwise(self.name, self.calls, self.probe.calls, self.probe.by_max)
 
     def select(self, input: Tensor, k: int, *args: Any, **kwargs: Any) -> Any:  # names of torch.topk
         job = self.job
         if input.shape[-1] != self.probe.num_experts or k != self.probe.k:
-            raise RoutingError(
-                f"site {self.name}: the router ranks {input.shape[-1]} experts for {k} slots; when it was checked it "
-                f"ranked {self.probe.num_experts} for {self.probe.k}. Was the model changed inside the context?"
-            )
+            raise refusals.ranks_otherwise(self.name, input.shape[-1], k, (self.probe.num_experts, self.probe.k))
         if job.forced is not None and job.holes == "none" and not job.shadow:
             ids = self.shaped(input)
             values = input.gather(-1, ids)
@@ -205,10 +197,7 @@ class Selection(TorchFunctionMode):
         forced = self.job.forced
         assert forced is not None
         if forced.shape[0] * self.probe.num_experts != scores.numel():
-            raise RoutingError(
-                f"site {self.name}: routes for {forced.shape[0]} tokens, but the router sees scores of shape "
-                f"{tuple(scores.shape)}: does this model drop or pack padding before its experts?"
-            )
+            raise refusals.other_rows(self.name, forced.shape[0], scores.shape)
         return forced.to(scores.device).reshape(*scores.shape[:-1], self.probe.k)
 
     def report(

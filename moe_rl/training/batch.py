@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -62,6 +63,21 @@ def minibatches(responses: int, count: int, group_size: int, generator: torch.Ge
     groups = torch.randperm(responses // group_size, generator=generator)
     rows = groups[:, None] * group_size + torch.arange(group_size)
     return [chunk.flatten() for chunk in rows.chunk(count)]
+
+
+class Totals(NamedTuple):
+    """What the loss of a minibatch is divided by, whichever micro-batch it is computed on: its response tokens, the
+    responses that have any, and its pairs with a preference (DPO)."""
+
+    tokens: int
+    sequences: int
+    pairs: int
+
+
+def totals_of(batch: Batch) -> Totals:
+    """Of a whole minibatch, or of responses that stand for one."""
+    mask = batch.completion_mask
+    return Totals(int(mask.sum()), int(mask.any(1).sum()), int((batch.advantages > 0).sum()))
 
 
 Place = tuple[Int[Tensor, " n"], slice]

@@ -23,6 +23,7 @@ from moe_rl.training.batch import Batch
 from moe_rl.training.config import OptimConfig, ValueConfig
 from moe_rl.training.optimizer import make_optimizer
 from moe_rl.training.ranks import Ranks
+from moe_rl.training.scorers import Scorer, Seen
 
 
 class ScalarModel(nn.Module):
@@ -65,7 +66,7 @@ def optimizer_of(module: nn.Module, learning_rate: float, optim: OptimConfig) ->
     return make_optimizer([group], optim.betas, optim.weight_decay, optim.master_weights)
 
 
-class Critic:
+class Critic(Scorer):
     """The value model with its own optimizer and learning rate."""
 
     def __init__(self, policy: nn.Module, config: ValueConfig, optim: OptimConfig, ranks: Ranks):
@@ -86,6 +87,9 @@ class Critic:
             yield states
         finally:
             handle.remove()
+
+    def say(self, part: Any, seen: Seen, watched: list[Tensor]) -> dict[str, Tensor]:
+        return {"values": self.values(part, watched)}
 
     def values(self, part: Any, states: list[Tensor]) -> Float[Tensor, "B T"]:
         """V of the state in which token t is chosen, on each completion token; 0 elsewhere. With gradient.

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.routing import RoutedExperts, biased_routes
+from moe_rl.training.batch import Batch
 from moe_rl.training.config import MethodConfig
 
 
@@ -50,18 +52,22 @@ def load_error(load: Int[Tensor, "L E"]) -> Float[Tensor, "L E"]:
     return (counts.sum(-1, keepdim=True) / there.sum(-1, keepdim=True) - counts) * there
 
 
-def part_to_replay(
-    method: MethodConfig,
-    tokens: Bool[Tensor, "B T"],
-    sites: int,
-    margins: Float[Tensor, "B T L"] | None,
-    generator: torch.Generator,
-) -> Bool[Tensor, "B T L"]:
-    """The (token, site) rows of all `tokens` that an arm replays which does not replay all (`keep`, `keep_sites`)."""
-    rows = tokens[..., None].repeat(1, 1, sites)
+def with_part_to_replay(
+    batch: Batch, method: MethodConfig, margins: Float[Tensor, "B T L"] | None, generator: torch.Generator
+) -> Batch:
+    """The batch with the (token, site) rows of all tokens that an arm replays which does not replay all (`keep`,
+    `keep_sites`). `margins`: of the old policy's choices; None where `keep` is 1.
+
+    Raises:
+        ValueError: `keep_sites` names sites that the model does not have, or that choose nothing.
+    """
+    if method.keep_sites is not None:
+        check_choice(method.keep_sites, batch.routes)
+    tokens = batch.attention_mask.bool()
+    rows = tokens[..., None].repeat(1, 1, len(batch.routes.sites))
     if margins is not None:
         rows = kept_rows(margins, tokens, method.keep, generator if method.keep_by == "random" else None)
-    return rows if method.keep_sites is None else at_sites(rows, method.keep_sites)
+    return replace(batch, kept=rows if method.keep_sites is None else at_sites(rows, method.keep_sites))
 
 
 def kept_rows(

@@ -19,19 +19,24 @@ from torch import Tensor
 
 from moe_rl.measure.logprobs import TokenLogps
 from moe_rl.objectives import group_advantages
-from moe_rl.rollout import Rollout, TaskError, demonstrate, seeded_random
-from moe_rl.rollout.continuing import partial_responses, version_metrics
-from moe_rl.rollout.dapo import overlong_penalty, refill
+from moe_rl.rollout import Rollout, TaskError, seeded_random
 from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.task import problems_of
-from moe_rl.training.batch import Batch, minibatches
+from moe_rl.training.batch import Batch, minibatches, totals_of
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
 from moe_rl.training.config import RunConfig
 from moe_rl.training.dpo import pairs_of
 from moe_rl.training.incidents import NotFiniteError, gradient_incident, keep_incident
-from moe_rl.training.levers import check_choice, part_to_replay
+from moe_rl.training.levers import with_part_to_replay
 from moe_rl.training.memory import memory_metrics
-from moe_rl.training.other_advantages import other_advantages
+from moe_rl.training.other_methods import (
+    other_advantages,
+    other_responses,
+    other_rewards,
+    other_sampling,
+    reset_reference,
+    retrain_reward_model,
+)
 from moe_rl.training.probe import Probe, probed_rows
 from moe_rl.training.probe_options import noise_floor_rows
 from moe_rl.training.rollout_engine import engine_rows
@@ -98,7 +103,7 @@ def steps(state: State) -> None:
             evaluate(state)
         started = time.perf_counter()
         reset_reference(state)
-        retrained = retrain_reward_model(state)
+        retrained = retrain_reward_model(state, responses)
         while len(state.waiting) <= config.rollout.lag:
             state.waiting.append(collect_batch(state))
         batch = state.waiting.popleft()
@@ -134,18 +139,12 @@ def collect_batch(state: State) -> Batch:
     config, method, ranks = state.config, state.method, state.ranks
     index = len(state.waiting)
     rng = seeded_random(config.seed, "prompts", state.step, index)
-    sampled: dict[str, Any] = {}
-    rollout = responses(state, rng, state.generator("sample", index))
-    if rollout.versions is not None:
-        sampled = version_metrics(rollout, state.step)
-    if config.rollout.dynamic_sampling:
-        rollout, sampled = refill(
-            rollout,
-            lambda attempt, count: responses(state, rng, state.generator(f"refill/{attempt}", index), count),
-            config.rollout.dynamic_sampling,
-        )
+    more = partial(responses, state, rng)
+    rollout, sampled = more(state.generator("sample", index)), dict[str, Any]()
+    if config.rollout.segment is not None or config.rollout.dynamic_sampling:
+        rollout, sampled = other_sampling(state, rollout, more)
     probe, step = config.probe, state.step + index
-    probed = due(probe.every, step) or due(probe.decompose_every, step)
+    probed = due(probe.every, step) or due(probe.decompose_every, step)  # whose step measures what a pass says
     decoded = config.rollout.scoring == "decoding" and not probed
     scores = score_rollout(
         rollout,
@@ -153,24 +152,16 @@ def collect_batch(state: State) -> Batch:
         ranks,
         temperature=config.rollout.temperature,
         batch_size=config.optim.micro_batch,
+        scorers=state.scorers,
         decoded=decoded,
         shared=config.optim.share_prompts and not probed,
-        router_scores=method.weighs_routes,
-        margins=config.method.keep < 1,
-        reference=state.reference,
-        critic=state.critic,
-        reward_model=state.reward_model,
     )
     if decoded:
         rollout = replace(rollout, routes=None)  # those of the old policy now, and of no other engine
     advantages, returns, metrics = advantages_of(state, rollout, scores)
     batch = make_batch(rollout, scores, advantages, replay=config.method.replay, step=state.step, returns=returns)
     if config.method.keep < 1 or config.method.keep_sites is not None:
-        tokens, sites = rollout.attention_mask.bool(), len(scores.routes.sites)
-        if config.method.keep_sites is not None:
-            check_choice(config.method.keep_sites, scores.routes)
-        kept = part_to_replay(config.method, tokens, sites, scores.margins, state.generator("keep", index))
-        batch = replace(batch, kept=kept)
+        batch = with_part_to_replay(batch, config.method, scores.margins, state.generator("keep", index))
     if batch.rollout_routes is not None:
         for row in engine_rows(batch, scores.replayed_logps, state.sync_guard):
             state.log.append("engine", state.step, **row)
@@ -190,25 +181,13 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
     config, source, task, guard = state.config.rollout, state.method.source, state.task, state.sync_guard
     if source == "policy" and guard and state.engine.version != state.step:
         guard.sync(state.step)
-    needed = guard is not None or state.config.method.replay == "R3" or config.scoring == "decoding"
     options: dict[str, Any] = {
         "group_size": config.group_size,
         "temperature": config.temperature,
-        "record_routes": source == "policy" and needed,
+        "record_routes": state.records_routes,
     }
-    if source == "demonstrations":
-        rollout = demonstrate(task, state.tokenizer, problems_of(task, rng, config.prompts * config.group_size), rng)
-    elif config.segment is not None:
-        rollout = partial_responses(
-            state.drafts,
-            state.engine,
-            partial(problems_of, task, rng, config.prompts),
-            partial(state.generator, "sample"),
-            segment=config.segment,
-            longest=state.max_new_tokens,
-            version=state.step,
-            **options,
-        )
+    if source == "demonstrations" or config.segment is not None:
+        rollout = other_responses(state, rng, options)
     else:
         rollout = state.ranks.sample(
             state.engine if source == "policy" else state.self_engine(state.initial),
@@ -217,34 +196,19 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
             generator=generator,
             **options,
         )
-    if options["record_routes"]:
+    if state.records_routes:
         check_routes(rollout)
     return verify(task, rollout, state.ranks, state.config.task.verifier_seconds).to(state.ranks.device)
 
 
 def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
     """Advantages by the method's kind, the value model's returns if there is one, and what is logged of both."""
-    method, learned, metrics = state.method, scores.learned_rewards, {}
-    rewards = rollout.rewards if learned is None else learned
-    if state.reward_model and learned is not None:
-        agreement = state.reward_model.agreement(rollout.rewards, learned, rollout.group_size)
-        metrics = {"learned_reward": learned.mean(), "learned_reward_agreement": agreement}
-        state.reward_model.observe(rollout)
-    if buffer := state.config.rollout.overlong_buffer:
-        penalty = overlong_penalty(rollout.lengths, state.max_new_tokens, buffer).to(rewards)
-        rewards = rewards + penalty
-        metrics |= {"overlong_penalty": penalty.mean(), "overlong": (penalty < 0).float().mean()}
-    returns = None
-    if state.critic:
-        assert scores.values is not None
-        advantages, returns, more = state.critic.advantages(rewards, scores.values, rollout.completion_mask)
-    elif method.pairs:
-        advantages, more = torch.zeros_like(rewards), {}
-    elif method.advantage == "group":
-        advantages, more = group_advantages(rewards, rollout.group_size, method.objective.advantage_scale), {}
-    else:
-        scale = method.objective.advantage_scale
-        advantages, more = other_advantages(method.advantage, scale, rewards, rollout, state.task, state.tokenizer)
+    method, rewards, metrics = state.method, rollout.rewards, dict[str, Any]()
+    if state.reward_model or state.config.rollout.overlong_buffer:
+        rewards, metrics = other_rewards(state, rollout, scores)
+    if method.advantage == "group":
+        return group_advantages(rewards, rollout.group_size, method.objective.advantage_scale), None, metrics
+    advantages, returns, more = other_advantages(state, rewards, rollout, scores)
     return advantages, returns, {**metrics, **more}
 
 
@@ -299,9 +263,7 @@ def start_probe(state: State, batch: Batch) -> Probe | None:
 
 def probe_loss(state: State, out: TokenLogps, part: Batch) -> Tensor:
     """The arm's loss of probed responses, as if they were a minibatch."""
-    tokens, sequences = int(part.completion_mask.sum()), int(part.completion_mask.any(1).sum())
-    pairs = int((part.advantages > 0).sum())
-    return arm_loss(out, part, state.method, state.config.method, tokens, sequences, pairs).loss
+    return arm_loss(out, part, state.method, state.config.method, totals_of(part)).loss
 
 
 def evaluate(state: State) -> None:
@@ -333,25 +295,3 @@ def rollout_metrics(rollout: Rollout, batch: Batch, two: bool, lag: int) -> dict
         "rollout_logp_gap": gap if two else None,
         "lag": lag,
     }
-
-
-# -- what single methods add -------------------------------------------------------------------------------------------
-
-
-def reset_reference(state: State) -> None:
-    """Iterative GRPO: the current policy becomes the reference."""
-    if state.reference is not None and state.step and due(state.config.optim.reference_reset_every, state.step):
-        state.reference.load_state_dict(state.ranks.unwrap_model(state.policy).state_dict())
-
-
-def retrain_reward_model(state: State) -> dict[str, Any]:
-    """At the steps that `reward.retrain_every` names the reward model learns from what the policy has sampled since,
-    or, at first, from batches that are sampled for it. Returns what is to be logged."""
-    config, model = state.config.reward, state.reward_model
-    if model is None or state.step % config.retrain_every:
-        return {}
-    for index in range(config.initial_batches if state.step == 0 else 0):
-        model.observe(
-            responses(state, seeded_random(state.config.seed, "reward", index), state.generator("reward", index))
-        )
-    return {f"reward_model_{name}": value for name, value in model.retrain(state.generator("retrain")).items()}

@@ -31,7 +31,7 @@ class Method:
     Attributes:
         objective: the preset with the arm's own knobs; `length_constant` is the generation budget, in tokens.
         source: "policy", the current one; "initial", the policy that the run began with; "demonstrations", the task's.
-        advantage: "group", a kind of `moe_rl.training.other_advantages`, "gae", or "pair" (DPO).
+        advantage: "group", a kind of `moe_rl.training.other_methods`, "gae", or "pair" (DPO).
     """
 
     objective: Objective

@@ -5,6 +5,7 @@ advantages are made; what is logged as `reward` stays the verifier's, so that a 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from moe_rl.rollout import Rollout
 from moe_rl.training.config import OptimConfig, RewardConfig
 from moe_rl.training.critic import ScalarModel, optimizer_of
 from moe_rl.training.ranks import Ranks
+from moe_rl.training.scorers import Scorer, Seen
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def ranked_pairs(rewards: Float[Tensor, " B"], group_size: int) -> Int[Tensor, "
     return torch.stack([better + start, worse + start], -1)[differ]
 
 
-class RewardModel:
+class RewardModel(Scorer):
     """A scalar at a response's last token, with optimizer, fresh comparisons and the history of older ones."""
 
     def __init__(self, policy: nn.Module, config: RewardConfig, optim: OptimConfig, ranks: Ranks):
@@ -71,6 +73,9 @@ class RewardModel:
         module = ScalarModel(policy)
         self.model, self.optimizer = ranks.prepare(module, optimizer_of(module, config.learning_rate, optim))
         self.fresh, self.history = Comparisons.none(), Comparisons.none()
+
+    def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:
+        return {"learned_rewards": self.scores(part.input_ids, part.attention_mask)}
 
     def scores(self, input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> Float[Tensor, " B"]:
         """One number per response, on no scale in particular: only differences mean something. With gradient."""

@@ -4,7 +4,7 @@ Three policies meet here: mu, the engine that sampled; pi_old, the training engi
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +13,13 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import token_logps
-from moe_rl.measure.router_shift import chosen_scores
-from moe_rl.measure.shared_prompts import share_prompts
 from moe_rl.rollout import Rollout, score
 from moe_rl.rollout.task import shortened
-from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
+from moe_rl.routing import RoutedExperts, record_routes
 from moe_rl.training.batch import Batch, Place, joined, micro_batches
-from moe_rl.training.critic import Critic
 from moe_rl.training.incidents import NotFiniteError
 from moe_rl.training.ranks import Ranks
-from moe_rl.training.reward_model import RewardModel
+from moe_rl.training.scorers import Scorer, Seen, other_pass
 
 SCORING_BATCH = 256
 """Responses per pass, unless `optim.micro_batch` says what fits."""
@@ -61,66 +58,39 @@ def score_rollout(
     *,
     temperature: float,
     batch_size: int | None = None,
+    scorers: Sequence[Scorer] = (),
     decoded: bool = False,
     shared: bool = False,
-    router_scores: bool = False,
-    margins: bool = False,
-    reference: nn.Module | None = None,
-    critic: Critic | None = None,
-    reward_model: RewardModel | None = None,
 ) -> Scores:
-    """One pass of the current policy gives old log-probabilities and routes; the run's other models speak beside it.
+    """One pass of the current policy gives old log-probabilities and routes.
 
     Args:
         batch_size: responses per pass, those of like length together, without the padding that they share (routes of
             which are -1 then); None: all, or 256 if there are more.
-        decoded: take the policy's part from the decoding that wrote the responses, whose routes the rollout then has,
-            instead of a pass. A row's last token has no route then (-1).
-        shared: responses share prompts in the passes of the policy and the reference (`optim.share_prompts`). A row's
-            last token has no route then, either.
-        router_scores: keep the router's scores of the chosen experts (RSPO).
-        margins: keep the margins of their choices (replay of a part of the routes).
+        scorers: who else is asked.
+        decoded, shared: see `other_pass`.
     """
     policy.eval()
     mine = ranks.mine(rollout)
     size = SCORING_BATCH if batch_size is None and len(mine) > SCORING_BATCH else batch_size
     places = list(micro_batches(mine.attention_mask, size, in_order=shared))
+    router_logits = any(scorer.router_logits for scorer in scorers)
     routes, found = [], []
     for rows, columns in places:
         part = mine.rows(rows).columns(columns)
-        seen: dict[str, Tensor] = {}
-        layout = share_prompts(*part.tokens) if shared else None
-        if decoded:
-            assert part.routes is not None
-            routes.append(part.routes)
-            seen["logps"] = part.logps
-        else:
-            watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
-            near: AbstractContextManager[Any] = record_margins(policy) if margins else nullcontext()
-            with record_routes(policy) as recording, near as choices, watched as states:
-                old = token_logps(
-                    policy, *part.tokens, temperature=temperature, router_logits=router_scores, shared=layout
-                )
-            routes.append(layout.unpack(recording.routes) if layout else recording.routes)
-            seen["logps"] = old.logps
-            if margins:
-                seen["margins"] = choices.values.to(old.logps.device)
-            if part.routes is not None:  # of the rollout engine
-                other = share_prompts(*part.tokens, routes=part.routes) if shared else None
-                with replay_routes(policy, other.pack(part.routes) if other else part.routes, once=True):
-                    under = token_logps(policy, *part.tokens, temperature=temperature, shared=other)
-                seen["replayed_logps"] = under.logps
-            if old.router_logits is not None:
-                seen["route_scores"] = chosen_scores(old.router_logits, recording.routes)
-        if reference is not None:
-            seen["ref_logps"] = token_logps(reference, *part.tokens, temperature=temperature, shared=layout).logps
-        if critic:
-            seen["values"] = critic.values(part, states)
-        if reward_model:
-            seen["learned_rewards"] = reward_model.scores(part.input_ids, part.attention_mask)
-        found.append(seen)
+        with ExitStack() as stack:
+            watched = [stack.enter_context(scorer.watch(policy)) for scorer in scorers]
+            if decoded or shared:
+                seen = other_pass(policy, part, temperature, decoded, shared)
+            else:
+                seen = one_pass(policy, part, temperature, router_logits)
+        said = {"logps": seen.out.logps}
+        for scorer, own in zip(scorers, watched, strict=True):
+            said |= scorer.say(part, seen, own)
+        routes.append(seen.routes)
+        found.append(said)
     shape = mine.input_ids.shape
-    own = {name: joined([seen[name] for seen in found], places, shape) for name in found[0]}
+    own = {name: joined([said[name] for said in found], places, shape) for name in found[0]}
     for name, values in own.items():
         if name not in ("margins", "route_scores"):
             why = "that model are no longer usable, or a response has a token that it gives no probability"
@@ -128,6 +98,13 @@ def score_rollout(
     tensors = {name: ranks.gather(values, len(rollout)) for name, values in own.items()}
     whole = routes[0] if size is None else _joined_routes(routes, places, mine.input_ids)
     return Scores(routes=ranks.gather_routes(whole, len(rollout)), **tensors)
+
+
+def one_pass(policy: nn.Module, part: Rollout, temperature: float, router_logits: bool = False) -> Seen:
+    """What the policy says of a part of a rollout, and the experts that it chooses meanwhile."""
+    with record_routes(policy) as recording:
+        out = token_logps(policy, *part.tokens, temperature=temperature, router_logits=router_logits)
+    return Seen(out, recording.routes)
 
 
 def _joined_routes(

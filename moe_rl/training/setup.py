@@ -17,7 +17,7 @@ from moe_rl.policy.router_precision import keep_routers_fp32
 from moe_rl.policy.tiny import ModelError
 from moe_rl.rollout import make_task
 from moe_rl.rollout.continuing import in_turns
-from moe_rl.runlog import NoLog, RunLog
+from moe_rl.runlog import Mark, RunLog
 from moe_rl.training.config import RunConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import ranks_of
@@ -27,6 +27,7 @@ from moe_rl.training.method import resolve_method
 from moe_rl.training.optimizer import policy_optimizer
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.rollout_engine import build_engine, guard_of
+from moe_rl.training.scorers import EngineRoutes, Margins, Reference, RouterScores, Scorer
 from moe_rl.training.state import Listener, State
 from moe_rl.training.trackers import check_tracker, start_tracker
 
@@ -89,7 +90,7 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     guard = guard_of(engine, config.rollout, ranks.unwrap_model(policy), tokenizer, task, max_new_tokens, ranks)
     if config.tracker and ranks.main:
         log.listener = start_tracker(ranks, config.tracker, folder, config, listener)
-    return State(
+    state = State(
         config=config,
         folder=folder,
         ranks=ranks,
@@ -108,6 +109,38 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         reward_model=reward_model,
         expert_bias=bias,
     )
+    state.scorers = scorers_of(state)
+    return state
+
+
+def scorers_of(state: State) -> tuple[Scorer, ...]:
+    """Who has to be asked about rollouts beside the old policy, for what the configuration wants."""
+    temperature = state.config.rollout.temperature
+    asked = (
+        Margins() if state.config.method.keep < 1 else None,
+        EngineRoutes(state.policy, temperature) if state.records_routes else None,
+        RouterScores() if state.method.weighs_routes else None,
+        None if state.reference is None else Reference(state.reference, temperature),
+        state.critic,
+        state.reward_model,
+    )
+    return tuple(scorer for scorer in asked if scorer is not None)
+
+
+class NoLog(RunLog):
+    """Of ranks that do not write."""
+
+    def __init__(self) -> None:
+        self.listener = None
+
+    def append(self, kind: str, step: int, **values: Any) -> None:
+        pass
+
+    def mark(self) -> Mark:
+        return Mark(0, "")
+
+    def resume(self, mark: Mark | None) -> bool:
+        return False
 
 
 def check_forward(model: nn.Module) -> None:

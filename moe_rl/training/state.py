@@ -21,6 +21,7 @@ from moe_rl.training.method import Method
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.rollout_engine import SyncGuard
+from moe_rl.training.scorers import Scorer
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -36,6 +37,7 @@ class State:
         engine: who samples the policy's responses in training (`rollout.engine`).
         sync_guard: the watch over weight transfers to `engine`; None where the policy itself samples.
         max_new_tokens: length limit of a response.
+        scorers: who is asked about a rollout beside the old policy; nobody for plain GRPO.
         expert_bias: the selection bias of `optim.expert_bias_rate`; None without.
         waiting: scored batches that were not yet trained on; more than one under `rollout.lag`.
         drafts: batches whose responses are not finished, oldest first (`rollout.segment`).
@@ -58,6 +60,7 @@ class State:
     initial: nn.Module | None = None
     critic: Critic | None = None
     reward_model: RewardModel | None = None
+    scorers: tuple[Scorer, ...] = ()
     expert_bias: ExpertBias | None = None
     waiting: deque[Batch] = field(default_factory=deque)
     drafts: deque[Rollout] = field(default_factory=deque)
@@ -78,6 +81,13 @@ class State:
         if self.reward_model:
             found["reward"] = (self.reward_model.model, self.reward_model.optimizer)
         return {name: (self.ranks.unwrap_model(m), optimizer) for name, (m, optimizer) in found.items()}
+
+    @property
+    def records_routes(self) -> bool:
+        """Whether the routes of whoever samples the policy's responses are needed."""
+        config = self.config
+        wanted = config.method.replay == "R3" or config.rollout.scoring == "decoding" or self.sync_guard is not None
+        return wanted and self.method.source == "policy"
 
     def self_engine(self, model: nn.Module | None = None) -> Engine:
         """The current policy, or another model, that samples by itself, whatever `rollout.engine` is."""

@@ -16,7 +16,7 @@ from moe_rl.measure.router_shift import chosen_scores, shift_weight
 from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts
 from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
 from moe_rl.routing import RoutedExperts, change_counts, expert_load, noisy_routes, record_routes, replay_routes
-from moe_rl.training.batch import Batch, Place, joined, micro_batches
+from moe_rl.training.batch import Batch, Place, Totals, joined, micro_batches, totals_of
 from moe_rl.training.config import MethodConfig, OptimConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.dpo import pair_loss
@@ -58,17 +58,13 @@ def update_policy(
         group["lr"] = optim.learning_rate * warmup * group["multiplier"]
     policy.train()
     mine = ranks.mine(batch)
-    tokens, sequences = int(batch.completion_mask.sum()), int(batch.completion_mask.any(1).sum())
-    pairs = int((batch.advantages > 0).sum())
-    found = []
-    together = 2 if method.pairs else 1
+    totals, found = totals_of(batch), []
+    together, live = 2 if method.pairs else 1, bool(bias and bias.live)
     for place in micro_batches(mine.attention_mask, optim.micro_batch, together, in_order=optim.share_prompts):
         micro = mine.rows(place[0]).columns(place[1])
         share = len(micro) / len(batch)
         watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
-        shared = share_prompts(*micro.tokens, routes=forced_routes(arm, micro)) if optim.share_prompts else None
-        live = bool(bias and bias.live)
-        with update_routing(policy, arm, micro, noise, live, shared) as routing, watched as states:
+        with update_routing(policy, arm, micro, noise, live, optim.share_prompts) as routing, watched as states:
             out = token_logps(
                 policy,
                 *micro.tokens,
@@ -76,14 +72,14 @@ def update_policy(
                 entropy=True,
                 aux_loss=bool(optim.aux_loss_coef),
                 router_logits=method.weighs_routes,
-                shared=shared,
+                shared=routing.shared,
             )
-            loss = arm_loss(out, micro, method, arm, tokens, sequences, pairs)
+            loss = arm_loss(out, micro, method, arm, totals)
             total = loss.loss
             if out.aux_loss is not None:
                 total = total + optim.aux_loss_coef * share * out.aux_loss
             ranks.backward(total * ranks.size)  # which averages over ranks; these are shares of a sum
-        value_loss = critic.backward(micro, states, tokens) if critic else 0.0
+        value_loss = critic.backward(micro, states, totals.tokens) if critic else 0.0
         found.append(MicroBatch(place, loss, out, routing, share, value_loss))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
     load = ranks.gather(torch.stack([part.routing.loads for part in found]).sum(0)[None], ranks.size).sum(0)
@@ -106,12 +102,10 @@ def _not_finite(policy: nn.Module) -> list[str]:
     return [name for name, grad in named if grad is not None and not bool(grad.isfinite().all())]
 
 
-def arm_loss(
-    out: TokenLogps, batch: Batch, method: Method, arm: MethodConfig, tokens: int, sequences: int, pairs: int
-) -> LossOutput:
-    """The method's loss of these rows, of a minibatch of so many response tokens, sequences, and pairs (DPO)."""
+def arm_loss(out: TokenLogps, batch: Batch, method: Method, arm: MethodConfig, totals: Totals) -> LossOutput:
+    """The method's loss of these rows, of a minibatch with these totals."""
     if method.pairs:
-        return pair_loss(arm.beta, out.logps, batch, pairs)
+        return pair_loss(arm.beta, out.logps, batch, totals.pairs)
     return policy_loss(
         method.objective,
         out.logps,
@@ -121,8 +115,8 @@ def arm_loss(
         ref_logps=batch.ref_logps,
         rollout_logps=batch.rollout_logps if method.needs_rollout_logps else None,
         route_weight=route_weight(out, batch) if method.weighs_routes else None,
-        total_tokens=tokens,
-        total_sequences=sequences,
+        total_tokens=totals.tokens,
+        total_sequences=totals.sequences,
     )
 
 
@@ -139,8 +133,12 @@ class RoutingCount:
     """(token, site) rows of one update forward, how many of them by replay (under R3 all but padding and last tokens,
     which no engine routed); response slots that were routed otherwise than by the old policy (0 under a whole R2; under
     R3 what the engines differ by; under selection noise, the dose); tokens of each expert, prompts included: those
-    that were routed to it and, where the live choice is asked for under replay, those that would have been."""
+    that were routed to it and, where the live choice is asked for under replay, those that would have been.
 
+    shared: the rows that the model is to be called with, where responses share prompts; there from the beginning.
+    """
+
+    shared: SharedPrompts | None = None
     replayed_rows = 0
     routed_rows = 0
     slots_changed = 0
@@ -163,16 +161,17 @@ def update_routing(
     batch: Batch,
     noise: torch.Generator,
     live: bool = False,
-    shared: SharedPrompts | None = None,
+    share: bool = False,
 ) -> Iterator[RoutingCount]:
     """The arm's routing for forward and backward: live, noisy, or forced (`forced_routes`).
 
     live: under replay, also count the loads of what the routers would have chosen.
-    shared: the rows that the model is called with, where responses share prompts.
+    share: responses share prompts.
     """
     count, routes = RoutingCount(), forced_routes(method, batch)
-    if shared and routes:
-        routes = shared.pack(routes)
+    if share:
+        count.shared = share_prompts(*batch.tokens, routes=routes)
+        routes = None if routes is None else count.shared.pack(routes)
     with ExitStack() as stack:
         if method.noise:
             stack.enter_context(noisy_routes(model, method.noise, generator=noise))
@@ -181,6 +180,7 @@ def update_routing(
         yield count
     choices = [recording.routes, *([replay.shadow] if live and replay else [])]
     fixed = choices[0].meta.get("hash_routed", ())  # a table over token ids: no choice, nothing to replay
+    shared = count.shared
     routed = batch.input_ids.numel() if shared is None else shared.tokens
     count.routed_rows = routed * (len(choices[0].sites) - len(fixed))
     if shared:

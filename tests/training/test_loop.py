@@ -14,6 +14,7 @@ from moe_rl.training.batch import micro_batches
 from moe_rl.training.checkpoint import save_checkpoint
 from moe_rl.training.loop import collect_batch, responses
 from moe_rl.training.score import score_rollout
+from moe_rl.training.scorers import Margins, RouterScores
 
 
 def method(**changes):
@@ -244,12 +245,19 @@ def test_a_configuration_is_validated_once(tmp_path, monkeypatch):
     assert len(seen) == 2
 
 
+def test_plain_grpo_asks_nobody_but_the_old_policy(state_of, tmp_path):
+    assert state_of(replace(MICRO, method=MethodConfig(replay="R2")), tmp_path / "plain").scorers == ()
+    more = replace(MICRO, method=MethodConfig(objective="rspo", replay="R3", kl_coef=0.1))
+    asked = [type(scorer).__name__ for scorer in state_of(more, tmp_path / "more").scorers]
+    assert asked == ["EngineRoutes", "RouterScores", "Reference"]
+
+
 def test_scoring_in_micro_batches_says_what_scoring_at_once_does(state_of, tmp_path):
     """Of tokens; what stands on padding is nobody's, and routes of padding that was left out are -1."""
     long = replace(MICRO.rollout, max_new_tokens=20)
     state = state_of(replace(MICRO, rollout=long), tmp_path)
     rollout = responses(state, seeded_random(0, "prompts"), state.generator("sample"))
-    options = {"temperature": 1.0, "router_scores": True, "margins": True}
+    options = {"temperature": 1.0, "scorers": (RouterScores(), Margins())}
     whole, parts = (score_rollout(rollout, state.policy, state.ranks, **options, batch_size=n) for n in (None, 3))
     mask = rollout.attention_mask.bool()
     torch.testing.assert_close(parts.logps, whole.logps, rtol=1e-4, atol=1e-5)

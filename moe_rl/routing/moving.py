@@ -1,0 +1,140 @@
+"""Routes in other places: of some sites, elsewhere in a batch, under another padding, of several batches as one."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Bool, Int, Integer
+from torch import Tensor
+
+from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.packing import check_mask, words
+from moe_rl.routing.sites import match_sites
+
+Made = TypeVar("Made", bound="Moved")
+
+
+class Moved:
+    """What changes where the rows of `RoutedExperts` stand, into which it is mixed."""
+
+    packed: Tensor
+    sites: tuple[str, ...]
+    tokens: Tensor | None
+    shape: Any
+    device: Any
+    _experts: tuple[int, ...]
+    _meta: dict[str, Any]
+    _has_live: bool | None
+    _trusted: Any  # the constructor of what is known to be valid
+    _with: Any  # the same sites with other rows
+
+    def select(self: Made, sites: str | int | Iterable[str | int]) -> Made:
+        """The routes of some sites, in that order: names, shell patterns or indices (`match_sites`)."""
+        chosen = match_sites(self.sites, sites)
+        index = torch.tensor(chosen, device=self.device)
+        return self._trusted(
+            words(self.packed).index_select(2, index).view(self.packed.dtype),
+            tuple(self.sites[i] for i in chosen),
+            [self._experts[i] for i in chosen],
+            tokens=self.tokens,
+            meta=self._meta,
+            has_live=None if self._has_live else self._has_live,
+        )
+
+    def take(self: Made, index: Int[Tensor, "r n"]) -> Made:
+        """The routes of single tokens elsewhere: `index[i,j]` is a flat position in `[B*T]`, or -1 for none, which
+        has no route and an unknown token."""
+        at = index.to(self.device)
+        nothing, at = (at < 0).flatten(), at.flatten().clamp(min=0)
+        live = 255 if self.packed.dtype == torch.uint8 else -1
+        packed = words(self.packed).flatten(0, 1).index_select(0, at).masked_fill_(nothing[:, None, None], live)
+        tokens = None
+        if self.tokens is not None:
+            tokens = self.tokens.flatten().index_select(0, at).masked_fill_(nothing, -1).view(index.shape)
+        return self._with(packed.view(self.packed.dtype).view(*index.shape, *self.shape[2:]), tokens)
+
+    def realign(self: Made, from_mask: Tensor, to_mask: Tensor) -> Made:
+        """Move the routes from one padding to another: left to right, packed to padded, longer to shorter.
+
+        from_mask: `[B,T]` or `[B,T+1]`, True where the tokens of these routes are. One column more than the
+            routes is what `generate()` leads to: its last token was never fed back, so it has no route (-1).
+        to_mask: `[B,T']`, True where the same tokens shall be. The n-th True position of a row of from_mask
+            moves to the n-th True position of that row of to_mask; all other rows become -1.
+
+        Raises RoutingError if the masks are no tensors or have other shapes, or a sequence has other token counts in
+        the two.
+
+        >>> from moe_rl.routing import RoutedExperts
+        >>> left = RoutedExperts(torch.tensor([[[[-1]], [[5]], [[6]]]]), ["gate"], 8)
+        >>> left.realign(torch.tensor([[False, True, True]]), torch.tensor([[True, True]])).ids.flatten()
+        tensor([5, 6])
+        """
+        b, t = self.shape[:2]
+        check_mask(from_mask, "from_mask")
+        check_mask(to_mask, "to_mask")
+        source, target = from_mask.to(self.device).bool(), to_mask.to(self.device).bool()
+        if source.ndim != 2 or source.shape[0] != b or source.shape[1] not in (t, t + 1):
+            raise RoutingError(
+                f"from_mask must be [B,T] = [{b},{t}], or [{b},{t + 1}] if the last token has no route; "
+                f"got {list(source.shape)}"
+            )
+        if target.ndim != 2 or target.shape[0] != b:
+            raise RoutingError(f"to_mask must be [B,T'] with B = {b}, got {list(target.shape)}")
+        counts = torch.stack([source.sum(-1), target.sum(-1)]).cpu()
+        if not torch.equal(counts[0], counts[1]):
+            row = int((counts[0] != counts[1]).nonzero()[0])
+            raise RoutingError(
+                f"sequence {row} has {int(counts[0, row])} tokens in from_mask and {int(counts[1, row])} in "
+                "to_mask: the masks are of different batches, or one lacks the prompt or the last token"
+            )
+        live = 255 if self.packed.dtype == torch.uint8 else -1
+        packed = move_tokens(words(self.packed), source, target, live).view(self.packed.dtype)
+        tokens = None if self.tokens is None else move_tokens(self.tokens, source, target, -1)
+        return self._with(packed, tokens)
+
+    @classmethod
+    def cat(cls: type[Made], parts: Sequence[Made]) -> Made:
+        """Join batches along B. Values in `meta` that differ are dropped; unknown tokens become -1.
+
+        Raises RoutingError if sites, num_experts, T or K differ.
+        """
+        if not parts:
+            raise RoutingError("cat needs at least one RoutedExperts")
+        first = parts[0]
+        for i, part in enumerate(parts):
+            if (part.sites, part._experts, part.shape[3]) != (first.sites, first._experts, first.shape[3]):
+                raise RoutingError(f"part {i} has other sites, experts or slots: {part} after {first}")
+            if part.shape[1] != first.shape[1]:
+                raise RoutingError(
+                    f"part {i} has T = {part.shape[1]}, part 0 has {first.shape[1]}: bring them to one width "
+                    "with realign first"
+                )
+        tokens = None
+        if any(part.tokens is not None for part in parts):
+            unknown = [torch.full(p.shape[:2], -1, dtype=torch.int32, device=p.device) for p in parts]
+            tokens = torch.cat([u if p.tokens is None else p.tokens for u, p in zip(unknown, parts, strict=True)])
+        shared = {k: v for k, v in first._meta.items() if all(p._meta.get(k, ...) == v for p in parts)}
+        known = [part._has_live for part in parts]
+        has_live = True if True in known else None if None in known else False
+        return cls._trusted(
+            torch.cat([words(part.packed) for part in parts]).view(first.packed.dtype),
+            first.sites,
+            first._experts,
+            tokens=tokens,
+            meta=shared,
+            has_live=has_live,
+        )
+
+
+def move_tokens(
+    values: Integer[Tensor, "B T *rest"],
+    source: Bool[Tensor, "B T_source"],
+    target: Bool[Tensor, "B T_target"],
+    fill: int,
+) -> Integer[Tensor, "B T_target *rest"]:
+    """The n-th True position of `source` to the n-th of `target`; `fill` elsewhere and where `values` end."""
+    b, t = values.shape[:2]
+    extra = values.new_full((b, source.shape[1] - t, *values.shape[2:]), fill)
+    moved = values.new_full((b, target.shape[1], *values.shape[2:]), fill)
+    moved[target] = torch.cat([values, extra], dim=1)[source]
+    return moved

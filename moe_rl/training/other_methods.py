@@ -1,0 +1,137 @@
+"""What other methods and options do in the place of GRPO's sampling, rewards and advantages, and between steps."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from moe_rl.objectives import (
+    accepted_advantages,
+    decoupled_advantages,
+    leave_one_out_advantages,
+    process_advantages,
+)
+from moe_rl.objectives.bounds import unknown
+from moe_rl.rollout import Rollout, demonstrate, named_rewards, seeded_random, step_rewards
+from moe_rl.rollout.continuing import partial_responses, version_metrics
+from moe_rl.rollout.dapo import overlong_penalty, refill
+from moe_rl.rollout.task import problems_of
+from moe_rl.training.score import Scores
+from moe_rl.training.state import State
+
+
+def other_responses(state: State, rng: Any, options: dict[str, Any]) -> Rollout:
+    """Responses that the policy does not write at one go: the task's demonstrations, as many as a batch has responses,
+    or those that are written a segment at a time (`rollout.segment`). `options`: those of `Engine.sample`."""
+    config, task = state.config.rollout, state.task
+    if state.method.source == "demonstrations":
+        problems = problems_of(task, rng, config.prompts * config.group_size)
+        return demonstrate(task, state.tokenizer, problems, rng)
+    assert config.segment is not None
+    return partial_responses(
+        state.drafts,
+        state.engine,
+        partial(problems_of, task, rng, config.prompts),
+        partial(state.generator, "sample"),
+        segment=config.segment,
+        longest=state.max_new_tokens,
+        version=state.step,
+        **options,
+    )
+
+
+def other_sampling(
+    state: State, rollout: Rollout, more: Callable[[torch.Generator, int], Rollout]
+) -> tuple[Rollout, dict[str, Any]]:
+    """What becomes of responses before they are scored, and what is logged of it: how old tokens of partial rollouts
+    are; groups without a signal are replaced (`rollout.dynamic_sampling`).
+
+    more: responses to new prompts, to so many at least.
+    """
+    index, attempts = len(state.waiting), state.config.rollout.dynamic_sampling
+    logged = {} if rollout.versions is None else version_metrics(rollout, state.step)
+    if not attempts:
+        return rollout, logged
+    return refill(rollout, lambda attempt, count: more(state.generator(f"refill/{attempt}", index), count), attempts)
+
+
+def other_rewards(state: State, rollout: Rollout, scores: Scores) -> tuple[Float[Tensor, " B"], dict[str, Any]]:
+    """Rewards that advantages are made of where they are not the verifier's: the reward model's, less what overlong
+    responses pay; and what is logged of them. The reward model hears what the verifier said."""
+    learned, metrics = scores.learned_rewards, dict[str, Any]()
+    rewards = rollout.rewards if learned is None else learned
+    if state.reward_model and learned is not None:
+        agreement = state.reward_model.agreement(rollout.rewards, learned, rollout.group_size)
+        metrics = {"learned_reward": learned.mean(), "learned_reward_agreement": agreement}
+        state.reward_model.observe(rollout)
+    if buffer := state.config.rollout.overlong_buffer:
+        penalty = overlong_penalty(rollout.lengths, state.max_new_tokens, buffer).to(rewards)
+        rewards = rewards + penalty
+        metrics |= {"overlong_penalty": penalty.mean(), "overlong": (penalty < 0).float().mean()}
+    return rewards, metrics
+
+
+def other_advantages(
+    state: State, rewards: Float[Tensor, " B"], rollout: Rollout, scores: Scores
+) -> tuple[Float[Tensor, " B"] | Float[Tensor, "B T"], Float[Tensor, "B T"] | None, dict[str, Any]]:
+    """Advantages of a method whose kind is not `group`, `[B]` or, for `gae` and `process`, `[B,T]`; the value model's
+    returns, if there is one; and what is to be logged of both.
+
+    The kinds: `gae` (a value model), `leave_one_out`, `one`, `accepted`; `process` (step rewards of the task,
+    normalised in the group, returns-to-go) and `decoupled` (several rewards of the task, GDPO) do not look at
+    `rewards`. Of `pair` (DPO) they are 0 until the pairs are made.
+
+    Args:
+        rewards: what counts as each response's reward, the verifier's or a learned model's.
+    """
+    method, size = state.method, rollout.group_size
+    match method.advantage:
+        case "gae":
+            assert state.critic is not None and scores.values is not None
+            return state.critic.advantages(rewards, scores.values, rollout.completion_mask)
+        case "pair":
+            return torch.zeros_like(rewards), None, {}
+        case "leave_one_out":
+            return leave_one_out_advantages(rewards, size), None, {}
+        case "one":
+            return torch.ones_like(rewards), None, {}
+        case "accepted":
+            accepted = accepted_advantages(rewards)
+            return accepted, None, {"accepted": float(accepted.mean())}
+        case "process":
+            values, ends = step_rewards(state.task, state.tokenizer, rollout)
+            count = int(ends.sum())
+            metrics = {"step_reward": float(values.sum()) / max(1, count), "steps_per_response": count / len(rollout)}
+            return process_advantages(values, ends, size, scale=method.objective.advantage_scale), None, metrics
+        case "decoupled":
+            names, table = named_rewards(state.task, rollout)
+            metrics = {f"reward_{name}": float(column.mean()) for name, column in zip(names, table.T, strict=True)}
+            return decoupled_advantages(table, size), None, metrics
+    known = ["group", "gae", "pair", "leave_one_out", "one", "accepted", "process", "decoupled"]
+    raise ValueError(unknown("advantage", method.advantage, known))
+
+
+# -- between steps -----------------------------------------------------------------------------------------------------
+
+
+def reset_reference(state: State) -> None:
+    """Iterative GRPO: every `optim.reference_reset_every` steps the current policy becomes the reference."""
+    every = state.config.optim.reference_reset_every
+    if state.reference is not None and every and state.step and state.step % every == 0:
+        state.reference.load_state_dict(state.ranks.unwrap_model(state.policy).state_dict())
+
+
+def retrain_reward_model(state: State, sample: Callable[..., Rollout]) -> dict[str, Any]:
+    """At the steps that `reward.retrain_every` names the reward model learns from what the policy has sampled since,
+    or, at first, from batches that are sampled for it (`responses` of the loop). Returns what is to be logged."""
+    config, model = state.config.reward, state.reward_model
+    if model is None or state.step % config.retrain_every:
+        return {}
+    for index in range(config.initial_batches if state.step == 0 else 0):
+        model.observe(
+            sample(state, seeded_random(state.config.seed, "reward", index), state.generator("reward", index))
+        )
+    return {f"reward_model_{name}": value for name, value in model.retrain(state.generator("retrain")).items()}
