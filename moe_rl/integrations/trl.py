@@ -49,7 +49,7 @@ def routing_replay(trainer_class: type) -> Any:
 
     It takes the arguments of `trainer_class`, and by name:
 
-    - replay: must be given. "none" measures only, and changes no bit of the training. "R2" forces the experts that the
+    - replay: "none", which a warning says where it is not named, measures only, and changes no bit of the training. "R2" forces the experts that the
       old policy chose when TRL scored the batch. "R3" forces those that the engine chose that sampled it, in the
       scoring pass and in the updates: `rollout_func` returns them as the field "routed_experts", per sequence integers
       `[P+G-1, layers, K]`, or vLLM does (colocated only).
@@ -78,7 +78,7 @@ def routing_replay(trainer_class: type) -> Any:
 
     Raises (when the trainer is made):
         TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.
-        RoutingError: `replay` left out or unknown; other options out of their ranges; settings under which the ratio is
+        RoutingError: a `replay` that is not known; other options out of their ranges; settings under which the ratio is
             1 by construction; dropout; R3 without a source of routes; and, while it trains, whatever would be a step
             without replay, or under routes of another policy.
     """
@@ -107,9 +107,10 @@ class _RoutingReplay(ReplayTrainer):
         **kwargs: Any,
     ) -> None:
         if replay is None:
-            raise RoutingError(
-                'replay is missing, and has no default: replay="none" measures only, "R2" replays the experts of the '
-                'old policy, "R3" those of the engine that sampled'
+            replay = "none"
+            _LOG.warning(
+                'replay is not named, so nothing is replayed: replay="none" (measure only), "R2" replays the experts of '
+                'the old policy, "R3" those of the engine that sampled'
             )
         self._choose(replay, KINDS, first_change_tolerance)
         refusal = None if probe_sequences is None else COUNT_OR_NONE.refusal("probe_sequences", probe_sequences)

@@ -229,10 +229,13 @@ def test_unknown_replay_is_refused(tmp_path):
         make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "r2"})
 
 
-def test_replay_that_is_not_named_is_refused_with_the_choices(tmp_path):
-    """A default would train silently without the replay that somebody came for, or with one that nobody asked for."""
-    with pytest.raises(RoutingError, match=r'replay is missing.*"none" measures only, "R2" .*, "R3" '):
-        make(routing_replay(GRPOTrainer), tmp_path)
+def test_replay_that_is_not_named_is_none_and_is_said(tmp_path, caplog):
+    """Somebody who came for replay and forgot to name it must not train without it and without a word."""
+    assert make(routing_replay(GRPOTrainer), tmp_path).replay == "none"
+    assert "nothing is replayed" in caplog.text and '"R2"' in caplog.text
+    caplog.clear()
+    make(routing_replay(GRPOTrainer), tmp_path, options=MEASURED)
+    assert "nothing is replayed" not in caplog.text
 
 
 @pytest.mark.parametrize(
