@@ -49,10 +49,10 @@ def routing_replay(trainer_class: type) -> Any:
 
     It takes the arguments of `trainer_class`, and by name:
 
-    - replay: "none", which a warning says where it is not named, measures only, and changes no bit of the training. "R2" forces the experts that the
-      old policy chose when TRL scored the batch. "R3" forces those that the engine chose that sampled it, in the
-      scoring pass and in the updates: `rollout_func` returns them as the field "routed_experts", per sequence integers
-      `[P+G-1, layers, K]`, or vLLM does (colocated only).
+    - replay: "none" (a warning says so where it is not named) measures only, and changes no bit of the training. "R2"
+      forces the experts that the old policy chose when TRL scored the batch. "R3" forces those that the engine chose
+      that sampled it, in the scoring pass and in the updates: `rollout_func` returns them as the field
+      "routed_experts", per sequence integers `[P+G-1, layers, K]`, or vLLM does (colocated only).
     - run_folder: rows for `moe_rl.study.load`, `moe-rl figures` and `moe-rl watch`; a study's folder, or a run's
       (`.../ARM/seedN`).
     - probe_sequences: sequences per process that are scored twice more after each update, live and replayed, for the
@@ -109,8 +109,8 @@ class _RoutingReplay(ReplayTrainer):
         if replay is None:
             replay = "none"
             _LOG.warning(
-                'replay is not named, so nothing is replayed: replay="none" (measure only), "R2" replays the experts of '
-                'the old policy, "R3" those of the engine that sampled'
+                'replay is not named, so nothing is replayed: replay="none" (measure only), "R2" replays the experts '
+                'of the old policy, "R3" those of the engine that sampled'
             )
         self._choose(replay, KINDS, first_change_tolerance)
         refusal = None if probe_sequences is None else COUNT_OR_NONE.refusal("probe_sequences", probe_sequences)
