@@ -187,6 +187,7 @@ def test_a_host_that_ends_in_the_middle_is_named(tmp_path):
         threading.Timer(0.5, host.send_signal, [signal.SIGKILL]).start()
         with pytest.raises(EngineError, match=r"was lost while it was asked to logps .*the same command goes on with"):
             server.ask({"do": "logps", "temperature": "hang"})
+        assert host.wait(30) == -signal.SIGKILL  # its sockets close before it has ended
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at /proc")
