@@ -3,7 +3,8 @@
     sample responses -> score them (old log-probabilities and routes in one pass) -> advantages
     -> for each minibatch: forward and backward, inside replay for a replay arm, and one optimizer step -> probe
 
-Each step takes the few things that it needs and returns what it made; only the functions here hold the whole state.
+Each step takes the few things that it needs and returns what it made. The functions here hold the whole state, and
+those of `other_methods` that sample, or change the models, in the place of these.
 """
 
 import random
@@ -205,10 +206,12 @@ def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tenso
     """Advantages by the method's kind, the value model's returns if there is one, and what is logged of both."""
     method, rewards, metrics = state.method, rollout.rewards, dict[str, Any]()
     if state.reward_model or state.config.rollout.overlong_buffer:
-        rewards, metrics = other_rewards(state, rollout, scores)
+        buffer, learned = state.config.rollout.overlong_buffer, scores.learned_rewards
+        rewards, metrics = other_rewards(rollout, learned, state.reward_model, buffer, state.max_new_tokens)
     if method.advantage == "group":
         return group_advantages(rewards, rollout.group_size, method.objective.advantage_scale), None, metrics
-    advantages, returns, more = other_advantages(state, rewards, rollout, scores)
+    parts = {"task": state.task, "tokenizer": state.tokenizer, "critic": state.critic, "values": scores.values}
+    advantages, returns, more = other_advantages(method, rewards, rollout, **parts)
     return advantages, returns, {**metrics, **more}
 
 

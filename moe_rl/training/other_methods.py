@@ -19,7 +19,9 @@ from moe_rl.rollout import Rollout, demonstrate, named_rewards, seeded_random, s
 from moe_rl.rollout.continuing import partial_responses, version_metrics
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.task import problems_of
-from moe_rl.training.score import Scores
+from moe_rl.training.critic import Critic
+from moe_rl.training.method import Method
+from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.state import State
 
 
@@ -58,24 +60,40 @@ def other_sampling(
     return refill(rollout, lambda attempt, count: more(state.generator(f"refill/{attempt}", index), count), attempts)
 
 
-def other_rewards(state: State, rollout: Rollout, scores: Scores) -> tuple[Float[Tensor, " B"], dict[str, Any]]:
-    """Rewards that advantages are made of where they are not the verifier's: the reward model's, less what overlong
-    responses pay; and what is logged of them. The reward model hears what the verifier said."""
-    learned, metrics = scores.learned_rewards, dict[str, Any]()
+def other_rewards(
+    rollout: Rollout,
+    learned: Float[Tensor, " B"] | None,
+    reward_model: RewardModel | None,
+    buffer: int | None,
+    longest: int,
+) -> tuple[Float[Tensor, " B"], dict[str, Any]]:
+    """Rewards that advantages are made of where they are not the verifier's: the reward model's (`learned`), less what
+    overlong responses pay; and what is logged of them. The reward model hears what the verifier said.
+
+    buffer: tokens before the length limit `longest` in which a response is overlong (`rollout.overlong_buffer`).
+    """
+    metrics = dict[str, Any]()
     rewards = rollout.rewards if learned is None else learned
-    if state.reward_model and learned is not None:
-        agreement = state.reward_model.agreement(rollout.rewards, learned, rollout.group_size)
+    if reward_model and learned is not None:
+        agreement = reward_model.agreement(rollout.rewards, learned, rollout.group_size)
         metrics = {"learned_reward": learned.mean(), "learned_reward_agreement": agreement}
-        state.reward_model.observe(rollout)
-    if buffer := state.config.rollout.overlong_buffer:
-        penalty = overlong_penalty(rollout.lengths, state.max_new_tokens, buffer).to(rewards)
+        reward_model.observe(rollout)
+    if buffer:
+        penalty = overlong_penalty(rollout.lengths, longest, buffer).to(rewards)
         rewards = rewards + penalty
         metrics |= {"overlong_penalty": penalty.mean(), "overlong": (penalty < 0).float().mean()}
     return rewards, metrics
 
 
 def other_advantages(
-    state: State, rewards: Float[Tensor, " B"], rollout: Rollout, scores: Scores
+    method: Method,
+    rewards: Float[Tensor, " B"],
+    rollout: Rollout,
+    *,
+    task: Any,
+    tokenizer: Any,
+    critic: Critic | None = None,
+    values: Float[Tensor, "B T"] | None = None,
 ) -> tuple[Float[Tensor, " B"] | Float[Tensor, "B T"], Float[Tensor, "B T"] | None, dict[str, Any]]:
     """Advantages of a method whose kind is not `group`, `[B]` or, for `gae` and `process`, `[B,T]`; the value model's
     returns, if there is one; and what is to be logged of both.
@@ -86,12 +104,13 @@ def other_advantages(
 
     Args:
         rewards: what counts as each response's reward, the verifier's or a learned model's.
+        critic, values: of `gae`: the value model and what it said of the responses, units of reward.
     """
-    method, size = state.method, rollout.group_size
+    size = rollout.group_size
     match method.advantage:
         case "gae":
-            assert state.critic is not None and scores.values is not None
-            return state.critic.advantages(rewards, scores.values, rollout.completion_mask)
+            assert critic is not None and values is not None
+            return critic.advantages(rewards, values, rollout.completion_mask)
         case "pair":
             return torch.zeros_like(rewards), None, {}
         case "leave_one_out":
@@ -102,12 +121,12 @@ def other_advantages(
             accepted = accepted_advantages(rewards)
             return accepted, None, {"accepted": float(accepted.mean())}
         case "process":
-            values, ends = step_rewards(state.task, state.tokenizer, rollout)
+            steps, ends = step_rewards(task, tokenizer, rollout)
             count = int(ends.sum())
-            metrics = {"step_reward": float(values.sum()) / max(1, count), "steps_per_response": count / len(rollout)}
-            return process_advantages(values, ends, size, scale=method.objective.advantage_scale), None, metrics
+            metrics = {"step_reward": float(steps.sum()) / max(1, count), "steps_per_response": count / len(rollout)}
+            return process_advantages(steps, ends, size, scale=method.objective.advantage_scale), None, metrics
         case "decoupled":
-            names, table = named_rewards(state.task, rollout)
+            names, table = named_rewards(task, rollout)
             metrics = {f"reward_{name}": float(column.mean()) for name, column in zip(names, table.T, strict=True)}
             return decoupled_advantages(table, size), None, metrics
     known = ["group", "gae", "pair", "leave_one_out", "one", "accepted", "process", "decoupled"]
