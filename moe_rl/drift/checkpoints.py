@@ -40,7 +40,7 @@ SIZES = (
     "vocab_size",
 )
 _NO_MATTER = re.compile(
-    "^_|architectures|version|dtype|use_cache|token_id|^output_|return_dict|id2label|label2id|problem_type|chunk_size"
+    "^_|architectures|version|dtype|use_cache|token_id|^output_|return_dict|id2label|label2id|problem_type|^chunk_size"
     "|initializer|aux_loss|dropout|input_jitter|moe_jitter|max_position|tie_word|quantization|auto_map|pretraining_tp|gradient"
 )
 SAMPLE = ("The quick brown fox.", " 12+34=46\n", "(a*b) - c_d", "naïve Ω 漢字 🙂")

@@ -166,13 +166,15 @@ def free_bytes(device: torch.device) -> int | None:
 
 def position_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
     """Sites changed by the position of the token in its response: `position_sites_changed` over `position_sites`, lists
-    from position 0 (the first token of `mask` in its row) to the last that any row has.
+    from position 0 (the first token of `mask` in its row) to the last that any row has. Positions within that are no
+    tokens of `mask`, such as a tool's text, count, and have no sites there.
 
     >>> old, new = (RoutedExperts(torch.tensor(ids).view(1, 3, 1, 1), ("gate",), 4) for ids in ([0, 1, 2], [3, 1, 0]))
     >>> {name: x.tolist() for name, x in position_metrics(old, new, torch.tensor([[False, True, True]])).items()}
     {'position_sites_changed': [0, 1], 'position_sites': [1, 1]}
     """
-    position = (mask.cumsum(1) - 1)[mask].cpu()
+    first = mask.int().argmax(1, keepdim=True)
+    position = (torch.arange(mask.shape[1], device=mask.device) - first)[mask].cpu()
     flips = flips_per_token(old, new).cpu()[mask.cpu()]
     return {
         "position_sites_changed": torch.bincount(position, flips.double()).long(),

@@ -2,7 +2,7 @@
 
 import importlib.util
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -58,31 +58,26 @@ class ReasoningGym(VerifiableTask):
         return "".join(sorted({c for p in drawn for c in p.prompt + p.answer} | {BOS, EOS}))
 
     def draw(self, rng: random.Random) -> Problem:
-        entry = self._questions[rng.randrange(self.size)]
+        index = rng.randrange(self.size)
+        entry = self._questions[index]
         problem = as_problem(entry["question"], str(entry["answer"]), chat=self.chat, instruction=self.instruction)
-        self._drawn[problem.prompt] = entry
-        return problem
+        return replace(problem, index=index)
 
     def reward(self, problem: Problem, completion: str) -> float:
         from reasoning_gym.utils import extract_answer
 
-        if problem.prompt not in self._drawn:
-            raise TaskError(f"reasoning_gym: this task object did not draw {problem.prompt[:80]!r}")
+        if problem.index is None:
+            raise TaskError(f"reasoning_gym: {problem.prompt[:80]!r} is none of its questions: it has no index")
         given = extract_answer(completion)
         answer = completion.strip() if given is None else given
         try:
-            return float(self._questions.score_answer(answer=answer, entry=self._drawn[problem.prompt]))
+            return float(self._questions.score_answer(answer=answer, entry=self._questions[problem.index]))
         except Exception:  # some scorers fail on malformed answers
             return 0.0
 
     def demonstration(self, problem: Problem, rng: random.Random, noise: float = 0.0) -> str:
         """The answer; with probability `noise`, that of some other question."""
         return self.draw(rng).answer if rng.random() < noise else problem.answer
-
-    @cached_property
-    def _drawn(self) -> dict[str, dict[str, Any]]:
-        """What scorers need to know of each question."""
-        return {}
 
     @cached_property
     def _questions(self) -> Any:

@@ -33,11 +33,13 @@ class Problem:
     prompt: the text that is continued; where there are messages, the same to read.
     answer: for the verifier.
     messages: the prompt as a conversation, for the tokenizer's chat template; None: `prompt` as it stands.
+    index: its number in the data set of the task, for a verifier that looks it up; None: it has none.
     """
 
     prompt: str
     answer: str
     messages: Messages | None = None
+    index: int | None = None
 
 
 @runtime_checkable
@@ -91,7 +93,7 @@ class VerifiableTask:
     ...     def reward(self, problem, completion):
     ...         return float(completion == problem.answer)
     >>> Double().problem(random.Random(0)), isinstance(Double(), Task)
-    (Problem(prompt='^776=', answer='1552', messages=None), True)
+    (Problem(prompt='^776=', answer='1552', messages=None, index=None), True)
     """
 
     def draw(self, rng: random.Random) -> Problem:

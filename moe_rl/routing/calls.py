@@ -257,7 +257,8 @@ class Recording(Listener):
     """The experts that were used, as their ids reached them. Rows are packed as they come.
 
     `.routes`: all of it as one RoutedExperts: one forward, one generate() (`[B,P+G-1,L,K]`: the last sampled token was
-        never routed), or several forwards of one length, joined along the batch.
+        never routed; with drafts, of prompt lookup or an assistant, those that were rejected last stay behind it, and
+        `routes.columns(slice(P + G - 1))` is without them), or several forwards of one length, joined along the batch.
     `.calls`: one RoutedExperts per logical forward; calls on one KV cache are one.
     `.steps`: one per call of the model, whatever happened to the cache in between.
     """

@@ -214,4 +214,7 @@ class Selection(TorchFunctionMode):
         if job.shadow and live is not None and best is not None and scores is not None:
             used = scores.detach().clone()  # what the router goes on with: some renormalise it in place
             best = used if best is scores else best.detach()
+            if job.bias is not None:  # a part of what is ranked, and not of the gates
+                bias = job.bias.to(used.device)
+                best, used = best + bias[live], used + bias[ids]
             job.live, job.best, job.scores = live.reshape(-1, k), best.reshape(-1, k), used.reshape(-1, k)

@@ -15,7 +15,7 @@ def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
     found = {(run.arm, run.seed): RunAlarms(alarms) for run in data.runs}
     wanted: dict[str, set[str]] = {"rollout": {"reward"}}
     for alarm in alarms:
-        wanted.setdefault(alarm.kind, set()).update(name for name in (alarm.metric, alarm.over) if name)
+        wanted.setdefault(alarm.kind, {"skipped"}).update(name for name in (alarm.metric, alarm.over) if name)
     for kind, names in wanted.items():
         frame = getattr(data, FIELDS[kind])
         columns = [name for name in ("arm", "seed", "step", "pair", *sorted(names)) if name in frame]

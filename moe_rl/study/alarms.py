@@ -44,9 +44,11 @@ class Alarm:
     spike: bool = False
 
     def value(self, row: Mapping[str, Any]) -> float | None:
-        """What a row says of the signal; None if nothing."""
+        """What a row says of the signal; None if nothing. A gradient that was not finite, and is null in a row, is infinite."""
         if row.get("kind") != self.kind or (self.kind == "engine" and row.get("pair") != "engines"):
             return None
+        if self.metric == "grad_norm" and row.get("skipped") == 1:
+            return math.inf
         found = _number(row.get(self.metric))
         if found is None or not self.over:
             return found
@@ -175,7 +177,7 @@ class RunAlarms:
                 steps.append((step, value))
 
     def _crosses(self, alarm: Alarm, value: float) -> bool:
-        if alarm.spike:
+        if alarm.spike and value < math.inf:
             return self._spikes[alarm.name].crosses(value)
         return value > alarm.threshold if alarm.above else value < alarm.threshold
 
@@ -195,9 +197,9 @@ class RunAlarms:
         return sorted((pair for pair in first if pair[1] <= end), key=lambda pair: pair[1])
 
     def summary(self) -> dict[str, Any]:
-        """As JSON: `crossed` ({alarm: [[step, value], ...]}), alarms whose signal the run `lacks`, `collapse`, `first`."""
+        """As JSON: `crossed` ({alarm: [[step, value], ...]}, null for what is infinite), alarms whose signal the run `lacks`, `collapse`, `first`."""
         return {
-            "crossed": {name: [[step, float(f"{v:.4g}")] for step, v in found] for name, found in self.crossed.items()},
+            "crossed": {name: [[step, _short(v)] for step, v in found] for name, found in self.crossed.items()},
             "lacks": [name for name, count in self.seen.items() if not count],
             "collapse": self.collapse,
             "first": [[alarm.name, step] for alarm, step in self.before_collapse()],
@@ -224,3 +226,7 @@ def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def _short(value: float) -> float | None:
+    return float(f"{value:.4g}") if math.isfinite(value) else None

@@ -31,6 +31,7 @@ from moe_rl.study.folders import (
     run_folders,
     stacked,
     step_of,
+    update_of,
 )
 from moe_rl.study.words import not_mathematics
 
@@ -203,13 +204,14 @@ class StudyData:
 
     @cached_property
     def route_files(self) -> pd.DataFrame:
-        """Stored routes, on demand: arm, seed, step and path, for `moe_rl.training.route_tables.read_route_table`."""
+        """Stored routes, on demand: arm, seed, step, update (0: the old policy's) and path, those of a run in
+        their order, for `moe_rl.training.route_tables.read_route_table`."""
         rows = [
-            {"arm": run.arm, "seed": run.seed, "step": step_of(file), "path": file}
+            {"arm": run.arm, "seed": run.seed, "step": step_of(file), "update": update_of(file), "path": file}
             for run in self.runs
-            for file in sorted((run.folder / "routes").glob("[!.]*.parquet"))
+            for file in sorted((run.folder / "routes").glob("[!.]*.parquet"), key=lambda f: (step_of(f), update_of(f)))
         ]
-        return pd.DataFrame(rows, columns=["arm", "seed", "step", "path"])
+        return pd.DataFrame(rows, columns=["arm", "seed", "step", "update", "path"])
 
 
 def load(path: str | Path) -> StudyData:

@@ -259,3 +259,9 @@ def step_of(path: Path) -> int:
     if not match:
         raise StudyDataError(f"{path}: expected a name like step_000012{path.suffix}")
     return int(match.group(1))
+
+
+def update_of(path: Path) -> int:
+    """The update in a file name; 0 where there is none."""
+    match = re.search(r"update_(\d+)", path.name)
+    return int(match.group(1)) if match else 0

@@ -111,7 +111,7 @@ def _over_seeds(
     table: pd.DataFrame, keys: list[str], names: Sequence[str] = (), geometric: Sequence[str] = ()
 ) -> pd.DataFrame:
     """Mean over seeds of these columns, by default of all but the keys, with its interval in `_low` and `_high`; those
-    of `geometric` by logarithms."""
+    of `geometric` by logarithms. `n` seeds; `_n` those with a value, where they are fewer."""
     names = names or [str(name) for name in table if name not in (*keys, "seed")]
     rows = []
     for key, part in table.groupby(keys, sort=False):
@@ -120,6 +120,8 @@ def _over_seeds(
             values = part[name].to_numpy(dtype=float)
             found = seed_interval(np.log(values)).exp() if name in geometric else seed_interval(values)
             row |= found.columns(name, f"{name}_")
+            if found.n != row["n"]:  # some seeds have no such value
+                row[f"{name}_n"] = found.n
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -10,7 +10,7 @@ from drift_models import ALPHABET, build, refused, save
 from transformers import AutoConfig
 
 from moe_rl.cli import main
-from moe_rl.drift.checkpoints import check_device
+from moe_rl.drift.checkpoints import _settings, check_device
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.policy.tiny import char_tokenizer
@@ -76,6 +76,10 @@ def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
     assert re.search(message, error), error
     assert error.count("moe-rl: error") == 1 and "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+def test_a_chunk_of_attention_is_a_setting_and_one_of_memory_is_none():
+    assert _settings({"attention_chunk_size": 8192, "chunk_size_feed_forward": 2}) == {"attention_chunk_size": 8192}
 
 
 def test_settings_that_change_what_equal_weights_compute_are_named(saved, prompts, tmp_path, capsys, undrawn):

@@ -67,6 +67,9 @@ def test_changes_by_site_and_position_of_two_responses():
     assert metrics["deviation_histogram"].tolist() == [2, 3, 1]  # pairs of 0, 1, 2 changed slots
     by_position = {name: values.tolist() for name, values in position_metrics(*routes, mask).items()}
     assert by_position == {"position_sites_changed": [3, 1], "position_sites": [4, 2]}
+    mask = torch.tensor([[True, False, True], [False, True, True]])  # a tool's text between two turns has its position
+    by_position = {name: values.tolist() for name, values in position_metrics(*routes, mask).items()}
+    assert by_position == {"position_sites_changed": [1, 2, 1], "position_sites": [4, 2, 2]}
 
 
 def test_gates_and_margins_are_of_the_chosen_experts():

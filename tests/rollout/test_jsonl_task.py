@@ -202,6 +202,9 @@ def test_bad_options(options, message):
         ("1234.5", "$1,234.50", False, True),
         ("0.5", ".5", False, True),
         ("12", "x12", False, False),  # part of a word is no number
+        ("0.5", "EUR12.50", False, False),  # nor is the tail of one
+        ("1.2", "See version 1.2.3", False, True),
+        ("-0.5", "so x=-.5", False, True),
         ("\\frac{1}{2}", "\\boxed{\\frac{1}{2}}", False, True),
         ("\\frac{1}{2}", "\\boxed{0.5}", False, False),  # mathematics: math_verify
         ("Paris", "I think\nparis.", False, True),
@@ -317,6 +320,10 @@ def test_reasoning_gym_by_its_interface(fake_reasoning_gym):
     answers = [problem.answer, f"so <answer>{problem.answer}</answer>", "no", "crash"]
     assert [made.reward(problem, text) for text in answers] == [1.0, 1.0, 0.25, 0.0]
     assert made.chats and made.max_new_tokens == 9
+    again = gym(dataset="sums", config={"low": 3}, seed=5)
+    assert again.reward(problem, problem.answer) == 1.0, "a question that an earlier process drew"
+    with pytest.raises(TaskError, match="is none of its questions"):
+        again.reward(Problem("1+1=", "2"), "2")
     for options, message in (
         ({"dataset": "sum"}, "task.options.dataset: unknown 'sum'; did you mean 'sums'"),
         ({"dataset": "sums", "config": {"high": 1}}, "task.options.config: sums cannot be made with {'high': 1}"),

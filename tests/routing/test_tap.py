@@ -9,7 +9,15 @@ import torch
 from routing_helpers import disturbed, grads, moe, routes_of, tokens
 from torch import Tensor
 
-from moe_rl.routing import RoutedExperts, RoutingError, find_sites, noisy_routes, record_routes, replay_routes
+from moe_rl.routing import (
+    RoutedExperts,
+    RoutingError,
+    biased_routes,
+    find_sites,
+    noisy_routes,
+    record_routes,
+    replay_routes,
+)
 
 
 def used(model: Any, inputs: Tensor, routes: RoutedExperts, **options: Any) -> tuple[Tensor, Any]:
@@ -134,6 +142,20 @@ def test_regret_is_of_the_scores_that_were_ranked_not_of_gates_renormalised_in_p
     probabilities = torch.stack([x.reshape(2, 7, -1) for x in logits], dim=2).softmax(-1)
     price = probabilities.topk(2).values.sum(-1) - probabilities.gather(-1, used.routes.ids).sum(-1)
     assert float(price.max()) > 1e-3
+    torch.testing.assert_close(replay.regret, price)
+
+
+def test_regret_counts_the_bias_that_the_choice_was_made_with() -> None:
+    model, inputs = moe(), tokens()
+    old = routes_of(model, inputs)
+    bias = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)) * 0.3
+    with torch.no_grad(), biased_routes(model, bias), replay_routes(model, old, shadow=True) as replay:
+        logits = model(inputs, output_router_logits=True).router_logits
+    ranked = torch.stack([x.reshape(2, 7, -1) for x in logits], dim=2).softmax(-1) + bias
+    best = ranked.topk(2)
+    assert torch.equal(sets(replay.shadow.ids), sets(best.indices))
+    price = best.values.sum(-1) - ranked.gather(-1, old.ids).sum(-1)
+    assert float(price.max()) > 0.1
     torch.testing.assert_close(replay.regret, price)
 
 

@@ -125,3 +125,18 @@ def test_the_report_tells_what_crossed_and_what_crossed_first(fallen):
     mark = drawn[(drawn["alarm"] == "ess") & (drawn["seed"] == 0)]
     assert mark["step"].tolist() == [6] and mark["threshold"].tolist() == [0.3]
     assert len(study_alarms(data)) == 4
+
+
+def test_a_gradient_that_was_not_finite_is_a_spike(tmp_path):
+    def norms(steps):
+        for step in range(steps):
+            yield {"kind": "update", "step": step, "update": 1, "tokens": 100} | (
+                {"grad_norm": None, "skipped": True} if step in (3, 30) else {"grad_norm": 1.0 + step % 2}
+            )
+
+    seen = taken(norms(40))
+    assert seen.crossed["grad_norm"] == [(3, math.inf), (30, math.inf)]
+    assert seen.summary()["crossed"]["grad_norm"] == [[3, None], [30, None]]
+    write_rows(tmp_path / "grpo" / "seed0", [{"kind": "rollout", "step": 0, "reward": 0.5}, *norms(40)], {})
+    (found,) = study_alarms(load(tmp_path)).values()
+    assert [step for step, _ in found.crossed["grad_norm"]] == [3, 30]

@@ -38,3 +38,15 @@ def test_arms_are_compared_on_as_many_tokens_of_the_last_routes_that_were_kept(t
     assert rows.loc["all", "effective_sets"] == pytest.approx((4 + 1) / 2), "mean over the two sites"
     assert rows.loc["few", "effective_sets"] == pytest.approx((2 + 1) / 2)
     assert rows.loc["few", "effective_experts"] == pytest.approx((4 + 2) / 2)
+
+
+def test_the_last_routes_of_a_step_are_those_after_its_last_update(tmp_path):
+    """Update 16 comes after update 9, though its name is before it."""
+    one, two = torch.tensor([[[0, 1], [0, 1]]]), torch.tensor([[[0, 1], [2, 3]]])
+    write_run(tmp_path, "grpo", one, more=0)
+    for update, ids in ((9, one), (16, two)):
+        path = tmp_path / "grpo" / "seed0" / "routes" / f"step_000010_update_{update}.parquet"
+        write_route_table(path, RoutedExperts(torch.stack([ids, ids], 2), SITES, 4))
+    data = load(tmp_path)
+    assert data.route_files["update"].tolist() == [0, 4, 9, 16]
+    assert effective_routes(data)["effective_sets"].tolist() == pytest.approx([2])

@@ -124,6 +124,8 @@ def test_flips_belong_to_the_token_that_they_predict():
     moved = predictor_flips(table)
     # sequence 0 has flips 4, 5, 9 by position: position 1 is predicted at 0 (4), position 2 at 1 (5)
     assert moved[["seq", "pos", "flips"]].values.tolist() == [[0, 1, 4], [0, 2, 5], [1, 1, 7]]
+    behind = predictor_flips(table.replace({"pos": {2: 5}}))  # three tokens of a tool's text before the last
+    assert behind[["seq", "pos", "flips"]].values.tolist() == [[0, 1, 4], [1, 1, 7]]
 
 
 def test_flips_need_no_sorting_where_rows_are_in_order(data):

@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from synthetic import write_rows
@@ -10,7 +11,7 @@ from token_files import write_step
 
 from moe_rl.study.change_by_load import change_by_load
 from moe_rl.study.data import load
-from moe_rl.study.result_tables import update_outcomes
+from moe_rl.study.result_tables import _over_seeds, update_outcomes
 
 
 def test_slots_that_changed_are_counted_with_the_load_of_the_expert_that_lost_them(tmp_path):
@@ -44,3 +45,9 @@ def test_what_a_run_clipped_is_a_share_of_all_its_tokens(tmp_path):
     assert (some["clipped"], some["clipped_low"]) == (pytest.approx(30 / 300), 0.5)
     assert none["clipped"] == 0 and np.isnan(none["clipped_low"])
     assert (none["grad_norm"], none["grad_norm_largest"]) == (2, 3)
+
+
+def test_seeds_without_a_value_are_not_counted_for_its_interval():
+    table = pd.DataFrame({"arm": "grpo", "seed": range(4), "whole": 1.0, "partly": [1.0, 2.0, np.nan, np.nan]})
+    row = _over_seeds(table, ["arm"]).iloc[0]
+    assert (row["n"], row["partly"], row["partly_n"]) == (4, 1.5, 2) and "whole_n" not in row

@@ -32,12 +32,12 @@ FLOOR = (
 )
 def change_by_position(data: StudyData) -> Drawing:
     """Share of routing sites that change, by the position of the token in its response."""
-    sites = data.probes["site_names"].dropna().map(len).max()
+    named = data.probes.dropna(subset=["site_names"])
+    sites = named["site_names"].map(len).groupby(named["arm"], observed=True).max()  # arms may differ in depth
     rows = last_updates(data.tokens.dropna(subset=["flips", "pos", "update"]))
     width = max(1, -(-int(rows["pos"].max() + 1) // BINS))
-    rows = rows[["arm", "seed"]].assign(
-        position=rows["pos"] // width * width + (width - 1) / 2, rate=rows["flips"] / sites
-    )
+    rate = rows["flips"] / rows["arm"].map(sites).astype(float)
+    rows = rows[["arm", "seed"]].assign(position=rows["pos"] // width * width + (width - 1) / 2, rate=rate)
     enough = rows.groupby(["arm", "position"], observed=True)["rate"].transform("size") >= FEWEST_TOKENS
     if not enough.any():
         raise NothingToDraw(f"change_by_position: no position has {FEWEST_TOKENS} stored tokens")

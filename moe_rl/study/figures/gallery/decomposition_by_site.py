@@ -36,7 +36,7 @@ def decomposition_by_site(data: StudyData) -> Drawing:
     short, common = short_sites(names)
     drawn, axes = wrapped_panels(len(arms), 3, 0.7, 0.45 + min(4.5, 0.3 * len(names)), sharex=True, sharey=True)
     for ax, arm in zip(axes.flat, arms, strict=False):
-        means = table[table["arm"] == arm].groupby(["site", "kind"])["share"].mean().unstack().loc[names]
+        means = table[table["arm"] == arm].groupby(["site", "kind"])["share"].mean().unstack().reindex(names)
         y = np.arange(len(names))
         ax.barh(y - 0.2, 100 * means["alone"], 0.36, color=PARTS["routing"])
         ax.barh(y + 0.2, 100 * means["last"], 0.36, facecolor="white", edgecolor=PARTS["routing"], lw=1)

@@ -134,12 +134,14 @@ def predictor_flips(tokens: pd.DataFrame) -> pd.DataFrame:
     """Tokens with the flips of the position that predicts them, one to the left of their own.
 
     A router's choice at position t shapes the prediction of token t + 1, so its flips belong to that token's log-ratio.
-    The first response token is predicted at the prompt, which the table does not hold: left out.
+    The first response token is predicted at the prompt, and one behind a tool's text at that, which the table does not
+    hold: left out.
     """
     same = _same_as_before(tokens)
     if (same & (tokens["pos"].diff() <= 0)).any():  # rows are written in order; a table may come otherwise
         tokens = tokens.sort_values([*KEYS, "pos"])
         same = _same_as_before(tokens)
+    same &= tokens["pos"].diff() == 1
     before = tokens["flips"].shift(1)
     kept = tokens[same].assign(flips=before[same])
     return kept.dropna(subset=["flips"]).astype({"flips": int})
