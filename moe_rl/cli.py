@@ -14,6 +14,7 @@ Help and mistakes answer before torch is imported.
 
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -156,13 +157,15 @@ def study_verb(arguments: list[str]) -> None:
         if arm not in study.arms:
             near = "; arms are separated by spaces" if "," in arm else nearest(arm, study.arms)
             fail(f"unknown arm {arm!r} in {given.word}{near}", 2)
+    if options.workers < 0:
+        fail(f"--workers {options.workers}: expected how many runs at a time, or 0 for one per core", 2)
     study = replace(study.with_arms(options.arms).with_base(options.base), seeds=options.seeds)
     run_study(
         study,
         options.output,
         options.cold_starts,
         options.workers or workers_of(study, options.launcher, len(options.rounding)),
-        " ".join(["moe-rl", "study", *arguments]),
+        shlex.join(["moe-rl", "study", *arguments]),
         options.rounding,
         options.launcher,
         options.launcher_options,
@@ -204,7 +207,7 @@ def run_verb(arguments: list[str]) -> None:
     config = study.resolve(first, study.seeds[0] if seed is None else seed)
     options = parse(Options, given.options, f"moe-rl run {given.word or 'NAME|FILE'}", Options(config))
     folder = options.output or Path("runs") / study.name / options.arm / f"seed{options.config.seed}"
-    command = " ".join(["moe-rl", "run", *arguments])
+    command = shlex.join(["moe-rl", "run", *arguments])
     done = (folder / "DONE").exists()
     run_one(options.config, folder, options.cold_starts, Lines(options.config.optim.steps), command)
     if os.environ.get("RANK", "0") == "0":

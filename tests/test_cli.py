@@ -332,6 +332,9 @@ def test_a_run_resumes_and_a_folder_of_another_configuration_is_refused(study, c
 
 
 def test_a_study_runs_in_processes_draws_its_report_and_resumes(study, capsys):
+    assert "--workers -1: expected how many runs at a time" in refused(
+        capsys, "study", "micro.yaml", "--workers", "-1", status=2
+    )
     main(["study", "micro.yaml", "--workers", "2"])
     said = capsys.readouterr().out
     folder = study / "runs" / "micro"

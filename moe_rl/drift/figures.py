@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from moe_rl.study.figures.floor import draw_along, draw_levels
 from moe_rl.study.figures.routing import binomial_of, short_sites
@@ -73,26 +73,28 @@ def change_by_position(positions: pd.DataFrame, floor: pd.DataFrame, note: str) 
     equal = [_widening(part).assign(variant=variant) for variant, part in floor.groupby("variant", sort=False)]
     for name, total in (("slot", "slots"), ("site", "sites"), ("token", "tokens")):
         binned[f"{name}_change"] = binned[f"{name}s_changed"] / binned[total]
-    shown = binned[binned["tokens"] >= min(FEWEST, int(binned["tokens"].max()))]
     figure, axes = panels(1, 3, 2.3, sharex=True)
-    middle = (shown["first"] + shown["last"]) / 2 + 1
+    middle = (binned["first"] + binned["last"]) / 2 + 1
+    decades = binned["last"].max() >= 10 * middle.min()
     for ax, name in zip(axes[0], ("slot", "site", "token"), strict=True):
-        ax.plot(middle, 100 * shown[f"{name}_change"], color="#D55E00", marker="o", ms=3, label="between the two")
+        ax.plot(middle, 100 * binned[f"{name}_change"], color="#D55E00", marker="o", ms=3, label="between the two")
         if equal:
             rows = pd.concat(equal)
-            rows = rows[rows["tokens"] >= min(FEWEST, int(rows["tokens"].max()))]
             rows["middle"] = (rows["first"] + rows["last"]) / 2 + 1
             draw_along(ax, 100 * floor_rates(rows, "middle", f"{name}s_changed", f"{name}s"))
-        ax.set(title=f"per {name}", xscale="log", xlabel="position in the measured text")
-        ax.xaxis.set_major_formatter(FuncFormatter(plain))
+        ax.set(title=f"per {name}", xlabel="position in the measured text")
+        if decades:
+            ax.set_xscale("log")
+            ax.xaxis.set_major_formatter(FuncFormatter(plain))
+            ax.xaxis.set_minor_formatter(NullFormatter())
         _from_zero(ax)
     axes[0, 0].set_ylabel("changed, %")
     if equal:
         legend_above(figure, axes[:, 0])
     caption = (
-        "Change by position, counted from the first measured token (1), in bins that widen with the position; bins of "
-        f"fewer than {FEWEST} tokens are left out. Slot: experts replaced; site: (token, router) pairs whose set "
-        f"differs; token: tokens with any site changed. "
+        "Change by position, counted from the first measured token (1), in bins that widen with the position, none of "
+        f"fewer than {FEWEST} tokens unless the text has fewer. Slot: experts replaced; site: (token, router) pairs "
+        f"whose set differs; token: tokens with any site changed. "
         f"{'Dashed: the noise floor at these positions. ' if equal else ''}{note}"
     )
     frame = pd.concat([binned, *equal])
@@ -100,9 +102,19 @@ def change_by_position(positions: pd.DataFrame, floor: pd.DataFrame, note: str) 
 
 
 def _widening(positions: pd.DataFrame) -> pd.DataFrame:
-    """Sums over bins of positions: single ones up to 8, then wider and wider; `first` and `last` of each."""
+    """Sums over bins of positions: single ones up to 8, then wider and wider, and joined with the next ones until they
+    hold `FEWEST` tokens; `first` and `last` of each."""
     edges = np.unique(np.concatenate([np.arange(0, 8), np.geomspace(8, 1e7, 60).astype(int)]))
-    binned = positions.groupby(np.searchsorted(edges, positions["position"], side="right")).agg(
+    place = np.searchsorted(edges, positions["position"], side="right")
+    totals = np.bincount(place, positions["tokens"])
+    bins, number, filled = np.zeros(len(totals), int), 0, 0
+    for edge, tokens in enumerate(totals):
+        bins[edge] = number
+        filled += tokens
+        if filled >= FEWEST:
+            number, filled = number + 1, 0
+    bins = np.minimum(bins, max(number - 1, 0))  # what is left over belongs to the bin before
+    binned = positions.groupby(bins[place]).agg(
         first=("position", "min"),
         last=("position", "max"),
         **{name: (name, "sum") for name in positions.columns if name not in ("position", "variant")},
@@ -165,6 +177,9 @@ def margins(table: pd.DataFrame, note: str) -> StudyFigure:
     )
     axes[0, 0].set(ylabel="choices that changed, %", title="Change by margin")
     _from_zero(axes[0, 0])
+    if len(shown) and not often.any():
+        axes[0, 0].set_yticks([])
+        axes[0, 0].text(0.5, 0.5, f"no bin has {FEWEST} choices", ha="center", transform=axes[0, 0].transAxes)
     axes[0, 1].step(middle, shown["choices"], where="mid", color="#1a1a1a", lw=1, label="all choices")
     axes[0, 1].fill_between(middle, shown["changed"], step="mid", color="#D55E00", lw=0, label="that changed")
     axes[0, 1].set(ylabel="(token, site) pairs", title="How close choices were")

@@ -171,9 +171,9 @@ def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray
 
 
 def _chance(work: Work, own: OwnRoutes, best: Explanation) -> float:
-    """The same agreement with the model's routes of other tokens."""
+    """The same agreement with the model's routes of other tokens, in random order: files hold some sequences twice."""
     a, b, _ = pairs_of(work, own, best.shift, SEARCHED)
-    return agreement(a, np.roll(b, max(1, len(b) // 2), axis=0), best.layers)
+    return agreement(a, np.random.default_rng(0).permutation(b), best.layers)
 
 
 def _prefixes(work: Work, agree: Float[np.ndarray, " n"], middle: float) -> Bool[np.ndarray, " n"]:

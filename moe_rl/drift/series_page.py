@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.ticker import MaxNLocator
 
 from moe_rl.drift.figures import LOOKS
 from moe_rl.drift.output import page_of
@@ -78,6 +79,7 @@ def series_curves(results: Mapping[str, Any], note: str) -> StudyFigure:
     swap.set(title="Routers or body: slots", ylabel="changed, %", xlabel=what)
     for ax in axes.ravel():
         ax.set_ylim(bottom=0)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend_above(figure, [first])
     caption = (
         "Upper: slots (experts replaced), sites ((token, router) pairs whose set differs) and tokens (with any site "

@@ -77,21 +77,27 @@ def _decomposition(data: StudyData) -> Iterator[Statement]:
     if rows.empty or not {*split, "design_effect_routing"} <= set(rows):
         return
     rows = last_updates(rows)
-    sums = rows.groupby("arm")[split].mean()
     found = []
-    for arm in (a for a in data.arms.index if a in sums.index):
-        row = sums.loc[arm]
+    for arm in (a for a in data.arms.index if (rows["arm"] == a).any()):
+        own = rows[rows["arm"] == arm]
+        seeds = own.groupby("seed")[split].mean()
         shares = [
-            100 * (row[f"{lv}_var_routing"] + row[f"{lv}_cov_weight_routing"] + row[f"{lv}_cov_routing_interaction"])
-            / row[f"{lv}_variance"]
+            (seeds[f"{lv}_var_routing"] + seeds[f"{lv}_cov_weight_routing"] + seeds[f"{lv}_cov_routing_interaction"])
+            / seeds[f"{lv}_variance"].where(seeds[f"{lv}_variance"] > 0)
             for lv in ("token", "sequence")
-        ]  # fmt: skip
-        effect = rows.loc[rows["arm"] == arm, "design_effect_routing"].median()
+        ]
+        token, sequence = own["token_var_routing"], own["sequence_var_routing"]
+        text = f"{full_label(data, str(arm))}: "
+        if not sequence.mean() > 0:
+            found.append(f"{text}no route changed")
+            continue
+        typical = (token / sequence.where(sequence > 0)).median()
         found.append(
-            f"{full_label(data, str(arm))}: routing has {shares[0]:.0f} % of the variance of the token log-ratio and "
-            f"{shares[1]:.0f} % of that of the sequence; its token variance is {two(row['token_var_routing'])} nats², "
-            f"which the mean over a sequence divides by {two(row['token_var_routing'] / row['sequence_var_routing'])} "
-            f"(design effect {two(effect)}; 1 if tokens were independent)"
+            f"{text}routing has {100 * shares[0].mean():.0f} % of the variance of the token log-ratio and "
+            f"{100 * shares[1].mean():.0f} % of that of the sequence, mean over seeds; its token variance is "
+            f"{two(token.mean())} nats², which the mean over a sequence divides by "
+            f"{two(token.mean() / sequence.mean())}, and by {two(typical)} in the median probe (design effect there "
+            f"{two(own['design_effect_routing'].median())}; 1 if tokens were independent)"
         )
     topic = "Where the log-ratio comes from"
     yield Statement(topic, f"After the last update of a step. {'; '.join(found)}.")
@@ -142,7 +148,10 @@ def _by_update(factors: pd.DataFrame, name: str) -> str:
     return " and ".join(parts)
 
 
-_FACTOR_NOTE = "Medians over probes, in brackets the ratio of the mean variances; range over arms."
+_FACTOR_NOTE = (
+    "Medians over the probes of all seeds (figures have a median of each seed), in brackets the ratio of the mean "
+    "variances; range over arms."
+)
 
 
 def _replay_variance(data: StudyData) -> Iterator[Statement]:

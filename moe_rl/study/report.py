@@ -1,5 +1,7 @@
 """One self-contained HTML page of a study: question, reading, table, figures, arms, commands, versions, limits."""
 
+import json
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,11 +145,11 @@ def _arms(data: StudyData) -> list[dict[str, Any]]:
 def _commands(data: StudyData) -> list[tuple[str, str]]:
     places = [data.environment] if data.environment.get("command") else [run.environment for run in data.runs]
     recorded = dict.fromkeys(str(place["command"]) for place in places if place.get("command"))
-    folder = data.folder.name or data.name
+    folder = str(data.folder)
     return [
         *(("as recorded", command) for command in recorded),
-        ("figures and this page again", f"moe-rl figures runs/{folder}"),
-        ("the same tables in Python", f'moe_rl.study.load("runs/{folder}")'),
+        ("figures and this page again", shlex.join(["moe-rl", "figures", folder])),
+        ("the same tables in Python", f"moe_rl.study.load({json.dumps(folder, ensure_ascii=False)})"),
     ]
 
 

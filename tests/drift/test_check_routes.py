@@ -220,6 +220,14 @@ def test_a_model_whose_copy_cannot_run_has_no_limits_and_says_so(place, tmp_path
         checked(CheckOptions(write(place, tmp_path, "lines"), place.model))
 
 
+def test_a_file_with_its_sequences_twice_is_told_as_one_with_each_once(place, tmp_path):
+    file = write(place, tmp_path, "lines")
+    file.write_text(2 * file.read_text())
+    result = checked(CheckOptions(file, place.model))
+    assert result.faults == (), result.verdict
+    assert result.chance < 0.9 * result.as_captured, "half of the file further is the very same token"
+
+
 def test_tokens_for_which_a_model_chooses_alike_tell_nothing(place, capsys):
     """One text over and over: the routes of other tokens would do as well."""
     ids = torch.full((2, 40), 7)

@@ -147,6 +147,18 @@ def test_a_floor_is_left_out_when_asked_and_where_a_kernel_cannot_run(saved, pro
         assert "Dashed" not in figure.caption and not figure.figure.axes[0].lines[-1].get_label().startswith("equal")
 
 
+@pytest.mark.parametrize(("length", "bins"), [(4, 1), (200, 9)])
+def test_bins_of_positions_hold_thirty_tokens_or_all_there_are(length, bins):
+    positions = pd.DataFrame({"position": np.arange(length), "tokens": 2})
+    for name in ("slots", "sites", "tokens"):
+        positions[f"{name}_changed"] = positions["position"] % 2
+    positions["slots"] = positions["sites"] = 2
+    drawn = figures.change_by_position(positions, pd.DataFrame(columns=["variant"]), "note")
+    assert len(drawn.frame) == bins and drawn.frame["tokens"].sum() == 2 * length
+    assert drawn.frame["tokens"].min() >= min(30, 2 * length) and drawn.frame["last"].iloc[-1] == length - 1
+    assert (drawn.frame["first"].iloc[1:].to_numpy() == drawn.frame["last"].iloc[:-1].to_numpy() + 1).all()
+
+
 def test_a_bf16_copy_that_does_not_fit_is_left_out(tokenizer, monkeypatch):
     monkeypatch.setattr(noise_floor, "free_bytes", lambda device: 1000)
     model = build("qwen3_moe", tokenizer, moe_size=16).eval()

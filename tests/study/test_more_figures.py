@@ -238,9 +238,20 @@ def test_shares_of_the_decomposition_hold_half_of_the_covariance(split):
     assert frame.loc["routing", "variance"] == pytest.approx(3.0)
     words = [s.text for s in reading.read(split) if s.topic == "Where the log-ratio comes from"]
     assert "GSPO: routing has 70 % of the variance of the token log-ratio and 70 % of that of the sequence" in words[0]
-    assert "divides by 10 (design effect 2;" in words[0]
+    assert "divides by 10, and by 10 in the median probe (design effect there 2;" in words[0]
+    still = split.decompositions.assign(**{f"{lv}_var_routing": 0.0 for lv in ("token", "sequence")})
+    words = [s.text for s in reading.read(replace(split, decompositions=still)) if "log-ratio comes" in s.topic]
+    assert "GSPO: no route changed" in words[0] and "nan" not in words[0]
     probes = result_tables(split)["decomposed_probes"]
     assert len(probes) == len(split.decompositions) and (probes["token_var_routing"] == 3.0).all()
+
+
+def test_a_step_without_a_gradient_is_no_point_of_the_log_axis(data):
+    updates = data.updates.copy()
+    updates.loc[(updates["arm"] == "grpo") & (updates["seed"] == 0) & (updates["step"] == 3), "grad_norm"] = 0.0
+    frame = FIGURES["gradient_norm"](replace(data, updates=updates)).frame.query("arm == 'grpo' and step == 3")
+    seeds = frame[["seed1", "seed2"]].to_numpy()[0]
+    assert frame["mean"].item() == pytest.approx(np.exp(np.log(seeds).mean())) and np.isnan(frame["seed0"].item())
 
 
 def test_routing_noise_is_compared_by_geometric_mean_and_seed(split):

@@ -1,6 +1,8 @@
 """The page of the report: whole, self-contained and well formed, on a phone and in the dark."""
 
 import re
+import shlex
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -14,7 +16,7 @@ from moe_rl.study import draw_study, load, write_report
 from moe_rl.study.figures import FIGURES, reward
 from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
 from moe_rl.study.reading import rules_of
-from moe_rl.study.report import inline_svg, render_report
+from moe_rl.study.report import _commands, inline_svg, render_report
 
 VOID = {"meta", "br", "img", "link", "input", "hr"}
 
@@ -198,3 +200,11 @@ def test_the_page_opens_with_the_verdict(text):
     place = [text.index(part) for part in parts]
     assert place == sorted(place)
     assert "<summary>Notes of the study file</summary>" in text
+
+
+def test_commands_can_be_pasted_wherever_the_study_lies(folder, tmp_path):
+    place = tmp_path / "röns with a space"
+    shutil.copytree(folder, place)
+    shown = dict(_commands(load(place)))
+    assert shlex.split(shown["figures and this page again"]) == ["moe-rl", "figures", str(place)]
+    assert eval(shown["the same tables in Python"].removeprefix("moe_rl.study.load")) == str(place)

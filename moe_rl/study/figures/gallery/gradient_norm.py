@@ -8,7 +8,8 @@ from moe_rl.study.figures.register import Drawing, figure
 
 @figure(
     title="Gradient norm.",
-    caption="Global L2 norm of the gradient before it is clipped, mean over the updates of a step; log axis.",
+    caption="Global L2 norm of the gradient before it is clipped, mean over the updates of a step; log axis. "
+    "Steps without a gradient, all of whose groups earned the same, are left out.",
     needs={"updates": ["grad_norm"]},
     rank=190,
     notes=(GEOMETRIC,),
@@ -16,6 +17,7 @@ from moe_rl.study.figures.register import Drawing, figure
 def gradient_norm(data: StudyData) -> Drawing:
     """Gradient norm before clipping, mean over the updates of a step."""
     tables = seed_tables(data.updates.dropna(subset=["grad_norm"]), "step", "grad_norm")
+    tables = {arm: table.where(table > 0).dropna(how="all") for arm, table in tables.items()}
     drawn = curves(data, tables, "gradient norm, before clipping", quantity="grad_norm", log=True, geometric=True)
     drawn.legend()
     return Drawing(drawn.figure, drawn.frame, interval="band")
