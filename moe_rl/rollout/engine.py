@@ -143,11 +143,8 @@ def check_request(
     """Raises ValueError for what cannot be sampled whatever the model."""
     if not problems:
         raise ValueError("problems: nothing to sample, the list is empty")
-    for name, value in (
-        ("group_size", group_size),
-        ("max_new_tokens", max_new_tokens),
-        ("max_batch", max_batch),
-    ):
+    counts = {"group_size": group_size, "max_new_tokens": max_new_tokens, "max_batch": max_batch}
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}: at least 1, got {value}")
     if not 0 <= temperature < float("inf"):
