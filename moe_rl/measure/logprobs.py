@@ -11,8 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
@@ -132,16 +131,11 @@ def token_logps(
 
     treatment = head_treatment(model, lm)
     if isinstance(treatment, LogitMap):
-        reduce = partial(
-            threaded_head_logps,
-            targets=targets,
-            logit_map=treatment,
-            temperature=temperature,
-            entropy=entropy,
-            chunk_size=chunk_size,
-        )
-        head = cast(nn.Linear, lm.get_output_embeddings())
-        outputs, logps, entropies = _through_head(model, head, inputs, predicting, reduce)
+
+        def reduce(states: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+            return threaded_head_logps(states, weight, targets, bias, treatment, temperature, entropy, chunk_size)
+
+        outputs, logps, entropies = _through_head(model, lm.get_output_embeddings(), inputs, predicting, reduce)
     else:
         warn_once(f"{type(lm).__name__}: {treatment}; its log-probabilities are taken from whole logits")
         outputs, logps, entropies = whole_logits_logps(model, lm, inputs, predicting, targets, temperature, entropy)
@@ -165,7 +159,7 @@ def _through_head(
     head: nn.Linear,
     inputs: dict[str, Any],
     predicting: Tensor,
-    reduce: Callable[..., tuple[Any, ...]],
+    reduce: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor]],
 ) -> tuple[Any, Tensor, Tensor | None]:
     """Call the model with a stand-in for its head, which reduces the states at `predicting`. Within the head's call its
     weight is whole: FSDP2 has just gathered it."""
@@ -179,12 +173,15 @@ def _through_head(
                 "expected one state per token (prompt tuning adds virtual ones, which is not supported)"
             )
         states = hidden.flatten(0, 1).index_select(0, predicting)
-        logps, entropies, thread = reduce(states, head.weight, bias=head.bias)
+        logps, entropies, thread = reduce(states, head.weight, head.bias)
         results.append((logps, entropies))
         return thread.view(B, 0, len(head.weight)).clone()  # FSDP2 warns of outputs that are views
 
-    with _replaced_forward(head, stand_in):
+    head.forward = stand_in  # type: ignore[method-assign, assignment]  # the hooks of the head run as ever
+    try:
         outputs = model(**inputs)
+    finally:
+        del head.forward
     if len(results) != 1:
         raise RuntimeError(
             f"{type(model).__name__} called its output head {len(results)} times in one forward, not once"
@@ -222,16 +219,6 @@ _TRIED: "weakref.WeakKeyDictionary[PreTrainedModel, tuple[list[Any], LogitMap | 
 
 def _settings(of: Any) -> dict[str, Any]:
     return {n: value for n, value in vars(of).items() if isinstance(value, int | float | str) and n != "training"}
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Inside, a call of `module` runs its hooks and `forward`."""
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 # -- the transformers model inside whatever wraps it (DDP, FSDP2, PEFT, accelerate, torch.compile) ---------------------

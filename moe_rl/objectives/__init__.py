@@ -1,6 +1,6 @@
 """Log-probabilities and rewards -> advantages, ratios, loss: pure torch functions that know no model.
 
-Reading order: `ratios`, `gates`, `other_gates`, `divergence`, `objective`, `presets`, `terms`, `loss`,
+Reading order: `ratios`, `gates`, `other_gates`, `divergence`, `objective`, `presets`, `loss`,
 `diagnostics`; then `advantages`, `other_advantages`, `corrections`, `kl`, `gae` (PPO), `preferences` (DPO),
 `iterative`, and `gradient`, which shows what a method does to each token.
 """
@@ -17,11 +17,11 @@ from moe_rl.objectives.corrections import (
 )
 from moe_rl.objectives.diagnostics import LOSS_METRICS
 from moe_rl.objectives.gae import generalized_advantages, token_rewards, value_loss, whiten
-from moe_rl.objectives.gates import GATES, Gate, Gated, GateInputs, gate
+from moe_rl.objectives.gates import GATES, Gate, Gated, GateInputs, TokenValues, gate
 from moe_rl.objectives.gradient import TokenWeights, token_weights
 from moe_rl.objectives.iterative import historical_sample, reward_model_loss
 from moe_rl.objectives.kl import kl_estimate
-from moe_rl.objectives.loss import LossOutput, aggregation_weights, loss_metrics, policy_loss
+from moe_rl.objectives.loss import LossOutput, loss_metrics, policy_loss
 from moe_rl.objectives.objective import Objective
 from moe_rl.objectives.other_advantages import (
     accepted_advantages,
@@ -31,8 +31,7 @@ from moe_rl.objectives.other_advantages import (
 )
 from moe_rl.objectives.preferences import dpo_coefficients, dpo_loss, sequence_margin
 from moe_rl.objectives.presets import OBJECTIVES, PRESETS, Preset, get_objective
-from moe_rl.objectives.ratios import sequence_log_ratio, token_log_ratio
-from moe_rl.objectives.terms import TokenValues
+from moe_rl.objectives.ratios import aggregation_weights, sequence_log_ratio, token_log_ratio
 
 __all__ = [
     "GATES",

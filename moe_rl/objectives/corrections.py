@@ -18,7 +18,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from moe_rl.objectives.bounds import NOT_NEGATIVE, unknown
-from moe_rl.objectives.ratios import as_bool_mask, masked_row_mean, masked_row_sum
+from moe_rl.objectives.ratios import as_bool_mask, masked_row_mean, masked_row_sum, token_log_ratio
 
 CorrectionKind = Literal[
     "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask", "off_policy_mask"
@@ -180,6 +180,23 @@ def correct(
         if one.kind.endswith("truncate"):
             truncated = truncated | (own >= one.high)
     return weight, truncated
+
+
+def engine_weights(
+    corrections: Sequence[Correction],
+    logps: Float[Tensor, "B T"],
+    old_logps: Float[Tensor, "B T"],
+    rollout_logps: Float[Tensor, "B T"],
+    advantage: Float[Tensor, "B T"],
+    keep: Bool[Tensor, "B T"],
+) -> dict[str, Tensor | None]:
+    """What `TokenValues` says of the engine that sampled, and of the corrections for it."""
+    gap = token_log_ratio(old_logps.detach(), rollout_logps, keep)
+    if not corrections:
+        return {"engine_log_weight": gap}
+    current = token_log_ratio(logps.detach(), rollout_logps, keep)
+    weight, truncated = correct(corrections, gap, current, advantage, keep)
+    return {"engine_log_weight": gap, "correction_weight": weight, "correction_truncated": truncated}
 
 
 def _on_tokens(per_sequence: Float[Tensor, " B"], mask: Shaped[Tensor, "B T"]) -> Float[Tensor, "B T"]:

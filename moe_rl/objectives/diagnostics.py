@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from moe_rl.objectives.terms import TokenValues
+from moe_rl.objectives.gates import TokenValues
 
 
 class Definition(NamedTuple):

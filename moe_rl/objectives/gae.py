@@ -9,8 +9,14 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from moe_rl.objectives.loss import aggregation_weights, weighted_sum
-from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, check_shapes, token_log_ratio
+from moe_rl.objectives.ratios import (
+    aggregation_weights,
+    as_bool_mask,
+    at_least_float32,
+    check_shapes,
+    token_log_ratio,
+    weighted_sum,
+)
 
 
 def token_rewards(

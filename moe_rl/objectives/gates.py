@@ -21,7 +21,7 @@ Here: the clip of PPO, GRPO and GSPO. The other gates: `other_gates`, `divergenc
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
@@ -67,6 +67,43 @@ class GateInputs:
     def nowhere(self) -> Bool[Tensor, "B T"]:
         """`clipped` of a gate that takes no token out of the gradient."""
         return torch.zeros_like(self.advantages, dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """What every token was to a loss, its gate included: all `[B,T]`, detached, 0 (False) in padding; None where the
+    loss has no such thing.
+
+    Fields:
+        log_ratio: log pi - log pi_anchor, nats.
+        clipped: tokens that the clip takes out of the gradient.
+        mask: True on completion tokens.
+        advantages: as the loss used them.
+        gate_log_ratio: the log-ratio that the gate saw, nats.
+        ref_kl: the objective's estimate of KL(pi || pi_ref), nats; with a reference only.
+        engine_log_weight: log pi_old - log mu, nats; with rollout log-probabilities only.
+        correction_weight: product of the engine corrections' weights; with corrections in force only.
+        correction_truncated: whether a truncating correction stands at its cap.
+        route_weight: RSPO's router-shift weight before its floor.
+        route_floored: whether the floor acts.
+    """
+
+    log_ratio: Float[Tensor, "B T"]
+    clipped: Bool[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    advantages: Float[Tensor, "B T"]
+    gate_log_ratio: Float[Tensor, "B T"]
+    ref_kl: Float[Tensor, "B T"] | None = None
+    engine_log_weight: Float[Tensor, "B T"] | None = None
+    correction_weight: Float[Tensor, "B T"] | None = None
+    correction_truncated: Bool[Tensor, "B T"] | None = None
+    route_weight: Float[Tensor, "B T"] | None = None
+    route_floored: Bool[Tensor, "B T"] | None = None
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """Name and tensor of what is there."""
+        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(name, value) for name, value in named if value is not None]
 
 
 Flow = Literal["ratio", "logps", "row"]

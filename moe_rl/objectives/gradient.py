@@ -13,10 +13,9 @@ from torch import Tensor
 
 from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.kl import kl_estimate
-from moe_rl.objectives.loss import aggregation_weights
+from moe_rl.objectives.loss import Terms, prepare_terms
 from moe_rl.objectives.objective import Objective
-from moe_rl.objectives.ratios import masked_row_mean, masked_row_sum
-from moe_rl.objectives.terms import Terms, prepare_terms
+from moe_rl.objectives.ratios import aggregation_weights, masked_row_mean, masked_row_sum
 
 
 @dataclass(frozen=True)

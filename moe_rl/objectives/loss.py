@@ -1,20 +1,33 @@
 """`policy_loss`: one exact objective for every policy-gradient method that the presets name.
 
-Below it, what is said of a minibatch's tokens, and how their values become one number.
+Below it, what it and the gradient analysis both start from (checked inputs, ratios, correction weights), and what is
+said of a minibatch's tokens.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from moe_rl.objectives.corrections import engine_weights
 from moe_rl.objectives.diagnostics import optional_metrics
+from moe_rl.objectives.gates import GATES, Gated, GateInputs, TokenValues
 from moe_rl.objectives.kl import kl_estimate
-from moe_rl.objectives.objective import Aggregate, Objective
-from moe_rl.objectives.ratios import as_bool_mask, masked_row_mean, masked_row_sum
-from moe_rl.objectives.terms import TokenValues, prepare_terms
+from moe_rl.objectives.objective import Objective
+from moe_rl.objectives.presets import get_objective
+from moe_rl.objectives.ratios import (
+    aggregation_weights,
+    as_bool_mask,
+    at_least_float32,
+    check_shapes,
+    log_ratio_at_level,
+    masked_row_mean,
+    masked_row_sum,
+    token_log_ratio,
+    weighted_sum,
+)
 
 EXTREME_NATS = 20.0
 
@@ -119,7 +132,7 @@ def policy_loss(
         rollout_logps=rollout_logps,
         route_weight=route_weight,
     )
-    o, keep = terms.objective, terms.inputs.mask
+    o, x, keep = terms.objective, terms.inputs, terms.inputs.mask
     surrogate, clipped = terms.gated()
     after_gate = terms.after_gate()
     token_loss = -surrogate if after_gate is None else -surrogate * after_gate
@@ -128,7 +141,7 @@ def policy_loss(
     if ref_logps is not None:
         kl = kl_estimate(logps if o.kl_coef else logps.detach(), ref_logps, keep, o.kl_estimator)
         if o.kl_coef:
-            penalty = kl * terms.inputs.level_log_ratio.exp() if o.kl_importance_weighted else kl
+            penalty = kl * x.level_log_ratio.exp() if o.kl_importance_weighted else kl
             token_loss = token_loss + o.kl_coef * penalty
 
     weights = aggregation_weights(
@@ -140,8 +153,159 @@ def policy_loss(
         total_tokens=total_tokens,
         dtype=token_loss.dtype,
     )
-    tokens = replace(terms.tokens, clipped=clipped & keep, ref_kl=None if kl is None else kl.detach())
+    tokens = TokenValues(
+        log_ratio=x.token_log_ratio.detach(),
+        clipped=clipped & keep,
+        mask=keep,
+        advantages=x.advantages,
+        gate_log_ratio=x.level_log_ratio.detach(),
+        ref_kl=None if kl is None else kl.detach(),
+        **terms.weights,
+    )
     return LossOutput(loss=weighted_sum(token_loss, weights, keep), tokens=tokens)
+
+
+# -- what it starts from -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The resolved objective, what its gate sees, and each token's other weights by their names in `TokenValues`."""
+
+    objective: Objective
+    inputs: GateInputs
+    weights: dict[str, Tensor | None]
+
+    def knobs(self) -> dict[str, float | int | None]:
+        """The values of the fields that the objective's gate reads."""
+        return {name: getattr(self.objective, name) for name in GATES[self.objective.gate].knobs}
+
+    def gated(self) -> Gated:
+        """The surrogate of each token under the objective's gate, before any correction weight. ValueError for a gate
+        that returns anything else: a mean over the sequence, say, which would count as each token's."""
+        found = GATES[self.objective.gate].surrogate(self.inputs, **self.knobs())
+        shape = self.inputs.mask.shape
+        if not (isinstance(found, Gated) and found.surrogate.shape == found.clipped.shape == shape):
+            got = [list(each.shape) for each in found] if isinstance(found, Gated) else type(found).__name__
+            raise ValueError(
+                f"gate {self.objective.gate!r}: not Gated(surrogate, clipped), each [B,T] = {list(shape)}, got {got}"
+            )
+        if found.clipped.dtype != torch.bool:
+            raise ValueError(f"gate {self.objective.gate!r}: clipped must be bool, got {found.clipped.dtype}")
+        return found
+
+    def after_gate(self) -> Float[Tensor, "B T"] | None:
+        """The product of the weights that multiply a token's surrogate; None if there are none.
+
+        A gate that takes a mean over the sequence has `log_route_weight` in it, so there it is not among them.
+        """
+        weight, log_gamma = self.weights.get("correction_weight"), self.inputs.log_route_weight
+        if log_gamma is None or GATES[self.objective.gate].flow == "row":
+            return weight
+        return log_gamma.exp() if weight is None else weight * log_gamma.exp()
+
+
+def prepare_terms(
+    objective: Objective | str,
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    ref_logps: Tensor | None,
+    rollout_logps: Tensor | None,
+    route_weight: Tensor | None,
+) -> Terms:
+    """Check the arguments of `policy_loss`, compute what does not depend on the gate; raises as it says."""
+    o = get_objective(objective) if isinstance(objective, str) else objective
+    if not isinstance(o, Objective):
+        raise ValueError(f"objective: expected a name of OBJECTIVES or an Objective, got {type(o).__name__}.")
+    optional = {"ref_logps": ref_logps, "rollout_logps": rollout_logps, "route_weight": route_weight}
+    _check_shapes(logps, advantages, {"old_logps": old_logps, "mask": mask, **optional})
+    for name in sorted(o.needs):
+        if optional[name] is None:
+            raise ValueError(f"{name} is missing: {_WHY_NEEDED[name]}")
+    if route_weight is not None and o.route_weight == "none":
+        raise ValueError(
+            "route_weight was given, but this objective would ignore it; "
+            "use dataclasses.replace(objective, route_weight='before_clip') (or 'after_clip')."
+        )
+    keep = as_bool_mask(mask)
+    per_token = advantages if advantages.dim() == 2 else advantages[:, None].expand(advantages.shape[0], keep.shape[1])
+    unused = o.anchor == "rollout" and not o.corrections
+    seen = {"logps": logps, "old_logps": None if unused else old_logps, "advantages": per_token, **optional}
+    _refuse_not_finite(seen, keep)
+    advantage = torch.where(keep, at_least_float32(per_token.detach()), 0.0)
+
+    anchor = rollout_logps if o.anchor == "rollout" and rollout_logps is not None else old_logps
+    log_ratio = token_log_ratio(logps, anchor, keep)
+    entering, after_clip, weights = log_ratio, None, dict[str, Tensor | None]()
+    if route_weight is not None:
+        log_gamma, shift = _router_shift(o, route_weight, keep)
+        weights |= shift
+        if o.route_weight == "before_clip":
+            entering = log_ratio + log_gamma
+        else:
+            after_clip = log_gamma
+    if rollout_logps is not None:  # without them only optional corrections are left: one engine, weight 1
+        weights |= engine_weights(o.corrections, logps, old_logps, rollout_logps, advantage, keep)
+    inputs = GateInputs(
+        level_log_ratio=log_ratio_at_level(entering, keep, o.ratio),
+        token_log_ratio=log_ratio,
+        logps=torch.where(keep, at_least_float32(logps), 0.0),
+        advantages=advantage,
+        mask=keep,
+        log_route_weight=after_clip,
+    )
+    return Terms(o, inputs, weights)
+
+
+def _router_shift(
+    o: Objective, route_weight: Float[Tensor, "B T"], keep: Bool[Tensor, "B T"]
+) -> tuple[Float[Tensor, "B T"], dict[str, Tensor]]:
+    """RSPO: the logarithm of gamma above its floor, and what `TokenValues` says of it."""
+    if bool((keep & ((route_weight < 0) | (route_weight > 1))).any()):
+        raise ValueError("route_weight: expected gamma of at least 0 and of at most 1 on tokens that count.")
+    gamma = torch.where(keep, at_least_float32(route_weight.detach()), 1.0)
+    return gamma.clamp(min=o.route_floor).log(), {"route_weight": gamma, "route_floored": gamma < o.route_floor}
+
+
+def _refuse_not_finite(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T"]) -> None:
+    """Raise for NaN or infinity on a token that counts; one look at the device for all inputs."""
+    wrong = {name: mask & ~torch.isfinite(x.detach()) for name, x in inputs.items() if x is not None}
+    counts = torch.stack([where.sum() for where in wrong.values()]).tolist()
+    for (name, where), count in zip(wrong.items(), counts, strict=True):
+        if count:
+            row, token = where.nonzero()[0].tolist()
+            value = inputs[name]
+            assert value is not None
+            raise FloatingPointError(
+                f"{name}: {count} of the {int(mask.sum())} tokens that count are not finite, the first is "
+                f"{value[row, token].item()} at row {row}, token {token}. {_WHY_NOT_FINITE.get(name, '')}".rstrip()
+            )
+
+
+def _check_shapes(logps: Tensor, advantages: Tensor, others: dict[str, Tensor | None]) -> None:
+    shape = tuple(logps.shape)
+    if len(shape) != 2:
+        raise ValueError(f"logps: expected two axes [B,T], got shape {shape}.")
+    check_shapes(logps, others)
+    if tuple(advantages.shape) not in (shape, shape[:1]):
+        raise ValueError(f"advantages: expected [B] = {shape[:1]} or [B,T] = {shape}, got {tuple(advantages.shape)}.")
+
+
+_WHY_NEEDED = {
+    "ref_logps": "kl_coef is not 0, so the loss has a KL term against a reference policy.",
+    "rollout_logps": "the objective is anchored at, or corrects for, the engine that sampled; pass the "
+    "sampler's own log-probabilities, or choose anchor='old' and no corrections.",
+    "route_weight": "the objective weighs ratios by the router shift (RSPO); pass gamma [B,T].",
+}
+
+_ZERO_PROBABILITY = (
+    "-inf is the log-probability of a token that its policy cannot sample (logits filtered by top-k, top-p or a list "
+    "of banned tokens): score without the filter, or mask the token out. NaN comes from the model."
+)
+_WHY_NOT_FINITE = dict.fromkeys(("logps", "old_logps", "ref_logps", "rollout_logps"), _ZERO_PROBABILITY)
 
 
 # -- metrics ---------------------------------------------------------------------------------------------------------
@@ -169,81 +333,3 @@ def loss_metrics(values: TokenValues) -> dict[str, Tensor]:
     }
     optional = values.ref_kl, values.engine_log_weight, values.correction_weight, values.route_weight
     return found if all(x is None for x in optional) else found | optional_metrics(values)
-
-
-# -- aggregation -------------------------------------------------------------------------------------------------------
-
-
-def aggregation_weights(
-    mask: Shaped[Tensor, "B T"],
-    how: Aggregate,
-    *,
-    length_constant: float | int = 1.0,
-    local_normalizer: bool = False,
-    total_sequences: float | int | Tensor | None = None,
-    total_tokens: float | int | Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> Float[Tensor, "B T"]:
-    """The weight of each token in the aggregate; N counts rows with a token, M the unmasked tokens.
-
-        "sequence_mean"  1/(N |y_i|)   GRPO, GSPO (arXiv:2507.18071, eqs 2, 13)
-        "token_mean"     1/M           DAPO (arXiv:2503.14476, eq. 8)
-        "sum"            1/N           MiniRL (arXiv:2512.01374): mean over sequences of a sum over tokens
-        "constant"       1/(N L)       Dr.GRPO (arXiv:2503.20783), L = length_constant
-
-    Differs: N does not count fully masked rows, so that adding one never changes the loss of the others. The
-    papers' 1/G counts sequences that all have tokens; there both agree.
-
-    Args:
-        mask: True or 1 on completion tokens.
-        length_constant: L, tokens.
-        local_normalizer: for "token_mean", a mean over these rows alone, weighted by their share of
-            `total_sequences`: BNPO's normalisation, which depends on how a batch is cut into micro-batches.
-        total_sequences, total_tokens: N and M of all micro-batches and processes of one optimiser step;
-            default those of `mask`.
-
-    Returns:
-        `[B,T]`, detached; 0 in padding.
-
-    Raises:
-        ValueError: an unknown `how`, a total that is no count, or a mask that is no mask.
-
-    >>> mask = torch.tensor([[True, True, True], [True, False, False]])
-    >>> aggregation_weights(mask, "sequence_mean")[:, 0].tolist()
-    [0.16666666666666666, 0.5]
-    >>> aggregation_weights(mask, "token_mean")[:, 0].tolist()
-    [0.25, 0.25]
-    """
-    counted = as_bool_mask(mask).to(dtype)
-    lengths = counted.sum(-1, keepdim=True)
-    local_sequences, local_tokens = (lengths > 0).sum().to(dtype), lengths.sum()
-    sequences = _at_least_one(local_sequences if total_sequences is None else total_sequences)
-    tokens = _at_least_one(local_tokens if total_tokens is None else total_tokens)
-    match how:
-        case "sequence_mean":
-            return counted / lengths.clamp(min=1) / sequences
-        case "token_mean" if local_normalizer:
-            return counted / local_tokens.clamp(min=1) * (local_sequences / sequences)
-        case "token_mean":
-            return counted / tokens
-        case "sum":
-            return counted / sequences
-        case "constant":
-            return counted / (sequences * length_constant)
-    raise ValueError(f"aggregate: expected sequence_mean, token_mean, sum or constant, got {how!r}.")
-
-
-def weighted_sum(
-    values: Float[Tensor, "B T"], weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, ""]:
-    """`sum_it weights values` over the unmasked tokens; padding may hold anything, NaN included."""
-    return (torch.where(mask, values, 0.0) * weights).sum()
-
-
-def _at_least_one(total: float | int | Tensor) -> float | Tensor:
-    """A denominator that is never 0: without any token the numerator is 0 too."""
-    if isinstance(total, Tensor):
-        return total.clamp(min=1)
-    if not 0 <= total < float("inf"):
-        raise ValueError(f"total_sequences, total_tokens: expected a count of at least 0, got {total}.")
-    return max(float(total), 1.0)

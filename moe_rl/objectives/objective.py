@@ -11,9 +11,8 @@ from moe_rl.objectives.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, Range, un
 from moe_rl.objectives.corrections import Correction
 from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.kl import KLEstimator
-from moe_rl.objectives.ratios import RatioLevel
+from moe_rl.objectives.ratios import Aggregate, RatioLevel
 
-Aggregate = Literal["sequence_mean", "token_mean", "sum", "constant"]
 Anchor = Literal["old", "rollout"]
 RouteWeight = Literal["none", "before_clip", "after_clip"]
 Advantage = Literal["group", "leave_one_out", "gae", "one", "accepted", "process", "decoupled"]

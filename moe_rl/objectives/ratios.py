@@ -1,4 +1,5 @@
-"""Log-ratios between the current policy and the one that the samples are anchored to.
+"""Log-ratios between the current policy and the one that the samples are anchored to; and how the values of tokens
+become one number.
 
 `mask` is True (or 1) on completion tokens. Values under a False mask may be anything, NaN and inf included:
 they reach neither a value nor a gradient, because they are replaced before any arithmetic.
@@ -14,6 +15,7 @@ from torch import Tensor
 from moe_rl.objectives.bounds import unknown
 
 RatioLevel = Literal["token", "sequence", "sequence_token", "sequence_product"]
+Aggregate = Literal["sequence_mean", "token_mean", "sum", "constant"]
 
 
 def as_bool_mask(mask: Shaped[Tensor, "B T"], name: str = "mask") -> Bool[Tensor, "B T"]:
@@ -128,3 +130,81 @@ def log_ratio_at_level(
 def at_least_float32(values: Tensor) -> Tensor:
     """Half-precision tensors in float32: a log-ratio is a small difference of large numbers."""
     return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
+# -- aggregation -------------------------------------------------------------------------------------------------------
+
+
+def aggregation_weights(
+    mask: Shaped[Tensor, "B T"],
+    how: Aggregate,
+    *,
+    length_constant: float | int = 1.0,
+    local_normalizer: bool = False,
+    total_sequences: float | int | Tensor | None = None,
+    total_tokens: float | int | Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Float[Tensor, "B T"]:
+    """The weight of each token in the aggregate; N counts rows with a token, M the unmasked tokens.
+
+        "sequence_mean"  1/(N |y_i|)   GRPO, GSPO (arXiv:2507.18071, eqs 2, 13)
+        "token_mean"     1/M           DAPO (arXiv:2503.14476, eq. 8)
+        "sum"            1/N           MiniRL (arXiv:2512.01374): mean over sequences of a sum over tokens
+        "constant"       1/(N L)       Dr.GRPO (arXiv:2503.20783), L = length_constant
+
+    Differs: N does not count fully masked rows, so that adding one never changes the loss of the others. The
+    papers' 1/G counts sequences that all have tokens; there both agree.
+
+    Args:
+        mask: True or 1 on completion tokens.
+        length_constant: L, tokens.
+        local_normalizer: for "token_mean", a mean over these rows alone, weighted by their share of
+            `total_sequences`: BNPO's normalisation, which depends on how a batch is cut into micro-batches.
+        total_sequences, total_tokens: N and M of all micro-batches and processes of one optimiser step;
+            default those of `mask`.
+
+    Returns:
+        `[B,T]`, detached; 0 in padding.
+
+    Raises:
+        ValueError: an unknown `how`, a total that is no count, or a mask that is no mask.
+
+    >>> mask = torch.tensor([[True, True, True], [True, False, False]])
+    >>> aggregation_weights(mask, "sequence_mean")[:, 0].tolist()
+    [0.16666666666666666, 0.5]
+    >>> aggregation_weights(mask, "token_mean")[:, 0].tolist()
+    [0.25, 0.25]
+    """
+    counted = as_bool_mask(mask).to(dtype)
+    lengths = counted.sum(-1, keepdim=True)
+    local_sequences, local_tokens = (lengths > 0).sum().to(dtype), lengths.sum()
+    sequences = _at_least_one(local_sequences if total_sequences is None else total_sequences)
+    tokens = _at_least_one(local_tokens if total_tokens is None else total_tokens)
+    match how:
+        case "sequence_mean":
+            return counted / lengths.clamp(min=1) / sequences
+        case "token_mean" if local_normalizer:
+            return counted / local_tokens.clamp(min=1) * (local_sequences / sequences)
+        case "token_mean":
+            return counted / tokens
+        case "sum":
+            return counted / sequences
+        case "constant":
+            return counted / (sequences * length_constant)
+    raise ValueError(f"aggregate: expected sequence_mean, token_mean, sum or constant, got {how!r}.")
+
+
+def weighted_sum(
+    values: Float[Tensor, "B T"], weights: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, ""]:
+    """`sum_it weights values` over the unmasked tokens; padding may hold anything, NaN included."""
+    return (torch.where(mask, values, 0.0) * weights).sum()
+
+
+def _at_least_one(total: float | int | Tensor) -> float | Tensor:
+    """A denominator that is never 0: without any token the numerator is 0 too."""
+    if isinstance(total, Tensor):
+        return total.clamp(min=1)
+    if not 0 <= total < float("inf"):
+        raise ValueError(f"total_sequences, total_tokens: expected a count of at least 0, got {total}.")
+    return max(float(total), 1.0)

@@ -1,16 +1,24 @@
-"""What sampling gives: completions with the sampler's own log-probabilities, rewards and, if recorded, routes."""
+"""What sampling gives: completions with the sampler's own log-probabilities, rewards and, if recorded, routes; and how
+prompts become tokens before it, and tokens text behind it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from moe_rl.rollout.task import Problem, Task, checked_reward, user_code
+from moe_rl.measure.logprobs import hf_model
+from moe_rl.rollout.chat import message_tokens
+from moe_rl.rollout.task import Problem, Task, checked_reward, token_ids, user_code
 from moe_rl.routing import RoutedExperts
 
 Rows = TypeVar("Rows", bound="Responses")
+
+UNWRITTEN = -1
+"""In place of a token: past the end of this completion."""
 
 
 @dataclass(frozen=True)
@@ -115,17 +123,6 @@ class Rollout(Responses):
         )
 
 
-def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """Tokens of a rollout that have no route by right: padding, and each row's last token, which was sampled and never
-    fed back.
-
-    >>> unrouted_tokens(torch.tensor([[False, True, True, False]])).int().tolist()
-    [[1, 0, 1, 1]]
-    """
-    later = attention_mask.flip(1).cumsum(1).flip(1) > 1
-    return ~(attention_mask & later)
-
-
 def score(task: Task, rollout: Rollout, seconds: float | None = None) -> Rollout:
     """The rollout with its rewards: the task's verdict on every completion. The verifier must accept any text.
 
@@ -140,3 +137,112 @@ def score(task: Task, rollout: Rollout, seconds: float | None = None) -> Rollout
         with user_code(task, "reward", problem, text, seconds):
             rewards.append(checked_reward(task.reward(problem, text)))
     return replace(rollout, rewards=torch.tensor(rewards).to(rollout.input_ids.device))
+
+
+# -- prompts, tokens, text --------------------------------------------------------------------------------------------
+
+
+def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Tensor, "N P"], Bool[Tensor, "N P"]]:
+    """Token ids and mask, left-padded whatever side the tokenizer pads on."""
+    encoded = [
+        list(token_ids(tokenizer, p.prompt)) if p.messages is None else message_tokens(tokenizer, p) for p in problems
+    ]
+    empty = [i for i, ids in enumerate(encoded) if not ids]
+    if empty:
+        raise ValueError(f"problem {empty[0]}: the prompt {problems[empty[0]].prompt!r} has no tokens")
+    width = max(map(len, encoded))
+    padding = padding_token(tokenizer)
+    ids = torch.tensor([[padding] * (width - len(row)) + row for row in encoded])
+    lengths = torch.tensor([len(row) for row in encoded])
+    return ids, torch.arange(width) >= width - lengths[:, None]
+
+
+def made_of(
+    tokenizer: Any,
+    problems: Sequence[Problem],
+    group_size: int,
+    prompts: Int[Tensor, "B P"],
+    prompt_mask: Bool[Tensor, "B P"],
+    tokens: Int[Tensor, "B M"],
+    logps: Float[Tensor, "B M"],
+    ends: Int[Tensor, " e"],
+) -> Rollout:
+    """The rollout of left-padded prompts and what was drawn after them (`UNWRITTEN` past a row's end), no routes."""
+    written = tokens != UNWRITTEN
+    B, P, N = len(tokens), prompts.shape[1], int(written.sum(1).max())
+    tokens, written, logps = tokens[:, :N], written[:, :N], logps[:, :N]
+    ended = torch.isin(tokens, ends)
+    return Rollout(
+        input_ids=torch.cat([prompts, tokens.masked_fill(~written, padding_token(tokenizer))], 1),
+        attention_mask=torch.cat([prompt_mask, written], 1),
+        completion_mask=F.pad(written, (P, 0)),
+        logps=F.pad(logps, (P, 0)),
+        rewards=torch.full((B,), float("nan"), device=tokens.device),
+        finished=ended.any(1),
+        group_size=group_size,
+        problems=[problem for problem in problems for _ in range(group_size)],
+        completions=decode_text(tokenizer, tokens, (written & ~ended).sum(1)),
+    )
+
+
+def padding_token(tokenizer: Any) -> int:
+    """Any valid token serves: padding is masked everywhere."""
+    ids = (getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "eos_token_id", None), 0)
+    return next(int(token) for token in ids if token is not None)
+
+
+def end_tokens(model: nn.Module, tokenizer: Any) -> Int[Tensor, " e"]:
+    """Every token that ends a completion: the tokenizer's and those of the model's generation config."""
+    ends: set[int] = set()
+    for source in (tokenizer, getattr(hf_model(model), "generation_config", None)):
+        found = getattr(source, "eos_token_id", None)
+        ends |= set(found if isinstance(found, list | tuple) else [found]) - {None}
+    return torch.tensor(sorted(ends), dtype=torch.int64)
+
+
+def positions(model: nn.Module) -> int | None:
+    """How many tokens a text of the model may have, as its configuration says, if it does."""
+    config = getattr(hf_model(model), "config", None)
+    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def decode_text(tokenizer: Any, tokens: Tensor, lengths: Tensor) -> list[str]:
+    """Special tokens inside a completion stay visible: a verifier must not be blind to them."""
+    rows = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+    return tokenizer.batch_decode(rows, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+# -- routes of decoding -----------------------------------------------------------------------------------------------
+
+
+def unrouted_tokens(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    """Tokens of a rollout that have no route by right: padding, and each row's last token, which was sampled and never
+    fed back.
+
+    >>> unrouted_tokens(torch.tensor([[False, True, True, False]])).int().tolist()
+    [[1, 0, 1, 1]]
+    """
+    later = attention_mask.flip(1).cumsum(1).flip(1) > 1
+    return ~(attention_mask & later)
+
+
+@dataclass(frozen=True)
+class Fed:
+    """Which part of the result one call of the model spoke of."""
+
+    rows: Int[Tensor, " n"]
+    source: Int[Tensor, " n"]  # rows[i] of the result was row source[i] of the call
+    column: int  # where the call's first token stands in the result
+
+
+Trace = tuple[Fed, RoutedExperts]
+
+
+def assemble(traces: list[Trace], input_ids: Int[Tensor, "B T"], attention_mask: Bool[Tensor, "B T"]) -> RoutedExperts:
+    """Routes of the result from those of the calls; -1 on padding and on each row's last token."""
+    like = traces[0][1]
+    ids = input_ids.new_full((*input_ids.shape, *like.shape[2:]), -1, dtype=torch.int16)
+    for fed, routes in traces:
+        ids[fed.rows, fed.column : fed.column + routes.shape[1]] = routes.ids.to(torch.int16)[fed.source]
+    ids.masked_fill_(unrouted_tokens(attention_mask)[:, :, None, None], -1)
+    return RoutedExperts(ids, like.sites, like.num_experts, tokens=input_ids, meta=like.meta)

@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.rollout.completions import Rollout
+from moe_rl.rollout.completions import UNWRITTEN, Rollout, assemble, decode_text, end_tokens, padding_token, positions
 from moe_rl.rollout.engine_config import Tolerance
-from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token, positions
 from moe_rl.rollout.task import Problem, token_ids, user_code
 from moe_rl.routing import RoutedExperts
 
@@ -30,8 +29,7 @@ def unfinished(rollout: Rollout, longest: int) -> Bool[Tensor, " B"]:
 
 
 def extend(
-    model: nn.Module,
-    tokenizer: Any,
+    engine: Any,
     rollout: Rollout,
     *,
     tokens: int,
@@ -40,15 +38,15 @@ def extend(
     generator: torch.Generator | None = None,
     version: int | None = None,
     record_routes: bool = False,
-    max_batch: int | None = None,
 ) -> Rollout:
-    """The rollout with every unfinished response gone on by up to `tokens` tokens of `model`.
+    """The rollout with every unfinished response gone on by up to `tokens` tokens of the engine's model.
 
     Routes, where they are recorded: a token keeps the route that it had when the token after it was written, so that
     each row of routes is of the weights that drew from it (`versions` of the next token). Routes of a token that had
     none yet (the last one before, tool text) are those of this call.
 
     Args:
+        engine: a `ModelEngine`.
         longest: tokens of the policy's own that a response may have.
         generator: one uniform number per response and position is drawn from it, finished ones included.
         version: of the model's weights, noted for the new tokens; None where versions are not kept.
@@ -65,7 +63,7 @@ def extend(
             f"at all (so far {'recorded' if rollout.routes is not None else 'not recorded'}, record_routes="
             f"{record_routes})"
         )
-    device, B = rollout.input_ids.device, len(rollout)
+    model, tokenizer, device, B = engine.model, engine.tokenizer, rollout.input_ids.device, len(rollout)
     source = "cpu" if generator is None else generator.device
     uniform = torch.rand(B, tokens, generator=generator, dtype=torch.float64, device=source).to(device)
     rows = unfinished(rollout, longest).nonzero()[:, 0]
@@ -76,9 +74,7 @@ def extend(
     _check_positions(model, rollout, rows, prefix_mask.sum(1), room.clamp(max=tokens))
     ends = end_tokens(model, tokenizer).to(device)
     each = torch.arange(len(rows), device=device)
-    drawn, logps, traces = decode(
-        model, prefix, prefix_mask, each, uniform[rows], ends, temperature, record_routes, max_batch
-    )
+    drawn, logps, traces = engine.decode(prefix, prefix_mask, each, uniform[rows], ends, temperature, record_routes)
     new = (drawn != UNWRITTEN) & (torch.arange(tokens, device=device) < room[:, None])
     wide, at = _placed(rollout, rows, new, padding_token(tokenizer))
     wide.input_ids[at], wide.attention_mask[at], wide.completion_mask[at] = drawn[new], True, True

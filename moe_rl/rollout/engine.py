@@ -1,10 +1,20 @@
 """The plainest engine: a Hugging Face causal language model that samples by itself.
 
+It decodes with a KV cache and one prefill per prompt; finished sequences leave the batch. Every token's log-probability
+is kept, and, where asked for, the experts that decoding chose. `generate()` would repeat the prefill G times, decode
+every sequence to the longest one's end, and draw randomness that depends on the batch. Here the random numbers of a
+sequence depend on its row alone, so that neither compaction nor chunking changes what is sampled (up to what the
+model's own arithmetic makes of another batch shape).
+
 What an engine is stands in `engine_config`, those with weights and arithmetic of their own in `engines`; `sampling` has
 this one as a function.
 """
 
+import hashlib
+import inspect
+import random
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +23,26 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.measure.logprobs import token_logps
-from moe_rl.rollout.chat import message_tokens
-from moe_rl.rollout.completions import Rollout
+from moe_rl.measure.logprobs import evaluating, hf_model, token_logps
+from moe_rl.rollout.completions import (
+    UNWRITTEN,
+    Fed,
+    Rollout,
+    Trace,
+    assemble,
+    encode_prompts,
+    end_tokens,
+    made_of,
+    positions,
+)
 from moe_rl.rollout.continuing import extend
 from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
-from moe_rl.rollout.sampler import UNWRITTEN, assemble, decode, decode_text, end_tokens, padding_token, positions
-from moe_rl.rollout.task import Problem, token_ids
+from moe_rl.rollout.task import Problem
+from moe_rl.routing import record_routes
 
 __all__ = ["EXACT", "NEVER", "Engine", "ModelEngine", "Tolerance", "forward_logps", "gathered"]
+
+COMPACT_SHARE = 0.25  # finished sequences leave the batch when they are this share of it
 
 
 class ModelEngine:
@@ -55,9 +76,7 @@ class ModelEngine:
         ends = end_tokens(self.model, self.tokenizer).to(device)
         prompt = torch.arange(B, device=device) // group_size
 
-        tokens, logps, traces = decode(
-            self.model, prompts, prompt_mask, prompt, uniform, ends, temperature, record_routes, self.max_batch
-        )
+        tokens, logps, traces = self.decode(prompts, prompt_mask, prompt, uniform, ends, temperature, record_routes)
         rollout = made_of(
             self.tokenizer, problems, group_size, prompts[prompt], prompt_mask[prompt], tokens, logps, ends
         )
@@ -65,9 +84,34 @@ class ModelEngine:
             rollout = replace(rollout, routes=assemble(traces, rollout.input_ids, rollout.attention_mask))
         return rollout
 
+    def decode(
+        self,
+        prompts: Int[Tensor, "N P"],
+        prompt_mask: Bool[Tensor, "N P"],
+        prompt: Int[Tensor, " B"],
+        uniform: Float[Tensor, "B M"],
+        ends: Int[Tensor, " e"],
+        temperature: float,
+        record: bool,
+    ) -> tuple[Int[Tensor, "B M"], Float[Tensor, "B M"], list[Trace]]:
+        """Tokens (`UNWRITTEN` past a row's end), their log-probabilities, and what each call of the model routed. Row b
+        goes on from prompt `prompt[b]`, left-padded, and draws token t by `uniform[b, t]`."""
+        B, M = uniform.shape
+        tokens = torch.full((B, M), UNWRITTEN, device=prompts.device)
+        logps = torch.zeros(B, M, device=prompts.device)
+        traces: list[Trace] = []
+        with torch.no_grad(), evaluating(self.model):
+            for rows in torch.arange(B, device=prompts.device).split(self.max_batch or B):
+                with record_routes(self.model) if record else nullcontext() as recording:
+                    chunk = _Chunk(self.model, prompts, prompt_mask, prompt[rows], rows)
+                    chunk.decode(tokens, logps, uniform, ends, temperature)
+                if recording is not None:
+                    traces += zip(chunk.fed, recording.steps, strict=True)
+        return tokens, logps, traces
+
     def extend(self, rollout: Rollout, **options: Any) -> Rollout:
         """Unfinished responses go on; `options` as in `moe_rl.rollout.continuing.extend`."""
-        return extend(self.model, self.tokenizer, rollout, max_batch=self.max_batch, **options)
+        return extend(self, rollout, **options)
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Nothing to copy: `weights` are this model's own."""
@@ -89,24 +133,6 @@ def forward_logps(model: nn.Module, rollout: Rollout, temperature: float = 1.0) 
     return out.logps.to(rollout.input_ids.device)
 
 
-# -- prompts, completions ----------------------------------------------------------------------------------------------
-
-
-def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Tensor, "N P"], Bool[Tensor, "N P"]]:
-    """Token ids and mask, left-padded whatever side the tokenizer pads on."""
-    encoded = [
-        list(token_ids(tokenizer, p.prompt)) if p.messages is None else message_tokens(tokenizer, p) for p in problems
-    ]
-    empty = [i for i, ids in enumerate(encoded) if not ids]
-    if empty:
-        raise ValueError(f"problem {empty[0]}: the prompt {problems[empty[0]].prompt!r} has no tokens")
-    width = max(map(len, encoded))
-    padding = padding_token(tokenizer)
-    ids = torch.tensor([[padding] * (width - len(row)) + row for row in encoded])
-    lengths = torch.tensor([len(row) for row in encoded])
-    return ids, torch.arange(width) >= width - lengths[:, None]
-
-
 def check_request(
     problems: Sequence[Problem],
     group_size: int,
@@ -117,11 +143,8 @@ def check_request(
     """Raises ValueError for what cannot be sampled whatever the model."""
     if not problems:
         raise ValueError("problems: nothing to sample, the list is empty")
-    for name, value in (
-        ("group_size", group_size),
-        ("max_new_tokens", max_new_tokens),
-        ("max_batch", max_batch),
-    ):
+    counts = {"group_size": group_size, "max_new_tokens": max_new_tokens, "max_batch": max_batch}
+    for name, value in counts.items():
         if value is not None and value < 1:
             raise ValueError(f"{name}: at least 1, got {value}")
     if not 0 <= temperature < float("inf"):
@@ -140,29 +163,138 @@ def check_length(model: nn.Module, problems: Sequence[Problem], mask: Bool[Tenso
         )
 
 
-def made_of(
-    tokenizer: Any,
-    problems: Sequence[Problem],
-    group_size: int,
-    prompts: Int[Tensor, "B P"],
-    prompt_mask: Bool[Tensor, "B P"],
-    tokens: Int[Tensor, "B M"],
-    logps: Float[Tensor, "B M"],
-    ends: Int[Tensor, " e"],
-) -> Rollout:
-    """The rollout of left-padded prompts and what was drawn after them (`UNWRITTEN` past a row's end), no routes."""
-    written = tokens != UNWRITTEN
-    B, P, N = len(tokens), prompts.shape[1], int(written.sum(1).max())
-    tokens, written, logps = tokens[:, :N], written[:, :N], logps[:, :N]
-    ended = torch.isin(tokens, ends)
-    return Rollout(
-        input_ids=torch.cat([prompts, tokens.masked_fill(~written, padding_token(tokenizer))], 1),
-        attention_mask=torch.cat([prompt_mask, written], 1),
-        completion_mask=F.pad(written, (P, 0)),
-        logps=F.pad(logps, (P, 0)),
-        rewards=torch.full((B,), float("nan"), device=tokens.device),
-        finished=ended.any(1),
-        group_size=group_size,
-        problems=[problem for problem in problems for _ in range(group_size)],
-        completions=decode_text(tokenizer, tokens, (written & ~ended).sum(1)),
-    )
+# -- decoding --------------------------------------------------------------------------------------------------------
+
+
+class _Chunk:
+    """Rows decoded together: their tokens so far and their cache. Rows leave it when they are done."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ids: Int[Tensor, "N P"],
+        mask: Bool[Tensor, "N P"],
+        prompt: Int[Tensor, " n"],
+        rows: Int[Tensor, " n"],
+    ):
+        """Prefill: row i of the chunk is row `rows[i]` of the result and continues prompt `prompt[i]`."""
+        self.model, self.rows, self.cache = model, rows, None
+        self.fed: list[Fed] = []
+        self.accepts = set(inspect.signature(hf_model(model).forward).parameters)
+        used, place = torch.unique_consecutive(prompt, return_inverse=True)
+        ids, mask = ids[used], mask[used].long()
+        self.first = int(mask.any(0).int().argmax())  # columns that are padding in all of these prompts
+        self.ids, self.mask = ids[:, self.first :], mask[:, self.first :]
+        self.forward(place)
+        self.selectable = _selectable(self.cache)
+        if self.selectable:
+            self.select(place)
+        elif len(used) < len(place):
+            self.ids, self.mask, self.cache = self.ids[place], self.mask[place], None
+            self.forward()
+
+    def forward(self, source: Int[Tensor, " n"] | None = None) -> None:
+        """Feed `ids`; `logits` (fp32, `[n,V]`) are those after the last of them. `source`: the call's row of each
+        of the chunk's rows, where they are not the same."""
+        new = self.ids.shape[1]
+        inputs: dict[str, Any] = {"input_ids": self.ids, "attention_mask": self.mask, "use_cache": True}
+        if self.cache is not None:
+            inputs["past_key_values"] = self.cache
+        if "position_ids" in self.accepts:
+            # Positions count real tokens: the first one is 0, wherever left-padding put it.
+            inputs["position_ids"] = (self.mask.cumsum(1) - 1).clamp_(min=0)[:, -new:]
+        if "logits_to_keep" in self.accepts:
+            inputs["logits_to_keep"] = 1
+        out = self.model(**inputs)
+        source = torch.arange(len(self.rows), device=self.rows.device) if source is None else source
+        self.fed.append(Fed(self.rows, source, self.first + self.mask.shape[1] - new))
+        self.cache = getattr(out, "past_key_values", None)
+        self.logits = out.logits[:, -1].float()
+
+    def select(self, index: Int[Tensor, " m"]) -> None:
+        """Keep (or repeat) the rows `index` of what was fed."""
+        if self.cache is not None:
+            self.cache.batch_select_indices(index)
+        self.ids, self.mask, self.logits = self.ids[index], self.mask[index], self.logits[index]
+
+    def decode(
+        self,
+        tokens: Int[Tensor, "B N"],
+        logps: Float[Tensor, "B N"],
+        uniform: Float[Tensor, "B N"],
+        ends: Int[Tensor, " e"],
+        temperature: float,
+    ) -> None:
+        """Fill the chunk's rows of `tokens` and `logps`, each up to its end."""
+        done = torch.zeros_like(self.rows, dtype=torch.bool)
+        limit = tokens.shape[1]
+        for t in range(limit):
+            token, logp = draw_tokens(self.logits, uniform[self.rows, t], temperature)
+            going = self.rows[~done]
+            tokens[going, t], logps[going, t] = token[~done], logp[~done]
+            done = done | torch.isin(token, ends)
+            finished = int(done.sum())
+            if finished == len(done) or t == limit - 1:
+                return
+            if self.selectable and finished >= COMPACT_SHARE * len(done):
+                keep = (~done).nonzero()[:, 0]
+                self.select(keep)
+                self.rows, token, done = self.rows[keep], token[keep], done[keep]
+            # With a cache only the new token is fed; without one, everything.
+            self.ids = token[:, None] if self.cache is not None else torch.cat([self.ids, token[:, None]], 1)
+            self.mask = F.pad(self.mask, (0, 1), value=1)
+            self.forward()
+
+
+def draw_tokens(
+    logits: Float[Tensor, "n V"], uniform: Float[Tensor, " n"], temperature: float
+) -> tuple[Int[Tensor, " n"], Float[Tensor, " n"]]:
+    """One token per row by inverting the cumulative distribution at `uniform`, and its log-probability (nats).
+
+    The distribution is softmax(logits / temperature); at temperature 0 the most probable token is taken, and the
+    log-probability is the one at temperature 1.
+
+    >>> draw_tokens(torch.tensor([[0.0, 0.0]]).log_softmax(1), torch.tensor([0.7]), 1.0)
+    (tensor([1]), tensor([-0.6931]))
+    """
+    logp = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        token = logits.argmax(-1)
+    else:
+        # float64: over a large vocabulary a float32 sum would lose the tail. The scale by the last entry makes it
+        # reach 1, and `right=True` never lands on a token of probability 0.
+        cumulative = logp.exp().cumsum(-1, dtype=torch.float64)
+        target = (uniform.double() * cumulative[:, -1])[:, None]
+        token = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+    return token, logp.gather(1, token[:, None])[:, 0]
+
+
+def _selectable(cache: Any) -> bool:
+    """Whether rows of the cache can be repeated and dropped: its layers are known to keep all of their state in what
+    `batch_select_indices` selects. Recurrent and hybrid layers inherit that method but not for their own states, so
+    they are prefilled once per row and never compacted; without a cache, the tokens are all there is."""
+    known = ("DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer")
+    return cache is None or all(type(layer).__name__ in known for layer in getattr(cache, "layers", [None]))
+
+
+# -- random numbers --------------------------------------------------------------------------------------------------
+
+
+def seeded_generator(seed: int, purpose: str, step: int, index: int = 0) -> torch.Generator:
+    """A torch generator (CPU) for one purpose at one step.
+
+    Its numbers follow from a seed and a purpose, not from the past: runs with one seed share prompts, sampling noise
+    and minibatch order whatever their method does with them, and a resumed run draws what the uninterrupted one would
+    have.
+
+    >>> a, b = (torch.rand(1, generator=seeded_generator(0, "sample", step=3)) for _ in range(2))
+    >>> a == b
+    tensor([True])
+    """
+    digest = hashlib.sha256(f"{seed}/{purpose}/{step}/{index}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def seeded_random(seed: int, purpose: str, *index: int) -> random.Random:
+    """The same for the choice of prompts, as `random.Random`."""
+    return random.Random("/".join(map(str, (seed, purpose, *index))))

@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from moe_rl.rollout.completions import Rollout
-from moe_rl.rollout.engine import encode_prompts
-from moe_rl.rollout.sampler import padding_token
+from moe_rl.rollout.completions import Rollout, encode_prompts, padding_token
 from moe_rl.rollout.task import Problem, TaskError, checked_reward, token_ids, user_code
 
 

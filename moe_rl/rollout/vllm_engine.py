@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import causal_lm
 from moe_rl.processes import no_progress_bars
-from moe_rl.rollout.completions import Rollout
-from moe_rl.rollout.engine import NEVER, check_length, check_request, encode_prompts, gathered, made_of
+from moe_rl.rollout.completions import UNWRITTEN, Rollout, encode_prompts, end_tokens, made_of
+from moe_rl.rollout.engine import NEVER, check_length, check_request, gathered
 from moe_rl.rollout.engine_config import ARITHMETIC, DTYPES, EngineConfig, EngineError, check_engine
-from moe_rl.rollout.sampler import UNWRITTEN, end_tokens
 from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_place import check_vllm, start_vllm
 from moe_rl.routing import RoutedExperts

@@ -118,26 +118,26 @@ class Listener:
 
 
 class Step(NamedTuple):
-    """One call: tensors `[B,S,...]`, behind `past` tokens of the calls before it. `unknown` fills the rows of a
-    cache that was filled before anyone listened."""
+    """One call: tensors `[B,S,...]`, behind `past` tokens of the calls before it."""
 
     parts: tuple[Tensor, ...]
-    unknown: tuple[int, ...]
     past: int
     changed: bool | Tensor
 
 
 @no_type_check
 class Collected:
-    """What a listener keeps of all calls, joined along the tokens where a KV cache connects them."""
+    """What a listener keeps of all calls, joined along the tokens where a KV cache connects them. `unknown` fills the
+    rows of a cache that was filled before anyone listened."""
 
-    def __init__(self) -> None:
+    def __init__(self, *unknown: int) -> None:
+        self.unknown = unknown
         self.steps: list[Step] = []
         self.chains: list[list[Step]] = []
         self._left: list[CacheState | None] = []  # by the last call of each
 
-    def end(self, call: Call, parts: tuple[Tensor, ...], unknown: tuple[int, ...]) -> None:
-        step = Step(parts, unknown, call.past, call.changed)
+    def end(self, call: Call, *parts: Tensor) -> None:
+        step = Step(parts, call.past, call.changed)
         self.steps.append(step)
         going = [] if call.follows is None else [i for i, left in enumerate(self._left) if left is call.follows]
         if not going:
@@ -149,7 +149,7 @@ class Collected:
 
     def forwards(self) -> list[tuple[Tensor, ...]]:
         """`[B,T,...]` of each logical forward; RoutingError where nothing proves that its calls are one."""
-        return [_joined(chain) for chain in self.chains]
+        return [_joined(chain, self.unknown) for chain in self.chains]
 
     def together(self) -> tuple[Tensor, ...]:
         """Every call, joined along the batch; RoutingError where that is not possible."""
@@ -162,7 +162,7 @@ class Collected:
         return alone[0] if len(alone) == 1 else tuple(torch.cat(part) for part in zip(*alone, strict=True))
 
 
-def _joined(chain: list[Step]) -> tuple[Tensor, ...]:
+def _joined(chain: list[Step], unknown: tuple[int, ...]) -> tuple[Tensor, ...]:
     first, *later = chain
     if any(bool(step.changed) for step in later):
         raise RoutingError(f"{CHANGED}. `.steps` has each call by itself")
@@ -171,7 +171,7 @@ def _joined(chain: list[Step]) -> tuple[Tensor, ...]:
     if first.past:
         gaps = (
             torch.full((B, length, *p.shape[2:]), u, device=p.device).to(p.dtype)
-            for p, u in zip(*first[:2], strict=True)
+            for p, u in zip(first.parts, unknown, strict=True)
         )
         pieces = [tuple(gaps)]
     for step in chain:
@@ -267,12 +267,13 @@ class Recording(Listener):
 
     def __init__(self, routers: Routers, names: list[str]) -> None:
         one_width(routers)
-        self._routers, self._names, self._seen = routers, tuple(names), Collected()
+        self._routers, self._names = routers, tuple(names)
         self._dtype = packed_dtype(max(probe.num_experts for probe in routers.probes))
+        self._seen = Collected(torch.iinfo(self._dtype).max, -1)
 
     def end(self, call: Call) -> None:
         packed = stacked(self._routers, call, call.chosen, self._dtype)
-        self._seen.end(call, (packed, tokens_of(call, packed)), (torch.iinfo(packed.dtype).max, -1))
+        self._seen.end(call, packed, tokens_of(call, packed))
 
     def _wrap(self, parts: tuple[Tensor, ...]) -> RoutedExperts:
         return wrapped(self._routers, self._names, *parts)

@@ -22,7 +22,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -37,20 +36,6 @@ from moe_rl.routing.selection import Selector
 from moe_rl.routing.selfcheck import examine
 from moe_rl.routing.shadow import ShadowReplay
 from moe_rl.routing.sites import Site, boundary_of, find_sites
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """The modules of a model (as `_walk` lists them), its sites, and the call that is one forward (`boundary_of`).
-
-    Kept until a module, its class or its name changes, because contexts are opened around every minibatch. Nothing in
-    what is kept holds a module.
-    """
-
-    modules: list[nn.Module]
-    sites: list[Site]
-    boundary: PreTrainedModel
-
 
 _Kept = tuple[list[str], list[type], list["weakref.ref[nn.Module]"], list[tuple[str, list[int], list[int], bool]], int]
 _Checked = tuple[Any, list[Selector], dict[bool, list[Selector | None]]]
@@ -72,8 +57,12 @@ def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
     return modules, names
 
 
-def _layout_of(model: nn.Module) -> Layout:
-    """The layout of a model, found anew where anything in it was replaced."""
+def _layout_of(model: nn.Module) -> tuple[list[nn.Module], list[Site], PreTrainedModel]:
+    """The modules of a model (as `_walk` lists them), its sites, and the call that is one forward (`boundary_of`).
+
+    Kept until a module, its class or its name changes, because contexts are opened around every minibatch. Nothing in
+    what is kept holds a module.
+    """
     kept = _LAYOUTS.get(model) if isinstance(model, nn.Module) else None
     if kept is not None:
         modules, names = _walk(model)
@@ -83,29 +72,28 @@ def _layout_of(model: nn.Module) -> Layout:
                 Site(name, tuple(modules[i] for i in own), tuple(modules[i] for i in up), fixed)
                 for name, own, up, fixed in kept[3]
             ]
-            return Layout(modules, sites, cast(PreTrainedModel, modules[kept[4]]))
+            return modules, sites, cast(PreTrainedModel, modules[kept[4]])
     sites = find_sites(model)
     boundary = boundary_of(model, sites)
     modules, names = _walk(model)
     place = {module: i for i, module in enumerate(modules)}
     found = [(s.name, [place[m] for m in s.modules], [place[m] for m in s.parents], s.fixed) for s in sites]
     _LAYOUTS[model] = names, [type(m) for m in modules], [weakref.ref(m) for m in modules], found, place[boundary]
-    return Layout(modules, sites, boundary)
+    return modules, sites, boundary
 
 
 def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     """The tap of a model, checked in the mode that it is in, and the names of its sites as seen from `model`."""
-    layout = _layout_of(model)
-    sites, boundary = layout.sites, layout.boundary
-    modules = [m for site in sites for m in site.modules]
+    modules, sites, boundary = _layout_of(model)
+    routers = [m for site in sites for m in site.modules]
     known = _TAPS.get(boundary)
     tap = known() if known else None
-    if tap is None or [m for site in tap.sites for m in site.modules] != modules:
+    if tap is None or [m for site in tap.sites for m in site.modules] != routers:
         tap = Tap(model, sites, boundary)
         _TAPS[boundary] = weakref.ref(tap)
     if not tap.users:
-        _refuse_compiled(model, layout)
-        tap.root, tap.modules = model, layout.modules
+        _refuse_compiled(model, modules)
+        tap.root, tap.modules = model, modules
     signature = _signature(tap)
     cached = _CHECKED.get(boundary)
     if cached is None or cached[0] != signature:
@@ -125,8 +113,8 @@ def _signature(tap: Tap) -> list[Any]:
     return [kernels, *((type(m), getattr(m, "top_k", None), vars(m).get("forward")) for m in modules)]
 
 
-def _refuse_compiled(model: nn.Module, layout: Layout) -> None:
-    for module in layout.modules:
+def _refuse_compiled(model: nn.Module, modules: list[nn.Module]) -> None:
+    for module in modules:
         own = module.__dict__
         if "_orig_mod" in own["_modules"] or own.get("_compiled_call_impl") or "_compiled_call" in own:
             name = next(name for name, other in model.named_modules() if other is module)

@@ -34,6 +34,14 @@ class Stored:
 
     _trusted: Any  # the constructor of what is known to be valid
 
+    @property
+    def token_hash(self: Any) -> str | None:
+        """SHA-256 over shape and int32 little-endian values of the tokens; None where they are unknown."""
+        if self.tokens is None:
+            return None
+        values = self.tokens.cpu().contiguous().numpy().astype("<i4")
+        return hashlib.sha256(repr(values.shape).encode() + values.tobytes()).hexdigest()
+
     def save(self: Any, path: str | os.PathLike[str]) -> None:
         """One safetensors file; its header has sites, num_experts, K, meta, token hash, library versions.
 

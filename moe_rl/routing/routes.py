@@ -1,7 +1,6 @@
 """RoutedExperts: which experts every router chose for every token; packed, aligned with tokens. Its files and tables:
 `formats`; its constructors from what others return: `others`; what moves and joins it: `moving`."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,14 +146,6 @@ class RoutedExperts(FromOthers, Moved, Stored):
             known = vars(self)["_has_live"] = bool(self.live.any())
         return known
 
-    @property
-    def token_hash(self) -> str | None:
-        """SHA-256 over shape and int32 little-endian values of the tokens; None where they are unknown."""
-        if self.tokens is None:
-            return None
-        values = self.tokens.cpu().contiguous().numpy().astype("<i4")
-        return hashlib.sha256(repr(values.shape).encode() + values.tobytes()).hexdigest()
-
     def equal(self, other: "RoutedExperts") -> bool:
         """Same sites, num_experts, ids (slot order included), and tokens where both know theirs."""
         if self.sites != other.sites or self._experts != other._experts or self.shape != other.shape:
@@ -202,5 +193,4 @@ class RoutedExperts(FromOthers, Moved, Stored):
     def columns(self, part: slice) -> "RoutedExperts":
         """The routes of a range of token positions, the same of every sequence: where a batch loses its padding."""
         tokens = None if self.tokens is None else self.tokens[:, part]
-        packed = words(self.packed)[:, part].contiguous().view(self.packed.dtype)
-        return self._with(packed, tokens, has_live=None if self._has_live else self._has_live)
+        return self._with(self.packed[:, part].contiguous(), tokens, None if self._has_live else self._has_live)

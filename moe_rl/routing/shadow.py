@@ -19,7 +19,7 @@ class ShadowReplay(Replay):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self._seen = Collected()
+        self._seen = Collected(self._sentinel, -1, 0)
 
     def begin(self, call: Call) -> None:
         super().begin(call)
@@ -39,7 +39,7 @@ class ShadowReplay(Replay):
                 for scores in zip(*((None, None) if j is None else (j.best, j.scores) for j in call.jobs), strict=True)
             )
             regret = (best - used).sum(-1).clamp_(min=0)
-        self._seen.end(call, (packed, tokens_of(call, packed), regret), (self._sentinel, -1, 0))
+        self._seen.end(call, packed, tokens_of(call, packed), regret)
 
     @property
     def shadow(self) -> RoutedExperts:

@@ -21,7 +21,7 @@ from moe_rl.policy.models import check_path, load_tokenizer
 from moe_rl.policy.tiny import ModelError, char_tokenizer
 from moe_rl.processes import usable_cores
 from moe_rl.rollout import Problem, TaskError, make_task
-from moe_rl.rollout.engine import encode_prompts
+from moe_rl.rollout.completions import encode_prompts
 from moe_rl.rollout.engines import EngineError
 from moe_rl.rollout.task import problems_of
 from moe_rl.study.config import StudyConfig

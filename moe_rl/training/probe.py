@@ -4,8 +4,7 @@ Under replay the change rate is zero by construction, so the probe routes live; 
 policy's routes on the same weights. The difference between the two is what routing adds to the log-ratio.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,27 +20,13 @@ from moe_rl.measure.metrics import (
     router_metrics,
     routing_confidence,
 )
-from moe_rl.measure.router_shift import gates_and_margins
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 from moe_rl.training.batch import Batch
 from moe_rl.training.probe_options import Decomposition, replay_gradients
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.rollout_engine import from_engine
-
-
-@dataclass(frozen=True)
-class Observation:
-    """The probed responses after one update: log-probabilities (nats) under live and under the old routes, and the live
-    routes. `routers`: what the routers said of the n response tokens, old and new (`gates_and_margins`): `old_gates`,
-    `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L]; empty for a family that does not return router logits, one
-    tensor for each site."""
-
-    update: int
-    natural: Float[Tensor, "B T"]
-    replayed: Float[Tensor, "B T"]
-    routes: RoutedExperts
-    routers: dict[str, Tensor] = field(default_factory=dict)
+from moe_rl.training.token_tables import Observation, routers_said
 
 
 class Probe:
@@ -121,18 +106,9 @@ class Probe:
             ]
         if self.tables:
             both = ("old", old_logits, part.routes), ("new", logits, routes)
-            routers = self._routers_said(both) if comparable else {}
+            routers = routers_said(mask, both) if comparable else {}
             self.observations.append(Observation(update, natural, replayed, routes, routers))
         return metrics, natural, routes
-
-    def _routers_said(self, of: Iterable[tuple[str, list[Tensor], RoutedExperts]]) -> dict[str, Tensor]:
-        """What routers said of the experts that were chosen: `Observation.routers`."""
-        routers: dict[str, Tensor] = {}
-        for name, logits, routes in of:
-            mask = self.part.completion_mask
-            ids = routes.ids.to(mask.device)[mask].sort(-1).values  # in the order of route tables
-            routers[f"{name}_gates"], routers[f"{name}_margins"] = gates_and_margins(logits, ids)
-        return routers
 
     def _loss_of(self, part: Batch) -> Tensor:
         assert self.loss is not None

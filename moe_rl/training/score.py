@@ -154,10 +154,8 @@ def make_batch(
 ) -> Batch:
     """What one RL step trains on. Under R3 the old log-probabilities are those under the rollout engine's routes
     (arXiv 2510.11370), otherwise those of natural routing."""
-    old_logps, natural = scores.logps, None
-    if replay == "R3":
-        assert scores.replayed_logps is not None
-        old_logps, natural = scores.replayed_logps, scores.logps
+    old_logps = scores.replayed_logps if replay == "R3" else scores.logps
+    assert old_logps is not None
     return Batch(
         *rollout.tokens,
         rewards=rollout.rewards,
@@ -170,7 +168,7 @@ def make_batch(
         values=scores.values,
         returns=returns,
         route_scores=scores.route_scores,
-        natural_logps=natural,
+        natural_logps=scores.logps if replay == "R3" else None,
         rollout_routes=rollout.routes,
         versions=rollout.versions,
     )

@@ -1,18 +1,43 @@
 """Tables of a probed step: every response token after every update, and the routes that it took."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from moe_rl.routing import flips_per_token
+from moe_rl.measure.router_shift import gates_and_margins
+from moe_rl.routing import RoutedExperts, flips_per_token
 from moe_rl.tables import write_table
 from moe_rl.training.batch import Batch
 from moe_rl.training.levers import only
-from moe_rl.training.probe import Observation
 from moe_rl.training.route_tables import write_route_changes, write_route_table
+
+
+@dataclass(frozen=True)
+class Observation:
+    """The probed responses after one update: log-probabilities (nats) under live and under the old routes, and the live
+    routes. `routers`: what the routers said of the n response tokens, old and new (`gates_and_margins`): `old_gates`,
+    `new_gates` [n,L,K], `old_margins`, `new_margins` [n,L]; empty for a family that does not return router logits, one
+    tensor for each site."""
+
+    update: int
+    natural: Float[Tensor, "B T"]
+    replayed: Float[Tensor, "B T"]
+    routes: RoutedExperts
+    routers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def routers_said(mask: Bool[Tensor, "B T"], of: Iterable[tuple[str, list[Tensor], RoutedExperts]]) -> dict[str, Tensor]:
+    """`Observation.routers`: what routers said of the experts that were chosen for the tokens of `mask`."""
+    routers: dict[str, Tensor] = {}
+    for name, logits, routes in of:
+        ids = routes.ids.to(mask.device)[mask].sort(-1).values  # in the order of route tables
+        routers[f"{name}_gates"], routers[f"{name}_margins"] = gates_and_margins(logits, ids)
+    return routers
 
 
 def write_probe_tables(

@@ -3,7 +3,7 @@ import torch
 from jaxtyping import TypeCheckError
 
 from moe_rl.objectives import aggregation_weights
-from moe_rl.objectives.loss import weighted_sum
+from moe_rl.objectives.ratios import weighted_sum
 
 MASK = torch.tensor([[True, True, True, False], [False] * 4, [True, False, False, False]])
 

@@ -8,7 +8,7 @@ import torch
 from loss_helpers import at_ratios, double, run
 
 from moe_rl.objectives import OBJECTIVES, Objective, kl_estimate, policy_loss
-from moe_rl.objectives.loss import aggregation_weights
+from moe_rl.objectives.ratios import aggregation_weights
 
 ONE_PIECE = [name for name, objective in OBJECTIVES.items() if not objective.needs]
 

@@ -89,7 +89,7 @@ def test_refusals(objective, change, message, unannotated):
 )
 def test_shapes_that_differ_are_named(change, message):
     # below the run-time shape check of the tests, where users without it arrive
-    from moe_rl.objectives.terms import prepare_terms
+    from moe_rl.objectives.loss import prepare_terms
 
     optional = {"ref_logps": None, "rollout_logps": None, "route_weight": None}
     with pytest.raises(ValueError, match=message):

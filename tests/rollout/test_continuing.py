@@ -9,7 +9,7 @@ import torch
 from moe_rl.measure import token_logps
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import TaskConfig, make_task, sample
-from moe_rl.rollout.continuing import append_text, extend, in_turns, right_aligned, unfinished
+from moe_rl.rollout.continuing import append_text, in_turns, right_aligned, unfinished
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.rollout.task import TaskError
 from moe_rl.routing import replay_routes
@@ -36,7 +36,9 @@ def begun(policy, tokens=4, record=True, group_size=2):
 def gone_on(policy, rollout, tokens=5, longest=9, seed=2, **options):
     generator = torch.Generator().manual_seed(seed)
     options = {"record_routes": True, "temperature": 1.0, **options}
-    return extend(policy, TOKENIZER, rollout, tokens=tokens, longest=longest, generator=generator, **options)
+    return ModelEngine(policy, TOKENIZER).extend(
+        rollout, tokens=tokens, longest=longest, generator=generator, **options
+    )
 
 
 def scored(policy, rollout):

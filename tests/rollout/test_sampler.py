@@ -8,8 +8,8 @@ from torch import nn
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
-from moe_rl.rollout import Problem, TaskConfig, make_task, sample, sampler, score
-from moe_rl.rollout.sampler import draw_tokens
+from moe_rl.rollout import Problem, TaskConfig, completions, engine, make_task, sample, score
+from moe_rl.rollout.engine import draw_tokens
 from moe_rl.routing import record_routes
 
 TASK = make_task(TaskConfig("copy", {"length": 3, "symbols": "abcdef"}))
@@ -101,7 +101,7 @@ def test_rows_are_aligned_and_padding_is_empty():
 
 def test_special_tokens_inside_a_completion_stay_visible():
     tokens = torch.tensor([[4, 0, 5, TOKENIZER.bos_token_id, TOKENIZER.eos_token_id]])
-    text = sampler.decode_text(TOKENIZER, tokens, torch.tensor([4]))
+    text = completions.decode_text(TOKENIZER, tokens, torch.tensor([4]))
     assert text == [TOKENIZER.decode(4) + "<pad>" + TOKENIZER.decode(5) + "^"]
 
 
@@ -112,11 +112,11 @@ def test_a_row_does_not_depend_on_what_is_decoded_with_it(change, monkeypatch):
     whole = draw(record=True)
     problems, options = PROMPTS, {}
     if change == "never compact":
-        monkeypatch.setattr(sampler, "COMPACT_SHARE", 2.0)
+        monkeypatch.setattr(engine, "COMPACT_SHARE", 2.0)
     elif change == "always compact":
-        monkeypatch.setattr(sampler, "COMPACT_SHARE", 1e-9)
+        monkeypatch.setattr(engine, "COMPACT_SHARE", 1e-9)
     elif change == "no selection":
-        monkeypatch.setattr(sampler, "_selectable", lambda cache: False)
+        monkeypatch.setattr(engine, "_selectable", lambda cache: False)
     elif change == "other groups after":
         problems = [*PROMPTS, Problem("^aabbccddeeffaabb=", "")]
     else:

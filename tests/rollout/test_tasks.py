@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_rl.policy.tiny import char_tokenizer, demonstration_batch
 from moe_rl.rollout import TASKS, Problem, Task, TaskConfig, TaskError, VerifiableTask, is_held_out, make_task
-from moe_rl.rollout.engine import encode_prompts
+from moe_rl.rollout.completions import encode_prompts
 from moe_rl.rollout.task import user_code
 
 CHARACTER_TASKS = sorted(set(TASKS) - {"jsonl", "reasoning_gym"})  # the others need a file or a package
