@@ -83,17 +83,14 @@ def fixed_figure(width: float, height: float) -> Figure:
 def condition_panels(data: StudyData, height: float, rows: int = 1) -> tuple[Figure, np.ndarray, list[Shown]]:
     """Axes [rows, conditions] with shared axes, wrapped after three conditions where there is one row."""
     each = shown(data)
-    columns = len(each) if rows > 1 else min(3, len(each))
-    lines = -(-len(each) // columns) if rows == 1 else rows
-    width = PAGE if columns > 1 else 0.8 * PAGE
-    figure = Figure(figsize=(width, 0.75 + lines * height))
-    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True if rows == 1 else "row")
-    for ax in axes.flat[len(each) :] if rows == 1 else ():
-        ax.remove()
+    most, sharey = (3, True) if rows == 1 else (len(each), "row")
+    figure, axes = wrapped_panels(rows * len(each), most, 0.75, height, sharex=True, sharey=sharey)
+    if axes.shape[1] == 1:
+        figure.set_figwidth(0.8 * PAGE)
     grid = axes.reshape(1, -1)[:, : len(each)] if rows == 1 else axes
     for i, (ax, one) in enumerate(zip(grid[0], each, strict=True)):
         ax.set_title(one.panel, fontsize=7)
-        if rows == 1 and i + columns >= len(each):  # the lowest of its column carries the numbers
+        if rows == 1 and i + axes.shape[1] >= len(each):  # the lowest of its column carries the numbers
             ax.tick_params(labelbottom=True)
     return figure, grid, each
 
