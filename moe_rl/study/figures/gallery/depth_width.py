@@ -15,6 +15,7 @@ from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, log_y, plain
 from moe_rl.study.folders import section
 from moe_rl.study.statistics import seed_interval
+from moe_rl.study.summary import last_updates
 
 AXES = {"num_layers": "layers", "num_experts": "experts", "num_experts_per_tok": "experts per token, k"}
 """Field of `model.tiny` -> words."""
@@ -89,8 +90,7 @@ def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
     low, high = EQUAL_REWARD
     rewards = data.rollouts.groupby(["arm", "seed", "step"])["reward"].mean()
     equal = rewards[(rewards >= low) & (rewards <= high)].index
-    probes = data.probes[data.probes["update"] == data.probes.groupby("arm")["update"].transform("max")]
-    probes = probes.set_index(["arm", "seed", "step"])
+    probes = last_updates(data.probes).set_index(["arm", "seed", "step"])
     kept = probes[probes.index.isin(equal)].reset_index()
     found = []
     for (arm, seed), part in kept.groupby(["arm", "seed"], sort=False):
