@@ -16,7 +16,7 @@ from matplotlib.image import AxesImage
 from moe_rl.study.arms import condition_label, dose_label, full_label, replay_stands_for_noise
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.notes import repeats
-from moe_rl.study.figures.style import PAGE, PALE, Condition, conditions, log_y
+from moe_rl.study.figures.style import PAGE, PALE, Condition, conditions, log_y, panels
 
 Limits = tuple[float | int | None, float | int | None]
 MANY = 6
@@ -100,8 +100,7 @@ def wrapped_panels(count: int, most: int, head: float, each: float, **shared: An
     none. `head` and `each` are inches: of legend and labels, and of a line."""
     columns = min(most, count)
     lines = -(-count // columns)
-    figure = Figure(figsize=(PAGE, head + lines * each))
-    axes = figure.subplots(lines, columns, squeeze=False, **shared)
+    figure, axes = panels(lines, columns, head + lines * each, PAGE, **shared)
     for ax in axes.flat[count:]:
         ax.remove()
     return figure, axes

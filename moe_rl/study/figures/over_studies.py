@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
 from moe_rl.study.figures.saving import StudyFigure, styled
-from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of
+from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of, panels
 from moe_rl.study.statistics import INTEREST, Verdict
 
 ROW = 0.24  # inches, of a method
@@ -26,8 +26,7 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
             difference, low, high, verdict. Several rows of a cell, repetitions, are drawn below each other.
     """
     causes, methods = (list(table[name].cat.categories) for name in ("cause", "method"))
-    drawn = Figure(figsize=(WIDTH, 1.0 + ROW * len(methods)))
-    axes = drawn.subplots(1, len(causes), sharex=True, sharey=True, squeeze=False)[0]
+    drawn, (axes,) = panels(1, len(causes), 1.0 + ROW * len(methods), WIDTH, sharex=True, sharey=True)
     for ax, cause in zip(axes, causes, strict=True):
         rows = table[table["cause"] == cause]
         _differences(ax, rows, rows["method"].map(methods.index).astype(float), "method")
@@ -57,8 +56,7 @@ def claims_figure(table: pd.DataFrame) -> StudyFigure:
     lines: list[tuple[str, str]] = []
     for claim, rows in table.groupby("claim", sort=False):
         lines += [(str(claim), ""), *((str(claim), str(name)) for name in rows["comparison"].unique())]
-    drawn = Figure(figsize=(WIDTH, 0.7 + ROW * len(lines)))
-    ax = drawn.subplots()
+    drawn, ((ax,),) = panels(1, 1, 0.7 + ROW * len(lines), WIDTH)
     cell = pd.Series(list(zip(table["claim"], table["comparison"], strict=True)), index=table.index)
     ax.axvspan(-INTEREST, INTEREST, color=GREY, alpha=0.15, lw=0, zorder=0)
     _differences(ax, table.assign(cell=cell), cell.map(lines.index).astype(float), "cell")
@@ -97,8 +95,7 @@ def _signal_panels(
     """A panel for each number of steps, a row for each signal of `order`, a line where a signal tells nothing: the
     figure, each axes with its rows of the table, and the colours of the signals."""
     steps = table["steps"].unique()
-    drawn = Figure(figsize=(PAGE, height))
-    axes = drawn.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+    drawn, (axes,) = panels(1, len(steps), height, PAGE, sharey=True)
     for ax, step in zip(axes, steps, strict=True):
         ax.axvline(nothing, color=INK, lw=0.8, zorder=1)
         ax.set_title(f"after {step} steps", fontsize=7)
@@ -202,8 +199,8 @@ def volatility_figure(table: pd.DataFrame) -> StudyFigure:
     """
     sources = list(table["source"].unique())
     lines = -(-len(sources) // COLUMNS)
-    drawn = Figure(figsize=(WIDTH, 0.5 + 1.75 * lines))
-    axes = drawn.subplots(lines, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
+    drawn, grid = panels(lines, COLUMNS, 0.5 + 1.75 * lines, WIDTH, sharex=True, sharey=True)
+    axes = grid.ravel()
     for ax, source in zip(axes, sources, strict=False):
         methods = list(table[table["source"] == source].groupby("method", sort=False))
         apart = min(APART, WIDEST / len(methods))

@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, log_y, plain
+from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, log_y, panels, plain
 from moe_rl.study.folders import section
 from moe_rl.study.statistics import seed_interval
 from moe_rl.study.summary import last_updates
@@ -54,8 +53,7 @@ def depth_width(data: StudyData) -> Drawing:
         raise NothingToDraw(
             f"depth_width: no {FEWEST} sizes along layers, experts or experts per token{why if left_out else ''}"
         )
-    drawn = Figure(figsize=(PAGE, 4.4))
-    axes = drawn.subplots(2, len(axes_there), squeeze=False, sharex="col", sharey="row")
+    drawn, axes = panels(2, len(axes_there), 4.4, PAGE, sharex="col", sharey="row")
     parts, fits = [], power_laws(rows)
     for fit in fits:
         axis, name = fit["axis"], fit["quantity"]

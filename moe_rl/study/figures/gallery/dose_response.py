@@ -4,7 +4,6 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
-from matplotlib.figure import Figure
 
 from moe_rl.study.arms import slots_rerouted
 from moe_rl.study.curves import FINAL_STEPS
@@ -12,7 +11,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_across, floor_note
 from moe_rl.study.figures.layout import drawn_arms
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, look_of
+from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, look_of, panels
 from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.statistics import seed_interval
 from moe_rl.study.summary import in_run_variance, noise_floor
@@ -46,8 +45,7 @@ def dose_response(data: StudyData) -> Drawing:
             f"dose_response: no method of this study has arms with {FEWEST_DOSES} doses of selection noise (most: "
             f"{most})"
         )
-    drawn = Figure(figsize=(PAGE, 4.6))
-    axes = drawn.subplots(2, 1, sharex=True)
+    drawn, axes = panels(2, 1, 4.6, PAGE, sharex=True, squeeze=True)
     floor = noise_floor(data)
     parts = [
         pd.DataFrame([{"quantity": "floor", "method": name, "dose": 100 * rate}])
