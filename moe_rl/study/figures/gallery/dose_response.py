@@ -3,7 +3,6 @@
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
 
 from moe_rl.study.arms import slots_rerouted
 from moe_rl.study.curves import FINAL_STEPS
@@ -99,8 +98,7 @@ def draw_marks(ax: Axes, table: pd.DataFrame, seeds: pd.DataFrame, x: str, y: st
     """Means with their intervals, and the seeds beside them: marks alone, nothing drawn through them."""
     ax.plot(seeds[x], seeds[y], look.marker, ls="", color=look.colour, ms=2.4, alpha=0.45, mew=0)
     known = table[np.isfinite(table["low"])]
-    bars = [[(row[x], row["low"]), (row[x], row["high"])] for row in known.to_dict("records")]
-    ax.add_collection(LineCollection(bars, colors=look.colour, linewidths=2.4, alpha=0.35))
+    ax.vlines(known[x], known["low"], known["high"], colors=look.colour, linewidths=2.4, alpha=0.35)
     ax.plot(table[x], table["mean"], look.marker, ls="", color=look.colour, mec="white", ms=6, label=label, zorder=3)
 
 
