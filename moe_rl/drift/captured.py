@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from jaxtyping import Bool
+import pandas as pd
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,8 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
         return
     last = np.array([len(own.ids[b]) - 1 for b in work.sequence]) == work.position
     inside = lost & ~last
-    start = inside & _leading(work, inside)
+    leading = pd.Series(inside.astype(int)).groupby(work.sequence).cummin()  # until the first row that has routes
+    start = leading.to_numpy(bool)
     if start.any():
         many = len(np.unique(work.sequence[start]))
         text = f"{start.sum()} tokens at the start of {many} sequences are zeros at every layer"
@@ -175,15 +176,6 @@ def _tables(own: OwnRoutes, expected: tuple[int, ...]) -> list[int]:
     ids = np.sort(np.concatenate(own.ids), -1)
     repeats = (ids[..., 1:] == ids[..., :-1]).any((0, 2))
     return [layer for layer, twice in zip(expected, repeats, strict=True) if twice and layer >= 0]
-
-
-def _leading(work: Work, marked: Bool[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-    """Of the marked rows, those with none before them in their sequence that is not marked."""
-    found = np.zeros(len(marked), bool)
-    for b in np.unique(work.sequence):
-        rows = np.flatnonzero(work.sequence == b)
-        found[rows] = np.logical_and.accumulate(marked[rows])
-    return found
 
 
 def _at(work: Work, row: int) -> str:

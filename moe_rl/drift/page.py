@@ -125,19 +125,15 @@ def render(results: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigu
         [name, *(form(row[column]) for _, column, form in columns)]
         for name, row in zip(short, sites.to_dict("records"), strict=True)
     ]
-    parts = results["decomposition"]
-    levels = ("token", "sequence")
-    table = [
-        (part, [text for level in levels for text in _cells(parts, level, f"var_{part}", f"share_{part}")])
-        for part in PARTS
-    ]
-    table += [
-        (
-            f"2 Cov({a}, {b})",
-            [text for level in levels for text in (number(_twice(parts[f"{level}_cov_{a}_{b}"])), "")],
-        )
-        for a, b in combinations(PARTS, 2)
-    ]
+    parts, levels = results["decomposition"], ("token", "sequence")
+    table = []
+    for part in PARTS:
+        cells = [(number(parts[f"{level}_var_{part}"]), percent(parts[f"{level}_share_{part}"])) for level in levels]
+        table.append((part, [*cells[0], *cells[1]]))
+    for a, b in combinations(PARTS, 2):
+        covariances = (parts[f"{level}_cov_{a}_{b}"] for level in levels)
+        token, sequence = (number(None if one is None else 2 * one) for one in covariances)
+        table.append((f"2 Cov({a}, {b})", [token, "", sequence, ""]))
     return page_of(
         "drift",
         results,
@@ -150,14 +146,6 @@ def render(results: dict[str, Any], sites: pd.DataFrame, figures: list[StudyFigu
         parts=table,
         totals=[number(parts[f"{level}_variance"]) for level in levels],
     )
-
-
-def _cells(parts: dict[str, Any], level: str, variance: str, share: str) -> tuple[str, str]:
-    return number(parts[f"{level}_{variance}"]), percent(parts[f"{level}_{share}"])
-
-
-def _twice(value: float | None) -> float | None:
-    return None if value is None else 2 * value
 
 
 def _interval(row: dict[str, Any]) -> str:

@@ -268,13 +268,10 @@ def join(studies: dict[str, StudyData]) -> StudyData:
         compared += [[f"{key}/{arm}" for arm in pair] for pair in data.config.get("comparisons") or ()]
     title, config = " + ".join(studies), {"arms": declared, **({"comparisons": compared} if compared else {})}
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
-    whole = {name: _stack(frames) for name, frames in tables.items()}
-    return StudyData(title, Path(), config, tuple(runs), notes=tuple(notes), not_started=waiting, **whole)
-
-
-def _stack(frames: list[pd.DataFrame]) -> pd.DataFrame:
     # an empty frame has no column types; stacking it would turn the others' integers into objects
-    return pd.concat([f for f in frames if len(f)] or frames[:1], ignore_index=True)
+    filled = {name: [frame for frame in frames if len(frame)] or frames[:1] for name, frames in tables.items()}
+    whole = {name: pd.concat(frames, ignore_index=True) for name, frames in filled.items()}
+    return StudyData(title, Path(), config, tuple(runs), notes=tuple(notes), not_started=waiting, **whole)
 
 
 def pooled_rate(rows: pd.DataFrame, changed: str, total: str, by: str | list[str]) -> pd.Series:

@@ -92,9 +92,7 @@ def _rates(rows: pd.DataFrame, changed: str, total: str, width: int = 1, fewest:
             of = _binned(part[total].tolist(), width)
             with np.errstate(invalid="ignore"):
                 rates.append(np.where(of >= max(1, fewest), _binned(part[changed].tolist(), width) / of, np.nan))
-        longest = max(map(len, rates))
-        filled = [np.pad(rate, (0, longest - len(rate)), constant_values=np.nan) for rate in rates]
-        found[floor] = pd.Series(np.fmax.reduce(filled))
+        found[floor] = pd.concat(map(pd.Series, rates), axis=1).max(axis=1)
     return pd.DataFrame(found, dtype=float).dropna(how="all")
 
 

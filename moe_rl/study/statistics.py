@@ -296,21 +296,17 @@ def judge(family: Sequence[Comparison]) -> list[Comparison]:
     """The comparisons of one family with adjusted p and verdicts, by `VERDICT_RULES`. Those of fewer than six pairs
     are not tested and do not count into the family."""
     judged = [replace(one, verdict=Verdict.TOO_FEW) for one in family]
-    tested = [i for i, one in enumerate(family) if one.n >= FEWEST]
+    tested = {i: one for i, one in enumerate(family) if one.n >= FEWEST}
     if not tested:
         return judged
-    ends = np.array(
-        [[family[i].difference.estimate, family[i].difference.low, family[i].difference.high] for i in tested]
-    )
-    adjusted = holm([family[i].p for i in tested])
-    equivalent = holm([family[i].p_equivalent for i in tested])
-    interest = np.array([family[i].interest for i in tested])
-    mean, low, high = ends.T
+    ends = [(one.difference.estimate, one.difference.low, one.difference.high, one.interest) for one in tested.values()]
+    mean, low, high, interest = np.array(ends).T
+    adjusted = holm([one.p for one in tested.values()])
+    equivalent = holm([one.p_equivalent for one in tested.values()])
     codes = verdict_codes(mean, low, high, adjusted, equivalent, interest)
-    for i, p, equal, code in zip(tested, adjusted.tolist(), equivalent.tolist(), codes, strict=True):
-        judged[i] = replace(
-            family[i], adjusted=p, adjusted_equivalent=equal, family=len(tested), verdict=_CODES[int(code)]
-        )
+    for (i, one), p, equal, code in zip(tested.items(), adjusted.tolist(), equivalent.tolist(), codes, strict=True):
+        verdict = _CODES[int(code)]
+        judged[i] = replace(one, adjusted=p, adjusted_equivalent=equal, family=len(tested), verdict=verdict)
     return judged
 
 

@@ -9,9 +9,8 @@ import yaml
 from synthetic import write_rows
 from token_files import write_step
 
-from moe_rl.study.change_by_load import change_by_load
 from moe_rl.study.data import load
-from moe_rl.study.result_tables import _over_seeds, update_outcomes
+from moe_rl.study.result_tables import _over_seeds, change_by_load, update_outcomes
 
 
 def test_slots_that_changed_are_counted_with_the_load_of_the_expert_that_lost_them(tmp_path):

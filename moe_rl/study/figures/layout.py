@@ -16,7 +16,7 @@ from matplotlib.image import AxesImage
 from moe_rl.study.arms import condition_label, dose_label, full_label, replay_stands_for_noise
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.notes import repeats
-from moe_rl.study.figures.style import PAGE, PALE, Condition, conditions, log_y
+from moe_rl.study.figures.style import PAGE, PALE, Condition, conditions, log_y, panels
 
 Limits = tuple[float | int | None, float | int | None]
 MANY = 6
@@ -83,17 +83,14 @@ def fixed_figure(width: float, height: float) -> Figure:
 def condition_panels(data: StudyData, height: float, rows: int = 1) -> tuple[Figure, np.ndarray, list[Shown]]:
     """Axes [rows, conditions] with shared axes, wrapped after three conditions where there is one row."""
     each = shown(data)
-    columns = len(each) if rows > 1 else min(3, len(each))
-    lines = -(-len(each) // columns) if rows == 1 else rows
-    width = PAGE if columns > 1 else 0.8 * PAGE
-    figure = Figure(figsize=(width, 0.75 + lines * height))
-    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True if rows == 1 else "row")
-    for ax in axes.flat[len(each) :] if rows == 1 else ():
-        ax.remove()
+    most, sharey = (3, True) if rows == 1 else (len(each), "row")
+    figure, axes = wrapped_panels(rows * len(each), most, 0.75, height, sharex=True, sharey=sharey)
+    if axes.shape[1] == 1:
+        figure.set_figwidth(0.8 * PAGE)
     grid = axes.reshape(1, -1)[:, : len(each)] if rows == 1 else axes
     for i, (ax, one) in enumerate(zip(grid[0], each, strict=True)):
         ax.set_title(one.panel, fontsize=7)
-        if rows == 1 and i + columns >= len(each):  # the lowest of its column carries the numbers
+        if rows == 1 and i + axes.shape[1] >= len(each):  # the lowest of its column carries the numbers
             ax.tick_params(labelbottom=True)
     return figure, grid, each
 
@@ -103,8 +100,7 @@ def wrapped_panels(count: int, most: int, head: float, each: float, **shared: An
     none. `head` and `each` are inches: of legend and labels, and of a line."""
     columns = min(most, count)
     lines = -(-count // columns)
-    figure = Figure(figsize=(PAGE, head + lines * each))
-    axes = figure.subplots(lines, columns, squeeze=False, **shared)
+    figure, axes = panels(lines, columns, head + lines * each, PAGE, **shared)
     for ax in axes.flat[count:]:
         ax.remove()
     return figure, axes

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.transforms import ScaledTranslation
 
 from moe_rl.study.figures.saving import StudyFigure, styled
-from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of
+from moe_rl.study.figures.style import GREY, INK, PAGE, WIDTH, legend_above, look_of, panels
 from moe_rl.study.statistics import INTEREST, Verdict
 
 ROW = 0.24  # inches, of a method
@@ -26,8 +26,7 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
             difference, low, high, verdict. Several rows of a cell, repetitions, are drawn below each other.
     """
     causes, methods = (list(table[name].cat.categories) for name in ("cause", "method"))
-    drawn = Figure(figsize=(WIDTH, 1.0 + ROW * len(methods)))
-    axes = drawn.subplots(1, len(causes), sharex=True, sharey=True, squeeze=False)[0]
+    drawn, (axes,) = panels(1, len(causes), 1.0 + ROW * len(methods), WIDTH, sharex=True, sharey=True)
     for ax, cause in zip(axes, causes, strict=True):
         rows = table[table["cause"] == cause]
         _differences(ax, rows, rows["method"].map(methods.index).astype(float), "method")
@@ -57,8 +56,7 @@ def claims_figure(table: pd.DataFrame) -> StudyFigure:
     lines: list[tuple[str, str]] = []
     for claim, rows in table.groupby("claim", sort=False):
         lines += [(str(claim), ""), *((str(claim), str(name)) for name in rows["comparison"].unique())]
-    drawn = Figure(figsize=(WIDTH, 0.7 + ROW * len(lines)))
-    ax = drawn.subplots()
+    drawn, ((ax,),) = panels(1, 1, 0.7 + ROW * len(lines), WIDTH)
     cell = pd.Series(list(zip(table["claim"], table["comparison"], strict=True)), index=table.index)
     ax.axvspan(-INTEREST, INTEREST, color=GREY, alpha=0.15, lw=0, zorder=0)
     _differences(ax, table.assign(cell=cell), cell.map(lines.index).astype(float), "cell")
@@ -91,9 +89,13 @@ SIGNALS = {"update": "#D55E00", "probe": "#0B4A8F", "rollout": INK}
 """Kind of the rows that a signal is read from -> its colour."""
 
 
-def _signal_panels(drawn: Figure, order: list[str], steps: Sequence[int], nothing: float) -> Sequence[Axes]:
-    """A panel for each number of steps, a row for each signal; a line where a signal tells nothing."""
-    axes = drawn.subplots(1, len(steps), sharey=True, squeeze=False)[0]
+def _signal_panels(
+    table: pd.DataFrame, order: list[str], of_updates: tuple[str, ...], nothing: float, height: float
+) -> tuple[Figure, list[tuple[Axes, pd.DataFrame]], list[str]]:
+    """A panel for each number of steps, a row for each signal of `order`, a line where a signal tells nothing: the
+    figure, each axes with its rows of the table, and the colours of the signals."""
+    steps = table["steps"].unique()
+    drawn, (axes,) = panels(1, len(steps), height, PAGE, sharey=True)
     for ax, step in zip(axes, steps, strict=True):
         ax.axvline(nothing, color=INK, lw=0.8, zorder=1)
         ax.set_title(f"after {step} steps", fontsize=7)
@@ -101,7 +103,9 @@ def _signal_panels(drawn: Figure, order: list[str], steps: Sequence[int], nothin
         ax.spines[["left", "right", "top"]].set_visible(False)
     axes[0].set_yticks(range(len(order)), order, fontsize=6.5)
     axes[0].set_ylim(-0.6, len(order) - 0.4)
-    return list(axes)
+    rows = [table[table["steps"] == step].set_index("signal").reindex(order) for step in steps]
+    kinds = {"reward": "rollout"} | dict.fromkeys(of_updates, "update")
+    return drawn, list(zip(axes, rows, strict=True)), [SIGNALS[kinds.get(name, "probe")] for name in order]
 
 
 def _kinds_legend(drawn: Figure, ax: Axes, colours: list[str], others: Sequence[PathCollection] = ()) -> None:
@@ -112,11 +116,6 @@ def _kinds_legend(drawn: Figure, ax: Axes, colours: list[str], others: Sequence[
     drawn.legend(handles=[*others, *marks], loc="outside upper right", ncols=columns, fontsize=6.5, frameon=False)
 
 
-def _signal_colours(order: list[str], of_updates: tuple[str, ...]) -> list[str]:
-    kinds = {"reward": "rollout"} | dict.fromkeys(of_updates, "update")
-    return [SIGNALS[kinds.get(name, "probe")] for name in order]
-
-
 @styled
 def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> StudyFigure:
     """Area under the ROC curve by signal, one panel for each number of steps; signals in the order of the first panel.
@@ -125,14 +124,11 @@ def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
         table: what `early_warning` returns.
         of_updates: its signals that are read from updates; the others but the reward are a probe's.
     """
-    steps = table["steps"].unique().tolist()
-    first = table[table["steps"] == steps[0]].set_index("signal")["auc"]
+    first = table[table["steps"] == table["steps"].iloc[0]].set_index("signal")["auc"]
     order = list((first - 0.5).abs().sort_values().index)
-    colours, places = _signal_colours(order, of_updates), np.arange(len(order))
-    drawn = Figure(figsize=(PAGE, 0.8 + 0.17 * len(order)))
-    axes = _signal_panels(drawn, order, steps, nothing=0.5)
-    for ax, step in zip(axes, steps, strict=True):
-        rows = table[table["steps"] == step].set_index("signal").reindex(order)
+    places = np.arange(len(order))
+    drawn, panels, colours = _signal_panels(table, order, of_updates, nothing=0.5, height=0.8 + 0.17 * len(order))
+    for ax, rows in panels:
         ax.hlines(places, rows["auc_low"], rows["auc_high"], colors=colours, lw=3, alpha=0.35)
         ax.scatter(rows["auc"], places, c=colours, s=14, zorder=3)
         ax.set(xlim=(0, 1), xticks=[0, 0.5, 1], xticklabels=["0", "0.5", "1"])
@@ -142,7 +138,7 @@ def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
         "cold starts",
         fontsize=7,
     )
-    _kinds_legend(drawn, axes[0], colours)
+    _kinds_legend(drawn, panels[0][0], colours)
     caption = (
         "How well the mean of a signal over a run's first steps tells whether it will fail, end below its start or "
         "collapse. Below 0.5 a signal falls before a bad end. Signals of updates are of the ratio as it was used; "
@@ -160,14 +156,11 @@ def beyond_reward_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
         table: what `early_warning` returns, of studies that kept the reward.
         of_updates: as in `early_warning_figure`.
     """
-    steps = table["steps"].unique().tolist()
-    first = table[table["steps"] == steps[0]].set_index("signal")
-    order = [*first["beyond_reward"].dropna().abs().sort_values().index, "reward"]
-    colours, places = _signal_colours(order, of_updates), np.arange(len(order))
-    drawn = Figure(figsize=(PAGE, 0.9 + 0.19 * len(order)))
-    axes = _signal_panels(drawn, order, steps, nothing=0.0)
-    for ax, step in zip(axes, steps, strict=True):
-        rows = table[table["steps"] == step].set_index("signal").reindex(order)
+    first = table[table["steps"] == table["steps"].iloc[0]].set_index("signal")["beyond_reward"]
+    order = [*first.dropna().abs().sort_values().index, "reward"]
+    places = np.arange(len(order))
+    drawn, panels, colours = _signal_panels(table, order, of_updates, nothing=0.0, height=0.9 + 0.19 * len(order))
+    for ax, rows in panels:
         for name, height, face in (("correlation_within", 0.16, "white"), ("beyond_reward", -0.16, None)):
             ax.hlines(places + height, rows[f"{name}_low"], rows[f"{name}_high"], colors=colours, lw=2, alpha=0.3)
             ax.scatter(rows[name], places + height, c=face or colours, edgecolors=colours, s=12, lw=0.8, zorder=3)
@@ -178,10 +171,10 @@ def beyond_reward_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
         fontsize=7,
     )
     shapes = [
-        axes[0].scatter([], [], c=face, edgecolors=GREY, s=12, lw=0.8, label=label)
+        panels[0][0].scatter([], [], c=face, edgecolors=GREY, s=12, lw=0.8, label=label)
         for face, label in (("white", "by itself"), (GREY, "with the reward of these steps held fixed"))
     ]
-    _kinds_legend(drawn, axes[0], colours[:-1], shapes)
+    _kinds_legend(drawn, panels[0][0], colours[:-1], shapes)
     caption = (
         "Spearman's correlation of the mean of a signal over a run's first steps with its final reward, among the runs "
         "of one arm (mean over arms): by itself, and the partial correlation given the training reward of the same "
@@ -206,8 +199,8 @@ def volatility_figure(table: pd.DataFrame) -> StudyFigure:
     """
     sources = list(table["source"].unique())
     lines = -(-len(sources) // COLUMNS)
-    drawn = Figure(figsize=(WIDTH, 0.5 + 1.75 * lines))
-    axes = drawn.subplots(lines, COLUMNS, sharex=True, sharey=True, squeeze=False).ravel()
+    drawn, grid = panels(lines, COLUMNS, 0.5 + 1.75 * lines, WIDTH, sharex=True, sharey=True)
+    axes = grid.ravel()
     for ax, source in zip(axes, sources, strict=False):
         methods = list(table[table["source"] == source].groupby("method", sort=False))
         apart = min(APART, WIDEST / len(methods))

@@ -109,10 +109,13 @@ def arm_colour(data: StudyData, arm: str) -> str:
     return look_of(str(data.arms["method"][arm])).colour
 
 
-def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, np.ndarray]:
-    """A figure with a grid of axes [rows, columns], of the house width unless it is one panel; in `house_style`."""
-    figure = Figure(figsize=(WIDTH if columns > 1 else 0.65 * WIDTH, height))
-    axes = figure.subplots(rows, columns, squeeze=False, **options)
+def panels(
+    rows: int, columns: int, height: float, width: float | None = None, **options: Any
+) -> tuple[Figure, np.ndarray]:
+    """A figure with a grid of axes [rows, columns]; without a width `WIDTH`, or less for one column. `options` are
+    those of `Figure.subplots`. To be called in `house_style`."""
+    figure = Figure(figsize=(width or (WIDTH if columns > 1 else 0.65 * WIDTH), height))
+    axes: np.ndarray = figure.subplots(rows, columns, **{"squeeze": False, **options})
     return figure, axes
 
 

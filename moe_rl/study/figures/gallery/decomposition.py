@@ -4,14 +4,13 @@ from itertools import combinations
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import drawn_arms, short_label
 from moe_rl.study.figures.register import Drawing, figure, need
-from moe_rl.study.figures.style import GREY, PAGE, log_y
+from moe_rl.study.figures.style import GREY, PAGE, log_y, panels
 from moe_rl.study.summary import routing_noise
 
 PARTS = {"weight": "#3B3B3B", "routing": "#B2478F", "interaction": "#C9C9C9"}
@@ -39,8 +38,7 @@ def decomposition(data: StudyData) -> Drawing:
     large the routing part is."""
     shares, noise = share_table(data), routing_noise(data)
     arms = drawn_arms(data, list(shares["arm"].unique()))[:MOST]
-    drawn = Figure(figsize=(PAGE, 5.0))
-    axes = drawn.subplots(3, len(arms), squeeze=False, sharex=True, sharey="row")
+    drawn, axes = panels(3, len(arms), 5.0, PAGE, sharex=True, sharey="row")
     for column, arm in zip(axes.T, arms, strict=True):
         of_arm = shares[shares["arm"] == arm]
         for ax, level in zip(column, LEVELS, strict=False):

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, log_y, plain
+from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, log_y, panels, plain
 from moe_rl.study.folders import section
 from moe_rl.study.statistics import seed_interval
+from moe_rl.study.summary import last_updates
 
 AXES = {"num_layers": "layers", "num_experts": "experts", "num_experts_per_tok": "experts per token, k"}
 """Field of `model.tiny` -> words."""
@@ -53,8 +53,7 @@ def depth_width(data: StudyData) -> Drawing:
         raise NothingToDraw(
             f"depth_width: no {FEWEST} sizes along layers, experts or experts per token{why if left_out else ''}"
         )
-    drawn = Figure(figsize=(PAGE, 4.4))
-    axes = drawn.subplots(2, len(axes_there), squeeze=False, sharex="col", sharey="row")
+    drawn, axes = panels(2, len(axes_there), 4.4, PAGE, sharex="col", sharey="row")
     parts, fits = [], power_laws(rows)
     for fit in fits:
         axis, name = fit["axis"], fit["quantity"]
@@ -89,8 +88,7 @@ def size_rows(data: StudyData) -> tuple[pd.DataFrame, list[str]]:
     low, high = EQUAL_REWARD
     rewards = data.rollouts.groupby(["arm", "seed", "step"])["reward"].mean()
     equal = rewards[(rewards >= low) & (rewards <= high)].index
-    probes = data.probes[data.probes["update"] == data.probes.groupby("arm")["update"].transform("max")]
-    probes = probes.set_index(["arm", "seed", "step"])
+    probes = last_updates(data.probes).set_index(["arm", "seed", "step"])
     kept = probes[probes.index.isin(equal)].reset_index()
     found = []
     for (arm, seed), part in kept.groupby(["arm", "seed"], sort=False):

@@ -3,8 +3,6 @@
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.collections import LineCollection
-from matplotlib.figure import Figure
 
 from moe_rl.study.arms import slots_rerouted
 from moe_rl.study.curves import FINAL_STEPS
@@ -12,7 +10,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.floor import draw_across, floor_note
 from moe_rl.study.figures.layout import drawn_arms
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, look_of
+from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, look_of, panels
 from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.statistics import seed_interval
 from moe_rl.study.summary import in_run_variance, noise_floor
@@ -46,8 +44,7 @@ def dose_response(data: StudyData) -> Drawing:
             f"dose_response: no method of this study has arms with {FEWEST_DOSES} doses of selection noise (most: "
             f"{most})"
         )
-    drawn = Figure(figsize=(PAGE, 4.6))
-    axes = drawn.subplots(2, 1, sharex=True)
+    drawn, axes = panels(2, 1, 4.6, PAGE, sharex=True, squeeze=True)
     floor = noise_floor(data)
     parts = [
         pd.DataFrame([{"quantity": "floor", "method": name, "dose": 100 * rate}])
@@ -101,8 +98,7 @@ def draw_marks(ax: Axes, table: pd.DataFrame, seeds: pd.DataFrame, x: str, y: st
     """Means with their intervals, and the seeds beside them: marks alone, nothing drawn through them."""
     ax.plot(seeds[x], seeds[y], look.marker, ls="", color=look.colour, ms=2.4, alpha=0.45, mew=0)
     known = table[np.isfinite(table["low"])]
-    bars = [[(row[x], row["low"]), (row[x], row["high"])] for row in known.to_dict("records")]
-    ax.add_collection(LineCollection(bars, colors=look.colour, linewidths=2.4, alpha=0.35))
+    ax.vlines(known[x], known["low"], known["high"], colors=look.colour, linewidths=2.4, alpha=0.35)
     ax.plot(table[x], table["mean"], look.marker, ls="", color=look.colour, mec="white", ms=6, label=label, zorder=3)
 
 

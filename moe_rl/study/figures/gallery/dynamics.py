@@ -1,6 +1,5 @@
 """Entropy, response length and groups without signal against the step."""
 
-import numpy as np
 import pandas as pd
 
 from moe_rl.study.curves import FINAL_STEPS
@@ -55,7 +54,6 @@ def dynamics(data: StudyData) -> Drawing:
         told.append(f"Mean of the last {FINAL_STEPS} steps; by step in the table.")
         return Drawing(arm_rows(data, columns).figure, frame, " ".join(told), interval="bar")
     figure, axes, each = condition_panels(data, 1.35, rows=len(drawn_names))
-    axes = np.atleast_2d(axes)
     for line, name in zip(axes, drawn_names, strict=True):
         for ax, one in zip(line, each, strict=True):
             draw_arms(ax, data, one.arms, found[name], thin=False, scale=QUANTITIES[name][2])

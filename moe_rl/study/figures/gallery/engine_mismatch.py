@@ -2,13 +2,12 @@
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.floor import draw_across, gap_note
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import GREY, PAGE, arm_colour
+from moe_rl.study.figures.style import GREY, PAGE, arm_colour, panels
 from moe_rl.study.floors import floor_variance
 
 LEVELS = {"var_token": "o", "var_sequence": "^"}
@@ -36,8 +35,8 @@ def engine_mismatch(data: StudyData) -> Drawing:
     """Variance of log(pi_old / mu) by arm: tokens and sequences, live and with the rollout's routes; what it clips."""
     table = engine_table(data)
     arms = [str(arm) for arm in data.arms.index if arm in set(table["arm"])]
-    drawn = Figure(figsize=(PAGE, 1.15 + 0.3 * max(len(arms), 4)))  # fewer leave no room beside legend and labels
-    left, right = drawn.subplots(1, 2, sharey=True, width_ratios=[2.2, 1])
+    height = 1.15 + 0.3 * max(len(arms), 4)  # fewer leave no room beside legend and labels
+    drawn, ((left, right),) = panels(1, 2, height, PAGE, sharey=True, width_ratios=[2.2, 1])
     for y, arm in enumerate(arms):
         colour = arm_colour(data, arm)
         rows = table[table["arm"] == arm]

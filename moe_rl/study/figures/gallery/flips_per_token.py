@@ -3,7 +3,6 @@
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from moe_rl.study.data import StudyData
@@ -13,7 +12,7 @@ from moe_rl.study.figures.notes import PROBE
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.routing import binomial_of, stacked
 from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
-from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, legend_above, log_y
+from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, legend_above, log_y, panels
 from moe_rl.study.floors import MISSING, floor_histogram
 from moe_rl.study.summary import last_updates, noise_floor
 
@@ -64,8 +63,7 @@ def flips_per_token(data: StudyData) -> Drawing:
         return Drawing(arm_rows(data, [spreads]).figure, frame, f"{few} {said}", interval="bar")
     columns = min(4, len(arms))
     lines = 2 * -(-len(arms) // columns)
-    drawn = Figure(figsize=(PAGE, 0.6 + 1.35 * lines))
-    axes = drawn.subplots(lines, columns, squeeze=False)
+    drawn, axes = panels(lines, columns, 0.6 + 1.35 * lines, PAGE)
     for i, arm in enumerate(arms):
         line, place = 2 * (i // columns), i % columns
         colour = arm_colour(data, arm)

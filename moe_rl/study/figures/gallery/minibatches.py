@@ -1,13 +1,12 @@
 """Score against the number of updates that a batch is split into."""
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from moe_rl.study.curves import FINAL_STEPS, final_value
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.dose_response import draw_marks, interval_table, method_label
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of
+from moe_rl.study.figures.style import PAGE, NothingToDraw, legend_above, look_of, panels
 from moe_rl.study.folders import section
 
 
@@ -29,8 +28,7 @@ def minibatches(data: StudyData) -> Drawing:
     seeds = minibatch_table(data)
     if seeds["updates"].nunique() < 2:
         raise NothingToDraw("minibatches: all arms of this study make the same number of updates per batch")
-    drawn = Figure(figsize=(PAGE, 2.9))
-    axes = drawn.subplots(1, 2, sharex=True, sharey=True)
+    drawn, (axes,) = panels(1, 2, 2.9, PAGE, sharex=True, sharey=True)
     parts = []
     methods = seeds["method"].nunique()
     for i, (method, rows) in enumerate(seeds.groupby("method", sort=False)):

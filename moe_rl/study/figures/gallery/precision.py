@@ -2,12 +2,11 @@
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.curves import draw_seeds, seed_tables, summarise
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, step_axis
+from moe_rl.study.figures.style import PAGE, Look, NothingToDraw, legend_above, log_y, panels, step_axis
 from moe_rl.study.folders import section
 from moe_rl.study.statistics import seed_interval
 
@@ -45,8 +44,7 @@ def precision(data: StudyData) -> Drawing:
     if len({name for name, _ in formats.values() if name}) < 3:
         raise NothingToDraw("precision: fewer than three formats of a rollout engine among the arms")
     rows = precision_rows(data)
-    drawn = Figure(figsize=(PAGE, 5.6))
-    axes = drawn.subplots(len(PANELS), 1, sharex=True)
+    drawn, axes = panels(len(PANELS), 1, 5.6, PAGE, sharex=True, squeeze=True)
     parts = []
     for arm in [str(arm) for arm in data.arms.index if formats.get(str(arm), ("", False))[0]]:
         name, both = formats[arm]

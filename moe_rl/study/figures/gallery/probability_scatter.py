@@ -3,13 +3,12 @@
 import numpy as np
 import pandas as pd
 from matplotlib.colors import LinearSegmentedColormap, LogNorm
-from matplotlib.figure import Figure
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import drawn_arms, many, short_label
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import GREY, PAGE
+from moe_rl.study.figures.style import GREY, PAGE, panels
 from moe_rl.study.summary import last_updates
 
 EDGES = np.linspace(0, 1, 41)
@@ -46,8 +45,8 @@ def probability_scatter(data: StudyData) -> Drawing:
             grids[arm, kind] = np.histogram2d(old, np.exp(of_arm[f"logp_{kind}"]), bins=[EDGES, EDGES])[0]
     columns = min(4, len(arms))
     lines = -(-len(arms) // columns)
-    drawn = Figure(figsize=(PAGE, 0.45 + lines * (2 * 0.86 * PAGE / max(columns, 3) + 0.35)))
-    axes = drawn.subplots(2 * lines, columns, squeeze=False, sharex=True, sharey=True)
+    height = 0.45 + lines * (2 * 0.86 * PAGE / max(columns, 3) + 0.35)
+    drawn, axes = panels(2 * lines, columns, height, PAGE, sharex=True, sharey=True)
     norm = LogNorm(1, max(2.0, max(grid.max() for grid in grids.values())))
     parts = []
     for (arm, kind), grid in grids.items():

@@ -113,21 +113,14 @@ def variance_table(tokens: pd.DataFrame) -> pd.DataFrame:
         }
     )  # fmt: skip
     keys = ["arm", "seed", "flips"]
-    grouped = rows.groupby(keys, observed=True)
-    table = grouped.agg(rows=("natural", "size"), natural=("natural", "var"), replayed=("replayed", "var"))
-    table["tokens"] = _distinct(tokens, grouped.ngroup().to_numpy())
+    table = rows.groupby(keys, observed=True).agg(
+        rows=("natural", "size"), natural=("natural", "var"), replayed=("replayed", "var")
+    )
+    distinct = tokens.drop_duplicates([*keys, "step", "seq", "pos"])  # a token of several updates once
+    table["tokens"] = distinct.groupby(keys, observed=True).size()
     table = table.reset_index()
     table["of_arm"] = table.groupby(["arm", "flips"], observed=True)["tokens"].transform("sum")
     return table
-
-
-def _distinct(tokens: pd.DataFrame, group: np.ndarray) -> np.ndarray:
-    """Tokens of each group of rows, a token of several updates counted once."""
-    place = group.astype("int64")
-    for name in ("step", "seq", "pos"):
-        place = place * (int(tokens[name].max()) + 1) + tokens[name].to_numpy("int64")
-    _, first = np.unique(place, return_index=True)
-    return np.bincount(group[first])
 
 
 def predictor_flips(tokens: pd.DataFrame) -> pd.DataFrame:
@@ -137,20 +130,9 @@ def predictor_flips(tokens: pd.DataFrame) -> pd.DataFrame:
     The first response token is predicted at the prompt, and one behind a tool's text at that, which the table does not
     hold: left out.
     """
-    same = _same_as_before(tokens)
-    if (same & (tokens["pos"].diff() <= 0)).any():  # rows are written in order; a table may come otherwise
+    responses = tokens.groupby(KEYS, observed=True, sort=False)
+    if (responses["pos"].diff() <= 0).any():  # rows are written in order; a table may come otherwise
         tokens = tokens.sort_values([*KEYS, "pos"])
-        same = _same_as_before(tokens)
-    same &= tokens["pos"].diff() == 1
-    before = tokens["flips"].shift(1)
-    kept = tokens[same].assign(flips=before[same])
-    return kept.dropna(subset=["flips"]).astype({"flips": int})
-
-
-def _same_as_before(tokens: pd.DataFrame) -> pd.Series:
-    """Whether a row is of the same response (and update) as the row before it."""
-    same = pd.Series(True, index=tokens.index)
-    for name in KEYS:
-        column = tokens[name].cat.codes if isinstance(tokens[name].dtype, pd.CategoricalDtype) else tokens[name]
-        same &= column.eq(column.shift(1))
-    return same
+        responses = tokens.groupby(KEYS, observed=True, sort=False)
+    before = responses["flips"].shift(1).where(responses["pos"].diff() == 1)
+    return tokens.assign(flips=before).dropna(subset=["flips"]).astype({"flips": int})

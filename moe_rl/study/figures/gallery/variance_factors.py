@@ -2,7 +2,6 @@
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, draw_seeds, seed_tables
@@ -10,7 +9,7 @@ from moe_rl.study.figures.layout import many
 from moe_rl.study.figures.notes import GEOMETRIC, PAIR
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
-from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, arm_looks, legend_above, log_y
+from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, arm_looks, legend_above, log_y, panels
 from moe_rl.study.summary import factor_table, last_updates, probe_factors
 
 TITLES = {
@@ -48,8 +47,7 @@ def variance_factors(data: StudyData) -> Drawing:
     lines = {"replay": [1.0], "averaging": [1.0, length] if np.isfinite(length) else [1.0]}
     if many(data):
         return _rows(data, rows, lines, frame)
-    drawn = Figure(figsize=(PAGE, 2.6))
-    axes = drawn.subplots(1, 2)
+    drawn, (axes,) = panels(1, 2, 2.6, PAGE)
     looks = arm_looks(data, [str(arm) for arm in natural])
     for ax, (name, title) in zip(axes, TITLES.items(), strict=True):
         for arm, (look, label) in looks.items():
