@@ -87,6 +87,9 @@ def change_by_position(positions: pd.DataFrame, floor: pd.DataFrame, note: str) 
             ax.set_xscale("log")
             ax.xaxis.set_major_formatter(FuncFormatter(plain))
             ax.xaxis.set_minor_formatter(NullFormatter())
+        else:
+            ax.set_xlim(0, binned["last"].max() + 2)
+            ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         _from_zero(ax)
     axes[0, 0].set_ylabel("changed, %")
     if equal:

@@ -46,12 +46,15 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
 
 
 @styled
-def claims_figure(table: pd.DataFrame) -> StudyFigure:
+def claims_figure(
+    table: pd.DataFrame, name: str = "claims", title: str = "What final rewards say of the papers' statements."
+) -> StudyFigure:
     """Differences of final reward with their intervals, under the statement that each is about.
 
     Args:
         table: columns claim, comparison (a row below its claim), difference, low, high, verdict; rows in the
             order in which they are drawn. Several rows of a comparison, repetitions, are drawn below each other.
+        name, title: of the figure.
     """
     lines: list[tuple[str, str]] = []
     for claim, rows in table.groupby("claim", sort=False):
@@ -72,7 +75,7 @@ def claims_figure(table: pd.DataFrame) -> StudyFigure:
         "first, and again under other roundings or on another processor, cold starts made anew. Filled: higher or "
         f"lower by the rules of its study; open: not. Grey: within {INTEREST}, the smallest difference of interest."
     )
-    return StudyFigure("claims", "What final rewards say of the papers' statements.", caption, drawn, table)
+    return StudyFigure(name, title, caption, drawn, table)
 
 
 def _differences(ax: Axes, rows: pd.DataFrame, places: pd.Series, cell: str) -> None:
