@@ -17,11 +17,11 @@ from moe_rl.study.published import published_repetitions
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 
 COMPARISONS = {
-    "GRPO + R2 − GRPO": ("grpo_replay", "grpo"),
+    "Replay − GRPO": ("grpo_replay", "grpo"),
     "GSPO − GRPO": ("gspo", "grpo"),
-    "GRPO + R2 − GRPO, noise 0.02": ("grpo_replay", "grpo_noise02"),
+    "Replay − GRPO, noise 0.02": ("grpo_replay", "grpo_noise02"),
     "GSPO − GRPO, noise 0.02": ("gspo_noise02", "grpo_noise02"),
-    "GRPO + R2 − GRPO, noise 0.05": ("grpo_replay", "grpo_noise05"),
+    "Replay − GRPO, noise 0.05": ("grpo_replay", "grpo_noise05"),
     "GSPO − GRPO, noise 0.05": ("gspo_noise05", "grpo_noise05"),
 }
 """Comparison -> the arm, the arm that is taken from it."""
