@@ -26,7 +26,7 @@ COMPARISONS = {
 }
 """Comparison -> the arm, the arm that is taken from it."""
 TASKS = {
-    "chain of equations (main study)": "replay_vs_gspo",
+    "equations (main study)": "replay_vs_gspo",
     "reverse 24 letters": "other_task_reverse",
     "sort 8 letters": "other_task_sort",
     "add 3 digits": "other_task_add",
