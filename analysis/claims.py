@@ -1,7 +1,8 @@
-"""What final rewards say of the GSPO, R3 and DPPO papers' statements (question 8):  python analysis/claims.py DIR
+"""What final rewards say of the GSPO, R3 and DPPO papers' statements (question 8), and the main study's comparisons
+task by task:  python analysis/claims.py DIR
 
-Reads the committed tables of docs/results, so that it needs no runs; draws DIR/claims.pdf, .svg, .png and writes what
-is drawn beside them as CSV.
+Reads the committed tables of docs/results, so that it needs no runs; draws DIR/claims and DIR/tasks as .pdf, .svg and
+.png and writes what is drawn beside them as CSV.
 """
 
 import argparse
@@ -49,13 +50,29 @@ CLAIMS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
 }
 """Statement -> comparison -> where it was declared: study, arm, the arm that is taken from it."""
+STUDIES = {
+    "equations (main study)": "replay_vs_gspo",
+    "reverse 24 letters": "other_task_reverse",
+    "sort 8 letters": "other_task_sort",
+    "add 3 digits": "other_task_add",
+}
+COMPARED = {
+    "Replay − GRPO": ("grpo_replay", "grpo"),
+    "GSPO − GRPO": ("gspo", "grpo"),
+    "Replay − GRPO, noise 0.02": ("grpo_replay", "grpo_noise02"),
+    "GSPO − GRPO, noise 0.02": ("gspo_noise02", "grpo_noise02"),
+    "Replay − GRPO, noise 0.05": ("grpo_replay", "grpo_noise05"),
+    "GSPO − GRPO, noise 0.05": ("gspo_noise05", "grpo_noise05"),
+}
+TASKS = {name: {task: (study, *arms) for task, study in STUDIES.items()} for name, arms in COMPARED.items()}
+"""The same of the main study: comparison -> task -> where."""
 
 
-def claims_table() -> pd.DataFrame:
+def claims_table(claims: dict[str, dict[str, tuple[str, str, str]]] = CLAIMS) -> pd.DataFrame:
     """One row per statement, comparison and rounding: what `claims_figure` takes."""
     return pd.DataFrame(
         {"claim": claim, "comparison": comparison, "study": study, "arm": arm, "other": other, **found}
-        for claim, comparisons in CLAIMS.items()
+        for claim, comparisons in claims.items()
         for comparison, (study, arm, other) in comparisons.items()
         for found in published_repetitions(RESULTS, study, arm, other)
     )
@@ -63,11 +80,15 @@ def claims_table() -> pd.DataFrame:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Draw, from docs/results, the differences of final reward that the papers' statements are about."
+        description="Draw, from docs/results, the differences of final reward that the papers' statements are about, "
+        "and the main study's on each task."
     )
-    parser.add_argument("folder", type=Path, help="where to write claims.pdf, .svg, .png and .csv")
-    for file in save_figure(claims_figure(claims_table()), parser.parse_args().folder):
-        print(file)
+    parser.add_argument("folder", type=Path, help="where to write claims and tasks as .pdf, .svg, .png and .csv")
+    folder = parser.parse_args().folder
+    tasks = claims_figure(claims_table(TASKS), "tasks", "The main study's comparisons on four tasks.")
+    for figure in (claims_figure(claims_table()), tasks):
+        for file in save_figure(figure, folder):
+            print(file)
 
 
 if __name__ == "__main__":

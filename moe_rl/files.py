@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TextIO
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # there is no lock then
 
 
 @contextmanager

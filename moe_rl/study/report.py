@@ -145,7 +145,7 @@ def _arms(data: StudyData) -> list[dict[str, Any]]:
 def _commands(data: StudyData) -> list[tuple[str, str]]:
     places = [data.environment] if data.environment.get("command") else [run.environment for run in data.runs]
     recorded = dict.fromkeys(str(place["command"]) for place in places if place.get("command"))
-    folder = str(data.folder)
+    folder = str(data.folder if data.folder.parts else Path("runs") / data.name)
     return [
         *(("as recorded", command) for command in recorded),
         ("figures and this page again", shlex.join(["moe-rl", "figures", folder])),

@@ -52,13 +52,14 @@ def test_each_cause_is_a_panel_and_marks_are_filled_where_the_verdict_tells(scri
 
 
 def test_every_task_has_a_row_below_every_comparison_of_the_main_study():
-    tasks = runpy.run_path(str(ROOT / "analysis" / "tasks.py"))
-    table = tasks["tasks_table"]()
-    assert set(table.groupby("claim")["comparison"].unique().map(list).map(tuple)) == {tuple(tasks["TASKS"])}
+    claims = runpy.run_path(str(ROOT / "analysis" / "claims.py"))
+    table = claims["claims_table"](claims["TASKS"])
+    below = table.groupby("claim", sort=False)["comparison"].unique().map(list)
+    assert below.to_dict() == {name: list(claims["STUDIES"]) for name in claims["COMPARED"]}, "all are committed"
     made = claims_figure(table, "tasks", "Tasks.")
     ax = made.figure.axes[0]
     assert made.name == "tasks" and ax.collections[-1].get_offsets()[:, 0].tolist() == table["difference"].tolist()
-    assert len(ax.get_yticklabels()) == len(tasks["COMPARISONS"]) * (1 + len(tasks["TASKS"]))
+    assert len(ax.get_yticklabels()) == len(below) * (1 + len(claims["STUDIES"]))
 
 
 def test_each_statement_has_its_comparisons_below_it_and_every_repetition_a_mark():

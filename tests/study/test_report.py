@@ -1,5 +1,6 @@
 """The page of the report: whole, self-contained and well formed, on a phone and in the dark."""
 
+import json
 import re
 import shlex
 import shutil
@@ -207,4 +208,5 @@ def test_commands_can_be_pasted_wherever_the_study_lies(folder, tmp_path):
     shutil.copytree(folder, place)
     shown = dict(_commands(load(place)))
     assert shlex.split(shown["figures and this page again"]) == ["moe-rl", "figures", str(place)]
-    assert eval(shown["the same tables in Python"].removeprefix("moe_rl.study.load")) == str(place)
+    path = shown["the same tables in Python"].removeprefix("moe_rl.study.load(").removesuffix(")")
+    assert json.loads(path) == str(place)
