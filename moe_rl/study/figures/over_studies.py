@@ -70,7 +70,7 @@ def claims_figure(
     ax.grid(axis="y", visible=False)
     ax.set_ylim(len(lines) - 0.5, -0.5)
     ax.set_xlabel("difference of final reward")
-    drawn.set_layout_engine("constrained", w_pad=0.12)  # inches: the layout takes bold labels for narrower than they are
+    drawn.set_layout_engine("constrained", w_pad=0.12)  # inches: bold labels are wider than it takes them for
     caption = (
         "Mean over seeds of the paired differences and its 95 % interval; below each other: the study as it was run "
         "first, and again under other roundings or on another processor, cold starts made anew. Filled: higher or "
