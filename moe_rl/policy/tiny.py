@@ -17,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
+    MiniMaxM2Config,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedTokenizerFast,
@@ -49,7 +50,8 @@ class ModelError(ValueError):
 class TinyConfig:
     """The architecture. As it stands: 0.34 M parameters, one minute of cold start on one CPU core."""
 
-    family: Literal["qwen3_moe", "mixtral", "olmoe"] = "qwen3_moe"
+    family: Literal["qwen3_moe", "mixtral", "olmoe", "minimax_m2"] = "qwen3_moe"
+    """The architecture in transformers. Routers take a softmax of their scores, those of `minimax_m2` a sigmoid."""
     hidden_size: int = 48
     num_layers: int = 4
     num_heads: int = 4
@@ -57,7 +59,7 @@ class TinyConfig:
     num_experts_per_tok: int = 2
     moe_intermediate_size: int = 32
     norm_topk_prob: bool = True
-    """Renormalise the weights of the chosen experts (Mixtral always does)."""
+    """Renormalise the weights of the chosen experts (mixtral and minimax_m2 always do)."""
     initializer_range: float = 0.06
     router_init_scale: float = 1.0
     """Factor on the routers' initial weights; 0.1 gives near-tied router logits, which flip easily."""
@@ -173,13 +175,15 @@ def _hf_config(config: TinyConfig, tokenizer: Any) -> Any:
     }
     if config.family == "mixtral":
         return MixtralConfig(**common, num_local_experts=config.num_experts, sliding_window=None)
+    head_dim: dict[str, Any] = {"head_dim": config.hidden_size // config.num_heads}
+    if config.family == "minimax_m2":
+        return MiniMaxM2Config(**common, **head_dim, num_local_experts=config.num_experts)
     common |= {"num_experts": config.num_experts, "norm_topk_prob": config.norm_topk_prob}
     if config.family == "olmoe":
         return OlmoeConfig(**common)
     if config.family == "qwen3_moe":
-        common["head_dim"] = config.hidden_size // config.num_heads
-        return Qwen3MoeConfig(**common, moe_intermediate_size=config.moe_intermediate_size)
-    raise ModelError(f"model.tiny.family: unknown {config.family!r}; known: qwen3_moe, mixtral, olmoe")
+        return Qwen3MoeConfig(**common, **head_dim, moe_intermediate_size=config.moe_intermediate_size)
+    raise ModelError(f"model.tiny.family: unknown {config.family!r}; known: qwen3_moe, mixtral, olmoe, minimax_m2")
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:

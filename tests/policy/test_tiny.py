@@ -29,7 +29,7 @@ def test_char_tokenizer_knows_white_space():
     assert tokenizer.decode(tokenizer("a \n a")["input_ids"]) == "a \n a"
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "minimax_m2"])
 def test_tiny_families(family):
     model = build_tiny(replace(SMALL, family=family, num_experts_per_tok=3), TOKENIZER)
     assert model.config.model_type == family and not model.training

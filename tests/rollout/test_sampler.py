@@ -15,7 +15,7 @@ from moe_rl.routing import record_routes
 TASK = make_task(TaskConfig("copy", {"length": 3, "symbols": "abcdef"}))
 TOKENIZER = char_tokenizer(TASK.alphabet)
 PROMPTS = [Problem(text, "") for text in ("^abc=", "^f", "^abcdeffedcba=", "^=a", "^cc=")]
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe")
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "minimax_m2")
 
 
 def tiny(family="qwen3_moe", **options):
