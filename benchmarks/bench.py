@@ -85,7 +85,7 @@ def parts(trl_python: str | None = None) -> list[Part]:
         Part(
             "logprobs-tiny",
             "Log-probabilities of the tiny policy",
-            "A minibatch of the default study, forward and backward.",
+            "A minibatch of the main study, forward and backward.",
             "benchmarks/logprobs.py --tiny --rounds 12",
             PATIENCE,
         ),

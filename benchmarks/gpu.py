@@ -69,7 +69,7 @@ def parts(megablocks: bool) -> list[Part]:
         ),
         Part(
             "study",
-            "The default study in small",
+            "The main study in small",
             "`experiments/quick.yaml`: a cold start and five arms of ten steps, every run on the GPU.",
             "benchmarks/gpu_runs.py study --folder {folder} --steps 10",
             300,

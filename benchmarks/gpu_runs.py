@@ -1,4 +1,4 @@
-"""Whole runs on a GPU, as rows for docs/gpu.md: FSDP2 in one rank against one process, and the default study in small.
+"""Whole runs on a GPU, as rows for docs/gpu.md: FSDP2 in one rank against one process, and the main study in small.
 
     python benchmarks/gpu_runs.py fsdp2 --folder FOLDER     # NCCL; --device cpu: gloo
     python benchmarks/gpu_runs.py study --folder FOLDER

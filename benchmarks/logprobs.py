@@ -1,7 +1,7 @@
 """Peak memory and CPU time of token log-probabilities: moe_rl against holding the logits.
 
     python benchmarks/logprobs.py                # the head alone at a real vocabulary: memory, then time
-    python benchmarks/logprobs.py --tiny         # the default study's model: what the machinery costs when V is 28
+    python benchmarks/logprobs.py --tiny         # the main study's model: what the machinery costs when V is 28
 
 What must be paid at least, for N tokens, hidden size H, vocabulary V, forward and backward, in fp32:
 
@@ -192,7 +192,7 @@ def compare_heads(sizes: tuple[int, int, int], dtype: str, rounds: int) -> list[
 
 
 def compare_tiny(rounds: int) -> list[dict[str, Any]]:
-    """The default study's policy, one minibatch: what is paid where there is nothing to save."""
+    """The main study's policy, one minibatch: what is paid where there is nothing to save."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)

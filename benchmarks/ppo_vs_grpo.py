@@ -1,6 +1,6 @@
 """What GRPO saves by having no value model: CPU time, parameters, optimizer state, peak memory.
 
-    python benchmarks/ppo_vs_grpo.py                # the default study's model and batch
+    python benchmarks/ppo_vs_grpo.py                # the main study's model and batch
     python benchmarks/ppo_vs_grpo.py --rounds 9 --hidden 96
 
 Same policy, same responses, same objective (PPO's clip); only where advantages come from differs: the group's mean

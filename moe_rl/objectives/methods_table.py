@@ -25,7 +25,9 @@ correction c and aggregation Agg; `Objective` in `moe_rl/objectives/objective.py
 column. Range: the bounds of the clip (`clip`, `mask`, `geometric`) or of the weight (`cap`); for `sigmoid`
 the temperatures for A > 0 and A <= 0; for `gamma` the weight; for the gates of a divergence its bounds, p and q
 the token's current and old probability, and the ceiling of the ratio. Needs: arguments of `policy_loss` that the
-method cannot do without. DPO learns from pairs and is in `moe_rl/objectives/preferences.py`.
+method cannot do without. Anchor: the denominator of the ratio, the training engine's old policy or the rollout
+engine's. Correction: the weight's kind, bounds and numerator, the old policy or the current one. Route weight: where
+the weight of RSPO's router shift enters. DPO learns from pairs and is in `moe_rl/objectives/preferences.py`.
 """
 
 _COLUMNS = (
