@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moe_rl.measure.head import LogitMap, head_logps
 from moe_rl.measure.logprobs import causal_lm, head_treatment
 from moe_rl.measure.scoring import TokenBatch
+from moe_rl.routing.kv_cache import cache_left, cache_name
 
 
 @torch.no_grad()
@@ -36,11 +37,11 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
         for stop in range(prefill, width + 1):
             inputs: dict[str, Any] = {"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop]}
             inputs |= {"use_cache": True, "return_dict": True}
-            inputs |= {} if cache is None else {"past_key_values": cache}
+            inputs |= {} if cache is None else {cache_name(accepts): cache}
             inputs |= {"position_ids": positions[:, start:stop]} if "position_ids" in accepts else {}
             inputs |= {"logits_to_keep": 1} if "logits_to_keep" in accepts else {}
             out = model(**inputs)
-            cache, start = getattr(out, "past_key_values", None), stop
+            cache, start = cache_left(out), stop
             if cache is None:
                 raise RuntimeError(f"{type(lm).__name__} returned no KV cache: it cannot decode token by token")
             if stop < width:

@@ -39,6 +39,7 @@ from moe_rl.rollout.continuing import extend
 from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
 from moe_rl.rollout.task import Problem
 from moe_rl.routing import record_routes
+from moe_rl.routing.kv_cache import cache_left, cache_name
 
 __all__ = ["EXACT", "NEVER", "Engine", "ModelEngine", "Tolerance", "forward_logps", "gathered"]
 
@@ -199,7 +200,7 @@ class _Chunk:
         new = self.ids.shape[1]
         inputs: dict[str, Any] = {"input_ids": self.ids, "attention_mask": self.mask, "use_cache": True}
         if self.cache is not None:
-            inputs["past_key_values"] = self.cache
+            inputs[cache_name(self.accepts)] = self.cache
         if "position_ids" in self.accepts:
             # Positions count real tokens: the first one is 0, wherever left-padding put it.
             inputs["position_ids"] = (self.mask.cumsum(1) - 1).clamp_(min=0)[:, -new:]
@@ -208,7 +209,7 @@ class _Chunk:
         out = self.model(**inputs)
         source = torch.arange(len(self.rows), device=self.rows.device) if source is None else source
         self.fed.append(Fed(self.rows, source, self.first + self.mask.shape[1] - new))
-        self.cache = getattr(out, "past_key_values", None)
+        self.cache = cache_left(out)
         self.logits = out.logits[:, -1].float()
 
     def select(self, index: Int[Tensor, " m"]) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.routing import refusals
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.kv_cache import CHANGED, CacheState, tokens_in
+from moe_rl.routing.kv_cache import CHANGED, CacheState, cache_given, tokens_in
 from moe_rl.routing.packing import packed_dtype
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Job, Selector
@@ -38,7 +38,7 @@ class Call:
             raise refusals.packed_batch()
         self.batch, self.length = int(given.shape[0]), int(given.shape[1])
         self.tokens: Tensor | None = ids
-        self.cache: Any = inputs.get("past_key_values")
+        self.cache: Any = cache_given(inputs)
         self.caches = self.cache is not None or inputs.get("use_cache") is True  # asked for: the rest comes with it
         self.past = 0 if self.cache is None else tokens_in(self.cache)
         self.jobs: list[Job | None] = [None] * sites

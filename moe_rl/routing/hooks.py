@@ -25,7 +25,7 @@ from moe_rl.routing.calls import Call, Listener, device_of
 from moe_rl.routing.checkpoints import Checkpoints, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
-from moe_rl.routing.kv_cache import CacheState
+from moe_rl.routing.kv_cache import CacheState, cache_left
 from moe_rl.routing.selection import Selection, Selector, beneath
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
@@ -188,7 +188,7 @@ class Tap:
             return
         call.close(self.names)
         self.prove(call)
-        cache = call.cache if call.cache is not None else getattr(output, "past_key_values", None)
+        cache = call.cache if call.cache is not None else cache_left(output)
         self._left = [one for one in self._left if not (one.holds(cache) or one.holds(None))]
         if cache is not None:
             call.left = CacheState(cache, call.past + call.length)

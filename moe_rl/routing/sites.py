@@ -151,7 +151,7 @@ def _why_no_router(named: dict[str, nn.Module]) -> str:
         )
     return (
         f"{what} registers no router for `router_logits` in transformers {transformers.__version__}: a dense model, "
-        "or a family whose routers this version of transformers does not register (5.23 knows the most)"
+        "or a family whose routers this version of transformers does not register (5.24 knows the most)"
     )
 
 

@@ -16,6 +16,7 @@ VOCABULARY = 64
 # Every size that a configuration may have, made small. A field is set only where the default has a value for it.
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
+    "unpadded_vocab_size": VOCABULARY,
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size": 32,
     "hidden_size_per_layer_input": 8,
