@@ -40,8 +40,8 @@ CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
     "Near-tied routers\nat the full rate": {
         "gone": ("methods_router", "grpo_tenth", "grpo"),
         **{method: ("fast_routers", method, "grpo") for method in ("replay", "gspo")},  # 60 seeds, not nine
-        "gmpo": ("natural_routing", "gmpo", "grpo"),  # 24
-        **{method: ("methods_router", method, "grpo") for method in ("rspo", "cispo", "sapo", "gspo_replay")},
+        **{method: ("fast_routers_averages", method, "grpo") for method in ("gmpo", "rspo")},
+        **{method: ("methods_router", method, "grpo") for method in ("cispo", "sapo", "gspo_replay")},
         "dppo": ("methods_router", "dppo_tv", "grpo"),
     },
     "Balancing bias,\n0.001 a step": {

@@ -53,6 +53,8 @@ class Problem:
             weights, self.index = logits.softmax(-1).topk(k)
             self.weights = (weights / weights.sum(-1, keepdim=True)).to(dtype).requires_grad_()
             self.probe = torch.randn(tokens, hidden).to(dtype)
+        counts = torch.bincount(self.index.flatten(), minlength=num_experts).tolist()
+        self.sorted = self.hidden.detach().repeat_interleave(k, 0).split(counts)
 
     def forward(self, implementation: str) -> Tensor:
         self.experts.config._experts_implementation = implementation
@@ -69,9 +71,7 @@ class Problem:
 
     def floor(self) -> None:
         """The two products of the forward pass on rows already sorted."""
-        counts = torch.bincount(self.index.flatten(), minlength=self.experts.num_experts).tolist()
-        rows = self.hidden.detach().repeat_interleave(self.index.shape[1], 0)
-        for x, up, down in zip(rows.split(counts), self.experts.gate_up_proj, self.experts.down_proj, strict=True):
+        for x, up, down in zip(self.sorted, self.experts.gate_up_proj, self.experts.down_proj, strict=True):
             (x @ up.detach().T)[:, : down.shape[1]] @ down.detach().T
 
 

@@ -39,6 +39,8 @@ class ReplayTrainer(Trainer):
     def _begin(self: Any, run_folder: Any, objective: str, sequence_clip: bool) -> None:
         """After the trainer is made. Raises RoutingError for settings under which there is nothing to measure."""
         refuse_one_update(self.args, self.num_iterations)
+        if run_folder is not None:
+            refuse_mixed_updates(self.args, self.num_iterations)
         refuse_random(self.model)
         self._run_folder, self._objective = run_folder, objective
         self._measures = Measures(Ranks(self.accelerator), self._metrics["train"], sequence_clip)
@@ -160,6 +162,17 @@ def refuse_one_update(args: Any, num_iterations: int) -> None:
             f"x num_iterations ({args.steps_per_generation} x {num_iterations}): a batch then gets one optimizer step, "
             "the ratio is 1 by construction, and no expert can change between old and new policy. For several updates "
             "on a batch raise steps_per_generation (GSPO's recipe: 4) or num_iterations"
+        )
+
+
+def refuse_mixed_updates(args: Any, num_iterations: int) -> None:
+    """RoutingError for settings under which an optimizer step takes micro-batches of two batches."""
+    every, window = args.steps_per_generation * num_iterations, args.gradient_accumulation_steps
+    if every % window:
+        raise RoutingError(
+            f"steps_per_generation x num_iterations ({args.steps_per_generation} x {num_iterations}) is no multiple of "
+            f"gradient_accumulation_steps ({window}): some optimizer steps take micro-batches of two batches, and the "
+            "rows of a run folder are of one batch each. Choose a multiple, or leave run_folder out"
         )
 
 

@@ -175,7 +175,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("entropy", "nats/token", "mean entropy of the distributions that response tokens are drawn from"),
         M("aux_loss", "1", "load-balancing loss; null where its coefficient is 0"),
         M("aux_loss_coef", "1", "its coefficient"),
-        M("replayed_rows", "count", "(token, site) rows whose experts were forced", "over routed_rows"),
+        M("replayed_rows", "count", "(token, site) rows whose experts were forced", "over routed_rows; less than all of them also where micro-batches were scored without padding that the update has"),
         M("routed_rows", "count", "(token, site) rows of the forward, hash-routed sites left out; with padding, but for rows that share prompts"),
         M("slots_changed", "count", "response slots that the update forward routed otherwise than the old policy: the dose", "over slots"),
         M("slots", "count", "response slots compared"),

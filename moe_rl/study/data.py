@@ -310,11 +310,14 @@ def _nothing_here(path: Path, is_study: bool) -> str:
     return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{studies_inside(path)}"
 
 
+def study_names(path: Path) -> set[str]:
+    """Folders inside that hold a study. Those of other trainers' runs have no study.yaml."""
+    declared = {p.parent.name for p in path.glob("*/study.yaml")}
+    runs = (p.parent for p in path.glob("*/*/seed*/metrics.jsonl"))
+    return declared | {run.parents[1].name for run in runs if SEED_FOLDER.fullmatch(run.name)}
+
+
 def studies_inside(path: Path) -> str:
-    """Which studies a folder holds, to be added to a message; empty if none. Those of other trainers' runs have no
-    study.yaml."""
-    inside = sorted(
-        {p.parent.name for p in path.glob("*/study.yaml")}
-        | {p.parents[2].name for p in path.glob("*/*/seed*/metrics.jsonl") if SEED_FOLDER.fullmatch(p.parent.name)}
-    )
+    """Which studies a folder holds, to be added to a message; empty if none."""
+    inside = sorted(study_names(path))
     return f" It holds studies: {', '.join(inside)}. Name one of them." if inside else ""

@@ -15,7 +15,7 @@ from moe_rl.files import still_written
 from moe_rl.settings import laid_over
 from moe_rl.study.arms import arm_settings, full_label
 from moe_rl.study.cursor import LiveError
-from moe_rl.study.data import Run, StudyData, StudyDataError, declared_arms, studies_inside
+from moe_rl.study.data import Run, StudyData, StudyDataError, declared_arms, studies_inside, study_names
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.folders import folder_order, run_folders, section
@@ -82,12 +82,16 @@ class LiveStudy:
         """Alarm thresholds that the study sets itself."""
         return self._config().get("alarms")
 
+    @property
+    def _study(self) -> Path:
+        """The folder of the study, of which `folder` may be one run."""
+        return self.folder.resolve().parents[1] if self.single else self.folder
+
     def _found(self) -> list[Run]:
         return [Run(*folder_order(f), f) for f in run_folders(self.folder)]
 
     def _config(self) -> dict[str, Any]:
-        folder = self.folder.resolve().parent.parent if self.single else self.folder
-        config = dict(_read_yaml(folder / "study.yaml"))
+        config = dict(_read_yaml(self._study / "study.yaml"))
         if self.single:
             config["name"] = f"{self.folder.resolve().parent.name}/{self.folder.resolve().name}"
         return config
@@ -107,9 +111,8 @@ class LiveStudy:
             problem = _lost(run.folder, tuple(part.stat().st_mtime_ns if part.exists() else 0 for part in parts))
             state = "failed" if problem else "done"
         else:
-            problem = _error_in(
-                self.folder / "logs" / f"{run.arm}_seed{run.seed}.log", metrics, run.folder / "env.json"
-            )
+            log = self._study / "logs" / f"{run.arm}_seed{run.seed}.log"
+            problem = _error_in(log, metrics, run.folder / "env.json")
             stopped = state in ("running", "starting") and still_written(run.folder) is False
             state = "failed" if problem else "stopped" if stopped else state
         return {
@@ -171,7 +174,7 @@ class LiveStudies:
         """Folders with a study, those that were written to last first; empty where the folder itself is the study."""
         if self.alone is not None or not self.folder.is_dir():
             return []
-        found = [path.parent for path in self.folder.glob("*/study.yaml")]
+        found = [self.folder / name for name in study_names(self.folder)]
         return [path.name for path in sorted(found, key=lambda path: (-path.stat().st_mtime, path.name))]
 
     def study(self, name: str = "") -> LiveStudy:

@@ -155,6 +155,19 @@ def test_refused(place, name, value, said):
         make("R2", Set)
 
 
+@pytest.mark.parametrize(
+    ("level", "objective"), [("token", "grpo"), ("sequence", "gspo"), ("sequence_token", "gspo_token")]
+)
+def test_clip_fractions_are_of_tokens_at_every_level_of_the_ratio(level, objective):
+    class Set(GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.importance_sampling_level = level
+
+    trainer = make("none", Set)
+    assert trainer._objective == objective and not trainer._measures.sequence_clip
+
+
 def test_unknown_names_and_versions_are_refused(monkeypatch):
     with pytest.raises(TypeError, match="no option 'probes'"):
         make("R2", probes=3)

@@ -213,6 +213,13 @@ def test_a_ratio_that_is_one_by_construction_is_refused(settings, replay, tmp_pa
         make(routing_replay(GRPOTrainer), tmp_path, options={"replay": replay}, **settings)
 
 
+def test_a_run_folder_is_refused_where_an_update_takes_micro_batches_of_two_batches(tmp_path):
+    settings = {"steps_per_generation": 4, "gradient_accumulation_steps": 3}
+    with pytest.raises(RoutingError, match=r"4 x 1\) is no multiple of gradient_accumulation_steps \(3\)"):
+        make(routing_replay(GRPOTrainer), tmp_path, options={**MEASURED, "run_folder": tmp_path / "runs"}, **settings)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_other_trainers_are_refused():
     from trl import SFTTrainer
 

@@ -12,7 +12,7 @@ from moe_rl.study.cursor import LiveError, read_since
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import LOOKS
-from moe_rl.study.live import LiveStudy
+from moe_rl.study.live import LiveStudies, LiveStudy
 from moe_rl.study.live_rows import new_rows, new_sites
 from moe_rl.study.report import render_report
 
@@ -202,9 +202,17 @@ def test_a_run_that_was_left_is_stopped_and_says_since_when(tmp_path):
     assert LiveStudy(tmp_path).overview()["runs"][0]["state"] == "done"
 
 
+def test_studies_of_other_trainers_stand_beside_declared_ones(tmp_path):
+    write_study(tmp_path / "declared", ("grpo",), (0,), 2)
+    RunWriter(tmp_path / "mine", arm="grpo").finish()
+    (tmp_path / "notes").mkdir()
+    assert sorted(LiveStudies(tmp_path).names()) == ["declared", "mine"]
+
+
 def test_a_crash_of_a_writer_is_told_with_its_error(tmp_path):
     with pytest.raises(OverflowError), RunWriter(tmp_path, arm="mine") as run:
         run.rollout(0, reward=1.0)
         raise OverflowError("reward is too large")
-    (about,) = LiveStudy(tmp_path).overview()["runs"]
-    assert (about["state"], about["problem"]) == ("failed", "OverflowError: reward is too large")
+    for folder in (tmp_path, tmp_path / "mine" / "seed0"):  # the study, and the run alone
+        (about,) = LiveStudy(folder).overview()["runs"]
+        assert (about["state"], about["problem"]) == ("failed", "OverflowError: reward is too large")
