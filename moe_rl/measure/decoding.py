@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe_rl.measure.head import LogitMap, head_logps
 from moe_rl.measure.logprobs import causal_lm, head_treatment
 from moe_rl.measure.scoring import TokenBatch
-from moe_rl.routing.kv_cache import cache_left, cache_name
+from moe_rl.routing.calls import cache_left, cache_name
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ from moe_rl.rollout.continuing import extend
 from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
 from moe_rl.rollout.task import Problem
 from moe_rl.routing import record_routes
-from moe_rl.routing.kv_cache import cache_left, cache_name
+from moe_rl.routing.calls import cache_left, cache_name
 
 __all__ = ["EXACT", "NEVER", "Engine", "ModelEngine", "Tolerance", "forward_logps", "gathered"]
 

@@ -1,6 +1,6 @@
 """One model call, the calls that a KV cache joins into one logical forward, and the recording of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.routing import refusals
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.kv_cache import CHANGED, CacheState, cache_given, tokens_in
+from moe_rl.routing.kv_cache import CHANGED, CacheState, tokens_in
 from moe_rl.routing.packing import packed_dtype
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Job, Selector
@@ -19,6 +19,29 @@ from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
 _PAGED = ("block_table", "read_index", "write_index")
+
+
+CACHE_NAMES = ("cache", "past_key_values")
+"""What a model calls its cache, as an argument and in its output: since transformers 5.24, and before."""
+
+
+@no_type_check
+def cache_name(accepts: Collection[str]) -> str:
+    """The name of the cache among the arguments that a forward accepts."""
+    return next((name for name in CACHE_NAMES if name in accepts), CACHE_NAMES[-1])
+
+
+@no_type_check
+def cache_given(inputs: Mapping[str, Any]) -> Any:
+    """The cache that a call is given, by either name; None if there is none."""
+    return next((inputs[name] for name in CACHE_NAMES if inputs.get(name) is not None), None)
+
+
+@no_type_check
+def cache_left(output: Any) -> Any:
+    """The cache in a model's output, by either name; None if there is none."""
+    name = next((name for name in CACHE_NAMES if hasattr(output, name)), None)
+    return None if name is None else getattr(output, name)
 
 
 @no_type_check

@@ -21,11 +21,11 @@ from torch.compiler import is_dynamo_compiling as compiling  # half the cost of 
 from transformers import PreTrainedModel
 
 from moe_rl.routing import refusals
-from moe_rl.routing.calls import Call, Listener, device_of
+from moe_rl.routing.calls import Call, Listener, cache_left, device_of
 from moe_rl.routing.checkpoints import Checkpoints, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
-from moe_rl.routing.kv_cache import CacheState, cache_left
+from moe_rl.routing.kv_cache import CacheState
 from moe_rl.routing.selection import Selection, Selector, beneath
 from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check

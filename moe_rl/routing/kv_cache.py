@@ -1,7 +1,6 @@
 """Whether a KV cache is as it was left: what proves that two calls of a model are one forward."""
 
 import weakref
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -13,29 +12,6 @@ CHANGED = (
     "the KV cache was reordered or changed between two calls (beam search, sequences leaving the batch, a cache that "
     "was moved or edited): nothing proves that its rows are the same sequences as before"
 )
-
-
-NAMES = ("cache", "past_key_values")
-"""What a model calls its cache, as an argument and in its output: since transformers 5.24, and before."""
-
-
-@no_type_check
-def cache_name(accepts: Collection[str]) -> str:
-    """The name of the cache among the arguments that a forward accepts."""
-    return next((name for name in NAMES if name in accepts), NAMES[-1])
-
-
-@no_type_check
-def cache_given(inputs: Mapping[str, Any]) -> Any:
-    """The cache that a call is given, by either name; None if there is none."""
-    return next((inputs[name] for name in NAMES if inputs.get(name) is not None), None)
-
-
-@no_type_check
-def cache_left(output: Any) -> Any:
-    """The cache in a model's output, by either name; None if there is none."""
-    name = next((name for name in NAMES if hasattr(output, name)), None)
-    return None if name is None else getattr(output, name)
 
 
 @no_type_check
