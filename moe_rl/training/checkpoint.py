@@ -224,13 +224,19 @@ def _optimizer_tensors(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
 
 
 def _restore_optimizer(module: nn.Module, optimizer: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """The optimizer's state as it was saved, each tensor where the optimizer itself has it: by its parameter, but for
+    the count of steps, which is on the CPU unless a fused kernel reads it."""
     parameters = dict(module.named_parameters())
+    fused = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
     optimizer.state.clear()
     for key, tensor in tensors:
         kind, name = key.split("/", 1)
         parameter = parameters[name]
-        value = tensor if kind == "step" else as_placed(tensor.to(parameter.device), parameter)
-        optimizer.state[parameter][kind] = value
+        if kind != "step":
+            tensor = as_placed(tensor.to(parameter.device), parameter)
+        elif id(parameter) in fused:
+            tensor = tensor.to(parameter.device)
+        optimizer.state[parameter][kind] = tensor
 
 
 def save_responses(folder: Path, name: str, of: Responses, prefix: str | None = None) -> None:

@@ -101,7 +101,7 @@ def token_columns(part: Batch, seen: Observation, rows: Tensor) -> dict[str, Ten
         return x.expand(B, T)[mask]
 
     return {
-        "seq": take(rows[:, None]).int(),
+        "seq": take(rows[:, None].to(mask.device)).int(),
         "pos": take(torch.arange(T, device=mask.device)[None] - first).int(),
         "token": take(part.input_ids).int(),
         "update": torch.full((int(mask.sum()),), seen.update, dtype=torch.int32),

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from drift_models import TEXTS, build, moved, padded, save, stands_alone
+from pretended_cuda import pretended_cuda
 
 from moe_rl.cli import main
 from moe_rl.drift import figures, run
@@ -225,3 +226,13 @@ def test_one_token_and_all_experts_chosen(tokenizer, prompts, tmp_path, undrawn)
     assert figures.margins(none, "").render("svg")
     topics = dict(summary(results_of(output)))
     assert topics["Log-ratio"].startswith("One token alone"), "not: the two say the same"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_comparison_on_a_gpu_mixes_no_devices(saved, prompts, tmp_path, undrawn):
+    """On one that is not there (`pretended_cuda`): all that is measured, and the same as on the CPU."""
+    options = DriftOptions(tuple(map(str, saved("qwen3_moe"))), prompts, tmp_path / "cpu")
+    here = results_of(run_drift(replace(options, device="cpu")))
+    with pretended_cuda():
+        there = results_of(run_drift(replace(options, device="cuda", output=tmp_path / "cuda")))
+    assert there["environment"]["gpu"] == "pretended" and there["change"]["slot"] == here["change"]["slot"]

@@ -19,8 +19,16 @@ from moe_rl.runlog import DamagedMetricsError, RunLog
 from moe_rl.tables import write_table
 from moe_rl.training import run
 from moe_rl.training.batch import Batch
-from moe_rl.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint, settle
+from moe_rl.training.checkpoint import (
+    CheckpointError,
+    _optimizer_tensors,
+    _restore_optimizer,
+    load_checkpoint,
+    save_checkpoint,
+    settle,
+)
 from moe_rl.training.method import resolve_method
+from moe_rl.training.optimizer import make_optimizer
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.state import State
 
@@ -248,3 +256,23 @@ def test_any_tool_opens_a_checkpoint_as_a_model(state_of, tmp_path):
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(ModelError, match=r"model\.safetensors is damaged"):
         load_model(str(tmp_path), ModelConfig())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["AdamW", "MasterAdamW"])
+def test_an_optimizer_is_restored_to_the_devices_that_torch_restores_it_to(dtype):
+    """Also its count of steps, which a fused AdamW keeps beside the parameter and MasterAdamW on the CPU."""
+
+    def linear(device):
+        module = torch.nn.Linear(2, 2, device=device, dtype=dtype)
+        return module, make_optimizer([{"params": list(module.parameters()), "lr": 0.1}], (0.9, 0.999), 0.0)
+
+    def kept(optimizer):
+        return [{kind: value.device.type for kind, value in state.items()} for state in optimizer.state.values()]
+
+    (saved, trained), (module, own), (_, torchs) = linear("cpu"), linear("meta"), linear("meta")
+    saved(torch.ones(1, 2, dtype=dtype)).sum().backward()
+    trained.step()
+    _restore_optimizer(module, own, _optimizer_tensors(saved, trained).items())
+    torchs.load_state_dict(trained.state_dict())
+    assert kept(own) == kept(torchs)
+    assert {state["step"] for state in kept(own)} == {"meta" if dtype == torch.float32 else "cpu"}

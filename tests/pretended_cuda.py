@@ -1,0 +1,166 @@
+"""A GPU that is not there: tensors on the CPU that say they are on cuda:0, and refuse what torch refuses of those.
+
+Inside `pretended_cuda()` accelerate's device is cuda:0, and what is moved there, made there, or computed from such
+tensors (gradients, too) is `OnCuda`. An operation that torch refuses since its tensors are on two devices raises.
+
+What it cannot show: what a kernel does, or whether there is one; when the host waits; memory. It is more lenient than
+torch in a few places: a `*_like` or `new_*` of a tensor on cuda:0 stays there whatever `device` says, as does what is
+made without a device inside a call of torch (a checkpointed forward in a backward is one); any operation but the
+named ones takes tensors without dimensions from the CPU.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class OnCuda(Tensor):
+    """A tensor that says it is on cuda:0. For torch's own code it is one on the CPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device, is_cuda, is_cpu = property(lambda self: CUDA), property(lambda self: True), property(lambda self: False)
+
+    def get_device(self) -> int:
+        return 0
+
+    def numpy(self, *args: Any, **options: Any) -> Any:
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    __array__ = numpy
+
+
+def put(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor itself, said to be there from now on."""
+    parameter = isinstance(tensor, nn.Parameter)
+    tensor.__class__ = OnCuda if device.type == "cuda" else nn.Parameter if parameter else Tensor
+    if parameter:
+        tensor._is_param = True  # by which torch knows one of another class
+    return tensor
+
+
+class Move(torch.autograd.Function):
+    """A copy on another device, whose gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, device: torch.device) -> Tensor:
+        ctx.source = tensor.device
+        return put(tensor.clone(), device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return put(grad.clone(), ctx.source), None
+
+
+def tensors(*of: Any) -> Iterator[Tensor]:
+    """Those of arguments or results."""
+    for part in of:
+        if isinstance(part, Tensor):
+            yield part
+        elif isinstance(part, list | tuple | dict):
+            yield from tensors(*(part.values() if isinstance(part, dict) else part))
+
+
+def on_cuda(*of: Any) -> bool:
+    return any(isinstance(tensor, OnCuda) for tensor in tensors(*of))
+
+
+def as_cpu(device: Any) -> Any:
+    return CPU if isinstance(device, str | torch.device) and torch.device(device).type == "cuda" else device
+
+
+def check(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    """Raises what torch raises if this operation, some of whose tensors are on cuda:0, has others that may not be."""
+    generator = kwargs.get("generator")
+    if generator is not None and generator.device.type == "cpu":
+        raise RuntimeError(f"{name}: Expected a 'cuda' device type for generator but found 'cpu'")
+    if name == "copy_":
+        return
+    if name.strip("_").startswith("index_put") or name == "index":
+        args = (args[0], None, *args[2:]) if on_cuda(args[0]) else args  # whose indices may be on the CPU
+    others = [tensor for tensor in tensors(args, kwargs) if not isinstance(tensor, OnCuda)]
+    strict = name == "stack" or name.startswith("_fused")  # a fused optimizer's kernel reads its steps
+    if any(strict or tensor.ndim for tensor in others):
+        raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
+
+
+class Kernels(TorchDispatchMode):
+    """What every operation, also of a backward, takes and makes."""
+
+    inside = False
+    """Whether a call of torch that was given tensors on cuda:0 is under way: what it makes is there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, given = kwargs or {}, list(tensors(args, kwargs))
+        name, asked = func.overloadpacket.__name__, as_cpu(kwargs.get("device")) is not kwargs.get("device")
+        if there := on_cuda(*given):
+            check(name, args, kwargs)
+        if name == "histc" and not given[0].is_floating_point():  # which the CPU has no kernel for
+            out = func(given[0].float(), *args[1:], **kwargs).to(given[0].dtype)
+        else:
+            out = func(*args, **{**kwargs, "device": CPU} if asked else kwargs)
+        if there or asked or (self.inside and not given):
+            for new in tensors(out):
+                if not any(new is old for old in given):
+                    put(new, CUDA)
+        return out
+
+
+class Calls(TorchFunctionMode):
+    """What the calls of torch's functions say of devices."""
+
+    def __init__(self, kernels: Kernels):
+        super().__init__()
+        self.kernels = kernels
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in ("to", "cpu", "cuda"):
+            said = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, str | torch.device | Tensor)]
+            target = torch.device(name) if name != "to" else said[0] if said else args[0].device
+            target = target.device if isinstance(target, Tensor) else torch.device(target)
+            here = [as_cpu(x) for x in args[1:]], {key: as_cpu(x) for key, x in kwargs.items()}
+            out = func(args[0], *here[0], **here[1]) if name == "to" else args[0]
+            return out if target.type == args[0].device.type else Move.apply(out, target)
+        if name == "__set__" and func.__self__ is Tensor.data:
+            put(args[0], args[1].device)
+        there, asked = on_cuda(args, kwargs), as_cpu(kwargs.get("device")) is not kwargs.get("device")
+        before, self.kernels.inside = self.kernels.inside, there
+        try:
+            out = func(*args, **{**kwargs, "device": CPU} if asked else kwargs)
+        finally:
+            self.kernels.inside = before
+        if asked or (there and func is torch.as_tensor):
+            put(out, CUDA)
+        return out
+
+
+@contextmanager
+def pretended_cuda() -> Iterator[None]:
+    """Inside, there is one GPU as far as devices go; `torch.cuda.is_available()` says what it said before."""
+    answers: dict[str, Any] = {
+        "_lazy_init": None,
+        "device_count": 1,
+        "get_device_name": "pretended",
+        "get_device_capability": (9, 0),
+        "mem_get_info": (2**34, 2**35),
+        "max_memory_allocated": 0,
+        "set_rng_state": None,
+    }
+    kernels = Kernels()
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Accelerator, "device", property(lambda self: CUDA)))
+        stack.enter_context(patch.object(torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()))
+        for name, answer in answers.items():
+            stack.enter_context(patch.object(torch.cuda, name, lambda *args, answer=answer: answer))
+        stack.enter_context(kernels)
+        stack.enter_context(Calls(kernels))
+        yield

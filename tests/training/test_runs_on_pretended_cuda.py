@@ -1,0 +1,62 @@
+"""Runs whose device is said to be cuda:0: no operation has tensors of two devices, and a resumed run has its own where
+an uninterrupted one has them. What the device computes is not shown (`pretended_cuda`)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from micro import MICRO, rows
+from pretended_cuda import CUDA, pretended_cuda
+
+from moe_rl.rollout.engine_config import EngineConfig
+from moe_rl.training import run
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+def micro(**sections):
+    """MICRO with these fields of its sections; the noise floor is measured where it is asked for only."""
+    sections["probe"] = {"floor": False, **sections.get("probe", {})}
+    return replace(MICRO, **{name: replace(getattr(MICRO, name), **fields) for name, fields in sections.items()})
+
+
+INT4 = EngineConfig(kind="hf", dtype="float32", weight_format="int4")
+CASES = {
+    "grpo, R2, all probes": micro(
+        method={"replay": "R2"},
+        optim={"micro_batch": 3},
+        probe={"decompose_every": 1, "gradients": True, "floor": True},
+    ),
+    "gspo, noise, lag": micro(method={"objective": "gspo", "noise": 0.1}, rollout={"lag": 1}),
+    "ppo, learned reward": micro(
+        method={"objective": "ppo", "kl_coef": 0.1},
+        reward={"model": "learned", "initial_batches": 1, "epochs": 1, "retrain_every": 1},
+    ),
+    "R3, int4 engine": micro(method={"replay": "R3"}, rollout={"engine": INT4}),
+    "bf16, R2, part of it, bias": micro(
+        model={"dtype": "bfloat16"}, method={"replay": "R2", "keep": 0.5}, optim={"expert_bias_rate": 0.01}
+    ),
+}
+
+
+def devices(state):
+    """Where each model's optimizer keeps what: by its parameters, in order."""
+    return {
+        name: [{key: value.device for key, value in kept.items()} for kept in optimizer.state.values()]
+        for name, (_, optimizer) in state.trained.items()
+    }
+
+
+@pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+def test_no_step_mixes_devices(config, tmp_path, state_of):
+    """An uninterrupted run, and one that a new process goes on with after its first step."""
+    with pretended_cuda():
+        whole = state_of(config, tmp_path / "whole")
+        run(whole)
+        run(state_of(replace(config, optim=replace(config.optim, steps=1)), tmp_path / "resumed"))
+        resumed = state_of(config, tmp_path / "resumed")
+        assert devices(resumed) == devices(whole)
+        run(resumed)
+    assert {p.device for module, _ in whole.trained.values() for p in module.parameters()} == {CUDA}
+    assert rows(tmp_path / "resumed") == rows(tmp_path / "whole")
+    assert (tmp_path / "resumed" / "tokens" / "step_000000.parquet").exists()
