@@ -92,7 +92,7 @@ def test_a_module_trains_there_as_on_the_cpu():
             assert there.device == CUDA and isinstance(there, nn.Parameter)
             assert torch.equal(there.detach().cpu(), here.detach())
         next(iter(optimizer.state.values()))["step"] = torch.tensor(2.0)
-        with pytest.raises(RuntimeError, match="_fused_adamw_.*same device"):
+        with pytest.raises(RuntimeError, match=r"_fused_adamw_.*same device"):
             optimizer.step()
         assert {type(p) for p in module.to("cpu").parameters()} == {nn.Parameter}
 
