@@ -142,15 +142,17 @@ class _AfterUpdate(TrainerCallback):
 
 AVERAGES = ("grpo", "bnpo", "dr_grpo", "dapo")
 """Loss types that differ in how tokens are averaged alone: with a sequence ratio each of them is GSPO."""
+BY_SEQUENCE = {"sequence": "gspo", "sequence_token": "gspo_token"}
+"""What they are by `importance_sampling_level`; at any other each is itself."""
 
 
-def objective_of(loss_type: str, by_sequence: bool) -> str:
+def objective_of(loss_type: str, level: str) -> str:
     """The objective's name in a run folder.
 
-    >>> objective_of("dapo", True), objective_of("luspo", True), objective_of("dapo", False)
+    >>> objective_of("dapo", "sequence"), objective_of("luspo", "sequence"), objective_of("dapo", "token")
     ('gspo', 'luspo', 'dapo')
     """
-    return "gspo" if by_sequence and loss_type in AVERAGES else loss_type
+    return BY_SEQUENCE.get(level, loss_type) if loss_type in AVERAGES else loss_type
 
 
 def refuse_one_update(args: Any, num_iterations: int) -> None:

@@ -81,11 +81,8 @@ class _RoutingReplay(ReplayTrainer):
             raise TypeError(f"routing_replay of ms-swift has no option {next(iter(options))!r}")
         super().__init__(*args, **kwargs)
         refuse(self)
-        level = self.importance_sampling_level
-        objective = objective_of(self.loss_type, level != "token")
-        if level == "sequence_token" and objective == "gspo":
-            objective = "gspo_token"
         # Its clip fractions are of tokens at every level: its advantages, with which they are joined, are `[B,T]`.
+        objective = objective_of(self.loss_type, self.importance_sampling_level)
         self._begin(run_folder, objective, sequence_clip=False)
 
     # -- scoring ------------------------------------------------------------------------------------------------------

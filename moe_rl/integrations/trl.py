@@ -131,9 +131,9 @@ class _RoutingReplay(ReplayTrainer):
         self._probe_sequences = self.args.per_device_train_batch_size if probe_sequences is None else probe_sequences
         if replay == "R3" and self.use_vllm:
             self._sampled.listen(self.vllm_generation.llm)
-        by_sequence = self.importance_sampling_level == "sequence"
-        objective = "gmpo" if "GMPO" in self._bare.__name__ else objective_of(self.loss_type, by_sequence)
-        self._begin(run_folder, objective, by_sequence)
+        level = self.importance_sampling_level
+        objective = "gmpo" if "GMPO" in self._bare.__name__ else objective_of(self.loss_type, level)
+        self._begin(run_folder, objective, sequence_clip=level == "sequence")
         if self.aux_loss_enabled and self.args.router_aux_loss_coef is None:
             _LOG.warning(
                 "TRL adds the model's own load-balancing loss (coefficient %g) to the policy loss, in the arm without "

@@ -175,14 +175,14 @@ def _hf_config(config: TinyConfig, tokenizer: Any) -> Any:
     }
     if config.family == "mixtral":
         return MixtralConfig(**common, num_local_experts=config.num_experts, sliding_window=None)
-    head_dim: dict[str, Any] = {"head_dim": config.hidden_size // config.num_heads}
-    if config.family == "minimax_m2":
-        return MiniMaxM2Config(**common, **head_dim, num_local_experts=config.num_experts)
-    common |= {"num_experts": config.num_experts, "norm_topk_prob": config.norm_topk_prob}
+    experts: dict[str, Any] = {"num_experts": config.num_experts, "norm_topk_prob": config.norm_topk_prob}
     if config.family == "olmoe":
-        return OlmoeConfig(**common)
+        return OlmoeConfig(**common, **experts)
+    common["head_dim"] = config.hidden_size // config.num_heads
+    if config.family == "minimax_m2":
+        return MiniMaxM2Config(**common, num_local_experts=config.num_experts)
     if config.family == "qwen3_moe":
-        return Qwen3MoeConfig(**common, **head_dim, moe_intermediate_size=config.moe_intermediate_size)
+        return Qwen3MoeConfig(**common, **experts, moe_intermediate_size=config.moe_intermediate_size)
     raise ModelError(f"model.tiny.family: unknown {config.family!r}; known: qwen3_moe, mixtral, olmoe, minimax_m2")
 
 

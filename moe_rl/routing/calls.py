@@ -19,8 +19,6 @@ from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
 _PAGED = ("block_table", "read_index", "write_index")
-
-
 CACHE_NAMES = ("cache", "past_key_values")
 """What a model calls its cache, as an argument and in its output: since transformers 5.24, and before."""
 

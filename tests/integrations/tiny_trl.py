@@ -9,6 +9,8 @@ from moe_rl.routing import record_routes
 
 TOKENIZER = char_tokenizer("0123456789+=^$")
 TINY = TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8)
+MEASURED = {"replay": "none"}
+CHANGES = ("routing/slot_change", "routing/site_change", "routing/token_change")
 PROMPTS = [f"^{a}+{b}=" for a in (1, 23, 456) for b in (7, 89)]  # of unequal length
 
 
@@ -49,6 +51,17 @@ def make(trainer_class, folder, model=None, config_class=GRPOConfig, options=Non
 
 def weights(trainer):
     return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def trained(*args, **settings):
+    """Made and trained at once: TRL seeds torch when a trainer is made."""
+    trainer = make(*args, **settings)
+    trainer.train()
+    return trainer
+
+
+def equal(one, other):
+    return all(torch.equal(a, b) for a, b in zip(weights(one).values(), weights(other).values(), strict=True))
 
 
 def logged(trainer, name):

@@ -71,3 +71,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor], exact: bool =
             assert torch.equal(value, right[name]), name
         else:
             torch.testing.assert_close(value, right[name])
+
+
+def sets(ids: Tensor) -> Tensor:
+    return ids.sort(-1).values

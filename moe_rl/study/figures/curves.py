@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -128,9 +129,10 @@ class Curves:
     def axes(self) -> list[Axes]:
         return [ax for ax, _ in self.panels]
 
-    def legend(self) -> None:
-        """One legend above the panels; the arms of small panels are in their titles, and in no legend."""
-        legend_above(self.figure, self.axes)
+    def legend(self, *extra: Artist) -> None:
+        """One legend above the panels, with `extra` behind the arms; those of small panels are in their titles, and in
+        no legend."""
+        legend_above(self.figure, self.axes, extra)
 
 
 def curves(

@@ -37,10 +37,10 @@ def design_effect(data: StudyData) -> Drawing:
     medians = table.groupby(["arm", "seed", "length"], observed=True)["design_effect"].median().reset_index()
     top = max(2.0, 1.1 * float(medians["design_effect"].max()))
     tables = seed_tables(medians, "length", "design_effect")
-    drawn = curves(data, tables, "design effect", "tokens averaged", thin=False, ylim=(0, top))
+    drawn = curves(data, tables, "design effect", "tokens averaged", thin=False, ylim=(0, top), above=0.2)
     lengths = np.array(sorted(table["length"].unique()))
     for ax in drawn.axes:
-        ax.plot(lengths, lengths, color=PALE, lw=0.9, ls=(0, (1, 2)), zorder=1)
+        ax.plot(lengths, lengths, color=PALE, lw=0.9, ls=(0, (1, 2)), zorder=1, label="a block moves as one")
         ax.axhline(1, color=PALE, lw=0.9, zorder=1)
     drawn.legend()
     return Drawing(drawn.figure, drawn.frame, interval="band", tables={"probes": table})

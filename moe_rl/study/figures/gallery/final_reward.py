@@ -70,17 +70,18 @@ def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
     wide = ax.get_position().width * PAGE
     place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right"}
     rows = table[table["arm"].isin(list(drawn.places))].to_dict("records")
-    wrong = [" · ".join(str(row[name]) for name in ("failed", "below_start", "collapsed")) for row in rows]
-    room = max(0.5, 0.06 + 0.05 * max(map(len, wrong)))  # inches for the counts
+    wrong = [[row[name] for name in ("failed", "below_start", "collapsed")] for row in rows]
+    counts = [" · ".join(map(str, one)) for one in wrong]
+    room = max(0.5, 0.06 + 0.05 * max(map(len, counts)))  # inches
     first, second = 1 + (beside - 0.02 - room) / wide, 1 + (beside - 0.02) / wide
     ax.text(first, -0.8, "mean, interval" if beside == BESIDE else "mean", fontsize=6.5, color=GREY, **place)
     ax.text(second, -0.8, "f · b · c", fontsize=6.5, color=GREY, **place)
-    for row, counts in zip(rows, wrong, strict=True):
+    for row, said, any_wrong in zip(rows, counts, map(any, wrong), strict=True):
         words = f"{row['final']:.3f}"
         words += f" [{row['low']:.3f}, {row['high']:.3f}]" if np.isfinite(row["low"]) else ""
         ax.text(first, drawn.places[row["arm"]], words, fontsize=7, **place)
-        colour = GREY if counts == "0 · 0 · 0" else INK
-        ax.text(second, drawn.places[row["arm"]], counts, fontsize=7, color=colour, **place)
+        colour = INK if any_wrong else GREY
+        ax.text(second, drawn.places[row["arm"]], said, fontsize=7, color=colour, **place)
 
 
 def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:

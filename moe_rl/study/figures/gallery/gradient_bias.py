@@ -1,5 +1,7 @@
 """How far the gradient under replay is from the natural one."""
 
+from typing import Any
+
 import pandas as pd
 
 from moe_rl.study.data import StudyData
@@ -8,7 +10,12 @@ from moe_rl.study.figures.notes import PROBE
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.style import PALE
 
-COSINES = ("gradient_cosine", "router_gradient_cosine", "gradient_halves_cosine")
+BESIDE = {
+    "router_gradient_cosine": ("routers alone", (0, (5, 2))),
+    "gradient_halves_cosine": ("two halves of the responses", (0, (1, 2))),
+}
+"""Cosines beside that of the gradients: what the legend says, and the dash."""
+COSINES = ("gradient_cosine", *BESIDE)
 
 
 @figure(
@@ -28,13 +35,13 @@ def gradient_bias(data: StudyData) -> Drawing:
     medians = gradient_table(data)
     tables = {name: seed_tables(medians, "update", name) for name in COSINES}
     low = min(0.0, float(medians[list(COSINES)].min().min()))
-    drawn = curves(data, tables["gradient_cosine"], "cosine", "update", thin=False, ylim=(1.1 * low, 1.05))
+    drawn = curves(data, tables["gradient_cosine"], "cosine", "update", thin=False, ylim=(1.1 * low, 1.05), above=0.2)
     for ax, arms in drawn.panels:
         for arm in arms:
-            for name, dash in (("router_gradient_cosine", (0, (5, 2))), ("gradient_halves_cosine", (0, (1, 2)))):
+            for name, (said, dash) in BESIDE.items():
                 if arm in tables[name]:
-                    table = tables[name][arm]
-                    ax.plot(table.index, over_seeds(table)[0], color=PALE, lw=1.0, ls=dash, zorder=1)
+                    style: dict[str, Any] = {"color": PALE, "lw": 1.0, "ls": dash, "zorder": 1, "label": said}
+                    ax.plot(tables[name][arm].index, over_seeds(tables[name][arm])[0], **style)
     drawn.legend()
     frames = [curve_frame(data, tables[name], name) for name in COSINES if tables[name]]
     return Drawing(drawn.figure, pd.concat(frames, ignore_index=True), interval="band")

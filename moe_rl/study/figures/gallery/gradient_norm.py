@@ -18,6 +18,6 @@ def gradient_norm(data: StudyData) -> Drawing:
     """Gradient norm before clipping, mean over the updates of a step."""
     tables = seed_tables(data.updates.dropna(subset=["grad_norm"]), "step", "grad_norm")
     tables = {arm: table.where(table > 0).dropna(how="all") for arm, table in tables.items()}
-    drawn = curves(data, tables, "gradient norm, before clipping", quantity="grad_norm", log=True, geometric=True)
+    drawn = curves(data, tables, "gradient norm\nbefore clipping", quantity="grad_norm", log=True, geometric=True)
     drawn.legend()
     return Drawing(drawn.figure, drawn.frame, interval="band")

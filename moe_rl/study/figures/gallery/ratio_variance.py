@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.lines import Line2D
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, curves, draw_seeds, seed_tables
@@ -9,7 +10,7 @@ from moe_rl.study.figures.layout import crowded
 from moe_rl.study.figures.notes import GEOMETRIC
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import NothingToDraw, arm_looks, log_y
+from moe_rl.study.figures.style import GREY, NothingToDraw, arm_looks, log_y
 from moe_rl.study.summary import in_run_variance
 
 
@@ -38,7 +39,7 @@ def ratio_variance(data: StudyData) -> Drawing:
         drawn_rows = arm_rows(data, [Column("variance of log r in training, nats²", [token, sequence], log=True)])
         said = "Median over the steps of a run; by step in the table."
         return Drawing(drawn_rows.figure, frame, said, interval="bar")
-    drawn = curves(data, found["token"], "variance of log r, nats²", log=True, geometric=True, thin=False)
+    drawn = curves(data, found["token"], "variance of log r, nats²", log=True, geometric=True, thin=False, above=0.2)
     for ax, arms in drawn.panels:
         for arm, (look, _) in arm_looks(data, arms).items():
             if arm in found["sequence"]:
@@ -48,5 +49,8 @@ def ratio_variance(data: StudyData) -> Drawing:
     drawn.axes[0].relim()
     drawn.axes[0].autoscale_view()
     log_y(drawn.axes[0])  # ticks of the longer range
-    drawn.legend()
+    drawn.legend(
+        Line2D([], [], color=GREY, marker="o", label="tokens"),
+        Line2D([], [], color=GREY, marker="o", lw=0.9, ms=2.5, mfc="white", label="sequence means"),
+    )
     return Drawing(drawn.figure, frame, interval="band")

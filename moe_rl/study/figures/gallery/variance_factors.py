@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.lines import Line2D
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curve_frame, draw_seeds, seed_tables
@@ -61,8 +62,9 @@ def variance_factors(data: StudyData) -> Drawing:
         ax.set_title(title, fontsize=7)
         ax.set_xlabel("update within the step")
         ax.set_xticks(sorted(rows["update"].unique())[:: max(1, rows["update"].nunique() // 8)])
-    axes[0].set_ylabel("factor, median over steps")
-    legend_above(drawn, axes)
+    axes[0].set_ylabel("factor,\nmedian over steps")
+    cross = Line2D([], [], color=GREY, ls="", marker="x", ms=4, mew=1, label="ratio of the mean variances")
+    legend_above(drawn, axes, [cross])
     said = "Crosses: the ratio of the mean variances, which large variances dominate."
     return Drawing(drawn, frame, said, interval="band")
 

@@ -1,0 +1,157 @@
+"""What the TRL integration measures: its probe, the rows of its run folder, interrupted and continued runs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_rl.routing import RoutingError, change_counts, record_routes
+
+pytest.importorskip("trl", reason="needs `pip install moe_rl[trl]`")
+
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from tiny_trl import CHANGES, MEASURED, TINY, TOKENIZER, logged, make, replayed_all, spying, trained
+from trl import GRPOTrainer
+
+from moe_rl.integrations.trl import routing_replay
+from moe_rl.policy import build_tiny
+
+
+def test_probe_is_what_one_measures_by_hand(tmp_path):
+    options = {"replay": "R2", "probe_sequences": 100}
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options=options, max_steps=1, learning_rate=0.1)
+    old = build_tiny(TINY, TOKENIZER)
+    kept = {}
+    inner = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: kept.setdefault("batch", inner(inputs))
+    trainer.train()
+    batch = kept["batch"]
+    ids, real = (torch.cat([batch[f"prompt_{name}"], batch[f"completion_{name}"]], dim=1) for name in ("ids", "mask"))
+    routes, logps = [], []
+    for model in (old, trainer.model):
+        with torch.no_grad(), record_routes(model) as recording:
+            log_probabilities = model(input_ids=ids, attention_mask=real).logits.log_softmax(-1)
+        routes.append(recording.routes)
+        logps.append(log_probabilities[:, :-1].gather(-1, ids[:, 1:, None])[..., 0])
+    answers = torch.cat([torch.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], dim=1).bool()
+    expected = change_counts(*routes, answers).rates()
+    assert 0 < expected["slot_change"] < 1
+    for name in CHANGES:
+        assert logged(trainer, name)[1] == pytest.approx(expected[name.removeprefix("routing/")], abs=1e-12)
+    gap = (logps[1] - logps[0]).double()
+    assert logged(trainer, "routing/var_token_natural")[1] == pytest.approx(float(gap[answers[:, 1:]].var()), rel=1e-4)
+    far = (gap[answers[:, 1:]].exp() > 2) | (gap[answers[:, 1:]].exp() < 1 / 2)
+    assert 0 < int(far.sum()) / far.numel() == logged(trainer, "routing/f2_natural")[1]
+    means = torch.stack([row[mask].mean() for row, mask in zip(gap, answers[:, 1:], strict=True)])
+    assert logged(trainer, "routing/var_sequence_natural")[1] == pytest.approx(float(means.var()), rel=1e-4)
+
+
+@pytest.mark.parametrize("replay", ["none", "R2"])
+def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
+    from moe_rl import study
+    from moe_rl.integrations.hf_trainer import run_writer
+    from moe_rl.study.comparing import pairs_to_compare
+    from moe_rl.study.live_rows import new_rows
+
+    options = {"replay": replay, "run_folder": tmp_path / "runs"}
+    trainer = trained(routing_replay(GRPOTrainer), tmp_path / "trl", options=options)
+    data = study.load(tmp_path / "runs")
+    (run,) = data.runs
+    assert (run.arm, run.seed, run.replay, run.finished) == ("dapo" if replay == "none" else "dapo_r2", 1, replay, True)
+    assert data.rollouts.step.tolist() == [0, 1]
+    assert data.rollouts.reward.tolist() == list(logged(trainer, "reward").values())
+    keys = [(0, 1), (0, 2), (0, 3), (0, 4), (1, 1), (1, 2)]
+    for table in (data.updates, data.probes):
+        assert list(zip(table.step, table["update"], strict=True)) == keys
+    assert (data.updates.replayed_rows / data.updates.routed_rows).tolist() == [float(replay == "R2")] * 6
+    f2 = (data.probes.extreme_2_natural / data.probes.tokens).tolist()
+    assert f2 == list(logged(trainer, "routing/f2_natural").values())
+    slots = (data.probes.slots_changed / data.probes.slots).tolist()
+    assert slots == list(logged(trainer, "routing/slot_change").values())
+    assert data.updates.loss.tolist() == pytest.approx(list(logged(trainer, "loss").values()), abs=1e-4)
+    clipped = (data.updates.clipped_tokens / data.updates.tokens).tolist()
+    assert clipped == pytest.approx(list(logged(trainer, "clip_ratio/region_mean").values()))
+    assert data.updates.lr.tolist() == pytest.approx(list(logged(trainer, "learning_rate").values()))
+    assert data.updates.grad_norm.tolist() == pytest.approx(list(logged(trainer, "grad_norm").values()), rel=1e-3)
+    rounding = 1e-12 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 0  # plain kernels, by addresses
+    assert data.updates.k3[0] <= rounding < data.updates.k3[1]  # the ratio is 1 until a weight moves
+    assert len(new_rows(run.folder / "metrics.jsonl")["rows"]["probe"]) == 6
+    if replay == "R2":
+        assert study.figures.FIGURES["expert_change"](data).figure.axes
+        gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo"}
+        for objective, settings in (("gspo", gspo), ("slow", {"learning_rate": 1e-3, **gspo})):
+            other = make(routing_replay(GRPOTrainer), tmp_path / objective, seed=2, options=MEASURED, **settings)
+            run_writer(other, tmp_path / "runs", objective).finish()
+        arms = pairs_to_compare(study.load(tmp_path / "runs"))
+        assert arms == [("gspo", "dapo_r2")], "the same but for the method; the third has another learning rate, too"
+
+
+def test_interrupted_run_goes_on_in_its_folder(tmp_path):
+    from transformers import TrainerCallback
+
+    from moe_rl import study
+    from moe_rl.run_folder import RunFolderError
+
+    class Interrupted(TrainerCallback):
+        def on_step_end(self, args, state, *_, **__):
+            if state.global_step == 5:
+                raise KeyboardInterrupt
+
+    folder = tmp_path / "runs" / "mine" / "seed3"
+    options = {**MEASURED, "run_folder": folder, "probe_sequences": 0}
+    settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}  # a checkpoint inside a batch
+    trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
+    trainer.add_callback(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    data = study.load(folder)
+    assert (data.runs[0].arm, data.runs[0].seed, data.runs[0].finished) == ("mine", 3, False)
+    assert list(zip(data.updates.step, data.updates["update"], strict=True))[3:] == [(0, 4), (1, 1)]
+    again = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
+    settings |= {"max_steps": 9, "resume_from_checkpoint": str(tmp_path / "trl" / "checkpoint-3"), "run_name": "again"}
+    resumed = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)  # a cell that ran twice
+    with pytest.raises(RoutingError, match="has rows of 2 batches, and training begins anew"):
+        again.train()
+    resumed.train(resume_from_checkpoint=True)
+    data = study.load(folder)
+    assert data.runs[0].finished and not data.notes
+    assert list(zip(data.updates.step, data.updates["update"], strict=True)) == [
+        *((0, u) for u in (1, 2, 3)),  # the fourth was lost with the weights that it made
+        *((1, u) for u in (1, 2, 3, 4)),
+        (2, 1),
+        (2, 2),
+    ]
+    with pytest.raises(RunFolderError, match="holds a finished run"):
+        resumed.train()
+
+
+@pytest.mark.parametrize("interrupted_at", [3, 4, 5])
+def test_a_trainer_that_was_interrupted_does_not_rewrite_its_folder(interrupted_at, tmp_path):
+    """As a cell that is stopped and run again does: TRL's buffer goes on, its count of steps begins at 0."""
+    from transformers import TrainerCallback
+
+    class Interrupted(TrainerCallback):
+        def on_step_end(self, args, state, *_, **__):
+            if state.global_step == interrupted_at:
+                raise KeyboardInterrupt
+
+    options = {**MEASURED, "run_folder": tmp_path / "runs" / "mine" / "seed1", "probe_sequences": 0}
+    trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options)
+    trainer.add_callback(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    rows = (options["run_folder"] / "metrics.jsonl").read_bytes()
+    with pytest.raises(RoutingError, match="make the trainer again and pass resume_from_checkpoint"):
+        trainer.train()
+    assert (options["run_folder"] / "metrics.jsonl").read_bytes() == rows
+    assert not (options["run_folder"] / "DONE").exists()
+
+
+def test_train_may_be_called_again(tmp_path):
+    trainer = make(routing_replay(spying(GRPOTrainer)), tmp_path, options={"replay": "R2"}, max_steps=2)
+    trainer.train()
+    trainer.train()  # goes on with the second half of TRL's batch, and counts its steps from 0 again
+    assert replayed_all(trainer)
+    assert logged(trainer, "routing/replayed_fraction") == {1: 1.0, 2: 1.0}
+    assert not logged(trainer, "routing/first_change")  # no batch was scored
