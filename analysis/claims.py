@@ -1,5 +1,5 @@
 """What final rewards say of the GSPO, R3 and DPPO papers' statements (question 8), and the main study's comparisons
-task by task:  python analysis/claims.py DIR
+with another router and on other tasks:  python analysis/claims.py DIR
 
 Reads the committed tables of docs/results, so that it needs no runs; draws DIR/claims and DIR/tasks as .pdf, .svg and
 .png and writes what is drawn beside them as CSV.
@@ -52,6 +52,7 @@ CLAIMS: dict[str, dict[str, tuple[str, str, str]]] = {
 """Statement -> comparison -> where it was declared: study, arm, the arm that is taken from it."""
 STUDIES = {
     "equations (main study)": "replay_vs_gspo",
+    "equations, sigmoid routers": "other_router",
     "reverse 24 letters": "other_task_reverse",
     "sort 8 letters": "other_task_sort",
     "add 3 digits": "other_task_add",
@@ -65,7 +66,7 @@ COMPARED = {
     "GSPO − GRPO, noise 0.05": ("gspo_noise05", "grpo_noise05"),
 }
 TASKS = {name: {task: (study, *arms) for task, study in STUDIES.items()} for name, arms in COMPARED.items()}
-"""The same of the main study: comparison -> task -> where."""
+"""The same of the main study: comparison -> router and task -> where."""
 
 
 def claims_table(claims: dict[str, dict[str, tuple[str, str, str]]] = CLAIMS) -> pd.DataFrame:
@@ -81,11 +82,12 @@ def claims_table(claims: dict[str, dict[str, tuple[str, str, str]]] = CLAIMS) ->
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Draw, from docs/results, the differences of final reward that the papers' statements are about, "
-        "and the main study's on each task."
+        "and the main study's with another router and on other tasks."
     )
     parser.add_argument("folder", type=Path, help="where to write claims and tasks as .pdf, .svg, .png and .csv")
     folder = parser.parse_args().folder
-    tasks = claims_figure(claims_table(TASKS), "tasks", "The main study's comparisons on four tasks.")
+    title = "The main study's comparisons with another router and on other tasks."
+    tasks = claims_figure(claims_table(TASKS), "tasks", title)
     for figure in (claims_figure(claims_table()), tasks):
         for file in save_figure(figure, folder):
             print(file)
