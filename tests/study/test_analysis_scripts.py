@@ -107,9 +107,7 @@ def test_published_early_warning_is_that_of_the_committed_signals(table, cpu):
     folder = ROOT / "docs" / "results"
     committed = pd.read_csv(folder / table)
     steps = sorted(committed["steps"].unique())
-    studies = [one.parent for one in sorted(folder.glob("*/signals.csv"))]
-    # `early_signals` asks this by itself; other tasks came after the table
-    asked = [one for one in studies if not one.name.startswith(("early_signals", "other_task"))]
+    asked = [folder / name for name in (folder / "early_warning" / "studies.txt").read_text().split()]
     there = [one for one in asked if cpu in json.loads((one / "env.json").read_text())["cpu"]]
     found = script_of["early_warning"]([script_of["signals_of"](one, steps) for one in there], resamples=2)
     for name in {"runs", "bad", "auc", "within", "pairs", "correlation", "correlation_within"} & set(committed):
