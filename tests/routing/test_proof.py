@@ -228,8 +228,8 @@ def test_a_cache_is_followed_only_where_its_rows_are_proven(change: str, static:
     model, inputs = moe(), tokens(2, 6)
     order = torch.tensor([1, 0])
     cache = StaticCache(config=model.config, max_cache_len=8) if static else DynamicCache(config=model.config)
-    if static and change == "crop":
-        pytest.skip("a static cache is not cropped")
+    if static and change == "crop" and not hasattr(cache.layers[0], "crop"):
+        pytest.skip("transformers crops a static cache since 5.24")
     with mode(), record_routes(model) as recording:
         model(inputs[:, :4], past_key_values=cache)
         if change == "crop":
