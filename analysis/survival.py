@@ -59,8 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="What became of the conclusions in docs/results where a study was run again."
     )
-    parser.add_argument("--csv", type=Path, help="also write the table here")
+    parser.add_argument("--csv", type=Path, help="also write the table to this file")
     options = parser.parse_args()
+    if options.csv and options.csv.is_dir():
+        parser.error(f"--csv {options.csv}: expected a file, and this is a folder")
     verdicts = repeated_verdicts()
     table = survival_table(verdicts)
     print(table.to_string(index=False))

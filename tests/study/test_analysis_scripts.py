@@ -92,7 +92,7 @@ def test_fates_of_conclusions_and_the_committed_table_of_them():
         assert survival["fate"](told(claim, first), told(verdict, again), 0.05) == expected
     committed = pd.read_csv(ROOT / "docs" / "results" / "survival" / "survival.csv")
     assert committed.equals(survival["survival_table"](survival["repeated_verdicts"]())), (
-        "python analysis/survival.py --csv " + "docs/results/survival"
+        "python analysis/survival.py --csv docs/results/survival/survival.csv"
     )
     native = pd.read_csv(ROOT / "docs" / "results" / "methods_int4" / "roundings.csv").query("rounding == 'native'")
     claims = native["verdict"].isin(survival["CLAIMS"]).sum()
