@@ -21,7 +21,9 @@ from moe_rl.policy.models import (
     check_path,
     load_model,
     load_tokenizer,
+    pad_within,
     taken_for_hub_id,
+    vocabulary_of,
 )
 from moe_rl.policy.tiny import ModelError
 from moe_rl.processes import suit_model
@@ -121,6 +123,8 @@ class Checkpoints:
     """What is known of them before their weights are read."""
 
     tokenizer: Any
+    vocabulary: int
+    """How many tokens they have an embedding of."""
     model_type: str
     sites: tuple[str, ...]
     parameters: int
@@ -169,8 +173,10 @@ def check(paths: Mapping[str, str], tokenizer: str | None = None, trust_remote_c
             for key in sorted(ours.keys() | theirs.keys())
             if ours.get(key) != theirs.get(key)
         ]
+    vocabulary = vocabulary_of(a)
     return Checkpoints(
-        _tokenizer(paths, tokenizer, trust_remote_code),
+        pad_within(_tokenizer(paths, tokenizer, trust_remote_code), vocabulary),
+        vocabulary,
         a.config.model_type,
         tuple(site.name for site in routing_sites(a)),
         sum(parameter.numel() for parameter in a.parameters()),

@@ -105,7 +105,7 @@ def run_floor(options: FloorOptions) -> Path:
     number = check_file(options.prompts, known.tokenizer)
     max_tokens = _longest(options, known.max_length)
     skipped = Skipped()
-    texts = _texts(options, known.tokenizer, max_tokens, skipped)
+    texts = _texts(options, known, max_tokens, skipped)
     if not texts:
         raise DriftError(
             f"{options.prompts}: no token to measure: {skipped.empty} examples are empty, a single token, or have a "
@@ -190,9 +190,12 @@ def _variants(model: nn.Module, options: FloorOptions) -> Iterator[tuple[str, st
         yield variant, f"experts by {experts_implementation(model)} and by {variant.removeprefix('experts_')}"
 
 
-def _texts(options: FloorOptions, tokenizer: Any, max_tokens: int, skipped: Skipped) -> list[TokenBatch]:
-    held = list(islice(examples(options.prompts, tokenizer, max_tokens, skipped), options.sequences))
-    size, pad = options.batch_size, tokenizer.pad_token_id
+def _texts(
+    options: FloorOptions, known: checkpoints.Checkpoints, max_tokens: int, skipped: Skipped
+) -> list[TokenBatch]:
+    found = examples(options.prompts, known.tokenizer, known.vocabulary, max_tokens, skipped)
+    held = list(islice(found, options.sequences))
+    size, pad = options.batch_size, known.tokenizer.pad_token_id
     return [aligned(held[i : i + size], pad) for i in range(0, len(held), size)]
 
 

@@ -57,8 +57,9 @@ class Text:
     Raises DriftError naming the line that is wrong.
     """
 
-    def __init__(self, path: Path, tokenizer: Any, max_tokens: int, batch_size: int) -> None:
-        self.path, self.tokenizer, self.max_tokens, self.batch_size = path, tokenizer, max_tokens, batch_size
+    def __init__(self, path: Path, tokenizer: Any, vocabulary: int, max_tokens: int, batch_size: int) -> None:
+        self.path, self.tokenizer, self.vocabulary = path, tokenizer, vocabulary
+        self.max_tokens, self.batch_size = max_tokens, batch_size
         self.number, self.skipped = check_file(path, tokenizer), Skipped()
 
     @property
@@ -68,7 +69,7 @@ class Text:
 
     def batches(self) -> Iterator[TextBatch]:
         self.skipped = Skipped()
-        source = examples(self.path, self.tokenizer, self.max_tokens, self.skipped)
+        source = examples(self.path, self.tokenizer, self.vocabulary, self.max_tokens, self.skipped)
         return batches(source, self.batch_size, self.tokenizer.pad_token_id)
 
     def nothing_left(self) -> DriftError:
@@ -97,11 +98,13 @@ def check_file(path: Path, tokenizer: Any) -> int:
     return number
 
 
-def examples(path: Path, tokenizer: Any, max_tokens: int, skipped: Skipped) -> Iterator[Example]:
+def examples(path: Path, tokenizer: Any, vocabulary: int, max_tokens: int, skipped: Skipped) -> Iterator[Example]:
     """The lines, one at a time, cut to their first `max_tokens` tokens; lines without a token to measure are counted.
 
     Prompt and completion are tokenised apart, as a sampler would have made them. Text and a prompt alone are measured
     from their second token on (the first follows nothing); of a chat that ends with the assistant, its last turn.
+
+    Raises DriftError naming a line that cannot be tokenised, or has a token that is none of the model's `vocabulary`.
     """
     for line, row in _rows(path):
         try:
@@ -110,6 +113,11 @@ def examples(path: Path, tokenizer: Any, max_tokens: int, skipped: Skipped) -> I
             raise DriftError(f"{path} line {line} cannot be tokenised: {error}") from error
         skipped.truncated += len(ids) > max_tokens
         ids = ids[:max_tokens]
+        if ids and max(ids) >= vocabulary:
+            raise DriftError(
+                f"{path} line {line} has token {max(ids)} ({tokenizer.convert_ids_to_tokens(max(ids))!r}), and the "
+                f"model embeds {vocabulary} tokens: a tokenizer of another model? --tokenizer names one"
+            )
         if start >= len(ids):
             skipped.empty += 1
         else:
@@ -126,8 +134,7 @@ def tokenised(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
     """Token ids of a line and where its measured tokens start."""
     if _is_chat(row):
         before, whole = _chat(row, tokenizer)
-        start = whole[: len(before)] == before and len(before)
-        if not start:
+        if not before:
             return _ids(tokenizer, whole, special=False), 1
         prompt = _ids(tokenizer, before, special=False)
         return prompt + _ids(tokenizer, whole[len(before) :], special=False), max(1, len(prompt))
@@ -144,7 +151,11 @@ def _ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
 
 
 def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
-    """The chat as text up to the last turn of the assistant, and whole; the first is empty if there is no such turn."""
+    """The chat as text up to the last turn of the assistant, and whole; the first is empty if there is no such turn.
+
+    Raises DriftError where the first is not how the second begins. Of templates that open an answer with a thought, and
+    leave it out of past answers, the answer begins with its header.
+    """
     messages = row["messages"] if "messages" in row else row["prompt"]
     if not {"messages", "prompt"} <= row.keys():  # with both, `messages` are the whole conversation
         answer = row.get("completion", [])
@@ -152,7 +163,14 @@ def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         return "", whole
-    return tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True), whole
+    for prompted in (True, False):
+        before = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=prompted)
+        if before and whole.startswith(before):
+            return before, whole
+    raise DriftError(
+        "where the answer begins is not known: the chat template writes the turns before it otherwise once it follows. "
+        "Write prompt and completion as text"
+    )
 
 
 def _is_chat(row: dict[str, Any]) -> bool:

@@ -80,7 +80,7 @@ def check_options(options: DriftOptions) -> tuple[str, torch.device]:
 def text_of(options: DriftOptions, known: pair.Checkpoints) -> Text:
     """The text of a comparison, checked; no longer than the model has positions. Raises DriftError."""
     max_tokens = min(options.max_tokens, known.max_length or options.max_tokens)
-    return Text(options.prompts, known.tokenizer, max_tokens, options.batch_size)
+    return Text(options.prompts, known.tokenizer, known.vocabulary, max_tokens, options.batch_size)
 
 
 def say(folder: Path) -> None:

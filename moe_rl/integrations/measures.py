@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from moe_rl.measure.metrics import change_metrics, load_metrics, ratio_metrics, update_ratio_metrics
+from moe_rl.measure.metrics import change_metrics, load_metrics, ratio_metrics, update_ratio_metrics, variance
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
 
@@ -94,8 +94,8 @@ def measure(model: nn.Module, probes: Sequence[ProbeBatch], ranks: Ranks) -> tup
     for name, parts in (("natural", live), ("replayed", forced)):
         gathered = ranks.rows(torch.cat(parts))
         log_ratio = token_log_ratio(gathered, old_logps, mask)
-        metrics[f"var_token_{name}"] = log_ratio[mask].double().var()
-        metrics[f"var_sequence_{name}"] = sequence_log_ratio(gathered, old_logps, mask)[mask.any(1)].double().var()
+        metrics[f"var_token_{name}"] = variance(log_ratio[mask].double())
+        metrics[f"var_sequence_{name}"] = variance(sequence_log_ratio(gathered, old_logps, mask)[mask.any(1)].double())
         metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
     if ranks.accelerator.num_processes == 1:  # loads of experts do not add up from their means
         metrics |= load_metrics(old, routes, tokens)

@@ -134,7 +134,12 @@ class _RoutingReplay(ReplayTrainer):
         def scored() -> tuple[Tensor, Tensor | None]:
             return score(self.model, dict(inputs), found, compute_entropy=True)
 
-        return ProbeBatch(scored, found.completion_mask.long(), found.old_per_token_logps, routes, routes)
+        return ProbeBatch(scored, self._counted(found), found.old_per_token_logps, routes, routes)
+
+    def _counted(self: Any, grpo_batch: Any) -> Tensor:
+        """`[B,T]`, 1 on the tokens that the loss counts: with `overlong_filter` none of a truncated response."""
+        mask = grpo_batch.completion_mask.bool()
+        return (mask & ~grpo_batch.truncated_mask[:, None] if self.overlong_filter else mask).long()
 
     # -- the update ---------------------------------------------------------------------------------------------------
 
@@ -149,7 +154,7 @@ class _RoutingReplay(ReplayTrainer):
             raise RoutingError("a micro-batch without routes: it was not made by this trainer's _prepare_batch_inputs")
         mask = batch["model_inputs"].get("attention_mask")
         real = mask if isinstance(mask, Tensor) and mask.shape == tokens.shape else torch.ones_like(tokens)
-        found = Minibatch(grpo_batch.old_per_token_logps, grpo_batch.completion_mask.long())
+        found = Minibatch(grpo_batch.old_per_token_logps, self._counted(grpo_batch))
         return self._replayed_loss(model, old, found, real, loss_of)
 
 

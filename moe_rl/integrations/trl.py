@@ -132,8 +132,10 @@ class _RoutingReplay(ReplayTrainer):
         if replay == "R3" and self.use_vllm:
             self._sampled.listen(self.vllm_generation.llm)
         level = self.importance_sampling_level
-        objective = "gmpo" if "GMPO" in self._bare.__name__ else objective_of(self.loss_type, level)
-        self._begin(run_folder, objective, sequence_clip=level == "sequence")
+        gmpo = any("GMPO" in kind.__name__ for kind in self._bare.__mro__)
+        objective = "gmpo" if gmpo else objective_of(self.loss_type, level)
+        # GMPO does not read the level: what it says is clipped are tokens.
+        self._begin(run_folder, objective, sequence_clip=level == "sequence" and not gmpo)
         if self.aux_loss_enabled and self.args.router_aux_loss_coef is None:
             _LOG.warning(
                 "TRL adds the model's own load-balancing loss (coefficient %g) to the policy loss, in the arm without "

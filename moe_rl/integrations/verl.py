@@ -9,7 +9,7 @@ verl has no registry to enter: its engines' keys are unique. `install` therefore
 `FSDPEngineWithLMHead.forward_step` records the routes in the pass of the old log-probabilities, returns them as
 `routed_experts`, which verl's trainer carries through batches as it does for its other engines, and replays them where
 the actor is updated. `ActorRolloutRefWorker.enable_routing_replay` is true, so that verl marks these passes; reference
-and critic stay as they are.
+and critic stay as they are, and so does the actor while its LoRA adapters are off, when it is the reference.
 
 In verl's metrics, means over micro-batches, on prompt and response tokens:
 
@@ -24,7 +24,7 @@ In verl's metrics, means over micro-batches, on prompt and response tokens:
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_rl.integrations.measures import CHANGES
 from moe_rl.integrations.old_policy import (
@@ -93,7 +93,7 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
 
     def forward_step(engine: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         marked = bool(_plain(micro_batch, FLAG, False)) and not hasattr(engine, "_router_replay")  # VeOmni has its own
-        if not marked:
+        if not marked or (forward_only and adapters_off(engine.module)):
             return original(engine, micro_batch, loss_function=loss_function, forward_only=forward_only)
         if getattr(engine, "use_ulysses_sp", False):
             raise RoutingError("routing replay in verl's FSDP engine: sequence parallelism (ulysses) is not supported")
@@ -128,6 +128,12 @@ def forward_step(original: Any, replay: str, tolerance: float) -> Any:
         return loss, output
 
     return forward_step
+
+
+def adapters_off(model: nn.Module) -> bool:
+    """Whether PEFT's adapters are switched off: verl then scores the reference, by the same marked pass of the same
+    module, and its outputs would take the place of the old policy's."""
+    return any(getattr(module, "disable_adapters", False) is True for module in model.modules())
 
 
 def as_jagged(routes: RoutedExperts, offsets: Tensor) -> Tensor:

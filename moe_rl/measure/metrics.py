@@ -57,30 +57,28 @@ def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) 
         d = torch.where(mask, log_ratio, 0.0).double()
         tokens, rows = d[mask], mask.any(1)
         size, ratio, count = tokens.abs(), tokens.exp(), len(tokens)
-        nan = d.new_tensor(float("nan"))
         length = mask.sum(1).clamp(min=1)
         mean = d.sum(1) / length
         within = (torch.where(mask, d - mean[:, None], 0.0).square().sum(1) / length)[rows]
         excess = torch.where(mask, torch.expm1(d) - d, 0.0)
-        peak = excess.amax(1)[rows]
-        sequence = mean[rows].exp()
+        peak, sequence = excess.amax(1)[rows], mean[rows].exp()
         return {
             "k1": -tokens.mean(),
             "k2": size.square().mean() / 2,
             "k3": excess[mask].mean(),
             "m2": size.square().mean(),
             "gap_mean": size.mean(),
-            "gap_p99": size.kthvalue(max(1, math.ceil(0.99 * count))).values if count else nan,
-            "gap_max": size.max() if count else nan,
+            "gap_p99": size.kthvalue(max(1, math.ceil(0.99 * count))).values if count else extreme(size, "max"),
+            "gap_max": extreme(size, "max"),
             **{f"extreme_{tau}": (size > math.log(tau)).sum() for tau in TAUS},
-            "var_ratio": ratio.var(),
+            "var_ratio": variance(ratio),
             "chi2_token": ratio.square().mean() - 1,
             "chi2_sequence": sequence.square().mean() - 1,
             "ess_token": effective_share(ratio),
             "ess_sequence": effective_share(sequence),
             "var_within": within.mean(),
             "max_token_kl_mean": peak.mean(),
-            "max_token_kl_max": peak.max() if len(peak) else nan,
+            "max_token_kl_max": extreme(peak, "max"),
         }
 
 
@@ -93,10 +91,15 @@ def update_ratio_metrics(
     `moe_rl.objectives.loss_metrics`."""
     mask = as_bool_mask(mask)
     return {
-        "var_token_log_ratio": log_ratio[mask].var(),
-        "var_sequence_log_ratio": sequence_log_ratio[mask.any(1)].var(),
+        "var_token_log_ratio": variance(log_ratio[mask]),
+        "var_sequence_log_ratio": variance(sequence_log_ratio[mask.any(1)]),
         **ratio_metrics(log_ratio, mask),
     }
+
+
+def variance(values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
+    """With divisor n - 1; NaN of fewer than two values."""
+    return values.var() if len(values) > 1 else values.new_tensor(float("nan"))
 
 
 def effective_share(weights: Float[Tensor, " n"]) -> Float[Tensor, ""]:
@@ -193,15 +196,13 @@ def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tens
     - `shift_over_margin`: median of (largest change of a logit, their mean removed) over half the old margin; a
       choice for which it is below 1 could not have changed.
     """
-    found: dict[str, Any] = {}
-    kl = [float(router_kl(a, b).mean()) for a, b in zip(old, new, strict=True)]
-    js = [float(router_js(a, b).mean()) for a, b in zip(old, new, strict=True)]
-    found |= {"router_kl": sum(kl) / len(kl), "router_js": sum(js) / len(js)}
-    found |= {"site_router_kl": kl, "site_router_js": js}
+    pairs = list(zip(old, new, strict=True))
+    kl, js = ([float(divergence(a, b).mean()) for a, b in pairs] for divergence in (router_kl, router_js))
+    found = {"router_kl": sum(kl) / len(kl), "router_js": sum(js) / len(js), "site_router_kl": kl, "site_router_js": js}
     if any(not 0 < k < logits.shape[-1] or not len(logits) for logits in new):
         return found
     margin = torch.cat([boundary_margin(logits.float(), k) for logits in new])
-    shift = torch.cat([_shift_over_margin(a.float(), b.float(), k) for a, b in zip(old, new, strict=True)])
+    shift = torch.cat([_shift_over_margin(a.float(), b.float(), k) for a, b in pairs])
     return {
         **found,
         "margin_p10": margin.kthvalue(max(1, math.ceil(0.1 * margin.numel()))).values,

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from moe_rl.measure.metrics import extreme, ratio_metrics, ratio_range_metrics
+from moe_rl.measure.metrics import extreme, ratio_metrics, ratio_range_metrics, variance
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.objectives.diagnostics import Definition
 from moe_rl.objectives.ratios import as_bool_mask
@@ -66,8 +66,8 @@ def gap_metrics(
     return {
         **{name: ratios[name] for name in names},
         "extreme_fraction": ratios["extreme_2"] / mask.sum(),
-        "var_token": d[mask].double().var(),
-        "var_sequence": sequence_log_ratio(logps, other, mask)[mask.any(1)].double().var(),
+        "var_token": variance(d[mask].double()),
+        "var_sequence": variance(sequence_log_ratio(logps, other, mask)[mask.any(1)].double()),
     }
 
 

@@ -196,7 +196,8 @@ def _tiny_sites(
 
 
 def _load(path: str, config: ModelConfig, weights: bool = True) -> tuple[Any, Any]:
-    return load_model(path, config, weights), load_tokenizer(path, config.trust_remote_code)
+    model, tokenizer = load_model(path, config, weights), load_tokenizer(path, config.trust_remote_code)
+    return model, pad_within(tokenizer, vocabulary_of(model))
 
 
 def check_path(path: str) -> str:
@@ -272,7 +273,9 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """Its tokenizer, padding on the left, with a padding token. Raises ModelError where there is no usable one."""
-    path = check_path(path)
+    folder = Path(path).expanduser()
+    alone = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    path = str(folder) if alone else check_path(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, padding_side="left")
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # some classes come up empty without their files
@@ -286,6 +289,20 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
         if tokenizer.eos_token is None:
             raise ModelError(f"model.path: the tokenizer of {path} has neither a padding nor an end token")
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere, so any token serves
+    return tokenizer
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many tokens it has an embedding of."""
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def pad_within(tokenizer: Any, vocabulary: int) -> Any:
+    """The tokenizer, its padding token one that the model embeds: some were given one of their own, and the model was
+    not. Padding is masked everywhere, so any token serves."""
+    if tokenizer.pad_token_id >= vocabulary:
+        ends = tokenizer.eos_token_id is not None and tokenizer.eos_token_id < vocabulary
+        tokenizer.pad_token = tokenizer.eos_token if ends else tokenizer.convert_ids_to_tokens(0)
     return tokenizer
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import causal_lm
+from moe_rl.measure.metrics import variance
 from moe_rl.measure.other_heads import backbone_of
 from moe_rl.objectives import generalized_advantages, token_rewards, value_loss, whiten
 from moe_rl.training.batch import Batch
@@ -121,7 +122,7 @@ class Critic(Scorer):
             token_rewards(rewards, mask), values, mask, gamma=config.gamma, lam=config.lam
         )
         seen, errors = returns[mask], (returns - values)[mask]
-        metrics = {"value": values[mask].mean(), "explained_variance": 1 - errors.var() / seen.var()}
+        metrics = {"value": values[mask].mean(), "explained_variance": 1 - variance(errors) / variance(seen)}
         return whiten(advantages, mask) if config.whiten else advantages, returns, metrics
 
     def backward(self, part: Batch, states: list[Tensor], tokens: int) -> float:

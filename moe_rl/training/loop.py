@@ -291,7 +291,7 @@ def rollout_metrics(rollout: Rollout, batch: Batch, two: bool, lag: int) -> dict
     gap = (batch.rollout_logps - batch.live_old_logps)[batch.completion_mask].abs().mean()
     return {
         "reward": rewards.mean(),
-        "reward_std": rewards.std(),
+        "reward_std": rewards.std() if len(rewards) > 1 else None,
         "reward_n": len(rollout),
         "response_length": rollout.lengths.float().mean(),
         "groups_equal": rollout.equal_groups.float().mean() if size > 1 else None,

@@ -19,6 +19,7 @@ from moe_rl.measure.metrics import (
     ratio_metrics,
     router_metrics,
     routing_confidence,
+    variance,
 )
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
@@ -91,8 +92,8 @@ class Probe:
         metrics = change_metrics(change_counts(part.routes, routes, mask)) | {"entropy": entropy[mask].mean()}
         for name, logps in (("natural", natural), ("replayed", replayed)):
             log_ratio = token_log_ratio(logps, part.live_old_logps, mask)
-            metrics[f"var_token_{name}"] = log_ratio[mask].var()
-            metrics[f"var_sequence_{name}"] = sequence_log_ratio(logps, part.live_old_logps, mask).var()
+            metrics[f"var_token_{name}"] = variance(log_ratio[mask])
+            metrics[f"var_sequence_{name}"] = variance(sequence_log_ratio(logps, part.live_old_logps, mask))
             metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
         metrics |= load_metrics(part.routes, routes, mask)
         old_logits, logits = self.old_logits or [], self._response_logits(live)

@@ -42,6 +42,11 @@ def validate(config: RunConfig) -> None:
         config.distributed.compute_dtype is None or config.distributed.strategy == "fsdp2",
         "distributed.compute_dtype: only fsdp2 computes in another dtype than it stores; use model.dtype",
     )
+    require(
+        optim.master_weights or config.model.dtype != "float16",
+        "optim.master_weights: false does not go with model.dtype float16, in which the squares of small gradients "
+        "are 0, and AdamW divides by them; use true, or bfloat16",
+    )
     _unread(config, method)
     _reward(config, method)
     _dapo(config, method)

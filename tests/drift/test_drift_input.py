@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from drift_models import ALPHABET, build, refused, save
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from moe_rl.cli import main
 from moe_rl.drift.checkpoints import _settings, check_device
@@ -120,6 +120,22 @@ def test_a_named_tokenizer_stands_in(odd, saved, prompts, tmp_path, undrawn):
     old, _ = saved("qwen3_moe")
     options = DriftOptions((str(old), str(odd["no tokenizer"])), prompts, tmp_path / "out", tokenizer=str(old))
     assert results_of(run_drift(options))["measured_tokens"] > 0
+
+
+def test_a_folder_of_nothing_but_a_tokenizer_serves_and_padding_that_the_model_does_not_embed_does_no_harm(
+    saved, tokenizer, prompts, tmp_path, undrawn
+):
+    old, new = saved("qwen3_moe")
+    padded = AutoTokenizer.from_pretrained(old)
+    padded.add_special_tokens({"pad_token": "<padding>"})
+    assert padded.pad_token_id >= json.loads((old / "config.json").read_text())["vocab_size"]
+    padded.save_pretrained(tmp_path / "alone")
+    found = [
+        results_of(run_drift(DriftOptions((str(old), str(new)), prompts, tmp_path / name, tokenizer=path)))
+        for name, path in (("a", None), ("b", str(tmp_path / "alone")))
+    ]
+    assert found[0]["measured_tokens"] == found[1]["measured_tokens"] > 0
+    assert found[0]["change"] == found[1]["change"]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,26 @@ def test_every_form_of_a_line_and_what_is_measured_of_it(row, before, measured, 
     assert check_file(path, tokenizer) == 1
 
 
+def test_of_a_template_that_leaves_out_past_thoughts_the_answer_alone_is_measured(tokenizer):
+    thinking = char_tokenizer("abcdefgh<>")
+    thinking.chat_template = TEMPLATE.replace("%}>{% endif", "%}>h{% endif")  # an answer would begin with a thought
+    row = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]}
+    ids, start = tokenised(row, thinking)
+    assert (spelled(thinking, ids[:start]), spelled(thinking, ids[start:])) == ("<ab", ">cd")
+    thinking.chat_template = "{% if messages[-1].role == 'assistant' %}h{% endif %}" + TEMPLATE
+    with pytest.raises(DriftError, match="where the answer begins is not known"):
+        tokenised(row, thinking)
+
+
+def test_a_token_that_the_model_does_not_embed_is_named_by_its_line(tokenizer, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("abc\nabh")
+    last = tokenizer.convert_tokens_to_ids("h")
+    with pytest.raises(DriftError, match=rf"line 2 has token {last} \('h'\), and the model embeds {last} tokens"):
+        list(examples(path, tokenizer, last, 9, Skipped()))
+    assert len(list(examples(path, tokenizer, last + 1, 9, Skipped()))) == 2
+
+
 def test_lines_are_cut_counted_and_padded_on_the_right(tokenizer, tmp_path):
     path = tmp_path / "text.jsonl"
     rows = [
@@ -73,7 +93,7 @@ def test_lines_are_cut_counted_and_padded_on_the_right(tokenizer, tmp_path):
     ]
     path.write_bytes(b"\xef\xbb\xbf" + "\n\n".join(map(json.dumps, rows)).encode())  # a byte-order mark, empty lines
     skipped = Skipped()
-    found = list(batches(examples(path, tokenizer, 4, skipped), 2, tokenizer.pad_token_id))
+    found = list(batches(examples(path, tokenizer, 64, 4, skipped), 2, tokenizer.pad_token_id))
     assert (skipped.truncated, skipped.empty) == (2, 2), "both long lines are cut, and one keeps no completion"
     assert [batch.lines for batch in found] == [[1, 7]] and check_file(path, tokenizer) == 4
     text = found[0].text
@@ -88,13 +108,13 @@ def test_plain_text_and_parquet_are_read_as_their_jsonl(tokenizer, tmp_path):
     rows = [{"text": "abcd"}, {"prompt": "ab", "completion": "c"}, {"messages": [{"role": "user", "content": "ab"}]}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pq.write_table(pa.Table.from_pylist([dict.fromkeys(KEYS) | row for row in rows]), tmp_path / "a.parquet")
-    found = [list(examples(tmp_path / name, tokenizer, 9, Skipped())) for name in ("a.jsonl", "a.parquet")]
+    found = [list(examples(tmp_path / name, tokenizer, 64, 9, Skipped())) for name in ("a.jsonl", "a.parquet")]
     assert found[0] == found[1] and len(found[0]) == 3 == check_file(tmp_path / "a.parquet", tokenizer)
     (tmp_path / "a.txt").write_bytes("\ufeffabcd\r\n\n{bc\n".encode())  # a brace makes no JSON of it
     with pytest.raises(DriftError, match=r"a\.txt line 3 cannot be tokenised"):
-        list(examples(tmp_path / "a.txt", tokenizer, 9, Skipped()))
+        list(examples(tmp_path / "a.txt", tokenizer, 64, 9, Skipped()))
     (tmp_path / "a.txt").write_bytes(b"abcd\r\n\nbc")
-    plain = list(examples(tmp_path / "a.txt", tokenizer, 9, Skipped()))
+    plain = list(examples(tmp_path / "a.txt", tokenizer, 64, 9, Skipped()))
     assert [(e.line, spelled(tokenizer, e.ids), e.start) for e in plain] == [(1, "abcd", 1), (3, "bc", 1)]
 
 

@@ -25,6 +25,7 @@ class GRPOTrainer:
         self.model, self.args, self.num_iterations, self.beta = model.train(), kwargs["args"], 1, 0.0
         self.accelerator, self.state = Accelerator(cpu=True), SimpleNamespace(global_step=0)
         self.template = SimpleNamespace(padding_free=False, sequence_parallel_size=1)
+        self.overlong_filter = False
         self.is_multimodal, self.importance_sampling_level, self.loss_type = False, "token", "grpo"
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         self.optimizer, self.callbacks = torch.optim.SGD(model.parameters(), lr=0.5), []
@@ -36,7 +37,8 @@ class GRPOTrainer:
         found = []
         for ids, mask in samples:
             inputs, completion = {"input_ids": ids, "attention_mask": mask}, mask[:, 2:].bool()
-            batch = SimpleNamespace(completion_mask=completion, old_per_token_logps=None)
+            cut = mask.all(1)
+            batch = SimpleNamespace(completion_mask=completion, truncated_mask=cut, old_per_token_logps=None)
             with torch.no_grad():
                 batch.old_per_token_logps = self._get_per_token_logps_and_entropies(self.model, inputs, batch)[0]
                 if self.beta:  # the reference, by the same module with other weights
@@ -166,6 +168,19 @@ def test_clip_fractions_are_of_tokens_at_every_level_of_the_ratio(level, objecti
 
     trainer = make("none", Set)
     assert trainer._objective == objective and not trainer._measures.sequence_clip
+
+
+def test_what_the_overlong_filter_leaves_out_of_the_loss_is_not_counted():
+    class Set(GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.overlong_filter = True
+
+    trainer = trained("none", Set)
+    batch = trainer._buffered_inputs[0]["grpo_batch"]
+    assert batch.truncated_mask.tolist() == [False, True, False]
+    assert trainer._counted(batch).sum(1).tolist() == [4, 0, 3]
+    assert make("none")._counted(batch).sum(1).tolist() == [4, 6, 3]
 
 
 def test_unknown_names_and_versions_are_refused(monkeypatch):

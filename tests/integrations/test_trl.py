@@ -91,11 +91,11 @@ def test_other_kinds_of_routers_are_replayed(family, tmp_path):
 
 
 def test_gmpo_is_replayed(tmp_path):
-    trainer = trained(
-        routing_replay(spying(GMPOTrainer)), tmp_path, config_class=GMPOConfig, options={"replay": "R2"}, max_steps=3
-    )
+    settings = {"config_class": GMPOConfig, "importance_sampling_level": "sequence", "max_steps": 3}
+    trainer = trained(routing_replay(spying(GMPOTrainer)), tmp_path, options={"replay": "R2"}, **settings)
     assert replayed_all(trainer)
     assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
+    assert not trainer._measures.sequence_clip, "GMPO does not read the level: its clip fractions are of tokens"
 
 
 def test_compiled_model_carries_its_hooks(tmp_path):

@@ -6,6 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from moe_rl.integrations import verl as integration
 from moe_rl.policy import TinyConfig, build_tiny, char_tokenizer
@@ -153,6 +154,22 @@ def test_what_is_not_marked_is_left_alone(installed):
         )
     assert output["model_output"] == {}  # the reference
     assert set(update(engine, batch(packed))) == {"actor/loss"}
+
+
+@both("R2")
+def test_the_reference_with_the_adapters_off_takes_no_routes_place(installed):
+    packed, kind, _ = installed
+    engine = kind()
+    engine.module.config._name_or_path = "tiny"
+    adapters = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    engine.module = get_peft_model(engine.module, adapters)
+    data, _ = scored(engine, packed)
+    with torch.no_grad(), engine.module.disable_adapter():
+        _, output = engine.forward_step(
+            batch(packed, enable_routing_replay=True), loss_function=None, forward_only=True
+        )
+    assert output["model_output"] == {}, "verl would put its routes where the old policy's are"
+    assert update(engine, data)["routing/first_change"] == 0
 
 
 @both("R2")

@@ -43,10 +43,17 @@ def test_equal_policies_give_zeros_and_full_samples():
     assert float(metrics["ess_token"]) == float(metrics["ess_sequence"]) == 1
 
 
+@pytest.mark.filterwarnings("error")
 def test_no_tokens_give_nan_and_nothing_raises():
     metrics = ratio_metrics(D, torch.zeros_like(MASK))
     assert all(math.isnan(float(v)) for n, v in metrics.items() if not n.startswith("extreme"))
     assert float(metrics["extreme_2"]) == 0
+    one = update_ratio_metrics(D[:1, :1], D[0, :1], MASK[:1, :1])  # a variance needs two
+    assert {n for n, v in one.items() if math.isnan(float(v))} == {
+        "var_token_log_ratio",
+        "var_sequence_log_ratio",
+        "var_ratio",
+    }
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=20))

@@ -7,7 +7,7 @@ import torch
 from micro import MICRO, rows
 
 from moe_rl.policy.lora import LoraConfig
-from moe_rl.training import MethodConfig, OptimConfig, ProbeConfig, run
+from moe_rl.training import MethodConfig, OptimConfig, ProbeConfig, run, validate
 from moe_rl.training.optimizer import MasterAdamW, make_optimizer
 
 
@@ -54,6 +54,14 @@ def test_fp32_takes_torchs_own_optimizer_and_a_frozen_weight_none():
     assert low not in optimizer.state and torch.equal(low, torch.ones(2).bfloat16())  # no gradient, no update
     with pytest.raises(ValueError, match="no closure"):
         optimizer.step(lambda: 0.0)
+
+
+def test_float16_without_master_weights_is_refused():
+    model, optim = replace(MICRO.model, dtype="float16"), replace(MICRO.optim, master_weights=False)
+    with pytest.raises(ValueError, match="false does not go with model"):
+        validate(replace(MICRO, model=model, optim=optim))
+    validate(replace(MICRO, model=model))
+    validate(replace(MICRO, model=replace(MICRO.model, dtype="bfloat16"), optim=optim))
 
 
 ON_ROUTERS = [
