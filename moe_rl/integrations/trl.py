@@ -11,8 +11,8 @@ log-probabilities; a tensor of row numbers rides through TRL's own shuffle and s
 minibatch; they are replayed in the forward of the loss, and by gradient checkpointing in its backward. All of TRL's
 loss types, GMPOTrainer, and GSPO (`importance_sampling_level="sequence"`) go through the same place.
 
-Run: TRL 1.16.0, transformers 5.24, torch 2.13, one CPU process (tests/integrations/test_trl.py has what). Not run:
-GPUs, several processes, DeepSpeed; of vLLM only a stand-in with the signatures that TRL uses.
+Run: TRL 1.16.0, transformers 5.24, torch 2.13, on a CPU, in one process (tests/integrations/test_trl.py has what) and
+in two (DDP over gloo). Not run: GPUs, FSDP, DeepSpeed; of vLLM only a stand-in with the signatures that TRL uses.
 """
 
 import logging
