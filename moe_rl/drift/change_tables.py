@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from moe_rl.measure.metrics import changed_of
+from moe_rl.measure.arithmetic import changed_of
 from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token, slot_change
 
 

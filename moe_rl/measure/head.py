@@ -124,6 +124,7 @@ class _ChunkedHead(torch.autograd.Function):
             lse[rows] = top + total.log()
             logps[rows] = chosen - lse[rows]
             if entropies is not None:  # H = log sum e^z - sum p z, with z measured from the largest
+                z.clamp_(min=torch.finfo(dtype).min)  # of a token that is excluded, -inf times its probability 0 is 0
                 entropies[rows] = total.log() - p.mul_(z).sum(1) / total
             del z, p  # before the next chunk's are made
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropies)
@@ -156,7 +157,7 @@ class _ChunkedHead(torch.autograd.Function):
                     d_z.add_(entropies[rows, None]).mul_(-d_entropies[rows, None])
                     if d_logps is not None:
                         d_z.sub_(d_logps[rows, None])
-                    d_z.mul_(p)
+                    d_z.mul_(p).masked_fill_(p == 0, 0.0)
                     del p
                 if d_logps is not None:
                     d_z.scatter_add_(1, targets[rows, None], d_logps[rows, None])

@@ -177,15 +177,6 @@ def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
     }
 
 
-def changed_of(counts: ChangeCounts) -> dict[str, tuple[int, int]]:
-    """The three definitions of a change, by name: how many changed, of how many."""
-    return {
-        "slot": (counts.slots_changed, counts.slots_total),
-        "site": (counts.sites_changed, counts.sites_total),
-        "token": (counts.tokens_changed, counts.tokens_total),
-    }
-
-
 def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tensor, "n E"]], k: int) -> dict[str, Any]:
     """How far routers moved, before any expert flips. `old`, `new`: logits of the same n tokens, one per site.
 

@@ -129,9 +129,10 @@ def importance_weight_metrics(
     """verl's account of token-level weights w = e^`log_weight` that are truncated at `high` (its rollout_is "token").
 
     `rollout_is_{mean,min,max}` of min(w, high); `rollout_is_oob_ratio`: tokens with w outside [low, high];
-    `rollout_is_eff_sample_size` = 1 / mean((v / mean v)²) with v = w within [low, high]: a fraction of the tokens;
-    `rollout_is_seq_max_deviation`: the largest |mean over a sequence of min(w, high) - 1|. verl's default for `low` is
-    1 / high. w is bounded at e^±20 first.
+    `rollout_is_eff_sample_size` = 1 / mean((v / mean v)²) with v = min(w, high): a fraction of the tokens;
+    `rollout_is_seq_max_deviation`: the largest |mean over a sequence of min(w, high) - 1|. w is bounded at e^±20 first.
+    As verl 0.10.0.dev has them (verl/trainer/ppo/rollout_corr_helper.py, `compute_is_metrics`), but for `oob_ratio`,
+    which it has of IcePop's bounds alone; older ones bounded v below, too, so that it could not get small.
 
     >>> log_weight = torch.tensor([[3.0, 1.0], [1.0, 0.25]]).log()
     >>> found = importance_weight_metrics(log_weight, torch.ones(2, 2, dtype=torch.bool))
@@ -142,14 +143,14 @@ def importance_weight_metrics(
     with torch.no_grad():
         raw = torch.where(mask, log_weight, 0.0).double().clamp(-_VERL_BOUND, _VERL_BOUND).exp()
         weight, rows = raw.clamp(max=high), mask.any(1)
-        tokens, bounded = weight[mask], raw[mask].clamp(low, high)
+        tokens = weight[mask]
         by_sequence = torch.where(mask, weight, 0.0).sum(1)[rows] / mask.sum(1)[rows]
         return {
             "rollout_is_mean": tokens.mean(),
             "rollout_is_min": extreme(tokens, "min"),
             "rollout_is_max": extreme(tokens, "max"),
             "rollout_is_oob_ratio": ((raw[mask] < low) | (raw[mask] > high)).double().mean(),
-            "rollout_is_eff_sample_size": bounded.mean().square() / bounded.square().mean(),
+            "rollout_is_eff_sample_size": tokens.mean().square() / tokens.square().mean(),
             "rollout_is_seq_max_deviation": extreme((by_sequence - 1).abs(), "max"),
         }
 
@@ -186,7 +187,7 @@ OF_ENGINES: tuple[Definition, ...] = tuple(
         ("rollout_is_min", "1", "smallest weight", "", f"{_VERL} rollout_corr/"),
         ("rollout_is_max", "1", "largest weight, at most 2", "", f"{_VERL} rollout_corr/"),
         ("rollout_is_oob_ratio", "fraction", "tokens with w outside [0.5, 2]", "such tokens / tokens", f"{_VERL} rollout_corr/"),
-        ("rollout_is_eff_sample_size", "fraction", "effective sample size of w within [0.5, 2], over tokens", "(Σ w)² / (n Σ w²)", f"{_VERL} rollout_corr/"),
+        ("rollout_is_eff_sample_size", "fraction", "effective sample size of the truncated weights, over tokens", "(Σ w)² / (n Σ w²)", f"{_VERL} rollout_corr/"),
         ("rollout_is_seq_max_deviation", "1", "largest abs(mean weight of a sequence - 1)", "", f"{_VERL} rollout_corr/"),
         ("probs_ratio_min", "1", "smallest ratio of a token", "", _NEMO),
         ("probs_ratio_max", "1", "largest ratio of a token", "", _NEMO),

@@ -7,18 +7,20 @@ from torch import nn
 
 SAMPLED = "router_jitter_noise"
 """Of routers that sample their experts in train mode (Phi-MoE); eval mode reads it, too, as a threshold."""
-_ATTRIBUTES = ("attention_dropout", "jitter_noise", "input_jitter_noise", "moe_jitter_eps", SAMPLED)
+_JITTER = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps", SAMPLED)
 
 
 def random_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, float]]:
-    """Each dropout or jitter above 0: name of the module, the module, its attribute, the amount.
+    """Each dropout or jitter above 0: name of the module, the module, its attribute, the amount. A dropout is a module
+    of torch's, or a number under a name such as `attention_dropout` or `resid_pdrop`.
 
     With equal weights such a model gives other log-probabilities, and other routes, at every forward in train mode: the
     ratio of a policy to itself is not 1.
     """
     for name, module in model.named_modules():
-        dropout = ("p",) if isinstance(module, nn.modules.dropout._DropoutNd) else ()
-        for attribute in (*dropout, *_ATTRIBUTES):
+        dropout = ["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []
+        dropout += [attribute for attribute in vars(module) if "drop" in attribute]
+        for attribute in (*dropout, *_JITTER):
             amount = getattr(module, attribute, 0.0)
             held = attribute == SAMPLED and "train" in vars(module)
             if isinstance(amount, float) and amount > 0 and not held:

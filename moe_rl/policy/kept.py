@@ -105,20 +105,31 @@ def _make(
 
 
 def _recipe(tiny: TinyConfig, start: ColdStartConfig, task: Task) -> dict[str, Any]:
-    """All that decides a cold-started model on one machine: the task by what it shows rather than by what it is called,
-    and what decides its rounding, instruction set and experts implementation (over some hundred steps another rounding
-    is another model)."""
+    """All that decides a cold-started model on one machine: the task by what it shows and how it judges rather than by
+    what it is called, and what decides its rounding, instruction set and experts implementation (over some hundred
+    steps another rounding is another model)."""
     rng = random.Random(0)
-    shown = []
-    demonstrate = getattr(task, "demonstration", lambda *_: None)
-    for _ in range(16):
-        problem = task.problem(rng)
-        shown.append((problem.prompt, problem.answer, demonstrate(problem, rng, 0.5)))
+    shown: list[Any] = [getattr(task, "problems", None)]  # of a file, every line
+    demonstrate = getattr(task, "demonstration", lambda *_: "")
+    for held_out in (False, True) * 16:
+        problem = task.problem(rng, held_out)
+        demonstration = demonstrate(problem, rng, 0.5)
+        answer = problem.answer
+        judged = (
+            answer,
+            f"= {answer}",
+            f"{answer} or {answer}",
+            demonstration,
+            "",
+        )  # verifiers differ in what they take
+        rewards = [task.reward(problem, text) for text in judged]
+        shown.append((problem.prompt, answer, demonstration, rewards))
     recipe = {
         "tiny": asdict(tiny),
         "cold_start": asdict(start),
         "task": task.name,
         "alphabet": "".join(sorted(set(task.alphabet))),
+        "max_new_tokens": task.max_new_tokens,
         "demonstrations": hashlib.sha256(repr(shown).encode()).hexdigest(),
         "kernels": torch.backends.cpu.get_cpu_capability(),
         "experts": TINY_EXPERTS,

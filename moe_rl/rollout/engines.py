@@ -7,7 +7,7 @@ own is a class that `rollout.engine.kind` names as `package.module:Class` or `pa
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -106,9 +106,7 @@ class HuggingFaceEngine(ModelEngine):
                 if weight.ndim >= 2:
                     weight.copy_(rounded(weight, self.config.router_format))
         if self.config.weight_format is not None:
-            turned = _transposed(self.model)
-            for weight in _layers(self.model, routers):
-                rows = weight.mT if id(weight) in turned else weight
+            for rows in layer_rows(self.model, routers):
                 rows.copy_(rounded_layer(rows, self.config.weight_format))
 
 
@@ -214,21 +212,26 @@ def _row_scale(values: Tensor, largest: int) -> Tensor:
     return (values.abs().amax(-1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def _transposed(model: nn.Module) -> set[int]:
-    """Weights of experts that are kept as `[E,inputs,outputs]` (gpt-oss): their rows, one per output, are columns."""
-    holders = [module for module in model.modules() if getattr(module, "is_transposed", False) is True]
-    return {id(p) for module in holders for p in module.parameters() if p.ndim == 3}
+def layer_rows(model: nn.Module, routers: list[nn.Parameter]) -> Iterator[Tensor]:
+    """Weights of linear layers and experts as views `[*, outputs, inputs]`, so that a row makes one output.
 
-
-def _layers(model: nn.Module, routers: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Weights of linear layers and experts: what has rows, but for biases (those of all experts are one matrix),
-    routers, embeddings, head and LoRA adapters."""
+    Left out are biases (those of all experts are one matrix), routers, embeddings, head and LoRA adapters, and whatever
+    else has rows but multiplies no hidden state: convolutions, the recurrences of state-space layers, learnt positions.
+    """
     inner: Any = hf_model(model)
     ends = [module for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None]
     kept = {id(weight) for weight in (*routers, *(p for module in ends for p in module.parameters()))}
-    named = model.named_parameters()
-    return [
-        p
-        for name, p in named
-        if p.ndim >= 2 and id(p) not in kept and "lora_" not in name and not name.endswith("bias")
-    ]
+    for name, module in model.named_modules():
+        if not (isinstance(module, nn.Linear) or "Expert" in type(module).__name__) or "lora_" in name:
+            continue
+        for own, weight in module.named_parameters(recurse=False):
+            if weight.ndim >= 2 and id(weight) not in kept and not own.endswith("bias"):
+                yield _rows(module, own, weight)
+
+
+def _rows(module: Any, name: str, weight: Tensor) -> Tensor:
+    kind = type(module).__name__
+    if kind == "DbrxExpertGLU" and name == "w2":  # all experts' [inputs, outputs] below each other
+        return weight.unflatten(0, (module.moe_num_experts, -1)).mT
+    turned = getattr(module, "is_transposed", False) is True or kind == "Llama4TextExperts"
+    return weight.mT if turned and weight.ndim == 3 else weight

@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from moe_rl.names import nearest
-from moe_rl.rollout.character_tasks import BOS, EOS, require
+from moe_rl.rollout.character_tasks import require
 from moe_rl.rollout.chat import as_problem
+from moe_rl.rollout.jsonl_task import alphabet_of
 from moe_rl.rollout.task import Problem, TaskError, VerifiableTask
 
 TAGS = "\n\nGive the final answer between <answer> and </answer>."
@@ -54,8 +55,7 @@ class ReasoningGym(VerifiableTask):
     def alphabet(self) -> str:
         """The characters of 256 questions and answers, for a tiny model."""
         rng = random.Random(0)
-        drawn = [self.draw(rng) for _ in range(256)]
-        return "".join(sorted({c for p in drawn for c in p.prompt + p.answer} | {BOS, EOS}))
+        return alphabet_of(self.name, (self.draw(rng) for _ in range(256)))
 
     def draw(self, rng: random.Random) -> Problem:
         index = rng.randrange(self.size)

@@ -8,6 +8,7 @@ Other fields are ignored. The file is read once, when it is first needed.
 
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
@@ -19,6 +20,20 @@ from moe_rl.rollout.character_tasks import BOS, EOS, require
 from moe_rl.rollout.chat import as_problem
 from moe_rl.rollout.task import Messages, Problem, TaskError, is_held_out
 from moe_rl.rollout.verifiers import VERIFIERS
+
+
+def alphabet_of(name: str, problems: Iterable[Problem]) -> str:
+    """The characters of prompts and answers, for a tiny model. Raises TaskError for an answer that holds the first or
+    the last token of its texts, by which it would end there."""
+    found = {BOS, EOS}
+    for problem in problems:
+        if BOS in problem.answer or EOS in problem.answer:
+            raise TaskError(
+                f"{name}: the answer {problem.answer[:80]!r} holds {BOS} or {EOS}, the first and the last token of a "
+                "tiny model's texts: write such answers otherwise, or name a model (model.path)"
+            )
+        found.update(problem.prompt, problem.answer)
+    return "".join(sorted(found))
 
 
 @dataclass(frozen=True)
@@ -80,8 +95,7 @@ class JsonLines:
     @property
     def alphabet(self) -> str:
         """The characters of the file, for a tiny model."""
-        texts = {text for part in self.problems for p in part for text in (p.prompt, p.answer)}
-        return "".join(sorted(set().union(*texts) | {BOS, EOS}))
+        return alphabet_of(self.name, (problem for part in self.problems for problem in part))
 
     def problem(self, rng: random.Random, held_out: bool = False) -> Problem:
         return rng.choice(self.problems[held_out])

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import LIVE, check_mask
+
+FEW_SITES = 8  # at so many a token that is sent to expert 0 everywhere is taken for one that was not captured
 
 
 def ids_from_engine(
@@ -54,6 +56,8 @@ def ids_from_engine(
                 f"{len(where)}, or {len(where) - 1} as the last sampled token has none. Prompt left out?"
             )
         ids[b, where[: len(array)]] = torch.from_numpy(array[:, chosen].astype(np.int64))
+    if top_k == 1:  # of more slots a row of zeros is one expert twice, which no router chooses
+        refuse_lost(_lost(ids))
     return ids
 
 
@@ -100,9 +104,20 @@ def ids_from_padded(
     within = ids[there]
     check_layers(sites, chosen, (within > 0).any(-1).any(0).numpy())
     ids = ids[:, :, chosen].masked_fill(~there[..., None, None], LIVE)
-    missing = there & (ids == 0).all(-1).all(-1)
     last = there & (there.flip(1).cumsum(1).flip(1) == 1)
-    lost = missing & ~last if ids.shape[3] > 1 else torch.zeros_like(missing)  # of one slot, expert 0 may be meant
+    missing = (ids == 0).all(-1).all(-1)
+    refuse_lost(_lost(ids) & ~last)
+    return ids.masked_fill((missing & last)[..., None, None], LIVE)
+
+
+def _lost(ids: Int[Tensor, "B T L K"]) -> Bool[Tensor, "B T"]:
+    """Tokens with zeros at every site, which no engine captured: of one slot at a few sites, expert 0 may be meant."""
+    few = ids.shape[3] == 1 and ids.shape[2] < FEW_SITES
+    zeros = (ids == 0).all(-1).all(-1)
+    return torch.zeros_like(zeros) if few else zeros
+
+
+def refuse_lost(lost: Bool[Tensor, "B T"]) -> None:
     if lost.any():
         b, t = lost.nonzero()[0].tolist()
         raise RoutingError(
@@ -110,7 +125,6 @@ def ids_from_padded(
             "tokens that the engine took from its prefix cache, or the mask is True on padding? Set such rows to -1 to "
             "let the router decide there"
         )
-    return ids.masked_fill((missing & last)[..., None, None], LIVE)
 
 
 def layers_of(sites: Sequence[str], num_layers: int, layers: Sequence[int] | None) -> list[int]:

@@ -19,6 +19,7 @@ from moe_rl.routing.calls import Call, Listener, device_of
 from moe_rl.routing.contexts import acquire
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.hooks import Tap
+from moe_rl.routing.nesting import completed
 from moe_rl.routing.router_stats import boundary_margin
 from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Selection, Selector
 
@@ -72,9 +73,8 @@ class Rerun(Listener):
         ids = self.choose(tap.names[index], tap.checked(index, module), module, args, kwargs, job.bias)
         call.open = True
         if job.forced is not None:  # any replay has precedence
-            forced = (job.forced >= 0).any(-1, keepdim=True)
-            ids = job.forced if job.holes == "none" else job.forced.where(forced, ids)
-        job.forced, job.holes = ids, "slots" if job.holes == "slots" else "none"
+            ids = job.forced if job.holes == "none" else completed(job.forced, ids)
+        job.forced, job.holes = ids, "none"
 
     def choose(
         self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None

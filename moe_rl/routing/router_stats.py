@@ -73,7 +73,10 @@ def active_experts(
     routes: Routes, mask: Shaped[Tensor, "B T"] | None = None, *, num_experts: int | None = None
 ) -> Bool[Tensor, "B L E"]:
     """Which experts of each site a sequence used at least once, over its tokens in mask."""
-    ids, experts = _ids(routes, num_experts, mask)
+    return _used(*_ids(routes, num_experts, mask))
+
+
+def _used(ids: Int[Tensor, "B T L K"], experts: int) -> Bool[Tensor, "B L E"]:
     batch, tokens, sites, k = ids.shape
     used = torch.zeros(batch, sites, experts + 1, dtype=torch.bool, device=ids.device)
     slots = torch.where(ids < 0, experts, ids).transpose(1, 2).reshape(batch, sites, tokens * k)
@@ -91,7 +94,8 @@ def active_set_churn(
 
     The second reading of GSPO's "roughly 10% of the experts activated" for the same rollout sample (arXiv
     2507.18071, section 5.3); ours, no paper reports it. Unlike the per-token metrics it is not symmetric.
-    Long sequences use nearly all experts, so that it falls with length where `slot_change` does not.
+    Long sequences use nearly all experts, so that it falls with length where `slot_change` does not. A (token, site)
+    without a route on either side counts on neither.
 
     Raises RoutingError if shapes, sites or their numbers of experts differ.
     """
@@ -102,8 +106,9 @@ def active_set_churn(
             f"old {list(old.shape)} and new {list(new.shape)} must have one shape [B,T,L,K]; realign brings routes to "
             "one padding"
         )
-    before = active_experts(old, mask, num_experts=num_experts)
-    after = active_experts(new, mask, num_experts=num_experts)
+    (a, experts), (b, _) = (_ids(routes, num_experts, mask) for routes in (old, new))
+    both = (a >= 0) & (b >= 0)
+    before, after = (_used(ids.where(both, -1), experts) for ids in (a, b))
     return (after & ~before).sum(-1) / after.sum(-1).clamp(min=1)
 
 

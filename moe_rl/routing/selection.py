@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.routing import refusals
+from moe_rl.routing.nesting import completed
 from moe_rl.routing.traced import no_type_check
 
 TOPK = frozenset({torch.topk, torch.Tensor.topk})
@@ -96,12 +97,11 @@ class Job:
         self.chosen = self.live = self.best = self.scores = None
 
     def impose(self, forced: Tensor, holes: Holes) -> None:
-        """Force more rows; where both force a row, the newcomer (the inner replay) has it."""
+        """Force more; where both force a slot, the newcomer (the inner replay) has it."""
         self.imposed += 1
         if self.forced is not None and holes != "none":
-            own = (forced >= 0).any(-1, keepdim=True)
-            forced = forced.where(own, self.forced)
-            holes = "slots" if "slots" in (holes, self.holes) else "rows" if self.holes == "rows" else "none"
+            forced = completed(forced, self.forced)
+            holes = self.holes if self.holes == "none" or holes == self.holes else "slots"
         self.forced, self.holes = forced, holes
 
 

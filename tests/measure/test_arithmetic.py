@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -178,6 +179,13 @@ def test_decoding_measures_the_first_tokens_of_responses_only():
     model, batch = build("qwen3_moe"), text()
     metrics = compare(model, [batch], [score_live(model, batch)], "decode", decode_tokens=2).metrics()
     assert metrics["measured"] == metrics["tokens"] == 6 and metrics["gap_max"] < 1e-4
+
+
+def test_the_first_token_of_a_sequence_has_nothing_to_compare():
+    model, batch = build("qwen3_moe"), text()
+    whole = replace(batch, completion_mask=batch.attention_mask)
+    with pytest.raises(ValueError, match="first token of a sequence, which follows nothing"):
+        compare(model, [whole], [score_live(model, whole)], "repeat")
 
 
 def test_what_has_no_variant_says_why_and_leaves_the_model_as_it_was():

@@ -82,6 +82,18 @@ def test_entropy_gradient_at_a_uniform_distribution_is_zero():
     assert gradient.abs().max() < 1e-15
 
 
+def test_an_excluded_token_takes_no_part_in_the_entropy():
+    hidden, weight = weights((3, 4)).requires_grad_(), weights((6, 4)).requires_grad_()
+    bias, targets = torch.zeros(6, dtype=torch.float64), torch.tensor([0, 1, 2])
+    bias[5] = -torch.inf
+    found = head_logps(hidden, weight, targets, bias=bias, entropy=True)
+    wanted = head_logps(hidden, weight[:5], targets, entropy=True)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+        (gradient,), (same,) = (torch.autograd.grad(x.sum(), hidden, retain_graph=True) for x in (one, other))
+        torch.testing.assert_close(gradient, same)
+
+
 def test_bfloat16_weight_gradient_is_summed_in_fp32():
     """512 tokens with the same gradient, one a chunk: bf16 sums would stop growing at 256 times the step.
     V = 2 at zero logits: d logp(token 0) / d weight[0] = (1 - 1/2) * hidden = 1/2 a token."""

@@ -92,8 +92,7 @@ def test_weights_are_accounted_for_as_in_verl():
     low, high = 1 / 3, 3.0
     raw = (new - old).clamp(-20, 20).exp()
     weights = raw.clamp(max=high)
-    bounded = weights.clamp(min=low, max=high)
-    normalised = bounded / (masked_mean(bounded, mask) + 1e-8)
+    normalised = weights / (masked_mean(weights, mask) + 1e-8)
     sequences = masked_mean(weights, mask, -1)[mask.any(1)]
     expected = {
         "rollout_is_mean": masked_mean(weights, mask),
@@ -108,6 +107,10 @@ def test_weights_are_accounted_for_as_in_verl():
         {name: float(x) for name, x in expected.items()}, **EPS
     )
     assert 0 < float(found["rollout_is_oob_ratio"]) < 1
+    one_in_a_hundred = torch.full((1, 100), -15.0)
+    one_in_a_hundred[0, 0] = 15.0
+    found = importance_weight_metrics(one_in_a_hundred, torch.ones(1, 100, dtype=torch.bool))
+    assert float(found["rollout_is_eff_sample_size"]) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_trust_region_is_accounted_for_as_in_prime_rl():

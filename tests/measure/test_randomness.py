@@ -40,6 +40,17 @@ def test_router_jitter_is_found_and_turned_off(family):
         assert torch.equal(model.train()(IDS).logits, model(IDS).logits)
 
 
+def test_a_dropout_that_is_a_number_of_the_module_is_found():
+    model = moe("DbrxForCausalLM")
+    for module in model.modules():
+        if hasattr(module, "resid_pdrop"):
+            module.resid_pdrop = 0.3
+    with torch.no_grad():
+        assert not torch.equal(model.train()(IDS).logits, model(IDS).logits)
+        assert any(text.endswith("resid_pdrop = 0.3") for text in turn_off_randomness(model))
+        assert torch.equal(model.train()(IDS).logits, model(IDS).logits) and not list(random_parts(model))
+
+
 def test_dropout_counts_as_change_of_experts_until_it_is_turned_off():
     model = moe().train()
     for layer in model.model.layers:

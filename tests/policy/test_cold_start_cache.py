@@ -53,6 +53,20 @@ def test_another_recipe_is_another_model(tmp_path, config):
     assert load_counting(config, tmp_path)[2] == 3
 
 
+def test_another_verifier_limit_or_line_is_another_model(tmp_path):
+    def task(answer=0, **options):
+        path = tmp_path / "sums.jsonl"
+        answers = [str(i + 1) for i in range(200)]
+        answers[150] = str(answer)
+        path.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": a}) + "\n" for i, a in enumerate(answers)))
+        return make_task(TaskConfig("jsonl", {"path": str(path), **options}))
+
+    made = [load_counting(CONFIG, tmp_path / "cache", task(answer))[2] for answer in (0, 0, 1)]
+    assert made == [3, 0, 3]
+    for options in ({"max_new_tokens": 2}, {"verifier": "exact_match"}):
+        assert load_counting(CONFIG, tmp_path / "cache", task(**options))[2] == 3
+
+
 def test_what_names_no_seed_takes_the_runs():
     config = seeded(CONFIG, 4)
     assert (config.tiny.seed, config.cold_start.seed) == (4, 4)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-PARTS = ("kills", "operations", "faults", "fuzz", "soak", "scale")
+COMBINED = 50  # combinations of settings in a block
+PARTS = ("kills", "operations", "faults", "fuzz", "combinations", "soak", "scale")
 
 
 def blocks(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[Path], Any]]]:
@@ -48,6 +49,12 @@ def blocks(part: str, options: argparse.Namespace) -> Iterator[tuple[str, Callab
             for first in range(0, cases if not options.kinds or kind in options.kinds else 0, block_of(kind)):
                 some = min(block_of(kind), cases - first)
                 yield f"{kind} {first}+{some}", lambda root, k=kind, f=first, n=some: fuzzed(k, f, n, root)
+    elif part == "combinations":
+        from combinations import combined
+
+        for first in range(0, options.combinations, COMBINED):
+            some = min(COMBINED, options.combinations - first)
+            yield f"{first}+{some}", lambda root, f=first, n=some: combined(f, n, root)
     elif part == "soak":
         from soak import soaked
 
@@ -70,6 +77,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=12, help="faults: cases of each kind")
     parser.add_argument("--cases", type=int, default=20_000, help="fuzz: cases of all kinds together")
     parser.add_argument("--kinds", nargs="*", help="fuzz: only these kinds, of their share of the cases")
+    parser.add_argument("--combinations", type=int, default=400, help="combinations of settings")
     parser.add_argument("--steps", type=int, default=400, help="soak: steps")
     parser.add_argument("--seeds", type=int, nargs="*", default=(6, 60), help="scale: seeds of each of five arms")
     parser.add_argument("--record", type=Path, default=Path("runs/reliability.jsonl"), help="what was done so far")

@@ -32,6 +32,7 @@ def write_page(record: Path, target: Path) -> None:
         "operations": operations,
         "faults": faults,
         "fuzz": fuzz,
+        "combinations": combinations,
         "soak": soak,
         "scale": scale,
     }
@@ -120,6 +121,20 @@ def fuzz(lines: list[Line]) -> str:
         "fuzz",
         lines,
         table(["input", *names], rows),
+    )
+
+
+def combinations(lines: list[Line]) -> str:
+    names = ("cases", "settings", "refused", "not_run", "ran", "wrong")
+    head = ["combinations", "settings", "of them refused", "refused when loaded", "ran", "wrong"]
+    return part_of(
+        "Combinations of settings",
+        "A method and up to sixteen other settings, drawn at random; a setting that does not go with those before it "
+        "must be refused in words, and is left out. What remains must run to its end without a warning, every number "
+        "finite, be read as a study (every tenth is drawn), and, stopped in the middle, go on to the identical end.",
+        "combinations",
+        lines,
+        table(head, [total(lines, *names)]),
     )
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from campaign import PARTS, read
+from combinations import combined
 from faults import FAULTS, faulted_runs
 from fuzz import Fuzzed, fuzzed
 from fuzz_kinds import KINDS
@@ -33,6 +34,11 @@ def test_random_input_is_answered_or_refused(tmp_path, kind):
     cases = 4 if KINDS[kind].weight < 8 else 20
     found = fuzzed(kind, 10**6, cases, tmp_path)  # not those of the page
     assert (found.cases, found.answered + found.refused) == (cases, cases), found
+
+
+def test_combinations_of_settings_run_and_go_on(tmp_path):
+    found = combined(10**6, 3, tmp_path)  # not those of the page
+    assert (found.cases, found.not_run + found.ran, found.wrong) == (3, 3, []) and found.settings > found.refused
 
 
 def test_the_page_says_what_the_record_says(tmp_path):

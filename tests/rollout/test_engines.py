@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from routing_helpers import moe
 from transformers import (
     AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
@@ -259,6 +260,32 @@ def test_a_row_of_transposed_experts_is_what_makes_one_output():
     after = engine_of(model, dtype="float32", weight_format="int4").model.model.layers[0].mlp.experts.gate_up_proj
     assert torch.equal(after, rounded_layer(before.mT, "int4").mT)
     assert ((after - before).abs().amax(1) <= before.abs().amax(1) / 14 * 1.001).all(), "small outputs keep theirs"
+
+
+def by_name(model):
+    return dict(engine_of(model, dtype="float32", weight_format="int4").model.named_parameters())
+
+
+def test_a_row_of_llama_4s_and_dbrxs_experts_is_what_makes_one_output():
+    model = moe("Llama4ForCausalLM")
+    name, weight = next((n, p) for n, p in model.named_parameters() if n.endswith("experts.down_proj"))
+    with torch.no_grad():
+        weight.mul_(torch.logspace(0, 4, weight.shape[-1]))  # [E, inputs, outputs], and nothing says so
+    assert torch.equal(by_name(model)[name], rounded_layer(weight.mT, "int4").mT)
+    model = moe("DbrxForCausalLM")
+    name, weight = next((n, p) for n, p in model.named_parameters() if n.endswith("mlp.w2"))
+    with torch.no_grad():
+        weight.mul_(torch.logspace(0, 4, weight.shape[-1]))  # all experts' [inputs, outputs] below each other
+    experts = model.config.ffn_config.moe_num_experts
+    by_expert = [rounded_layer(one.T, "int4").T for one in weight.chunk(experts)]
+    assert torch.equal(by_name(model)[name], torch.cat(by_expert))
+
+
+def test_recurrences_and_convolutions_are_no_linear_layers():
+    model = moe("JambaForCausalLM")
+    rounded_ones = {n for n, p in by_name(model).items() if not torch.equal(p, model.get_parameter(n))}
+    assert any("mamba.in_proj" in n for n in rounded_ones) and any("experts" in n for n in rounded_ones)
+    assert not any("A_log" in n or "conv1d" in n for n in rounded_ones)
 
 
 def test_experts_implementation_is_the_engines_own(model):

@@ -106,6 +106,14 @@ def test_a_problem_is_hashable_and_says_what_it_asks():
     assert hash(problem) and problem.messages[-1] == ("user", "c e") and problem.messages[1] == ("assistant", "b")
 
 
+def test_an_answer_that_holds_the_tiny_models_end_token_is_refused(tmp_path):
+    path = write(tmp_path / "prices.jsonl", [{"prompt": f"{i}+1=$", "answer": f"${i + 1}"} for i in range(60)])
+    made = task(path)
+    with pytest.raises(TaskError, match=r"the answer '\$\d+' holds \^ or \$, the first and the last token"):
+        _ = made.alphabet
+    assert made.problem(random.Random(0)).answer.startswith("$")  # any other model takes it
+
+
 def test_a_held_out_file_replaces_the_split(tmp_path, sums):
     other = write(tmp_path / "test.jsonl", [{"prompt": "1000+1=", "answer": 1001}])
     training, held_out = task(sums, held_out=other).problems

@@ -57,6 +57,9 @@ def test_active_experts_and_their_churn_by_hand():
     ]
     assert active_set_churn(old, new, mask, num_experts=5)[:2].tolist() == [[0.5], [0.0]]
     assert active_set_churn(old, old, mask, num_experts=5).tolist() == [[0.0]] * 3
+    unrouted = old.clone()
+    unrouted[0, 2] = -1  # a last token that the sampler never fed back is no change
+    assert active_set_churn(unrouted, old, mask, num_experts=5)[0].tolist() == [0.0]
 
 
 def test_churn_of_routes_matches_sites_by_name():

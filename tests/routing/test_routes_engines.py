@@ -70,3 +70,19 @@ def test_engine_results_that_cannot_be_right():
     zero_row[0][1, 2] = 0  # one token not captured, where its neighbours were
     with pytest.raises(RoutingError, match=r"layers\.2.*sequence 0, token 1 names an expert twice: \[0, 0\]"):
         RoutedExperts.from_vllm(zero_row, SITES, 8)
+
+
+@pytest.mark.parametrize("make", ["from_vllm", "from_padded"])
+def test_of_one_slot_zeros_at_every_one_of_many_sites_are_no_routes(make):
+    sites = [f"layers.{i}.router" for i in range(24)]
+    ids = np.random.default_rng(0).integers(1, 16, (6, 24, 1))
+    ids[:2] = 0  # of two tokens the engine had the keys in its prefix cache
+
+    def made(ids, sites):
+        if make == "from_vllm":
+            return RoutedExperts.from_vllm([ids], sites, 16)
+        return RoutedExperts.from_padded(torch.tensor(ids)[None], torch.ones(1, len(ids)), sites, 16)
+
+    with pytest.raises(RoutingError, match=r"sequence 0, token 0 has no routes .*, nor have 1 others"):
+        made(ids, sites)
+    assert made(ids[:, :2], sites[:2]).ids[0, 0].tolist() == [[0], [0]]  # at two sites expert 0 may be meant

@@ -68,6 +68,25 @@ def test_only_the_first_slots(family: str) -> None:
     assert torch.equal(used(model, inputs, old, slots=2)[0], old.ids)
 
 
+def test_slots_that_are_not_forced_are_the_outer_replays_or_the_noises() -> None:
+    model, inputs = moe(), tokens()
+    inner, outer = (routes_of(disturbed(model, scale), inputs) for scale in (0.1, 0.3))
+    inside = replay_routes(model, inner, slots=1)
+    with torch.no_grad(), replay_routes(model, outer), inside, record_routes(model) as recording:
+        model(inputs)
+    first, ids = inner.ids[..., 0], recording.routes.ids
+    other = torch.where(outer.ids[..., 0] == first, outer.ids[..., 1], outer.ids[..., 0])
+    assert torch.equal(ids, torch.stack([first, other], dim=-1))
+    clean, _ = used(model, inputs, inner, slots=1)
+    assert not torch.equal(clean, ids)
+    inside = replay_routes(model, inner, slots=1)
+    with torch.no_grad(), noisy_routes(model, 50.0), inside, record_routes(model) as recording:
+        model(inputs)
+    ids = recording.routes.ids
+    assert torch.equal(ids[..., 0], first) and bool((ids[..., 0] != ids[..., 1]).all())
+    assert float((ids[..., 1] != clean[..., 1]).float().mean()) > 0.5
+
+
 @pytest.mark.parametrize("family", ["PhimoeForCausalLM", "DeepseekV2ForCausalLM", "JetMoeForCausalLM"])
 def test_partial_replay_of_odd_routers(family: str) -> None:
     model, inputs = moe(family), tokens()
