@@ -113,7 +113,9 @@ def study_verb(arguments: list[str]) -> None:
     with importing():
         import tyro
 
+        from moe_rl.names import ROUNDING
         from moe_rl.study.config import check_seeds
+        from moe_rl.study.folders import run_folders
         from moe_rl.study.grid import run_study
         from moe_rl.study.launchers import workers_of
         from moe_rl.training import RunConfig
@@ -159,19 +161,24 @@ def study_verb(arguments: list[str]) -> None:
             fail(f"unknown arm {arm!r} in {given.word}{near}", 2)
     if options.workers < 0:
         fail(f"--workers {options.workers}: expected how many runs at a time, or 0 for one per core", 2)
-    study = replace(study.with_arms(options.arms).with_base(options.base), seeds=options.seeds)
+    chosen = replace(study.with_arms(options.arms).with_base(options.base), seeds=options.seeds)
     run_study(
-        study,
+        chosen,
         options.output,
         options.cold_starts,
-        options.workers or workers_of(study, options.launcher, len(options.rounding)),
+        options.workers or workers_of(chosen, options.launcher, len(options.rounding)),
         shlex.join(["moe-rl", "study", *arguments]),
         options.rounding,
         options.launcher,
         options.launcher_options,
+        study,
     )
-    if options.figures:
-        draw_report(options.output)
+    if not options.figures:
+        return
+    # native runs have the others beside them in their report; without any, each rounding is a study by itself
+    alone = [] if run_folders(options.output) else [options.output / f"{ROUNDING}{name}" for name in options.rounding]
+    for folder in alone or [options.output]:
+        draw_report(folder)
 
 
 @verb

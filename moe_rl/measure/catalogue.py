@@ -222,7 +222,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
     "step": (
         M("seconds", "s", "wall time of the step: sampling, scoring, updates and probes, without checkpoint and evaluation"),
         *_memory(),
-        M("reward_model_loss", "nats", "mean loss of the retraining", when="reward.model learned"),
+        M("reward_model_loss", "nats", "mean loss over the pairs of the retraining's last epoch", when="reward.model learned"),
         M("reward_model_new", "count", "new comparisons in it", when="reward.model learned"),
         M("reward_model_old", "count", "older ones", when="reward.model learned"),
     ),

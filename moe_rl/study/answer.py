@@ -162,11 +162,15 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
 
 def _failures(data: StudyData) -> Line:
     table = final_rewards(data)
-    failed = [f"{row['label']} {row['failed']} of {row['n']}" for row in table.to_dict("records") if row["failed"]]
+    failed = [
+        f"{row['label']} {row['failed']} of {row['finished']}" for row in table.to_dict("records") if row["failed"]
+    ]
     total, runs = int(table["failed"].sum()), int(table["finished"].sum())
     if not run_outcomes(data)["start"].notna().any():
         return Line("Did runs fail?", "Cannot be told", "No run recorded its reward at step 0.")
-    text = f"Failed: {listed(failed)}." if failed else "Every finished run gained 0.1 over its reward at step 0."
+    text = (
+        f"Failed: {listed(failed)}." if failed else "Every finished run gained more than 0.1 over its reward at step 0."
+    )
     return Line("Did runs fail?", f"{total} of {count(runs, 'finished run')}", text)
 
 

@@ -64,9 +64,11 @@ class StudyConfig:
     """Thresholds of its own in place of those of `moe_rl.study.alarms`, by name; null switches one off."""
 
     def with_arms(self, names: Sequence[str]) -> "StudyConfig":
-        """The study of some of its arms, with the comparisons among them."""
+        """The study of some of its arms, in its own order (the first is the control where nothing is declared), with
+        the comparisons among them."""
         kept = None if self.comparisons is None else tuple(p for p in self.comparisons if set(p) <= set(names))
-        return dataclasses.replace(self, arms={name: self.arms[name] for name in names}, comparisons=kept)
+        ordered = sorted(names, key=list(self.arms).index)
+        return dataclasses.replace(self, arms={name: self.arms[name] for name in ordered}, comparisons=kept)
 
     def with_base(self, base: RunConfig) -> "StudyConfig":
         """The study over another base. Raises ConfigError where a field of it that differs could change no run."""

@@ -10,11 +10,14 @@ Numbers = Sequence[float | int] | np.ndarray
 FINAL_STEPS = 5
 """Final reward is the mean over this many last steps."""
 
+TIE = 1e-9
+"""What is this near a threshold, relative to it, is at it: a mean's rounding decides nothing."""
+
 GAIN = 0.1
-"""A run that ends less than this above its reward before training has failed."""
+"""A run that ends at most this above its reward before training has failed."""
 
 FAILED_RULE = (
-    f"a run failed when it ended less than {GAIN} above its held-out reward at step 0 (above the mean reward of its "
+    f"a run failed when it ended at most {GAIN} above its held-out reward at step 0 (above the mean reward of its "
     "first batch, where none was measured)"
 )
 BELOW_START_RULE = "it ended below its start when it ended below that reward"
@@ -81,16 +84,19 @@ COLLAPSE_RULE = (
 
 
 def detect_collapse(steps: Numbers, rewards: Numbers, window: int = FINAL_STEPS, drop: float = 0.5) -> Collapse:
-    """Apply `COLLAPSE_RULE`: the first step from which trailing mean <= (1 - drop) * best so far, to the end.
+    """Apply `COLLAPSE_RULE`: the first step from which trailing mean <= (1 - drop) * best so far, to the end. Steps
+    without a reward are left out, as in every other number of a run.
 
     >>> detect_collapse(range(6), [0.8, 0.8, 0.8, 0.2, 0.2, 0.2], window=1)
     Collapse(step=3.0, best=0.8, fall=0.75)
     """
-    mean = trailing_mean(rewards, window)
+    x, y = np.asarray(list(steps), dtype=float), np.asarray(rewards, dtype=float)
+    known = np.isfinite(y)
+    x, mean = x[known], trailing_mean(y[known], window)
     full = np.arange(mean.size) >= window - 1
     if not full.any():
         return Collapse(float("nan"), float("nan"), float("nan"))
-    x, mean = np.asarray(list(steps), dtype=float)[full], mean[full]
+    x, mean = x[full], mean[full]
     best = np.maximum.accumulate(mean)
     down = (mean <= (1 - drop) * best) & (best > 0)
     below_to_end = np.logical_and.accumulate(down[::-1])[::-1]

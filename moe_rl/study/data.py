@@ -251,7 +251,8 @@ def load(path: str | Path) -> StudyData:
 
 
 def join(studies: dict[str, StudyData]) -> StudyData:
-    """Several studies as one, to compare them: arms become `<key>/<arm>`, everything else stays.
+    """Several studies as one, to compare them: arms become `<key>/<arm>`, rows and declared comparisons stay. So do
+    `interest` and `alarms` where all studies have the same; else there are the defaults.
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
@@ -266,7 +267,14 @@ def join(studies: dict[str, StudyData]) -> StudyData:
             frames.append(frame.assign(arm=f"{key}/" + frame["arm"].astype(str)) if len(frame) else frame)
         notes += [f"{key}/{note}" for note in data.notes]
         compared += [[f"{key}/{arm}" for arm in pair] for pair in data.config.get("comparisons") or ()]
-    title, config = " + ".join(studies), {"arms": declared, **({"comparisons": compared} if compared else {})}
+    title = " + ".join(studies)
+    config: dict[str, Any] = {"arms": declared}
+    configs = [data.config for data in studies.values()]
+    if compared or all(isinstance(own.get("comparisons"), list | tuple) for own in configs):
+        config["comparisons"] = compared  # "none", where each study declares that
+    for name in ("interest", "alarms"):
+        if all(name in own and own[name] == configs[0][name] for own in configs):
+            config[name] = configs[0][name]
     waiting = tuple(f"{key}/{run}" for key, data in studies.items() for run in data.not_started)
     # an empty frame has no column types; stacking it would turn the others' integers into objects
     filled = {name: [frame for frame in frames if len(frame)] or frames[:1] for name, frames in tables.items()}

@@ -36,6 +36,7 @@ def run_study(
     roundings: Sequence[str] = ("native",),
     launcher: str = "processes",
     launcher_options: Sequence[str] = (),
+    whole: StudyConfig | None = None,
 ) -> None:
     """Run every (arm, seed) of `study` under `output`, `workers` at a time; finished runs are kept.
 
@@ -45,6 +46,7 @@ def run_study(
     Args:
         launcher: `processes` of this machine, or jobs: `slurm`, `submitit-local` (see `moe_rl.study.jobs`).
         launcher_options: of the jobs, `key=value`.
+        whole: the study file's, where `study` has some of its arms; None: `study` has all of them.
 
     Raises:
         ConfigError: `output` is another study's or holds something else, a run folder belongs to another
@@ -67,7 +69,7 @@ def run_study(
     with sole_writer(output, command):
         for place in places.values():
             (place / "logs").mkdir(parents=True, exist_ok=True)
-            write_atomic(place / "study.yaml", dump_study(with_earlier(study, place)))
+            write_atomic(place / "study.yaml", dump_study(with_earlier(study, place, whole or study)))
             write_json(place / "env.json", environment(command))
         show(runs, workers, _schedule(runs, make, cold_starts, workers))
     failed = [run for run in runs if run.state == "failed"]
@@ -96,9 +98,12 @@ def check_place(study: StudyConfig, place: Path) -> None:
             raise ConfigError(f"{place} holds no study, and {path.name}. {remedy}")
 
 
-def with_earlier(study: StudyConfig, place: Path) -> StudyConfig:
+def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyConfig:
     """The study as its folder holds it: with the arms and seeds that earlier commands ran there and this one leaves out
-    (`--arms`, `--seeds`), and what was declared of these arms."""
+    (`--arms`, `--seeds`), in the order of the study file, and what was declared of all of them.
+
+    whole: the study file's, of which `study` may have some arms: a pair whose arms two commands ran is declared there.
+    """
     try:
         earlier = load_study(place / "study.yaml", merged=True)
     except ConfigError:  # none yet, or one of another version
@@ -111,12 +116,15 @@ def with_earlier(study: StudyConfig, place: Path) -> StudyConfig:
     seeds = {name: there[name] | set(arm.seeds or study.seeds) for name, arm in study.arms.items()}
     seeds |= {name: there[name] for name in others}
     every = set().union(*seeds.values())
+    both = {**study.arms, **others}
     arms = {
-        name: replace(arm, seeds=None if seeds[name] == every else tuple(sorted(seeds[name])))
-        for name, arm in {**study.arms, **others}.items()
+        name: replace(both[name], seeds=None if seeds[name] == every else tuple(sorted(seeds[name])))
+        for name in dict.fromkeys((*whole.arms, *both))
+        if name in both
     }
-    kept = tuple(pair for pair in earlier.comparisons or () if set(pair) <= arms.keys() and set(pair) & others.keys())
-    comparisons = (*(study.comparisons or ()), *kept) if study.comparisons or kept else study.comparisons
+    gone = [pair for pair in earlier.comparisons or () if not set(pair) <= whole.arms.keys()]  # not the file's to say
+    kept = tuple(pair for pair in (*(whole.comparisons or ()), *gone) if set(pair) <= arms.keys())
+    comparisons = None if whole.comparisons is None and not kept else kept
     return replace(study, arms=arms, seeds=tuple(sorted(every)), comparisons=comparisons)
 
 

@@ -175,6 +175,7 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
     gradients = sum(n * p.element_size() for p, n in trained.items())
     low = run.optim.master_weights and any(p.element_size() < 4 for p in trained)
     states = 12 * trainable if low else 2 * gradients
+    whole = 12 * count if run.optim.master_weights and dtype.itemsize < 4 else 2 * weights  # of a model trained whole
     responses = run.rollout.prompts * run.rollout.group_size
     per_device = math.ceil(responses / devices)
     length = prompt_tokens + new_tokens
@@ -216,7 +217,7 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
         ("reward model", run.reward.model == "learned"),
     ):
         if wanted:
-            needs.append(Need(name, shard(4 * weights), "always", "weights, gradients and Adam"))
+            needs.append(Need(name, shard(2 * weights + whole), "always", "weights, gradients and Adam"))
     if sharded:
         layer = (count - 2 * V * H) / L * size
         needs.append(Need("gathered layers", math.ceil(2 * layer), "always", "two at a time, weights alone"))
@@ -240,6 +241,7 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
         needs.append(Need("gradients of the probe", 4 * shard(weights), "update"))
     copies = sum(need.bytes for need in needs if need.name in ("reference", "initial policy"))
     kept = copies * (devices if sharded else 1)
+    scorers = sum(need.name in ("value model", "reward model") for need in needs)
     return Plan(
         architecture=f"{hf.model_type}, {L} layers, {experts} experts, {top_k} per token",
         parameters=count,
@@ -250,13 +252,13 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
         kv_bytes_per_token=kv_token,
         needs=tuple(needs),
         host_bytes=host_bytes(
-            loaded=weights + kept + sum(weights for need in needs if need.name in ("value model", "reward model")),
+            loaded=weights + kept + scorers * weights,
             engine=sum(need.bytes for need in needs if need.name == "rollout engine"),
-            file=max(weights, states),
+            file=max(weights, states, whole if scorers else 0),
             ranks=devices,
             sharded=sharded,
         ),
-        checkpoint_bytes=weights + states + kept,
+        checkpoint_bytes=weights + states + kept + scorers * (weights + whole),
     )
 
 

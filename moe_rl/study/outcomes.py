@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.arms import per_study
-from moe_rl.study.curves import GAIN, area_under_curve, detect_collapse, final_value
+from moe_rl.study.curves import GAIN, TIE, area_under_curve, detect_collapse, final_value
 from moe_rl.study.data import StudyData
 from moe_rl.study.statistics import interquartile_mean, seed_interval
 
@@ -49,7 +49,7 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
                 "held_out": held_out,
                 "start": start,
                 "gain": final - start,
-                "failed": bool(run.finished and final - start < GAIN),
+                "failed": bool(run.finished and final - start <= GAIN * (1 + TIE)),
                 "below_start": bool(run.finished and final < start),
                 "collapsed": collapse.collapsed,
                 "best": collapse.best,

@@ -6,8 +6,6 @@ The rules are printed with the reading (`rules_of`), so that a reader can check 
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 from moe_rl.study.arms import condition_label, full_label, replay_identity
 from moe_rl.study.comparing import Pair, comparisons, declared, enough_pairs, interest
 from moe_rl.study.curves import BELOW_START_RULE, COLLAPSE_RULE, FAILED_RULE, FINAL_STEPS
@@ -161,16 +159,16 @@ def _outcomes(data: StudyData) -> Iterator[Statement]:
         start += " (of the first batch, where none was held out)"
     found = []
     for column, what in (
-        ("failed", f"did not gain 0.1 over {start}"),
+        ("failed", f"did not gain more than 0.1 over {start}"),
         ("below_start", "ended below it"),
         ("collapsed", "collapsed"),
     ):
+        counted, of = ("n", len(runs)) if column == "collapsed" else ("finished", finished)
         counts = [
-            f"{full_label(data, str(row['arm']))}: {row[column]} of {row['n']}"
+            f"{full_label(data, str(row['arm']))}: {row[column]} of {row[counted]}"
             for row in final_rewards(data).to_dict("records")
             if row[column]
         ]
-        of = len(runs) if column == "collapsed" else finished
         number = f"{int(runs[column].sum())} of {of}"
         found.append(f"{what}: {number} ({listed(counts)})" if counts else f"{what}: none of {of}")
     yield Statement(topic, f"Runs that {'; that '.join(found)}. ({COLLAPSE_RULE[0].upper()}{COLLAPSE_RULE[1:]}.)")
@@ -184,28 +182,36 @@ def power_sentence(data: StudyData) -> str:
         return "No rewards are compared; intervals are over the seeds of an arm."
     if not pairs:
         return "Fewer than two seeds in common: no difference can be resolved."
-    n = int(np.median([pair.result.n for pair in pairs]))
-    family = max((pair.result.family for pair in pairs if pair.result.tested), default=len(pairs))
+    tested = [pair for pair in pairs if pair.result.tested]
+    family = len(tested) or len(pairs)
     spread = f"Paired differences scatter by {_ends([pair.result.sd for pair in pairs])} (sd)"
-    if n < FEWEST:
+    if not tested:
         return (
-            f"{count(n, 'pair')} per comparison: ranges only. {spread}; a verdict over {count(family, 'comparison')} "
+            f"{_pairs(pairs)} per comparison: ranges only. {spread}; a verdict over {count(family, 'comparison')} "
             f"needs {fewest_pairs(family)} pairs."
         )
+    few = [pair for pair in pairs if not pair.result.tested]
+    rest = f" {count(len(few), 'comparison')} of {_pairs(few)}: ranges only." if few else ""
     if not enough_pairs(data):
         return (
-            f"{n} pairs and {count(family, 'comparison')}: no difference can get a verdict, for Holm over {family} "
-            f"needs {fewest_pairs(family)} pairs. {spread}."
+            f"{_pairs(tested)} and {count(family, 'comparison')}: no difference can get a verdict, for Holm over "
+            f"{family} needs {fewest_pairs(family)} pairs. {spread}.{rest}"
         )
-    resolved = [pair.resolves for pair in pairs if pair.result.tested]
-    needed = [pair.needed for pair in pairs]
+    resolved = [pair.resolves for pair in tested]
+    needed = [pair.needed for pair in tested]
     most = "over 1000" if None in needed else str(max(k for k in needed if k is not None))
     fewest = min((k for k in needed if k is not None), default=None)
     to_do = most if fewest is None or str(fewest) == most else f"{fewest} to {most}"
     return (
-        f"{spread}: {n} pairs tell a true difference of {_ends(resolved)} from 0 (80 % power, Holm over {family}); "
-        f"to tell {least:g} from 0 would need {to_do} pairs."
+        f"{spread}: {_pairs(tested)} tell a true difference of {_ends(resolved)} from 0 (80 % power, Holm over "
+        f"{family}); to tell {least:g} from 0 would need {to_do} pairs.{rest}"
     )
+
+
+def _pairs(of: list[Pair]) -> str:
+    """Pairs of each comparison: `8 pairs`, `3 to 8 pairs`."""
+    fewest, most = min(pair.result.n for pair in of), max(pair.result.n for pair in of)
+    return count(most, "pair") if fewest == most else f"{fewest} to {most} pairs"
 
 
 def _ends(values: list[float]) -> str:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from moe_rl.study.arms import per_study
 from moe_rl.study.comparing import Pair, comparisons, values_by_seed
+from moe_rl.study.curves import TIE
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.statistics import Comparison, Verdict, seed_interval
@@ -157,7 +158,7 @@ def conclusions_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
 
 def survival(native: Comparison, others: list[Comparison]) -> Survival:
     """What `SURVIVAL_RULES` say of a comparison and its repetitions under other roundings."""
-    claim, interest = native.verdict, native.interest
+    claim, interest = native.verdict, native.interest * (1 - TIE)
     if not native.claims:
         return Survival.NO_CLAIM
     if not others:

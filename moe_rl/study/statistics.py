@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_rl.study.curves import Numbers
+from moe_rl.study.curves import TIE, Numbers
 
 FEWEST = 6
 """Fewest seeds with an interval, and fewest pairs with a verdict: with five the exact test cannot reach 5 %."""
@@ -204,7 +204,7 @@ def equivalence_test(differences: np.ndarray, interest: float = INTEREST) -> Any
     mean, error = d.mean(-1), d.std(-1, ddof=1) / np.sqrt(n)
     scattered = error > 1e-12 * interest  # equal numbers have a standard deviation of rounding
     t = (interest - np.abs(mean)) / np.where(scattered, error, 1.0)
-    p = np.where(scattered, stats.t.sf(t, n - 1), np.abs(mean) >= interest * (1 - 1e-9))
+    p = np.where(scattered, stats.t.sf(t, n - 1), np.abs(mean) >= interest * (1 - TIE))
     return np.where(known, p, np.nan)[()]
 
 
@@ -324,9 +324,8 @@ def verdict_codes(
     """The rule of `judge` for arrays of comparisons: 0 not resolved, 1 higher, 2 lower, 3 small, 4 equivalent."""
     different = (adjusted <= ALPHA) & ((low > 0) | (high < 0))
     side = np.where(mean > 0, 1, 2)
-    return np.select(
-        [equivalent <= ALPHA, different & (np.abs(mean) >= interest), different], [np.full_like(side, 4), side, 3], 0
-    )
+    large = np.abs(mean) >= interest * (1 - TIE)
+    return np.select([equivalent <= ALPHA, different & large, different], [np.full_like(side, 4), side, 3], 0)
 
 
 def compare_paired(a: Mapping[int, float], b: Mapping[int, float], interest: float = INTEREST) -> Comparison:

@@ -37,11 +37,15 @@ def routing_noise(data: StudyData) -> pd.DataFrame:
 
 
 def routing_noise_ratios(data: StudyData) -> list[Pair]:
-    """The pairs of `comparisons`, compared in the logarithm of their token-level `routing_noise` after the last update:
-    whether one method's training leaves less of it than another's. What averaging does is another question."""
-    rows = last_updates(routing_noise(data))
+    """The pairs of `comparisons`, compared in the logarithm of their token-level `routing_noise` after the last update,
+    over finished runs: whether one method's training leaves less of it than another's. What averaging does is another
+    question."""
+    rows = routing_noise(data)
+    done = {(run.arm, run.seed) for run in data.runs if run.finished}
+    finished = np.array([run in done for run in zip(rows["arm"], rows["seed"], strict=True)], dtype=bool)
+    rows = last_updates(rows[finished])
     by_arm = values_by_seed(rows[rows["level"] == "token"].assign(log=np.log(rows["variance"])), "log")
-    found = [pair for pair in comparisons(data) if pair.arm in by_arm and pair.other in by_arm]
+    found = [pair for pair in comparisons(data) if by_arm.get(pair.arm, {}).keys() & by_arm.get(pair.other, {}).keys()]
     judged = judge([compare_paired(by_arm[pair.arm], by_arm[pair.other], RATIO_INTEREST) for pair in found])
     return [replace(pair, result=result, held_out=None) for pair, result in zip(found, judged, strict=True)]
 
@@ -50,11 +54,10 @@ def in_run_variance(data: StudyData) -> pd.DataFrame:
     """Per arm, seed, step: mean variance of token and sequence log-ratios over the updates from the second on.
 
     In the first update of a step old and new policy are one, so its variance is zero without noise; it is left
-    out in every arm (unless it is the only one).
+    out, unless it is the arm's only one.
     """
     rows = data.updates
-    if (rows["update"] > 1).any():
-        rows = rows[rows["update"] > 1]
+    rows = rows[(rows["update"] > 1) | (rows.groupby("arm", observed=True)["update"].transform("max") == 1)]
     names = {"var_token_log_ratio": "token", "var_sequence_log_ratio": "sequence"}
     return rows.groupby(["arm", "seed", "step"], as_index=False)[list(names)].mean().rename(columns=names)
 

@@ -96,7 +96,7 @@ class RewardModel(Scorer):
         """Train on the fresh comparisons and a tenth of old ones; then the fresh ones are history.
 
         Returns:
-            `loss`: the mean over the last epoch, nats per pair; `new`, `old`: how many comparisons.
+            `loss`: the mean over the pairs of the last epoch, nats; `new`, `old`: how many comparisons.
         """
         old = self.history.rows(
             historical_sample(len(self.fresh), len(self.history), self.config.history_fraction, generator=generator)
@@ -111,11 +111,11 @@ class RewardModel(Scorer):
         self.model.train()
         for _ in range(self.config.epochs if len(mixed) else 0):
             losses = [
-                self._update(mixed.rows(rows))
+                self._update(mixed.rows(rows)) * len(rows)
                 for rows in torch.randperm(len(mixed), generator=generator).split(self.config.batch_size)
             ]
         self.model.eval()
-        return {"loss": sum(losses) / len(losses) if losses else None, "new": new, "old": len(old)}
+        return {"loss": sum(losses) / len(mixed) if losses else None, "new": new, "old": len(old)}
 
     def _update(self, pairs: Comparisons) -> float:
         ids, mask = (x.flatten(0, 1).to(self.ranks.device) for x in (pairs.input_ids, pairs.attention_mask))

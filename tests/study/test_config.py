@@ -238,4 +238,5 @@ def test_some_arms_keep_the_comparisons_among_them():
         )
     )
     assert study.with_arms(["grpo", "third"]).comparisons == (("third", "grpo"),)
+    assert list(study.with_arms(["third", "grpo"]).arms) == ["grpo", "third"], "in the study's own order"
     assert parse_study(STUDY).with_arms(["grpo"]).comparisons is None

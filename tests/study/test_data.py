@@ -221,6 +221,21 @@ def test_joined_studies_keep_their_comparisons(folder):
     data = load(folder)
     one = replace(data, config={**data.config, "comparisons": [["gspo", "grpo"]]})
     assert join({"a": one, "b": data}).config["comparisons"] == [["a/gspo", "a/grpo"]]
+    none = replace(data, config={**data.config, "comparisons": []})
+    assert join({"a": none, "b": none}).config["comparisons"] == [], "declared: none"
+    assert "comparisons" not in join({"a": none, "b": data}).config
+
+
+def test_joined_studies_keep_the_thresholds_that_all_of_them_have(folder):
+    from dataclasses import replace
+
+    data = load(folder)
+    own = [replace(data, config={**data.config, "interest": x, "alarms": {"entropy_low": 0.1}}) for x in (0.2, 0.3)]
+    both = join({"a": own[0], "b": own[0]})
+    assert (both.config["interest"], both.config["alarms"]) == (0.2, {"entropy_low": 0.1})
+    apart = join(dict(zip("ab", own, strict=True))).config
+    assert "interest" not in apart and "alarms" in apart
+    assert not {"interest", "alarms"} & join({"a": own[0], "b": data}).config.keys()
 
 
 def test_two_studies_are_compared_as_one(folder):

@@ -16,7 +16,7 @@ from moe_rl.rollout.engines import EngineConfig
 from moe_rl.study.config import load_study, parse_study
 from moe_rl.study.doctor import Machine, Requirement, examine, inspect_machine, installed, planned, report
 from moe_rl.study.memory import KNOWN, activation_bytes, architecture, meta_model, plan
-from moe_rl.training import MethodConfig, OptimConfig, RolloutConfig, RunConfig
+from moe_rl.training import MethodConfig, OptimConfig, RewardConfig, RolloutConfig, RunConfig, ValueConfig
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.method import resolved_objective
 
@@ -278,6 +278,22 @@ def test_ddp_shards_nothing():
     assert all(sizes[0][name] == 8 * sizes[1][name] for name in states)
     assert sizes[0]["routes"] == sizes[1]["routes"] and "gathered layers" not in sizes[0]
     assert ddp.checkpoint_bytes == sharded.checkpoint_bytes
+
+
+def test_models_that_are_trained_beside_the_policy_are_saved_with_it():
+    """Each is a copy of the policy trained whole: weights, and states with fp32 master weights, under LoRA too."""
+    P = 30_532_122_624
+    ppo, learned = MethodConfig(objective="ppo"), RewardConfig(model="learned")
+    assert plan(run(QWEN)).checkpoint_bytes == 14 * P
+    for changes in ({"method": ppo}, {"reward": learned}):
+        assert plan(run(QWEN, **changes)).checkpoint_bytes == 28 * P
+        name = "value model" if "method" in changes else "reward model"
+        assert needs(run(QWEN, **changes))[name] == 16 * P
+    assert plan(run(QWEN, method=ppo, value=ValueConfig(model="head"))).checkpoint_bytes == 14 * P
+    pure = OptimConfig(master_weights=False)
+    assert plan(run(QWEN, method=ppo, reward=learned, optim=pure)).checkpoint_bytes == 3 * 6 * P
+    adapters, beside = (plan(run(replace(QWEN, lora=LoraConfig()), **more)) for more in ({}, {"method": ppo}))
+    assert beside.checkpoint_bytes - adapters.checkpoint_bytes >= 14 * P and beside.host_bytes >= 12 * P
 
 
 def test_planning_for_another_machine():

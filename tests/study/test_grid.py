@@ -153,25 +153,86 @@ def test_a_folder_keeps_what_a_command_for_some_of_its_arms_leaves_out(tmp_path)
         "grpo": {"label": "the grpo"},
     }
     whole = parse_study(data)
-    assert with_earlier(whole, tmp_path) == whole
+    assert with_earlier(whole, tmp_path, whole) == whole
     (tmp_path / "study.yaml").write_text(dump_study(whole))
     for run in ("grpo/seed0", "grpo/seed1", "gspo/seed0", "sapo/seed0"):
         (tmp_path / run).mkdir(parents=True)
     some = dataclasses.replace(whole.with_arms(["grpo", "sapo"]), seeds=(2,))
-    kept = with_earlier(some, tmp_path)
+    kept = with_earlier(some, tmp_path, whole)
     assert {name: (arm.label, arm.seeds) for name, arm in kept.arms.items()} == {
         "grpo": ("the grpo", None),
         "sapo": ("the sapo", (0, 2)),
         "gspo": ("the gspo", (0,)),
     }
-    assert kept.seeds == (0, 1, 2) and set(kept.comparisons) == set(whole.comparisons)
+    assert kept.seeds == (0, 1, 2) and kept.comparisons == whole.comparisons
+    assert list(kept.arms) == ["gspo", "sapo", "grpo"], "as the file has them: the first is the control"
     (tmp_path / "study.yaml").write_text(dump_study(kept))
     again = load_study(tmp_path / "study.yaml")
     assert again.arms.keys() == kept.arms.keys() and again.comparisons == kept.comparisons
     renamed = dataclasses.replace(some, arms={**some.arms, "better": whole.arms["gspo"]})
-    assert "gspo" not in with_earlier(renamed, tmp_path).arms
+    assert "gspo" not in with_earlier(renamed, tmp_path, renamed).arms
     other = dataclasses.replace(some, base=dataclasses.replace(some.base, seed=9))
-    assert with_earlier(other, tmp_path) == other, "of another base"
+    assert with_earlier(other, tmp_path, whole) == other, "of another base"
+
+
+@pytest.mark.parametrize(
+    "commands", [["grpo gspo sapo"], ["grpo", "gspo sapo"], ["gspo", "sapo", "grpo"], ["sapo gspo grpo", "gspo"]]
+)
+@pytest.mark.parametrize("declared", [[["gspo", "grpo"], ["sapo", "grpo"]], [], None])
+def test_a_study_that_is_run_in_parts_is_the_one_of_its_file(tmp_path, commands, declared):
+    """The family of comparisons and the control are the file's, whichever command ran which arm."""
+    arms = {"grpo": {}, **{name: {"method": {"objective": name}} for name in ("gspo", "sapo")}}
+    whole = parse_study({**MICRO, "arms": arms, "comparisons": declared})
+    for names in map(str.split, commands):
+        for name in names:
+            (tmp_path / name / "seed0").mkdir(parents=True, exist_ok=True)
+        found = with_earlier(whole.with_arms(names), tmp_path, whole)
+        (tmp_path / "study.yaml").write_text(dump_study(found))
+    assert load_study(tmp_path / "study.yaml") == whole and list(found.arms) == list(whole.arms)
+
+
+def test_pairs_of_arms_that_the_file_has_no_more_stay_declared(tmp_path):
+    """Those of arms that it has are the file's to say: it may turn one round."""
+    arms = {"grpo": {}, **{name: {"method": {"objective": name}} for name in ("gspo", "sapo")}}
+    old = parse_study({**MICRO, "arms": arms, "comparisons": [["gspo", "grpo"], ["sapo", "grpo"]]})
+    (tmp_path / "study.yaml").write_text(dump_study(old))
+    for name in arms:
+        (tmp_path / name / "seed0").mkdir(parents=True)
+    new = parse_study({**MICRO, "comparisons": [["grpo", "gspo"]]})
+    found = with_earlier(new.with_arms(["gspo"]), tmp_path, new)
+    assert found.comparisons == (("grpo", "gspo"), ("sapo", "grpo")) and list(found.arms) == ["grpo", "gspo", "sapo"]
+
+
+def test_the_command_hands_on_what_the_file_declares_of_other_arms(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("micro.yaml").write_text(yaml.safe_dump({**MICRO, "comparisons": [["gspo", "grpo"]]}, sort_keys=False))
+    monkeypatch.setattr("moe_rl.study.grid._schedule", lambda *_: iter(()))  # no run is made
+    for arm in ("gspo", "grpo"):
+        main(["study", "micro.yaml", "--arms", arm, "--no-figures"])
+        Path("runs", "micro", arm, "seed0").mkdir(parents=True)
+    found = load_study("runs/micro/study.yaml")
+    assert list(found.arms) == ["grpo", "gspo"] and found.comparisons == (("gspo", "grpo"),)
+
+
+@pytest.mark.parametrize(
+    ("made", "drawn"),
+    [
+        (["rounding_default"], ["rounding_default"]),
+        (["rounding_avx2", "rounding_default"], ["rounding_avx2", "rounding_default"]),
+        ([".", "rounding_default"], ["."]),
+    ],
+)
+def test_the_report_of_other_roundings_alone_is_their_own(tmp_path, monkeypatch, made, drawn):
+    monkeypatch.chdir(tmp_path)
+    Path("micro.yaml").write_text(yaml.safe_dump(MICRO))
+    for name in made:
+        Path("out", name, "grpo", "seed0").mkdir(parents=True)
+    found = []
+    monkeypatch.setattr("moe_rl.study.grid.run_study", lambda *_: None)
+    monkeypatch.setattr("moe_rl.cli.draw_report", found.append)
+    roundings = [name.removeprefix("rounding_") for name in made if name != "."]
+    main(["study", "micro.yaml", "--output", "out", "--rounding", *roundings])
+    assert found == [Path("out", name) for name in drawn]
 
 
 @pytest.mark.parametrize("number", range(1, 9))

@@ -27,7 +27,7 @@ from moe_rl.study.figures import (
 from moe_rl.study.figures.gallery.design_effect import design_effects
 from moe_rl.study.result_tables import result_tables
 from moe_rl.study.results import markdown
-from moe_rl.study.summary import last_updates, noise_floor, routing_noise, routing_noise_ratios
+from moe_rl.study.summary import in_run_variance, last_updates, noise_floor, routing_noise, routing_noise_ratios
 
 
 def test_a_study_in_which_nothing_is_solved_or_moves_is_drawn_without_complaint(tmp_path):
@@ -271,6 +271,30 @@ def test_routing_noise_is_compared_by_geometric_mean_and_seed(split):
     words = [s.text for s in reading.read(study) if s.topic == "Where the log-ratio comes from"]
     assert "GSPO over GRPO ×0.5 (range [0.5, 0.5], 3 seeds): too few pairs" in words[1]
     assert len(routing_noise(replace(study, decompositions=pd.DataFrame()))) == 0
+
+
+def test_routing_noise_of_unfinished_runs_is_not_compared(split):
+    """As no reward of theirs is: seed by seed over finished runs, and no pair without a seed of both."""
+
+    def without(*unfinished):
+        runs = (replace(run, finished=(run.arm, run.seed) not in unfinished) for run in split.runs)
+        found = routing_noise_ratios(replace(split, runs=tuple(runs)))
+        return {(pair.arm, pair.other): pair.result.seeds for pair in found}
+
+    assert without()["gspo", "grpo"] == (0, 1, 2)
+    assert without(("gspo", 1))["gspo", "grpo"] == (0, 2)
+    assert ("gspo", "grpo") not in without(("gspo", 0), ("gspo", 1), ("grpo", 2))
+
+
+def test_an_arm_with_one_update_per_step_has_a_variance_too(data):
+    """Under noise or with old tokens that of its first update is not 0, however many updates other arms make."""
+    rows = data.updates
+    rows = rows[(rows["arm"] != "gspo") | (rows["update"] == 1)]
+    found = in_run_variance(replace(data, updates=rows)).set_index(["arm", "seed", "step"])
+    one = rows[rows["arm"] == "gspo"].set_index(["arm", "seed", "step"])["var_token_log_ratio"]
+    assert len(one) and found["token"].loc[one.index].tolist() == one.tolist()
+    rest = found.drop(index="gspo")
+    assert rest.equals(in_run_variance(data).set_index(["arm", "seed", "step"]).drop(index="gspo"))
 
 
 def test_shares_of_sites_are_pooled_by_the_size_of_the_effect(split):

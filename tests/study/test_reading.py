@@ -121,14 +121,27 @@ def test_failed_below_start_and_collapsed_runs_are_counted():
     row = final_rewards(study).iloc[0]
     assert (row["failed"], row["below_start"], row["collapsed"], row["start"]) == (3, 2, 1, 0.4)
     text = next(s.text for s in read(study) if s.topic == "Runs that failed")
-    assert "Runs that did not gain 0.1 over the held-out reward at step 0: 3 of 4 (GRPO: 3 of 4)" in text
+    assert "Runs that did not gain more than 0.1 over the held-out reward at step 0: 3 of 4 (GRPO: 3 of 4)" in text
     assert "that ended below it: 2 of 4 (GRPO: 2 of 4); that collapsed: 1 of 4 (GRPO: 1 of 4)" in text
     first = next(s.text for s in read(replace(study, evals=study.evals.iloc[:0])) if s.topic == "Runs that failed")
-    assert "Runs that did not gain 0.1 over the mean reward of the first batch: 3 of 4" in first  # .4 .4 .4 .8
+    assert (
+        "Runs that did not gain more than 0.1 over the mean reward of the first batch: 3 of 4" in first
+    )  # .4 .4 .4 .8
     some = next(s.text for s in read(replace(study, evals=study.evals.iloc[:1])) if s.topic == "Runs that failed")
     assert "the held-out reward at step 0 (of the first batch, where none was held out): 3 of 4" in some
     going = replace(study, runs=tuple(replace(run, finished=False) for run in study.runs))
     assert not run_outcomes(going)[["failed", "below_start"]].any(axis=None)  # not yet
+    three = replace(study, runs=tuple(replace(run, finished=run.seed != 0) for run in study.runs))
+    text = next(s.text for s in read(three) if s.topic == "Runs that failed")
+    assert "at step 0: 3 of 3 (GRPO: 3 of 3)" in text and "collapsed: 1 of 4 (GRPO: 1 of 4)" in text
+    assert answer(three).lines[-2].text == "Failed: GRPO 3 of 3."
+
+
+@pytest.mark.parametrize("start", [0.2, 0.3, 0.4, 0.5, 0.7])
+def test_a_gain_of_exactly_a_tenth_is_one_outcome(start):
+    """Whichever way the difference rounds: 0.6 - 0.5 is less than 0.1 in floats, 0.8 - 0.7 is more."""
+    study = _study({"grpo": (start + 0.1, start + 0.101)})
+    assert run_outcomes(replace(study, evals=_at_start(study, start)))["failed"].tolist() == [True, False]
 
 
 def test_the_reward_of_demonstrations_is_nobodys_final_reward():
@@ -279,6 +292,22 @@ def test_a_family_too_large_for_n_is_said():
     six = replace(study, runs=tuple(run for run in study.runs if run.seed < 6))
     text = _by_topic_text(six, "What n can show")
     assert text.startswith("6 pairs and 7 comparisons: no difference can get a verdict, for Holm over 7 needs 9 pairs.")
+
+
+def test_what_n_can_show_is_of_the_comparisons_that_have_it():
+    """With 8 and 3 pairs one is tested: neither has the 5 that lie between."""
+    study = _study({"grpo": LOW, "grpo_replay": EIGHT, "gspo": EIGHT})
+
+    def text(seeds):
+        runs = tuple(run for run in study.runs if run.seed < seeds.get(run.arm, 8))
+        return _by_topic_text(replace(study, runs=runs), "What n can show")
+
+    assert ": 8 pairs tell a true difference" in text({}) and "only" not in text({})
+    mixed = text({"gspo": 3})
+    assert ": 8 pairs tell a true difference" in mixed and mixed.endswith(" 1 comparison of 3 pairs: ranges only.")
+    assert ": 6 to 8 pairs tell a true difference" in text({"gspo": 6})
+    few = text({"gspo": 3, "grpo_replay": 5})
+    assert few.startswith("3 to 5 pairs per comparison: ranges only.") and "over 2 comparisons needs 7 pairs" in few
 
 
 def test_reading_compares_clipping_without_dividing_by_zero():

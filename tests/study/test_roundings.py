@@ -114,10 +114,12 @@ def test_survival_of_every_kind(folder):
     assert survival(native, []) == Survival.UNTESTED
     assert survival(native, [again("higher", 0.3), again("higher", 0.06)]) == Survival.SURVIVES
     assert survival(native, [again("higher", 0.3), again("not resolved", 0.06)]) == Survival.DIRECTION
+    assert survival(native, [again("higher", 0.3), again("not resolved", 0.85 - 0.8)]) == Survival.DIRECTION  # a tie
     assert survival(native, [again("higher", 0.3), again("not resolved", 0.04)]) == Survival.FALLS
     equal = again("no difference of interest", 0.01)
     assert survival(equal, [again("not resolved", -0.04)]) == Survival.DIRECTION
     assert survival(equal, [again("not resolved", -0.06)]) == Survival.FALLS
+    assert survival(equal, [again("not resolved", 0.85 - 0.8)]) == Survival.FALLS
     assert survival(again("not resolved", 0.3), [native]) == Survival.NO_CLAIM
     assert set(SURVIVAL_RULES) == set(Survival)
 

@@ -151,6 +151,13 @@ def test_a_difference_of_interest_is_the_studys_own():
     assert S.compare_paired(small, EQUAL, interest=0.01).verdict == "higher"
 
 
+@pytest.mark.parametrize("higher", [0.3, 0.55, 0.85, 0.95])
+def test_a_difference_that_is_the_one_of_interest_is_of_interest(higher):
+    """However the means round: 0.85 - 0.8 is less than 0.05 in floats, 0.55 - 0.5 is more."""
+    a, b = ({seed: value + 0.01 * (seed % 2) for seed in range(8)} for value in (higher, higher - 0.05))
+    assert (S.compare_paired(a, b).verdict, S.compare_paired(b, a).verdict) == ("higher", "lower")
+
+
 def test_a_family_pays_for_its_number():
     clear = S.compare_paired(arm(*[0.1, 0.11, 0.12, 0.09, 0.08, 0.1, 0.11, 0.1]), EQUAL)
     few = S.compare_paired(arm(0.1, 0.1, 0.1), EQUAL)
@@ -212,6 +219,13 @@ def test_collapse_on_short_and_flat_runs():
     assert not detect_collapse([0, 1], [0.5, 0.1]).collapsed  # no full window of five yet
     assert not detect_collapse(range(10), [0.0] * 10).collapsed  # nothing was ever learned
     assert not detect_collapse(range(10), [0.8] * 10).collapsed
+
+
+def test_a_step_without_a_reward_hides_no_collapse():
+    rewards = [0.8] * 8 + [0.1] * 8
+    known = detect_collapse([*range(3), *range(4, 16)], rewards[:3] + rewards[4:])
+    assert detect_collapse(range(16), [*rewards[:3], np.nan, *rewards[4:]]) == known and known.collapsed
+    assert not detect_collapse(range(8), [np.nan] * 8).collapsed
 
 
 @settings(max_examples=25)

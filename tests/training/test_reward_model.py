@@ -59,6 +59,14 @@ def test_it_learns_the_verifiers_order_and_keeps_a_tenth_of_history():
     assert (metrics["new"], metrics["old"]) == (32, 4), "32 / 0.9 * 0.1 = 3.6"
 
 
+def test_its_loss_is_the_mean_over_pairs(monkeypatch):
+    """Of the last epoch, each pair once: 32 pairs in batches of 20 and 12 do not count as two halves."""
+    model = reward_model(epochs=2, batch_size=20)
+    model.observe(rollout(torch.Generator().manual_seed(0)))
+    monkeypatch.setattr(model, "_update", lambda pairs: float(len(pairs)))  # as if a pair's loss were that
+    assert model.retrain(torch.Generator())["loss"] == (20 * 20 + 12 * 12) / 32
+
+
 def test_its_score_is_that_of_the_last_token_whatever_follows():
     model = reward_model()
     torch.nn.init.normal_(model.model.head.weight)
