@@ -154,9 +154,13 @@ class Tap:
     def before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.listeners:
             return
-        frame = None
-        if not compiling():
-            where = type(module).__name__
+        compiled, where = compiling(), type(module).__name__
+        inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
+        embeds = inputs.get("inputs_embeds")
+        if self.words is not None and embeds is not None and self.words.shape == embeds.shape[:2]:
+            inputs["input_ids"] = self.words
+        call = Call(inputs, len(self.sites), None if compiled else sys._getframe(1))  # refuses a packed batch
+        if not compiled:
             if threading.get_ident() != self.thread:
                 raise refusals.of_another_thread(where, self.thread)
             if stack(None)[1]:
@@ -165,12 +169,6 @@ class Tap:
                 self.abandon()  # a call that was interrupted, inside this very context
             if torch.is_grad_enabled():
                 self.checkpoints.follow()  # gradient checkpointing may have been switched on since
-            frame = sys._getframe(1)
-        inputs = {**dict(zip(self.parameters, args, strict=False)), **kwargs}
-        embeds = inputs.get("inputs_embeds")
-        if self.words is not None and embeds is not None and self.words.shape == embeds.shape[:2]:
-            inputs["input_ids"] = self.words
-        call = Call(inputs, len(self.sites), frame)
         call.goes_on(self._left)
         for listener in self.listeners:
             listener.begin(call)

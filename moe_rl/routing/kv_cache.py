@@ -60,8 +60,9 @@ def tokens_in(cache: Any) -> int:
 
 @no_type_check
 def _places(cache: Any) -> list[Any] | None:
-    """Of every tensor in the layers of a cache: what it is (or is a view of), how often that was written to, and where
-    its rows lie. Cropping changes nothing of this. None where torch does not say (inference mode, torch.func)."""
+    """Of every tensor in the layers of a cache: what it is (or is a view of), how often that was written to, and which
+    row of it is the first. Cropping changes nothing of this, along whichever axis the tokens are. None where torch does
+    not say (inference mode, torch.func)."""
     found: list[Any] = []
     for layer in getattr(cache, "layers", ()):
         for value in vars(layer).values():
@@ -69,10 +70,11 @@ def _places(cache: Any) -> list[Any] | None:
                 if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.numel():
                     whole = tensor if tensor._base is None else tensor._base
                     try:
-                        count, start = whole._version, tensor.data_ptr()
+                        count, start, first = whole._version, whole.data_ptr(), tensor.data_ptr()
                     except (RuntimeError, NotImplementedError):  # inference mode; torch.func
                         return None
-                    found.append((weakref.ref(whole), count, start, tensor.stride(0), tensor.shape[0]))
+                    row = (first - start) // max(1, tensor.stride(0) * tensor.itemsize)
+                    found.append((weakref.ref(whole), count, start, row, tensor.stride(0), tensor.shape[0]))
     return found or None
 
 

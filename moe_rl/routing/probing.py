@@ -1,9 +1,11 @@
 """A few tokens through a model, to see what its routers do: for the self-check only."""
 
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +19,9 @@ from moe_rl.routing.calls import Call, Listener, device_of
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.selection import FILL, LINEAR, MAX, TOPK, Job
+
+_SEEDED = ContextVar("seeded", default=False)  # whether `forward` seeds the random numbers
+_ONE_AT_A_TIME = threading.RLock()  # checks that seed them
 
 
 def refused(tap: Tap, index: int, why: str) -> UnsupportedModelError:
@@ -118,7 +123,8 @@ def forward(tap: Tap, batch: int, length: int) -> Tensor:
     assert isinstance(table, Tensor)
     vocabulary = int(table.shape[0])
     ids = (torch.arange(batch * length, device=device_of(tap.boundary)) * 7 + 1) % vocabulary
-    torch.manual_seed(0)  # dropout and jitter of train mode alike in every forward; `quiet` puts the state back
+    if _SEEDED.get():
+        torch.manual_seed(0)
     try:
         try:
             out = model(input_ids=ids.reshape(batch, length))
@@ -133,6 +139,7 @@ def forward(tap: Tap, batch: int, length: int) -> Tensor:
         raise UnsupportedModelError(
             f"the self-check could not run {type(model).__name__} on {batch} x {length} token ids: "
             f"{type(error).__name__}: {error}"
+            + ("" if tap.boundary is model else f" (a context on the {type(tap.boundary).__name__} in it may do)")
         ) from error
     logits = getattr(out, "logits", None)
     return (logits if logits is not None else out[0]).detach()
@@ -140,14 +147,12 @@ def forward(tap: Tap, batch: int, length: int) -> Tensor:
 
 @contextmanager
 def quiet(tap: Tap) -> Iterator[None]:
-    """Nothing is proven, compiled or differentiated, and afterwards random states and buffers are those of before."""
+    """Nothing is proven, compiled or differentiated, and afterwards buffers are those of before."""
     model, tap.examining = tap.boundary, True
     outer, tap.listeners = tap.listeners, []  # a context may be open already
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    devices = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        stack.enter_context(torch.random.fork_rng(devices=sorted(devices)))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         if "torch._dynamo" in sys.modules:  # layers that were compiled on their own would not show what they do
@@ -159,6 +164,30 @@ def quiet(tap: Tap) -> Iterator[None]:
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)
+
+
+@contextmanager
+def alike(tap: Tap) -> Iterator[None]:
+    """Every forward draws the same random numbers, and afterwards the random states are those of before.
+
+    They are the whole process's: where a forward draws nothing they are left alone, as another thread may draw.
+    """
+    devices = sorted({p.device.index or 0 for p in tap.boundary.parameters() if p.device.type == "cuda"})
+    states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+    one, other = (forward(tap, 2, 8).nan_to_num() for _ in range(2))
+    if torch.equal(one, other):
+        yield
+        return
+    with _ONE_AT_A_TIME:
+        torch.set_rng_state(states[0])
+        for device, state in zip(devices, states[1], strict=True):
+            torch.cuda.set_rng_state(state, device)
+        with torch.random.fork_rng(devices=devices):
+            token = _SEEDED.set(True)
+            try:
+                yield
+            finally:
+                _SEEDED.reset(token)
 
 
 @contextmanager

@@ -1,10 +1,10 @@
 """Before a model is first used, in train or in eval mode: does the intercept hold for it? A few tokens decide.
 
-Some forwards without gradients, in the mode that the model is in, all from one random state, which is put back with
-the buffers: one as it is; one that watches which operations its routers perform; one that replays its own routes (the
-output must be identical); one that forces routes which cover every expert (exactly those must arrive at the experts);
-and two that also set the routers' logits: the gates of forced experts must not be zero, and must not depend on which
-experts the router would have chosen.
+Some forwards without gradients, in the mode that the model is in: two that tell whether it draws random numbers (if so,
+all others start from one random state, which is put back); one as it is; one that watches which operations its routers
+perform; one that replays its own routes (the output must be identical); one that forces routes which cover every expert
+(exactly those must arrive at the experts); and two that also set the routers' logits: the gates of forced experts must
+not be zero, and must not depend on which experts the router would have chosen. Buffers are put back.
 """
 
 import math
@@ -19,7 +19,7 @@ from moe_rl.routing.calls import device_of
 from moe_rl.routing.errors import UnsupportedModelError
 from moe_rl.routing.evidence import kept_slots, tensors_of
 from moe_rl.routing.hooks import Tap
-from moe_rl.routing.probing import Seen, around, evidence, forced_forward, forward, quiet, refused, watch
+from moe_rl.routing.probing import Seen, alike, around, evidence, forced_forward, forward, quiet, refused, watch
 from moe_rl.routing.selection import LINEAR, Selector
 from moe_rl.routing.sequential_max import MaskedSelection, SequentialMax
 
@@ -36,7 +36,7 @@ def examine(tap: Tap) -> None:
         )
     before = tap.probes
     try:
-        with quiet(tap):
+        with quiet(tap), alike(tap):
             probes = _learn(tap)
     except BaseException:
         tap.probes = before

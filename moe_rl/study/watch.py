@@ -270,6 +270,9 @@ def _answer(api: Api, name: str, query: str) -> tuple[HTTPStatus, str, bytes]:
         status, content = HTTPStatus.NOT_FOUND, {"error": str(error)}
     except (StudyDataError, OSError, ValueError) as error:
         status, content = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
+    except Exception as error:  # values in somebody's files that nobody thought of: the page says so, and goes on
+        what = f"{name}: the files hold what cannot be shown ({type(error).__name__}: {error})"
+        status, content = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": what}
     return status, kind, json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -22,7 +22,7 @@ from tiny_families import supported, tiny_model
 REFUSED = {  # a state along the row, or attention that chooses among all of its tokens
     "AXK2ForCausalLM", "BailingHybridForCausalLM", "DeepseekV32ForCausalLM", "DeepseekV4ForCausalLM",
     "Dots3NoteForCausalLM", "GlmMoeDsaForCausalLM", "GraniteMoeHybridForCausalLM", "HYV4ForCausalLM",
-    "Inkling2ForCausalLM", "Inkling2LoopForCausalLM", "InklingForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM",
+    "Inkling2ForCausalLM", "InklingForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM",
     "LaraMiniForCausalLM", "Lfm2MoeForCausalLM", "MiniMaxForCausalLM", "MiniMaxM3VLForCausalLM",
     "NemotronHForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM", "ZayaForCausalLM",
 }  # fmt: skip

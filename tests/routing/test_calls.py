@@ -1,10 +1,11 @@
 """Padding, KV caches and generation modes: what is recorded is what the model did, or it is refused."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
-from routing_helpers import disturbed, hooked, moe, routes_of, tokens
+from routing_helpers import disturbed, hooked, moe, routes_of, sets, tokens
 from transformers import StaticCache
 
 from moe_rl.routing import (
@@ -58,6 +59,16 @@ def test_generate_records_what_teacher_forcing_routes(options: dict[str, Any]) -
     assert routes.tokens is not None and torch.equal(routes.tokens.long(), output[:, :-1])
     assert routes.equal(routes_of(model, output[:, :-1]))
     assert not hooked(model)
+
+
+def test_drafts_that_a_convolutions_cache_drops_are_no_other_sequences() -> None:
+    # A short convolution's state is cropped along its last axis: the same rows, which begin elsewhere in memory.
+    model = moe("Lfm2MoeForCausalLM")
+    inputs = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7]])
+    with record_routes(model) as recording:
+        output = model.generate(inputs, max_new_tokens=10, do_sample=False, prompt_lookup_num_tokens=3)
+    made = recording.routes.columns(slice(output.shape[1] - 1))
+    assert torch.equal(sets(made.ids), sets(routes_of(model, output[:, :-1]).ids))
 
 
 def test_generate_follows_replayed_routes() -> None:
@@ -130,6 +141,19 @@ def test_packed_continuous_batching_is_refused() -> None:
     model = moe()
     with record_routes(model), pytest.raises(RoutingError, match="continuous batching"):
         model.model(input_ids=tokens(1, 4), block_table=torch.zeros(1, 1))
+    said: list[str] = []
+
+    def batched() -> None:  # as `generate_batch` does, in a thread of its own
+        try:
+            model.model(input_ids=tokens(1, 4), block_table=torch.zeros(1, 1))
+        except RoutingError as error:
+            said.append(str(error))
+
+    with record_routes(model):
+        thread = threading.Thread(target=batched)
+        thread.start()
+        thread.join()
+    assert "continuous batching" in said[0]
 
 
 def test_manual_cache_loop_joins_steps_and_a_cache_from_before_has_no_routes() -> None:

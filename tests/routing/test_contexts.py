@@ -10,6 +10,7 @@ import torch
 from routing_helpers import assert_same, disturbed, hooked, moe, routes_of, tokens
 from torch import nn
 from torch.nn import functional
+from transformers import Qwen3MoeForSequenceClassification
 
 from moe_rl.routing import (
     RoutingError,
@@ -143,6 +144,39 @@ def test_attach_stays_until_detached() -> None:
         model(inputs)
     assert again.routes.equal(recording.routes)
     assert not hooked(model)
+
+
+def test_a_check_that_draws_nothing_leaves_the_processs_random_numbers_alone(monkeypatch) -> None:
+    def never(*_: Any) -> None:
+        raise AssertionError("another thread would draw the same numbers again")
+
+    quiet = moe().eval()
+    for name in ("manual_seed", "set_rng_state"):
+        monkeypatch.setattr(torch, name, never)
+    with record_routes(quiet):
+        pass
+    monkeypatch.undo()
+    drawn = disturbed(moe()).train()
+    for layer in drawn.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    state = torch.get_rng_state()
+    with record_routes(drawn):
+        pass
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_of_a_head_that_takes_no_two_sequences_it_is_said_what_may_do() -> None:
+    config = moe().config
+    config.pad_token_id = None
+    model = Qwen3MoeForSequenceClassification(config).eval()
+    with (
+        pytest.raises(UnsupportedModelError, match="a context on the Qwen3MoeModel in it may do"),
+        record_routes(model),
+    ):
+        pass
+    with record_routes(model.model) as recording:
+        model(tokens(1, 5))
+    assert recording.routes.shape[:2] == (1, 5)
 
 
 def test_the_model_is_left_as_it_was_by_the_self_check() -> None:

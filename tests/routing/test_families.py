@@ -129,6 +129,9 @@ def check_reached(ids: Tensor, reached: dict[str, Tensor], sites: list[Site]) ->
 def test_refused_family_is_named_with_its_reason(family: str) -> None:
     model = tiny_model(family)
     before = copy.deepcopy({n: len(m._forward_hooks) + len(m._forward_pre_hooks) for n, m in model.named_modules()})
-    with pytest.raises(UnsupportedModelError, match=r"DogeCDMoE.*not one top-k"), record_routes(model):
+    with (
+        pytest.raises(UnsupportedModelError, match=r"DogeCDMoE.*not one top-k|ran 2 times in one forward"),
+        record_routes(model),
+    ):
         pass
     assert before == {n: len(m._forward_hooks) + len(m._forward_pre_hooks) for n, m in model.named_modules()}

@@ -104,6 +104,12 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 16},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "inkling2_loop_text": {
+        "n_layers_per_attn_res_block": 1,
+        "loop_layer_index_start": 1,
+        "loop_layer_index_end": 2,
+        "loop_num_passes": 2,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
     "longcat_flash": {"num_layers": 2},
@@ -137,8 +143,9 @@ def families() -> dict[str, str]:
 
 
 def supported() -> list[str]:
-    """All of `families` but Doge, whose selection is not one top-k."""
-    return sorted(set(families()) - {"DogeForCausalLM"})
+    """All of `families` but Doge, whose selection is not one top-k, and Inkling2-Loop, whose looped layers run a router
+    several times in one forward."""
+    return sorted(set(families()) - {"DogeForCausalLM", "Inkling2LoopForCausalLM"})
 
 
 def tiny_config(model_type: str) -> Any:

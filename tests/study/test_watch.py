@@ -86,6 +86,15 @@ def test_what_is_not_there_is_named(server, path, message):
     assert status == 404 and message in content["error"]
 
 
+def test_a_value_that_nobody_thought_of_is_answered(server):
+    metrics = server.api.studies.folder / "grpo" / "seed0" / "metrics.jsonl"
+    before = metrics.read_text()
+    metrics.write_text(before + json.dumps({"kind": "update", "step": 0, "update": 1, "grad_norm": 10**400}) + "\n")
+    status, content = api(server, "run?run=grpo/seed0")
+    metrics.write_text(before)
+    assert status == 500 and "run: the files hold what cannot be shown (OverflowError" in content["error"]
+
+
 def test_a_cursor_behind_the_end_begins_again(server):
     status, run = api(server, "run?run=grpo/seed0&since=999999999999999-00000000")
     assert status == 200 and run["reset"] and len(run["rows"]["rollout"]) == 3

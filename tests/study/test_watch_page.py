@@ -1,6 +1,7 @@
 """The live page and the report's token view in a real headless browser, clicked and typed at."""
 
 import json
+import os
 
 from browser import lines, serving, text
 from synthetic import add_rows, write_study
@@ -120,6 +121,26 @@ def test_new_rows_appear_and_a_resumed_run_is_read_again(browser, url, study):
     assert "1 damaged lines" in text(browser, "#problems")
     metrics.write_text(json.dumps({"kind": "rollout", "step": 0, "reward": 0.111}) + "\n")
     browser.wait(f"{row}.includes('0.111') && {row}.includes('0/6')")
+
+
+def test_of_several_studies_the_first_stays_and_what_the_server_says_is_wrong_is_shown(browser, tmp_path):
+    for name, arm in (("a", "grpo"), ("b", "gspo")):
+        write_study(tmp_path / name, (arm,), (0,), 2)
+        os.utime(tmp_path / name, (0, 0 if name == "b" else 60))
+    with serving(tmp_path) as address:
+        browser.open(address)
+        browser.wait("document.querySelectorAll('#chart-reward path').length === 1")
+        first = text(browser, "#study option:checked")
+        assert first == "a"
+        os.utime(tmp_path / "b")  # it is written to, and the first of the list now
+        asked = "performance.getEntriesByType('resource').filter(e => e.name.includes('api/study?study=a')).length"
+        browser.wait(f"{asked} > 1")
+        assert browser.js("document.querySelector('#study').value") == first and text(browser, "#name") == "a"
+        (tmp_path / "a").rename(tmp_path / "gone")
+        browser.wait("document.querySelector('#status').textContent.includes(\"no study 'a'\")")
+        assert browser.js("document.querySelector('#status').classList.contains('lost')")
+    assert all("404" in complaint for complaint in browser.complaints)
+    browser.complaints.clear()
 
 
 def test_a_study_without_runs_is_waited_for(browser, tmp_path):

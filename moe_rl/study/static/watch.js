@@ -19,7 +19,7 @@
   ];
 
   const runs = new Map(); // name -> {since, points, step, seconds, tokenSteps, damaged, ...state of the last answer}
-  let study = null, version = 0, drawn = "", lost = false, timer = 0, polling = false;
+  let study = null, version = 0, drawn = "", lost = false, problem = "", timer = 0, polling = false;
   const view = { study: null, run: null, step: null, condition: 0, hidden: new Set(), metrics: [], smoothing: 1, range: null };
   let catalogue = {};
   let tokenChoice = {};
@@ -45,6 +45,7 @@
     clearTimeout(timer);
     try {
       study = await get("study");
+      view.study ??= study.studies[0] ?? null; // of several the first, for good: their order changes as they are written to
       for (const state of study.runs) {
         if (!runs.has(state.run)) runs.set(state.run, { since: "", tokenSteps: [], bytes: -1, ...unread() });
       }
@@ -58,8 +59,10 @@
         }
       }));
       lost = false;
+      problem = "";
     } catch (error) {
       lost = !error.answered;
+      problem = error.message;
       $("status").textContent = lost ? "no answer: has moe-rl watch ended? Trying again …" : error.message;
       $("status").classList.add("lost");
     }
@@ -144,8 +147,8 @@
     const parts = [`${count("done")} of ${study.runs.length} runs done`];
     for (const state of ["running", "starting", "stalled", "stopped", "failed", "waiting"]) if (count(state)) parts.push(`${count(state)} ${state}`);
     if (!study.runs.length) parts.splice(0, 1, "no run has begun yet; this page goes on by itself");
-    $("status").textContent = parts.join(" · ");
-    $("status").classList.remove("lost");
+    $("status").textContent = [...parts, problem].filter(Boolean).join(" · ");
+    $("status").classList.toggle("lost", problem !== "");
   }
 
   /** A run without a row for much longer than its steps take is called stalled. */
