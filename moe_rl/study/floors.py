@@ -69,6 +69,11 @@ def floor_rates(table: pd.DataFrame, key: str, changed: str, of: str) -> pd.Data
     return pd.DataFrame(found, dtype=float)
 
 
+def floor_runs(data: StudyData, floor: str) -> int:
+    """How many runs measured a floor."""
+    return len(data.floors.loc[data.floors["variant"].isin(FLOORS[floor]), ["arm", "seed"]].drop_duplicates())
+
+
 def _recorded(data: StudyData, columns: list[str]) -> pd.DataFrame:
     if data.floors.empty or not {"variant", *columns} <= set(data.floors.columns):
         return pd.DataFrame(columns=["variant", *columns])

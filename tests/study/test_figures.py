@@ -105,6 +105,21 @@ def test_interval_and_its_worth_are_in_the_caption(data, one_seed):
     assert reward(one_seed).frame["low"].isna().all()
 
 
+@pytest.mark.parametrize("name", ["expert_change", "variance_factors", "divergence", "expert_change_by_site"])
+def test_n_is_that_of_the_runs_that_have_what_the_figure_shows(data, name):
+    """Probes of one seed in three, and of two in one arm: n of the figure, not of the study."""
+    probes = data.probes[(data.probes["seed"] == 0) | ((data.probes["arm"] == "gspo") & (data.probes["seed"] == 1))]
+    part = dataclasses.replace(data, probes=probes)
+    figure = FIGURES[name](part)
+    assert "n = 1 seed per arm (2 for GSPO)" in figure.caption and "the 3 seeds" not in figure.caption
+    assert figure.figure._supxlabel.get_text() == "n = 1 seed per arm (fewer or more in some)"
+    if "n" in figure.frame:
+        assert figure.frame.groupby("arm")["n"].max().to_dict().items() >= {"grpo": 1, "gspo": 2}.items()
+    assert "n = 3 seeds per arm; " in reward(part).caption, "rewards were recorded by all"
+    without = dataclasses.replace(data, probes=probes[probes["arm"] != "gspo"])
+    assert "n = 1 seed per arm" in FIGURES[name](without).caption and "GSPO)" not in FIGURES[name](without).caption
+
+
 def test_conditions_are_panels_and_methods_keep_their_colour(data):
     assert [(c.noise, c.arms) for c in conditions(data)] == [
         (0.0, ("grpo", "grpo_replay", "gspo")),

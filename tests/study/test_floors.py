@@ -13,6 +13,7 @@ from moe_rl.study.figures import (
     change_by_position,
     dose_response,
     each_figure,
+    expert_change,
     expert_change_by_site,
     flips_per_token,
     variance_by_flips,
@@ -49,6 +50,12 @@ def test_floors_pool_runs_and_take_the_largest_of_the_own_variants(measured):
     variance = floor_variance(measured)
     assert variance.loc["own", "var_token"] == pytest.approx(3e-14)
     assert variance.loc["bf16", "var_sequence"] == pytest.approx(2e-5)  # mean of 1e-5 and 3e-5
+
+
+def test_a_floor_has_the_n_of_the_runs_that_measured_it(plain):
+    figure = expert_change(replace(plain, floors=pd.DataFrame(FLOORS[:5])))  # one of six runs with bf16, two without
+    counts = figure.frame.dropna(subset=["condition"]).groupby("condition")["n"].unique()
+    assert counts["floor, own"].tolist() == [2] and counts["floor, bf16"].tolist() == [1]
 
 
 def test_arms_of_fewer_layers_have_their_own_sites_on_the_same_axis(measured):

@@ -216,6 +216,9 @@ def test_gradients_are_told_by_the_median_over_probes_with_layers_apart(data):
     assert gradient_bias(earlier).frame["quantity"].nunique() == 3, "runs of versions that did not tell layers apart"
     frozen = replace(compared, probes=probes.assign(router_gradient_cosine=None))
     assert gradient_bias(frozen).frame["quantity"].nunique() == 2, "routers that are not trained have no gradient"
+    fewest = replace(data, probes=data.probes.assign(gradient_cosine=cosines, gradient_halves_cosine=0.1))
+    assert set(gradient_bias(fewest).frame["quantity"]) == {"gradient_cosine", "gradient_halves_cosine"}
+    assert "gradient_cosine" in result_tables(fewest)["gradients"]
 
 
 def test_extreme_tokens_come_from_the_probe_or_else_from_the_tokens(data):
@@ -228,6 +231,21 @@ def test_extreme_tokens_come_from_the_probe_or_else_from_the_tokens(data):
     extreme = (stored["logp_natural"] - stored["old_logp"]).abs() > np.log(2)
     assert again.loc[("grpo", 3), "seed0"] == pytest.approx(extreme.mean())
     assert ("grpo", 1) not in again.index, "only stored steps have tokens"
+    null = replace(data, probes=data.probes.assign(extreme_2_natural=None))
+    assert divergence(null).frame.equals(divergence(older).frame), "counts that are null are none"
+
+
+@pytest.mark.parametrize("arms", [2, 8])  # panels; a row per arm
+@pytest.mark.parametrize("values", [{"extreme_2_natural": 3}, {"extreme_2_natural": None, "tokens": 9}, {}])
+def test_kl_is_drawn_where_extreme_tokens_were_not_counted(tmp_path, arms, values):
+    for i in range(arms):
+        with RunWriter(tmp_path, arm=f"a{i}") as run:
+            for step in range(2):
+                run.rollout(step, reward=0.3)
+                run.probe(step, 1, k3_natural=0.1, **values)
+    figure = divergence(load(tmp_path))
+    assert set(figure.frame["quantity"]) == {"k3_natural"} and len(figure.figure.axes) == 1
+    assert "F(2): not recorded." in figure.caption
 
 
 def test_shares_of_the_decomposition_hold_half_of_the_covariance(split):
@@ -252,6 +270,27 @@ def test_a_step_without_a_gradient_is_no_point_of_the_log_axis(data):
     frame = FIGURES["gradient_norm"](replace(data, updates=updates)).frame.query("arm == 'grpo' and step == 3")
     seeds = frame[["seed1", "seed2"]].to_numpy()[0]
     assert frame["mean"].item() == pytest.approx(np.exp(np.log(seeds).mean())) and np.isnan(frame["seed0"].item())
+
+
+@pytest.mark.parametrize("arms", [2, 8])  # of one method: small panels, of eight too
+def test_an_arm_without_a_gradient_costs_no_other_its_line(tmp_path, arms):
+    def write(folder, still):
+        for i in range(arms):
+            with RunWriter(folder, arm=f"a{i}") as run:
+                for step in range(3):
+                    run.update(step, 1, grad_norm=0.0 if i in still else 1.0)
+        return load(folder)
+
+    figure = FIGURES["gradient_norm"](write(tmp_path / "one", {1}))
+    assert set(figure.frame["arm"]) == {f"a{i}" for i in range(arms)} - {"a1"}
+    assert len(figure.figure.axes) == arms - 1
+    with pytest.raises(NothingToDraw, match="gradient_norm: every norm is 0"):
+        FIGURES["gradient_norm"](write(tmp_path / "none", set(range(arms))))
+
+
+def test_no_gradient_at_all_is_no_empty_axis(data):
+    with pytest.raises(NothingToDraw, match="gradient_norm: every norm is 0"):
+        FIGURES["gradient_norm"](replace(data, updates=data.updates.assign(grad_norm=0.0)))
 
 
 def test_routing_noise_is_compared_by_geometric_mean_and_seed(split):

@@ -1,5 +1,9 @@
 """Sentences that several captions share. The report prints them once; a figure's own caption ends with them."""
 
+from collections import Counter
+
+import pandas as pd
+
 from moe_rl.study.arms import full_label, replay_identity
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.style import THIN_LINES
@@ -20,27 +24,30 @@ NOISE = (
 LINES = "Line: mean over seeds."
 GEOMETRIC = "On a log axis: geometric mean over seeds, and the interval of the logarithms."
 
+Runs = set[tuple[str, int]]
+"""Arm and seed of the runs that have what a figure needs: n counts these."""
+
 
 def noise_note(data: StudyData) -> str:
     """What selection noise is, where an arm has some."""
     return NOISE if (data.arms["noise"] > 0).any() else ""
 
 
-def seeds_note(data: StudyData, interval: bool) -> str:
+def seeds_note(data: StudyData, runs: Runs, interval: bool) -> str:
     """How many seeds, what the interval is, and which runs are unfinished."""
-    usual, others = _counts(data)
+    usual, others = _counts(data, runs)
     n = f"n = {usual} seed{'s' if usual > 1 else ''} per arm"
     n += f" ({', '.join(f'{k} for {label}' for label, k in others.items())})" if others else ""
     parts = [n, interval_note(usual)] if interval else [n]
     if data.unfinished:
-        runs = ", ".join(run.name for run in data.unfinished)
-        parts.append(f"unfinished runs included as far as they got: {runs}")
+        names = ", ".join(run.name for run in data.unfinished)
+        parts.append(f"unfinished runs included as far as they got: {names}")
     return "; ".join(parts) + "."
 
 
-def seeds_words(data: StudyData, mark: str) -> str:
+def seeds_words(data: StudyData, runs: Runs, mark: str) -> str:
     """The line under a figure: n, and what its bars or bands are."""
-    usual, others = _counts(data)
+    usual, others = _counts(data, runs)
     words = f"n = {usual} seed{'s' if usual > 1 else ''} per arm" + (" (fewer or more in some)" if others else "")
     if not mark or usual < 2:
         return words
@@ -61,8 +68,9 @@ def repeats(data: StudyData) -> set[str]:
     return set(same.loc[same["difference"] == 0, "arm"])
 
 
-def _counts(data: StudyData) -> tuple[int, dict[str, int]]:
-    counts = data.arms["seeds"].map(len)
-    counts = counts[~counts.index.isin(repeats(data))]
-    usual = int(counts.mode().iloc[0])
-    return usual, {full_label(data, str(arm)): int(k) for arm, k in counts.items() if k != usual}
+def _counts(data: StudyData, runs: Runs) -> tuple[int, dict[str, int]]:
+    """Seeds of most arms, and of the arms that have another number; arms without any are not in the figure."""
+    repeated, seeds = repeats(data), Counter(arm for arm, _ in runs)
+    counts = {str(arm): seeds[arm] for arm in data.arms.index if seeds[arm] and arm not in repeated}
+    usual = int(min(pd.Series(counts, dtype=int).mode(), default=0))
+    return usual, {full_label(data, arm): k for arm, k in counts.items() if k != usual}

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from moe_rl.names import nearest
 from moe_rl.study.data import StudyData
-from moe_rl.study.figures.notes import noise_note, seeds_note, seeds_words
+from moe_rl.study.figures.notes import Runs, noise_note, seeds_note, seeds_words
 from moe_rl.study.figures.saving import StudyFigure, house_style
 from moe_rl.study.figures.style import GREY, NothingToDraw
 
@@ -55,19 +55,27 @@ class Registered:
     def __call__(self, data: StudyData) -> StudyFigure:
         if not isinstance(data, StudyData):
             raise TypeError(f"figure {self.name!r} draws what study.load(...) returns, got {type(data).__name__}")
-        for table, columns in self.needs.items():
-            need(getattr(data, table), columns, self.name)
+        runs = self.runs(data)
         with house_style():
             drawn = self.draw(data)
             if not isinstance(drawn, Drawing):
                 raise TypeError(f"figure {self.name!r} must return a Drawing, got {type(drawn).__name__}")
-            words = seeds_words(data, drawn.interval)
+            words = seeds_words(data, runs, drawn.interval)
             drawn.figure.supxlabel(words, x=0.008, ha="left", fontsize=6.5, color=GREY)
         own = " ".join(part for part in (self.caption, drawn.said) if part)
-        notes = [*self.notes, *drawn.notes, noise_note(data), seeds_note(data, bool(drawn.interval))]
+        notes = [*self.notes, *drawn.notes, noise_note(data), seeds_note(data, runs, bool(drawn.interval))]
         shared = tuple(dict.fromkeys(note for note in notes if note))
         caption = " ".join((own, *shared))
         return StudyFigure(self.name, self.title, caption, drawn.figure, drawn.frame, own, shared, drawn.tables)
+
+    def runs(self, data: StudyData) -> Runs:
+        """The runs that recorded all that the figure needs; NothingToDraw where nothing of it was recorded."""
+        found = {(run.arm, run.seed) for run in data.runs}
+        for table, columns in self.needs.items():
+            rows = need(getattr(data, table), columns, self.name)
+            if "seed" in rows:  # the table of arms has none
+                found &= set(rows[["arm", "seed"]].drop_duplicates().itertuples(index=False, name=None))
+        return found
 
 
 TABLES = (*(f.name for f in fields(StudyData) if f.type is pd.DataFrame), "arms", "tokens")
@@ -87,10 +95,10 @@ def figure(
 ) -> Callable[[Callable[[StudyData], Drawing]], Registered]:
     """Register the function below as the figure of its name.
 
-    `title` and `caption` end with a full stop. `needs`: table of StudyData -> columns that must hold something there.
-    `rank`: place in the report, whose first six are its main figures. `notes`: sentences that other figures say too
-    (see `notes.py`); what selection noise is, and what n and the intervals are, is added by itself. `special`: only
-    some studies ask its question, so that in the others nothing is missing.
+    `title` and `caption` end with a full stop. `needs`: table of StudyData -> columns that must hold something there;
+    n counts the runs in which they do. `rank`: place in the report, whose first six are its main figures. `notes`:
+    sentences that other figures say too (see `notes.py`); what selection noise is, and what n and the intervals are, is
+    added by itself. `special`: only some studies ask its question, so that in the others nothing is missing.
     """
 
     def register(draw: Callable[[StudyData], Drawing]) -> Registered:

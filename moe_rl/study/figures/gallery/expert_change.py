@@ -14,6 +14,7 @@ from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.routing import DEFINITIONS, GSPO_CHANGE
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
 from moe_rl.study.figures.style import GREY, NothingToDraw, legend_above
+from moe_rl.study.floors import floor_runs
 from moe_rl.study.summary import last_updates, noise_floor
 
 COUNTS = [count for changed, total, _ in DEFINITIONS.values() for count in (changed, total)]
@@ -39,7 +40,7 @@ def expert_change(data: StudyData) -> Drawing:
         raise NothingToDraw("expert_change: slots, sites and tokens are 0 in every probe")
     floor = noise_floor(data)
     floors = [
-        {"definition": name, "condition": f"floor, {variant}", "mean": rate, "n": len(data.runs)}
+        {"definition": name, "condition": f"floor, {variant}", "mean": rate, "n": floor_runs(data, str(variant))}
         for name in DEFINITIONS
         for variant, rate in floor[name].items()
     ]

@@ -52,7 +52,8 @@ def gradient_table(data: StudyData) -> pd.DataFrame:
     each layer's cosine."""
     rows = data.probes.dropna(subset=["gradient_cosine"])
     names = [*COSINES, "gradient_norm_ratio", "router_gradient_norm_ratio"]
-    found = rows[["arm", "seed", "update", *names]].reset_index(drop=True).astype(dict.fromkeys(names, float))
+    found = rows.reindex(columns=["arm", "seed", "update", *names])  # other trainers may write some of them
+    found = found.reset_index(drop=True).astype(dict.fromkeys(names, float))
     if "layer_names" in rows:  # not in runs of earlier versions
         pairs = zip(rows["layer_names"], rows["layer_gradient_cosine"], strict=True)
         layers = [{f"layer_{name}": x for name, x in zip(names, cosines, strict=True)} for names, cosines in pairs]

@@ -4,6 +4,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.curves import curves, seed_tables
 from moe_rl.study.figures.notes import GEOMETRIC
 from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.style import NothingToDraw
 
 
 @figure(
@@ -18,6 +19,9 @@ def gradient_norm(data: StudyData) -> Drawing:
     """Gradient norm before clipping, mean over the updates of a step."""
     tables = seed_tables(data.updates.dropna(subset=["grad_norm"]), "step", "grad_norm")
     tables = {arm: table.where(table > 0).dropna(how="all") for arm, table in tables.items()}
+    tables = {arm: table for arm, table in tables.items() if len(table)}
+    if not tables:
+        raise NothingToDraw("gradient_norm: every norm is 0, no update had a gradient")
     drawn = curves(data, tables, "gradient norm\nbefore clipping", quantity="grad_norm", log=True, geometric=True)
     drawn.legend()
     return Drawing(drawn.figure, drawn.frame, interval="band")
