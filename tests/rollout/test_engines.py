@@ -2,11 +2,12 @@
 
 import copy
 import random
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from routing_helpers import moe
 from transformers import (
     AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
@@ -18,6 +19,9 @@ from transformers import (
     MiniMaxConfig,
     MiniMaxForCausalLM,
 )
+
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from routing_helpers import moe
 
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import make_task
