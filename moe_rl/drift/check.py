@@ -20,7 +20,7 @@ from moe_rl.drift.options import CheckOptions
 from moe_rl.drift.route_check import RouteCheck, check_routes
 from moe_rl.measure.noise_floor import first_line, rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
-from moe_rl.policy.models import check_path, taken_for_hub_id
+from moe_rl.policy.models import check_path, taken_for_hub_id, vocabulary_of
 from moe_rl.policy.tiny import ModelError
 from moe_rl.routing import RoutedExperts, UnsupportedModelError
 from moe_rl.routing.skeleton import sites_of
@@ -48,7 +48,7 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
     device = check_device(options.device)
     model, K = _loaded(options, device)
     captured = _cut(read_capture(options.file, K, options.pad_token_id), options, say)
-    vocabulary = model.config.get_text_config().vocab_size
+    vocabulary = vocabulary_of(model)
     for b, words in enumerate(captured.tokens):
         if int(words.max()) >= vocabulary:
             raise DriftError(

@@ -28,6 +28,7 @@ from moe_rl.policy.tiny import (
 )
 from moe_rl.processes import no_progress_bars
 from moe_rl.rollout import Task
+from moe_rl.rollout.task import problems_of, user_code
 
 COLD_START = "cold_start.json"
 """In the folder of a kept cold start: how it was made, and what its files are."""
@@ -109,20 +110,16 @@ def _recipe(tiny: TinyConfig, start: ColdStartConfig, task: Task) -> dict[str, A
     what it is called, and what decides its rounding, instruction set and experts implementation (over some hundred
     steps another rounding is another model)."""
     rng = random.Random(0)
-    shown: list[Any] = [getattr(task, "problems", None)]  # of a file, every line
+    shown: list[Any] = [getattr(task, "identity", "")]
     demonstrate = getattr(task, "demonstration", lambda *_: "")
-    for held_out in (False, True) * 16:
-        problem = task.problem(rng, held_out)
-        demonstration = demonstrate(problem, rng, 0.5)
+    for problem in (*problems_of(task, rng, 16), *problems_of(task, rng, 16, held_out=True)):
         answer = problem.answer
-        judged = (
-            answer,
-            f"= {answer}",
-            f"{answer} or {answer}",
-            demonstration,
-            "",
-        )  # verifiers differ in what they take
-        rewards = [task.reward(problem, text) for text in judged]
+        with user_code(task, "demonstration", problem):
+            demonstration = demonstrate(problem, rng, 0.5)
+        # verifiers differ in what they take beside the bare answer
+        judged = (answer, f"= {answer}", f"{answer} or {answer}", demonstration, "")
+        with user_code(task, "reward", problem):
+            rewards = [task.reward(problem, text) for text in judged]
         shown.append((problem.prompt, answer, demonstration, rewards))
     recipe = {
         "tiny": asdict(tiny),

@@ -59,7 +59,7 @@ class HuggingFaceEngine(ModelEngine):
         self.config = config
         if config.experts_implementation is not None:
             try:
-                hf_model(copied).set_experts_implementation(config.experts_implementation)  # type: ignore[operator]  # nn.Module
+                hf_model(copied).set_experts_implementation(config.experts_implementation)  # type: ignore[operator]  # a Tensor, for nn.Module
             except (ValueError, AttributeError, ImportError) as error:
                 raise EngineError(
                     f"rollout.engine.experts_implementation: {config.experts_implementation!r} cannot be had here: "

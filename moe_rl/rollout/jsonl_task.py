@@ -6,6 +6,7 @@
 Other fields are ignored. The file is read once, when it is first needed.
 """
 
+import hashlib
 import math
 import random
 from collections.abc import Iterable
@@ -91,6 +92,11 @@ class JsonLines:
     def chats(self) -> bool:
         """Whether there are messages, so that a chat template is needed."""
         return any(problem.messages is not None for part in self.problems for problem in part)
+
+    @property
+    def identity(self) -> str:
+        """A digest of all lines."""
+        return hashlib.sha256(repr(self.problems).encode()).hexdigest()
 
     @property
     def alphabet(self) -> str:

@@ -58,6 +58,7 @@ class Task(Protocol):
       policy goes on; None ends the conversation. `max_turns`: turns of the policy at most (4).
     - `rewards(problem, completion) -> dict[str, float]`: several rewards, the same names for every completion. For
       multi-reward advantages.
+    - `identity`: as text, what makes it another task where a few problems do not show that. For kept cold starts.
     """
 
     @property

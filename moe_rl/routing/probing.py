@@ -21,7 +21,7 @@ from moe_rl.routing.hooks import Tap
 from moe_rl.routing.selection import FILL, LINEAR, MAX, TOPK, Job
 
 _SEEDED = ContextVar("seeded", default=False)  # whether `forward` seeds the random numbers
-_ONE_AT_A_TIME = threading.RLock()  # checks that seed them
+_ONE_AT_A_TIME = threading.RLock()  # what looks at the random numbers, or seeds them
 
 
 def refused(tap: Tap, index: int, why: str) -> UnsupportedModelError:
@@ -173,21 +173,20 @@ def alike(tap: Tap) -> Iterator[None]:
     They are the whole process's: where a forward draws nothing they are left alone, as another thread may draw.
     """
     devices = sorted({p.device.index or 0 for p in tap.boundary.parameters() if p.device.type == "cuda"})
-    states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
-    one, other = (forward(tap, 2, 8).nan_to_num() for _ in range(2))
-    if torch.equal(one, other):
-        yield
-        return
     with _ONE_AT_A_TIME:
-        torch.set_rng_state(states[0])
-        for device, state in zip(devices, states[1], strict=True):
-            torch.cuda.set_rng_state(state, device)
-        with torch.random.fork_rng(devices=devices):
+        own, others = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in devices]
+        if draws := not torch.equal(*(forward(tap, 2, 8).nan_to_num() for _ in range(2))):
+            torch.set_rng_state(own)
+            for device, state in zip(devices, others, strict=True):
+                torch.cuda.set_rng_state(state, device)
             token = _SEEDED.set(True)
             try:
-                yield
+                with torch.random.fork_rng(devices=devices):
+                    yield
             finally:
                 _SEEDED.reset(token)
+    if not draws:
+        yield
 
 
 @contextmanager

@@ -39,12 +39,12 @@ def refusing(number: int, at: int) -> None:
     """From the `at`-th writing operation of this process on, all of them fail with an error of the system."""
     done = [0]
 
-    def wrapped(operation: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
+    def wrapped(operation: Callable[..., Any], writes: Callable[..., bool], names: bool = False) -> Callable[..., Any]:
         def act(*args: Any, **options: Any) -> Any:
             if writes(*args, **options):
                 done[0] += 1
                 if done[0] > at:
-                    raise OSError(number, os.strerror(number))
+                    raise OSError(number, os.strerror(number), *([str(args[0])] if names else []))
             return operation(*args, **options)
 
         return act
@@ -52,8 +52,8 @@ def refusing(number: int, at: int) -> None:
     def opened(path: Any, mode: str = "r", *_: Any, **__: Any) -> bool:
         return bool(set(mode) & set("wax+"))
 
-    for name in ("fsync", "replace", "rename", "mkdir"):
-        setattr(os, name, wrapped(getattr(os, name), lambda *_, **__: True))
+    for name in ("fsync", "replace", "rename", "mkdir"):  # what the others refuse the program must name itself
+        setattr(os, name, wrapped(getattr(os, name), lambda *_, **__: True, names=name == "mkdir"))
     os.open = wrapped(os.open, lambda path, flags, *_, **__: bool(flags & WRITING))
     builtins.open = wrapped(builtins.open, opened)
     io.open = wrapped(io.open, opened)
