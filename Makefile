@@ -21,7 +21,7 @@ check: .venv/.installed   ## lint, format, types, import arrows
 figures: .venv/.installed ## redraw figures and report of the main study
 	$(BIN)/moe-rl figures runs/replay_vs_gspo
 
-reliability: .venv/.installed ## kills, faults and random input by the thousand; writes docs/reliability.md (25 CPU minutes)
+reliability: .venv/.installed ## kills, faults and random input by the thousand; writes docs/reliability.md (35 CPU minutes)
 	$(BIN)/python tests/reliability/campaign.py
 
 bench: .venv/.installed   ## all CPU benchmarks (under fifteen minutes on an idle core); writes docs/benchmarks.md

@@ -35,7 +35,8 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 def _renamed(path: Path) -> Iterator[str]:
     """A temporary name beside `path`, which takes its place if the block ends well and is removed if not."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    with naming(path):
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     os.close(handle)
     try:
         with naming(path):

@@ -1,5 +1,6 @@
 """Files written whole or not at all, and folders with one writer."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_rl.files import InUseError, atomic_file, sole_writer, still_written, sweep, write_tensors
+from moe_rl.files import InUseError, atomic_file, sole_writer, still_written, sweep, write_atomic, write_tensors
 
 HOLD = """
 import sys, time
@@ -31,7 +32,13 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a"]
 
 
-def test_an_error_names_the_file(tmp_path):
+def test_an_error_names_the_file(tmp_path, monkeypatch):
+    def refuse(**_):
+        raise OSError(errno.EROFS, "Read-only file system", "/somewhere/.a.x7f3.tmp")
+
+    with monkeypatch.context() as refusing, pytest.raises(OSError, match=r"Read-only file system: '.*/a'"):
+        refusing.setattr("tempfile.mkstemp", refuse)  # even a temporary name cannot be had
+        write_atomic(tmp_path / "a", "text")
     with pytest.raises(OSError, match=r"a\.safetensors"):
         (tmp_path / "a.safetensors").mkdir()
         write_tensors(tmp_path / "a.safetensors", {"x": torch.zeros(2)})

@@ -120,7 +120,7 @@ def prompt_files(root: Path) -> Case:
         path.write_bytes(data if rng.random() < 0.8 else damaged_bytes(rng, data))
         chosen = tokenizer if rng.random() < 0.9 else plain
         check_file(path, chosen)
-        list(examples(path, chosen, 64, rng.choice([2, 64]), Skipped()))
+        list(examples(path, chosen, len(chosen), rng.choice([2, 64]), Skipped()))
         return "answered"
 
     return case
