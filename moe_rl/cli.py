@@ -187,12 +187,12 @@ def run_verb(arguments: list[str]) -> None:
     arm, seed = arm_and_seed(given)
     with importing():
         import tyro
+        from torch.distributed import is_initialized
 
         from moe_rl.processes import end_at_once
         from moe_rl.study.progress import Lines
         from moe_rl.study.run import run_one
         from moe_rl.training import RunConfig
-        from moe_rl.training.launch import launched_processes
 
     study = load(given.path)
     first = next(iter(study.arms)) if arm is None else arm
@@ -219,7 +219,7 @@ def run_verb(arguments: list[str]) -> None:
     run_one(options.config, folder, options.cold_starts, Lines(options.config.optim.steps), command)
     if os.environ.get("RANK", "0") == "0":
         print(f"{'already done' if done else 'done'}: {folder}")
-    if launched_processes() > 1:
+    if is_initialized():
         end_at_once()
 
 

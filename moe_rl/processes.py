@@ -68,8 +68,9 @@ def end_with_parent(parent: int) -> None:
 def end_at_once() -> NoReturn:
     """End this process with status 0, without the interpreter's own end.
 
-    For a rank whose work is written and whose peers have said so too: freeing a process group or a DDP model there has
-    been seen to abort, and once not to come back (gloo, torch 2.13), and the launcher waits for every rank.
+    For a rank whose work is written and whose peers, where it has any, have said so too: freeing a process group or a
+    sharded or DDP model there has been seen to abort, and once not to come back (gloo, torch 2.13), and the launcher
+    waits for every rank.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -88,7 +88,7 @@ class Group(Ranks):
     def __init__(self, config: DistributedConfig, device: str, tracker: str | None, folder: Path | None, cpu: bool):
         super().__init__(device, tracker, folder, cpu)
         self.distributed = config
-        if self.size > 1:
+        if dist.is_initialized():
             atexit.register(_leave)
 
     # -- models ----------------------------------------------------------------------------------------------------

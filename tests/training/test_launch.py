@@ -91,6 +91,20 @@ def test_accelerate_launch_gives_the_losses_of_one_process(launch, tmp_path, mon
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp2"])
+def test_a_launched_process_does_not_wait_for_the_end_of_the_interpreter(strategy, launch, tmp_path):
+    """A single one neither: its group, freed there, has been seen to abort a run that was written ("terminate called
+    without an active exception")."""
+    (tmp_path / "main.py").write_text(
+        "import atexit, sys\nfrom moe_rl.cli import main\n"
+        "atexit.register(print, 'the interpreter ended', file=sys.stderr)\nmain(sys.argv[3:])\n"
+    )
+    one = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "main.py")
+    said = launch(strategy, f"--distributed.strategy={strategy}", "--distributed.processes=1", launcher=one)
+    assert (tmp_path / strategy / "DONE").exists() and "the interpreter ended" not in said
+
+
+@pytest.mark.slow
 def test_accelerate_launch_on_a_cpu_starts_one_process_and_is_refused(launch, tmp_path):
     """It would train in one process without a word, whatever the study says."""
     said = launch("none", launcher=(*ACCELERATE, "--cpu", "--num_processes", "2"), status=1)
