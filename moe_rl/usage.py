@@ -54,7 +54,7 @@ RUN_OPTIONS = {
     "--output DIR": "where to write (default: runs/NAME/ARM/seedN)",
     "--trust": "let the study file run code that is no part of moe_rl, and send data to machines it names",
     "--method.objective NAME": "grpo, gspo, dapo, ...: docs/methods.md lists them",
-    "--method.replay KIND": "none, R2 (routes of the old policy) or R3 (routes of the rollout engine)",
+    "--method.replay KIND": "none, R2 (the old policy's routes), R3 (the rollout engine's) or PR2 (predicted ones)",
     "--method.noise X": "selection noise on the router logits in the update forward, a stress test",
 }
 

@@ -28,6 +28,10 @@ the token's current and old probability, and the ceiling of the ratio. Needs: ar
 method cannot do without. Anchor: the denominator of the ratio, the training engine's old policy or the rollout
 engine's. Correction: the weight's kind, bounds and numerator, the old policy or the current one. Route weight: where
 the weight of RSPO's router shift enters. DPO learns from pairs and is in `moe_rl/objectives/preferences.py`.
+
+Each goes with each kind of replay (`method.replay`): `none`; `R2`, the routes of the training engine's old policy; `R3`
+(arXiv:2510.11370), those of the rollout engine; `PR2` (PR², arXiv:2606.00395), predicted ones, as
+`moe_rl/training/predictor.py` defines them.
 """
 
 _COLUMNS = (

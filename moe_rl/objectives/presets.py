@@ -79,7 +79,6 @@ OBJECTIVES: dict[str, Objective] = {name: preset.objective for name, preset in P
 LEFT_OUT = {
     "VACO (arXiv:2603.01365)": "realigns advantages by V-trace on a value model and filters tokens until the batch's total variation is within its bound; its equations were not seen, and the language-model variant in public code (open-instruct) is another method, of which there have been two definitions.",
     "Score centring (arXiv:2609.20807)": "subtracts the sampler's expected score, which needs the log-probabilities of every token that could have been sampled; the loss sees those of the sampled ones.",
-    "PR² (arXiv:2606.00395)": "trains a predictor of the next routes with the policy: an architecture, not a loss.",
     "DPPO Top-K": "estimates the divergence from the K most probable tokens of both policies; the loss sees the sampled ones.",
 }  # fmt: skip
 """Methods that are known and not here, each with the reason."""

@@ -15,7 +15,13 @@ from moe_rl.routing.change import (
 from moe_rl.routing.contexts import record_routes, replay_routes
 from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.replay import Replay
-from moe_rl.routing.rerun import biased_routes, noisy_routes, record_margins
+from moe_rl.routing.rerun import (
+    biased_routes,
+    noisy_routes,
+    predicted_routes,
+    record_margins,
+    record_router_logits,
+)
 from moe_rl.routing.router_stats import (
     active_set_churn,
     boundary_margin,
@@ -53,7 +59,9 @@ __all__ = [
     "load_cv",
     "load_entropy",
     "noisy_routes",
+    "predicted_routes",
     "record_margins",
+    "record_router_logits",
     "record_routes",
     "replay_routes",
     "router_js",

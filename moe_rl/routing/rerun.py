@@ -1,11 +1,11 @@
-"""Contexts that change or watch the live choice: selection noise, a selection bias, margins.
+"""Contexts that change or watch the live choice: selection noise, predicted routes, a selection bias, margins, logits.
 
-Noise and margins run a router once more, on copies and without gradients, before it runs, and let it then choose what
-it chose in that run. Neither is a model of training: noise is a stress test of a dose that can be set, margins tell how
-close each choice was. A bias is added where a router ranks its experts.
+All but the bias run a router once more, on copies and without gradients, before it runs, and let it then choose what
+it chose in that run. Noise and margins are no model of training: noise is a stress test of a dose that can be set,
+margins tell how close each choice was. A bias is added where a router ranks its experts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -37,22 +37,20 @@ def _rerun(
     return job.chosen
 
 
-class _Noise(TorchFunctionMode):
-    """Adds Gaussian noise to the linear map that makes the router's logits."""
+class _Logits(TorchFunctionMode):
+    """Hands the router's input and logits to `become`, and goes on with the logits that it gives back."""
 
-    def __init__(self, probe: Selector, sigma: float, generator: torch.Generator | None) -> None:
+    def __init__(self, probe: Selector, become: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
-        self.probe, self.sigma, self.generator, self.calls = probe, sigma, generator, 0
+        self.probe, self.become, self.calls = probe, become, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in LINEAR and isinstance(out, Tensor) and out.ndim:
             self.calls += 1
             if self.calls - 1 == self.probe.logits:
-                device = self.generator.device if self.generator is not None else out.device
-                noise = torch.randn(out.shape, generator=self.generator, device=device, dtype=torch.float32)
-                # At least float32 from here on: in bfloat16 a small sigma would be rounded away.
-                return out.to(torch.promote_types(out.dtype, torch.float32)) + self.sigma * noise.to(out.device)
+                place, name = (1, "mat1") if func is torch.addmm else (0, "input")
+                return self.become(args[place] if place < len(args) else kwargs[name], out)
         return out
 
 
@@ -83,16 +81,24 @@ class Rerun(Listener):
         raise NotImplementedError
 
 
-class Noise(Rerun):
-    """Finds out what a router would choose under noisy logits, and has it choose that."""
+class Moved(Rerun):
+    """Finds out what a router would choose if `move` were added to its logits, and has it choose that.
 
-    def __init__(self, sigma: float, generator: torch.Generator | None) -> None:
-        self.sigma, self.generator = sigma, generator
+    move: (site by name, the router's input, its logits) -> what is added, fp32.
+    """
+
+    def __init__(self, move: Callable[[str, Tensor, Tensor], Tensor]) -> None:
+        self.move = move
 
     def choose(
         self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
     ) -> Tensor:
-        return _rerun(name, probe, module, args, kwargs, bias, _Noise(probe, self.sigma, self.generator))
+        def moved(states: Tensor, logits: Tensor) -> Tensor:
+            # At least float32 from here on: in bfloat16 a small move would be rounded away.
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return wide + self.move(name, states, logits).to(wide.device)
+
+        return _rerun(name, probe, module, args, kwargs, bias, _Logits(probe, moved))
 
 
 class Bias(Listener):
@@ -123,8 +129,8 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class Margins(Rerun):
-    """Margins of the choices of every router, `.values`."""
+class Reading(Rerun):
+    """Base class: reads numbers of every token at every site, `[N,...]` of each, while it reruns the routers."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = {name: index for index, name in enumerate(names)}
@@ -138,6 +144,32 @@ class Margins(Rerun):
     def end(self, call: Call) -> None:
         self._calls.append((call.batch, call.length, self._now))
 
+    def keep(self, name: str, read: Tensor) -> None:
+        self._now[self._names[name]] = read
+
+    @property
+    def values(self) -> Float[Tensor, "B T L ..."]:
+        """What was read, float32 or wider; NaN at sites without a choice; calls of one length joined along the batch.
+        RoutingError for calls of several lengths, as those of generate() are, and for sites of several widths."""
+        if not self._calls:
+            raise RoutingError("nothing was read: no call of the model happened inside the context")
+        lengths = sorted({length for _, length, _ in self._calls})
+        if len(lengths) > 1:
+            raise RoutingError(f"calls of different lengths {lengths} do not make one batch; read what they gave apart")
+        parts = []
+        for batch, length, rows in self._calls:
+            read = [row for row in rows if row is not None] or [torch.empty(batch * length)]
+            if len(shapes := {row.shape[1:] for row in read}) > 1:
+                raise RoutingError(f"sites of different widths do not make one tensor: {sorted(map(list, shapes))}")
+            none = torch.full_like(read[0], float("nan"))
+            one = torch.stack([none if row is None else row for row in rows], 1)
+            parts.append(one.view(batch, length, *one.shape[1:]))
+        return torch.cat(parts)
+
+
+class Margins(Reading):
+    """Margins of the choices of every router, `.values` `[B,T,L]`, float32, on the CPU."""
+
     def choose(
         self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
     ) -> Tensor:
@@ -149,25 +181,32 @@ class Margins(Rerun):
         scores = scores if bias is None else scores + bias.to(scores.device)
         never = torch.full((len(scores),), float("inf"), device=scores.device)
         margin = boundary_margin(scores.float(), probe.k) if probe.k < probe.num_experts else never
-        self._now[self._names[name]] = margin.cpu()
+        self.keep(name, margin.cpu())
         return ids
 
+
+class RouterLogits(Reading):
+    """Input and logits of every router, `.inputs` `[B,T,L,H]` and `.logits` `[B,T,L,E]`, detached, float32 or wider."""
+
+    def choose(
+        self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
+    ) -> Tensor:
+        def seen(states: Tensor, logits: Tensor) -> Tensor:
+            both = [x.detach().reshape(-1, x.shape[-1]) for x in (states, logits)]
+            wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in both]
+            self.width = wide[0].shape[-1]
+            self.keep(name, torch.cat(wide, -1))
+            return logits
+
+        return _rerun(name, probe, module, args, kwargs, bias, _Logits(probe, seen))
+
     @property
-    def values(self) -> Float[Tensor, "B T L"]:
-        """float32, on the CPU; NaN at sites without a choice; calls of one length joined along the batch. RoutingError
-        for calls of several lengths, as those of generate() are."""
-        if not self._calls:
-            raise RoutingError("nothing was read: no call of the model happened inside the context")
-        lengths = sorted({length for _, length, _ in self._calls})
-        if len(lengths) > 1:
-            raise RoutingError(
-                f"margins of calls of different lengths {lengths} do not make one batch; read them apart"
-            )
-        parts = []
-        for batch, length, rows in self._calls:
-            none = torch.full((batch * length,), float("nan"))
-            parts.append(torch.stack([none if row is None else row for row in rows], -1).view(batch, length, -1))
-        return torch.cat(parts)
+    def inputs(self) -> Float[Tensor, "B T L H"]:
+        return self.values[..., : self.width]
+
+    @property
+    def logits(self) -> Float[Tensor, "B T L E"]:
+        return self.values[..., self.width :]
 
 
 # -- the contexts ------------------------------------------------------------------------------------------------------
@@ -184,17 +223,64 @@ def noisy_routes(model: nn.Module, sigma: float, generator: torch.Generator | No
 
     sigma: in units of the router's logits. generator: source of the noise; its device may differ from the model's.
     Raises UnsupportedModelError where the logits are not one linear map inside the router; RoutingError inside another
-    noise or `record_margins`.
+    noise, `record_margins` or their like.
     """
     if isinstance(sigma, str) or not sigma >= 0:
         raise RoutingError(f"sigma must be a number of at least 0, got {sigma!r}")
+
+    def noise(name: str, states: Tensor, logits: Tensor) -> Tensor:
+        device = generator.device if generator is not None else logits.device
+        return sigma * torch.randn(logits.shape, generator=generator, device=device, dtype=torch.float32)
+
+    tap, _ = _with_logits(model)
+    with tap.listen(Moved(noise)):
+        yield
+
+
+@contextmanager
+def predicted_routes(model: nn.Module, weights: Float[Tensor, "L E H"]) -> Iterator[None]:
+    """Experts are chosen by the top k of what the router makes of `logits + W h`, h the router's input: the routes of
+    a predictor of where the router will have moved to (PR², arXiv 2606.00395). Gate weights, gradients and router
+    losses come from the logits alone. A replay wins where it forces.
+
+    weights: W of every site, in order. They may be changed in place between calls.
+    Raises RoutingError for another shape, and inside `noisy_routes`, `record_margins` or their like;
+    UnsupportedModelError as `noisy_routes`.
+    """
+    tap, names = _with_logits(model)
+    if weights.ndim != 3 or len(weights) != len(names):
+        raise RoutingError(f"weights must be [L,E,H] of {len(names)} sites, got {list(weights.shape)}")
+    of = dict(zip(tap.names, weights, strict=True))
+
+    def prediction(name: str, states: Tensor, logits: Tensor) -> Tensor:
+        own = of[name]
+        if own.shape != (logits.shape[-1], states.shape[-1]):
+            needed = [logits.shape[-1], states.shape[-1]]
+            raise RoutingError(f"site {name}: weights must be [E,H] = {needed}, got {list(own.shape)}")
+        return nn.functional.linear(states.to(own.dtype), own.detach())
+
+    with tap.listen(Moved(prediction)):
+        yield
+
+
+@contextmanager
+def record_router_logits(model: nn.Module) -> Iterator[RouterLogits]:
+    """Record the input and the logits of every router, in all calls. Outputs are not changed. Inside a replay the
+    logits are those of the hidden states that follow it. Raises as `predicted_routes`."""
+    tap, _ = _with_logits(model)
+    reading = RouterLogits(tap.names)
+    with tap.listen(reading):
+        yield reading
+
+
+def _with_logits(model: nn.Module) -> tuple[Tap, list[str]]:
+    """`acquire`, for what needs one linear map that makes the logits of each router."""
     tap, names = acquire(model)
     for name, site, probe in zip(names, tap.sites, tap.probes, strict=True):
         if probe.logits < 0 and not site.fixed:
             raise UnsupportedModelError(f"site {name} ({type(site.module).__name__}): no linear map makes its logits")
     _refuse_second(tap)
-    with tap.listen(Noise(sigma, generator)):
-        yield
+    return tap, names
 
 
 @contextmanager
@@ -234,8 +320,9 @@ def biased_routes(model: nn.Module, bias: Float[Tensor, "L E"] | None = None) ->
 def _refuse_second(tap: Tap) -> None:
     if any(isinstance(listener, Rerun) for listener in tap.listeners):
         raise RoutingError(
-            "noisy_routes or record_margins is open on this model already: each has a router choose again what it "
-            "chose in a run of its own, so that of two only one would act. Leave that context first"
+            "noisy_routes, predicted_routes, record_margins or record_router_logits is open on this model already: "
+            "each has a router choose again what it chose in a run of its own, so that of two only one would act. "
+            "Leave that context first"
         )
 
 
@@ -247,7 +334,7 @@ def record_margins(model: nn.Module) -> Iterator[Margins]:
     infinite where all experts are taken.
 
     Outputs are not changed. Inside a replay the margin is that of the live choice. Raises as `record_routes`;
-    RoutingError inside `noisy_routes` or another `record_margins`.
+    RoutingError inside `noisy_routes`, another `record_margins` or their like.
     """
     tap, _ = acquire(model)
     _refuse_second(tap)

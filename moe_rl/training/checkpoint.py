@@ -84,6 +84,8 @@ def write_state(state: State, staging: Path) -> None:
         write_tensors(staging / "comparisons.safetensors", _own(state.reward_model.tensors()))
     if state.expert_bias is not None:
         write_tensors(staging / "expert_bias.safetensors", _own({"bias": state.expert_bias.values}))
+    if state.predictor is not None:
+        write_tensors(staging / "predictor.safetensors", _own(state.predictor.tensors()))
     for index, batch in enumerate(state.waiting):
         save_responses(staging, f"batch_{index}", batch)
     for index, draft in enumerate(state.drafts):
@@ -156,6 +158,8 @@ def load_checkpoint(state: State) -> Mark | None:
         state.reward_model.restore(_load(folder / "comparisons.safetensors"))
     if state.expert_bias is not None:
         state.expert_bias.values.copy_(_load(folder / "expert_bias.safetensors")["bias"])
+    if state.predictor is not None:
+        state.predictor.restore(_load(folder / "predictor.safetensors"))
     state.waiting.clear()
     for index, step in enumerate(manifest["queue_steps"]):
         parts = {"ref_logps": None, **_saved_parts(folder, f"batch_{index}")}

@@ -16,8 +16,10 @@ from moe_rl.policy.models import ModelConfig
 from moe_rl.rollout import TaskConfig
 from moe_rl.rollout.engine_config import EngineConfig
 
-Replay = Literal["none", "R2", "R3"]
+Replay = Literal["none", "R2", "R3", "PR2"]
 Source = Literal["policy", "initial", "demonstrations"]
+OF_SAMPLER = ("R3", "PR2")
+"""Replays of the routes under which responses were sampled."""
 IN_GROUPS = ("group", "leave_one_out", "process", "decoupled")
 """Advantages that compare the responses of a group."""
 DPO = "dpo"
@@ -37,7 +39,11 @@ class MethodConfig:
     """`none`: live routing. `R2`: force the routes of the training engine's old policy in forward and backward; the
     first update of a batch is unaltered by it, since these are the routes it would take. `R3`: force the routes that
     the rollout engine chose, in the scoring of the old policy too; that alters the policy which is optimised in every
-    update, the first one included, as far as the two engines differ (arXiv 2512.01374, table 1)."""
+    update, the first one included, as far as the two engines differ (arXiv 2512.01374, table 1). `PR2`: R3 where the
+    policy itself samples, under routes that are predicted for the policy after the next updates (arXiv 2606.00395;
+    `moe_rl.training.predictor`); evaluation is under natural routing."""
+    predictor_learning_rate: float = 1e-3
+    """PR2 only: of the linear maps that predict, warmed up as the policy's."""
     keep: float = 1.0
     """R2 only: the share of the (token, site) rows of each routing site that are replayed; the others route live."""
     keep_by: Literal["margin", "random"] = "margin"

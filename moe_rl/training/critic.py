@@ -20,7 +20,7 @@ from moe_rl.measure.logprobs import causal_lm
 from moe_rl.measure.metrics import variance
 from moe_rl.measure.other_heads import backbone_of
 from moe_rl.objectives import generalized_advantages, token_rewards, value_loss, whiten
-from moe_rl.training.batch import Batch
+from moe_rl.training.batch import Batch, Totals
 from moe_rl.training.config import OptimConfig, ValueConfig
 from moe_rl.training.optimizer import make_optimizer
 from moe_rl.training.ranks import Ranks
@@ -73,6 +73,7 @@ class Critic(Scorer):
     def __init__(self, policy: nn.Module, config: ValueConfig, optim: OptimConfig, ranks: Ranks):
         self.config, self.optim, self.ranks = config, optim, ranks
         module = scalar_head(causal_lm(policy)) if config.model == "head" else ScalarModel(policy)
+        self._loss = 0.0  # of the micro-batches since the last step
         self.model, self.optimizer = ranks.prepare(module, optimizer_of(module, config.learning_rate, optim))
 
     @contextmanager
@@ -125,8 +126,8 @@ class Critic(Scorer):
         metrics = {"value": values[mask].mean(), "explained_variance": 1 - variance(errors) / variance(seen)}
         return whiten(advantages, mask) if config.whiten else advantages, returns, metrics
 
-    def backward(self, part: Batch, states: list[Tensor], tokens: int) -> float:
-        """Add the gradient of the value loss on a micro-batch; returns its share of the loss."""
+    def backward(self, part: Batch, states: list[Tensor], totals: Totals) -> None:
+        """Add the gradient of the value loss on a micro-batch, divided by the response tokens of the minibatch."""
         assert part.values is not None and part.returns is not None
         self.model.train()
         loss = value_loss(
@@ -135,14 +136,14 @@ class Critic(Scorer):
             part.returns,
             part.completion_mask,
             self.config.clip,
-            total_tokens=tokens,
+            total_tokens=totals.tokens,
         )
         self.ranks.backward(loss * self.ranks.size)  # shares of a sum, averaged over ranks
-        return float(loss.detach())
+        self._loss += float(loss.detach())
 
-    def step(self, warmup: float, hold: bool = False) -> Tensor:
-        """One optimizer step at `warmup` times the learning rate; returns the gradient's norm. None is made with
-        `hold`, or where that norm is not finite."""
+    def step(self, warmup: float, hold: bool = False) -> dict[str, Any]:
+        """One optimizer step at `warmup` times the learning rate; loss and gradient norm of the minibatch. None is made
+        with `hold`, or where that norm is not finite."""
         for group in self.optimizer.param_groups:
             group["lr"] = warmup * self.config.learning_rate
         norm = self.ranks.clip_grad_norm_(self.model.parameters(), self.optim.max_grad_norm)
@@ -150,4 +151,5 @@ class Critic(Scorer):
         if not hold and bool(torch.isfinite(norm)):
             self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+        loss, self._loss = self.ranks.sums(self._loss)[0], 0.0
+        return {"value_loss": loss, "value_grad_norm": norm}

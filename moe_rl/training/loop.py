@@ -182,21 +182,19 @@ def responses(state: State, rng: Any, generator: torch.Generator, prompts: int |
     config, source, task, guard = state.config.rollout, state.method.source, state.task, state.sync_guard
     if source == "policy" and guard and state.engine.version != state.step:
         guard.sync(state.step)
-    options: dict[str, Any] = {
-        "group_size": config.group_size,
-        "temperature": config.temperature,
-        "record_routes": state.records_routes,
-    }
-    if source == "demonstrations" or config.segment is not None:
-        rollout = other_responses(state, rng, options)
-    else:
-        rollout = state.ranks.sample(
-            state.engine if source == "policy" else state.self_engine(state.initial),
-            problems_of(task, rng, config.prompts if prompts is None else max(prompts, state.ranks.size)),
-            max_new_tokens=state.max_new_tokens,
-            generator=generator,
-            **options,
-        )
+    options = dict[str, Any](group_size=config.group_size, temperature=config.temperature)
+    options["record_routes"] = state.records_routes
+    with state.predictor.applied(state.policy) if state.predictor else nullcontext():
+        if source == "demonstrations" or config.segment is not None:
+            rollout = other_responses(state, rng, options)
+        else:
+            rollout = state.ranks.sample(
+                state.engine if source == "policy" else state.self_engine(state.initial),
+                problems_of(task, rng, config.prompts if prompts is None else max(prompts, state.ranks.size)),
+                max_new_tokens=state.max_new_tokens,
+                generator=generator,
+                **options,
+            )
     if state.records_routes:
         check_routes(rollout)
     return verify(task, rollout, state.ranks, state.config.task.verifier_seconds).to(state.ranks.device)
@@ -221,7 +219,6 @@ def advantages_of(state: State, rollout: Rollout, scores: Scores) -> tuple[Tenso
 def update_on(state: State, batch: Batch, update: int) -> None:
     """One optimizer step on one minibatch, and its row."""
     config, ranks = state.config, state.ranks
-    done = state.step * config.optim.num_minibatches + update
     try:
         row, gradients = update_policy(
             batch,
@@ -232,9 +229,9 @@ def update_on(state: State, batch: Batch, update: int) -> None:
             config.method,
             config.optim,
             temperature=config.rollout.temperature,
-            warmup=min(1.0, done / max(1, config.optim.warmup_updates)),
+            warmup=min(1.0, (state.step * config.optim.num_minibatches + update) / max(1, config.optim.warmup_updates)),
             noise=state.generator(f"noise/{ranks.rank}" if ranks.rank else "noise", update),
-            critic=state.critic,
+            learners=[one for one in (state.critic, state.predictor if update > 1 else None) if one],
             bias=state.expert_bias,
         )
     except FloatingPointError as error:  # the forward gave no log-probabilities: there is no gradient to leave out

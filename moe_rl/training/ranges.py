@@ -45,6 +45,7 @@ RANGES: dict[str, Range] = {
     "method.keep_sites": COUNT_OR_NONE,
     "method.noise": NOT_NEGATIVE,
     "method.beta": POSITIVE,
+    "method.predictor_learning_rate": POSITIVE,
     **{f"method.{name}": interval for name, interval in OF_OBJECTIVE.items()},
     "rollout.prompts": COUNT,
     "rollout.group_size": COUNT,

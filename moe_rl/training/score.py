@@ -17,6 +17,7 @@ from moe_rl.rollout import Rollout, score
 from moe_rl.rollout.task import shortened
 from moe_rl.routing import RoutedExperts, record_routes
 from moe_rl.training.batch import Batch, Place, joined, micro_batches
+from moe_rl.training.config import OF_SAMPLER
 from moe_rl.training.incidents import NotFiniteError
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.scorers import Scorer, Seen, other_pass
@@ -37,6 +38,7 @@ class Scores:
         ref_logps: the reference policy's, natural routing; None without one.
         values: of the value model, units of reward; None without one.
         learned_rewards: of the reward model; None without one.
+        router_inputs, router_logits: what the old policy's routers saw and said under the rollout's routes (PR2).
         margins: by which the old policy's routers decided, in units of what they rank; None unless asked for.
     """
 
@@ -48,6 +50,8 @@ class Scores:
     values: Float[Tensor, "B T"] | None = None
     learned_rewards: Float[Tensor, " B"] | None = None
     margins: Float[Tensor, "B T L"] | None = None
+    router_inputs: Float[Tensor, "B T L H"] | None = None
+    router_logits: Float[Tensor, "B T L E"] | None = None
 
 
 @torch.no_grad()
@@ -92,7 +96,7 @@ def score_rollout(
     shape = mine.input_ids.shape
     own = {name: joined([said[name] for said in found], places, shape) for name in found[0]}
     for name, values in own.items():
-        if name not in ("margins", "route_scores"):
+        if name not in ("margins", "route_scores", "router_inputs", "router_logits"):
             why = "that model are no longer usable, or a response has a token that it gives no probability"
             _refuse_not_finite("scoring", name, values, mine, why)
     tensors = {name: ranks.gather(values, len(rollout)) for name, values in own.items()}
@@ -152,9 +156,9 @@ def make_batch(
     step: int,
     returns: Float[Tensor, "B T"] | None = None,
 ) -> Batch:
-    """What one RL step trains on. Under R3 the old log-probabilities are those under the rollout engine's routes
+    """What one RL step trains on. Under R3 and PR2 the old log-probabilities are those under the rollout's routes
     (arXiv 2510.11370), otherwise those of natural routing."""
-    old_logps = scores.replayed_logps if replay == "R3" else scores.logps
+    old_logps = scores.replayed_logps if replay in OF_SAMPLER else scores.logps
     assert old_logps is not None
     return Batch(
         *rollout.tokens,
@@ -168,7 +172,9 @@ def make_batch(
         values=scores.values,
         returns=returns,
         route_scores=scores.route_scores,
-        natural_logps=scores.logps if replay == "R3" else None,
+        natural_logps=scores.logps if replay in OF_SAMPLER else None,
         rollout_routes=rollout.routes,
         versions=rollout.versions,
+        router_inputs=scores.router_inputs,
+        router_logits=scores.router_logits,
     )

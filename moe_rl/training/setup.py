@@ -25,6 +25,7 @@ from moe_rl.training.launch import check_shares
 from moe_rl.training.levers import ExpertBias
 from moe_rl.training.method import resolve_method
 from moe_rl.training.optimizer import policy_optimizer
+from moe_rl.training.predictor import PredictedRoutes, RoutePredictor
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.rollout_engine import build_engine, guard_of
 from moe_rl.training.scorers import EngineRoutes, Margins, Reference, RouterScores, Scorer
@@ -78,6 +79,8 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     reward_model = RewardModel(model, config.reward, config.optim, ranks) if learned else None
     rate, live = config.optim.expert_bias_rate, config.optim.expert_bias_loads == "live"
     bias = ExpertBias(model, rate, live) if rate else None
+    predicted = config.method.replay == "PR2"
+    predictor = RoutePredictor(model, config.method.predictor_learning_rate, config.optim.betas) if predicted else None
     optimizer = policy_optimizer(model, config.optim)
     engine = build_engine(config.rollout, model, tokenizer, ranks)
     policy, optimizer = ranks.prepare(model, optimizer)
@@ -108,6 +111,7 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
         critic=critic,
         reward_model=reward_model,
         expert_bias=bias,
+        predictor=predictor,
     )
     state.scorers = scorers_of(state)
     return state
@@ -118,7 +122,9 @@ def scorers_of(state: State) -> tuple[Scorer, ...]:
     temperature = state.config.rollout.temperature
     asked = (
         Margins() if state.config.method.keep < 1 else None,
-        EngineRoutes(state.policy, temperature) if state.records_routes else None,
+        (PredictedRoutes if state.predictor else EngineRoutes)(state.policy, temperature)
+        if state.records_routes
+        else None,
         RouterScores() if state.method.weighs_routes else None,
         None if state.reference is None else Reference(state.reference, temperature),
         state.critic,

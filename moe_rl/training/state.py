@@ -14,10 +14,11 @@ from moe_rl.rollout.continuing import in_turns
 from moe_rl.rollout.engine import Engine, ModelEngine
 from moe_rl.runlog import RunLog
 from moe_rl.training.batch import Batch
-from moe_rl.training.config import RunConfig
+from moe_rl.training.config import OF_SAMPLER, RunConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.levers import ExpertBias
 from moe_rl.training.method import Method
+from moe_rl.training.predictor import RoutePredictor
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.reward_model import RewardModel
 from moe_rl.training.rollout_engine import SyncGuard
@@ -39,6 +40,7 @@ class State:
         max_new_tokens: length limit of a response.
         scorers: who is asked about a rollout beside the old policy; nobody for plain GRPO.
         expert_bias: the selection bias of `optim.expert_bias_rate`; None without.
+        predictor: of the routes that responses are sampled under (`method.replay: PR2`); None without.
         waiting: scored batches that were not yet trained on; more than one under `rollout.lag`.
         drafts: batches whose responses are not finished, oldest first (`rollout.segment`).
         step: RL steps done.
@@ -62,6 +64,7 @@ class State:
     reward_model: RewardModel | None = None
     scorers: tuple[Scorer, ...] = ()
     expert_bias: ExpertBias | None = None
+    predictor: RoutePredictor | None = None
     waiting: deque[Batch] = field(default_factory=deque)
     drafts: deque[Rollout] = field(default_factory=deque)
     step: int = 0
@@ -86,8 +89,8 @@ class State:
     def records_routes(self) -> bool:
         """Whether the routes of whoever samples the policy's responses are needed."""
         config = self.config
-        wanted = config.method.replay == "R3" or config.rollout.scoring == "decoding" or self.sync_guard is not None
-        return wanted and self.method.source == "policy"
+        compared = config.rollout.scoring == "decoding" or self.sync_guard is not None
+        return (compared or config.method.replay in OF_SAMPLER) and self.method.source == "policy"
 
     def self_engine(self, model: nn.Module | None = None) -> Engine:
         """The current policy, or another model, that samples by itself, whatever `rollout.engine` is."""

@@ -1,7 +1,7 @@
 """One optimizer step on one minibatch: forward and backward under the arm's routing, and what it did as one row."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, cast
@@ -18,11 +18,11 @@ from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
 from moe_rl.routing import RoutedExperts, change_counts, expert_load, noisy_routes, record_routes, replay_routes
 from moe_rl.training.batch import Batch, Place, Totals, joined, micro_batches, totals_of
 from moe_rl.training.config import MethodConfig, OptimConfig
-from moe_rl.training.critic import Critic
 from moe_rl.training.dpo import pair_loss
 from moe_rl.training.levers import ExpertBias, only
 from moe_rl.training.method import Method
 from moe_rl.training.ranks import Ranks
+from moe_rl.training.scorers import Learner
 
 COUNTS = ("replayed_rows", "routed_rows", "slots_changed", "slots")
 
@@ -39,19 +39,19 @@ def update_policy(
     temperature: float,
     warmup: float,
     noise: torch.Generator,
-    critic: Critic | None = None,
+    learners: Sequence[Learner] = (),
     bias: ExpertBias | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did, and the names
     of the parameters whose gradients were not finite.
 
-    A gradient that is not finite moves nothing: neither the policy nor the critic. Each rank goes forward and backward
+    A gradient that is not finite moves nothing: neither the policy nor a learner. Each rank goes forward and backward
     on its own rows, in micro-batches of `optim.micro_batch`.
 
     Args:
         warmup: share of the learning rate.
         noise: of the selection noise, if the arm has any.
-        critic: trained in the same step.
+        learners: trained in the same step.
         bias: follows the loads of this minibatch.
     """
     for group in optimizer.param_groups:
@@ -63,8 +63,8 @@ def update_policy(
     for place in micro_batches(mine.attention_mask, optim.micro_batch, together, in_order=optim.share_prompts):
         micro = mine.rows(place[0]).columns(place[1])
         share = len(micro) / len(batch)
-        watched: AbstractContextManager[list[Tensor]] = critic.watch(policy) if critic else nullcontext([])
-        with update_routing(policy, arm, micro, noise, live, optim.share_prompts) as routing, watched as states:
+        with update_routing(policy, arm, micro, noise, live, optim.share_prompts) as routing, ExitStack() as stack:
+            watched = [stack.enter_context(learner.watch(policy)) for learner in learners]
             out = token_logps(
                 policy,
                 *micro.tokens,
@@ -79,8 +79,9 @@ def update_policy(
             if out.aux_loss is not None:
                 total = total + optim.aux_loss_coef * share * out.aux_loss
             ranks.backward(total * ranks.size)  # which averages over ranks; these are shares of a sum
-        value_loss = critic.backward(micro, states, totals.tokens) if critic else 0.0
-        found.append(MicroBatch(place, loss, out, routing, share, value_loss))
+        for learner, seen in zip(learners, watched, strict=True):
+            learner.backward(micro, seen, totals)
+        found.append(MicroBatch(place, loss, out, routing, share))
     grad_norm = ranks.clip_grad_norm_(policy.parameters(), optim.max_grad_norm)
     load = ranks.gather(torch.stack([part.routing.loads for part in found]).sum(0)[None], ranks.size).sum(0)
     finite = bool(torch.isfinite(grad_norm))  # else the weights stay as they are
@@ -91,8 +92,8 @@ def update_policy(
     wrong = [] if finite else _not_finite(policy)
     optimizer.zero_grad()
     row = update_metrics(found, batch, ranks, method, optim) | {"max_vio": load_violation(load[0])["max_vio"].nanmean()}
-    if critic:
-        row["value_grad_norm"] = critic.step(warmup, hold=not finite)
+    for learner in learners:
+        row |= learner.step(warmup, hold=not finite)
     return {"lr": optim.learning_rate * warmup, "grad_norm": grad_norm, **row}, wrong
 
 
@@ -147,8 +148,8 @@ class RoutingCount:
 
 
 def forced_routes(method: MethodConfig, batch: Batch) -> RoutedExperts | None:
-    """The old policy's (R2) or the rollout engine's (R3), or what is kept of them; None without replay."""
-    routes = {"none": None, "R2": batch.routes, "R3": batch.rollout_routes}[method.replay]
+    """The old policy's (R2) or those that sampled (R3, PR2), or what is kept of them; None without replay."""
+    routes = {"none": None, "R2": batch.routes}.get(method.replay, batch.rollout_routes)
     if routes is None and method.replay != "none":
         raise RuntimeError(f"replay {method.replay}: this batch has no such routes")
     return routes if routes is None or batch.kept is None else only(routes, batch.kept)
@@ -205,29 +206,25 @@ class MicroBatch:
     out: TokenLogps
     routing: RoutingCount
     share: float
-    value_loss: float
 
 
 def update_metrics(
     parts: list[MicroBatch], batch: Batch, ranks: Ranks, method: Method, optim: OptimConfig
 ) -> dict[str, Any]:
     """Loss, ratios, clipped tokens, entropy, routing of the whole minibatch, all ranks; names as in the catalogue."""
-
     places = [part.place for part in parts]
     shape = sum(len(rows) for rows, _ in places), batch.input_ids.shape[1]
 
     def whole(of: Callable[[MicroBatch], Tensor]) -> Tensor:
         return ranks.gather(joined([of(part) for part in parts], places, shape), len(batch))
 
-    loss, aux_loss, value_loss, *counts = ranks.sums(
+    loss, aux_loss, *counts = ranks.sums(
         sum(float(part.loss.loss.detach()) for part in parts),
         sum(part.share * float(part.out.aux_loss.detach()) for part in parts if part.out.aux_loss is not None),
-        sum(part.value_loss for part in parts),
         *(sum(getattr(part.routing, name) for part in parts) for name in COUNTS),
     )
     mask = batch.completion_mask
-    names = [name for name, _ in parts[0].loss.tokens.items()]
-    values = TokenValues(**{name: whole(attrgetter(f"loss.tokens.{name}")) for name in names})
+    values = TokenValues(**{n: whole(attrgetter(f"loss.tokens.{n}")) for n, _ in parts[0].loss.tokens.items()})
     row: dict[str, Any] = {
         "loss": loss,
         **loss_metrics(values),
@@ -245,6 +242,4 @@ def update_metrics(
     if method.source == "policy":
         from_rollout, above = whole(lambda part: part.out.logps) - batch.rollout_logps, values.gate_log_ratio > 0
         row |= masked_mismatch_metrics(from_rollout, values.clipped & ~above, values.clipped & above, mask)
-    if method.advantage == "gae":
-        row["value_loss"] = value_loss
     return row

@@ -5,7 +5,7 @@ from moe_rl.objectives.gates import GATES
 from moe_rl.objectives.presets import OBJECTIVES
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engine_config import CONTINUING_KINDS, EngineError, check_engine
-from moe_rl.training.config import DPO, IN_GROUPS, ProbeConfig, RunConfig
+from moe_rl.training.config import DPO, IN_GROUPS, OF_SAMPLER, ProbeConfig, RunConfig
 from moe_rl.training.method import Method, overrides, resolve_method
 from moe_rl.training.ranges import check_settings
 
@@ -51,6 +51,7 @@ def validate(config: RunConfig) -> None:
     _reward(config, method)
     _dapo(config, method)
     _levers(config, method)
+    _prediction(config)
     _scoring(config, method)
     _sharing(config, method)
     _partial(config, method)
@@ -155,8 +156,8 @@ def _engine(config: RunConfig, method: Method) -> None:
         raise ValueError(str(error)) from error
     other = config.rollout.engine.kind != "self"
     require(
-        method.source == "policy" or not (other or config.method.replay == "R3"),
-        "method.source: a rollout engine and replay R3 speak of what the current policy samples, got "
+        method.source == "policy" or not (other or config.method.replay in OF_SAMPLER),
+        "method.source: a rollout engine and replay R3 or PR2 speak of what the current policy samples, got "
         f"{method.source!r} responses; use rollout.engine.kind: self, and replay none or R2",
     )
     if config.rollout.engine.kind == "vllm":
@@ -216,6 +217,7 @@ def _scoring(config: RunConfig, method: Method) -> None:
         ("rollout.engine.kind: another engine samples, whose numbers are its own", rollout.engine.kind == "self"),
         ("method.source: the responses are not the policy's", method.source == "policy"),
         ("method.replay: R3 replays the sampler's routes already; use R2, which then are the same", own.replay != "R3"),
+        ("method.replay: PR2 learns from what routers say in a pass", own.replay != "PR2"),
         ("method.keep: the part of the routes is chosen by margins, which a pass measures", own.keep == 1),
         ("method.objective: it weighs tokens by router scores, which a pass records", not method.weighs_routes),
         ("method.advantage: the value model reads the states of a pass", method.advantage != "gae"),
@@ -281,6 +283,18 @@ def _levers(config: RunConfig, method: Method) -> None:
             "adapters off, and would route under the bias of today; leave out model.lora, or the reference "
             "(method.kl_coef 0) and source initial",
         )
+
+
+def _prediction(config: RunConfig) -> None:
+    if config.method.replay != "PR2":
+        return
+    for field, ok in (
+        ("rollout.engine.kind: the policy's own routers are predicted; use self", config.rollout.engine.kind == "self"),
+        ("method.noise: replay does not see it, but what routers say would be read beside it", not config.method.noise),
+        ("optim.share_prompts: routers are read token by token of each response", not config.optim.share_prompts),
+        ("distributed.strategy: one process trains the predictors; use none", config.distributed.strategy == "none"),
+    ):
+        require(ok, f"method.replay: PR2 does not go with this {field}")
 
 
 def _dapo(config: RunConfig, method: Method) -> None:

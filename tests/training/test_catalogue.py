@@ -32,6 +32,7 @@ RUNS = {
     "accepted": config_of("rft", optim=ONE),
     "dpo": config_of("dpo", optim=ONE),
     "overflow": replace(MICRO, optim=replace(ONE, on_nonfinite="skip", aux_loss_coef=1e38)),
+    "predicted": replace(MICRO, optim=ONE, method=MethodConfig(replay="PR2"), probe=ProbeConfig(every=0)),
     "engine": replace(
         MICRO,
         optim=ONE,

@@ -10,7 +10,7 @@ from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout.character_tasks import ModChain
 from moe_rl.routing import record_routes
 from moe_rl.training import OptimConfig, ValueConfig
-from moe_rl.training.batch import Batch
+from moe_rl.training.batch import Batch, Totals, totals_of
 from moe_rl.training.critic import Critic
 from moe_rl.training.ranks import Ranks
 
@@ -68,8 +68,8 @@ def test_the_value_learns_a_constant(policy, batch, model):
     assert not first.any(), "it begins at 0"
     losses = []
     for _ in range({"separate": 60, "head": 600}[model]):
-        losses.append(critic.backward(batch, states, int(batch.completion_mask.sum())))
-        critic.step(1.0)
+        critic.backward(batch, states, totals_of(batch))
+        losses.append(critic.step(1.0)["value_loss"])
     assert losses[0] == pytest.approx(0.5 * 0.7**2)
     last = values_of(critic, policy, batch)[0].detach()
     assert last[batch.completion_mask].tolist() == pytest.approx([0.7] * 14, abs=0.05)
@@ -94,8 +94,9 @@ def test_a_clipped_value_loss_stops_where_the_value_has_moved_far_enough(policy,
     critic = critic_of(policy, model="head", clip=0.2)
     torch.nn.init.constant_(critic.model.bias, value)
     _, states = values_of(critic, policy, batch)
-    assert critic.backward(batch, states, 14) == pytest.approx(loss)
+    critic.backward(batch, states, Totals(14, 4, 0))
     assert (float(critic.model.bias.grad.abs()) > 0.1) == moves
+    assert critic.step(0.0)["value_loss"] == pytest.approx(loss)
 
 
 def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
@@ -115,7 +116,7 @@ def test_the_policy_does_not_feel_the_value_head(policy, batch):
     critic = critic_of(policy, model="head")
     torch.nn.init.normal_(critic.model.weight)
     _, states = values_of(critic, policy, batch)
-    critic.backward(batch, states, 14)
+    critic.backward(batch, states, Totals(14, 4, 0))
     assert all(p.grad is None for p in policy.parameters())
     assert critic.model.weight.grad.abs().sum() > 0
 

@@ -1,0 +1,123 @@
+"""Predictive Routing Replay, PR² (arXiv 2606.00395): sample under the routes that are expected after the next updates.
+
+R3 with another sampler: the policy itself, whose routers choose by their logits and the output of a linear map of their
+input that is trained to foresee how the logits will have moved.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from moe_rl.measure.logprobs import causal_lm, evaluating
+from moe_rl.policy.tiny import ModelError
+from moe_rl.rollout import Rollout
+from moe_rl.routing import RoutingError, predicted_routes, record_router_logits
+from moe_rl.training.batch import Batch, Totals
+from moe_rl.training.scorers import EngineRoutes, Seen
+
+
+class RoutePredictor:
+    """One linear map of each router's input h onto a move of its logits z, zero at first. While responses are sampled
+    experts are the top k of z + W h. After each update but the first of a batch, where nothing has moved, W follows the
+    gradient of
+
+        sum over sites of the mean over tokens of KL( softmax(z_now) || softmax(z_old + W h_old) )
+
+    z_now: the logits of the policy in the update's forward, which follows the replayed routes. z_old, h_old: of the old
+    policy under the routes that sampled.
+
+    Differs: W has an AdamW of its own, without weight decay, whose gradient is not clipped together with the policy's.
+
+    Args:
+        model: of one process.
+        learning_rate: of the maps, in which a tenth of it moves a logit by up to a tenth of |h|.
+        betas: as the policy's.
+
+    Raises:
+        ModelError: routers whose logits are not one linear map of one width at all sites.
+    """
+
+    def __init__(self, model: nn.Module, learning_rate: float, betas: tuple[float, float]):
+        lm = causal_lm(model)
+        tokens = torch.zeros(1, 2, dtype=torch.int64, device=lm.device)
+        try:
+            with torch.no_grad(), evaluating(lm), record_router_logits(lm) as seen:
+                lm(tokens, use_cache=False)
+            inputs, logits = seen.inputs, seen.logits
+        except RoutingError as error:
+            raise ModelError(f"method.replay: PR2 does not go with this model: {error}") from error
+        if bool(logits.isnan().any()):
+            raise ModelError("method.replay: PR2 does not go with this model: a site looks experts up by token id")
+        shape = logits.shape[2], logits.shape[3], inputs.shape[3]
+        self.weights = nn.Parameter(torch.zeros(shape, device=logits.device, dtype=logits.dtype))
+        self.learning_rate = learning_rate
+        self.optimizer = torch.optim.AdamW([self.weights], learning_rate, betas=betas, weight_decay=0.0)
+        self._found, self._tokens = [0.0, 0.0], 0  # of the micro-batches since the last step
+
+    def applied(self, policy: nn.Module) -> AbstractContextManager[None]:
+        """While it is open, `policy` chooses its experts by the predicted logits."""
+        return predicted_routes(policy, self.weights.detach())
+
+    def watch(self, policy: nn.Module) -> AbstractContextManager[Any]:
+        """Open around the forward of an update; what it gives comes back to `backward`."""
+        return record_router_logits(policy)
+
+    def backward(self, part: Batch, watched: Any, totals: Totals) -> None:
+        """Add the gradient on a micro-batch: of the sum over its tokens, prompts included."""
+        assert part.router_inputs is not None and part.router_logits is not None
+        there = part.attention_mask.bool()
+        inputs, old, now = (x[there] for x in (part.router_inputs, part.router_logits, watched.logits))
+        loss = divergence(now, old + torch.einsum("nlh,leh->nle", inputs, self.weights))
+        loss.backward()
+        self._found[0] += float(loss.detach())
+        self._found[1] += float(divergence(now, old))
+        self._tokens += len(now)
+
+    def step(self, warmup: float, hold: bool) -> dict[str, Any]:
+        """One optimizer step; both divergences, in the mean over tokens and sites."""
+        assert self.weights.grad is not None
+        self.weights.grad /= self._tokens
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate * warmup
+        if not hold:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        predicted, unmoved = (x / (self._tokens * len(self.weights)) for x in self._found)
+        self._found, self._tokens = [0.0, 0.0], 0
+        return {"predictor_kl": predicted, "predictor_kl_unmoved": unmoved}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps."""
+        own = self.optimizer.state.get(self.weights, {})
+        return {"weights": self.weights.detach(), **{f"adam.{name}": value for name, value in own.items()}}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """The other way round."""
+        with torch.no_grad():
+            self.weights.copy_(tensors["weights"])
+        own = {name.removeprefix("adam."): value for name, value in tensors.items() if name != "weights"}
+        if own:
+            self.optimizer.state[self.weights] = own
+
+
+def divergence(now: Float[Tensor, "n L E"], predicted: Float[Tensor, "n L E"]) -> Float[Tensor, ""]:
+    """KL( softmax(now) || softmax(predicted) ), nats, summed over tokens and sites.
+
+    >>> now, predicted = torch.tensor([[[1.0, 1.0]]]).log(), torch.tensor([[[3.0, 1.0]]]).log()
+    >>> divergence(now, predicted)  # log(1/2) - (log(3/4) + log(1/4)) / 2
+    tensor(0.1438)
+    """
+    p, q = now.log_softmax(-1), predicted.log_softmax(-1)
+    return (p.exp() * (p - q)).sum()
+
+
+class PredictedRoutes(EngineRoutes):
+    """The old policy once more, under the predicted routes that sampled, and what its routers saw and said then."""
+
+    def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:
+        with record_router_logits(self.policy) as reading:
+            said = super().say(part, seen, watched)
+        return said | {"router_inputs": reading.inputs, "router_logits": reading.logits}

@@ -1,0 +1,158 @@
+"""PR²: what is sampled and replayed, what the predictors learn, and that a run is what R3 is without them."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from micro import MICRO, rows
+
+from moe_rl.routing import record_router_logits, replay_routes
+from moe_rl.training import MethodConfig, ProbeConfig, run, validate
+from moe_rl.training.batch import totals_of
+from moe_rl.training.config import DistributedConfig
+from moe_rl.training.loop import collect_batch, update_on
+from moe_rl.training.predictor import divergence
+
+PR2 = replace(MICRO, method=MethodConfig(replay="PR2"), probe=ProbeConfig(every=0))
+
+
+def with_method(config=PR2, **changes):
+    return replace(config, method=replace(config.method, **changes))
+
+
+def with_optim(config=PR2, **changes):
+    return replace(config, optim=replace(config.optim, **changes))
+
+
+def prepared(state, scale=0.5):
+    """A state whose predictors move some choices."""
+    with torch.no_grad():
+        state.predictor.weights.copy_(
+            scale * torch.randn(state.predictor.weights.shape, generator=torch.Generator().manual_seed(0))
+        )
+    return state
+
+
+def test_responses_are_sampled_under_the_predicted_routes_and_replayed(state_of, tmp_path):
+    state = prepared(state_of(PR2, tmp_path))
+    batch = collect_batch(state)
+    moved = batch.router_logits + torch.einsum("btlh,leh->btle", batch.router_inputs, state.predictor.weights.detach())
+    chosen = moved.topk(batch.routes.shape[-1]).indices.sort(-1).values
+    there = ~batch.rollout_routes.live
+    assert there.sum() == (batch.attention_mask.sum() - len(batch)) * there.shape[-1], "all but last tokens"
+    assert torch.equal(batch.rollout_routes.ids.sort(-1).values[there].long(), chosen[there])
+    assert not batch.rollout_routes.ids[there].equal(batch.routes.ids[there]), "natural routes are others"
+    torch.testing.assert_close(batch.old_logps, batch.rollout_logps)
+    assert not torch.allclose(batch.live_old_logps, batch.rollout_logps, atol=1e-4)
+    update_on(state, batch.rows(torch.arange(8)), 1)
+    [row] = rows(tmp_path, "update")
+    assert row["replayed_rows"] == int(there[:8].sum()) and abs(row["k3"]) < 1e-9 and "predictor_kl" not in row
+
+
+def test_a_step_follows_the_gradient_of_the_divergence(state_of, tmp_path):
+    """Against AdamW on the equation written out, with the logits of an update's forward made by hand."""
+    state = prepared(state_of(with_optim(num_minibatches=4), tmp_path))
+    first = state.predictor.weights.detach().clone()
+    batch = collect_batch(state)
+    update_on(state, batch.rows(torch.arange(8)), 1)
+    part = batch.rows(torch.arange(8, 16))
+    tokens = part.attention_mask.bool()
+    state.policy.train()
+    with torch.no_grad(), replay_routes(state.policy, part.rollout_routes), record_router_logits(state.policy) as now:
+        state.policy(input_ids=part.input_ids, attention_mask=tokens.long())
+    weights = torch.nn.Parameter(state.predictor.weights.detach().clone())
+    lr, betas = state.config.method.predictor_learning_rate, state.config.optim.betas
+    optimizer = torch.optim.AdamW([weights], lr, betas=betas, weight_decay=0.0)  # warmed up after two updates
+    loss, unmoved = torch.zeros(()), torch.zeros(())
+    for site in range(len(weights)):
+        old, target = part.router_logits[:, :, site][tokens], now.logits[:, :, site][tokens].softmax(-1)
+        moved = old + part.router_inputs[:, :, site][tokens] @ weights[site].T
+        loss = loss + (target * (target.log() - moved.log_softmax(-1))).sum(-1).mean()
+        unmoved = unmoved + (target * (target.log() - old.log_softmax(-1))).sum(-1).mean()
+    loss.backward()
+    optimizer.step()
+    update_on(state, part, 2)
+    row = rows(tmp_path, "update")[-1]
+    assert row["predictor_kl"] == pytest.approx(loss.item() / len(weights), rel=1e-4)
+    assert row["predictor_kl_unmoved"] == pytest.approx(unmoved.item() / len(weights), rel=1e-2, abs=1e-9)
+    torch.testing.assert_close(state.predictor.weights, weights, rtol=0, atol=2e-5)
+    assert not torch.equal(state.predictor.weights, first)
+
+
+def test_micro_batches_leave_the_step_as_it_is(state_of, tmp_path):
+    found = []
+    for name, micro in (("whole", None), ("parts", 3)):
+        state = prepared(state_of(with_optim(micro_batch=micro), tmp_path / name))
+        batch = collect_batch(state)
+        update_on(state, batch, 2)
+        found.append((state.predictor.weights.detach().clone(), rows(tmp_path / name, "update")[-1]))
+    (whole, one), (parts, other) = found
+    torch.testing.assert_close(whole, parts, rtol=0, atol=2e-5)
+    for name in ("predictor_kl", "predictor_kl_unmoved"):
+        assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-9)
+
+
+def test_predictors_that_do_not_move_leave_r3(state_of, tmp_path):
+    run(r3 := state_of(with_method(replay="R3"), tmp_path / "R3"))
+    run(pr2 := state_of(with_method(predictor_learning_rate=1e-30), tmp_path / "PR2"))
+    assert all(torch.equal(value, pr2.policy.state_dict()[name]) for name, value in r3.policy.state_dict().items())
+    found = [
+        [{k: v for k, v in row.items() if not k.startswith("predictor_")} for row in rows(tmp_path / name)]
+        for name in ("R3", "PR2")
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_move_that_is_linear_in_the_input_is_learned(state_of, tmp_path):
+    state = state_of(with_method(predictor_learning_rate=0.02), tmp_path)
+    batch, predictor = collect_batch(state), state.predictor
+    true = 0.5 * torch.randn(predictor.weights.shape, generator=torch.Generator().manual_seed(1))
+    now = SimpleNamespace(logits=batch.router_logits + torch.einsum("btlh,leh->btle", batch.router_inputs, true))
+    said = []
+    for _ in range(200):
+        predictor.backward(batch, now, totals_of(batch))
+        said.append(predictor.step(1.0, hold=False))
+    assert said[-1]["predictor_kl"] < 0.02 * said[0]["predictor_kl"]
+    assert said[-1]["predictor_kl_unmoved"] == pytest.approx(said[0]["predictor_kl"], rel=1e-5)
+    kept = predictor.weights.detach().clone()
+    predictor.backward(batch, now, totals_of(batch))
+    predictor.step(1.0, hold=True)  # an update that was left out
+    assert torch.equal(predictor.weights, kept) and predictor.weights.grad is None
+    assert divergence(now.logits[0], now.logits[0]).item() == 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"rollout": replace(MICRO.rollout, lag=1)}], ids=["plain", "lag"])
+def test_a_run_resumes_to_the_same_numbers(changes, state_of, tmp_path):
+    config = replace(with_optim(steps=3), **changes)
+    run(whole := state_of(config, tmp_path / "whole"))
+    run(state_of(replace(config, optim=replace(config.optim, steps=1)), tmp_path / "broken"))
+    run(resumed := state_of(config, tmp_path / "broken"))
+    assert torch.equal(whole.predictor.weights, resumed.predictor.weights)
+    assert bool(whole.predictor.weights.any())
+    assert all(torch.equal(v, resumed.policy.state_dict()[name]) for name, v in whole.policy.state_dict().items())
+    assert rows(tmp_path / "whole") == rows(tmp_path / "broken")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"method": replace(PR2.method, noise=0.1)}, "PR2 does not go with this method.noise"),
+        ({"method": replace(PR2.method, keep=0.5)}, "the part of the routes that R2 replays"),
+        (
+            {"method": replace(PR2.method, source="initial")},
+            "R3 or PR2 speak of what the current policy samples",
+        ),
+        ({"method": replace(PR2.method, predictor_learning_rate=0.0)}, "method.predictor_learning_rate"),
+        ({"optim": replace(PR2.optim, share_prompts=True)}, "PR2 does not go with this optim.share_prompts"),
+        ({"rollout": replace(PR2.rollout, scoring="decoding")}, "PR2 learns from what routers say in a pass"),
+        ({"distributed": DistributedConfig("ddp", processes=2)}, "PR2 does not go with this distributed.strategy"),
+        (
+            {"rollout": replace(PR2.rollout, engine=replace(PR2.rollout.engine, kind="hf"))},
+            "PR2 does not go with this rollout.engine.kind",
+        ),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        validate(replace(PR2, **changes))
