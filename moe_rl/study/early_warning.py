@@ -52,7 +52,8 @@ def signals(data: StudyData, steps: int) -> pd.DataFrame:
 
 def origins(data: StudyData, study: str) -> pd.DataFrame:
     """By (arm, seed): `cold_start`, the SHA-256 of the weights that the run began with (study and seed, where that
-    was not kept), and `rewards`, the training reward of every step. Runs that have both in common are one run."""
+    was not kept), and `rewards`, the training reward of every step. Runs that have both in common are one run, if their
+    rewards are of their own policies' responses."""
     curves = data.rollouts.sort_values("step").groupby(["arm", "seed"])["reward"].agg(tuple)
     starts = {(r.arm, r.seed): r.environment.get("weights_sha256") or f"{study}/{r.seed}" for r in data.runs}
     return curves.rename("rewards").to_frame().assign(cold_start=[starts[key] for key in curves.index])
@@ -65,7 +66,11 @@ def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataF
     with and the same run are known in other studies (first 16 digits of SHA-256)."""
     runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, data.name))
     runs = runs[runs["finished"].astype(bool)]
-    runs["run"] = [_digest(f"{one.cold_start} {one.rewards}") for one in runs.itertuples()]
+    # rewards of responses that are not the policy's are the same in every run that learns from them
+    told = runs["final"].astype(str).where(runs["measured"] == "held out", "")
+    runs["run"] = [
+        _digest(f"{one.cold_start} {one.rewards}{end}") for one, end in zip(runs.itertuples(), told, strict=True)
+    ]
     runs["cold_start"] = runs["cold_start"].map(_digest)
     runs["bad"] = runs[list(OUTCOMES)].any(axis=1)
     kept = runs[["cold_start", "run", "final", "bad"]]

@@ -140,6 +140,18 @@ def test_a_run_that_two_studies_hold_counts_once_and_a_cold_start_is_one_cluster
     assert early_warning([table], 20).equals(early_warning([table, again], 20))
 
 
+def test_arms_that_learn_from_the_same_demonstrations_are_not_one_run(folder):
+    data = load(folder)
+    runs = tuple(
+        replace(run, config={"method": {"objective": "sft"}}, environment={"weights_sha256": f"w{run.seed}"})
+        for run in data.runs
+    )
+    data = replace(data, runs=runs, rollouts=data.rollouts.assign(reward=1.0))
+    table = run_signals(data, (5,))
+    assert table["run"].nunique() == len(table) - 1 > table["cold_start"].nunique()  # grpo_replay_noise is grpo_replay
+    assert set(run_signals(replace(data, name="another"), (5,))["run"]) == set(table["run"])
+
+
 def test_committed_signals_are_read_as_run_folders_are(folder, tmp_path):
     signals_of = runpy.run_path(str(Path(__file__).parents[2] / "analysis" / "early_warning.py"))["signals_of"]
     of_runs = signals_of(folder, (3, 5))
