@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*.md")])
@@ -52,3 +53,18 @@ def test_every_row_of_a_table_has_the_cells_of_its_head(page):
 def test_the_index_has_every_page():
     linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
     assert linked == {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+
+
+def test_the_studies_page_names_the_cold_starts_that_may_take_longer():
+    """All others may take 1,500 steps."""
+    page = (ROOT / "experiments/README.md").read_text()
+    limits = {1500: set()}
+    for file in ROOT.glob("experiments/*.yaml"):
+        start = (yaml.safe_load(file.read_text())["base"].get("model") or {}).get("cold_start") or {}
+        if "until_reward" in start:
+            limits.setdefault(start["steps"], set()).add(file.stem)
+    said = re.search(r"`cold_start\.steps` \((1,500; [^)]+)\) is an error", page)[1]
+    told = {
+        int(n.replace(",", "")): set(re.findall(r"`(\w+)`", of)) for n, of in re.findall(r"([\d,]+) in ([^\d]+)", said)
+    }
+    assert told == {steps: names for steps, names in limits.items() if steps != 1500}
