@@ -357,6 +357,11 @@ def test_reading_compares_clipping_without_dividing_by_zero():
          for arm, clipped in (("grpo", 5), ("gspo", 200))]
     )  # fmt: skip
     assert "GRPO 0.5 %, GSPO 20 %; GSPO over GRPO: ×40, 1.6 orders" in _texts(arms, "Clipping", updates=updates)
+    lacks = updates.assign(clipped_tokens=[5, None])
+    assert _texts(arms, "Clipping", updates=lacks).endswith(
+        "natural routing: GRPO 0.5 %. Clip ranges differ by arm (see Arms)."
+    )
+    assert _texts(arms, "Clipping", updates=updates.assign(clipped_tokens=None)) == ""
     none = updates.assign(clipped_tokens=[0, 200])
     assert "GRPO clipped no token, so there is no ratio" in _texts(arms, "Clipping", updates=none)
 
