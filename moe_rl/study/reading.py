@@ -80,7 +80,8 @@ def _reward(data: StudyData) -> Iterator[Statement]:
         ends = []
         for arm in arms:
             held_out = ", held out" if table["measured"][arm] == "held out" else ""
-            ends.append(f"{name_of(data, arm, noise)}: {table['final'][arm]:.2f}{held_out}")
+            final = f"{table['final'][arm]:.2f}{held_out}" if table["n"][arm] else "no reward"
+            ends.append(f"{name_of(data, arm, noise)}: {final}")
         where = "Natural routing" if noise == 0 else f"Stress test, {condition_label(data, noise)}"
         told = here if len(here) <= MANY else [p for p in here if p.result.apart]
         rest = [pair.result.verdict for pair in here if pair not in told]
@@ -105,7 +106,7 @@ def compare(data: StudyData, pair: Pair) -> str:
     a, b = name_of(data, pair.arm, pair.noise), name_of(data, pair.other, pair.noise)
     one, gap = pair.result, pair.result.difference
     if not one.n:
-        return f"{a} against {b}: no seed of both has finished."
+        return f"{a} against {b}: no seed of both has finished with a reward."
     if not one.tested:
         reach = f", range [{gap.low:.3f}, {gap.high:.3f}]" if gap.known else ""
         return f"{a} minus {b}: {gap.estimate:+.3f}{reach}, {count(one.n, 'pair')}: {one.verdict}."

@@ -162,6 +162,16 @@ def test_committed_signals_are_read_as_run_folders_are(folder, tmp_path):
         signals_of(tmp_path, (5, 7))
 
 
+def test_runs_without_a_reward_are_none_that_ended_well(folder):
+    data = load(folder)
+    some = data.rollouts.assign(reward=data.rollouts["reward"].where(data.rollouts["arm"] != "gspo"))
+    assert set(run_signals(data, (5,))["arm"]) - set(run_signals(replace(data, rollouts=some), (5,))["arm"]) == {"gspo"}
+    none = run_signals(replace(data, rollouts=data.rollouts.drop(columns="reward")), (5,))
+    assert none.empty
+    with pytest.raises(ValueError, match="no finished run has more steps than"):
+        early_warning([none])
+
+
 def test_nothing_is_told_early_of_runs_that_are_over_by_then(folder):
     """Runs of 7 steps: their first 7, 10 or 20 are all that there is, and the end itself."""
     data = load(folder)

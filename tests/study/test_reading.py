@@ -169,6 +169,11 @@ def test_runs_without_a_reward_to_begin_with_are_not_counted_as_well_ended():
     )
 
 
+def test_an_arm_without_rewards_is_said_to_have_none():
+    texts = _reward_texts({"grpo": (0.5,) * 6, "gspo": (np.nan,) * 6})
+    assert "GRPO: 0.50; GSPO: no reward." in texts and "no seed of both has finished with a reward" in texts
+
+
 def test_the_reward_of_demonstrations_is_nobodys_final_reward():
     """SFT scores 1.000 on its demonstrations; what counts is its policy on held-out prompts, in every table."""
     study = _study({"grpo": EIGHT, "gspo": (1.0,) * 8}, {"gspo": {"method": {"objective": "sft"}}})
