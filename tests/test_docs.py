@@ -1,5 +1,6 @@
 """The pages: links lead somewhere, tables keep their columns, the index has every page."""
 
+import json
 import re
 from pathlib import Path
 
@@ -68,3 +69,15 @@ def test_the_studies_page_names_the_cold_starts_that_may_take_longer():
         int(n.replace(",", "")): set(re.findall(r"`(\w+)`", of)) for n, of in re.findall(r"([\d,]+) in ([^\d]+)", said)
     }
     assert told == {steps: names for steps, names in limits.items() if steps != 1500}
+
+
+def test_studies_that_share_cold_starts_do_not_both_call_them_their_own():
+    lines = dict(re.findall(r"(?m)^\| \[`(\w+)`\](.*)", (ROOT / "experiments/README.md").read_text()))
+    own = [name for name, row in lines.items() if re.search(r"seeds of (their|its) own", row)]
+    of: dict[str, set[str]] = {}
+    for name in own:
+        environment = ROOT / "docs/results" / name / "env.json"
+        if environment.exists():
+            for digest in json.loads(environment.read_text())["by_run"].get("weights_sha256", {}).values():
+                of.setdefault(digest, set()).add(name)
+    assert len(of) > 300 and not {tuple(sorted(names)) for names in of.values() if len(names) > 1}
