@@ -55,13 +55,16 @@ def floor_of(run: Path, prompts: int) -> pd.DataFrame:
 
 
 def over_seeds(arm: str, floors: list[pd.DataFrame]) -> pd.DataFrame:
-    """Mean over runs and its interval of each quantity, by dtype and variant."""
+    """Mean over runs and its interval of each quantity, by dtype and variant. `n` runs; `_n` those with a value, where
+    they are fewer: without a gap there is no share of it."""
     rows = []
     for (dtype, variant), one in pd.concat(floors).groupby(["dtype", "variant"], sort=False):
         row = {"arm": arm, "dtype": dtype, "variant": variant, "n": len(one)}
         for name in QUANTITIES:
             found = student_interval(one[name].to_numpy())
-            row |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+            row |= found.columns(name, f"{name}_")
+            if found.n != row["n"]:
+                row[f"{name}_n"] = found.n
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -69,9 +69,9 @@ def main() -> None:
     if options.csv:
         table.to_csv(options.csv, index=False, float_format="%.6g", lineterminator="\n")
     if options.figures:
-        save_figure(early_warning_figure(table, UPDATE_SIGNALS), options.figures)
+        save_figure(early_warning_figure(table, UPDATE_SIGNALS, options.level), options.figures)
         if table["beyond_reward"].notna().any():
-            save_figure(beyond_reward_figure(table, UPDATE_SIGNALS), options.figures)
+            save_figure(beyond_reward_figure(table, UPDATE_SIGNALS, options.level), options.figures)
 
 
 if __name__ == "__main__":

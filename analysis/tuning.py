@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from moe_rl.study import StudyData, load
+from moe_rl.study.data import declared_arms
 
 GAIN = 0.05
 """What a setting must be above the default by, in the mean over seeds."""
@@ -20,11 +21,11 @@ FEWEST = 2
 def scores(data: StudyData) -> pd.DataFrame:
     """Held-out reward of the last policy, mean over doses: one row per (method, setting), one column per seed. A seed
     in which not all doses are finished has none."""
-    arms = data.arms
+    declared = {arm: str(about.get("label") or arm) for arm, about in declared_arms(data.config).items()}
+    labels = pd.Series({**declared, **data.arms["label"]})  # an arm that has not begun is a dose that is missing
     last = data.evals[data.evals["step"] > 0].groupby(["arm", "seed"])["reward"].last().unstack("seed")
-    last = last.reindex(index=arms.index, columns=sorted({*data.config.get("seeds", ()), *data.seeds}))
-    method = arms["label"].str.partition(": ")[0]
-    last = last.set_axis(pd.MultiIndex.from_frame(arms.assign(method=method)[["method", "label"]]))
+    last = last.reindex(index=labels.index, columns=sorted({*data.config.get("seeds", ()), *data.seeds}))
+    last = last.set_axis(pd.MultiIndex.from_arrays([labels.str.partition(": ")[0], labels], names=["method", "label"]))
     return last.groupby(level=["method", "label"], sort=False).agg(lambda doses: doses.mean(skipna=False))
 
 

@@ -1,9 +1,11 @@
 """The pages: links lead somewhere, tables keep their columns, the index has every page."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*.md")])
@@ -52,3 +54,30 @@ def test_every_row_of_a_table_has_the_cells_of_its_head(page):
 def test_the_index_has_every_page():
     linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
     assert linked == {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+
+
+def test_the_studies_page_names_the_cold_starts_that_may_take_longer():
+    """All others may take 1,500 steps."""
+    page = (ROOT / "experiments/README.md").read_text()
+    limits = {1500: set()}
+    for file in ROOT.glob("experiments/*.yaml"):
+        start = (yaml.safe_load(file.read_text())["base"].get("model") or {}).get("cold_start") or {}
+        if "until_reward" in start:
+            limits.setdefault(start["steps"], set()).add(file.stem)
+    said = re.search(r"`cold_start\.steps` \((1,500; [^)]+)\) is an error", page)[1]
+    told = {
+        int(n.replace(",", "")): set(re.findall(r"`(\w+)`", of)) for n, of in re.findall(r"([\d,]+) in ([^\d]+)", said)
+    }
+    assert told == {steps: names for steps, names in limits.items() if steps != 1500}
+
+
+def test_studies_that_share_cold_starts_do_not_both_call_them_their_own():
+    lines = dict(re.findall(r"(?m)^\| \[`(\w+)`\](.*)", (ROOT / "experiments/README.md").read_text()))
+    own = [name for name, row in lines.items() if re.search(r"seeds of (their|its) own", row)]
+    of: dict[str, set[str]] = {}
+    for name in own:
+        environment = ROOT / "docs/results" / name / "env.json"
+        if environment.exists():
+            for digest in json.loads(environment.read_text())["by_run"].get("weights_sha256", {}).values():
+                of.setdefault(digest, set()).add(name)
+    assert len(of) > 300 and not {tuple(sorted(names)) for names in of.values() if len(names) > 1}

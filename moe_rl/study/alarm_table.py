@@ -12,7 +12,7 @@ from moe_rl.study.data import FIELDS, StudyData
 def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
     """(arm, seed) -> its alarms, with the thresholds that the study sets itself."""
     alarms = alarms_of(data.config.get("alarms"))
-    found = {(run.arm, run.seed): RunAlarms(alarms) for run in data.runs}
+    found = {(run.arm, run.seed): RunAlarms(alarms, run.responses == "policy") for run in data.runs}
     wanted: dict[str, set[str]] = {"rollout": {"reward"}}
     for alarm in alarms:
         wanted.setdefault(alarm.kind, {"skipped"}).update(name for name in (alarm.metric, alarm.over) if name)

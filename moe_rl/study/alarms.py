@@ -151,10 +151,11 @@ class RunAlarms:
     Attributes:
         seen: by alarm, how many values of its signal there were.
         crossed: by alarm, the steps with a crossing, each once, with the first value that crossed there.
+        own: whether the rewards are of the policy's own responses; those of others' collapse nothing.
     """
 
-    def __init__(self, alarms: Iterable[Alarm] = ALARMS):
-        self.alarms = tuple(alarms)
+    def __init__(self, alarms: Iterable[Alarm] = ALARMS, own: bool = True):
+        self.alarms, self.own = tuple(alarms), own
         self.seen = {alarm.name: 0 for alarm in self.alarms}
         self.crossed: dict[str, list[tuple[int, float]]] = {alarm.name: [] for alarm in self.alarms}
         self.rewards: list[tuple[int, float]] = []
@@ -185,7 +186,7 @@ class RunAlarms:
     def collapse(self) -> int | None:
         """The step at which the run's reward collapsed (`moe_rl.study.curves.COLLAPSE_RULE`); None if it did not."""
         found = detect_collapse([s for s, _ in self.rewards], [r for _, r in self.rewards])
-        return int(found.step) if found.collapsed else None
+        return int(found.step) if self.own and found.collapsed else None
 
     def before_collapse(self) -> list[tuple[Alarm, int]]:
         """Alarms that had crossed by the step of the collapse, each with its first step, earliest first; empty without a
@@ -213,9 +214,10 @@ class LiveAlarms:
         self.path, self.alarms, self.since = path, alarms, ""
         self._forget()
 
-    def now(self) -> dict[str, Any]:
-        """`RunAlarms.summary` of all rows that are there."""
+    def now(self, own: bool = True) -> dict[str, Any]:
+        """`RunAlarms.summary` of all rows that are there; own: see there."""
         self.since = follow(self.path, self.since, lambda row: self.state.take(row), self._forget)
+        self.state.own = own
         return self.state.summary()
 
     def _forget(self) -> None:

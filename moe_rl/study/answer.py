@@ -7,11 +7,13 @@ GRPO nor of GSPO with either; a study without the second or third question says 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pandas as pd
+
 from moe_rl.study.arms import condition_label, dose_label, full_label
 from moe_rl.study.comparing import Pair, comparisons, declared
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import final_rewards, run_outcomes
-from moe_rl.study.reading import name_of, power_sentence
+from moe_rl.study.reading import name_of, power_sentence, untold
 from moe_rl.study.statistics import Verdict
 from moe_rl.study.words import count, listed, minus
 
@@ -106,7 +108,8 @@ def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], 
         if against and not several and pair.result.verdict not in (Verdict.NOT_RESOLVED, Verdict.TOO_FEW):
             other = "GRPO + Routing Replay" if _methods(data, pair)[1] == REPLAY else "GRPO"
             word += f" {'as' if pair.result.verdict == Verdict.EQUIVALENT else 'than'} {other}"
-        both = all(_failed(data, arm) * 2 > pair.result.n for arm in (pair.arm, pair.other))
+        ends = final_rewards(data).set_index("arm").loc[[pair.arm, pair.other]]
+        both = (ends["failed"] * 2 > ends["judged"]).all()
         if both and pair.result.tested:
             word = f"most runs of both failed ({pair.result.verdict})"
         place = f"against {full_label(data, pair.other)}" if several else _place(data, pair.noise)
@@ -124,20 +127,24 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _failed(data: StudyData, arm: str) -> int:
-    return int(final_rewards(data).set_index("arm")["failed"][arm])
-
-
 def _failures_of(data: StudyData, pairs: Sequence[Pair]) -> str:
     """Which of the compared arms' runs failed."""
     if not run_outcomes(data)["start"].notna().any():
         return "No run recorded its reward at step 0, so it cannot be told which failed."
-    arms = dict.fromkeys(arm for pair in pairs for arm in (pair.other, pair.arm))
-    failed = [
-        f"{full_label(data, arm)}: {_failed(data, arm)} of {data.arms['finished'][arm]}" for arm in arms
-        if _failed(data, arm)
-    ]  # fmt: skip
-    return f"Runs that failed: {listed(failed)}." if failed else "None of these arms' finished runs failed."
+    arms = list(dict.fromkeys(arm for pair in pairs for arm in (pair.other, pair.arm)))
+    table = final_rewards(data).set_index("arm", drop=False).loc[arms]
+    failed = _failed(data, table)
+    text = f"Runs that failed: {listed(failed)}." if failed else "None of these arms' finished runs failed."
+    return f"{text}{untold(table)}"
+
+
+def _failed(data: StudyData, table: pd.DataFrame) -> list[str]:
+    """`GRPO: 3 of 8` of each arm of `final_rewards` with runs that failed."""
+    return [
+        f"{full_label(data, row['arm'])}: {row['failed']} of {row['judged']}"
+        for row in table.to_dict("records")
+        if row["failed"]
+    ]
 
 
 def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
@@ -162,16 +169,14 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
 
 def _failures(data: StudyData) -> Line:
     table = final_rewards(data)
-    failed = [
-        f"{row['label']} {row['failed']} of {row['finished']}" for row in table.to_dict("records") if row["failed"]
-    ]
-    total, runs = int(table["failed"].sum()), int(table["finished"].sum())
+    failed = _failed(data, table)
+    total, runs = int(table["failed"].sum()), int(table["judged"].sum())
     if not run_outcomes(data)["start"].notna().any():
         return Line("Did runs fail?", "Cannot be told", "No run recorded its reward at step 0.")
     text = (
         f"Failed: {listed(failed)}." if failed else "Every finished run gained more than 0.1 over its reward at step 0."
     )
-    return Line("Did runs fail?", f"{total} of {count(runs, 'finished run')}", text)
+    return Line("Did runs fail?", f"{total} of {count(runs, 'finished run')}", f"{text}{untold(table)}")
 
 
 def _seeds(data: StudyData, pairs: Sequence[Pair]) -> str:

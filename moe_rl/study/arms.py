@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import pandas as pd
 
 from moe_rl.study.data import StudyData, pooled_rate
@@ -87,8 +86,10 @@ def replay_identity(data: StudyData) -> pd.DataFrame:
         if natural is None or about["method"] != data.arms["method"][natural]:
             continue
         pair = [data.rollouts.loc[data.rollouts["arm"] == a, ["seed", "step", "reward"]] for a in (arm, natural)]
-        both = pair[0].merge(pair[1], on=["seed", "step"])
-        gap = float((both["reward_x"] - both["reward_y"]).abs().max()) if len(both) else np.nan
+        both = pair[0].merge(pair[1], on=["seed", "step"]).dropna()
+        if both.empty:  # not yet
+            continue
+        gap = float((both["reward_x"] - both["reward_y"]).abs().max())
         seeds = both["seed"].nunique()
         rows.append({"arm": arm, "natural": natural, "seeds": seeds, "steps": len(both), "difference": gap})
     return pd.DataFrame(rows, columns=["arm", "natural", "seeds", "steps", "difference"])

@@ -98,7 +98,7 @@ def detect_collapse(steps: Numbers, rewards: Numbers, window: int = FINAL_STEPS,
         return Collapse(float("nan"), float("nan"), float("nan"))
     x, mean = x[full], mean[full]
     best = np.maximum.accumulate(mean)
-    down = (mean <= (1 - drop) * best) & (best > 0)
+    down = (mean <= (1 - drop) * best * (1 + TIE)) & (best > 0)
     below_to_end = np.logical_and.accumulate(down[::-1])[::-1]
     first = np.flatnonzero(below_to_end)
     fall = float(1 - mean[-1] / best[-1]) if best[-1] > 0 else 0.0

@@ -52,20 +52,27 @@ def signals(data: StudyData, steps: int) -> pd.DataFrame:
 
 def origins(data: StudyData, study: str) -> pd.DataFrame:
     """By (arm, seed): `cold_start`, the SHA-256 of the weights that the run began with (study and seed, where that
-    was not kept), and `rewards`, the training reward of every step. Runs that have both in common are one run."""
+    was not kept), and `rewards`, the training reward of every step. Runs that have both in common are one run, if their
+    rewards are of their own policies' responses."""
     curves = data.rollouts.sort_values("step").groupby(["arm", "seed"])["reward"].agg(tuple)
     starts = {(r.arm, r.seed): r.environment.get("weights_sha256") or f"{study}/{r.seed}" for r in data.runs}
     return curves.rename("rewards").to_frame().assign(cold_start=[starts[key] for key in curves.index])
 
 
 def run_signals(data: StudyData, prefixes: Sequence[int] = PREFIXES) -> pd.DataFrame:
-    """One row per finished run and prefix that it is longer than (a run that is over by then has no later end of which
-    the signals could tell): arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below its
-    start or collapsed, see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same weights to begin
-    with and the same run are known in other studies (first 16 digits of SHA-256)."""
+    """One row per finished run with a final reward and prefix that it is longer than (a run that is over by then has no
+    later end of which the signals could tell): arm, seed, steps (of the prefix), `final`, `bad` (failed, ended below
+    its start or collapsed, see `run_outcomes`), the `signals`; `cold_start` and `run`, by which the same weights to
+    begin with and the same run are known in other studies (first 16 digits of SHA-256)."""
+    if REWARD not in data.rollouts:
+        return pd.DataFrame(columns=["arm", "seed", "cold_start", "run", "final", "bad", "steps"])
     runs = run_outcomes(data).set_index(["arm", "seed"]).join(origins(data, data.name))
-    runs = runs[runs["finished"].astype(bool)]
-    runs["run"] = [_digest(f"{one.cold_start} {one.rewards}") for one in runs.itertuples()]
+    runs = runs[runs["finished"].astype(bool) & runs["final"].notna()]
+    # rewards of responses that are not the policy's are the same in every run that learns from them
+    told = runs["final"].astype(str).where(runs["measured"] == "held out", "")
+    runs["run"] = [
+        _digest(f"{one.cold_start} {one.rewards}{end}") for one, end in zip(runs.itertuples(), told, strict=True)
+    ]
     runs["cold_start"] = runs["cold_start"].map(_digest)
     runs["bad"] = runs[list(OUTCOMES)].any(axis=1)
     kept = runs[["cold_start", "run", "final", "bad"]]

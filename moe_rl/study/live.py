@@ -77,6 +77,11 @@ class LiveStudy:
             raise LiveError(f"no run {name!r}; there are {', '.join(runs) or 'none yet'}")
         return runs[name]
 
+    def responses(self, name: str) -> str:
+        """Whose responses the run called ARM/seedN learns from (`Run.responses`), as far as it has said so."""
+        run = self.run(name)
+        return replace(run, config=_read_yaml(run.folder / "config.yaml")).responses
+
     @property
     def thresholds(self) -> Any:
         """Alarm thresholds that the study sets itself."""

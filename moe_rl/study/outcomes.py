@@ -50,7 +50,7 @@ def run_outcomes(data: StudyData) -> pd.DataFrame:
                 "start": start,
                 "gain": final - start,
                 "failed": bool(run.finished and final - start <= GAIN * (1 + TIE)),
-                "below_start": bool(run.finished and final < start),
+                "below_start": bool(run.finished and start - final > TIE * abs(start)),
                 "collapsed": collapse.collapsed,
                 "best": collapse.best,
                 "fall": collapse.fall,
@@ -69,7 +69,8 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
 
     Columns: arm, label, noise, n, finished, measured, final, low, high, interval, sd, iqm, area, evaluation (held-out
     reward at the last evaluation) with evaluation_low and evaluation_high, start, best, fall, failed, below_start,
-    collapsed (counts of runs), `by_seed` and `evaluation_by_seed` (seed -> reward), `collapse_steps`.
+    collapsed (counts of runs), `judged` (finished runs of which it can be told whether they failed), `by_seed` and
+    `evaluation_by_seed` (seed -> reward), `collapse_steps`.
     """
     runs = run_outcomes(data)
     parts = {str(arm): part for arm, part in runs.groupby("arm", sort=False)}
@@ -96,6 +97,7 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
                 "best": of["best"].mean(),
                 "fall": of["fall"].mean(),
                 **{name: int(of[name].sum()) for name in OUTCOMES},
+                "judged": int((of["finished"].astype(bool) & of["gain"].notna()).sum()),
                 "by_seed": dict(zip(of["seed"], of["final"], strict=True)),
                 "evaluation_by_seed": dict(zip(of["seed"], of["held_out"], strict=True)),
                 "collapse_steps": of["collapse_step"].dropna().tolist(),

@@ -6,6 +6,8 @@ The rules are printed with the reading (`rules_of`), so that a reader can check 
 from collections.abc import Iterator
 from dataclasses import replace
 
+import pandas as pd
+
 from moe_rl.study.arms import condition_label, full_label, replay_identity
 from moe_rl.study.comparing import Pair, comparisons, declared, enough_pairs, interest
 from moe_rl.study.curves import BELOW_START_RULE, COLLAPSE_RULE, FAILED_RULE, FINAL_STEPS
@@ -78,7 +80,8 @@ def _reward(data: StudyData) -> Iterator[Statement]:
         ends = []
         for arm in arms:
             held_out = ", held out" if table["measured"][arm] == "held out" else ""
-            ends.append(f"{name_of(data, arm, noise)}: {table['final'][arm]:.2f}{held_out}")
+            final = f"{table['final'][arm]:.2f}{held_out}" if table["n"][arm] else "no reward"
+            ends.append(f"{name_of(data, arm, noise)}: {final}")
         where = "Natural routing" if noise == 0 else f"Stress test, {condition_label(data, noise)}"
         told = here if len(here) <= MANY else [p for p in here if p.result.apart]
         rest = [pair.result.verdict for pair in here if pair not in told]
@@ -103,7 +106,7 @@ def compare(data: StudyData, pair: Pair) -> str:
     a, b = name_of(data, pair.arm, pair.noise), name_of(data, pair.other, pair.noise)
     one, gap = pair.result, pair.result.difference
     if not one.n:
-        return f"{a} against {b}: no seed of both has finished."
+        return f"{a} against {b}: no seed of both has finished with a reward."
     if not one.tested:
         reach = f", range [{gap.low:.3f}, {gap.high:.3f}]" if gap.known else ""
         return f"{a} minus {b}: {gap.estimate:+.3f}{reach}, {count(one.n, 'pair')}: {one.verdict}."
@@ -148,8 +151,7 @@ def _replay_check(data: StudyData) -> Iterator[Statement]:
 
 def _outcomes(data: StudyData) -> Iterator[Statement]:
     topic = "Runs that failed"
-    runs = run_outcomes(data)
-    finished = int(runs["finished"].astype(bool).sum())
+    runs, table = run_outcomes(data), final_rewards(data)
     if not runs["start"].notna().any():
         yield Statement(topic, "No run recorded its reward at step 0, so it cannot be told which failed.")
         return
@@ -163,15 +165,25 @@ def _outcomes(data: StudyData) -> Iterator[Statement]:
         ("below_start", "ended below it"),
         ("collapsed", "collapsed"),
     ):
-        counted, of = ("n", len(runs)) if column == "collapsed" else ("finished", finished)
+        counted = "n" if column == "collapsed" else "judged"
         counts = [
             f"{full_label(data, str(row['arm']))}: {row[column]} of {row[counted]}"
-            for row in final_rewards(data).to_dict("records")
+            for row in table.to_dict("records")
             if row[column]
         ]
+        of = len(runs) if column == "collapsed" else int(table["judged"].sum())
         number = f"{int(runs[column].sum())} of {of}"
         found.append(f"{what}: {number} ({listed(counts)})" if counts else f"{what}: none of {of}")
-    yield Statement(topic, f"Runs that {'; that '.join(found)}. ({COLLAPSE_RULE[0].upper()}{COLLAPSE_RULE[1:]}.)")
+    rule = f"({COLLAPSE_RULE[0].upper()}{COLLAPSE_RULE[1:]}.)"
+    yield Statement(topic, f"Runs that {'; that '.join(found)}.{untold(table)} {rule}")
+
+
+def untold(table: pd.DataFrame) -> str:
+    """How many finished runs of `final_rewards` have no reward to begin with, in a sentence; empty if none."""
+    left = int(table["finished"].sum() - table["judged"].sum())
+    return (
+        f" Of {count(left, 'finished run')} it cannot be told: no reward at step 0, or none at the end." if left else ""
+    )
 
 
 def power_sentence(data: StudyData) -> str:

@@ -191,9 +191,11 @@ def _replay_variance(data: StudyData) -> Iterator[Statement]:
 def _clipping(data: StudyData) -> Iterator[Statement]:
     if data.updates.empty or not {"clipped_tokens", "tokens"} <= set(data.updates):
         return
-    share = pooled_rate(data.updates, "clipped_tokens", "tokens", "arm")
+    share = pooled_rate(data.updates, "clipped_tokens", "tokens", "arm").dropna()
     for noise in sorted(data.arms["noise"].unique()):
         arms = [str(a) for a in data.arms.index[data.arms["noise"] == noise] if a in share.index]
+        if not arms:
+            continue
         text = listed(f"{data.arms['label'][arm]} {two(100 * share[arm])} %" for arm in arms)
         where = "natural routing" if noise == 0 else condition_label(data, float(noise))
         grpo, gspo = ([a for a in arms if data.arms["method"][a] == method] for method in ("grpo", "gspo"))

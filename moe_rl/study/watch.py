@@ -147,7 +147,7 @@ class Api:
             raise LiveError(f"metrics: no metric {unknown!r}{nearest(unknown, list(known))}")
         rows = new_rows(folder / "metrics.jsonl", query.get("since", ""), {name: known[name] for name in names})
         answer = {**rows, "token_steps": stored_steps(folder)}
-        return answer if answer["more"] else {**answer, "alarms": self._alarms(self._live(query), folder)}
+        return answer if answer["more"] else {**answer, "alarms": self._alarms(self._live(query), query["run"], folder)}
 
     def experts(self, query: dict[str, str]) -> dict[str, Any]:
         """Tokens by site and expert of `run`, old against new, over the stored steps up to `step`, if given."""
@@ -179,13 +179,14 @@ class Api:
     def _live(self, query: dict[str, str]) -> LiveStudy:
         return self.studies.study(query.get("study", ""))
 
-    def _alarms(self, live: LiveStudy, folder: Path) -> dict[str, Any]:
+    def _alarms(self, live: LiveStudy, run: str, folder: Path) -> dict[str, Any]:
         table, _ = _alarm_table(live.thresholds)
+        own = live.responses(run) == "policy"
         with self.lock:
             known = self.alarms.get(folder)
             if known is None or known.alarms != table:
                 known = self.alarms[folder] = LiveAlarms(folder / "metrics.jsonl", table)
-            return known.now()
+            return known.now(own)
 
     def _step(self, query: dict[str, str]) -> TokenStep:
         folder, step = self._folder(query), _whole(query, "step")

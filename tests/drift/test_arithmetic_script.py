@@ -45,6 +45,7 @@ def test_means_are_over_runs_and_shares_of_nothing_are_left_out():
     floors[0]["routing_share_m2"] = float("nan")
     (row,) = SCRIPT["over_seeds"]("arm", floors).to_dict("records")
     assert (row["n"], row["slot_change"], row["routing_share_m2"]) == (3, 2.0, 2.5)
+    assert row["routing_share_m2_n"] == 2 and "slot_change_n" not in row
     assert row["slot_change_high"] == pytest.approx(2 + 4.303 / 3**0.5, abs=1e-3)
 
 

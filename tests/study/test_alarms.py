@@ -9,9 +9,11 @@ from synthetic import read_rows, write_rows, write_study
 from moe_rl.measure.catalogue import find
 from moe_rl.study import load
 from moe_rl.study.alarm_table import alarm_rows, collapses, study_alarms
-from moe_rl.study.alarms import ALARMS, DECAY, WARM_UP, AlarmError, RunAlarms, Spikes, alarms_of
+from moe_rl.study.alarms import ALARMS, DECAY, WARM_UP, AlarmError, LiveAlarms, RunAlarms, Spikes, alarms_of
 from moe_rl.study.config import ConfigError, parse_study
 from moe_rl.study.figures import FIGURES
+from moe_rl.study.live import LiveStudy
+from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.report import render_report
 
 
@@ -65,6 +67,17 @@ def test_what_crossed_before_a_collapse_comes_in_the_order_of_its_first_steps():
     assert seen.summary()["first"] == [["ess", 4], ["k3", 7]]
     steady = taken({**row, "reward": 0.8} for row in rows(ess_token=lambda s: 0.1))
     assert steady.collapse is None and steady.before_collapse() == []
+
+
+def test_rewards_of_others_responses_collapse_nothing(tmp_path):
+    run = tmp_path / "a" / "seed0"
+    write_rows(run, rows(), {"method": {"objective": "sft", "replay": "none", "noise": 0.0}})
+    data = load(tmp_path)
+    assert collapses(data) == [] and not run_outcomes(data)["collapsed"].any()
+    live = LiveStudy(tmp_path)
+    assert live.responses("a/seed0") == "demonstrations"
+    alarms = LiveAlarms(run / "metrics.jsonl", ALARMS)
+    assert alarms.now(own=False)["collapse"] is None and alarms.now()["collapse"] is not None
 
 
 def test_a_spike_is_told_from_the_runs_own_past():

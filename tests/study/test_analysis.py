@@ -1,15 +1,18 @@
 """The script that draws figures and the notebook: each runs as it is."""
 
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
 import nbformat
 import pandas as pd
 import pytest
+import yaml
 from nbclient import NotebookClient
-from synthetic import write_study
+from synthetic import add_rows, write_study
 
+from moe_rl.study import load
 from moe_rl.study.figures import FIGURES
 
 ROOT = Path(__file__).parent.parent.parent
@@ -105,3 +108,18 @@ def test_the_tunings_rule():
         "may yet win",
         "not begun",
     ]
+
+
+def test_a_dose_that_has_not_begun_is_missing_from_the_score(tmp_path):
+    """Else a setting that has its natural runs alone would be above a default that has those under noise, too."""
+    folder = write_study(tmp_path / "tuning", ("grpo", "grpo_noise", "gspo", "gspo_noise"), (0, 1), 2, tokens_every=9)
+    config = yaml.safe_load((folder / "study.yaml").read_text())
+    for arm, about in config["arms"].items():
+        about["label"] = f"GRPO: {'default' if arm.startswith('grpo') else 'half the rate'}"
+    (folder / "study.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    for run in folder.glob("*/seed*"):
+        add_rows(run, {"kind": "eval", "step": 2, "reward": 0.5 if "noise" in run.parent.name else 0.8, "reward_n": 9})
+    scores = runpy.run_path(str(ROOT / "analysis" / "tuning.py"))["scores"]
+    assert scores(load(folder)).to_numpy().tolist() == [[0.65, 0.65], [0.65, 0.65]]
+    shutil.rmtree(folder / "gspo_noise")
+    assert scores(load(folder)).iloc[1].isna().all()

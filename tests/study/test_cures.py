@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import yaml
 
 from moe_rl.study.figures.over_studies import claims_figure, cures_figure
 from moe_rl.study.published import published_repetitions
@@ -16,6 +17,13 @@ RESULTS = ROOT / "docs" / "results"
 @pytest.fixture(scope="module")
 def script():
     return runpy.run_path(str(ROOT / "analysis" / "cures.py"))
+
+
+@pytest.mark.parametrize(("question", "name", "drawn"), [("q4", "cures", "CAUSES"), ("q8", "claims", "CLAIMS")])
+def test_a_questions_list_has_the_studies_that_its_figure_draws(question, name, drawn):
+    listed = yaml.safe_load((ROOT / "experiments" / "findings" / f"{question}.yaml").read_text())["studies"]
+    cells = runpy.run_path(str(ROOT / "analysis" / f"{name}.py"))[drawn]
+    assert {study for of in cells.values() for study, *_ in of.values()} <= set(listed)
 
 
 def test_comparisons_have_the_sign_of_method_less_grpo():

@@ -140,6 +140,18 @@ def test_a_run_that_two_studies_hold_counts_once_and_a_cold_start_is_one_cluster
     assert early_warning([table], 20).equals(early_warning([table, again], 20))
 
 
+def test_arms_that_learn_from_the_same_demonstrations_are_not_one_run(folder):
+    data = load(folder)
+    runs = tuple(
+        replace(run, config={"method": {"objective": "sft"}}, environment={"weights_sha256": f"w{run.seed}"})
+        for run in data.runs
+    )
+    data = replace(data, runs=runs, rollouts=data.rollouts.assign(reward=1.0))
+    table = run_signals(data, (5,))
+    assert table["run"].nunique() == len(table) - 1 > table["cold_start"].nunique()  # grpo_replay_noise is grpo_replay
+    assert set(run_signals(replace(data, name="another"), (5,))["run"]) == set(table["run"])
+
+
 def test_committed_signals_are_read_as_run_folders_are(folder, tmp_path):
     signals_of = runpy.run_path(str(Path(__file__).parents[2] / "analysis" / "early_warning.py"))["signals_of"]
     of_runs = signals_of(folder, (3, 5))
@@ -148,6 +160,16 @@ def test_committed_signals_are_read_as_run_folders_are(folder, tmp_path):
     assert of_runs.groupby("steps").size().to_dict() == {3: len(of_runs) // 2, 5: len(of_runs) // 2}
     with pytest.raises(ValueError, match=r"signals.csv has the first \[2, 3, 5\] steps, not \[7\]"):
         signals_of(tmp_path, (5, 7))
+
+
+def test_runs_without_a_reward_are_none_that_ended_well(folder):
+    data = load(folder)
+    some = data.rollouts.assign(reward=data.rollouts["reward"].where(data.rollouts["arm"] != "gspo"))
+    assert set(run_signals(data, (5,))["arm"]) - set(run_signals(replace(data, rollouts=some), (5,))["arm"]) == {"gspo"}
+    none = run_signals(replace(data, rollouts=data.rollouts.drop(columns="reward")), (5,))
+    assert none.empty
+    with pytest.raises(ValueError, match="no finished run has more steps than"):
+        early_warning([none])
 
 
 def test_nothing_is_told_early_of_runs_that_are_over_by_then(folder):
@@ -174,12 +196,15 @@ def test_the_script_draws_what_signals_tell_and_what_they_tell_beyond_the_reward
         for file in tmp_path.glob("*.png"):
             file.unlink()
         arguments = [str(tmp_path), "--steps", "3", "5", "--csv", str(tmp_path / "t.csv"), "--figures", str(tmp_path)]
+        arguments += ["--level", "0.99"]
         monkeypatch.setattr("sys.argv", ["early_warning.py", *arguments])
         main()
         assert "beyond_reward" in capsys.readouterr().out
         return {file.name for file in tmp_path.glob("*.png")}
 
     assert drawn(table) == {"early_warning.png", "beyond_reward.png"}
+    for name in ("early_warning", "beyond_reward"):
+        assert "bar: 99 % bootstrap" in " ".join((tmp_path / f"{name}.svg").read_text().split())
     found = pd.read_csv(tmp_path / "t.csv")
     labels = beyond_reward_figure(found, UPDATE_SIGNALS).figure.axes[0].get_yticklabels()
     after_three = found[found["steps"] == 3].set_index("signal")["beyond_reward"].drop("reward").abs()

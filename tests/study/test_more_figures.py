@@ -182,6 +182,13 @@ def test_the_design_effect_tells_tokens_that_move_together_from_independent_and_
     assert set(by_length(short)) == {1, 2}, "no whole block of four, and tokens outside whole blocks do not count"
     assert design_effects(together.assign(logp_natural=0.0)).empty
     assert design_effects(together[together["seq"] < 20]).groupby("length").size().to_dict() == {1: 1, 2: 1}
+    both = pd.concat([together, together.assign(arm="other trainer", flips=np.nan)])
+    found = design_effects(both).set_index(["arm", "length"])
+    assert found.loc["other trainer", "design_effect"].to_dict() == pytest.approx({1: 1, 2: 2, 4: 4})
+    assert found.loc["other trainer", "tokens_flipped"].isna().all()
+    assert design_effects(together.assign(flips=together["flips"].where(together["pos"] < 2))).equals(
+        design_effects(together[together["pos"] < 2])
+    ), "tokens whose routes are not known, of a probe that has others'"
 
 
 def test_the_figure_of_the_design_effect_is_the_median_over_probes(data):
@@ -214,6 +221,10 @@ def test_gradients_are_told_by_the_median_over_probes_with_layers_apart(data):
     assert "| grpo | 4 |" in markdown("gradients", result_tables(compared)["gradients"])
     earlier = replace(compared, probes=probes.drop(columns=["layer_names", "layer_gradient_cosine"]))
     assert gradient_bias(earlier).frame["quantity"].nunique() == 3, "runs of versions that did not tell layers apart"
+    of_grpo = probes["arm"] == "grpo"
+    layers = {name: probes[name].where(of_grpo) for name in ("layer_names", "layer_gradient_cosine")}
+    mixed = result_tables(replace(compared, probes=probes.assign(**layers)))["gradients"].set_index("arm")
+    assert mixed.loc["grpo", "layer_0"].notna().all() and mixed.loc["gspo", "layer_0"].isna().all()
     frozen = replace(compared, probes=probes.assign(router_gradient_cosine=None))
     assert gradient_bias(frozen).frame["quantity"].nunique() == 2, "routers that are not trained have no gradient"
     fewest = replace(data, probes=data.probes.assign(gradient_cosine=cosines, gradient_halves_cosine=0.1))

@@ -48,6 +48,10 @@ def test_reading_checks_that_replay_under_noise_repeats_the_natural_run():
     assert "rewards are identical, as they must be" in same
     other = _texts({**arms, "grpo_replay_noise": (0.7,)}, "Stress test")
     assert "rewards differ by up to 0.1, which must not be" in other
+    study = _study({**arms, "grpo_replay_noise": (0.8,)})
+    begun = tuple(run for run in study.runs if (run.arm, run.seed) != ("grpo_replay", 0))
+    rows = study.rollouts.query("arm != 'grpo_replay' or seed != 0")
+    assert "Checked" not in _by_topic_text(replace(study, runs=begun, rollouts=rows), "Stress test")
 
 
 def test_replay_stands_in_under_noise_only_if_nothing_else_differs():
@@ -134,7 +138,7 @@ def test_failed_below_start_and_collapsed_runs_are_counted():
     three = replace(study, runs=tuple(replace(run, finished=run.seed != 0) for run in study.runs))
     text = next(s.text for s in read(three) if s.topic == "Runs that failed")
     assert "at step 0: 3 of 3 (GRPO: 3 of 3)" in text and "collapsed: 1 of 4 (GRPO: 1 of 4)" in text
-    assert answer(three).lines[-2].text == "Failed: GRPO 3 of 3."
+    assert answer(three).lines[-2].text == "Failed: GRPO: 3 of 3."
 
 
 @pytest.mark.parametrize("start", [0.2, 0.3, 0.4, 0.5, 0.7])
@@ -142,6 +146,32 @@ def test_a_gain_of_exactly_a_tenth_is_one_outcome(start):
     """Whichever way the difference rounds: 0.6 - 0.5 is less than 0.1 in floats, 0.8 - 0.7 is more."""
     study = _study({"grpo": (start + 0.1, start + 0.101)})
     assert run_outcomes(replace(study, evals=_at_start(study, start)))["failed"].tolist() == [True, False]
+
+
+@pytest.mark.parametrize("start", [0.47, 0.83, 0.94])
+def test_a_run_that_ends_where_it_began_is_not_below_its_start(start):
+    """The mean of five equal rewards may round to less than the reward."""
+    study = _study({"grpo": (start, start - 0.001)})
+    assert run_outcomes(replace(study, evals=_at_start(study, start)))["below_start"].tolist() == [False, True]
+
+
+def test_runs_without_a_reward_to_begin_with_are_not_counted_as_well_ended():
+    study = _study({"grpo": (0.2,) * 3, "gspo": (0.2,) * 3})
+    later = study.rollouts.assign(step=study.rollouts["step"] + 1)
+    study = replace(study, rollouts=later, evals=_at_start(study, 0.15).query("arm == 'grpo'"))
+    assert final_rewards(study)["judged"].tolist() == [3, 0]
+    text = _by_topic_text(study, "Runs that failed")
+    assert "at step 0: 3 of 3 (GRPO: 3 of 3)" in text and "Of 3 finished runs it cannot be told" in text
+    assert (
+        answer(study)
+        .lines[0]
+        .text.endswith("GRPO: 3 of 3. Of 3 finished runs it cannot be told: no reward at step 0, or none at the end.")
+    )
+
+
+def test_an_arm_without_rewards_is_said_to_have_none():
+    texts = _reward_texts({"grpo": (0.5,) * 6, "gspo": (np.nan,) * 6})
+    assert "GRPO: 0.50; GSPO: no reward." in texts and "no seed of both has finished with a reward" in texts
 
 
 def test_the_reward_of_demonstrations_is_nobodys_final_reward():
@@ -287,6 +317,21 @@ def test_two_arms_that_failed_are_not_an_answer():
     assert first.text == "Runs that failed: GRPO: 8 of 8, GRPO + Routing Replay: 8 of 8."
 
 
+def test_most_runs_are_most_of_an_arms_own():
+    """Twenty seeds of the one arm, eight of the other: eight failed runs are most of eight, not of twenty."""
+    study = _study({"grpo": (0.8,) * 12 + (0.1,) * 8, "gspo": (0.5, 0.5, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1)})
+    first = answer(replace(study, evals=_at_start(study, 0.1))).lines[0]
+    assert first.answer == "No, ended lower than GRPO"
+    assert first.text == "Runs that failed: GRPO: 8 of 20, GSPO: 5 of 8."
+
+
+def test_arms_of_one_label_that_failed_are_told_apart():
+    study = _study({"grpo": (0.2,) * 8, "grpo_noise": (0.2,) * 8, "gspo_noise": (0.8,) * 8})
+    declared = {**study.config, "comparisons": [["gspo_noise", "grpo_noise"]]}
+    lines = answer(replace(study, evals=_at_start(study, 0.15), config=declared)).lines
+    assert lines[1].text == "Failed: GRPO: 8 of 8, GRPO, noise σ = 1: 8 of 8."
+
+
 def test_a_family_too_large_for_n_is_said():
     study = _many()
     six = replace(study, runs=tuple(run for run in study.runs if run.seed < 6))
@@ -317,6 +362,11 @@ def test_reading_compares_clipping_without_dividing_by_zero():
          for arm, clipped in (("grpo", 5), ("gspo", 200))]
     )  # fmt: skip
     assert "GRPO 0.5 %, GSPO 20 %; GSPO over GRPO: ×40, 1.6 orders" in _texts(arms, "Clipping", updates=updates)
+    lacks = updates.assign(clipped_tokens=[5, None])
+    assert _texts(arms, "Clipping", updates=lacks).endswith(
+        "natural routing: GRPO 0.5 %. Clip ranges differ by arm (see Arms)."
+    )
+    assert _texts(arms, "Clipping", updates=updates.assign(clipped_tokens=None)) == ""
     none = updates.assign(clipped_tokens=[0, 200])
     assert "GRPO clipped no token, so there is no ratio" in _texts(arms, "Clipping", updates=none)
 

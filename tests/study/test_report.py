@@ -112,7 +112,7 @@ def test_a_single_unfinished_seed_makes_a_page_without_intervals(tmp_path):
     data = load(folder)
     page = render_report(data, [reward(data)])
     assert Page(page).unbalanced == []
-    assert "GSPO against GRPO: no seed of both has finished." in page
+    assert "GSPO against GRPO: no seed of both has finished with a reward." in page
     assert "There is no verdict" in page.replace("so there", "There")
     assert "1 of 2 runs are finished" in page
     assert "gspo/seed0" in page

@@ -9,7 +9,7 @@ import yaml
 from synthetic import write_rows
 from token_files import write_step
 
-from moe_rl.study.data import load
+from moe_rl.study.data import load, pooled_rate
 from moe_rl.study.result_tables import _over_seeds, change_by_load, update_outcomes
 
 
@@ -44,6 +44,14 @@ def test_what_a_run_clipped_is_a_share_of_all_its_tokens(tmp_path):
     assert (some["clipped"], some["clipped_low"]) == (pytest.approx(30 / 300), 0.5)
     assert none["clipped"] == 0 and np.isnan(none["clipped_low"])
     assert (none["grad_norm"], none["grad_norm_largest"]) == (2, 3)
+
+
+def test_a_count_that_was_not_recorded_is_not_0():
+    rows = pd.DataFrame(
+        [("a", 2, 10), ("a", None, 10), ("b", None, 10), ("c", 1, None)], columns=["arm", "changed", "total"]
+    )
+    rates = pooled_rate(rows, "changed", "total", "arm")
+    assert rates["a"] == 0.2 and rates[["b", "c"]].isna().all()
 
 
 def test_seeds_without_a_value_are_not_counted_for_its_interval():

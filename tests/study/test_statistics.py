@@ -215,6 +215,12 @@ def test_collapse_is_a_lasting_fall_to_half():
     assert degraded.fall == pytest.approx(0.25)
 
 
+def test_rounding_decides_no_collapse():
+    tail = [0.27, 0.34, 0.49, 0.33, 0.07]  # mean 0.3, half of 0.6, a bit more in floats
+    assert detect_collapse(range(11), [0.6] * 6 + tail).step == 10
+    assert not detect_collapse(range(11), [0.6] * 6 + [*tail[:4], 0.08]).collapsed
+
+
 def test_collapse_on_short_and_flat_runs():
     assert not detect_collapse([0, 1], [0.5, 0.1]).collapsed  # no full window of five yet
     assert not detect_collapse(range(10), [0.0] * 10).collapsed  # nothing was ever learned

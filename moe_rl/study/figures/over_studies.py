@@ -121,12 +121,13 @@ def _kinds_legend(drawn: Figure, ax: Axes, colours: list[str], others: Sequence[
 
 
 @styled
-def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> StudyFigure:
+def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...], level: float = 0.95) -> StudyFigure:
     """Area under the ROC curve by signal, one panel for each number of steps; signals in the order of the first panel.
 
     Args:
         table: what `early_warning` returns.
         of_updates: its signals that are read from updates; the others but the reward are a probe's.
+        level: of its intervals.
     """
     first = table[table["steps"] == table["steps"].iloc[0]].set_index("signal")["auc"]
     order = list((first - 0.5).abs().sort_values().index)
@@ -138,8 +139,8 @@ def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
         ax.set(xlim=(0, 1), xticks=[0, 0.5, 1], xticklabels=["0", "0.5", "1"])
     runs, bad = int(table["runs"].max()), int(table["bad"].max())
     drawn.supxlabel(
-        f"area under the ROC curve (0.5: it tells nothing)\n{runs} runs, {bad} ended badly; bar: 95 % bootstrap over "
-        "cold starts",
+        f"area under the ROC curve (0.5: it tells nothing)\n{runs} runs, {bad} ended badly; bar: {100 * level:g} % "
+        "bootstrap over cold starts",
         fontsize=7,
     )
     _kinds_legend(drawn, panels[0][0], colours)
@@ -152,13 +153,13 @@ def early_warning_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
 
 
 @styled
-def beyond_reward_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> StudyFigure:
+def beyond_reward_figure(table: pd.DataFrame, of_updates: tuple[str, ...], level: float = 0.95) -> StudyFigure:
     """How signals of the first steps go along with the final reward among the runs of one arm, and what remains of it
     where the reward of these steps is held fixed; one panel for each number of steps.
 
     Args:
         table: what `early_warning` returns, of studies that kept the reward.
-        of_updates: as in `early_warning_figure`.
+        of_updates, level: as in `early_warning_figure`.
     """
     first = table[table["steps"] == table["steps"].iloc[0]].set_index("signal")["beyond_reward"]
     order = [*first.dropna().abs().sort_values().index, "reward"]
@@ -170,8 +171,8 @@ def beyond_reward_figure(table: pd.DataFrame, of_updates: tuple[str, ...]) -> St
             ax.scatter(rows[name], places + height, c=face or colours, edgecolors=colours, s=12, lw=0.8, zorder=3)
         ax.set(xlim=(-1, 1), xticks=[-1, -0.5, 0, 0.5, 1], xticklabels=["−1", "−0.5", "0", "0.5", "1"])
     drawn.supxlabel(
-        f"rank correlation with the final reward among the runs of one arm\n{int(table['runs'].max())} runs; bar: 95 % "
-        "bootstrap over cold starts",
+        f"rank correlation with the final reward among the runs of one arm\n{int(table['runs'].max())} runs; "
+        f"bar: {100 * level:g} % bootstrap over cold starts",
         fontsize=7,
     )
     shapes = [

@@ -50,10 +50,14 @@ def design_effects(tokens: pd.DataFrame) -> pd.DataFrame:
     """By arm, seed, step, update and `length` m = 1, 2, 4, ...: `design_effect`, m Var(means of blocks of m) /
     Var(tokens) of the routing part (divisor n), over the tokens that lie in whole blocks; `tokens_flipped`, the same of
     whether a token's routes changed at any site, where flips were recorded."""
-    rows = tokens[[*KEYS, *NEEDED, "seq", *(["flips"] if "flips" in tokens else [])]].dropna()
+    rows = tokens[[*KEYS, *NEEDED, "seq", *(["flips"] if "flips" in tokens else [])]]
+    rows = rows.dropna(subset=[name for name in rows if name != "flips"])
+    if "flips" in rows:  # other trainers' probes may have none
+        some = rows["flips"].notna().groupby([rows[key] for key in KEYS], observed=True).transform("any")
+        rows = rows[rows["flips"].notna() | ~some]
     values = {"design_effect": (rows["logp_natural"] - rows["logp_replayed"]).to_numpy(dtype=float)}
     if "flips" in rows:
-        values["tokens_flipped"] = (rows["flips"] > 0).to_numpy(dtype=float)
+        values["tokens_flipped"] = (rows["flips"] > 0).astype(float).where(rows["flips"].notna()).to_numpy(dtype=float)
     probe = rows.groupby(KEYS, observed=True, sort=False).ngroup().to_numpy()
     place = rows["pos"].to_numpy(dtype=np.int64)
     response = rows.groupby([*KEYS, "seq"], observed=True, sort=False).ngroup().to_numpy()

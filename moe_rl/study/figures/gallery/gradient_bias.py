@@ -54,8 +54,11 @@ def gradient_table(data: StudyData) -> pd.DataFrame:
     names = [*COSINES, "gradient_norm_ratio", "router_gradient_norm_ratio"]
     found = rows.reindex(columns=["arm", "seed", "update", *names])  # other trainers may write some of them
     found = found.reset_index(drop=True).astype(dict.fromkeys(names, float))
-    if "layer_names" in rows:  # not in runs of earlier versions
+    if {"layer_names", "layer_gradient_cosine"} <= set(rows):  # not in runs of earlier versions
         pairs = zip(rows["layer_names"], rows["layer_gradient_cosine"], strict=True)
-        layers = [{f"layer_{name}": x for name, x in zip(names, cosines, strict=True)} for names, cosines in pairs]
+        layers = [
+            {f"layer_{name}": x for name, x in zip(names, cosines, strict=True)} if isinstance(names, list) else {}
+            for names, cosines in pairs
+        ]
         found = found.join(pd.DataFrame(layers, dtype=float))
     return found.groupby(["arm", "seed", "update"], observed=True, sort=False).median().reset_index()
