@@ -129,14 +129,14 @@ class _RoutingReplay(ReplayTrainer):
             models = (self.model, self.ref_model)
             self._attached = [attach(getattr(model, "_orig_mod", model)) for model in models if model is not None]
         self._probe_sequences = self.args.per_device_train_batch_size if probe_sequences is None else probe_sequences
-        if replay == "R3" and self.use_vllm:
+        if replay == "R3" and self.use_vllm and self.vllm_mode == "colocate":  # a server has no engine here
             self._sampled.listen(self.vllm_generation.llm)
         level = self.importance_sampling_level
         gmpo = any("GMPO" in kind.__name__ for kind in self._bare.__mro__)
         objective = "gmpo" if gmpo else objective_of(self.loss_type, level)
         # GMPO does not read the level: what it says is clipped are tokens.
         self._begin(run_folder, objective, sequence_clip=level == "sequence" and not gmpo)
-        if self.aux_loss_enabled and self.args.router_aux_loss_coef is None:
+        if self.aux_loss_enabled and self.args.router_aux_loss_coef is None and not gmpo:  # GMPO's loss leaves it out
             _LOG.warning(
                 "TRL adds the model's own load-balancing loss (coefficient %g) to the policy loss, in the arm without "
                 "replay, too: a comparison of methods sets router_aux_loss_coef=0.0 or names it",
