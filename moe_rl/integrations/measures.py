@@ -57,20 +57,19 @@ class ProbeBatch:
 
     score: the trainer's own scoring of them: log-probabilities `[b,C]` and entropies, or None.
     mask: true on the response tokens that are measured, `[b,C]`: the last C of the T tokens.
-    logps: the old policy's, natural, nats. natural: the experts that it chose. forced: what replay forces: the same
-    under R2.
+    logps: the old policy's, routing live, nats. routes: the experts that it chose then, under R3 too: at equal weights
+    both replay them and choose them.
     """
 
     score: Callable[[], tuple[Tensor, Tensor | None]]
     mask: Int[Tensor, "b C"]
     logps: Float[Tensor, "b C"]
-    natural: RoutedExperts
-    forced: RoutedExperts
+    routes: RoutedExperts
 
     @property
     def tokens(self) -> Tensor:
         """`[b,T]`, True on the response tokens."""
-        return nn.functional.pad(self.mask, (self.natural.shape[1] - self.mask.shape[1], 0)).bool()
+        return nn.functional.pad(self.mask, (self.routes.shape[1] - self.mask.shape[1], 0)).bool()
 
 
 @torch.no_grad()
@@ -83,9 +82,9 @@ def measure(model: nn.Module, probes: Sequence[ProbeBatch], ranks: Ranks) -> tup
         new.append(recording.routes)
         live.append(logps)
         entropies.append(entropy)
-        with replay_routes(model, probe.forced):
+        with replay_routes(model, probe.routes):
             forced.append(probe.score()[0])
-    old, tokens = RoutedExperts.cat([p.natural for p in probes]), torch.cat([p.tokens for p in probes])
+    old, tokens = RoutedExperts.cat([p.routes for p in probes]), torch.cat([p.tokens for p in probes])
     routes = RoutedExperts.cat(new)
     counts = ranks.counts(change_counts(old, routes, tokens))
     mask = ranks.rows(torch.cat([p.mask for p in probes])).bool()

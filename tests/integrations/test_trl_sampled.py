@@ -67,6 +67,16 @@ def test_engines_routes_are_replayed_in_scoring_and_updates(settings, tmp_path):
     assert logged(trainer, "clip_ratio/region_mean")[1] == 0  # the ratio is 1: both passes took the same experts
 
 
+def test_the_probe_replays_what_the_old_policy_chose_itself(tmp_path):
+    """As without an engine: what it is called in metrics.md, and nothing where no weight has moved."""
+    options = {"replay": "R3", "rollout_func": Engine().answer}
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options=options, learning_rate=0.0, max_steps=2)
+    trainer.train()
+    for name in ("var_token_natural", "var_token_replayed", "var_sequence_replayed"):
+        assert set(logged(trainer, f"routing/{name}").values()) == {0.0}
+    assert min(logged(trainer, "routing/engine_slot_change").values()) > 0.3
+
+
 def test_routes_of_a_server_come_from_rollout_func(monkeypatch, tmp_path):
     """TRL holds no engine then, only a client, which keeps the server's weights up to date."""
     from trl.trainer import grpo_trainer
