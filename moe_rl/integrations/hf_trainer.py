@@ -278,12 +278,10 @@ def is_plain(value: Any) -> bool:
 
 
 def about_model(model: Any) -> dict[str, Any]:
-    """What arms must share to be compared: which model, and how much of it is trained (adapters are less)."""
+    """What arms must share to be compared: which model, and how many of its parameters are trained."""
     core = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
-    sizes = [(p.numel(), p.requires_grad) for p in model.parameters()]
     return {
         "path": getattr(getattr(core, "config", None), "name_or_path", None) or None,
         "class": type(core).__name__,
-        "parameters": sum(size for size, _ in sizes),
-        "trained": sum(size for size, trained in sizes if trained),
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
     }

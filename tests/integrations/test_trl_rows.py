@@ -130,7 +130,7 @@ def test_arms_of_other_models_or_rewards_are_not_compared_as_methods(tmp_path):
     there["arguments"] = {name: one for name, one in there["arguments"].items() if not isinstance(one, dict | list)}
     config.write_text(yaml.safe_dump(there))
     run_writer(trainer, folder, "dapo").close()
-    assert "parameters" in config.read_text()
+    assert "trained" in config.read_text()
 
 
 def test_resumed_training_begins_with_the_checkpoints_experts(tmp_path):
