@@ -231,8 +231,8 @@ GROUPS = {
                "use_bias_correction_kl", "multi_objective_aggregation", "entropy_coef", "entropy_target",
                "use_adaptive_entropy"),
     "run": ("resume_from_checkpoint", "output_dir", "run_name", "project", "disable_tqdm", "local_rank", "do_", "log_",
-            "logging_", "save_", "hub_", "push_to_hub", "trackio_", "report_to", "dataloader_num_workers",
-            "ddp_timeout", "vllm_server_", "vllm_group_port", "seed", "data_seed"),
+            "logging_", "save_", "hub_", "push_to_hub", "trackio_", "report_to", "num_completions_to_print",
+            "dataloader_num_workers", "ddp_timeout", "vllm_server_", "vllm_group_port", "seed", "data_seed"),
 }  # fmt: skip
 """How the names of a trainer's arguments begin that say what the method is, and that say where and how a run writes.
 Arms may differ in both and still be compared; all others stay under `arguments`."""
@@ -257,9 +257,8 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
 
     about = {"model": about_model(trainer.model), "rewards": list(getattr(trainer, "reward_func_names", ()))}
     method = {"objective": objective, "replay": trainer.replay, "trainer": trainer._bare.__name__}
-    free = [
-        f"{group[name]}.{name}" for name in given if name in LENGTH or (group[name] == "run" and "seed" not in name)
-    ]
+    may_change = [name for name in given if name in LENGTH or (group[name] == "run" and "seed" not in name)]
+    free = [f"{place}.{name}" for name in may_change for place in (group[name], "arguments")]  # there, once
     return RunWriter(
         folder,
         arm=arm,

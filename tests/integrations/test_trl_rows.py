@@ -123,11 +123,12 @@ def test_arms_of_other_models_or_rewards_are_not_compared_as_methods(tmp_path):
     other = make(routing_replay(GRPOTrainer), tmp_path / "trl", options={"replay": "R2"}, reward_weights=[2.0])
     with pytest.raises(RunFolderError, match=r"reward_weights: None there, \[2.0\] now"):
         run_writer(other, folder, "dapo")
-    config = folder / "config.yaml"  # of a version that kept neither models nor lists
+    config = folder / "config.yaml"  # of a version that kept neither models nor lists, and servers among arguments
     there = yaml.safe_load(config.read_text())
     for name in ("model", "rewards"):
         del there[name]
     there["arguments"] = {name: one for name, one in there["arguments"].items() if not isinstance(one, dict | list)}
+    there["arguments"]["vllm_server_host"] = there["run"].pop("vllm_server_host")
     config.write_text(yaml.safe_dump(there))
     run_writer(trainer, folder, "dapo").close()
     assert "trained" in config.read_text()
