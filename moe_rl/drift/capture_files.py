@@ -4,7 +4,7 @@
   and, unless padding is -1 in `tokens`, `attention_mask`
 - `.npz`: arrays of the same names
 - `.jsonl`: a sequence per line, `tokens` (or `prompt_token_ids` and `token_ids`) and `routed_experts`, nested lists
-  `[rows, layers, K]` or base64 of int32 as SGLang has them
+  `[rows, layers, K]` or base64, of int32 as SGLang sends them or of a .npy file as vLLM's server does
 - `.pt`: a dump of slime's `--save-debug-rollout-data`
 """
 
@@ -24,6 +24,7 @@ from moe_rl.checks import parse_json
 from moe_rl.drift.captured import Captured
 from moe_rl.drift.errors import DriftError
 from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.routing.arrays import NPY, decode_npy
 from moe_rl.routing.formats import FORMAT
 from moe_rl.routing.traces import read_slime
 
@@ -143,7 +144,7 @@ def _lines(path: Path, K: int) -> list[tuple[Any, Any]]:
                     tokens = [*row["prompt_token_ids"], *row["token_ids"]]
                 ids = row["routed_experts"]
                 ids = _decoded(ids, len(tokens), K) if isinstance(ids, str) else np.array(ids)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RoutingError) as error:
                 raise DriftError(
                     f"{where}: {type(error).__name__}: {error}; expected tokens (or prompt_token_ids and token_ids) "
                     "and routed_experts [rows, layers, K]"
@@ -158,9 +159,12 @@ def _lines(path: Path, K: int) -> list[tuple[Any, Any]]:
 
 def _decoded(payload: str, tokens: int, K: int) -> np.ndarray:
     try:
-        flat = np.frombuffer(base64.b64decode(payload, validate=True), dtype="<i4")
+        raw = base64.b64decode(payload, validate=True)
     except binascii.Error as error:
         raise ValueError(f"routed_experts are no base64: {error}") from error
+    if raw.startswith(NPY):
+        return decode_npy(payload)
+    flat = np.frombuffer(raw, dtype="<i4")
     for rows in (tokens - 1, tokens):
         if rows > 0 and len(flat) % (rows * K) == 0:
             return flat.reshape(rows, -1, K)

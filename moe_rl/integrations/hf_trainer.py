@@ -8,8 +8,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from moe_rl.integrations.measures import Measures, Minibatch, ProbeBatch, Ranks, measure
 from moe_rl.integrations.old_policy import OldPolicy, refuse_other_replay, refuse_other_tolerance, refuse_random
@@ -29,6 +30,7 @@ class ReplayTrainer(Trainer):
     _taken = 0  # optimizer steps, over all calls of train(), each of which counts global_step from its own beginning
     _scored_at: int | None = None  # of these, when the batch in the buffer was scored
     _forwards: list[Tensor] | None = None  # log-probabilities of the forward of a loss that is under way
+    _not_loaded: Sequence[str] = ()  # weights that transformers did not find in the checkpoint that it loads
 
     def _choose(self: Any, replay: str, kinds: Sequence[str], first_change_tolerance: float) -> None:
         """Before the trainer is made."""
@@ -121,13 +123,31 @@ class ReplayTrainer(Trainer):
         self._measures.grad_norm = float("nan") if norm is None else float(norm)
         return norm
 
+    def _issue_warnings_after_load(self: Any, load_result: Any) -> None:
+        self._not_loaded = load_result.missing_keys
+        if not self._not_loaded:
+            super()._issue_warnings_after_load(load_result)
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, *args, **kwargs)
+        self._load_others(resume_from_checkpoint)
+
+    def _load_best_model(self: Any) -> None:
+        super()._load_best_model()
+        self._load_others(self.state.best_model_checkpoint)
+
+    def _load_others(self: Any, checkpoint: str) -> None:
+        names, self._not_loaded = self._not_loaded, ()
+        if names:
+            load_converted(self.model, names, checkpoint)
+
     def after_update(self: Any) -> None:
         """After each step of the optimizer, before it is logged."""
         self._taken += 1
         if self._scored_at is None:
             return
         update = self._taken - self._scored_at
-        self._measures.update(update, lr=self.optimizer.param_groups[0]["lr"])
+        self._measures.update(update, self.state.global_step + 1, lr=self.optimizer.param_groups[0]["lr"])
         if self._probes:
             self._measures.probed(update, *measure(self.model, self._probes, self._measures.ranks))
 
@@ -138,6 +158,33 @@ class _AfterUpdate(TrainerCallback):
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         self.trainer.after_update()
+
+
+def load_converted(model: nn.Module, names: Sequence[str], checkpoint: str) -> None:
+    """Load weights of a checkpoint that it holds under other names than the model.
+
+    transformers 5 saves experts one by one, as hubs hold them, and its Trainer then looks for the one tensor that the
+    model has: with a warning it leaves the experts at what they are (its issue 48805).
+
+    Raises:
+        RoutingError: the checkpoint does not have them, or `model` is no model of transformers.
+    """
+    lacking: Any = names
+    if isinstance(model, PreTrainedModel):
+        here = model.state_dict()
+        dtype = max((here[name].dtype for name in names), key=lambda one: one.itemsize)
+        kind: Any = type(model)
+        saved, info = kind.from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
+        lacking = sorted(info["missing_keys"])
+        found = saved.state_dict()
+        with torch.no_grad():
+            for name in names:
+                here[name].copy_(found[name])
+    if lacking:
+        raise RoutingError(
+            f"{checkpoint} does not fit the model: {len(lacking)} of its weights are not there, {lacking[0]} for one. "
+            "Training would go on with what they were when the trainer was made"
+        )
 
 
 AVERAGES = ("grpo", "bnpo", "dr_grpo", "dapo")
@@ -184,8 +231,8 @@ GROUPS = {
                "use_bias_correction_kl", "multi_objective_aggregation", "entropy_coef", "entropy_target",
                "use_adaptive_entropy"),
     "run": ("resume_from_checkpoint", "output_dir", "run_name", "project", "disable_tqdm", "local_rank", "do_", "log_",
-            "logging_", "save_", "hub_", "push_to_hub", "trackio_", "dataloader_num_workers", "ddp_timeout", "seed",
-            "data_seed"),
+            "logging_", "save_", "hub_", "push_to_hub", "trackio_", "report_to", "num_completions_to_print",
+            "dataloader_num_workers", "ddp_timeout", "vllm_server_", "vllm_group_port", "seed", "data_seed"),
 }  # fmt: skip
 """How the names of a trainer's arguments begin that say what the method is, and that say where and how a run writes.
 Arms may differ in both and still be compared; all others stay under `arguments`."""
@@ -200,17 +247,40 @@ def run_writer(trainer: Any, run_folder: Any, objective: str) -> Any:
     folder, args = Path(run_folder), trainer.args
     seed = re.fullmatch(r"seed(\d+)", folder.name)
     arm = folder.parent.name if seed else objective + ("" if trainer.replay == "none" else f"_{trainer.replay.lower()}")
-    plain = (bool, int, float, str, type(None))
-    given = {name: value for name, value in sorted(args.to_dict().items()) if isinstance(value, plain)}
-    known = {f.name: f.default for f in fields(args) if f.name in given and isinstance(f.default, plain)}
+    given = {name: value for name, value in sorted(args.to_dict().items()) if is_plain(value)}
+    nested = {name: value for name, value in given.items() if isinstance(value, list | dict)}  # once not kept
+    known = {f.name: f.default for f in fields(args) if f.name in given and is_plain(f.default)} | nested
     group = {name: next((g for g, begins in GROUPS.items() if name.startswith(begins)), "arguments") for name in given}
 
     def grouped(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return {g: {n: value for n, value in values.items() if group[n] == g} for g in (*GROUPS, "arguments")}
 
-    config = {"objective": objective, "replay": trainer.replay, "trainer": trainer._bare.__name__, **grouped(given)}
-    free = [
-        f"{group[name]}.{name}" for name in given if name in LENGTH or (group[name] == "run" and "seed" not in name)
-    ]
-    number = int(seed[1]) if seed else args.seed
-    return RunWriter(folder, arm=arm, seed=number, config=config, defaults=grouped(known), free=free)
+    about = {"model": about_model(trainer.model), "rewards": list(getattr(trainer, "reward_func_names", ()))}
+    method = {"objective": objective, "replay": trainer.replay, "trainer": trainer._bare.__name__}
+    may_change = [name for name in given if name in LENGTH or (group[name] == "run" and "seed" not in name)]
+    free = [f"{place}.{name}" for name in may_change for place in (group[name], "arguments")]  # there, once
+    return RunWriter(
+        folder,
+        arm=arm,
+        seed=int(seed[1]) if seed else args.seed,
+        config={**method, **about, **grouped(given)},
+        defaults={**about, **grouped(known)},
+        free=[*free, "model.path"],
+    )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a configuration can hold it: numbers, words, lists and mappings of such."""
+    if isinstance(value, dict):
+        return all(isinstance(name, str) and is_plain(part) for name, part in value.items())
+    return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | str | None)
+
+
+def about_model(model: Any) -> dict[str, Any]:
+    """What arms must share to be compared: which model, and how many of its parameters are trained."""
+    core = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+    return {
+        "path": getattr(getattr(core, "config", None), "name_or_path", None) or None,
+        "class": type(core).__name__,
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+    }

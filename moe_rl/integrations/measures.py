@@ -11,8 +11,11 @@ from torch import Tensor, nn
 from moe_rl.measure.metrics import change_metrics, load_metrics, ratio_metrics, update_ratio_metrics, variance
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
+from moe_rl.run_rows import read_rows
 
 CHANGES = ("slot_change", "site_change", "token_change")
+TAKEN = "trainer/global_step"
+"""Of an update row: how many steps the optimizer had taken, over all of the training."""
 VARIANCES = ("var_token_natural", "var_token_replayed", "var_sequence_natural", "var_sequence_replayed")
 
 
@@ -54,20 +57,19 @@ class ProbeBatch:
 
     score: the trainer's own scoring of them: log-probabilities `[b,C]` and entropies, or None.
     mask: true on the response tokens that are measured, `[b,C]`: the last C of the T tokens.
-    logps: the old policy's, natural, nats. natural: the experts that it chose. forced: what replay forces: the same
-    under R2.
+    logps: the old policy's, routing live, nats. routes: the experts that it chose then, under R3 too: at equal weights
+    both replay them and choose them.
     """
 
     score: Callable[[], tuple[Tensor, Tensor | None]]
     mask: Int[Tensor, "b C"]
     logps: Float[Tensor, "b C"]
-    natural: RoutedExperts
-    forced: RoutedExperts
+    routes: RoutedExperts
 
     @property
     def tokens(self) -> Tensor:
         """`[b,T]`, True on the response tokens."""
-        return nn.functional.pad(self.mask, (self.natural.shape[1] - self.mask.shape[1], 0)).bool()
+        return nn.functional.pad(self.mask, (self.routes.shape[1] - self.mask.shape[1], 0)).bool()
 
 
 @torch.no_grad()
@@ -80,9 +82,9 @@ def measure(model: nn.Module, probes: Sequence[ProbeBatch], ranks: Ranks) -> tup
         new.append(recording.routes)
         live.append(logps)
         entropies.append(entropy)
-        with replay_routes(model, probe.forced):
+        with replay_routes(model, probe.routes):
             forced.append(probe.score()[0])
-    old, tokens = RoutedExperts.cat([p.natural for p in probes]), torch.cat([p.tokens for p in probes])
+    old, tokens = RoutedExperts.cat([p.routes for p in probes]), torch.cat([p.tokens for p in probes])
     routes = RoutedExperts.cat(new)
     counts = ranks.counts(change_counts(old, routes, tokens))
     mask = ranks.rows(torch.cat([p.mask for p in probes])).bool()
@@ -134,7 +136,8 @@ class Measures:
                     f"{self.writer.folder} has rows of {self.writer.next_step} batches, and training begins anew: pass "
                     "resume_from_checkpoint to train(), or choose another run_folder"
                 )
-            self.writer.keep_updates(updates)  # a checkpoint may be inside a batch; after it, another one is sampled
+            self.writer.keep_updates(rows_until(self.writer, updates))
+            # A checkpoint may be inside a batch; after it, another one is sampled.
             batches = self.writer.next_step
         self.step = batches if self.step is None else self.step + 1
         responses = int(self.ranks.sums(torch.tensor([responses])))
@@ -151,8 +154,8 @@ class Measures:
         if self.writer is not None and self.step is not None:
             self.writer.engine(self.step, "engines", **change_metrics(counts))
 
-    def update(self, update: int, lr: float) -> None:
-        """The optimizer has taken a step on the micro-batches since the last call."""
+    def update(self, update: int, taken: int, lr: float) -> None:
+        """The optimizer has taken a step on the micro-batches since the last call; `taken`: steps of the training."""
         parts, self.minibatches = self.minibatches, []
         loss, self.loss = self.loss, 0.0
         if not parts:
@@ -173,7 +176,7 @@ class Measures:
         total = float(self.ranks.sums(torch.tensor([loss]))) / self.ranks.accelerator.num_processes
         if self.writer is None or self.step is None:  # None: an earlier train() sampled this batch
             return
-        row: dict[str, Any] = {"loss": total, "lr": lr, "grad_norm": self.grad_norm}
+        row: dict[str, Any] = {"loss": total, "lr": lr, "grad_norm": self.grad_norm, TAKEN: taken}
         row |= {"tokens": int(tokens.sum()), "sequences": int(sequences.sum())}
         row |= {"replayed_rows": rows[0], "routed_rows": rows[1]}
         row |= update_ratio_metrics(token_log_ratio(new, old, mask), sequence_log_ratio(new, old, mask), mask)
@@ -199,3 +202,10 @@ class Measures:
             self.log[f"routing/{name}"].append(float(value))
         if self.writer is not None and self.step is not None:
             self.writer.probe(self.step, update, **metrics)
+
+
+def rows_until(writer: Any, updates: int) -> int:
+    """How many update rows of a folder are of the first `updates` optimizer steps. Rows may begin later than the
+    training, in a folder that was first named when it was resumed."""
+    rows = (row for _, row in read_rows(writer.folder / "metrics.jsonl") if row["kind"] == "update")
+    return sum(row.get(TAKEN, place) <= updates for place, row in enumerate(rows, start=1))

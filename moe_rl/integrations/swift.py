@@ -134,7 +134,7 @@ class _RoutingReplay(ReplayTrainer):
         def scored() -> tuple[Tensor, Tensor | None]:
             return score(self.model, dict(inputs), found, compute_entropy=True)
 
-        return ProbeBatch(scored, self._counted(found), found.old_per_token_logps, routes, routes)
+        return ProbeBatch(scored, self._counted(found), found.old_per_token_logps, routes)
 
     def _counted(self: Any, grpo_batch: Any) -> Tensor:
         """`[B,T]`, 1 on the tokens that the loss counts: with `overlong_filter` none of a truncated response."""

@@ -68,7 +68,7 @@ def routing_replay(trainer_class: type) -> Any:
       the routes, proven. Under R3 the last token of a response has no route
     - `routing/var_token_natural`, `routing/var_token_replayed`, `routing/var_sequence_natural`,
       `routing/var_sequence_replayed`: variance of the log-ratio (nats²) over tokens, and of its mean over a sequence,
-      live and under the old routes
+      live and under the routes that the old policy chose (also under R3, whose updates replay the engine's)
     - `routing/f2_natural`: F(2) of R3 (arXiv 2510.11370), the share of the probe's response tokens whose ratio, both
       policies routing live, is above 2 or below 1/2. Run folders hold the count, `extreme_2_natural`
     - `routing/first_change`: `slot_change` at the first update of the batch, before a weight moved: asserted
@@ -129,14 +129,14 @@ class _RoutingReplay(ReplayTrainer):
             models = (self.model, self.ref_model)
             self._attached = [attach(getattr(model, "_orig_mod", model)) for model in models if model is not None]
         self._probe_sequences = self.args.per_device_train_batch_size if probe_sequences is None else probe_sequences
-        if replay == "R3" and self.use_vllm:
+        if replay == "R3" and self.use_vllm and self.vllm_mode == "colocate":  # a server has no engine here
             self._sampled.listen(self.vllm_generation.llm)
         level = self.importance_sampling_level
         gmpo = any("GMPO" in kind.__name__ for kind in self._bare.__mro__)
         objective = "gmpo" if gmpo else objective_of(self.loss_type, level)
         # GMPO does not read the level: what it says is clipped are tokens.
         self._begin(run_folder, objective, sequence_clip=level == "sequence" and not gmpo)
-        if self.aux_loss_enabled and self.args.router_aux_loss_coef is None:
+        if self.aux_loss_enabled and self.args.router_aux_loss_coef is None and not gmpo:  # GMPO's loss leaves it out
             _LOG.warning(
                 "TRL adds the model's own load-balancing loss (coefficient %g) to the policy loss, in the arm without "
                 "replay, too: a comparison of methods sets router_aux_loss_coef=0.0 or names it",
@@ -208,20 +208,19 @@ class _RoutingReplay(ReplayTrainer):
         if not self._probe_sequences:
             return []
         chosen = torch.linspace(0, size - 1, min(self._probe_sequences, size)).round().long()
-        probes = []
+        probes: list[ProbeBatch] = []
         for rows in chosen.split(self.args.per_device_train_batch_size):
             where, routes = rows.to(mask.device), scoring.routes.rows(rows)
             text = {key: x[where] if isinstance(x, Tensor) else x for key, x in scoring.text.items()}
-            score, logps, natural = partial(self._probed, text), scoring.logps[where], routes
-            if self.replay == "R3":
+            score, logps = partial(self._probed, text), scoring.logps[where]
+            if self.replay == "R3":  # it was scored under the engine's routes
                 with torch.no_grad(), record_routes(self.model) as recording:
                     logps = score()[0]
-                natural = recording.routes
-            probes.append(ProbeBatch(score, mask[where], logps, natural, routes))
+                routes = recording.routes
+            probes.append(ProbeBatch(score, mask[where], logps, routes))
         if self.replay == "R3":
-            forced, natural = (RoutedExperts.cat([getattr(p, n) for p in probes]) for n in ("forced", "natural"))
-            tokens = torch.cat([probe.tokens for probe in probes])
-            self._measures.engine(change_counts(forced, natural, tokens, pair="engines"))
+            own, tokens = RoutedExperts.cat([p.routes for p in probes]), torch.cat([p.tokens for p in probes])
+            self._measures.engine(change_counts(scoring.routes.rows(chosen), own, tokens, pair="engines"))
         return probes
 
     def _probed(self: Any, text: dict[str, Any]) -> tuple[Tensor, Tensor | None]:

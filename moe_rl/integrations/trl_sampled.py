@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moe_rl.routing import RoutedExperts, RoutingError, find_sites, replay_routes
+from moe_rl.routing import RoutedExperts, RoutingError, replay_routes
 
 FIELD = "routed_experts"
 """Field of what `rollout_func` returns: per sequence integers `[P+G-1, layers, K]` (or P+G rows)."""
@@ -72,20 +72,8 @@ class SampledRoutes:
         begin, position = input_ids.shape[1] - logits_to_keep, torch.arange(input_ids.shape[1])
         first, last = (torch.tensor(lengths)[:, None] for lengths in (prompts, answers))
         mask = (position >= begin - first) & (position < begin + last)
-        sites = find_sites(model)
-        experts = [experts_of(model, site.module) for site in sites]
-        names = [site.name for site in sites]
         tokens = torch.where(mask, input_ids.cpu(), -1)
-        return RoutedExperts.from_vllm(arrays, names, experts, mask=mask, tokens=tokens).to(input_ids.device)
-
-
-def experts_of(model: nn.Module, router: nn.Module) -> int:
-    """How many experts a router chooses from."""
-    config = getattr(model, "config", None)
-    for owner, name in ((router, "num_experts"), (config, "num_experts"), (config, "num_local_experts")):
-        if isinstance(count := getattr(owner, name, None), int):
-            return count
-    raise RoutingError(f"{type(router).__name__} does not say how many experts it has (num_experts)")
+        return RoutedExperts.from_vllm(arrays, model, mask=mask, tokens=tokens).to(input_ids.device)
 
 
 def replayed_in_chunks(

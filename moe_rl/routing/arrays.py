@@ -2,6 +2,7 @@
 
 import base64
 import binascii
+import io
 import re
 from collections.abc import Sequence
 
@@ -13,14 +14,16 @@ from torch import Tensor
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import LIVE, check_mask
 
+NPY = b"\x93NUMPY"  # how a .npy file begins
 FEW_SITES = 8  # at so many a token that is sent to expert 0 everywhere is taken for one that was not captured
 
 
 def ids_from_engine(
-    arrays: Sequence[np.ndarray], sites: Sequence[str], layers: Sequence[int] | None, mask: Tensor | None
+    given: Sequence[np.ndarray | str | bytes], sites: Sequence[str], layers: Sequence[int] | None, mask: Tensor | None
 ) -> Int[Tensor, "B T L K"]:
     """Per-sequence arrays `[rows, layers, K]` of all hidden layers -> ids of the routed ones, padded with -1.
 
+    An array may be as vLLM's server sends it: base64 of a .npy file.
     rows is one less than the tokens of the sequence (the last sampled token was never fed back) or equal.
     mask: `[B,T]`, True where sequence b has a token; the routes go to its first `rows` True positions.
     Without it sequences are aligned left (padding on the right).
@@ -29,7 +32,7 @@ def ids_from_engine(
     mask, if a layer that should be routed is all zeros (the engine captured nothing there), or if one that
     should be dense is not (the layer map is wrong).
     """
-    arrays = [np.asarray(a) for a in arrays]
+    arrays = [decode_npy(a) if isinstance(a, str | bytes) else np.asarray(a) for a in given]
     if not arrays or any(a.ndim != 3 or a.shape[1:] != arrays[0].shape[1:] for a in arrays):
         raise RoutingError(
             "expected one array [P+G-1, layers, K] per sequence, layers and K alike in all; "
@@ -61,12 +64,23 @@ def ids_from_engine(
     return ids
 
 
+def decode_npy(payload: str | bytes) -> np.ndarray:
+    """`routed_experts` of vLLM's server: base64 of a .npy file, uint8 or uint16 `[tokens-1, layers, K]`."""
+    try:
+        return np.load(io.BytesIO(base64.b64decode(payload, validate=True)), allow_pickle=False)
+    except (binascii.Error, ValueError, EOFError) as error:
+        raise RoutingError(f"not base64 of a .npy file of expert ids, as vLLM's server sends them: {error}") from error
+
+
 def decode_sglang(payload: str | bytes, num_layers: int, top_k: int) -> np.ndarray:
     """SGLang's `meta_info["routed_experts"]`: base64 of little-endian int32 `[tokens-1, layers, K]`."""
     try:
-        flat = np.frombuffer(base64.b64decode(payload, validate=True), dtype="<i4")
+        raw = base64.b64decode(payload, validate=True)
+        flat = np.frombuffer(raw, dtype="<i4") if not raw.startswith(NPY) else None
     except (binascii.Error, ValueError) as error:
         raise RoutingError(f"not base64 of int32 expert ids: {error}") from error
+    if flat is None:
+        raise RoutingError("not base64 of int32 expert ids, but of a .npy file, as vLLM's server sends: from_vllm")
     if flat.size % (num_layers * top_k):
         raise RoutingError(
             f"{flat.size} ids are not a whole number of [layers={num_layers}, K={top_k}] blocks: "
@@ -122,8 +136,8 @@ def refuse_lost(lost: Bool[Tensor, "B T"]) -> None:
         b, t = lost.nonzero()[0].tolist()
         raise RoutingError(
             f"sequence {b}, token {t} has no routes (zeros at every site), nor have {int(lost.sum()) - 1} others: "
-            "tokens that the engine took from its prefix cache, or the mask is True on padding? Set such rows to -1 to "
-            "let the router decide there"
+            "tokens that the engine took from its prefix cache, a tool's text behind the last answer (verl), or the "
+            "mask is True on padding? Set such rows to -1 to let the router decide there"
         )
 
 

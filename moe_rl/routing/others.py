@@ -198,7 +198,7 @@ class FromOthers:
     @classmethod
     def from_vllm(
         cls: type[Made],
-        arrays: Sequence[np.ndarray],
+        arrays: Sequence[np.ndarray | str | bytes],
         sites: Described,
         num_experts: NumExperts = None,
         *,
@@ -207,7 +207,8 @@ class FromOthers:
         tokens: Tensor | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> Made:
-        """Routes of vLLM's `CompletionOutput.routed_experts`: per sequence `[P+G-1, num_layers, K]` integers.
+        """Routes of vLLM's `CompletionOutput.routed_experts`: per sequence `[P+G-1, num_layers, K]` integers, or the
+        text that its server sends of them.
 
         sites: as `config_or_sites` elsewhere.
         layers: index of each site along the engine's layer axis, which counts dense layers too (zero rows).

@@ -1,6 +1,7 @@
 """moe-rl check-routes, as a person calls it: a real model, captures in every kind of file."""
 
 import base64
+import io
 import json
 from types import SimpleNamespace
 
@@ -50,19 +51,29 @@ def rows(place):
     ]
 
 
+def int32(ids):
+    return ids.astype("<i4").tobytes()
+
+
+def npy(ids):
+    file = io.BytesIO()
+    np.save(file, ids.astype(np.uint8))
+    return file.getvalue()
+
+
 def write(place, path, form):
     if form == "lines":
         lines = [{"tokens": words, "routed_experts": ids.tolist()} for words, ids in rows(place)]
-    elif form == "base64":
+    elif form in ("base64", "vllm"):  # of SGLang, and of vLLM's server
         lines = [
             {
                 "prompt_token_ids": words[:5],
                 "token_ids": words[5:],
-                "routed_experts": base64.b64encode(ids.astype("<i4").tobytes()).decode(),
+                "routed_experts": base64.b64encode((npy if form == "vllm" else int32)(ids)).decode(),
             }
             for words, ids in rows(place)
         ]
-    if form in ("lines", "base64"):
+    if form in ("lines", "base64", "vllm"):
         path = path / "capture.jsonl"
         path.write_text("\n".join(map(json.dumps, lines)) + "\n")
     elif form == "npz":
@@ -84,7 +95,7 @@ def write(place, path, form):
     return path
 
 
-@pytest.mark.parametrize("form", ["lines", "base64", "npz", "tensors", "own", "slime"])
+@pytest.mark.parametrize("form", ["lines", "base64", "vllm", "npz", "tensors", "own", "slime"])
 def test_a_bf16_capture_is_the_models_in_every_kind_of_file(place, tmp_path, form):
     result = checked(CheckOptions(write(place, tmp_path, form), place.model))
     assert result.faults == (), result.verdict

@@ -260,6 +260,8 @@ def test_the_auxiliary_loss_that_trl_adds_is_named(tmp_path, caplog):
     assert "router_aux_loss_coef=0.0" in caplog.text
     caplog.clear()
     make(routing_replay(GRPOTrainer), tmp_path, options=MEASURED)
+    gmpo = {"config_class": GMPOConfig, "router_aux_loss_coef": None}  # whose loss leaves it out
+    make(routing_replay(GMPOTrainer), tmp_path, options=MEASURED, **gmpo)
     assert "router_aux_loss_coef" not in caplog.text
 
 

@@ -11,7 +11,7 @@ from moe_rl.routing import RoutingError, change_counts, record_routes
 pytest.importorskip("trl", reason="needs `pip install moe_rl[trl]`")
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
-from tiny_trl import CHANGES, MEASURED, TINY, TOKENIZER, logged, make, replayed_all, spying, trained
+from tiny_trl import CHANGES, MEASURED, TINY, TOKENIZER, logged, make, replayed_all, spying, trained, weights
 from trl import GRPOTrainer
 
 from moe_rl.integrations.trl import routing_replay
@@ -87,24 +87,107 @@ def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
         assert arms == [("gspo", "dapo_r2")], "the same but for the method; the third has another learning rate, too"
 
 
-def test_interrupted_run_goes_on_in_its_folder(tmp_path):
+def interrupted(trainer, at):
+    """Train, and stop as by Ctrl-C after so many updates."""
     from transformers import TrainerCallback
-
-    from moe_rl import study
-    from moe_rl.run_folder import RunFolderError
 
     class Interrupted(TrainerCallback):
         def on_step_end(self, args, state, *_, **__):
-            if state.global_step == 5:
+            if state.global_step == at:
                 raise KeyboardInterrupt
+
+    trainer.add_callback(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+
+
+def test_arms_of_other_models_or_rewards_are_not_compared_as_methods(tmp_path):
+    import yaml
+    from peft import LoraConfig
+
+    from moe_rl import study
+    from moe_rl.integrations.hf_trainer import run_writer
+    from moe_rl.run_folder import RunFolderError
+    from moe_rl.study.comparing import pairs_to_compare
+
+    adapter = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    lora = {"options": {"peft_config": adapter}}
+    arms = {"first": {}, "weights": {"reward_weights": [2.0]}, "lora": lora, "same": {}}
+    for name, settings in arms.items():
+        options = {"replay": "none" if name == "first" else "R2", **settings.pop("options", {})}
+        trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
+        run_writer(trainer, tmp_path / "runs" / name / "seed1", "dapo").finish()
+    assert pairs_to_compare(study.load(tmp_path / "runs")) == [("same", "first")]
+    folder = tmp_path / "more" / "a" / "seed1"
+    run_writer(trainer, folder, "dapo").close()
+    other = make(routing_replay(GRPOTrainer), tmp_path / "trl", options={"replay": "R2"}, reward_weights=[2.0])
+    with pytest.raises(RunFolderError, match=r"reward_weights: None there, \[2.0\] now"):
+        run_writer(other, folder, "dapo")
+    config = folder / "config.yaml"  # of a version that kept neither models nor lists, and servers among arguments
+    there = yaml.safe_load(config.read_text())
+    for name in ("model", "rewards"):
+        del there[name]
+    there["arguments"] = {name: one for name, one in there["arguments"].items() if not isinstance(one, dict | list)}
+    there["arguments"]["vllm_server_host"] = there["run"].pop("vllm_server_host")
+    config.write_text(yaml.safe_dump(there))
+    run_writer(trainer, folder, "dapo").close()
+    assert "trained" in config.read_text()
+
+
+def test_resumed_training_begins_with_the_checkpoints_experts(tmp_path):
+    """transformers saves experts one by one, and its Trainer does not find them again."""
+
+    class Seen(routing_replay(GRPOTrainer)):
+        def _load_from_checkpoint(self, *args, **kwargs):
+            super()._load_from_checkpoint(*args, **kwargs)
+            self.begun = weights(self)
+
+    settings = {"save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1}
+    options = {**MEASURED, "probe_sequences": 0}
+    before = weights(trained(routing_replay(GRPOTrainer), tmp_path, options=options, max_steps=2, **settings))
+    resumed = make(Seen, tmp_path, options=options, max_steps=3, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert all(torch.equal(resumed.begun[name], value) for name, value in before.items())
+    resumed.state.best_model_checkpoint, resumed.state.best_metric = str(tmp_path / "checkpoint-2"), 1.0
+    resumed._load_best_model()  # as load_best_model_at_end does
+    assert all(torch.equal(value, before[name]) for name, value in weights(resumed).items())
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainer = trained(routing_replay(GRPOTrainer), tmp_path, options={**MEASURED, "probe_sequences": 0}, **settings)
+    file = tmp_path / "checkpoint-2" / "model.safetensors"
+    kept = {name: value for name, value in load_file(file).items() if "layers.1.mlp.experts" not in name}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(RoutingError, match=r"checkpoint-2 does not fit the model: \d+ of its weights are not there"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_folder_that_was_first_named_at_a_resume_keeps_no_lost_rows(tmp_path):
+    from moe_rl import study
+
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
+    options = {**MEASURED, "probe_sequences": 0}
+    interrupted(make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings), at=4)
+    options["run_folder"], settings["resume_from_checkpoint"] = tmp_path / "runs" / "a" / "seed1", True
+    interrupted(make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings), at=5)
+    resumed = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
+    resumed.train(resume_from_checkpoint=True)
+    updates = study.load(tmp_path / "runs").updates
+    assert updates["trainer/global_step"].tolist() == [3, 4, 5, 6, 7, 8], "the fifth was made twice, and counts once"
+
+
+def test_interrupted_run_goes_on_in_its_folder(tmp_path):
+    from moe_rl import study
+    from moe_rl.run_folder import RunFolderError
 
     folder = tmp_path / "runs" / "mine" / "seed3"
     options = {**MEASURED, "run_folder": folder, "probe_sequences": 0}
     settings = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}  # a checkpoint inside a batch
     trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **settings)
-    trainer.add_callback(Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
+    interrupted(trainer, at=5)
     data = study.load(folder)
     assert (data.runs[0].arm, data.runs[0].seed, data.runs[0].finished) == ("mine", 3, False)
     assert list(zip(data.updates.step, data.updates["update"], strict=True))[3:] == [(0, 4), (1, 1)]
@@ -129,18 +212,9 @@ def test_interrupted_run_goes_on_in_its_folder(tmp_path):
 @pytest.mark.parametrize("interrupted_at", [3, 4, 5])
 def test_a_trainer_that_was_interrupted_does_not_rewrite_its_folder(interrupted_at, tmp_path):
     """As a cell that is stopped and run again does: TRL's buffer goes on, its count of steps begins at 0."""
-    from transformers import TrainerCallback
-
-    class Interrupted(TrainerCallback):
-        def on_step_end(self, args, state, *_, **__):
-            if state.global_step == interrupted_at:
-                raise KeyboardInterrupt
-
     options = {**MEASURED, "run_folder": tmp_path / "runs" / "mine" / "seed1", "probe_sequences": 0}
     trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options)
-    trainer.add_callback(Interrupted())
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
+    interrupted(trainer, interrupted_at)
     rows = (options["run_folder"] / "metrics.jsonl").read_bytes()
     with pytest.raises(RoutingError, match="make the trainer again and pass resume_from_checkpoint"):
         trainer.train()

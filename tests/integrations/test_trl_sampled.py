@@ -1,15 +1,19 @@
 """R3 in TRL: the sampling engine's routes, from `rollout_func` or from vLLM's classes."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from moe_rl.routing import RoutingError, record_routes
+from moe_rl.routing import RoutingError, record_routes, replay_routes
 
 pytest.importorskip("trl", reason="needs `pip install moe_rl[trl]`")
 
+sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from routing_helpers import moe, routes_of
 from tiny_trl import TINY, TOKENIZER, logged, make, spying
 from trl import GRPOTrainer
 
@@ -61,6 +65,51 @@ def test_engines_routes_are_replayed_in_scoring_and_updates(settings, tmp_path):
     assert set(logged(trainer, "routing/first_change").values()) == {0.0}
     assert min(logged(trainer, "routing/engine_slot_change").values()) > 0.3  # its routers are others
     assert logged(trainer, "clip_ratio/region_mean")[1] == 0  # the ratio is 1: both passes took the same experts
+
+
+def test_the_probe_replays_what_the_old_policy_chose_itself(tmp_path):
+    """As without an engine: what it is called in metrics.md, and nothing where no weight has moved."""
+    options = {"replay": "R3", "rollout_func": Engine().answer}
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options=options, learning_rate=0.0, max_steps=2)
+    trainer.train()
+    for name in ("var_token_natural", "var_token_replayed", "var_sequence_replayed"):
+        assert set(logged(trainer, f"routing/{name}").values()) == {0.0}
+    assert min(logged(trainer, "routing/engine_slot_change").values()) > 0.3
+
+
+def test_routes_of_a_server_come_from_rollout_func(monkeypatch, tmp_path):
+    """TRL holds no engine then, only a client, which keeps the server's weights up to date."""
+    from trl.trainer import grpo_trainer
+
+    class Client:
+        vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": {"logprobs_mode": "processed_logprobs"}})
+
+        def __init__(self, **settings):
+            self.mode, self.synced = settings["mode"], 0
+
+        def sync_weights(self):
+            self.synced += 1
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Client)
+    settings = {"use_vllm": True, "vllm_mode": "server", "max_steps": 2}
+    options = {"replay": "R3", "rollout_func": Engine().answer}
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options=options, **settings)
+    trainer.train()
+    assert trainer.vllm_generation.synced == 1
+    assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
+
+
+@pytest.mark.parametrize("family", ["DbrxForCausalLM", "LongcatFlashForCausalLM", "ZayaForCausalLM"])
+def test_routers_that_rank_more_than_num_experts(family):
+    model, tokens = moe(family).eval(), torch.randint(3, 64, (2, 7), generator=torch.Generator().manual_seed(0))
+    routes, sampled = routes_of(model, tokens), SampledRoutes()
+    arrays = [ids[:-1].numpy() for ids in routes.ids]
+    sampled.take({"routed_experts": arrays}, [[0] * 3] * 2, [[0] * 4] * 2)
+    found = sampled.routes(model, tokens, torch.ones_like(tokens), 4)
+    assert torch.equal(found.ids[:, :-1], routes.ids[:, :-1])
+    with torch.no_grad(), replay_routes(model, found) as forced:
+        model(input_ids=tokens)
+    assert forced.replayed_rows == forced.forced_rows > 0
 
 
 def test_missing_routes_are_an_error(tmp_path):

@@ -127,6 +127,9 @@ def test_a_batch_of_verl():
     assert packed.ids[1].tolist() == [[[0, 7], [2, 1]], [[-1, -1]] * 2, [[-1, -1]] * 2]
     placed = RoutedExperts.from_verl({**jagged, "attention_mask": mask}, SITES, 8)
     assert placed.ids[0, 1].tolist() == [[1, 2], [3, 4]]
+    ended = {**batch, "attention_mask": torch.ones_like(mask)}  # behind the last answer stands what a tool said
+    with pytest.raises(RoutingError, match=r"token 0 has no routes .* a tool's text behind the last answer \(verl\)"):
+        RoutedExperts.from_verl(ended, SITES, 8)
     with pytest.raises(RoutingError, match="no routed_experts in the batch, but attention_mask, input_ids: is actor"):
         RoutedExperts.from_verl({k: v for k, v in batch.items() if k != "routed_experts"}, SITES, 8)
     with pytest.raises(RoutingError, match="no attention_mask"):

@@ -1,6 +1,7 @@
 """RoutedExperts from what vLLM and SGLang return."""
 
 import base64
+import io
 
 import numpy as np
 import pytest
@@ -50,6 +51,23 @@ def test_sglang_strings_are_the_same_routes():
         RoutedExperts.from_sglang(payloads, SITES, 8, num_layers=3, num_experts_per_tok=2)
     with pytest.raises(RoutingError, match="not base64"):
         RoutedExperts.from_sglang(["%%"], SITES, 8, num_layers=4, num_experts_per_tok=2)
+
+
+def npy(array):
+    """As vLLM's server sends it."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_answers_of_vllms_server_are_the_same_routes():
+    payloads = [npy(a) for a in engine_arrays()]
+    assert RoutedExperts.from_vllm(payloads, SITES, 8).equal(RoutedExperts.from_vllm(engine_arrays(), SITES, 8))
+    with pytest.raises(RoutingError, match="as vLLM's server sends: from_vllm"):
+        RoutedExperts.from_sglang(payloads, SITES, 8, num_layers=4, num_experts_per_tok=2)
+    for damaged in ("%%", payloads[0][:40], base64.b64encode(b"12345678").decode()):
+        with pytest.raises(RoutingError, match=r"not base64 of a .npy file"):
+            RoutedExperts.from_vllm([damaged], SITES, 8)
 
 
 def test_engine_results_that_cannot_be_right():
