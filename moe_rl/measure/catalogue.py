@@ -150,7 +150,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("overlong_penalty", "reward", "mean soft overlong punishment; not in reward", source="DAPO, arXiv 2503.14476 eq. 13", when="rollout.overlong_buffer"),
         M("overlong", "fraction", "responses that are punished", "such responses / responses", when="rollout.overlong_buffer"),
         M("value", "reward", "mean value on response tokens", when="advantage gae"),
-        M("explained_variance", "fraction", "1 - Var(return - V) / Var(return), over tokens", when="advantage gae"),
+        M("explained_variance", "fraction", "1 - Var(return - V) / Var(return), over tokens; null where all returns are equal", when="advantage gae"),
         M("learned_reward", "score", "mean score of the learned reward model", when="reward.model learned"),
         M("learned_reward_agreement", "fraction", "pairs in a group that it orders as the verifier does", when="reward.model learned"),
         M("accepted", "fraction", "responses with a reward above 0.5, that are learned from", when="advantage accepted"),
