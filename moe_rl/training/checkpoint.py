@@ -7,7 +7,8 @@ One protocol, so that an interruption at any moment leaves a complete checkpoint
 2. `checkpoint` is renamed to `checkpoint.old`, `checkpoint.new` to `checkpoint`, `checkpoint.old` is removed.
 
 `settle` brings any state that an interruption can leave back to one `checkpoint`, or none. The policy is in hub format
-(`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model.
+(`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model; not under `model.lora`,
+where weights have PEFT's names.
 """
 
 import json
