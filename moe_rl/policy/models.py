@@ -252,7 +252,7 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
     model, report = loaded
     if any(".lora_A." in name for name in report.get("unexpected_keys") or ()):
         raise ModelError(
-            f"model.path: {path} is of a run with model.lora: it holds a model and adapters under PEFT's names. To make "
+            f"model.path: {path} is of a run with model.lora: it holds a model and adapters by PEFT's names. To make "
             "them one model: load_policy as that run did, load_state_dict of this model.safetensors, then "
             "merge_and_unload() and save_pretrained(), of the tokenizer, too"
         )
