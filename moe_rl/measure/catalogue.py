@@ -136,7 +136,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("reward_std", "reward", "standard deviation of the rewards (divisor n-1), replaced groups left out"),
         M("reward_n", "count", "responses sampled"),
         M("response_length", "tokens", "mean length of a response", "response tokens / responses"),
-        M("groups_equal", "fraction", "groups whose rewards are all equal: no signal", "such groups / groups"),
+        M("groups_equal", "fraction", "groups whose verifier's rewards are all equal: no signal, but for `rollout.overlong_buffer` and learned rewards", "such groups / groups"),
         M("rollout_logp_gap", "nats", "mean abs(log mu - log pi_old), sampler against scorer", "Σ / response tokens"),
         M("lag", "steps", "steps between sampling and training, as configured"),
         M("kept_reward", "reward", "mean over the responses that are trained on", when="rollout.dynamic_sampling"),
