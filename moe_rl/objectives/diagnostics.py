@@ -43,7 +43,7 @@ LOSS_METRICS: tuple[Definition, ...] = tuple(
         ("clipped_low_tokens", "count", "of them, with A < 0 and the gate's ratio below 1", "over tokens", "TRL clip_ratio/low_mean"),
         ("clipped_high_tokens", "count", "of them, with A > 0 and the gate's ratio above 1; what is neither low nor high is beyond the ceiling of dual_clip", "over tokens", "TRL clip_ratio/high_mean"),
         ("clipped_sequences", "count", "sequences with a clipped token", "over sequences"),
-        ("gate_ratio_mean", "1", "mean over tokens of the ratio that the gate saw: the token's, or the sequence's on each of its tokens", "Σ / tokens"),
+        ("gate_ratio_mean", "1", "mean over tokens of the ratio by which the gate clips: the token's, or the sequence's on each of its tokens", "Σ / tokens"),
         ("extreme_tokens", "count", "tokens with a log-ratio beyond 20 nats: an unclipped one soon overflows", "over tokens"),
         ("ref_kl", "nats/token", "KL(current || reference) by the objective's estimator, mean over tokens", "Σ / tokens", "TRL kl", _REF),
         ("engine_kl_k1", "nats/token", "KL(rollout engine || old policy) by -log w, w = pi_old / mu", "Σ / tokens", "", _ENGINE),

@@ -106,7 +106,7 @@ def whiten(
 ) -> Float[Tensor, "B T"]:
     """Advantages with mean 0 and unbiased variance 1 over the unmasked tokens, as PPO codes do; 0 in padding.
 
-    Fewer than two tokens have no variance: all 0.
+    Fewer than two tokens, or equal advantages, have no variance: all 0, whatever the rounding of their mean.
 
     Raises:
         ValueError: shapes that differ, or a mask that is no mask.
@@ -114,7 +114,7 @@ def whiten(
     check_shapes(advantages, {"mask": mask}, "advantages")
     mask = as_bool_mask(mask)
     counted = advantages.detach()[mask]
-    if counted.numel() < 2:
+    if counted.numel() < 2 or bool((counted == counted[0]).all()):
         return torch.zeros_like(advantages)
     scaled = (advantages.detach() - counted.mean()) / (counted.std(correction=1) + eps)
     return torch.where(mask, scaled, 0.0)

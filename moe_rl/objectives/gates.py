@@ -31,10 +31,11 @@ from torch import Tensor
 
 
 class Gated(NamedTuple):
-    """Surrogate per token (with gradient) and the tokens taken out of the gradient."""
+    """Surrogate per token (with gradient), tokens out of the gradient, log-ratio that says so (None: the level's)."""
 
     surrogate: Float[Tensor, "B T"]
     clipped: Bool[Tensor, "B T"]
+    compared: Float[Tensor, "B T"] | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class TokenValues:
         clipped: tokens that the clip takes out of the gradient.
         mask: True on completion tokens.
         advantages: as the loss used them.
-        gate_log_ratio: the log-ratio that the gate saw, nats.
+        gate_log_ratio: the log-ratio by which the gate clips, nats.
         ref_kl: the objective's estimate of KL(pi || pi_ref), nats; with a reference only.
         engine_log_weight: log pi_old - log mu, nats; with rollout log-probabilities only.
         correction_weight: product of the engine corrections' weights; with corrections in force only.

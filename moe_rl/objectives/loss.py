@@ -133,7 +133,7 @@ def policy_loss(
         route_weight=route_weight,
     )
     o, x, keep = terms.objective, terms.inputs, terms.inputs.mask
-    surrogate, clipped = terms.gated()
+    surrogate, clipped, compared = terms.gated()
     after_gate = terms.after_gate()
     token_loss = -surrogate if after_gate is None else -surrogate * after_gate
 
@@ -158,7 +158,7 @@ def policy_loss(
         clipped=clipped & keep,
         mask=keep,
         advantages=x.advantages,
-        gate_log_ratio=x.level_log_ratio.detach(),
+        gate_log_ratio=x.level_log_ratio.detach() if compared is None else compared,
         ref_kl=None if kl is None else kl.detach(),
         **terms.weights,
     )
@@ -186,7 +186,7 @@ class Terms:
         found = GATES[self.objective.gate].surrogate(self.inputs, **self.knobs())
         shape = self.inputs.mask.shape
         if not (isinstance(found, Gated) and found.surrogate.shape == found.clipped.shape == shape):
-            got = [list(each.shape) for each in found] if isinstance(found, Gated) else type(found).__name__
+            got = [list(each.shape) for each in found[:2]] if isinstance(found, Gated) else type(found).__name__
             raise ValueError(
                 f"gate {self.objective.gate!r}: not Gated(surrogate, clipped), each [B,T] = {list(shape)}, got {got}"
             )

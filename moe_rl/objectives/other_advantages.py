@@ -3,11 +3,11 @@
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from moe_rl.objectives.advantages import as_groups, centre, check_finite, check_groups, group_advantages, unbiased_std
-from moe_rl.objectives.ratios import at_least_float32
+from moe_rl.objectives.ratios import as_bool_mask, at_least_float32, check_shapes
 
 
 def leave_one_out_advantages(rewards: Shaped[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
@@ -26,13 +26,18 @@ def leave_one_out_advantages(rewards: Shaped[Tensor, " B"], group_size: int) -> 
 
 
 def accepted_advantages(rewards: Float[Tensor, " B"], threshold: float | int = 0.5) -> Float[Tensor, " B"]:
-    """1 where the reward is above `threshold`, else 0: the coefficient of RFT (arXiv:2402.03300, A.1)."""
+    """1 where the reward is above `threshold`, else 0: the coefficient of RFT (arXiv:2402.03300, A.1).
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    check_finite(rewards)
     return (rewards.detach() > threshold).to(rewards.dtype)
 
 
 def process_advantages(
-    rewards: Float[Tensor, "B T"],
-    step_ends: Bool[Tensor, "B T"],
+    rewards: Shaped[Tensor, "B T"],
+    step_ends: Shaped[Tensor, "B T"],
     group_size: int,
     scale: Literal["std", "none"] | str = "std",
     eps: float | int = 1e-4,
@@ -48,7 +53,7 @@ def process_advantages(
 
     Args:
         rewards: `[B,T]`, the reward of a step at its last token; anything elsewhere.
-        step_ends: True at the last token of each step.
+        step_ends: True or 1 at the last token of each step.
         group_size: G rows, adjacent; must divide B.
         scale: "std", or "none" for the mean only.
         eps: added to the standard deviation, units of reward.
@@ -57,7 +62,8 @@ def process_advantages(
         `[B,T]`, detached. A group whose step rewards are all equal gives exactly 0.
 
     Raises:
-        ValueError: G does not divide B, a step reward is not finite, or an unknown scale.
+        ValueError: G does not divide B, a step reward is not finite, an unknown scale, shapes that differ, or
+            `step_ends` of other values than 0 and 1.
 
     >>> ends = torch.tensor([[True, True], [False, True]])
     >>> process_advantages(torch.tensor([[0.0, 3.0], [9.0, 3.0]]), ends, group_size=2, scale="none")
@@ -66,8 +72,10 @@ def process_advantages(
     """
     if scale not in ("std", "none"):
         raise ValueError(f"scale: expected 'std' or 'none', got {scale!r}.")
+    check_shapes(rewards, {"step_ends": step_ends}, "rewards")
     check_groups(rewards.shape[0], group_size)
-    values = at_least_float32(rewards.detach())
+    step_ends = as_bool_mask(step_ends, "step_ends")
+    values = at_least_float32(rewards.detach() if rewards.is_floating_point() else rewards.float())
     advantages = torch.zeros_like(values)
     for start in range(0, values.shape[0], group_size):
         rows = slice(start, start + group_size)

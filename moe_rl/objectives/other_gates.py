@@ -28,10 +28,10 @@ def sequence_clip_gate(x: GateInputs, *, clip_low: float | int, clip_high: float
     the token's sequence, the geometric mean of its r (arXiv:2507.18071, eq. 7). Of no paper: it tells the level of the
     ratio from the level of the clip.
     """
-    sequence = masked_row_mean(x.token_log_ratio.detach(), x.mask).exp()[:, None].expand_as(x.mask)
-    clipped = outside_trust_region(sequence, x.advantages, 1.0 - clip_low, 1.0 + clip_high) & x.mask
+    sequence = torch.where(x.mask, masked_row_mean(x.token_log_ratio.detach(), x.mask)[:, None], 0.0)
+    clipped = outside_trust_region(sequence.exp(), x.advantages, 1.0 - clip_low, 1.0 + clip_high) & x.mask
     ratio = torch.where(clipped, x.log_ratio.detach().clamp(max=_SATURATED), x.log_ratio).exp()
-    return Gated(ratio * x.advantages, clipped)
+    return Gated(ratio * x.advantages, clipped, sequence)
 
 
 @gate("none")

@@ -250,6 +250,12 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
     except Exception as error:  # safetensors, hub and config errors share no base class
         raise ModelError(f"model.path: cannot load {path}: {_brief(error)}{taken_for_hub_id(path)}") from error
     model, report = loaded
+    if any(".lora_A." in name for name in report.get("unexpected_keys") or ()):
+        raise ModelError(
+            f"model.path: {path} is of a run with model.lora: it holds a model and adapters by PEFT's names. To make "
+            "them one model: load_policy as that run did, load_state_dict of this model.safetensors, then "
+            "merge_and_unload() and save_pretrained(), of the tokenizer, too"
+        )
     for problem in ("missing_keys", "mismatched_keys"):
         if report.get(problem):
             raise ModelError(

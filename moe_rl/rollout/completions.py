@@ -105,7 +105,7 @@ class Rollout(Responses):
 
     @property
     def equal_groups(self) -> Bool[Tensor, " N"]:
-        """Groups whose rewards are all equal, so that their group advantages are 0."""
+        """Groups whose rewards are all equal, so that group advantages made of these are 0."""
         rewards = self.rewards.view(-1, self.group_size)
         return (rewards == rewards[:, :1]).all(1)
 

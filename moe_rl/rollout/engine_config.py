@@ -178,11 +178,12 @@ def check_engine(config: EngineConfig) -> None:
         if value not in names:
             listed = ", ".join("null" if known is None else known for known in names)
             raise EngineError(f"rollout.engine.{name}: expected one of {listed}, got {value!r}")
-    for name in ("experts_implementation", "router_format", "weight_format"):
-        if config.kind != "hf" and getattr(config, name) is not None:
+    for name in ("experts_implementation", "router_format", "weight_format", "max_batch"):
+        kinds = ("hf", "vllm") if name == "max_batch" else ("hf",)
+        if config.kind not in kinds and getattr(config, name) is not None:
             raise EngineError(
-                f"rollout.engine.{name}: is for kind hf and would change nothing of kind {config.kind!r}, got "
-                f"{getattr(config, name)!r}; set rollout.engine.kind to hf, or leave it out"
+                f"rollout.engine.{name}: is for kind {' or '.join(kinds)} and would change nothing of kind "
+                f"{config.kind!r}, got {getattr(config, name)!r}; set rollout.engine.kind to hf, or leave it out"
             )
     if config.max_batch is not None and config.max_batch < 1:
         raise EngineError(f"rollout.engine.max_batch: at least 1, got {config.max_batch}")

@@ -5,6 +5,7 @@ All are optional parts of a task (see `moe_rl.rollout.task.Task`).
 """
 
 import bisect
+import operator
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +31,10 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
     texts = []
     for problem in problems:
         with user_code(task, "demonstration", problem):
-            texts.append(task.demonstration(problem, rng, 0.0))
+            text = task.demonstration(problem, rng, 0.0)
+            if not isinstance(text, str):
+                raise TaskError(f"expected a text, got {text!r}")
+            texts.append(text)
     prompts, prompt_mask = encode_prompts(tokenizer, problems)
     ended = [text + tokenizer.eos_token for text in texts]
     answers = [list(ids) for ids in token_ids(tokenizer, ended, add_special_tokens=False)]
@@ -55,8 +59,8 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
 def step_rewards(task: Any, tokenizer: Any, rollout: Rollout) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
     """The task's step rewards, each on the token that ends its step, and where steps end.
 
-    A step ends on the first token whose text reaches the step's last character. Steps that end on one token (several
-    characters in a token) add up.
+    A step ends on the first token with which the text has the step's last character, whole: a character can be several
+    tokens. Steps that end on one token (several characters in a token) add up.
 
     Raises:
         TaskError: a step that ends outside the completion.
@@ -67,43 +71,49 @@ def step_rewards(task: Any, tokenizer: Any, rollout: Rollout) -> tuple[Float[Ten
     for row, (problem, text) in enumerate(zip(rollout.problems, rollout.completions, strict=True)):
         tokens = rollout.input_ids[row, first[row] : first[row] + int(rollout.lengths[row])].tolist()
         with user_code(task, "step_rewards", problem, text):
-            steps = [(end, checked_reward(reward)) for end, reward in task.step_rewards(problem, text)]
+            steps = [(_within(end, text), checked_reward(reward)) for end, reward in task.step_rewards(problem, text)]
         for end, reward in steps:
-            if not 1 <= end <= len(text):
-                raise TaskError(
-                    f"{task.name}.step_rewards: a step ends at character {end} of the {len(text)} of {text!r}; "
-                    "expected the number of characters up to and with its last one"
-                )
-            column = first[row] + _token_reaching(tokenizer, tokens, end)
+            column = first[row] + _token_reaching(tokenizer, tokens, text[:end])
             rewards[row, column] += reward
             ends[row, column] = True
     device = rollout.input_ids.device
     return rewards.to(device), ends.to(device)
 
 
-def _token_reaching(tokenizer: Any, tokens: list[int], end: int) -> int:
-    """Index of the first token with which the text has `end` characters."""
+def _within(end: Any, text: str) -> int:
+    """The number of characters with which a step ends. Raises TaskError where the text does not have so many."""
+    if not 1 <= operator.index(end) <= len(text):
+        raise TaskError(
+            f"a step ends at character {end} of the {len(text)}; expected the number of characters up to and with its "
+            "last one"
+        )
+    return end
 
-    def length(count: int) -> int:
-        text = tokenizer.decode(tokens[: count + 1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return len(text)
 
-    return min(bisect.bisect_left(range(len(tokens)), end, key=length), len(tokens) - 1)
+def _token_reaching(tokenizer: Any, tokens: list[int], beginning: str) -> int:
+    """Index of the first token with which the text begins so. Its length would not tell: a character of several tokens
+    is one replacement character, or several, until the last of them."""
+
+    def reached(last: int) -> bool:
+        text = tokenizer.decode(tokens[: last + 1], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text.startswith(beginning)
+
+    return min(bisect.bisect_left(range(len(tokens)), True, key=reached), len(tokens) - 1)
 
 
 def named_rewards(task: Any, rollout: Rollout) -> tuple[list[str], Float[Tensor, "B R"]]:
     """The task's several rewards: their names and one column each.
 
     Raises:
-        TaskError: completions whose rewards have other names.
+        TaskError: no reward at all, or completions whose rewards have other names.
     """
-    found = []
+    found: list[dict[str, float]] = []
     for problem, text in zip(rollout.problems, rollout.completions, strict=True):
         with user_code(task, "rewards", problem, text):
             found.append({name: checked_reward(value) for name, value in task.rewards(problem, text).items()})
+            if not found[-1] or found[-1].keys() != found[0].keys():
+                wanted = f"{list(found[0])} for every completion" if found[0] else "one or more rewards"
+                raise TaskError(f"expected {wanted}, got {list(found[-1])}")
     names = list(found[0])
-    for text, one in zip(rollout.completions, found, strict=True):
-        if list(one) != names:
-            raise TaskError(f"{task.name}.rewards: expected {names} for every completion, got {list(one)} for {text!r}")
     table = torch.tensor([[one[name] for name in names] for one in found])
     return names, table.to(rollout.input_ids.device)

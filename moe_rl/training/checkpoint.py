@@ -7,7 +7,8 @@ One protocol, so that an interruption at any moment leaves a complete checkpoint
 2. `checkpoint` is renamed to `checkpoint.old`, `checkpoint.new` to `checkpoint`, `checkpoint.old` is removed.
 
 `settle` brings any state that an interruption can leave back to one `checkpoint`, or none. The policy is in hub format
-(`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model.
+(`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model; not under `model.lora`,
+where weights have PEFT's names.
 """
 
 import json
@@ -25,9 +26,10 @@ from torch import Tensor, nn
 from moe_rl.checks import digests, is_sealed, other_content, parse_json, sealed
 from moe_rl.files import naming, sync_folder, write_json, write_tensors
 from moe_rl.measure.logprobs import hf_model
-from moe_rl.rollout import Problem, Rollout
+from moe_rl.rollout import Problem, Rollout, TaskError
 from moe_rl.rollout.completions import Responses
 from moe_rl.rollout.engine import gathered
+from moe_rl.rollout.task import shortened
 from moe_rl.routing import RoutedExperts
 from moe_rl.runlog import Mark
 from moe_rl.training.batch import Batch
@@ -263,6 +265,23 @@ def _saved_parts(folder: Path, name: str) -> dict[str, Any]:
         routes = RoutedExperts(read.ids, read.sites, read.num_experts, tokens=read.tokens, meta=meta)
         parts[path.stem.removeprefix(f"{name}_")] = routes
     return parts
+
+
+def kept_whole(problems: list[Problem]) -> list[Problem]:
+    """The problems, each of which a checkpoint would give back. Raises TaskError for a subclass, and for an answer that
+    JSON has not or has otherwise."""
+    for problem in problems:
+        own = [problem.prompt, problem.answer, problem.index]
+        try:
+            same = type(problem) is Problem and json.loads(json.dumps(own)) == own
+        except TypeError:
+            same = False
+        if not same:
+            raise TaskError(
+                "rollout.segment: checkpoints keep problems of unfinished responses, each as a Problem of texts with "
+                f"an index by which a verifier finds the rest; {shortened(repr(problem))} would not come back"
+            )
+    return problems
 
 
 def _problem(fields: dict[str, Any]) -> Problem:

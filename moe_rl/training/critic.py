@@ -26,6 +26,9 @@ from moe_rl.training.optimizer import make_optimizer
 from moe_rl.training.ranks import Ranks
 from moe_rl.training.scorers import Scorer, Seen
 
+ROUNDING = 1e-5
+"""Of a return that is summed up in fp32 over a response, relative."""
+
 
 class ScalarModel(nn.Module):
     """One number per token: a copy of a language model's backbone and a linear head that begins at 0."""
@@ -116,14 +119,17 @@ class Critic(Scorer):
     ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"], dict[str, Any]]:
         """Generalised advantages, returns, and what is to be logged: the reward comes with the last token.
 
-        explained_variance = 1 - Var(return - V) / Var(return), over tokens; 0 for a value that knows nothing.
+        explained_variance = 1 - Var(return - V) / Var(return), over tokens; 0 for a value that knows nothing, NaN where
+        returns differ by no more than their rounding.
         """
         config = self.config
         advantages, returns = generalized_advantages(
             token_rewards(rewards, mask), values, mask, gamma=config.gamma, lam=config.lam
         )
         seen, errors = returns[mask], (returns - values)[mask]
-        metrics = {"value": values[mask].mean(), "explained_variance": 1 - variance(errors) / variance(seen)}
+        spread, rounding = variance(seen), (ROUNDING * seen.abs().mean()).square()
+        explained = 1 - variance(errors) / spread.masked_fill(spread <= rounding, torch.nan)
+        metrics = {"value": values[mask].mean(), "explained_variance": explained}
         return whiten(advantages, mask) if config.whiten else advantages, returns, metrics
 
     def backward(self, part: Batch, states: list[Tensor], totals: Totals) -> None:

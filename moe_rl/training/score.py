@@ -93,8 +93,7 @@ def score_rollout(
             said |= scorer.say(part, seen, own)
         routes.append(seen.routes)
         found.append(said)
-    shape = mine.input_ids.shape
-    own = {name: joined([said[name] for said in found], places, shape) for name in found[0]}
+    own = {name: joined([said[name] for said in found], places, mine.input_ids.shape) for name in found[0]}
     for name, values in own.items():
         if name not in ("margins", "route_scores", "router_inputs", "router_logits"):
             why = "that model are no longer usable, or a response has a token that it gives no probability"

@@ -95,7 +95,11 @@ def _unread(config: RunConfig, method: Method) -> None:
     )
     if method.pairs:
         return
+    sees_ratios = o.gate != "likelihood" or (bool(o.kl_coef) and o.kl_importance_weighted)
     read = {
+        "ratio": sees_ratios,
+        "anchor": sees_ratios,
+        "route_weight": sees_ratios or o.route_weight != "before_clip",
         "length_constant": o.aggregate == "constant",
         "route_floor": o.route_weight != "none",
         "advantage_scale": o.advantage in ("group", "process"),

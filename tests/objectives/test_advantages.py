@@ -141,6 +141,14 @@ def test_process_supervision_of_equal_or_absent_steps_is_exactly_zero():
     assert torch.equal(got, torch.zeros(4, 3, dtype=torch.float64))
 
 
+def test_step_rewards_may_be_integers_as_rewards_may():
+    ends = torch.tensor([[True, True], [False, True]])
+    rewards = torch.tensor([[0, 3], [9, 3]])
+    assert torch.equal(process_advantages(rewards, ends, 2), process_advantages(rewards.float(), ends, 2))
+    with pytest.raises(ValueError, match=r"expected finite numbers, got \[nan\] at rows \[1\]"):
+        accepted_advantages(double([1.0, math.nan]))
+
+
 def test_decoupled_normalisation_keeps_apart_what_a_sum_collapses():
     # GRPO on the sum: (0, 1) and (0, 2) both give (-1/sqrt 2, 1/sqrt 2). Decoupled, two rewards that both
     # improve count twice: S = (-c, c) for one reward, (-2c, 2c) for two, with c = 0.5/(sqrt 0.5 + 1e-4)

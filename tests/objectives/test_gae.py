@@ -72,6 +72,8 @@ def test_whiten():
     got = whiten(double([[1.0, NAN], [2.0, 3.0]]), mask)  # mean 2, unbiased std 1
     torch.testing.assert_close(got, double([[-1.0, 0.0], [0.0, 1.0]]))
     assert whiten(double([[5.0, NAN]]), torch.tensor([[True, False]])).tolist() == [[0.0, 0.0]]
+    equal = whiten(torch.full((64, 7), 0.1), torch.ones(64, 7))
+    assert equal.eq(0).all(), "no signal: what its mean rounds to, over a deviation as small, was 0.7"
 
 
 def test_value_loss_golden():

@@ -32,6 +32,15 @@ def test_clip_counts_by_sign():
     assert (m["clipped_tokens"], m["clipped_low_tokens"], m["clipped_high_tokens"]) == (3, 1, 1)
 
 
+def test_a_clip_of_whole_sequences_is_counted_by_their_ratio():
+    """Every token of a clipped sequence is, be its own ratio on the other side of 1."""
+    objective = replace(OBJECTIVES["grpo"], gate="sequence_clip")
+    out, _ = run(objective, [[0.9, 3.0], [1.1, 0.3]], [1.0, -1.0])  # s is 1.64 and 0.57
+    m = {name: value.item() for name, value in out.metrics.items()}
+    assert (m["clipped_tokens"], m["clipped_low_tokens"], m["clipped_high_tokens"]) == (4, 2, 2)
+    assert m["gate_ratio_mean"] == pytest.approx((math.sqrt(2.7) + math.sqrt(0.33)) / 2)
+
+
 def test_engine_metrics_golden():
     # w = pi_old/mu = 4 and 1: TIS 2 keeps 2 and 1; MIS 3 drops the first
     logps, old = at_ratios([[1.0, 1.0]], requires_grad=False)

@@ -23,6 +23,7 @@ FUNCTIONS = {
     "token_rewards": lambda mask: o.token_rewards(REWARDS, mask, kl_coef=0.1, logps=A, ref_logps=B),
     "generalized_advantages": lambda mask: torch.stack(o.generalized_advantages(A, B, mask)),
     "whiten": lambda mask: o.whiten(A, mask),
+    "process_advantages": lambda mask: o.process_advantages(A, mask, 2),
     "value_loss": lambda mask: o.value_loss(A, B, A + B, mask),
 }
 

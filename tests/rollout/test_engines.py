@@ -330,6 +330,7 @@ def test_a_closed_engine_has_let_go_of_its_model(model):
             r"engine\.weight_format: is for kind hf and .* of kind 'self', got 'int4'",
         ),
         ({"kind": "a.py:B", "router_format": "e5m2"}, r"engine\.router_format: is for kind hf and .* of kind 'a.py:B'"),
+        ({"kind": "self", "max_batch": 4}, r"engine\.max_batch: is for kind hf or vllm and .* of kind 'self', got 4"),
     ],
 )
 def test_what_no_engine_knows_is_refused(changes, message):

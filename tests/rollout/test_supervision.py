@@ -56,9 +56,22 @@ def test_steps_that_end_in_one_token_add_up_and_a_reward_of_zero_is_still_a_step
     assert rewards.tolist() == [[0, 0, 0.0, 0, 3.0, 0]] and ends[0].tolist() == [False, False, True, False, True, False]
 
 
+@pytest.mark.parametrize("pieces", [("a\ufffd", "a\ufffd\ufffd"), ("a\ufffd", "a\ufffd")])
+def test_a_step_that_ends_with_a_character_of_several_tokens_ends_with_the_last_of_them(pieces):
+    """Until it is whole, its first tokens decode to a replacement character each (byte fallback, as Mixtral's), or to
+    one for all of them (byte-level)."""
+    texts = ("", "a", *pieces, "a\u5b57", "a\u5b57;", "a\u5b57;b")
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: texts[len(ids)])
+    made = rollout([1] * 6, texts[-1])
+    _, ends = step_rewards(Steps([(2, 1.0), (3, 1.0)]), tokenizer, made)
+    assert ends[0, 2:].tolist() == [False, False, False, True, True, False]
+
+
 @pytest.mark.parametrize("end", [0, 7])
 def test_a_step_outside_the_completion_is_the_tasks_mistake(end):
-    with pytest.raises(TaskError, match=f"steps.step_rewards: a step ends at character {end} of the 6"):
+    with pytest.raises(
+        TaskError, match=f"steps, step_rewards: a step ends at character {end} of the 6.*completion 'abcdef'"
+    ):
         step_rewards(Steps([(end, 1.0)]), Pieces(), rollout([1, 2, 3, 4], "abcdef"))
 
 
@@ -87,8 +100,26 @@ def test_rewards_have_one_name_each():
     both = rollout([1], "a")
     both.problems.append(Problem("", ""))
     both.completions.append("")
-    with pytest.raises(TaskError, match=r"two.rewards: expected \['a', 'b'\] for every completion, got \['a'\] for ''"):
+    with pytest.raises(
+        TaskError, match=r"two, rewards: expected \['a', 'b'\] for every completion, got \['a'\].*completion ''"
+    ):
         named_rewards(Two(), both)
+    turned = SimpleNamespace(
+        name="turned", rewards=lambda _, text: {"a": 1.0, "b": 0.5} if text else {"b": 0.5, "a": 1.0}
+    )
+    assert named_rewards(turned, both)[1].tolist() == [[1.0, 0.5], [1.0, 0.5]], "of any order"
+    with pytest.raises(TaskError, match="none, rewards: expected one or more rewards"):
+        named_rewards(SimpleNamespace(name="none", rewards=lambda *_: {}), both)
+
+
+def test_what_is_not_of_the_kind_that_is_asked_for_names_the_task():
+    def task(**parts):
+        return SimpleNamespace(name="mine", **parts)
+
+    with pytest.raises(TaskError, match="mine, demonstration: expected a text, got None; prompt '1'"):
+        demonstrate(task(demonstration=lambda *_: None), None, [Problem("1", "")], random.Random(0))
+    with pytest.raises(TaskError, match=r"mine, step_rewards: TypeError: .*; prompt"):
+        step_rewards(task(step_rewards=lambda *_: [("2", 1.0)]), Pieces(), rollout([1, 2], "abc"))
 
 
 def test_demonstrations_are_right_answers_in_the_form_of_a_rollout():

@@ -294,6 +294,9 @@ def test_refusals_name_the_method_and_the_remedy():
         ({"objective": "grpo", "kl_estimator": "k1"}, "kl_estimator"),
         ({"objective": "grpo", "kl_importance_weighted": True}, "kl_importance_weighted"),
         ({"objective": "grpo", "beta": 0.04}, "beta"),
+        ({"objective": "online_rft", "ratio": "sequence"}, "ratio"),
+        ({"objective": "online_rft", "anchor": "rollout"}, "anchor"),
+        ({"objective": "online_rft", "route_weight": "before_clip"}, "route_weight"),
     ],
 )
 def test_a_knob_that_the_method_would_not_read_is_refused(own, word):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from micro import MICRO, logps, rows
 
-from moe_rl.rollout import TaskConfig
+from moe_rl.rollout import Problem, TaskConfig, TaskError
 from moe_rl.rollout.continuing import Conversing
 from moe_rl.rollout.engine_config import Engine
 from moe_rl.rollout.engines import EngineConfig
@@ -67,6 +67,19 @@ def test_routes_of_a_draft_say_the_same_of_themselves_after_a_resumption(state_o
     read = state.drafts[0]
     assert read is not draft
     assert read.routes.equal(draft.routes) and read.routes.meta == draft.routes.meta
+
+
+def test_problems_that_a_checkpoint_would_not_give_back_are_refused_when_they_are_drawn(state_of, tmp_path):
+    class Mine(Problem):
+        pass
+
+    state = state_of(SEGMENTED, tmp_path)
+    drawn = state.task.problem
+    state.task.problem = lambda *given, **options: Mine(**vars(drawn(*given, **options)))
+    with pytest.raises(TaskError, match=r"rollout\.segment: checkpoints keep .*Mine.* would not come back"):
+        collect_batch(state)
+    state.task.problem = lambda *given, **options: replace(drawn(*given, **options), index=1)
+    assert collect_batch(state)
 
 
 def test_r3_replays_the_route_by_which_the_next_token_was_written(state_of, tmp_path):

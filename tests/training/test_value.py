@@ -106,6 +106,11 @@ def test_advantages_and_returns_of_a_value_that_knows_nothing(policy, batch):
     advantages, returns, metrics = critic.advantages(rewards, batch.values, batch.completion_mask)
     assert torch.equal(advantages, batch.completion_mask * rewards[:, None])
     assert torch.equal(returns, advantages) and float(metrics["explained_variance"]) == 0.0
+    mask = batch.completion_mask
+    values = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0)) * mask
+    _, returns, metrics = critic.advantages(torch.full((4,), 0.7), values, mask)
+    assert 0 < float((returns[mask] - 0.7).abs().max()) < 1e-6, "the same return, but for rounding,"
+    assert metrics["explained_variance"].isnan(), "of which a value explains nothing: -1e11"
     critic = critic_of(policy, lam=0.5, whiten=False)
     advantages, _, _ = critic.advantages(rewards, batch.values, batch.completion_mask)
     assert advantages[0, 4:].tolist() == [0.125, 0.25, 0.5, 1.0]
