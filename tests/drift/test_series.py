@@ -167,7 +167,7 @@ def test_what_the_arguments_mean(folder, tmp_path, tokenizer, prompts, capsys):
     odd = save(build("granitemoe", tokenizer, experts=8), tokenizer, tmp_path / "odd")
     for paths, message in (
         ((*inside[:2], str(odd)), r"num_local_experts is 6 in checkpoint 1 \(.*\) and 8 in checkpoint 3 \(odd\)"),
-        ((*inside, inside[0]), "names .*checkpoint-5 twice"),
+        ((*inside, f"{inside[0]}/"), "names .*checkpoint-5 twice"),
     ):
         with pytest.raises(DriftError, match=message):
             run_series(DriftOptions(paths, prompts, tmp_path / "out"))
