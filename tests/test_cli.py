@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from moe_rl.cli import VERBS, main
+from moe_rl.study import draw_study
 from moe_rl.study.config import ConfigError, load_study
 from moe_rl.study.grid import StudyFailed
 from moe_rl.study.launchers import workers_of
@@ -298,6 +299,18 @@ def test_bad_input_is_one_message(study, capsys, arguments, message):
     said = capsys.readouterr()
     assert stop.value.code in (1, 2) and message in said.err + said.out
     assert "Traceback" not in said.err
+
+
+def test_a_path_begins_at_home_where_the_shell_leaves_that_to_us(study, monkeypatch, capsys):
+    home = Path.cwd() / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))
+    main(["study", "micro.yaml", "--output=~/runs", "--arms", "grpo", "--workers", "1", "--no-figures"])
+    main(["figures", "~/runs", "reward"])
+    draw_study("~/runs")
+    for written in ("grpo/seed0/DONE", "figures/reward.csv", "report.html"):
+        assert (home / "runs" / written).is_file()
+    assert not Path("~").exists()
 
 
 @pytest.mark.parametrize(("command", "goes_on"), [("figures", False), ("study", True)])

@@ -88,6 +88,7 @@ def kept_when_stopped(output: Path) -> Iterator[Path]:
             put_in_place(partial, output)
         finally:
             (partial / ".lock").unlink(missing_ok=True)
+            shutil.rmtree(partial / "cache", ignore_errors=True)
             if partial.exists() and not any(partial.glob("*.csv")):
                 shutil.rmtree(partial)
 

@@ -133,7 +133,7 @@ def test_a_series_that_is_stopped_keeps_what_it_measured(folder, prompts, tmp_pa
 
     monkeypatch.setattr(series.checkpoints, "load", stops)
     error = refused(capsys, "drift", folder, "--prompts", prompts, "--output", tmp_path / "out", status=130)
-    assert "OUTPUT.partial" in error
+    assert "OUTPUT.partial" in error and not (tmp_path / "out.partial" / "cache").exists()
     results = json.loads((tmp_path / "out.partial" / "series.json").read_text())
     assert results["complete"] is False and [row["name"] for row in results["rows"]] == [
         "checkpoint-5",
