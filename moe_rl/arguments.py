@@ -103,7 +103,7 @@ def parse(options: Any, arguments: list[str], program: str, default: Any = None)
         fail(f"{program}: --seeds {listed}: seeds are separated by spaces, e.g. --seeds {listed.replace(',', ' ')}", 2)
     arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
     values = {} if default is None else {"default": default}
-    with _one_word_each():
+    with _our_words():
         return tyro.cli(options, args=arguments, prog=program, config=(tyro.conf.AvoidSubcommands,), **values)
 
 
@@ -140,8 +140,9 @@ def option_names(options: Any, prefix: str = "") -> list[str]:
     return names
 
 
-def _one_word_each() -> Any:
-    """Engine corrections as words: --method.corrections token_mask:0.5:5 token_truncate:2."""
+def _our_words() -> Any:
+    """Engine corrections as words: --method.corrections token_mask:0.5:5 token_truncate:2; and ~ of a path, which the
+    shell leaves as it is in --output=~/runs."""
     import tyro
 
     registry = tyro.constructors.ConstructorRegistry()
@@ -156,6 +157,18 @@ def _one_word_each() -> Any:
             metavar="KIND:[LOW:]HIGH",
             instance_from_str=lambda words: kind.parse(words[0]),
             is_instance=lambda value: isinstance(value, kind),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    @registry.primitive_rule
+    def path_rule(info: Any) -> Any:
+        if info.type is not Path:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="PATH",
+            instance_from_str=lambda words: Path(words[0]).expanduser(),
+            is_instance=lambda value: isinstance(value, Path),
             str_from_instance=lambda value: [str(value)],
         )
 

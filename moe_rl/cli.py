@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 
 from moe_rl.arguments import Given, arm_and_seed, fail, load, parse, study_file
 from moe_rl.names import nearest
-from moe_rl.processes import ends_with_its_reader, importing, waiting_threads_sleep
+from moe_rl.processes import ends_with_its_reader, importing, interrupts, waiting_threads_sleep
 
 LABORATORY = ("accelerate", "pandas", "pyarrow", "matplotlib", "scipy", "rich", "tyro", "yaml", "jinja2", "tokenizers")
 """What the commands need beyond the instrument: the extra `lab`."""
@@ -69,18 +69,20 @@ def _main(arguments: Sequence[str] | None) -> None:
     if name not in VERBS:
         what, known = ("option", ("--help", "--version")) if name.startswith("-") else ("command", tuple(VERBS))
         fail(f"unknown {what} {name!r}{nearest(name, known)}", 2)
+    resumes = name in ("study", "run")
     try:
-        VERBS[name](rest)
+        with interrupts():
+            VERBS[name](rest)
     except KeyboardInterrupt:
-        goes_on = "; the same command goes on from the last checkpoints" if name in ("study", "run") else ""
-        fail(f"interrupted{goes_on}", 130)
+        fail(f"interrupted{'; the same command goes on from the last checkpoints' if resumes else ''}", 130)
     except BrokenPipeError:
         raise
     except (FileExistsError, NotADirectoryError) as error:
-        fail(f"{error.filename}: a folder is needed there, and it is a file. Choose another --output.")
+        fail(f"{error.filename}: a folder is needed there, and it is a file. Move it away, or name another folder.")
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
-        fail(f"{error.strerror or error}{where}. What was finished is kept; the same command goes on from there.")
+        kept = ". What was finished is kept; the same command goes on from there." if resumes else ""
+        fail(f"{error.strerror or error}{where}{kept}")
     except (ValueError, RuntimeError, FloatingPointError) as error:
         if os.environ.get("MOE_RL_TRACEBACK"):
             raise

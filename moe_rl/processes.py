@@ -41,6 +41,36 @@ def ends_with_its_reader() -> Iterator[None]:
         sys.exit(141)
 
 
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """Within, what fails after a Ctrl-C is a KeyboardInterrupt, in the main thread.
+
+    Torch takes one that comes while it imports numpy for a numpy that is not there; a later import then fails on half a
+    numpy, with an error of its own.
+    """
+    pressed = False
+
+    def press(number: int, frame: Any) -> None:
+        nonlocal pressed
+        pressed = True
+        signal.default_int_handler(number, frame)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler or (
+        threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield
+    except Exception as error:
+        if pressed:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def usable_cores() -> int:
     """Of this machine those that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

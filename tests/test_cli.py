@@ -1,17 +1,21 @@
 """The command line as a newcomer drives it: mistakes are one message, and a study resumes."""
 
+import errno
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
 from moe_rl.cli import VERBS, main
+from moe_rl.study import draw_study
 from moe_rl.study.config import ConfigError, load_study
 from moe_rl.study.grid import StudyFailed
 from moe_rl.study.launchers import workers_of
@@ -295,6 +299,48 @@ def test_bad_input_is_one_message(study, capsys, arguments, message):
     said = capsys.readouterr()
     assert stop.value.code in (1, 2) and message in said.err + said.out
     assert "Traceback" not in said.err
+
+
+def test_a_path_begins_at_home_where_the_shell_leaves_that_to_us(study, monkeypatch, capsys):
+    home = Path.cwd() / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))
+    main(["study", "micro.yaml", "--output=~/runs", "--arms", "grpo", "--workers", "1", "--no-figures"])
+    main(["figures", "~/runs", "reward"])
+    draw_study("~/runs")
+    for written in ("grpo/seed0/DONE", "figures/reward.csv", "report.html"):
+        assert (home / "runs" / written).is_file()
+    assert not Path("~").exists()
+
+
+@pytest.mark.parametrize(("command", "goes_on"), [("figures", False), ("study", True)])
+def test_only_a_command_that_goes_on_is_said_to(monkeypatch, capsys, command, goes_on):
+    def refused(_):
+        raise OSError(errno.EROFS, "Read-only file system", "runs/q/figures")
+
+    monkeypatch.setitem(VERBS, command, refused)
+    with pytest.raises(SystemExit) as stop:
+        main([command])
+    said = capsys.readouterr().err
+    assert stop.value.code == 1 and said.startswith("moe-rl: error: Read-only file system: runs/q/figures")
+    assert ("the same command goes on" in said) == goes_on
+
+
+def test_an_interrupt_that_a_library_took_for_a_missing_package_is_one(monkeypatch, capsys):
+    def half_imported(_):
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        raise ImportError("cannot load module more than once per process")
+
+    monkeypatch.setitem(VERBS, "drift", half_imported)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            main(["drift"])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert stop.value.code == 130 and capsys.readouterr().err == "moe-rl: error: interrupted\n"
 
 
 def test_a_run_resumes_and_a_folder_of_another_configuration_is_refused(study, capsys):

@@ -213,7 +213,7 @@ def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
     top = float(np.abs(grid).max()) or 1.0
     figure, axes = panels(1, 1, float(np.clip(0.9 + 0.2 * len(sites), 1.8, 5)))
     ax = axes[0, 0]
-    image = ax.imshow(grid, aspect="auto", cmap="PuOr_r", vmin=-top, vmax=top, interpolation="nearest")
+    image = ax.imshow(grid, aspect="auto", cmap="PuOr", vmin=-top, vmax=top, interpolation="nearest")
     short, common = short_sites(sites)
     step = max(1, len(sites) // 12)
     ax.set_yticks(range(0, len(sites), step), short[::step])
@@ -224,7 +224,7 @@ def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
     bar = figure.colorbar(image, ax=ax, shrink=0.9, aspect=18, pad=0.02)
     label_bar(bar, "share gained, points", 0.9 * (figure.get_figheight() - 0.6))
     caption = (
-        f"Share of a site's load that each expert gained (orange) or lost (purple), in percentage points, by site "
+        f"Share of a site's load that each expert gained (purple) or lost (orange), in percentage points, by site "
         f"({common}, shallow to deep from the top). An even load is {100 / grid.shape[1]:.3g} % per expert. {note}"
     )
     columns = ["site", "expert", "old", "new", "old_share", "new_share", "gain"]

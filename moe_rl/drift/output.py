@@ -36,19 +36,24 @@ def output_folder(given: Path | None, default: Path, marker: str) -> Path:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Short names of checkpoints, with as many folders above as tell them apart (step_1/hf and step_2/hf)."""
-    most = max(len(Path(path).expanduser().absolute().parts) for path in paths)
-    names = []
-    for parts in range(1, most + 1):
-        names = [_short(path, parts) for path in paths]
-        if len(set(names)) == len(set(paths)):
-            break
-    return names
+    """Short names of checkpoints, with as many folders above as tell them apart (step_1/hf and step_2/hf), or numbered
+    where none do ("step 1" and "step-1")."""
+    places = [place_of(path) for path in paths]
+    for parts in range(1, max(len(place.parts) for place in places) + 1):
+        names = [_short(place, parts) for place in places]
+        if len(set(names)) == len(set(places)):
+            return names
+    return [f"{number}-{_short(place, 1)}" for number, place in enumerate(places, start=1)]
 
 
-def _short(name: str, parts: int) -> str:
+def place_of(path: str) -> Path:
+    """One and the same for `old`, `./old` and `old/`; a link is another place than what it names."""
+    return Path(path).expanduser().absolute()
+
+
+def _short(place: Path, parts: int) -> str:
     """The last parts of a path or hub id, as a file name."""
-    return re.sub(r"[^\w.-]+", "-", "-".join(Path(name).expanduser().absolute().parts[-parts:])).strip("-") or "model"
+    return re.sub(r"[^\w.-]+", "-", "-".join(place.parts[-parts:])).strip("-") or "model"
 
 
 @contextmanager
@@ -83,6 +88,7 @@ def kept_when_stopped(output: Path) -> Iterator[Path]:
             put_in_place(partial, output)
         finally:
             (partial / ".lock").unlink(missing_ok=True)
+            shutil.rmtree(partial / "cache", ignore_errors=True)
             if partial.exists() and not any(partial.glob("*.csv")):
                 shutil.rmtree(partial)
 

@@ -114,6 +114,9 @@ def log_ratios(tails: pd.DataFrame, by_flips: pd.DataFrame, note: str) -> StudyF
     if (shown[["natural", "replayed"]] > 0).any().any():
         log_y(right)
     right.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if shown.empty:
+        right.set(xticks=[], yticks=[])
+        right.text(0.5, 0.5, f"no bin has {FEWEST} tokens", ha="center", transform=right.transAxes)
     legend_above(figure, axes[:, 0])
     caption = (
         "log r = new − old log-probability of a token. Natural: each checkpoint with its own routes; replayed: the old "

@@ -23,6 +23,7 @@ from moe_rl.drift.output import (
     finite,
     kept_when_stopped,
     output_folder,
+    place_of,
     progress,
     settings_of,
     short_names,
@@ -41,8 +42,9 @@ def run_series(options: DriftOptions) -> Path:
     """
     dtype, device = check_options(options)
     paths = checkpoints.chosen(options.checkpoints)
-    if len(set(paths)) < len(paths):
-        raise DriftError(f"the series names {next(p for p in paths if paths.count(p) > 1)} twice")
+    places = [place_of(path) for path in paths]
+    if len(set(places)) < len(places):
+        raise DriftError(f"the series names {next(p for p in places if places.count(p) > 1)} twice")
     names = short_names(paths)
     default = Path("runs") / "drift" / f"{names[0]}_to_{names[-1]}"
     output = output_folder(options.output, default, "series.json")

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from moe_rl.drift.figures import LOOKS
@@ -69,13 +70,13 @@ def series_curves(results: Mapping[str, Any], note: str) -> StudyFigure:
         for name, (colour, marker, words) in SWAPS.items():
             values = 100 * table[columns[name]].fillna(0.0)  # the first is itself
             swap.plot(x, values, color=colour, marker=marker, ms=3, label=words)
-        swap.legend(loc="best")
+        _legend(swap, len(SWAPS))
     else:
         swap.text(0.5, 0.5, "routers and body were not swapped", ha="center", transform=swap.transAxes)
     first.set(title=f"Against {table['name'].iloc[0]}", ylabel="changed, %")
     step.set(title="Against the one before")
     gap.set(title="Log-ratio against the first", ylabel="mean |log r|, nats", xlabel=what)
-    gap.legend(loc="best")
+    _legend(gap, 2)
     swap.set(title="Routers or body: slots", ylabel="changed, %", xlabel=what)
     for ax in axes.ravel():
         ax.set_ylim(bottom=0)
@@ -88,6 +89,12 @@ def series_curves(results: Mapping[str, Any], note: str) -> StudyFigure:
         f"Lower right: {{old, new}} routers on {{old, new}} body, slots changed against the first. {note}"
     )
     return StudyFigure("series_curves", "Routing along the checkpoints.", caption, figure, table)
+
+
+def _legend(ax: Axes, lines: int) -> None:
+    """A legend within the axes, in room that is made for it above the curves."""
+    ax.set_ylim(top=(1 + 0.23 * lines) * ax.dataLim.y1 or 1)
+    ax.legend(loc="upper left")
 
 
 @styled

@@ -6,6 +6,7 @@
 It reads folders only, never a model, so a study that was copied from a cluster loads the same.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -231,6 +232,7 @@ def load(path: str | Path) -> StudyData:
         folders = run_folders(path)
         own, above = path / "study.yaml", path.resolve().parent / "study.yaml"
         config = read_yaml(own) if own.exists() else {}
+        _check_readable(path, config)
         if not folders:
             raise StudyDataError(_nothing_here(path, bool(config)))
         again = not config and path.resolve().name.startswith(ROUNDING) and above.exists()
@@ -302,6 +304,13 @@ def declared_arms(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def _drawable(label: str) -> str:
     """The label; with plain dollars where figures could not draw it, which is refused of a study file alone."""
     return label.replace("$", r"\$") if not_mathematics(label) else label
+
+
+def _check_readable(path: Path, config: dict[str, Any]) -> None:
+    """Raises StudyDataError for an arm whose folder may not be read: a search for runs passes over it."""
+    for arm in declared_arms(config) or [child.name for child in path.iterdir()]:
+        if os.path.isdir(path / arm) and not os.access(path / arm, os.R_OK | os.X_OK):
+            raise StudyDataError(f"{path / arm}: you may not read this folder, and its runs belong to the study")
 
 
 def _missing(config: dict[str, Any], runs: tuple[Run, ...]) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def write_report(path: str | Path) -> Path:
     data = load(path)
     skipped: list[str] = []
     figures = list(each_figure(data, skipped))
-    return write_atomic(Path(path) / "report.html", render_report(data, figures, skipped))
+    return write_atomic(data.folder / "report.html", render_report(data, figures, skipped))
 
 
 def draw_study(path: str | Path) -> Path:
@@ -60,8 +60,8 @@ def draw_study(path: str | Path) -> Path:
     if not figures:
         raise nothing_yet(path, data, skipped)
     for figure in figures:
-        save_figure(figure, Path(path) / "figures")
-    return write_atomic(Path(path) / "report.html", render_report(data, figures, skipped))
+        save_figure(figure, data.folder / "figures")
+    return write_atomic(data.folder / "report.html", render_report(data, figures, skipped))
 
 
 def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequence[str] = ()) -> str:

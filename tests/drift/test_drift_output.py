@@ -23,6 +23,8 @@ def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
     (output / "stale").write_text("")
     assert run_drift(DriftOptions(tuple(pair), prompts)) == output and not (output / "stale").exists()
     assert short_names(["a/step_1/hf", "a/step_2/hf"]) == ["step_1-hf", "step_2-hf"]
+    assert short_names(["old", "./old/", "new"]) == ["old", "old", "new"]
+    assert short_names(["base", "step 1", "step-1"]) == ["1-base", "2-step-1", "3-step-1"], "a table needs them unequal"
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("...")
     assert "no earlier comparison" in refused(

@@ -19,6 +19,7 @@ from moe_rl.drift.gates import gates_of, with_gates
 from moe_rl.drift.options import DriftOptions
 from moe_rl.drift.run import run_drift
 from moe_rl.drift.series import run_series
+from moe_rl.drift.series_page import series_curves
 from moe_rl.drift.words import pair_verdict, swap_sentence
 from moe_rl.routing import RoutedExperts, change_counts, find_sites, record_routes
 
@@ -132,7 +133,7 @@ def test_a_series_that_is_stopped_keeps_what_it_measured(folder, prompts, tmp_pa
 
     monkeypatch.setattr(series.checkpoints, "load", stops)
     error = refused(capsys, "drift", folder, "--prompts", prompts, "--output", tmp_path / "out", status=130)
-    assert "OUTPUT.partial" in error
+    assert "OUTPUT.partial" in error and not (tmp_path / "out.partial" / "cache").exists()
     results = json.loads((tmp_path / "out.partial" / "series.json").read_text())
     assert results["complete"] is False and [row["name"] for row in results["rows"]] == [
         "checkpoint-5",
@@ -166,7 +167,7 @@ def test_what_the_arguments_mean(folder, tmp_path, tokenizer, prompts, capsys):
     odd = save(build("granitemoe", tokenizer, experts=8), tokenizer, tmp_path / "odd")
     for paths, message in (
         ((*inside[:2], str(odd)), r"num_local_experts is 6 in checkpoint 1 \(.*\) and 8 in checkpoint 3 \(odd\)"),
-        ((*inside, inside[0]), "names .*checkpoint-5 twice"),
+        ((*inside, f"{inside[0]}/"), "names .*checkpoint-5 twice"),
     ):
         with pytest.raises(DriftError, match=message):
             run_series(DriftOptions(paths, prompts, tmp_path / "out"))
@@ -234,3 +235,25 @@ def test_tokens_are_escaped_and_coloured_by_the_sites_that_changed():
     bare = [RoutedExperts(routes.ids, routes.sites, 5) for routes in by_hand()]
     with pytest.raises(ValueError, match="do not know their tokens"):
         plot.tokens(*bare, Words())
+
+
+@pytest.mark.parametrize("moved", [(0.0, 0.1, 0.13), (0.0, 0.13, 0.01), (0.0, 0.0, 0.0)])
+def test_the_legends_of_a_series_lie_on_no_curve(moved):
+    def rates(rate):
+        return {level: {"rate": rate, "changed": 1, "of": 10} for level in ("slot", "site", "token")}
+
+    rows = [
+        {
+            "name": f"step-{i}",
+            "change": rates(rate),
+            "step": rates(rate),
+            "gate_swap": {"routers": rates(rate / 2), "body": rates(rate)} if i else None,
+            "gap": {"gap_mean": rate, "gap_mean_replayed": rate / 2},
+        }
+        for i, rate in enumerate(moved)
+    ]
+    figure = series_curves({"rows": rows, "steps": None, "floor": {"variants": {}}}, "").figure
+    figure.draw_without_rendering()
+    for ax in figure.axes[2:]:
+        box, top = ax.get_legend().get_window_extent(), max(float(max(line.get_ydata())) for line in ax.lines)
+        assert ax.transData.transform((0, top))[1] < box.y0 + 1

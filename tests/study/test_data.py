@@ -215,6 +215,16 @@ def test_folders_without_runs_say_what_was_expected(folder, tmp_path):
         load(tmp_path)
 
 
+@pytest.mark.parametrize("declared", [True, False])
+def test_an_arm_that_may_not_be_read_is_not_left_out(copy, monkeypatch, declared):
+    if not declared:
+        (copy / "study.yaml").unlink(missing_ok=True)
+    arm = next(copy.glob("*/seed*")).parent
+    monkeypatch.setattr("os.access", lambda path, _: path != arm)  # the tests' user may read everything
+    with pytest.raises(StudyDataError, match=f"{arm.name}: you may not read this folder"):
+        load(copy)
+
+
 def test_joined_studies_keep_their_comparisons(folder):
     from dataclasses import replace
 

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.text import Text
 from synthetic import ARMS, FLOORS, write_study
 
@@ -15,7 +16,7 @@ from moe_rl.study import load
 from moe_rl.study.figures import FIGURES
 from moe_rl.study.figures.layout import MANY, many, short_label
 from moe_rl.study.figures.rows import LETTERS, Column, Dots, arm_rows
-from moe_rl.study.figures.style import look_of
+from moe_rl.study.figures.style import log_y, look_of
 
 LABELS = (
     "GSPO-token, process supervision",
@@ -149,6 +150,31 @@ def test_numbers_at_the_ends_of_neighbouring_columns_stand_apart(brief):
     drawn.axes[1].set_xlim(0, 2.7)  # a number at its very end, beside the last of the other
     numbers = sorted((box.x0, box.x1) for words, box in _words(drawn.figure) if words.replace(".", "").isdigit())
     assert len(numbers) >= 6 and min(b - a for (_, a), (b, _) in pairwise(numbers)) > 3
+
+
+def test_the_label_of_a_row_of_panels_ends_below_the_legend_above_it(pair):
+    study = replace(pair, floors=pd.DataFrame(FLOORS))
+    study.__dict__["tokens"] = pair.tokens
+    figure = FIGURES["change_by_position"](study)
+    figure.render("svg")
+    (label,) = [box for words, box in _words(figure.figure) if words.startswith("sites changed")]
+    assert label.y1 < figure.figure.legends[0].get_window_extent().y0 + 2, "its box is a little higher than its words"
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.14, 7.3), (0.014, 0.69), (0.15, 7.3), (1.1, 109), (0.9, 91)])
+def test_a_log_axis_of_less_than_two_decades_has_two_numbers(low, high):
+    figure = Figure(figsize=(1.5, 1.3))
+    ax = figure.subplots()
+    ax.plot([1, 2], [low, high])
+    log_y(ax, low, high)
+    figure.draw_without_rendering()
+    assert len([y for y in ax.get_yticks() if low <= y <= high]) >= 2
+
+
+def test_a_tail_says_of_which_axis_it_is_the_logarithm(pair):
+    tail = FIGURES["tail_fraction"](pair)
+    ax = tail.figure.axes[0]
+    assert (ax.get_xscale(), ax.get_yscale()) == ("linear", "log") and "log-log" not in tail.caption
 
 
 def test_a_constant_quantity_is_told_and_not_drawn(crowd, doses):

@@ -176,7 +176,9 @@ def test_the_map_of_experts_sums_old_against_new_over_the_stored_steps(browser, 
     browser.wait("document.querySelectorAll('#experts rect').length === 12")
     title = browser.js("document.querySelector('#experts rect title').textContent")
     assert title == "model.layers.0.mlp.gate, expert 0: old 10, new 8 tokens; 2 left it"
-    assert "15 % of the slots left" in text(browser, "#experts p"), "6 of 40"
+    note = text(browser, "#experts p")
+    assert "15 % of the slots left" in note, "6 of 40"
+    assert note.endswith("colour is 10 % of a site’s slots, purple where an expert gained, orange where it lost.")
     choose(browser, "#experts select", "old")
     assert browser.js("document.querySelector('#experts rect').getAttribute('fill')") == browser.js(
         "document.querySelectorAll('#experts rect')[1].getAttribute('fill')"

@@ -61,7 +61,7 @@ def draw_all(path: str | Path, out: str | Path | None = None) -> list[Path]:
     Returns the files written. Raises NothingToDraw if the runs hold nothing that can be drawn yet.
     """
     data = load(path)
-    folder = Path(out) if out is not None else Path(path) / "figures"
+    folder = Path(out).expanduser() if out is not None else data.folder / "figures"
     written: list[Path] = []
     skipped: list[str] = []
     for figure in each_figure(data, skipped):
@@ -87,7 +87,7 @@ def draw_some(path: str | Path, names: Sequence[str], out: str | Path | None = N
     """
     chosen = [named(name) for name in dict.fromkeys(names)]
     data = load(path)
-    folder = Path(out) if out is not None else Path(path) / "figures"
+    folder = Path(out).expanduser() if out is not None else data.folder / "figures"
     return [file for figure in [each(data) for each in chosen] for file in save_figure(figure, folder)]
 
 

@@ -168,7 +168,7 @@ def curves(
             means[arm] = pd.Series(over_seeds(scale * tables[arm], geometric)[0], tables[arm].index)
         same_axes(small, ylim, log)
         grey_background(figure, small, means)
-        label_grid(figure, small, xlabel, ylabel, "grey: all other arms")
+        label_grid(figure, small, xlabel, ylabel, "grey: all other arms", above)
         return Curves(figure, [(ax, (arm,)) for ax, arm in zip(small, arms, strict=True)], frame)
     figure, axes, each = condition_panels(data, 1.9)
     for i, (ax, one) in enumerate(zip(axes[0], each, strict=True)):

@@ -147,19 +147,22 @@ def same_axes(axes: Sequence[Axes], ylim: Limits, log: bool) -> None:
             ax.set_ylim(low, high)
 
 
-def label_grid(figure: Figure, axes: Sequence[Axes], xlabel: str, ylabel: str, extra: str = "") -> None:
-    """One label for all panels of `arm_grid` on either side; `extra` is a line about what is drawn in grey."""
+def label_grid(
+    figure: Figure, axes: Sequence[Axes], xlabel: str, ylabel: str, extra: str = "", above: float = 0.0
+) -> None:
+    """One label for all panels of `arm_grid` on either side, which was given `above`; `extra` is a line about what is
+    drawn in grey."""
     height = figure.get_figheight()
     right = max(ax.get_position().x1 for ax in axes)
     figure.text((0.52 / PAGE + right) / 2, 0.27 / height, xlabel, ha="center", va="center", fontsize=7.5)
     side = ylabel.replace("\n", " ")
     label = figure.text(0.1 / PAGE, 0.5 + 0.3 / height, side, ha="center", va="center", rotation=90, fontsize=7.5)
-    for size in (7.5, 7, 6.5, 6, 5.5, 5):  # until it stands over the line about n
+    for size in (7.5, 7, 6.5, 6, 5.5, 5):  # until it stands between the line about n and a legend
         label.set_fontsize(size)
         length = label.get_window_extent().height / figure.dpi
-        if length <= height - 0.18:
+        if length <= height - above - 0.18:
             break
-    label.set_y(min(0.5 + 0.3 / height, 1 - (length / 2 + 0.03) / height))
+    label.set_y(min(0.5 + 0.3 / height, 1 - (length / 2 + above + 0.03) / height))
     if extra:
         figure.text(0.992, 0.27 / height, extra, ha="right", va="center", fontsize=6.5, color="#6b6b6b")
 

@@ -174,8 +174,8 @@ def _log_ticks(axis: Axis, subs: Sequence[int], few: int) -> None:
     low, high = axis.get_view_interval()
     axis.set_minor_locator(NullLocator())  # minor ticks have no length here, and finding them is slow
     axis.set_major_formatter(FuncFormatter(_power))  # matplotlib's own goes through mathtext, which is slow
-    if high / low < 50:
-        fine = LogLocator(subs=subs if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8))
+    if high / low < 100:  # there may be one power of ten only
+        fine = LogLocator(subs=(1, 3) if high / low >= 50 else subs if high / low > 5 else (1, 1.5, 2, 3, 4, 5, 6, 8))
         axis.set_major_locator(fine if high / low > 2 else MaxNLocator(few))
         axis.set_major_formatter(FuncFormatter(plain))
 

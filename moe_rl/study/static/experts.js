@@ -53,7 +53,8 @@
       this.plot.replaceChildren(...parts);
       const moved = data.moved.flat().reduce((a, b) => a + b, 0), all = data.old.flat().reduce((a, b) => a + b, 0);
       this.note.textContent = `Response tokens of ${data.steps.length} stored ${data.steps.length === 1 ? "step" : "steps"} (${data.steps.join(", ")}), `
-        + `old policy against the policy after the step’s last update: ${number(100 * moved / Math.max(1, all), 2)} % of the slots left their expert. Columns are experts; the darkest colour is ${number(100 * top, 2)} % of a site’s slots.`;
+        + `old policy against the policy after the step’s last update: ${number(100 * moved / Math.max(1, all), 2)} % of the slots left their expert. Columns are experts; the strongest colour is ${number(100 * top, 2)} % of a site’s slots`
+        + (what === "change" ? ", purple where an expert gained, orange where it lost." : ".");
     }
   };
 })();

@@ -20,8 +20,8 @@ TAUS = np.round(np.geomspace(1.01, 10, 60), 6)
     title="Tail of the ratio, F(τ).",
     caption=(
         "F(τ): share of stored response tokens whose ratio r = new/old, or its inverse, exceeds τ, after the last "
-        "update of a step; log-log; a line ends where no token is left. Dotted: replayed on the same weights. Pair: "
-        "two policies, one engine, so published values for two engines are not drawn."
+        "update of a step, on a log axis; a line ends where no token is left. Dotted: replayed on the same weights. "
+        "Pair: two policies, one engine, so published values for two engines are not drawn."
     ),
     needs={"tokens": ["old_logp", "logp_natural", "logp_replayed", "update"]},
     rank=140,
