@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe_rl.measure.head import LogitMap, head_logps
 from moe_rl.measure.logprobs import causal_lm, head_treatment
 from moe_rl.measure.scoring import TokenBatch
-from moe_rl.routing.calls import cache_left, cache_name
+from moe_rl.routing.calls import cache_left, cache_name, device_of
 
 
 @torch.no_grad()
@@ -24,7 +24,7 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
         raise ValueError(f"prefill counts columns, between 1 and {text.input_ids.shape[1]}, got {prefill}")
     lm = causal_lm(model)
     accepts = set(inspect.signature(type(lm).forward).parameters)
-    device = next(model.parameters()).device
+    device = device_of(lm)
     ids, mask = text.input_ids.to(device), text.attention_mask.to(device).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     treatment = head_treatment(model, lm)

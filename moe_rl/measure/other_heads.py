@@ -97,14 +97,21 @@ def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
     return found if torch.allclose(found(grid), values, rtol=1e-6, atol=1e-6) else None
 
 
+class _Output(MoeModelOutputWithPast):
+    """Whatever else a model takes from its backbone's output, such as an image's features, is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class _Backbone:
     """Answers a causal LM's call of its backbone with zeros; has the attributes of the real one."""
 
     def __init__(self, real: nn.Module, hidden_size: int):
         self.real, self.hidden_size = real, hidden_size
 
-    def __call__(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 2, self.hidden_size))
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Output":
+        return _Output(last_hidden_state=torch.zeros(1, 2, self.hidden_size))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from moe_rl.measure.logprobs import evaluating, token_logps
+from moe_rl.measure.logprobs import causal_lm, evaluating, token_logps
 from moe_rl.routing import RoutedExperts, record_routes, replay_routes, site_change
+from moe_rl.routing.calls import device_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +41,7 @@ Score = Callable[[nn.Module, TokenBatch], Tensor]
 
 def text_logps(model: nn.Module, text: TokenBatch) -> Float[Tensor, "B T"]:
     """`token_logps` of a text, on the CPU, float64."""
-    device = next(model.parameters()).device
+    device = device_of(causal_lm(model))
     masks = text.attention_mask.to(device), text.completion_mask.to(device)
     out = token_logps(model, text.input_ids.to(device), *masks, temperature=text.temperature)
     return out.logps.cpu().double()

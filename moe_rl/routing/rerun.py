@@ -6,14 +6,16 @@ close each choice was. A bias is added where a router ranks its experts.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
+from transformers.utils.output_capturing import _active_collector
 
 from moe_rl.routing.calls import Call, Listener, device_of
 from moe_rl.routing.contexts import acquire
@@ -21,20 +23,34 @@ from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.nesting import completed
 from moe_rl.routing.router_stats import boundary_margin
-from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Selection, Selector
+from moe_rl.routing.selection import LINEAR, MAX, TOPK, Chosen, Job, Selection, Selector
 
 
 def _rerun(
     name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None, watch: TorchFunctionMode
 ) -> Tensor:
-    """`[N,K]` ids that the router chooses under `watch`."""
-    job = Job(bias=bias)
+    """`[N,K]` ids that the router chooses under `watch`. Nothing behind the choice is run."""
+    job = Job(bias=bias, alone=True)
     copies = [a.clone() if isinstance(a, Tensor) else a for a in args]  # some scale their input in place
-    with torch.no_grad(), (probe.mode or Selection)(name, probe, job), watch:
+    with torch.no_grad(), _unseen(), suppress(Chosen), (probe.mode or Selection)(name, probe, job), watch:
         module.forward(*copies, **kwargs)
     if job.chosen is None:
         raise RoutingError(f"site {name} ranked no experts in this forward")
     return job.chosen
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """What transformers collects of a forward (`output_router_logits`) takes nothing from the run inside: where a block
+    is run again (DBRX), so is the router in it."""
+    if is_dynamo_compiling():
+        yield
+        return
+    token = _active_collector.set(None)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
 
 
 class _Noise(TorchFunctionMode):
