@@ -23,20 +23,33 @@ from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.nesting import completed
 from moe_rl.routing.router_stats import boundary_margin
-from moe_rl.routing.selection import LINEAR, MAX, TOPK, Chosen, Job, Selection, Selector
+from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Selection, Selector
 
 
 def _rerun(
     name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None, watch: TorchFunctionMode
 ) -> Tensor:
-    """`[N,K]` ids that the router chooses under `watch`. Nothing behind the choice is run."""
-    job = Job(bias=bias, alone=True)
+    """`[N,K]` ids that the router chooses under `watch`."""
+    job = Job(bias=bias)
+    mode = (probe.mode or Selection)(name, probe, job)
+    if not is_dynamo_compiling():
+        mode.report = partial(_end, job)  # type: ignore[method-assign]
     copies = [a.clone() if isinstance(a, Tensor) else a for a in args]  # some scale their input in place
-    with torch.no_grad(), _unseen(), suppress(Chosen), (probe.mode or Selection)(name, probe, job), watch:
+    with torch.no_grad(), _unseen(), suppress(_Chosen), mode, watch:
         module.forward(*copies, **kwargs)
     if job.chosen is None:
         raise RoutingError(f"site {name} ranked no experts in this forward")
     return job.chosen
+
+
+class _Chosen(Exception):
+    """The choice is made."""
+
+
+def _end(job: Job, ids: Tensor, *_: Any) -> None:
+    """In place of `Selection.report`: nothing behind the choice is run (in DBRX's block, the experts)."""
+    job.chosen = ids.reshape(-1, ids.shape[-1])
+    raise _Chosen
 
 
 @contextmanager

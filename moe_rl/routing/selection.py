@@ -59,10 +59,6 @@ class Selector:
     logits: int = -1
 
 
-class Chosen(Exception):
-    """Ends a run of a router that is for its choice alone: what follows the choice is not needed."""
-
-
 @no_type_check
 class Job:
     """What one site has to do in one model call, and what it did.
@@ -71,25 +67,17 @@ class Job:
     holes: what of `forced` may be -1: nothing, whole rows, or single slots. Decided once per replay, because a test of
         the data in here would wait for the device.
     bias: `[E]`, added to the scores where experts are ranked, and nowhere else; None: none.
-    alone: the router is run for its choice alone, and `Chosen` raised once that is made.
     shadow: also rank live. Results: `chosen` [N,K]; with shadow also `live` [N,K], and the scores of both choices:
         `scores` [N,K] of what was used, `best` [N,K] of what the router prefers.
     answer: the tensor of ids that the router was given for its question, and how often it had been written to.
     """
 
-    __slots__ = (
-        "alone", "answer", "best", "bias", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow"
-    )  # fmt: skip
+    __slots__ = ("answer", "best", "bias", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
 
     def __init__(
-        self,
-        forced: Tensor | None = None,
-        holes: Holes = "none",
-        shadow: bool = False,
-        bias: Tensor | None = None,
-        alone: bool = False,
+        self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False, bias: Tensor | None = None
     ) -> None:
-        self.forced, self.holes, self.shadow, self.bias, self.alone = forced, holes, shadow, bias, alone
+        self.forced, self.holes, self.shadow, self.bias = forced, holes, shadow, bias
         self.chosen: Tensor | None = None
         self.live: Tensor | None = None
         self.best: Tensor | None = None
@@ -221,8 +209,6 @@ class Selection(TorchFunctionMode):
         if job.closed:
             return  # a recomputation for the backward pass: the call has been read already
         job.chosen = ids.reshape(-1, k)
-        if job.alone and not is_dynamo_compiling():
-            raise Chosen
         if not (is_dynamo_compiling() or ids.is_inference()):  # where torch counts what is written to a tensor
             job.answer = ids, ids._version
         if job.shadow and live is not None and best is not None and scores is not None:
