@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from moe_rl.measure.decoding import decoded_logps
 from moe_rl.measure.metrics import ratio_metrics, ratio_range_metrics
 from moe_rl.measure.noise_floor import experts_computed_by, experts_implementation, first_line
-from moe_rl.measure.scoring import Score, Scored, TokenBatch, score_live, score_replayed, text_logps
+from moe_rl.measure.scoring import Score, Scored, TokenBatch, check_measured, score_live, score_replayed, text_logps
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, site_change
 
 LAYOUTS = {
@@ -149,11 +149,8 @@ def compare(
         CannotRun: there is nothing to this variant here, or kernels or memory refuse it.
         ValueError: a text of which the first token of a sequence is to be measured.
     """
-    if any(bool((_firsts(text.attention_mask) & text.completion_mask).any()) for text in texts):
-        raise ValueError(
-            "completion_mask: True on the first token of a sequence, which follows nothing and has no log-probability; "
-            "leave it out"
-        )
+    for text in texts:
+        check_measured(text)
     sums = GapSums()
     name = variant.removeprefix("experts_")
     try:
@@ -229,11 +226,6 @@ def repadded(text: TokenBatch, side: str) -> TokenBatch:
     real = text.attention_mask.bool()
     order = real.int().argsort(dim=1, stable=True, descending=side == "right")
     return _each(text, lambda part: part.gather(1, order))
-
-
-def _firsts(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """True on the first token of each sequence."""
-    return attention_mask.bool() & (attention_mask.cumsum(1) == 1)
 
 
 def _each(text: TokenBatch, change: Callable[[Tensor], Tensor]) -> TokenBatch:

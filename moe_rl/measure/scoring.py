@@ -27,6 +27,16 @@ class TokenBatch:
         return TokenBatch(self.input_ids[rows], *masks, self.temperature)
 
 
+def check_measured(text: TokenBatch) -> None:
+    """Raises ValueError where the first token of a sequence is to be measured."""
+    first = text.attention_mask.bool() & (text.attention_mask.cumsum(1) == 1)
+    if bool((first & text.completion_mask).any()):
+        raise ValueError(
+            "completion_mask: True on the first token of a sequence, which follows nothing and has no log-probability; "
+            "leave it out"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Scored:
     """What one model says of a text when it routes for itself: `logps` in nats, and the routes. On the CPU."""

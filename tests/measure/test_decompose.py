@@ -80,6 +80,13 @@ def test_weights_that_accelerate_offloads_are_scored_where_the_model_computes(pa
     torch.testing.assert_close(*decoded, rtol=0, atol=1e-5)
 
 
+def test_the_first_token_of_a_sequence_is_refused_and_dilutes_nothing(pair, text):
+    ids, attention, completion = text
+    first = attention & (attention.cumsum(1) == 1)
+    with pytest.raises(ValueError, match="first token of a sequence"):
+        decompose(*pair, ids, attention, completion | first)
+
+
 def test_parts_are_the_four_corners_scored_independently(pair, text):
     ids, attention, completion = text
     found = decompose(*pair, ids, attention, completion)
