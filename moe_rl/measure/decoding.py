@@ -31,7 +31,7 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
     states: list[Tensor] = []
     head = lm.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, args: states.append(args[0]))
-    logps = torch.zeros(ids.shape, dtype=torch.float64)
+    logps = torch.zeros(ids.shape, dtype=torch.float64, device="cpu")
     cache, start, width = None, 0, ids.shape[1]
     try:
         for stop in range(prefill, width + 1):

@@ -76,16 +76,14 @@ def token_logps(
             also where a replay made the model use others.
         router_logits: also the router logits, of all tokens.
         chunk_size: completion tokens whose logits are held at once; default as in `head_logps`.
-        position_ids: default: the number of tokens before, padding not counted. Where they begin anew within a row, it
-            holds several sequences (`packed`), which do not see each other, and each first token's entry is 0.
+        position_ids: default: the number of tokens before, padding not counted. Several sequences in a row: `packed`.
         shared: this batch as rows that share prompts (`share_prompts`), which the model is called with. Whether it can
             be is for `check_shared_prompts` to say.
 
     Raises:
         ValueError: a mask of another shape, or of other values than 0 and 1; a completion token lies on padding;
-            there is padding beside several sequences in a row; temperature or chunk size is not positive; the model
-            has no load-balancing loss; `shared` is of another batch, or something is asked of the model's outputs
-            that rows of several responses do not have.
+            temperature or chunk size is not positive; the model has no load-balancing loss; `shared` is of another
+            batch, or something is asked of the model's outputs that rows of several responses do not have.
         TypeError: `model` holds no transformers model with an output head.
 
     >>> import torch
