@@ -22,6 +22,8 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
     """
     if not 1 <= prefill <= text.input_ids.shape[1]:
         raise ValueError(f"prefill counts columns, between 1 and {text.input_ids.shape[1]}, got {prefill}")
+    if bool(text.completion_mask[:, :prefill].any()):
+        raise ValueError(f"completion_mask is True within the {prefill} columns of the prefill, which are not decoded")
     lm = causal_lm(model)
     accepts = set(inspect.signature(type(lm).forward).parameters)
     device = device_of(lm)

@@ -194,7 +194,7 @@ class Margins(Rerun):
             )
         parts = []
         for batch, length, rows in self._calls:
-            none = torch.full((batch * length,), float("nan"), device="cpu")
+            none = torch.full((batch * length,), float("nan"), dtype=torch.float32, device="cpu")
             parts.append(torch.stack([none if row is None else row for row in rows], -1).view(batch, length, -1))
         return torch.cat(parts)
 
