@@ -294,6 +294,16 @@ def test_a_context_inside_a_replay_does_not_forget_what_was_not_read_yet(monkeyp
                 pass
 
 
+def test_a_recording_that_is_kept_keeps_no_model() -> None:
+    model, inputs = moe(), tokens()
+    with torch.no_grad(), record_routes(model) as recording:
+        model(inputs)
+    alive = weakref.ref(model.model)
+    del model
+    gc.collect()
+    assert alive() is None and recording.routes.shape == (2, 7, 3, 2)
+
+
 @torch.no_grad()
 def test_nothing_goes_to_torchs_default_device(tmp_path) -> None:
     # The default may be a GPU where routes are on a CPU (counts always are); "meta" holds no values at all.
