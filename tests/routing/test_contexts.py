@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from routing_helpers import assert_same, disturbed, hooked, moe, routes_of, tokens
+from tiny_families import tiny_config
 from torch import nn
 from torch.nn import functional
-from transformers import Qwen3MoeForSequenceClassification
+from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
 from moe_rl.routing import (
     RoutedExperts,
@@ -292,6 +293,19 @@ def test_a_context_inside_a_replay_does_not_forget_what_was_not_read_yet(monkeyp
             monkeypatch.delattr(block, "forward")
             with record_routes(model):
                 pass
+
+
+@torch.no_grad()
+def test_a_rotary_embedding_that_has_grown_stays_so_when_the_model_is_checked() -> None:
+    config = tiny_config("qwen3_moe")
+    config.max_position_embeddings = 16
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = Qwen3MoeForCausalLM(config).eval()
+    model(tokens(1, 32))
+    shorter = tokens(1, 20)
+    plain = model(shorter).logits
+    with record_routes(model):
+        assert torch.equal(model(shorter).logits, plain)
 
 
 def test_a_recording_that_is_kept_keeps_no_model() -> None:
