@@ -223,14 +223,14 @@ def repadded(text: TokenBatch, side: str) -> TokenBatch:
     >>> repadded(TokenBatch(torch.tensor([[0, 5, 6]]), real, real), "right").input_ids
     tensor([[5, 6, 0]])
     """
-    real = text.attention_mask.bool()
+    real = text.attention_mask
     order = real.int().argsort(dim=1, stable=True, descending=side == "right")
     return _each(text, lambda part: part.gather(1, order))
 
 
 def _each(text: TokenBatch, change: Callable[[Tensor], Tensor]) -> TokenBatch:
     """The same change of its ids and masks."""
-    masks = change(text.attention_mask.bool()), change(text.completion_mask)
+    masks = change(text.attention_mask), change(text.completion_mask)
     return TokenBatch(change(text.input_ids), *masks, text.temperature)
 
 
@@ -250,7 +250,7 @@ def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
     size = len(text.input_ids)
     if variant.startswith("padding_"):
         moved = repadded(text, variant.removeprefix("padding_"))
-        return [] if torch.equal(moved.attention_mask, text.attention_mask.bool()) else [_Piece(0, size, moved)]
+        return [] if torch.equal(moved.attention_mask, text.attention_mask) else [_Piece(0, size, moved)]
     if variant.startswith("batch_1"):
         rows = [text.rows(i, i + 1) for i in range(size)] if size > 1 else []
         if variant == "batch_1_unpadded":
@@ -260,7 +260,7 @@ def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
 
 
 def _without_padding(row: TokenBatch) -> TokenBatch:
-    real = row.attention_mask[0].bool()
+    real = row.attention_mask[0]
     return _each(row, lambda part: part[:, real])
 
 
@@ -286,7 +286,7 @@ def _live_and_replayed(
     """A text as the model routes for itself, and its log-probabilities with `routes` forced. Replaying one's own routes
     is bit-exact: where nothing changed the second forward would say the same."""
     own = score_live(model, text, score)
-    changed = bool(site_change(routes, own.routes)[text.attention_mask.cpu().bool()].any())
+    changed = bool(site_change(routes, own.routes)[text.attention_mask.cpu()].any())
     return own, score_replayed(model, text, routes, own.routes, score) if changed else own.logps
 
 

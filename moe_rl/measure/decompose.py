@@ -157,7 +157,7 @@ def decompose(
         UnsupportedModelError: not a Mixture-of-Experts whose routing can be recorded.
         ValueError: as `token_logps`; the first token of a sequence is to be measured.
     """
-    text = TokenBatch(input_ids, attention_mask.bool(), completion_mask.bool(), temperature)
+    text = TokenBatch(input_ids, attention_mask, completion_mask, temperature)
     check_measured(text)
     parts = []
     for piece in _pieces(text, batch_size):

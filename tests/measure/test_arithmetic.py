@@ -62,6 +62,14 @@ def test_tokens_within_the_prefill_are_refused_where_they_are_to_be_decoded():
         decoded_logps(build("qwen3_moe"), batch, first + 1)
 
 
+def test_masks_of_tokenizers_are_masks():
+    batch, model = text(), build("qwen3_moe")
+    numbers = TokenBatch(batch.input_ids, batch.attention_mask.long(), batch.completion_mask.int())
+    assert arithmetic_floor(model, [numbers])[0].keys() == arithmetic_floor(model, [batch])[0].keys()
+    with pytest.raises(ValueError, match="completion_mask: expected only 0 and 1"):
+        replace(batch, completion_mask=batch.input_ids)
+
+
 def text():
     """Three sequences as a trainer lays them out: the prompt ends at column 4, padding on both sides."""
     generator = torch.Generator().manual_seed(1)
