@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from moe_rl.measure.decoding import decoded_logps
 from moe_rl.measure.metrics import ratio_metrics, ratio_range_metrics
 from moe_rl.measure.noise_floor import experts_computed_by, experts_implementation, first_line
-from moe_rl.measure.scoring import Score, Scored, TokenBatch, score_live, score_replayed, text_logps
+from moe_rl.measure.scoring import Score, Scored, TokenBatch, check_measured, score_live, score_replayed, text_logps
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, site_change
 
 LAYOUTS = {
@@ -149,11 +149,8 @@ def compare(
         CannotRun: there is nothing to this variant here, or kernels or memory refuse it.
         ValueError: a text of which the first token of a sequence is to be measured.
     """
-    if any(bool((_firsts(text.attention_mask) & text.completion_mask).any()) for text in texts):
-        raise ValueError(
-            "completion_mask: True on the first token of a sequence, which follows nothing and has no log-probability; "
-            "leave it out"
-        )
+    for text in texts:
+        check_measured(text)
     sums = GapSums()
     name = variant.removeprefix("experts_")
     try:
@@ -226,19 +223,14 @@ def repadded(text: TokenBatch, side: str) -> TokenBatch:
     >>> repadded(TokenBatch(torch.tensor([[0, 5, 6]]), real, real), "right").input_ids
     tensor([[5, 6, 0]])
     """
-    real = text.attention_mask.bool()
+    real = text.attention_mask
     order = real.int().argsort(dim=1, stable=True, descending=side == "right")
     return _each(text, lambda part: part.gather(1, order))
 
 
-def _firsts(attention_mask: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
-    """True on the first token of each sequence."""
-    return attention_mask.bool() & (attention_mask.cumsum(1) == 1)
-
-
 def _each(text: TokenBatch, change: Callable[[Tensor], Tensor]) -> TokenBatch:
     """The same change of its ids and masks."""
-    masks = change(text.attention_mask.bool()), change(text.completion_mask)
+    masks = change(text.attention_mask), change(text.completion_mask)
     return TokenBatch(change(text.input_ids), *masks, text.temperature)
 
 
@@ -258,7 +250,7 @@ def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
     size = len(text.input_ids)
     if variant.startswith("padding_"):
         moved = repadded(text, variant.removeprefix("padding_"))
-        return [] if torch.equal(moved.attention_mask, text.attention_mask.bool()) else [_Piece(0, size, moved)]
+        return [] if torch.equal(moved.attention_mask, text.attention_mask) else [_Piece(0, size, moved)]
     if variant.startswith("batch_1"):
         rows = [text.rows(i, i + 1) for i in range(size)] if size > 1 else []
         if variant == "batch_1_unpadded":
@@ -268,7 +260,7 @@ def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
 
 
 def _without_padding(row: TokenBatch) -> TokenBatch:
-    real = row.attention_mask[0].bool()
+    real = row.attention_mask[0]
     return _each(row, lambda part: part[:, real])
 
 
@@ -294,7 +286,7 @@ def _live_and_replayed(
     """A text as the model routes for itself, and its log-probabilities with `routes` forced. Replaying one's own routes
     is bit-exact: where nothing changed the second forward would say the same."""
     own = score_live(model, text, score)
-    changed = bool(site_change(routes, own.routes)[text.attention_mask.cpu().bool()].any())
+    changed = bool(site_change(routes, own.routes)[text.attention_mask.cpu()].any())
     return own, score_replayed(model, text, routes, own.routes, score) if changed else own.logps
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moe_rl.measure.head import LogitMap, head_logps
 from moe_rl.measure.logprobs import causal_lm, head_treatment
 from moe_rl.measure.scoring import TokenBatch
-from moe_rl.routing.calls import cache_left, cache_name
+from moe_rl.routing.calls import cache_left, cache_name, device_of
 
 
 @torch.no_grad()
@@ -22,16 +22,18 @@ def decoded_logps(model: nn.Module, text: TokenBatch, prefill: int) -> Float[Ten
     """
     if not 1 <= prefill <= text.input_ids.shape[1]:
         raise ValueError(f"prefill counts columns, between 1 and {text.input_ids.shape[1]}, got {prefill}")
+    if bool(text.completion_mask[:, :prefill].any()):
+        raise ValueError(f"completion_mask is True within the {prefill} columns of the prefill, which are not decoded")
     lm = causal_lm(model)
     accepts = set(inspect.signature(type(lm).forward).parameters)
-    device = next(model.parameters()).device
+    device = device_of(lm)
     ids, mask = text.input_ids.to(device), text.attention_mask.to(device).long()
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     treatment = head_treatment(model, lm)
     states: list[Tensor] = []
     head = lm.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, args: states.append(args[0]))
-    logps = torch.zeros(ids.shape, dtype=torch.float64)
+    logps = torch.zeros(ids.shape, dtype=torch.float64, device="cpu")
     cache, start, width = None, 0, ids.shape[1]
     try:
         for stop in range(prefill, width + 1):

@@ -36,7 +36,15 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import evaluating
 from moe_rl.measure.moments import Shares, SiteShares
-from moe_rl.measure.scoring import Scored, TokenBatch, in_order_of, score_live, score_replayed, text_logps
+from moe_rl.measure.scoring import (
+    Scored,
+    TokenBatch,
+    check_measured,
+    in_order_of,
+    score_live,
+    score_replayed,
+    text_logps,
+)
 from moe_rl.measure.weights import temporary_weights
 from moe_rl.routing import RoutedExperts, replay_routes, site_change
 
@@ -138,7 +146,7 @@ def decompose(
 
     Args:
         attention_mask: true on tokens, false on padding, on either side.
-        completion_mask: true on the tokens to measure.
+        completion_mask: true on the tokens to measure, which the first of a sequence is not.
         temperature: of the distribution that is scored.
         per_site: also replay all sites but one, and one site alone (`site_alone`, `site_last`).
         batch_size: sequences per forward; None takes all at once. The same in all forwards, so that a model whose
@@ -147,9 +155,10 @@ def decompose(
     Raises:
         RoutingError: routing sites, expert counts or experts per token differ.
         UnsupportedModelError: not a Mixture-of-Experts whose routing can be recorded.
-        ValueError: as `token_logps`.
+        ValueError: as `token_logps`; the first token of a sequence is to be measured.
     """
-    text = TokenBatch(input_ids, attention_mask.bool(), completion_mask.bool(), temperature)
+    text = TokenBatch(input_ids, attention_mask, completion_mask, temperature)
+    check_measured(text)
     parts = []
     for piece in _pieces(text, batch_size):
         old, new = score_live(old_model, piece), score_live(new_model, piece)

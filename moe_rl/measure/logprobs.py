@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from moe_rl.measure.head import LogitMap, threaded_head_logps
 from moe_rl.measure.other_heads import logit_map_of, warn_once, whole_logits_logps
-from moe_rl.measure.shared_prompts import SharedPrompts
+from moe_rl.measure.shared_prompts import SharedPrompts, packed
 from moe_rl.objectives.ratios import as_bool_mask
 
 
@@ -76,7 +76,7 @@ def token_logps(
             also where a replay made the model use others.
         router_logits: also the router logits, of all tokens.
         chunk_size: completion tokens whose logits are held at once; default as in `head_logps`.
-        position_ids: default: the number of tokens before, padding not counted.
+        position_ids: default: the number of tokens before, padding not counted. Several sequences in a row: `packed`.
         shared: this batch as rows that share prompts (`share_prompts`), which the model is called with. Whether it can
             be is for `check_shared_prompts` to say.
 
@@ -113,8 +113,10 @@ def token_logps(
             f"completion_mask is true on padding (first at row {row}, position {column}); it must lie within "
             "attention_mask. Was one of them built for the other padding side?"
         )
+    first = None if position_ids is None else packed(position_ids, attended)
+    follows = attended[:, :-1] if first is None else ~first[:, 1:]
     # Flat positions in [B * T] of the tokens that are predicted; the state one earlier predicts.
-    token = F.pad(completion[:, 1:] & attended[:, :-1], (1, 0)).flatten().nonzero().squeeze(1)
+    token = F.pad(completion[:, 1:] & follows, (1, 0)).flatten().nonzero().squeeze(1)
     targets, predicting = input_ids.flatten()[token], token - 1
     if shared is not None:
         if aux_loss or router_logits or position_ids is not None:
@@ -122,7 +124,7 @@ def token_logps(
         inputs: dict[str, Any] = shared.inputs(lm)
         predicting = shared.places(input_ids, attended, predicting)
     else:
-        inputs = {"input_ids": input_ids, "attention_mask": attended.long()}
+        inputs = {"input_ids": input_ids, "attention_mask": attended.long() if first is None else None}
         if position_ids is None and "position_ids" in inspect.signature(type(lm).forward).parameters:
             position_ids = (attended.long().cumsum(1) - 1).clamp(min=0)
         inputs |= {} if position_ids is None else {"position_ids": position_ids}

@@ -66,7 +66,7 @@ def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
     V, H = head.weight.shape
     # In float64, small numbers show the scale, large ones the cap, and a grid proves that there is no more to
     # it.
-    grid = torch.linspace(-50, 50, 2 * V, dtype=torch.float64).view(1, 2, V)
+    grid = torch.linspace(-50, 50, 2 * V, dtype=torch.float64, device="cpu").view(1, 2, V)
     probes = [torch.full_like(grid, 2.0**-30), torch.full_like(grid, 2.0**60), grid]
     answers = iter(probes)
     shapes: list[tuple[int, ...]] = []
@@ -81,7 +81,7 @@ def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
         name: known_logits if module is head else _Backbone(module, H) if module is backbone else module
         for name, module in lm._modules.items()
     }
-    ids = torch.zeros(1, 2, dtype=torch.long)
+    ids = torch.zeros(1, 2, dtype=torch.long, device="cpu")
     inputs = {"input_ids": ids, "attention_mask": ids + 1, "use_cache": False, "return_dict": True}
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -97,14 +97,21 @@ def logit_map_of(lm: PreTrainedModel) -> LogitMap | None:
     return found if torch.allclose(found(grid), values, rtol=1e-6, atol=1e-6) else None
 
 
+class _Output(MoeModelOutputWithPast):
+    """Whatever else a model takes from its backbone's output, such as an image's features, is None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class _Backbone:
     """Answers a causal LM's call of its backbone with zeros; has the attributes of the real one."""
 
     def __init__(self, real: nn.Module, hidden_size: int):
         self.real, self.hidden_size = real, hidden_size
 
-    def __call__(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=torch.zeros(1, 2, self.hidden_size))
+    def __call__(self, *args: Any, **kwargs: Any) -> "_Output":
+        return _Output(last_hidden_state=torch.zeros(1, 2, self.hidden_size, device="cpu"))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)

@@ -4,26 +4,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from moe_rl.measure.logprobs import evaluating, token_logps
+from moe_rl.measure.logprobs import causal_lm, evaluating, token_logps
+from moe_rl.objectives.ratios import as_bool_mask
 from moe_rl.routing import RoutedExperts, record_routes, replay_routes, site_change
+from moe_rl.routing.calls import device_of
 
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Tokens to score: any padding, `completion_mask` True on the tokens that are measured."""
+    """Tokens to score: any padding, `completion_mask` True on the tokens that are measured. Masks of 0 and 1, as
+    tokenizers write them, become bool; other values are a ValueError."""
 
     input_ids: Int[Tensor, "B T"]
-    attention_mask: Bool[Tensor, "B T"]
-    completion_mask: Bool[Tensor, "B T"]
+    attention_mask: Shaped[Tensor, "B T"]
+    completion_mask: Shaped[Tensor, "B T"]
     temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("attention_mask", "completion_mask"):
+            object.__setattr__(self, name, as_bool_mask(getattr(self, name), name))
 
     def rows(self, start: int, stop: int) -> "TokenBatch":
         rows = slice(start, stop)
         masks = self.attention_mask[rows], self.completion_mask[rows]
         return TokenBatch(self.input_ids[rows], *masks, self.temperature)
+
+
+def check_measured(text: TokenBatch) -> None:
+    """Raises ValueError where the first token of a sequence is to be measured."""
+    first = text.attention_mask & (text.attention_mask.cumsum(1) == 1)
+    if bool((first & text.completion_mask).any()):
+        raise ValueError(
+            "completion_mask: True on the first token of a sequence, which follows nothing and has no log-probability; "
+            "leave it out"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +57,7 @@ Score = Callable[[nn.Module, TokenBatch], Tensor]
 
 def text_logps(model: nn.Module, text: TokenBatch) -> Float[Tensor, "B T"]:
     """`token_logps` of a text, on the CPU, float64."""
-    device = next(model.parameters()).device
+    device = device_of(causal_lm(model))
     masks = text.attention_mask.to(device), text.completion_mask.to(device)
     out = token_logps(model, text.input_ids.to(device), *masks, temperature=text.temperature)
     return out.logps.cpu().double()

@@ -171,6 +171,25 @@ def share_prompts(
     )
 
 
+def packed(position_ids: Int[Tensor, "B T"], attended: Bool[Tensor, "B T"]) -> Bool[Tensor, "B T"] | None:
+    """Where rows hold several sequences one behind the other ("padding-free"): True on the first token of each,
+    which follows nothing. None where no position within a row is 0. transformers keeps such sequences apart by their
+    positions, if it is given no attention mask.
+
+    Raises:
+        ValueError: there is padding, which only a mask tells.
+    """
+    first = (position_ids == 0) & attended
+    if not bool((first[:, 1:] & attended[:, :-1]).any()):
+        return None
+    if not bool(attended.all()):
+        raise ValueError(
+            "position_ids begin anew within a row, so that it holds several sequences, and attention_mask has padding: "
+            "sequences are kept apart only in rows without any"
+        )
+    return first
+
+
 def too_long(config: Any, longest: int, width: int) -> str | None:
     """Why sequences of so many tokens, in rows of `width`, are attended to otherwise than this mask says; None: they
     are not."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from moe_rl.measure.logprobs import causal_lm, evaluating, token_logps
 from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts
 from moe_rl.routing import RoutedExperts, record_routes, replay_routes
+from moe_rl.routing.calls import device_of
 from moe_rl.routing.experts_sorted import compute_dtype
 
 PROMPTS, RESPONSES = (4, 4, 3, 3), (3, 5, 4, 2)
@@ -72,13 +73,18 @@ def check_shared_prompts(model: nn.Module) -> None:
     _PASSED[lm] = attention
 
 
+def _drawn(high: int, shape: Sequence[int]) -> Tensor:
+    """The same random integers at every call, on the CPU."""
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(0), device="cpu")
+
+
 @contextmanager
 def _nudged(lm: PreTrainedModel) -> Iterator[None]:
     """Embeddings up or down by one rounding of the dtype that they are computed in."""
 
     def nudge(module: nn.Module, args: Any, states: Tensor) -> Tensor:
         dtype = compute_dtype(states, states.device)  # autocast's, where it is on
-        signs = torch.randint(2, states.shape, generator=torch.Generator().manual_seed(0)).to(states) * 2 - 1
+        signs = _drawn(2, states.shape).to(states) * 2 - 1
         return states * (1 + torch.finfo(dtype).eps * signs)
 
     handle = cast(nn.Module, lm.get_input_embeddings()).register_forward_hook(nudge)
@@ -92,11 +98,11 @@ def _texts(lm: PreTrainedModel) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, attention and completion mask of the texts, padded on the right; the prompt of a text and the next one is
     the same."""
     V, longest = lm.config.get_text_config().vocab_size, max(map(sum, zip(PROMPTS, RESPONSES, strict=True)))
-    ids = torch.randint(V, (len(PROMPTS), longest), generator=torch.Generator().manual_seed(0))
-    column, prompts, responses = torch.arange(longest), torch.tensor(PROMPTS)[:, None], torch.tensor(RESPONSES)[:, None]
+    ids, column = _drawn(V, (len(PROMPTS), longest)), torch.arange(longest, device="cpu")
+    prompts, responses = torch.tensor((PROMPTS, RESPONSES), device="cpu")[..., None]
     attended, prompt = column < prompts + responses, column < prompts
     ids[1::2][prompt[1::2]] = ids[::2][prompt[::2]]
-    device = cast(Tensor, lm.get_input_embeddings().weight).device
+    device = device_of(lm)
     return ids.to(device), attended.to(device), (attended & ~prompt).to(device)
 
 

@@ -44,13 +44,13 @@ def ids_from_engine(
     chosen = layers_of(sites, num_layers, layers)
     check_layers(sites, chosen, np.any([np.any(a > 0, axis=(0, 2)) for a in arrays], axis=0))
     if mask is None:
-        rows = torch.tensor([len(a) for a in arrays])
-        mask = torch.arange(int(rows.max()))[None, :] < rows[:, None]
+        rows = torch.tensor([len(a) for a in arrays], device="cpu")
+        mask = torch.arange(int(rows.max()), device="cpu")[None, :] < rows[:, None]
     check_mask(mask)
     mask = mask.detach().cpu().bool()
     if mask.ndim != 2 or len(mask) != len(arrays):
         raise RoutingError(f"mask must be [B,T] with B = {len(arrays)} sequences, got {list(mask.shape)}")
-    ids = torch.full((*mask.shape, len(sites), top_k), LIVE)
+    ids = torch.full((*mask.shape, len(sites), top_k), LIVE, device="cpu")
     for b, array in enumerate(arrays):
         where = mask[b].nonzero()[:, 0]
         if len(where) - len(array) not in (0, 1):
@@ -100,7 +100,7 @@ def ids_from_padded(
     Raises RoutingError: another number of axes, ids that are no integers, a mask that does not fit, layers that are
     all zeros or mapped to no site, a token without routes inside a sequence.
     """
-    ids, there = torch.as_tensor(array).detach().cpu(), torch.as_tensor(mask).detach().cpu()
+    ids, there = (torch.as_tensor(x, device="cpu").detach() for x in (array, mask))
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise RoutingError(f"expected integer ids, got {ids.dtype}: router logits or gate weights?")
     if ids.ndim != 4:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from types import FrameType
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -15,7 +15,6 @@ from moe_rl.routing.kv_cache import CHANGED, CacheState, tokens_in
 from moe_rl.routing.packing import packed_dtype
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Job, Selector
-from moe_rl.routing.sites import Site
 from moe_rl.routing.traced import no_type_check
 
 _PAGED = ("block_table", "read_index", "write_index")
@@ -218,14 +217,14 @@ def device_of(model: PreTrainedModel) -> torch.device:
 # -- what is recorded of calls -----------------------------------------------------------------------------------------
 
 
-@runtime_checkable
-class Routers(Protocol):
-    """What a recording knows of a model: its sites, what the self-check learned of each, and the model of one call."""
+class Routers(NamedTuple):
+    """What a recording knows of a model. It holds nothing of the model itself, and may outlive it."""
 
     names: list[str]
-    sites: list[Site]
-    probes: list[Selector]
-    boundary: PreTrainedModel
+    fixed: list[bool]  # see Site
+    probes: list[Selector]  # what the self-check learned of each
+    model: str
+    family: str
 
 
 @no_type_check
@@ -247,12 +246,8 @@ def _rows_of(call: Call, name: str, ids: Tensor | None) -> Tensor:
 
 def wrapped(routers: Routers, names: tuple[str, ...], packed: Tensor, tokens: Tensor) -> RoutedExperts:
     """Packed ids and tokens (-1 = unknown) as RoutedExperts that say where they come from."""
-    meta: dict[str, Any] = {
-        "model": getattr(routers.boundary.config, "name_or_path", "") or "",
-        "class": type(routers.boundary).__name__,
-        "transformers": transformers.__version__,
-    }
-    if fixed := [name for name, site in zip(names, routers.sites, strict=True) if site.fixed]:
+    meta: dict[str, Any] = {"model": routers.model, "class": routers.family, "transformers": transformers.__version__}
+    if fixed := [name for name, fixed in zip(names, routers.fixed, strict=True) if fixed]:
         meta["hash_routed"] = fixed  # a table over token ids, which may name an expert twice
     experts = [probe.num_experts for probe in routers.probes]
     known = tokens if bool((tokens >= 0).any()) else None
@@ -270,7 +265,7 @@ def tokens_of(call: Call, like: Tensor) -> Tensor:
 def one_width(routers: Routers) -> None:
     widths = {probe.k for probe in routers.probes}
     if len(widths) > 1:
-        raise refusals.different_widths(type(routers.boundary).__name__, widths)
+        raise refusals.different_widths(routers.family, widths)
 
 
 @no_type_check

@@ -41,7 +41,7 @@ class ChangeCounts:
 
     @property
     def per_site_slots_changed(self) -> Int[Tensor, " L"]:
-        return (self.site_deviation * torch.arange(self.site_deviation.shape[1])).sum(-1)
+        return (self.site_deviation * torch.arange(self.site_deviation.shape[1], device="cpu")).sum(-1)
 
     @property
     def per_site_slots_total(self) -> Int[Tensor, " L"]:
@@ -95,8 +95,8 @@ class ChangeCounts:
         total = self.tokens_total
         if total == 0 or self.incomplete_tokens:
             return float("nan")
-        count = torch.arange(len(self.flips), dtype=torch.float64)
-        weight = self.flips / torch.tensor(total, dtype=torch.float64)
+        count = torch.arange(len(self.flips), dtype=torch.float64, device="cpu")
+        weight = self.flips.double() / total
         mean = (weight * count).sum()
         p = self.per_site_changed.double() / total
         return float((weight * (count - mean) ** 2).sum() / (p * (1 - p)).sum())
@@ -106,7 +106,7 @@ class ChangeCounts:
         flips_per_token (sites per token) and overdispersion (ratio of variances). NaN without a denominator.
         """
         k = self.site_deviation.shape[1] - 1
-        d = torch.arange(k + 1)
+        d = torch.arange(k + 1, device="cpu")
         overlap = float((self.deviation.double() * (k - d) / (k + d)).sum())
         return {
             "slot_change": _ratio(self.slots_changed, self.slots_total),
@@ -153,7 +153,7 @@ def change_counts(
     _refuse_other_tokens(old, new, mask)
     counted = None if mask is None else mask.reshape(-1)
     a, b = a.reshape(-1, sites, k), b.reshape(-1, sites, k)
-    total = ChangeCounts(torch.zeros(sites, k + 1, dtype=torch.int64), torch.zeros(sites + 1, dtype=torch.int64))
+    total = _count(a[:0], b[:0], None)
     step = max(1, min(rows_at_once(x) for x in (a, b)) // max(1, sites))
     for start in range(0, len(a), step):
         part = slice(start, start + step)
@@ -176,11 +176,12 @@ def _count(
     if mask is not None:
         kept = (mask.numpy() if here else mask)[token]
         token, site, count = token[kept], site[kept], count[kept]
-    flips = torch.as_tensor(bincount(token, minlength=tokens))
-    deviation = torch.as_tensor(bincount(site * (k + 1) + count, minlength=sites * (k + 1))).view(sites, k + 1).cpu()
+    flips = torch.as_tensor(bincount(token, minlength=tokens), device=old.device)
+    deviation = bincount(site * (k + 1) + count, minlength=sites * (k + 1))
+    deviation = torch.as_tensor(deviation, device=old.device).view(sites, k + 1).cpu()
     if routed is None:
         flips = flips if mask is None else flips[mask]
-        compared, incomplete = torch.full((sites,), len(flips)), 0
+        compared, incomplete = torch.full((sites,), len(flips), device="cpu"), 0
     else:
         both = routed.view(tokens, sites) if mask is None else routed.view(tokens, sites) & mask[:, None]
         per_token = both.sum(-1)

@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling as compiling  # half the cost of 
 from transformers import PreTrainedModel
 
 from moe_rl.routing import refusals
-from moe_rl.routing.calls import Call, Listener, cache_left, device_of
+from moe_rl.routing.calls import Call, Listener, Routers, cache_left, device_of
 from moe_rl.routing.checkpoints import Checkpoints, same, stack
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.evidence import kept_slots
@@ -132,6 +132,11 @@ class Tap:
         while self._entered:
             self._entered.popitem()[1].__exit__(None, None, None)
         self.call = self.words = None
+
+    def routers(self) -> Routers:
+        """What is known of them, apart from the model."""
+        name, fixed = getattr(self.boundary.config, "name_or_path", "") or "", [site.fixed for site in self.sites]
+        return Routers(self.names, fixed, self.probes, name, type(self.boundary).__name__)
 
     def scope(self, index: int) -> tuple[nn.Module, ...]:
         """The modules in which the selection of a site happens: the router, or a holder of it (DBRX)."""

@@ -66,7 +66,8 @@ def _places(cache: Any) -> list[Any] | None:
     found: list[Any] = []
     for layer in getattr(cache, "layers", ()):
         for value in vars(layer).values():
-            for tensor in value.values() if isinstance(value, dict) else (value,):
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else (value,)
+            for tensor in held:  # a quantised layer holds numbers and their scale
                 if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.numel():
                     whole = tensor if tensor._base is None else tensor._base
                     try:
@@ -80,8 +81,11 @@ def _places(cache: Any) -> list[Any] | None:
 
 @no_type_check
 def _sums(cache: Any) -> Tensor | None:
-    """`[B,T]`: over the bits of the first layer's keys, so that the order of summation cannot matter."""
-    for layer in getattr(cache, "layers", ()):
+    """`[B,T]`: over the bits of one layer's keys, so that the order of summation cannot matter. The first layer that
+    keeps all of them, as those of a window are at other places once it was cropped; if none does, the first."""
+    layers = getattr(cache, "layers", ())
+    whole = [layer for layer in layers if not getattr(layer, "is_sliding", False)]
+    for layer in (*whole, *layers):
         keys = getattr(layer, "keys", None)
         if isinstance(keys, Tensor) and keys.ndim == 4 and keys.numel():
             if getattr(cache, "offloading", False) and torch.cuda.is_available():

@@ -120,8 +120,8 @@ class FromOthers:
                     f"sample {number} has no {'tokens' if values[0] is None else 'rollout_routed_experts'}: was the "
                     "rollout made with --use-rollout-routing-replay?"
                 )
-            tokens.append(torch.as_tensor(values[0]).reshape(-1).long())
-            arrays.append(torch.as_tensor(values[1]).cpu().numpy())
+            tokens.append(torch.as_tensor(values[0], device="cpu").reshape(-1).long())
+            arrays.append(torch.as_tensor(values[1], device="cpu").numpy())
         padded = pad_left_aligned(tokens, -1)
         return cls.from_vllm(
             arrays, config_or_sites, num_experts, layers=layers, mask=padded >= 0, tokens=padded, meta=meta
@@ -257,8 +257,8 @@ def _jagged(
 ) -> Any:
     """Routes of nested tensors `[tokens,layers,K]`: packed to the left, or where a padded mask has the tokens."""
     parts = experts.unbind()
-    lengths = torch.tensor([len(part) for part in parts])
-    here = torch.arange(int(lengths.max())) < lengths[:, None]
+    lengths = torch.tensor([len(part) for part in parts], device="cpu")
+    here = torch.arange(int(lengths.max()), device="cpu") < lengths[:, None]
     padded = mask if mask is not None and not mask.is_nested else None
     if tokens is not None and tokens.is_nested:
         tokens = pad_left_aligned(tokens.unbind(), -1)

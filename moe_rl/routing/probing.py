@@ -145,11 +145,17 @@ def forward(tap: Tap, batch: int, length: int) -> Tensor:
     return (logits if logits is not None else out[0]).detach()
 
 
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """Numbers and tensors that are plain attributes of a module."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, int | float | Tensor)}
+
+
 @contextmanager
 def quiet(tap: Tap) -> Iterator[None]:
-    """Nothing is proven, compiled or differentiated, and afterwards buffers are those of before."""
+    """Nothing is proven, compiled or differentiated, and afterwards buffers and numbers are those of before."""
     model, tap.examining = tap.boundary, True
     outer, tap.listeners = tap.listeners, []  # a context may be open already
+    held = [(module, dict(module._buffers), _numbers(module)) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -161,6 +167,9 @@ def quiet(tap: Tap) -> Iterator[None]:
             yield
         finally:
             tap.examining, tap.listeners = False, outer
+            for module, own, numbers in held:  # a dynamic rotary embedding makes new ones, for the length of a text
+                module._buffers.update(own)
+                vars(module).update(numbers)
             for buffer, value in buffers:
                 if not torch.equal(buffer, value):
                     buffer.copy_(value)

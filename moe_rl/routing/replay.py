@@ -40,7 +40,7 @@ class Replay(Listener):
         check_tokens: bool,
         once: bool,
     ) -> None:
-        one_width(tap)
+        one_width(tap.routers())
         if not isinstance(routes, RoutedExperts):
             raise RoutingError(f"routes must be RoutedExperts (recording.routes), got {type(routes).__name__}")
         self._tap, self._names, self._once = tap, tuple(names), once

@@ -6,13 +6,14 @@ margins tell how close each choice was. A bias is added where a router ranks its
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
 
 from moe_rl.routing.calls import Call, Listener, device_of
@@ -29,12 +30,41 @@ def _rerun(
 ) -> Tensor:
     """`[N,K]` ids that the router chooses under `watch`."""
     job = Job(bias=bias)
+    mode = (probe.mode or Selection)(name, probe, job)
+    if not is_dynamo_compiling():
+        mode.report = partial(_end, job)  # type: ignore[method-assign]
     copies = [a.clone() if isinstance(a, Tensor) else a for a in args]  # some scale their input in place
-    with torch.no_grad(), (probe.mode or Selection)(name, probe, job), watch:
+    with torch.no_grad(), _unseen(), suppress(_Chosen), mode, watch:
         module.forward(*copies, **kwargs)
     if job.chosen is None:
         raise RoutingError(f"site {name} ranked no experts in this forward")
     return job.chosen
+
+
+class _Chosen(Exception):
+    """The choice is made."""
+
+
+def _end(job: Job, ids: Tensor, *_: Any) -> None:
+    """In place of `Selection.report`: nothing behind the choice is run (in DBRX's block, the experts)."""
+    job.chosen = ids.reshape(-1, ids.shape[-1])
+    raise _Chosen
+
+
+@contextmanager
+def _unseen() -> Iterator[None]:
+    """What transformers collects of a forward (`output_router_logits`) takes nothing from the run inside: where a block
+    is run again (DBRX), so is the router in it."""
+    if is_dynamo_compiling():
+        yield
+        return
+    from transformers.utils.output_capturing import _active_collector  # here: nothing else needs what is private to it
+
+    token = _active_collector.set(None)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
 
 
 class _Logits(TorchFunctionMode):
@@ -158,7 +188,9 @@ class Reading(Rerun):
             raise RoutingError(f"calls of different lengths {lengths} do not make one batch; read what they gave apart")
         parts = []
         for batch, length, rows in self._calls:
-            read = [row for row in rows if row is not None] or [torch.empty(batch * length)]
+            read = [row for row in rows if row is not None] or [
+                torch.empty(batch * length, dtype=torch.float32, device="cpu")
+            ]
             if len(shapes := {row.shape[1:] for row in read}) > 1:
                 raise RoutingError(f"sites of different widths do not make one tensor: {sorted(map(list, shapes))}")
             none = torch.full_like(read[0], float("nan"))

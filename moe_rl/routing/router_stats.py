@@ -150,7 +150,7 @@ def router_js(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*
     old, new = _log_softmax(old_logits), _log_softmax(new_logits)
     never = (old == -torch.inf) & (new == -torch.inf)
     old, new = old.masked_fill(never, 0), new.masked_fill(never, 0)
-    middle = torch.logaddexp(old, new) - torch.log(torch.tensor(2.0, dtype=old.dtype))
+    middle = torch.logaddexp(old, new) - torch.log(old.new_tensor(2.0))
     old, new = old.masked_fill(never, -torch.inf), new.masked_fill(never, -torch.inf)
     return 0.5 * (_divergence(old, middle) + _divergence(new, middle))
 

@@ -59,8 +59,9 @@ class RoutedExperts(FromOthers, Moved, Stored):
     ) -> None:
         names = tuple(canonical_site(name) for name in sites)
         experts = experts_per_site(num_experts, names)
-        packed = pack_checked(torch.as_tensor(ids), names, experts, (meta or {}).get("hash_routed", ()))
-        known = None if tokens is None else checked_tokens(torch.as_tensor(tokens), packed)
+        given = torch.as_tensor(ids, device=getattr(ids, "device", "cpu"))
+        packed = pack_checked(given, names, experts, (meta or {}).get("hash_routed", ()))
+        known = None if tokens is None else checked_tokens(torch.as_tensor(tokens, device=packed.device), packed)
         vars(self).update(vars(self._trusted(packed, names, experts, tokens=known, meta=meta)))
 
     @classmethod
@@ -178,11 +179,11 @@ class RoutedExperts(FromOthers, Moved, Stored):
         """
         size = self.shape[0]
         try:
-            wanted = torch.as_tensor(range(size)[index] if isinstance(index, slice) else index).cpu()
+            wanted = torch.as_tensor(range(size)[index] if isinstance(index, slice) else index, device="cpu")
             if wanted.dtype == torch.uint8 or (wanted.is_floating_point() and not wanted.numel()):
                 wanted = wanted.long()  # torch takes uint8 for a mask, and an empty list for floats
             # Indexing 0..B-1 on the CPU gives every kind of index one meaning, and errors without a sync.
-            chosen = torch.arange(size)[wanted]
+            chosen = torch.arange(size, device="cpu")[wanted]
         except (IndexError, TypeError) as error:
             raise RoutingError(f"rows: no such rows among B = {size} sequences: {error}") from error
         chosen = chosen.reshape(-1).to(self.device)

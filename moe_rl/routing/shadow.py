@@ -30,7 +30,7 @@ class ShadowReplay(Replay):
     def end(self, call: Call) -> None:
         super().end(call)
         live = [c if job is None else job.live for job, c in zip(call.jobs, call.chosen, strict=True)]
-        packed = stacked(self._tap, call, live, self._packed.dtype)
+        packed = stacked(self._tap.routers(), call, live, self._packed.dtype)
         device, k = packed.device, packed.shape[-1]
         none = torch.zeros(call.rows, k, device=device)
         with torch.no_grad():
@@ -46,7 +46,7 @@ class ShadowReplay(Replay):
         """What the routers would have chosen, `[B,T,L,K]`, at hidden states that follow the replay: behind the first
         site not what they choose without a replay, for which a recording outside of the context has to be compared."""
         packed, tokens, _ = self._shadowed()
-        return wrapped(self._tap, self._names, packed, tokens)
+        return wrapped(self._tap.routers(), self._names, packed, tokens)
 
     def shadow_change(self, routes: RoutedExperts, mask: Tensor | None = None) -> ChangeCounts:
         """Shadow change: `change_counts` of the replayed routes against `.shadow`, pair "shadow".

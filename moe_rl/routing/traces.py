@@ -87,7 +87,7 @@ def _rank_file(path: Path) -> Path:
 
 def _table(rows: Any, where: str) -> Tensor:
     try:
-        ids = torch.tensor(rows)
+        ids = torch.tensor(rows, device="cpu")
     except (ValueError, TypeError) as error:
         raise RoutingError(f"{where}: top_indices is no table of ids: {error}") from error
     if ids.ndim != 2 or ids.is_floating_point():
@@ -122,7 +122,7 @@ def read_flame(
     layers = []
     for file in files:
         lists = _column([file], "indices", start, count)
-        ids = torch.tensor(lists.flatten().to_numpy(zero_copy_only=False).astype("int64"))
+        ids = torch.tensor(lists.flatten().to_numpy(zero_copy_only=False).astype("int64"), device="cpu")
         if ids.numel() % count or (list_value_length(lists).to_numpy() != ids.numel() // count).any():
             raise RoutingError(f"{file}: rows {start} to {start + count} name different numbers of experts")
         layers.append(ids.view(count, -1))
@@ -133,7 +133,7 @@ def read_flame(
         parts = sorted(Path(samples).glob("*.parquet"))
         if not parts:
             raise RoutingError(f"{samples}: no *.parquet there; expected the folder samples")
-        tokens = torch.tensor(_column(parts, "token_id", start, count).to_numpy())[None]
+        tokens = torch.tensor(_column(parts, "token_id", start, count).to_numpy(), device="cpu")[None]
     return torch.stack(layers, 1)[None], tuple(file.stem for file in files), tokens
 
 

@@ -21,18 +21,15 @@ class Batch(Responses):
         rewards: one per response, the verifier's.
         advantages: one per response or one per token, in the method's units (for group advantages: of the group's
             reward spread; for DPO's pairs: +1 the better, -1 the worse, 0 where neither is).
-        old_logps: nats; the training engine's old policy, natural routing, under R3 and PR2 the rollout's routes; 0
-            outside the response.
+        old_logps: nats; the old policy's, natural routing, under R3 and PR2 the rollout's; 0 outside the response.
         routes: the experts that the old policy chose for every token, prompt included.
         rollout_logps: nats; what the sampler itself said.
         ref_logps: nats; the reference policy's, natural routing; None without a reference.
         step: the step whose policy sampled it (differs from the current one under rollout lag).
         values, returns: of the value model when the batch was scored, units of reward; None without one.
-        route_scores: nats; log router probability of the experts in `routes` under the old policy; None unless the
-            method weighs tokens by router shift.
+        route_scores: nats; log router probability of the experts in `routes` under the old policy (RSPO), else None.
         natural_logps: nats; the old policy's under natural routing where `old_logps` are not (R3, PR2), else None.
-        rollout_routes: the experts that the rollout engine chose; -1 on padding and on each row's last token. None
-            unless recorded.
+        rollout_routes: the experts that the sampler chose, -1 on padding and each row's last token; None unless recorded.
         versions: of the weights that wrote each token, as steps; -1 outside the response. None: all of `step`'s.
         router_inputs, router_logits: what the old policy's routers saw and said under `rollout_routes` (PR2).
         kept: the (token, site) rows of `routes` that R2 forces; None: all.

@@ -88,9 +88,8 @@ class State:
     @property
     def records_routes(self) -> bool:
         """Whether the routes of whoever samples the policy's responses are needed."""
-        config = self.config
-        compared = config.rollout.scoring == "decoding" or self.sync_guard is not None
-        return (compared or config.method.replay in OF_SAMPLER) and self.method.source == "policy"
+        compared = self.config.rollout.scoring == "decoding" or self.sync_guard is not None
+        return (compared or self.config.method.replay in OF_SAMPLER) and self.method.source == "policy"
 
     def self_engine(self, model: nn.Module | None = None) -> Engine:
         """The current policy, or another model, that samples by itself, whatever `rollout.engine` is."""

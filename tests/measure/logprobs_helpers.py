@@ -15,6 +15,8 @@ from transformers import (
     OlmoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 V, B, T = 31, 4, 7
@@ -28,9 +30,21 @@ SIZES = {
     "experts_implementation": "eager",  # the only one that takes float64
 }
 QWEN = {"head_dim": 8, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+ROTARY = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+
+
+def seeing(experts_implementation, **text):
+    """The configuration of a model that takes images, too."""
+    vision = {**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    text["rope_parameters"] = ROTARY
+    return Qwen3VLMoeConfig(text_config=text, vision_config=vision, experts_implementation=experts_implementation)
+
+
 FAMILIES = {
     "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN),
     "qwen3_moe_tied": (Qwen3MoeForCausalLM, Qwen3MoeConfig, QWEN | {"tie_word_embeddings": True}),
+    "qwen3_vl_moe": (Qwen3VLMoeForConditionalGeneration, seeing, QWEN),
     "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
     "olmoe": (OlmoeForCausalLM, OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}),
     "granitemoe": (

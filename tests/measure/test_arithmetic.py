@@ -25,6 +25,7 @@ from moe_rl.measure.arithmetic import (
     gap_split,
     repadded,
 )
+from moe_rl.measure.decoding import decoded_logps
 from moe_rl.measure.scoring import TokenBatch, score_live
 from moe_rl.routing import find_sites, record_routes
 
@@ -51,6 +52,22 @@ def build(family, **changes):
         return MixtralForCausalLM(MixtralConfig(**common, num_local_experts=6, sliding_window=None)).eval()
     config = Qwen3MoeConfig(**common, num_experts=6, moe_intermediate_size=16, head_dim=8, norm_topk_prob=True)
     return Qwen3MoeForCausalLM(config).eval()
+
+
+def test_tokens_within_the_prefill_are_refused_where_they_are_to_be_decoded():
+    batch = text()
+    first = int(batch.completion_mask.any(0).int().argmax())
+    assert bool((decoded_logps(build("qwen3_moe"), batch, first)[batch.completion_mask] < 0).all())
+    with pytest.raises(ValueError, match=r"within the .* columns of the prefill"):  # they were 0
+        decoded_logps(build("qwen3_moe"), batch, first + 1)
+
+
+def test_masks_of_tokenizers_are_masks():
+    batch, model = text(), build("qwen3_moe")
+    numbers = TokenBatch(batch.input_ids, batch.attention_mask.long(), batch.completion_mask.int())
+    assert arithmetic_floor(model, [numbers])[0].keys() == arithmetic_floor(model, [batch])[0].keys()
+    with pytest.raises(ValueError, match="completion_mask: expected only 0 and 1"):
+        replace(batch, completion_mask=batch.input_ids)
 
 
 def text():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from moe_rl.measure.decoding import decoded_logps
 from moe_rl.measure.decompose import Decomposition, decompose, decompose_update
 from moe_rl.measure.scoring import TokenBatch, in_order_of, score_live
 from moe_rl.measure.weights import copy_weights, temporary_weights
@@ -65,6 +66,25 @@ def logps_by_hand(model, ids, attention, routes):
     with torch.no_grad(), replay_routes(model, routes):
         logits = model(input_ids=ids, attention_mask=attention.long(), position_ids=positions, use_cache=False).logits
     return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def test_weights_that_accelerate_offloads_are_scored_where_the_model_computes(pair, text):
+    accelerate = pytest.importorskip("accelerate")
+    expected = decompose(*pair, *text)
+    away = [accelerate.cpu_offload(copy.deepcopy(model), execution_device="cpu") for model in pair]
+    assert all(parameter.is_meta for model in away for parameter in model.parameters())
+    found = decompose(*away, *text)
+    torch.testing.assert_close(found.log_ratio, expected.log_ratio, rtol=0, atol=1e-5)
+    assert found.old_routes.equal(expected.old_routes) and found.new_routes_taken.equal(expected.new_routes_taken)
+    decoded = [decoded_logps(model, TokenBatch(*text), 5) for model in (away[0], pair[0])]
+    torch.testing.assert_close(*decoded, rtol=0, atol=1e-5)
+
+
+def test_the_first_token_of_a_sequence_is_refused_and_dilutes_nothing(pair, text):
+    ids, attention, completion = text
+    first = attention & (attention.cumsum(1) == 1)
+    with pytest.raises(ValueError, match="first token of a sequence"):
+        decompose(*pair, ids, attention, completion | first)
 
 
 def test_parts_are_the_four_corners_scored_independently(pair, text):

@@ -107,6 +107,20 @@ def test_positions_count_real_tokens():
     assert torch.equal(seen[1], given_ids)
 
 
+def test_sequences_behind_each_other_in_a_row_do_not_see_each_other(float64_throughout):
+    model, ids = build(), batch()[0][:1]
+    ones, positions = torch.ones_like(ids), torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    got = token_logps(model, ids, ones, ones, position_ids=positions, chunk_size=3).logps
+    parts = ids.split([3, 4], 1)
+    apart = [token_logps(model, part, torch.ones_like(part), torch.ones_like(part)).logps for part in parts]
+    torch.testing.assert_close(got, torch.cat(apart, 1), atol=1e-10, rtol=1e-10)
+    assert got[0, 0] == got[0, 3] == 0  # they follow nothing
+    padded = ones.clone()
+    padded[0, -1] = 0
+    with pytest.raises(ValueError, match=r"begin anew within a row.*padding"):
+        token_logps(model, ids, padded, padded, position_ids=positions)
+
+
 def test_integer_and_bool_masks_agree():
     model = build()
     ids, attended, completion = batch()

@@ -13,6 +13,8 @@ from logprobs_helpers import QWEN, SIZES, assert_same_gradients, gradients
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from moe_rl.measure import check_shared_prompts, share_prompts, token_logps
+from moe_rl.measure.decoding import decoded_logps
+from moe_rl.measure.scoring import TokenBatch
 from moe_rl.measure.shared_prompts import too_long
 from moe_rl.routing import RoutedExperts, change_counts, record_routes, replay_routes
 
@@ -271,3 +273,16 @@ def test_such_rows_on_a_gpu(dtype):
         got.sum().backward()
     assert replayed.replayed_rows == shared.tokens * len(recording.routes.sites)
     torch.testing.assert_close(got.detach(), want, rtol=0, atol=1e-4 if dtype == torch.float32 else 0.05)
+
+
+def test_nothing_goes_to_torchs_default_device():
+    model = tiny_model("Qwen3MoeForCausalLM")
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
+    masks = ids > 0, (ids > 0) & (torch.arange(4) > 1)
+    with torch.device("meta"):  # holds no values
+        check_shared_prompts(model)
+        shared = share_prompts(ids, *masks)
+        got = token_logps(model, ids, *masks, shared=shared, entropy=True)
+        decoded = decoded_logps(model, TokenBatch(ids, *masks), 2)
+    torch.testing.assert_close(got.logps.double(), decoded, rtol=0, atol=1e-5)
+    assert got.entropy.device.type == "cpu"

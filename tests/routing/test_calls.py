@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from routing_helpers import disturbed, hooked, moe, routes_of, sets, tokens
-from transformers import StaticCache
+from tiny_families import tiny_config
+from transformers import GptOssForCausalLM, QuantizedCache, StaticCache, cache_utils
 
 from moe_rl.routing import (
     RoutingError,
@@ -69,6 +70,37 @@ def test_drafts_that_a_convolutions_cache_drops_are_no_other_sequences() -> None
         output = model.generate(inputs, max_new_tokens=10, do_sample=False, prompt_lookup_num_tokens=3)
     made = recording.routes.columns(slice(output.shape[1] - 1))
     assert torch.equal(sets(made.ids), sets(routes_of(model, output[:, :-1]).ids))
+
+
+def test_drafts_that_a_windows_cache_drops_are_no_other_sequences_in_inference_mode() -> None:
+    # Only sums of keys can be compared there, and those of a window move when it is cropped.
+    config = tiny_config("gpt_oss")
+    config.sliding_window = 6
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(config).eval()
+    model.generation_config.eos_token_id = None
+    inputs = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7]])
+    with torch.inference_mode(), record_routes(model) as recording:
+        output = model.generate(inputs, max_new_tokens=10, do_sample=False, prompt_lookup_num_tokens=3)
+    assert any(step.shape[1] > 1 for step in recording.steps[1:])
+    made = recording.routes.columns(slice(output.shape[1] - 1))
+    assert torch.equal(sets(made.ids), sets(routes_of(model, output[:, :-1]).ids))
+
+
+@pytest.mark.skipif(not hasattr(cache_utils, "Fp8QuantizedLayer"), reason="this transformers has no such cache")
+def test_a_quantised_cache_is_followed_and_refused_where_it_was_reordered() -> None:
+    model, inputs = moe(), tokens(2, 8)
+    for reordered in (False, True):
+        cache = QuantizedCache("fp8", model.config)
+        with torch.no_grad(), record_routes(model) as recording:
+            model(inputs[:, :5], past_key_values=cache)
+            if reordered:
+                cache.reorder_cache(torch.tensor([1, 0]))
+            model(inputs[:, 5:], past_key_values=cache)
+        if not reordered:
+            assert torch.equal(recording.routes.tokens, inputs.int())
+    with pytest.raises(RoutingError, match="reordered"):
+        _ = recording.routes
 
 
 def test_generate_follows_replayed_routes() -> None:

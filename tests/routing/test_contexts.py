@@ -5,20 +5,27 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from routing_helpers import assert_same, disturbed, hooked, moe, routes_of, tokens
+from tiny_families import tiny_config
 from torch import nn
 from torch.nn import functional
-from transformers import Qwen3MoeForSequenceClassification
+from transformers import Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
 from moe_rl.routing import (
+    RoutedExperts,
     RoutingError,
     UnsupportedModelError,
     attach,
+    change_counts,
+    expert_load,
     find_sites,
+    record_margins,
     record_routes,
     replay_routes,
+    router_js,
 )
 from moe_rl.routing.hooks import Tap
 
@@ -286,3 +293,49 @@ def test_a_context_inside_a_replay_does_not_forget_what_was_not_read_yet(monkeyp
             monkeypatch.delattr(block, "forward")
             with record_routes(model):
                 pass
+
+
+@torch.no_grad()
+def test_a_rotary_embedding_that_has_grown_stays_so_when_the_model_is_checked() -> None:
+    config = tiny_config("qwen3_moe")
+    config.max_position_embeddings = 16
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = Qwen3MoeForCausalLM(config).eval()
+    model(tokens(1, 32))
+    shorter = tokens(1, 20)
+    plain = model(shorter).logits
+    with record_routes(model):
+        assert torch.equal(model(shorter).logits, plain)
+
+
+def test_a_recording_that_is_kept_keeps_no_model() -> None:
+    model, inputs = moe(), tokens()
+    with torch.no_grad(), record_routes(model) as recording:
+        model(inputs)
+    alive = weakref.ref(model.model)
+    del model
+    gc.collect()
+    assert alive() is None and recording.routes.shape == (2, 7, 3, 2)
+
+
+@torch.no_grad()
+def test_nothing_goes_to_torchs_default_device(tmp_path) -> None:
+    # The default may be a GPU where routes are on a CPU (counts always are); "meta" holds no values at all.
+    model, other, inputs = moe(), disturbed(moe()), tokens()
+    mask, logits = torch.ones_like(inputs), torch.randn(4, 8)
+    arrays = [np.ones((6, 3, 2), dtype=np.int32) * [0, 1]] * 2
+    with torch.device("meta"):
+        with record_routes(model) as recording, record_margins(model) as margins:
+            model(inputs)
+        routes = recording.routes
+        with replay_routes(other, routes, shadow=True, slots=1) as replay:
+            other(inputs)
+        made = RoutedExperts(routes.ids.tolist(), routes.sites, routes.num_experts, tokens=inputs)
+        made.save(tmp_path / "routes")
+        assert RoutedExperts.load(tmp_path / "routes").rows([1, 0]).rows([1, 0]).equal(routes)
+        assert made.realign(mask, mask).select([0, 1, 2]).equal(routes)
+        counts = replay.shadow_change(routes, mask) + change_counts(routes, routes, pair="shadow")
+        assert counts.rates()["slot_change"] > 0 and counts.overdispersion > 0
+        assert RoutedExperts.from_vllm(arrays, routes.sites, 8).shape == (2, 6, 3, 2)
+        found = [margins.values, replay.regret, expert_load(routes, mask), router_js(logits, logits + 1)]
+        assert all(values.device.type == "cpu" for values in found)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_families import tiny_model
 from torch.overrides import TorchFunctionMode
 from transformers import (
     GraniteMoeConfig,
@@ -53,6 +54,21 @@ def test_margins_are_those_of_the_ranked_scores_and_nothing_changes(family):
         ranked = logits.softmax(-1) if family in ("qwen3_moe", "olmoe", "mixtral") else logits
         best = ranked.sort(-1, descending=True).values
         torch.testing.assert_close(margins.values[..., site].flatten(), best[:, 1] - best[:, 2])
+
+
+@torch.no_grad()
+def test_a_block_that_is_run_again_for_its_choice_leaves_no_second_logits_and_needs_no_dtype_of_its_experts():
+    model, ids = tiny_model("DbrxForCausalLM"), torch.arange(3, 17).view(2, 7)
+    plain = model(ids, output_router_logits=True)
+    for context in (record_margins(model), noisy_routes(model, 1.0)):
+        with context:
+            got = model(ids, output_router_logits=True)
+        assert len(got.router_logits) == len(plain.router_logits) == 3
+        assert torch.equal(got.router_logits[0], plain.router_logits[0])  # of the same hidden states, without noise
+    model.bfloat16()  # noisy logits are float32, for which its experts have no sum
+    with noisy_routes(model, 1.0), record_routes(model) as recording:
+        assert model(ids).logits.isfinite().all()
+    assert recording.routes.shape == (2, 7, 3, 2)
 
 
 class Shifted(TorchFunctionMode):
