@@ -29,7 +29,7 @@ class Batch(Responses):
         values, returns: of the value model when the batch was scored, units of reward; None without one.
         route_scores: nats; log router probability of the experts in `routes` under the old policy (RSPO), else None.
         natural_logps: nats; the old policy's under natural routing where `old_logps` are not (R3, PR2), else None.
-        rollout_routes: the experts that the sampler chose, -1 on padding and each row's last token; None unless recorded.
+        rollout_routes: the experts that the sampler chose, -1 on padding and each row's last token; None if unknown.
         versions: of the weights that wrote each token, as steps; -1 outside the response. None: all of `step`'s.
         router_inputs, router_logits: what the old policy's routers saw and said under `rollout_routes` (PR2).
         kept: the (token, site) rows of `routes` that R2 forces; None: all.
