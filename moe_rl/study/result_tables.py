@@ -207,12 +207,17 @@ def _counted_by_load(stored: TokenStep) -> np.ndarray:
 
 def update_outcomes(data: StudyData) -> pd.DataFrame:
     """One row per run: of the tokens of all updates the share that the clip took out of the gradient (`clipped`), and
-    of those the share at its lower end (`clipped_low`, NaN without any); `grad_norm` (median), `grad_norm_largest`."""
+    of those the share at its lower end (`clipped_low`, NaN without any); `grad_norm` (median), `grad_norm_largest`; of
+    predicted routes `predictor_kl` and `predictor_kl_unmoved` (means)."""
     rows, keys = data.updates, ["arm", "seed"]
     found = rows.groupby(keys, sort=False, observed=True)["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
     if {"tokens", "clipped_tokens", "clipped_low_tokens"} <= set(rows):
         found.insert(0, "clipped", pooled_rate(rows, "clipped_tokens", "tokens", keys))
         found.insert(1, "clipped_low", pooled_rate(rows, "clipped_low_tokens", "clipped_tokens", keys))
+    if "predictor_kl" in rows:
+        found = found.join(
+            rows.groupby(keys, sort=False, observed=True)[["predictor_kl", "predictor_kl_unmoved"]].mean()
+        )
     return found.reset_index()
 
 

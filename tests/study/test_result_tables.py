@@ -46,6 +46,19 @@ def test_what_a_run_clipped_is_a_share_of_all_its_tokens(tmp_path):
     assert (none["grad_norm"], none["grad_norm_largest"]) == (2, 3)
 
 
+def test_how_well_routes_were_foreseen_is_a_mean_over_updates(tmp_path):
+    for arm, found in (("grpo", {}), ("pr2", {"predictor_kl": 2e-6, "predictor_kl_unmoved": 1e-6})):
+        rows = [
+            {"kind": "update", "step": 0, "update": i, "slots": 8, "slots_changed": 0, "grad_norm": 1.0}
+            | ({name: i * value for name, value in found.items()} if i > 1 else {})
+            for i in (1, 2, 3)
+        ]
+        write_rows(tmp_path / arm / "seed0", rows, {})
+    table = update_outcomes(load(tmp_path)).set_index("arm")
+    assert table.loc["pr2", ["predictor_kl", "predictor_kl_unmoved"]].tolist() == pytest.approx([5e-6, 2.5e-6])
+    assert table.loc["grpo", "predictor_kl"] != table.loc["grpo", "predictor_kl"]
+
+
 def test_a_count_that_was_not_recorded_is_not_0():
     rows = pd.DataFrame(
         [("a", 2, 10), ("a", None, 10), ("b", None, 10), ("c", 1, None)], columns=["arm", "changed", "total"]
