@@ -179,7 +179,8 @@ class RoutedExperts(FromOthers, Moved, Stored):
         """
         size = self.shape[0]
         try:
-            wanted = torch.as_tensor(range(size)[index] if isinstance(index, slice) else index, device="cpu")
+            given = range(size)[index] if isinstance(index, slice) else index
+            wanted = torch.as_tensor(given, device=getattr(given, "device", "cpu")).cpu()
             if wanted.dtype == torch.uint8 or (wanted.is_floating_point() and not wanted.numel()):
                 wanted = wanted.long()  # torch takes uint8 for a mask, and an empty list for floats
             # Indexing 0..B-1 on the CPU gives every kind of index one meaning, and errors without a sync.

@@ -43,7 +43,8 @@ class MethodConfig:
     policy itself samples, under routes that are predicted for the policy after the next updates (arXiv 2606.00395;
     `moe_rl.training.predictor`); evaluation is under natural routing."""
     predictor_learning_rate: float = 1e-3
-    """PR2 only: of the linear maps that predict, warmed up as the policy's."""
+    """PR2 only: of the linear maps that predict, warmed up as the policy's. The paper takes 50 to 10,000 times the
+    policy's, which there is 1e-6 or 2e-6."""
     keep: float = 1.0
     """R2 only: the share of the (token, site) rows of each routing site that are replayed; the others route live."""
     keep_by: Literal["margin", "random"] = "margin"

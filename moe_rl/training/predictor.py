@@ -30,10 +30,12 @@ class RoutePredictor:
     policy under the routes that sampled.
 
     Differs: W has an AdamW of its own, without weight decay, whose gradient is not clipped together with the policy's.
+    All tokens of a batch are learned from, and their h and z are kept until its last update, B T L (H + E) fp32
+    numbers; public code takes some of the responses. That is for small models.
 
     Args:
         model: of one process.
-        learning_rate: of the maps, in which a tenth of it moves a logit by up to a tenth of |h|.
+        learning_rate: of the maps, warmed up as the policy's.
         betas: as the policy's.
 
     Raises:

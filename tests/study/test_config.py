@@ -120,7 +120,10 @@ def test_yaml_writes_small_numbers_as_text_and_we_read_them_as_numbers():
             changed(arms={"a": {"method": {"objective": "gsop"}}}),
             "method.objective: expected one of .*; got 'gsop'. Did you mean 'gspo'",
         ),
-        (changed(arms={"a": {"method": {"replay": "R9"}}}), "a.method.replay: expected one of none, R2, R3; got 'R9'"),
+        (
+            changed(arms={"a": {"method": {"replay": "R9"}}}),
+            "a.method.replay: expected one of none, R2, R3, PR2; got 'R9'",
+        ),
         (changed(arms={"a": {"value": {"model": "heads"}}}), "arms.a.value.model: .*Did you mean 'head'"),
         (changed(arms={"a": {"method": {"ratio": "sequense"}}}), "a.method.ratio: .*Did you mean 'sequence'"),
         (changed(arms={"a": {"method": {"gate": "clipp"}}}), "method: Objective.gate: .*Did you mean 'clip'"),

@@ -321,7 +321,7 @@ def test_of_many_tensors_one_of_each_kind_is_tried_at_different_depths():
         (changed({"kind": "remote"}), r"rollout\.engine\.kind: expected one of self, hf"),
         (
             changed(method={"objective": "sft"}),
-            "method.source: a rollout engine and replay R3 speak of what the current",
+            "method.source: a rollout engine and replay R3 or PR2 speak of what the current",
         ),
         (changed({}, {"objective": "rft", "replay": "R3"}), "method.source: a rollout engine and replay R3"),
     ],
