@@ -45,7 +45,7 @@ def update_policy(
     """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did, and the names
     of the parameters whose gradients were not finite.
 
-    A gradient that is not finite moves nothing, no learner either. Each rank takes its own rows, by `optim.micro_batch`.
+    A gradient that is not finite moves nothing, nor a learner. Each rank takes its own rows, by `optim.micro_batch`.
 
     Args:
         warmup: share of the learning rate.
