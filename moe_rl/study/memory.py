@@ -235,6 +235,12 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
             + (", checkpointed" if run.model.gradient_checkpointing else ""),
         ),
     ]
+    if run.method.replay == "PR2":
+        seen = 4 * len(sites) * (H + experts)
+        needs += [
+            Need("router inputs and logits", waiting * seen, "always", f"{seen} bytes a token, for the predictors"),
+            Need("predictors", 16 * len(sites) * H * experts, "always", "weights, gradients and Adam, fp32"),
+        ]
     if run.probe.decompose_every:
         needs.append(Need("weights of the decomposition", shard(weights), "update"))
     if run.probe.gradients:
