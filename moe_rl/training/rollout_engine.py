@@ -265,7 +265,8 @@ def engine_rows(
     """How the engines of a batch compare whose rollout engine's routes were recorded: rows of kind "engine", one for
     each `pair`:
 
-    - "engines"           mu -> pi_old, equal weights, live routing in both: what the engine alone does
+    - "engines"           mu -> pi_old, equal weights, live routing in both: what the engine alone does (PR2: what the
+                          predicted routes do)
     - "engines_replayed"  the same with the rollout's routes forced on pi_old: what is left of it under R3
 
     The last token of a response has no route of the engine's and counts in no change rate. Of a partial rollout only
