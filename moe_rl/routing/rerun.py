@@ -32,7 +32,7 @@ def _rerun(
     job = Job(bias=bias)
     mode = (probe.mode or Selection)(name, probe, job)
     if not is_dynamo_compiling():
-        mode.report = partial(_end, job)  # type: ignore[method-assign]
+        mode.report = partial(_end, job)  # type: ignore[method-assign]  # of this one mode
     copies = [a.clone() if isinstance(a, Tensor) else a for a in args]  # some scale their input in place
     with torch.no_grad(), _unseen(), suppress(_Chosen), mode, watch:
         module.forward(*copies, **kwargs)

@@ -386,24 +386,3 @@ def test_the_noise_floor_stands_beside_the_change_rates(data):
     assert "of the updates, not of arithmetic" not in words, "the floor is not zero here"
     assert noise_floor(data).empty
     assert "noise floor" not in expert_change(data).caption
-
-
-def test_arms_of_other_depths_have_their_own_sites(tmp_path, monkeypatch):
-    """Every token changes at half of the sites, of eight in one arm and of two in the other."""
-    sites = {"deep": 8, "shallow": 2}
-    for arm, L in sites.items():
-        names = [f"layers.{i}.gate" for i in range(L)]
-        shares = {f"site_token_share_{kind}": [1 / L] * L for kind in ("alone", "last")}
-        with RunWriter(tmp_path, arm=arm, seed=0) as run:
-            run.rollout(0, reward=0.5)
-            run.update(0, 1, loss=0.1, grad_norm=1.0)
-            run.probe(0, 1, slots_changed=20 * L, slots=40 * L, site_names=names)
-            run.row("decomposition", 0, update=1, replay_effect_var=1.0, site_names=names, **shares)
-            n, place = 40, np.arange(40)
-            logps = dict.fromkeys(("old_logp", "logp_natural", "logp_replayed"), [-1.0] * n)
-            run.tokens(0, seq=place // 10, pos=place % 10, token=[1] * n, update=[1] * n, flips=[L // 2] * n, **logps)
-    monkeypatch.setattr("moe_rl.study.figures.gallery.change_by_position.FEWEST_TOKENS", 1)
-    drawn = change_by_position(load(tmp_path)).frame
-    assert drawn.groupby("arm", observed=True)["mean"].mean().to_dict() == {"deep": 0.5, "shallow": 0.5}
-    frame = decomposition_by_site(load(tmp_path)).frame
-    assert frame.groupby("arm")["share"].mean().to_dict() == {arm: pytest.approx(1 / L) for arm, L in sites.items()}

@@ -6,14 +6,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from read_studies import at_start, reward_texts, study_of, text_on, texts_of
 
 from moe_rl.study.answer import answer
-from moe_rl.study.arms import condition_label
 from moe_rl.study.comparing import comparisons
-from moe_rl.study.data import Run, StudyData
+from moe_rl.study.data import Run
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.reading import read, rules_of
-from moe_rl.study.summary import factor_table
 
 EIGHT = (0.80, 0.81, 0.83, 0.79, 0.82, 0.80, 0.84, 0.81)
 LOW = (0.40, 0.42, 0.42, 0.41, 0.40, 0.43, 0.41, 0.39)
@@ -21,58 +20,58 @@ LOW = (0.40, 0.42, 0.42, 0.41, 0.40, 0.43, 0.41, 0.39)
 
 def test_reading_reports_a_difference_in_the_direction_it_came():
     # differences .40 .39 .41 .38 .42 .37 .43 .42: mean .4025, sd .0212, half-width 2.365 · .0212/√8 = .0177
-    texts = _reward_texts({"grpo": LOW, "gspo": EIGHT})
+    texts = reward_texts({"grpo": LOW, "gspo": EIGHT})
     assert "GSPO minus GRPO: +0.403 [0.385, 0.420], 8 pairs, p 0.008: higher." in texts
-    reverse = _reward_texts({"grpo": EIGHT, "gspo": LOW})
+    reverse = reward_texts({"grpo": EIGHT, "gspo": LOW})
     assert "GSPO minus GRPO: −0.403 [−0.420, −0.385], 8 pairs, p 0.008: lower." in reverse
 
 
 def test_reading_claims_equality_only_by_equivalence():
     near = tuple(np.add(EIGHT, (0.01, -0.01, 0.0, 0.02, -0.02, 0.0, 0.01, -0.01)))
-    texts = _reward_texts({"grpo": EIGHT, "gspo": near})
+    texts = reward_texts({"grpo": EIGHT, "gspo": near})
     assert "p of equivalence < 0.001: no difference of interest." in texts
     far = tuple(np.add(EIGHT, (0.1, -0.1, 0.0, 0.12, -0.12, 0.05, 0.1, -0.1)))
-    texts = _reward_texts({"grpo": EIGHT, "gspo": far})
+    texts = reward_texts({"grpo": EIGHT, "gspo": far})
     assert "not resolved." in texts and "no difference" not in texts
 
 
 def test_agreeing_signs_of_three_seeds_are_a_range_and_no_verdict():
-    texts = _reward_texts({"grpo": (0.5, 0.5, 0.5), "gspo": (0.51, 0.60, 0.70)})
+    texts = reward_texts({"grpo": (0.5, 0.5, 0.5), "gspo": (0.51, 0.60, 0.70)})
     assert "GSPO minus GRPO: +0.103, range [0.010, 0.200], 3 pairs: too few pairs." in texts
     assert "none has 6 pairs, so there is no verdict" in texts
 
 
 def test_reading_checks_that_replay_under_noise_repeats_the_natural_run():
     arms = {"grpo": (0.5, 0.5, 0.5), "grpo_replay": (0.8, 0.8, 0.8), "grpo_noise": (0.4, 0.4, 0.4)}
-    same = _texts({**arms, "grpo_replay_noise": (0.8,)}, "Stress test")
+    same = texts_of({**arms, "grpo_replay_noise": (0.8,)}, "Stress test")
     assert "rewards are identical, as they must be" in same
-    other = _texts({**arms, "grpo_replay_noise": (0.7,)}, "Stress test")
+    other = texts_of({**arms, "grpo_replay_noise": (0.7,)}, "Stress test")
     assert "rewards differ by up to 0.1, which must not be" in other
-    study = _study({**arms, "grpo_replay_noise": (0.8,)})
+    study = study_of({**arms, "grpo_replay_noise": (0.8,)})
     begun = tuple(run for run in study.runs if (run.arm, run.seed) != ("grpo_replay", 0))
     rows = study.rollouts.query("arm != 'grpo_replay' or seed != 0")
-    assert "Checked" not in _by_topic_text(replace(study, runs=begun, rollouts=rows), "Stress test")
+    assert "Checked" not in text_on(replace(study, runs=begun, rollouts=rows), "Stress test")
 
 
 def test_replay_stands_in_under_noise_only_if_nothing_else_differs():
     arms = {"grpo_replay": (0.8, 0.8, 0.8), "grpo_noise": (0.4, 0.41, 0.4)}
-    assert "GRPO + Routing Replay (natural): 0.80" in _reward_texts(arms)
-    assert "(natural)" not in _reward_texts(arms, grpo_noise={"optim": {"learning_rate": 5e-4}})
+    assert "GRPO + Routing Replay (natural): 0.80" in reward_texts(arms)
+    assert "(natural)" not in reward_texts(arms, grpo_noise={"optim": {"learning_rate": 5e-4}})
 
 
 def test_only_arms_that_differ_in_one_thing_are_compared():
     finals = dict.fromkeys(("grpo", "grpo_replay", "gspo"), (0.5, 0.6, 0.7))
     more = {"gspo": {"optim": {"learning_rate": 5e-4}}}
-    pairs = {(pair.arm, pair.other) for pair in comparisons(_study(finals, more))}
+    pairs = {(pair.arm, pair.other) for pair in comparisons(study_of(finals, more))}
     assert pairs == {("grpo_replay", "grpo")}, "gspo differs in method and learning rate from both"
     same = {arm: {"optim": {"learning_rate": rate}} for arm, rate in (("grpo", 1e-3), ("gspo", 5e-4))}
-    study = _study({"grpo": (0.5, 0.6, 0.7), "gspo": (0.5, 0.6, 0.7)}, same)
+    study = study_of({"grpo": (0.5, 0.6, 0.7), "gspo": (0.5, 0.6, 0.7)}, same)
     runs = [replace(run, config={**run.config, "method": {"objective": "grpo"}}) for run in study.runs]
     assert len(comparisons(replace(study, runs=tuple(runs)))) == 1, "one method at two learning rates"
 
 
 def _many(**config):
-    study = _study({"grpo": (0.40, 0.41, 0.42)})
+    study = study_of({"grpo": (0.40, 0.41, 0.42)})
     runs, rows = [], []
     finals = {"a": 0.4, "b": 0.4, "c": 0.4, "d": 0.8, "e": 0.41, "f": 0.4, "g": 0.42, "h": 0.4}
     for arm, value in finals.items():
@@ -103,7 +102,7 @@ def test_declared_comparisons_are_the_family():
 
 
 def test_unfinished_runs_are_not_compared():
-    study = _study({"grpo": LOW, "gspo": EIGHT})
+    study = study_of({"grpo": LOW, "gspo": EIGHT})
     half = tuple(replace(run, finished=run.seed < 6) for run in study.runs)
     assert comparisons(replace(study, runs=half))[0].result.seeds == (0, 1, 2, 3, 4, 5)
 
@@ -111,13 +110,13 @@ def test_unfinished_runs_are_not_compared():
 def test_failed_below_start_and_collapsed_runs_are_counted():
     # curves of ten steps; start .40 (held out): ends at .80, .45, .30, and .80 falling to .10
     curves = [[0.4] * 5 + [end] * 5 for end in (0.8, 0.45, 0.3)] + [[0.8] * 5 + [0.1] * 5]
-    study = _study({"grpo": (0.0,) * 4})
+    study = study_of({"grpo": (0.0,) * 4})
     rows = [
         {"arm": "grpo", "seed": seed, "step": step, "reward": value}
         for seed, curve in enumerate(curves)
         for step, value in enumerate(curve)
     ]
-    study = replace(study, rollouts=pd.DataFrame(rows), evals=_at_start(study, 0.4))
+    study = replace(study, rollouts=pd.DataFrame(rows), evals=at_start(study, 0.4))
     runs = run_outcomes(study).set_index("seed")
     assert runs["failed"].tolist() == [False, True, True, True]  # gains .4 .05 -.1 -.3
     assert runs["below_start"].tolist() == [False, False, True, True]
@@ -144,23 +143,23 @@ def test_failed_below_start_and_collapsed_runs_are_counted():
 @pytest.mark.parametrize("start", [0.2, 0.3, 0.4, 0.5, 0.7])
 def test_a_gain_of_exactly_a_tenth_is_one_outcome(start):
     """Whichever way the difference rounds: 0.6 - 0.5 is less than 0.1 in floats, 0.8 - 0.7 is more."""
-    study = _study({"grpo": (start + 0.1, start + 0.101)})
-    assert run_outcomes(replace(study, evals=_at_start(study, start)))["failed"].tolist() == [True, False]
+    study = study_of({"grpo": (start + 0.1, start + 0.101)})
+    assert run_outcomes(replace(study, evals=at_start(study, start)))["failed"].tolist() == [True, False]
 
 
 @pytest.mark.parametrize("start", [0.47, 0.83, 0.94])
 def test_a_run_that_ends_where_it_began_is_not_below_its_start(start):
     """The mean of five equal rewards may round to less than the reward."""
-    study = _study({"grpo": (start, start - 0.001)})
-    assert run_outcomes(replace(study, evals=_at_start(study, start)))["below_start"].tolist() == [False, True]
+    study = study_of({"grpo": (start, start - 0.001)})
+    assert run_outcomes(replace(study, evals=at_start(study, start)))["below_start"].tolist() == [False, True]
 
 
 def test_runs_without_a_reward_to_begin_with_are_not_counted_as_well_ended():
-    study = _study({"grpo": (0.2,) * 3, "gspo": (0.2,) * 3})
+    study = study_of({"grpo": (0.2,) * 3, "gspo": (0.2,) * 3})
     later = study.rollouts.assign(step=study.rollouts["step"] + 1)
-    study = replace(study, rollouts=later, evals=_at_start(study, 0.15).query("arm == 'grpo'"))
+    study = replace(study, rollouts=later, evals=at_start(study, 0.15).query("arm == 'grpo'"))
     assert final_rewards(study)["judged"].tolist() == [3, 0]
-    text = _by_topic_text(study, "Runs that failed")
+    text = text_on(study, "Runs that failed")
     assert "at step 0: 3 of 3 (GRPO: 3 of 3)" in text and "Of 3 finished runs it cannot be told" in text
     assert (
         answer(study)
@@ -170,13 +169,13 @@ def test_runs_without_a_reward_to_begin_with_are_not_counted_as_well_ended():
 
 
 def test_an_arm_without_rewards_is_said_to_have_none():
-    texts = _reward_texts({"grpo": (0.5,) * 6, "gspo": (np.nan,) * 6})
+    texts = reward_texts({"grpo": (0.5,) * 6, "gspo": (np.nan,) * 6})
     assert "GRPO: 0.50; GSPO: no reward." in texts and "no seed of both has finished with a reward" in texts
 
 
 def test_the_reward_of_demonstrations_is_nobodys_final_reward():
     """SFT scores 1.000 on its demonstrations; what counts is its policy on held-out prompts, in every table."""
-    study = _study({"grpo": EIGHT, "gspo": (1.0,) * 8}, {"gspo": {"method": {"objective": "sft"}}})
+    study = study_of({"grpo": EIGHT, "gspo": (1.0,) * 8}, {"gspo": {"method": {"objective": "sft"}}})
     rows = [{"arm": "gspo", "seed": s, "step": step, "reward": 0.4 + step / 10} for s in range(8) for step in (0, 4)]
     rows += [{"arm": "grpo", "seed": s, "step": step, "reward": 0.4 + step / 20} for s in range(8) for step in (0, 4)]
     study = replace(study, evals=pd.DataFrame(rows))
@@ -185,7 +184,7 @@ def test_the_reward_of_demonstrations_is_nobodys_final_reward():
     assert table["measured"].to_dict() == {"grpo": "last 5 steps", "gspo": "held out"}
     pair = comparisons(study)[0]
     assert pair.result.difference.estimate == pytest.approx(0.2)  # held out on both sides: .8 - .6
-    assert "1.00" not in _by_topic_text(study, "Reward")
+    assert "1.00" not in text_on(study, "Reward")
     without = replace(study, evals=study.evals.iloc[:0])
     assert np.isnan(final_rewards(without).set_index("arm")["final"]["gspo"])
 
@@ -203,40 +202,10 @@ def test_which_methods_answer_themselves_agrees_with_training():
     assert Run("a", 0, Path(), True, {"method": {"objective": "sft", "source": "policy"}}, {}).responses == "policy"
 
 
-def test_doses_are_named_by_what_they_re_routed():
-    updates = pd.DataFrame(
-        [{"arm": arm, "seed": 0, "step": 0, "update": 1, "slots_changed": changed, "slots": 1000}
-         for arm, changed in (("grpo_noise", 380), ("gspo_noise", 412), ("grpo_replay_noise", 0), ("grpo", 30))]
-    )  # fmt: skip
-    arms = dict.fromkeys(("grpo", "grpo_noise", "gspo_noise", "grpo_replay_noise"), (0.5,))
-    study = _study(arms, updates=updates)
-    assert condition_label(study, 1.0) == "38–41 % of slots re-routed (noise σ = 1)"  # replay takes no dose
-    assert condition_label(study, 0.0) == "natural"
-    assert condition_label(_study(arms), 1.0) == "noise σ = 1"  # not measured
-
-
-def test_factors_are_of_natural_arms_by_update():
-    probes = pd.DataFrame(
-        [{"arm": arm, "seed": 0, "step": step, "update": update, "var_token_natural": natural * scale,
-          "var_token_replayed": 1.0, "var_sequence_natural": 0.5 * scale}
-         for arm, scale in (("grpo", 1.0), ("grpo_noise", 100.0))
-         for update, values in ((1, (8.0, 10.0, 60.0)), (4, (2.0, 4.0, 6.0)))
-         for step, natural in enumerate(values)]
-    )  # fmt: skip
-    study = replace(_study({"grpo": (0.5,), "grpo_noise": (0.4,)}), probes=probes)
-    table = factor_table(study).set_index("update")
-    assert set(table["arm"]) == {"grpo"}
-    assert table["replay_median"].to_dict() == {1: 10.0, 4: 4.0}
-    assert table["replay_of_means"].to_dict() == {1: 26.0, 4: 4.0}  # (8 + 10 + 60) / 3
-    assert table["averaging_median"].to_dict() == {1: 20.0, 4: 8.0}
-    text = _by_topic_text(study, "What replay removes")
-    assert "that with replayed routing is 10 (26) after update 1 and 4 (4) after update 4" in text
-
-
 def test_the_first_answer_follows_the_verdicts():
     better = tuple(value + 0.1 for value in LOW)
-    study = _study({"grpo": LOW, "grpo_replay": better, "gspo": LOW})
-    study = replace(study, evals=_at_start(study, 0.2))
+    study = study_of({"grpo": LOW, "grpo_replay": better, "gspo": LOW})
+    study = replace(study, evals=at_start(study, 0.2))
     first, second, third = answer(study).lines
     assert (first.question, first.answer) == ("Did GRPO need replay?", "Yes")
     assert second.answer == "Yes, ended as high as GRPO"
@@ -246,7 +215,7 @@ def test_the_first_answer_follows_the_verdicts():
         ("GSPO − GRPO", "no difference of interest", True),
     ]
     assert "not declared" in answer(study).note
-    few = answer(_study({"grpo": (0.8, 0.8), "grpo_replay": (0.9, 0.9), "gspo": (0.1, 0.1)}))
+    few = answer(study_of({"grpo": (0.8, 0.8), "grpo_replay": (0.9, 0.9), "gspo": (0.1, 0.1)}))
     assert [(line.question, line.answer) for line in few.lines[:2]] == [
         ("Did GRPO need replay?", "Too few seeds"),
         ("Did GSPO do without?", "Too few seeds"),
@@ -258,7 +227,7 @@ def test_the_first_answer_follows_the_verdicts():
 def test_few_comparisons_are_named_though_they_are_not_resolved():
     arms = {name: {"objective": name} for name in ("grpo", "gmpo")}
     scattered = tuple(reward + (0.3 if seed % 2 else -0.3) for seed, reward in enumerate(EIGHT))
-    study = _study(
+    study = study_of(
         {"grpo": EIGHT, "grpo_replay": scattered},
         {n: {"method": m} for n, m in zip(("grpo", "grpo_replay"), arms.values(), strict=True)},
     )
@@ -268,7 +237,7 @@ def test_few_comparisons_are_named_though_they_are_not_resolved():
 
 
 def test_a_study_that_compares_no_arms_says_so():
-    study = _study({"grpo": LOW, "gspo": LOW})
+    study = study_of({"grpo": LOW, "gspo": LOW})
     first, _, last = answer(replace(study, config={**study.config, "comparisons": []})).lines
     assert (first.answer, first.text) == (
         "Not compared",
@@ -279,7 +248,7 @@ def test_a_study_that_compares_no_arms_says_so():
 
 def _at_two_rates(slow, fast, comparisons, updates=None):
     """Two sets of arms in one condition, of which the second, named fast_, learns at twice the rate."""
-    a, b = _study(slow), _study(fast, {arm: {"optim": {"learning_rate": 2e-3}} for arm in fast})
+    a, b = study_of(slow), study_of(fast, {arm: {"optim": {"learning_rate": 2e-3}} for arm in fast})
     runs = (*a.runs, *(replace(run, arm=f"fast_{run.arm}") for run in b.runs))
     rollouts = pd.concat([a.rollouts, b.rollouts.assign(arm="fast_" + b.rollouts["arm"])], ignore_index=True)
     labels = {f"fast_{arm}": {"label": f"{about['label']}, fast"} for arm, about in b.config["arms"].items()}
@@ -299,19 +268,19 @@ def test_arms_are_set_beside_those_of_their_own_settings():
     )  # fmt: skip
     arms = {"grpo": LOW, "grpo_replay": better, "gspo": LOW}
     study = _at_two_rates(arms, {**arms, "grpo_replay": worse}, pairs, updates)
-    first = answer(replace(study, evals=_at_start(study, 0.2))).lines[0]
+    first = answer(replace(study, evals=at_start(study, 0.2))).lines[0]
     assert first.question == "Did GRPO need replay?"
     assert first.answer == "Against GRPO: yes; against GRPO, fast: no, replay ended lower"
-    clipping = _by_topic_text(study, "Clipping")
+    clipping = text_on(study, "Clipping")
     assert "GSPO over GRPO: ×10" in clipping and "GSPO, fast over GRPO, fast: ×40" in clipping
-    removed = _by_topic_text(study, "What replay removes")
+    removed = text_on(study, "What replay removes")
     assert "GRPO without replay has 4," in removed and "GRPO, fast without replay has 3," in removed
 
 
 def test_two_arms_that_failed_are_not_an_answer():
     worse = tuple(value - 0.1 for value in LOW)
-    study = _study({"grpo": worse, "grpo_replay": LOW})
-    evals = _at_start(study, 0.4)
+    study = study_of({"grpo": worse, "grpo_replay": LOW})
+    evals = at_start(study, 0.4)
     first = answer(replace(study, evals=evals)).lines[0]
     assert first.answer == "Most runs of both failed (higher)"
     assert first.text == "Runs that failed: GRPO: 8 of 8, GRPO + Routing Replay: 8 of 8."
@@ -319,33 +288,33 @@ def test_two_arms_that_failed_are_not_an_answer():
 
 def test_most_runs_are_most_of_an_arms_own():
     """Twenty seeds of the one arm, eight of the other: eight failed runs are most of eight, not of twenty."""
-    study = _study({"grpo": (0.8,) * 12 + (0.1,) * 8, "gspo": (0.5, 0.5, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1)})
-    first = answer(replace(study, evals=_at_start(study, 0.1))).lines[0]
+    study = study_of({"grpo": (0.8,) * 12 + (0.1,) * 8, "gspo": (0.5, 0.5, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1)})
+    first = answer(replace(study, evals=at_start(study, 0.1))).lines[0]
     assert first.answer == "No, ended lower than GRPO"
     assert first.text == "Runs that failed: GRPO: 8 of 20, GSPO: 5 of 8."
 
 
 def test_arms_of_one_label_that_failed_are_told_apart():
-    study = _study({"grpo": (0.2,) * 8, "grpo_noise": (0.2,) * 8, "gspo_noise": (0.8,) * 8})
+    study = study_of({"grpo": (0.2,) * 8, "grpo_noise": (0.2,) * 8, "gspo_noise": (0.8,) * 8})
     declared = {**study.config, "comparisons": [["gspo_noise", "grpo_noise"]]}
-    lines = answer(replace(study, evals=_at_start(study, 0.15), config=declared)).lines
+    lines = answer(replace(study, evals=at_start(study, 0.15), config=declared)).lines
     assert lines[1].text == "Failed: GRPO: 8 of 8, GRPO, noise σ = 1: 8 of 8."
 
 
 def test_a_family_too_large_for_n_is_said():
     study = _many()
     six = replace(study, runs=tuple(run for run in study.runs if run.seed < 6))
-    text = _by_topic_text(six, "What n can show")
+    text = text_on(six, "What n can show")
     assert text.startswith("6 pairs and 7 comparisons: no difference can get a verdict, for Holm over 7 needs 9 pairs.")
 
 
 def test_what_n_can_show_is_of_the_comparisons_that_have_it():
     """With 8 and 3 pairs one is tested: neither has the 5 that lie between."""
-    study = _study({"grpo": LOW, "grpo_replay": EIGHT, "gspo": EIGHT})
+    study = study_of({"grpo": LOW, "grpo_replay": EIGHT, "gspo": EIGHT})
 
     def text(seeds):
         runs = tuple(run for run in study.runs if run.seed < seeds.get(run.arm, 8))
-        return _by_topic_text(replace(study, runs=runs), "What n can show")
+        return text_on(replace(study, runs=runs), "What n can show")
 
     assert ": 8 pairs tell a true difference" in text({}) and "only" not in text({})
     mixed = text({"gspo": 3})
@@ -353,53 +322,3 @@ def test_what_n_can_show_is_of_the_comparisons_that_have_it():
     assert ": 6 to 8 pairs tell a true difference" in text({"gspo": 6})
     few = text({"gspo": 3, "grpo_replay": 5})
     assert few.startswith("3 to 5 pairs per comparison: ranges only.") and "over 2 comparisons needs 7 pairs" in few
-
-
-def test_reading_compares_clipping_without_dividing_by_zero():
-    arms = {"grpo": (0.8, 0.8, 0.8), "gspo": (0.8, 0.8, 0.8)}
-    updates = pd.DataFrame(
-        [{"arm": arm, "seed": 0, "step": 0, "update": 2, "clipped_tokens": clipped, "tokens": 1000}
-         for arm, clipped in (("grpo", 5), ("gspo", 200))]
-    )  # fmt: skip
-    assert "GRPO 0.5 %, GSPO 20 %; GSPO over GRPO: ×40, 1.6 orders" in _texts(arms, "Clipping", updates=updates)
-    lacks = updates.assign(clipped_tokens=[5, None])
-    assert _texts(arms, "Clipping", updates=lacks).endswith(
-        "natural routing: GRPO 0.5 %. Clip ranges differ by arm (see Arms)."
-    )
-    assert _texts(arms, "Clipping", updates=updates.assign(clipped_tokens=None)) == ""
-    none = updates.assign(clipped_tokens=[0, 200])
-    assert "GRPO clipped no token, so there is no ratio" in _texts(arms, "Clipping", updates=none)
-
-
-def _study(finals, changes=None, updates=None):
-    """Runs of five equal steps, so that the final reward is the given number."""
-    from synthetic import ARMS
-
-    runs, rows = [], []
-    for arm, values in finals.items():
-        for seed, value in enumerate(values):
-            config = {"method": ARMS[arm]["method"], "optim": {"learning_rate": 1e-3}, **(changes or {}).get(arm, {})}
-            runs.append(Run(arm, seed, Path(arm) / f"seed{seed}", True, config, {}))
-            rows += [{"arm": arm, "seed": seed, "step": step, "reward": value} for step in range(5)]
-    empty = pd.DataFrame({"arm": [], "seed": [], "step": [], "update": []})
-    config = {"arms": {arm: {"label": ARMS[arm]["label"]} for arm in finals}}
-    frames = (pd.DataFrame(rows), empty if updates is None else updates, empty, empty)
-    return StudyData("s", Path(), config, tuple(runs), *frames)
-
-
-def _at_start(study, reward):
-    """The held-out reward at step 0, the same in every run."""
-    return pd.DataFrame([{"arm": run.arm, "seed": run.seed, "step": 0, "reward": reward} for run in study.runs])
-
-
-def _texts(finals, topic, changes=None, updates=None):
-    found = read(_study(finals, changes, updates))
-    return " ".join(statement.text for statement in found if statement.topic == topic)
-
-
-def _by_topic_text(study, topic):
-    return " ".join(statement.text for statement in read(study) if statement.topic == topic)
-
-
-def _reward_texts(finals, **changes):
-    return _texts(finals, "Reward", changes)
