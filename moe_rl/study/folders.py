@@ -84,8 +84,9 @@ class Run:
 
     @property
     def method(self) -> str:
-        """Objective and replay in one word, the key of a colour: `grpo`, `grpo_replay`, `gspo`, ..."""
-        return self.objective if self.replay.lower() in ("none", "") else f"{self.objective}_replay"
+        """Objective and replay in one word, the key of a colour: `grpo`, `grpo_replay`, `grpo_pr2`, `gspo`, ..."""
+        kind = self.replay.lower()
+        return self.objective if kind in ("none", "") else f"{self.objective}_{'pr2' if kind == 'pr2' else 'replay'}"
 
 
 def section(config: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -322,3 +322,13 @@ def test_what_n_can_show_is_of_the_comparisons_that_have_it():
     assert ": 6 to 8 pairs tell a true difference" in text({"gspo": 6})
     few = text({"gspo": 3, "grpo_replay": 5})
     assert few.startswith("3 to 5 pairs per comparison: ranges only.") and "over 2 comparisons needs 7 pairs" in few
+
+
+def test_predicted_routes_do_not_answer_whether_grpo_needs_replay():
+    """They did: "Against GRPO: not resolved; against GRPO: no", of two arms of one question."""
+    study = study_of(
+        {"grpo": EIGHT, "grpo_replay": EIGHT}, {"grpo_replay": {"method": {"objective": "grpo", "replay": "PR2"}}}
+    )
+    assert study.arms.loc["grpo_replay", "method"] == "grpo_pr2"
+    assert [line.question for line in answer(study).lines][0].startswith("Do the arms differ?")
+    assert not any("need replay" in line.question for line in answer(study).lines)
