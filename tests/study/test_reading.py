@@ -330,5 +330,6 @@ def test_predicted_routes_do_not_answer_whether_grpo_needs_replay():
         {"grpo": EIGHT, "grpo_replay": EIGHT}, {"grpo_replay": {"method": {"objective": "grpo", "replay": "PR2"}}}
     )
     assert study.arms.loc["grpo_replay", "method"] == "grpo_pr2"
-    assert [line.question for line in answer(study).lines][0].startswith("Do the arms differ?")
-    assert not any("need replay" in line.question for line in answer(study).lines)
+    lines = answer(study).lines
+    assert lines[0].question.startswith("Do the arms differ?")
+    assert not any("need replay" in line.question for line in lines)
