@@ -49,6 +49,7 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     - where the log-ratio was split: decomposition, routing_noise, decomposed_probes (each probe's parts)
     - with a rollout engine: engines; with engines of several formats: precision
     - where arms are of several sizes: sizes, power_laws; of several learning rates: rate_exponents
+    - where routes were predicted: predictions, of each rounding
     - where gradients were compared: gradients; where tokens were kept: design_effect (both medians over probes)
     - where routes were kept: effective_routes, and with tokens change_by_load; where loads were: balance
     - with responses of several versions of the weights: versions
@@ -81,6 +82,10 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
         if len(effects):
             medians = effects[["design_effect", "tokens_flipped"]].median().reset_index()
             found["design_effect"] = _over_seeds(medians, ["arm", "length"])
+    if "predictor_kl" in data.updates:
+        shares = of_each_rounding(data, predicted_shares)
+        keys = ["arm", *(name for name in shares if name == "rounding")]
+        found["predictions"] = _over_seeds(shares, keys, ("all", "early", "later"), ("all", "early", "later"))
     if "gradient_cosine" in data.probes:
         found["gradients"] = _over_seeds(gradient_table(data), ["arm", "update"])
     if len(data.decompositions):
@@ -219,6 +224,18 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
             rows.groupby(keys, sort=False, observed=True)[["predictor_kl", "predictor_kl_unmoved"]].mean()
         )
     return found.reset_index()
+
+
+def predicted_shares(data: StudyData, early: int = 10) -> pd.DataFrame:
+    """How well routes were predicted: one row per run with `predictor_kl` over `predictor_kl_unmoved`, both summed over
+    updates: of all RL steps, of the first `early` and of those after them. Below 1 a prediction is nearer to what the
+    routers say in an update than what they said when the batch was scored. NaN without such steps."""
+    rows = data.updates[data.updates["predictor_kl"].notna()]
+    found = {}
+    for name, part in {"all": rows, "early": rows[rows["step"] < early], "later": rows[rows["step"] >= early]}.items():
+        sums = part.groupby(["arm", "seed"], sort=False, observed=True)[["predictor_kl", "predictor_kl_unmoved"]].sum()
+        found[name] = sums["predictor_kl"] / sums["predictor_kl_unmoved"]
+    return pd.DataFrame(found).reset_index()
 
 
 def rate_exponents(data: StudyData) -> pd.DataFrame:

@@ -132,6 +132,13 @@ PAGES: dict[str, dict[str, Column]] = {
         "of the slots, %": _percent("slots", 0),
         "changed, %": _percent("slot_change"),
     },
+    "predictions": {
+        "arm": lambda row: row["arm"] + (f", {row['rounding']}" if "rounding" in row else ""),
+        **_texts("n"),
+        "KL, predicted / unmoved": _interval(".2f", "all"),
+        "first ten steps": _interval(".2f", "early"),
+        "later": _interval(".2f", "later"),
+    },
     "gradients": {
         **_texts("arm", "update", "n"),
         "cosine, replayed": _interval(".3f", "gradient_cosine"),

@@ -10,7 +10,8 @@ from synthetic import write_rows
 from token_files import write_step
 
 from moe_rl.study.data import load, pooled_rate
-from moe_rl.study.result_tables import _over_seeds, change_by_load, update_outcomes
+from moe_rl.study.result_tables import _over_seeds, change_by_load, result_tables, update_outcomes
+from moe_rl.study.results import markdown
 
 
 def test_slots_that_changed_are_counted_with_the_load_of_the_expert_that_lost_them(tmp_path):
@@ -71,3 +72,18 @@ def test_seeds_without_a_value_are_not_counted_for_its_interval():
     table = pd.DataFrame({"arm": "grpo", "seed": range(4), "whole": 1.0, "partly": [1.0, 2.0, np.nan, np.nan]})
     row = _over_seeds(table, ["arm"]).iloc[0]
     assert (row["n"], row["partly"], row["partly_n"]) == (4, 1.5, 2) and "whole_n" not in row
+
+
+def test_predictions_are_a_ratio_of_sums_over_updates_and_a_geometric_mean_over_seeds(tmp_path):
+    """Of seed 0 (1 + 8) / (2 + 1) = 3 in all steps, 1/2 in the first ten, 8 later; seed 1 has a quarter of it."""
+    for arm, seed, factor in (("grpo", 0, 0.0), ("pr2", 0, 1.0), ("pr2", 1, 0.25)):
+        rows = [
+            {"kind": "update", "step": step, "update": 2, "slots": 8, "slots_changed": 0, "grad_norm": 1.0}
+            | ({"predictor_kl": factor * said, "predictor_kl_unmoved": unmoved} if factor else {})
+            for step, said, unmoved in ((9, 1.0, 2.0), (10, 8.0, 1.0))
+        ]
+        write_rows(tmp_path / arm / f"seed{seed}", rows, {})
+    table = result_tables(load(tmp_path))["predictions"]
+    assert table["arm"].tolist() == ["pr2"] and table["n"].tolist() == [2]
+    assert table.loc[0, ["all", "early", "later"]].tolist() == pytest.approx([1.5, 0.25, 4.0])
+    assert "| pr2 | 2 | 1.50 [" in markdown("predictions", table)
