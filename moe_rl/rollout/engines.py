@@ -7,7 +7,8 @@ own is a class that `rollout.engine.kind` names as `package.module:Class` or `pa
 """
 
 import copy
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import hf_model
 from moe_rl.measure.weights import dtypes_as_loaded
 from moe_rl.names import load_class
+from moe_rl.rollout.completions import Rollout
 from moe_rl.rollout.engine import Engine, ModelEngine, Tolerance, gathered
 from moe_rl.rollout.engine_config import (
     ARITHMETIC,
@@ -26,6 +28,7 @@ from moe_rl.rollout.engine_config import (
     EngineError,
     check_engine,
 )
+from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_engine import VllmEngine
 from moe_rl.rollout.vllm_place import check_vllm
 from moe_rl.routing import UnsupportedModelError, routing_sites
@@ -143,7 +146,27 @@ def _own_engine(config: EngineConfig, model: nn.Module, tokenizer: Any) -> Engin
     ]
     if missing:
         raise EngineError(f"rollout.engine.kind: {config.kind} lacks {', '.join(missing)}; see moe_rl.rollout.Engine")
+    engine.sample = _answering_all(engine.sample, config.kind)
     return engine
+
+
+def _answering_all(sample: Callable[..., Rollout], kind: str) -> Callable[..., Rollout]:
+    """`sample`, with EngineError for responses that are not one group for each problem, in their order: whole groups
+    that are missing or exchanged would train without a word."""
+
+    @functools.wraps(sample)
+    def checked(problems: Sequence[Problem], *, group_size: int, **options: Any) -> Rollout:
+        rollout = sample(problems, group_size=group_size, **options)
+        asked = [problem for problem in problems for _ in range(group_size)]
+        if rollout.group_size != group_size or len(rollout) != len(asked) or rollout.problems != asked:
+            raise EngineError(
+                f"rollout.engine.kind: {kind}.sample was asked for {len(problems)} problems x {group_size} responses "
+                f"and gave {len(rollout)} rows in groups of {rollout.group_size}, or not in the order of the problems: "
+                "row b of a Rollout answers problem b // group_size"
+            )
+        return rollout
+
+    return checked
 
 
 def check_engine_here(config: EngineConfig, device: str) -> None:
