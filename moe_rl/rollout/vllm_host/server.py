@@ -20,8 +20,8 @@ import numpy as np
 from safetensors.numpy import load, save
 
 LENGTHS = struct.Struct("<QQ")  # of header and tensors, bytes
-VERSIONS = ("0.32",)
-"""vLLM releases whose interfaces were read and run."""
+VERSIONS = ("0.32", "0.33")
+"""vLLM releases whose interfaces were read; and run, as docs/engines.md says."""
 WIDTH = 32
 """What hidden sizes are multiples of in vLLM's CPU kernels for experts; its own error names no size."""
 CPU_CACHE = 2**28
@@ -162,7 +162,8 @@ class CpuEngine:
 
 
 class GpuEngine:
-    """vLLM on GPUs, by its documented interfaces alone. NOT RUN: written from the source of 0.32."""
+    """vLLM on GPUs, by its documented interfaces alone. NOT RUN: written from the source of 0.32, and
+    compared with that of 0.33."""
 
     device = "gpu"
 
