@@ -74,7 +74,9 @@ def divergence_kl_gate(
 
 def _quadratic_importance(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Float[Tensor, "B T"]:
     delta = choose(x.advantages > 0, clip_high, clip_low, x.log_ratio.dtype)
-    return x.log_ratio.exp() * (1.0 - x.advantages.sign() * probability_shift(x) / delta)
+    anchor = (x.logps - x.token_log_ratio).exp()
+    moved = anchor * torch.expm1(x.log_ratio)  # p - q, unless a route weight is in the ratio
+    return x.log_ratio.exp() * (1.0 - x.advantages.sign() * moved / delta)
 
 
 @gate("quadratic", levels=("token",), importance=_quadratic_importance)

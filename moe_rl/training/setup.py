@@ -77,13 +77,13 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     critic = Critic(model, config.value, config.optim, ranks) if method.advantage == "gae" else None
     learned = config.reward.model == "learned"
     reward_model = RewardModel(model, config.reward, config.optim, ranks) if learned else None
-    rate, live = config.optim.expert_bias_rate, config.optim.expert_bias_loads == "live"
-    bias = ExpertBias(model, rate, live) if rate else None
     predicted = config.method.replay == "PR2"
     predictor = RoutePredictor(model, config.method.predictor_learning_rate, config.optim.betas) if predicted else None
     optimizer = policy_optimizer(model, config.optim)
     engine = build_engine(config.rollout, model, tokenizer, ranks)
     policy, optimizer = ranks.prepare(model, optimizer)
+    rate, live = config.optim.expert_bias_rate, config.optim.expert_bias_loads == "live"
+    bias = ExpertBias(policy, rate, live) if rate else None  # under fsdp2 some ranks have no weights until here
     for module in (reference, initial):
         if module is not None:
             ranks.shard(module)

@@ -326,6 +326,9 @@ def _dapo(config: RunConfig, method: Method) -> None:
         )
 
 
+_CONTINUING = "it cannot go on with a text; use self or hf"
+
+
 def _partial(config: RunConfig, method: Method) -> None:
     rollout = config.rollout
     if rollout.segment is None:
@@ -334,10 +337,10 @@ def _partial(config: RunConfig, method: Method) -> None:
         ("rollout.lag: batches that wait already have one version each; set 0", rollout.lag == 0),
         ("rollout.dynamic_sampling: groups of other versions would fill up; set 0", not rollout.dynamic_sampling),
         ("distributed.strategy: one process writes the segments; set none", config.distributed.strategy == "none"),
-        ("rollout.engine.kind: self or hf, which can go on with a text", rollout.engine.kind in CONTINUING_KINDS),
-        ("reward.model: verifier", config.reward.model == "verifier"),
-        ("method.source: the policy's own responses", method.source == "policy"),
-        ("method: pairs (dpo) are of one version", not method.pairs),
+        (f"rollout.engine.kind: {_CONTINUING}", rollout.engine.kind in CONTINUING_KINDS),
+        ("reward.model: learned from responses of one version; use verifier", config.reward.model == "verifier"),
+        (f"method.source: {method.source!r} responses have no versions; use policy", method.source == "policy"),
+        ("method.objective: pairs (dpo) are of one version", not method.pairs),
     ):
         require(ok, f"rollout.segment does not go with this {field}")
     require(
@@ -354,15 +357,12 @@ def _turns(config: RunConfig, method: Method) -> None:
     for field, ok in (
         ("rollout.segment: a turn is written by one version; leave it out", config.rollout.segment is None),
         ("distributed.strategy: one process; set none", config.distributed.strategy == "none"),
-        (
-            "rollout.engine.kind: self or hf, which can go on with a text",
-            config.rollout.engine.kind in CONTINUING_KINDS,
-        ),
+        (f"rollout.engine.kind: {_CONTINUING}", config.rollout.engine.kind in CONTINUING_KINDS),
         (
             f"method.advantage: {method.advantage!r} follows the tokens of one turn; use group or leave_one_out",
             method.advantage in ("group", "leave_one_out"),
         ),
         (f"method.source: {method.source!r} responses; use policy", method.source == "policy"),
-        ("reward.model: verifier", config.reward.model == "verifier"),
+        ("reward.model: learned from responses of one turn; use verifier", config.reward.model == "verifier"),
     ):
         require(ok, f"task.name: {config.task.name} has several turns, which does not go with this {field}")

@@ -73,6 +73,20 @@ def test_closed_form_equals_autograd_with_kl_and_gates_at_other_levels(name, est
         assert not closed.weight.requires_grad
 
 
+@pytest.mark.parametrize("where", ["before_clip", "after_clip"])
+@pytest.mark.parametrize("name", [n for n, o in OBJECTIVES.items() if o.anchor == "old" and not o.corrections])
+def test_closed_form_equals_autograd_with_a_route_weight_in_any_method(name, where):
+    g = torch.Generator().manual_seed(5)
+    old = -torch.rand(6, 5, generator=g, dtype=torch.float64)
+    logps = (old + 0.3 * torch.randn(6, 5, generator=g, dtype=torch.float64)).requires_grad_()
+    route_weight = 0.5 + torch.rand(6, 5, generator=g, dtype=torch.float64) / 2
+    rest = old, torch.randn(6, generator=g, dtype=torch.float64), torch.rand(6, 5, generator=g) < 0.7
+    objective = replace(OBJECTIVES[name], route_weight=where)
+    policy_loss(objective, logps, *rest, route_weight=route_weight).loss.backward()
+    closed = token_weights(objective, logps, *rest, route_weight=route_weight)
+    torch.testing.assert_close(closed.weight, -logps.grad, rtol=1e-11, atol=1e-13)
+
+
 def test_extreme_ratios_have_finite_weights():
     old = torch.zeros(1, 3, dtype=torch.float64)
     logps = double([[5000.0, -5000.0, 0.0]])

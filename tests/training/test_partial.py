@@ -11,7 +11,7 @@ from moe_rl.rollout import Problem, TaskConfig, TaskError
 from moe_rl.rollout.continuing import Conversing
 from moe_rl.rollout.engine_config import Engine
 from moe_rl.rollout.engines import EngineConfig
-from moe_rl.training import MethodConfig, ProbeConfig, run, validate
+from moe_rl.training import MethodConfig, ProbeConfig, RewardConfig, run, validate
 from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint
 from moe_rl.training.loop import collect_batch, update_on
 
@@ -140,7 +140,13 @@ def test_a_conversation_trains_and_is_evaluated(state_of, tmp_path):
     [
         (replace(SEGMENTED, method=MethodConfig(objective="gspo_rollout", replay="R2")), "anchored at the rollout"),
         (replace(SEGMENTED, rollout=replace(SEGMENTED.rollout, lag=1)), r"rollout\.lag"),
-        (replace(SEGMENTED, method=MethodConfig(objective="sft")), "own responses"),
+        (replace(SEGMENTED, method=MethodConfig(objective="sft")), "'demonstrations' responses .* use policy"),
+        (replace(SEGMENTED, reward=RewardConfig(model="learned")), "this reward.model: learned .* use verifier"),
+        (replace(TURNS, reward=RewardConfig(model="learned")), "this reward.model: learned .* use verifier"),
+        (
+            replace(SEGMENTED, rollout=replace(SEGMENTED.rollout, engine=EngineConfig("mine:Engine"))),
+            "kind: it cannot go on .* use self or hf",
+        ),
         (replace(TURNS, rollout=replace(TURNS.rollout, segment=2)), "one version"),
         (replace(TURNS, method=MethodConfig(objective="ppo")), "one turn"),
     ],

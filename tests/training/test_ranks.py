@@ -58,6 +58,7 @@ def until(config, steps):
 
 
 LORA = LoraConfig(2, target_modules=("q_proj",), target_parameters=("mlp.experts.down_proj",), train_router=True)
+BIAS = {"expert_bias_rate": 0.01, "expert_bias_loads": "live"}
 ENGINE = replace(CPU.rollout, engine=EngineConfig("hf", "bfloat16"))
 CASES = {
     "ddp": case("ddp"),
@@ -70,6 +71,7 @@ CASES = {
     "fsdp2_shared_prompts": case("fsdp2", replay="R2", optim=replace(CPU.optim, share_prompts=True)),
     "fsdp2_ppo": case("fsdp2", objective="ppo"),
     "fsdp2_dpo": case("fsdp2", objective="dpo"),
+    "fsdp2_expert_bias": case("fsdp2", replay="R2", optim=replace(CPU.optim, **BIAS)),
     "fsdp2_lora": case("fsdp2", replay="R2", kl_coef=0.1, model=replace(CPU.model, lora=LORA)),
     "ddp_engine": case("ddp", replay="R3", rollout=ENGINE),
     "fsdp2_engine": case("fsdp2", replay="R3", rollout=ENGINE),
