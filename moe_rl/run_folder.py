@@ -37,6 +37,7 @@ from moe_rl.run_rows import (
     index_of,
     read_rows,
     token_columns,
+    with_other_updates,
     words_of,
 )
 from moe_rl.runlog import json_line
@@ -134,11 +135,11 @@ class RunWriter:
 
         columns: arrays of one length, named as in the section "tokens" of docs/metrics.md: `seq`, `pos`, `token`,
             `update`, `flips`, `old_logp` and `logp_natural` are needed; `logp_replayed`, `reward` and `text` where they
-            are known. A step's file is replaced when it is written again.
+            are known. All updates of a step at once or one after the other; an update that is there is replaced.
         """
         self._open()
-        number = index_of(step, "step", "tokens", 0)
-        write_table(self.folder / "tokens" / f"step_{number:06d}.parquet", token_columns(columns))
+        path = self.folder / "tokens" / f"step_{index_of(step, 'step', 'tokens', 0):06d}.parquet"
+        write_table(path, with_other_updates(path, token_columns(columns)))
 
     def row(self, kind: str, step: SupportsIndex, /, **metrics: Any) -> None:
         """A row of any kind of `ROWS`, with its keys among the metrics."""

@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex
 from moe_rl.checks import parse_json
 from moe_rl.names import nearest
 from moe_rl.runlog import RunFolderError, json_value
+from moe_rl.tables import read_table
 
 ROWS: dict[str, tuple[str, ...]] = {
     "rollout": (),
@@ -142,3 +143,17 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("logp_replayed", "reward"):
         found.setdefault(name, np.full(lengths["seq"], np.nan, np.float32))
     return found
+
+
+def with_other_updates(path: Path, columns: dict[str, Any]) -> dict[str, Any]:
+    """Columns of a table of tokens, and with them, in the order of updates, what `path` holds of other updates."""
+    import pyarrow as pa
+
+    if not path.exists():
+        return columns
+    there, new = read_table(path), set(columns["update"].tolist())
+    kept = there.filter([update not in new for update in there["update"].to_pylist()])
+    if not len(kept):
+        return columns
+    table = pa.concat_tables([kept, pa.table(columns)], promote_options="default").sort_by("update")
+    return dict(zip(table.column_names, table.columns, strict=True))

@@ -1,11 +1,15 @@
 """The pages: links lead somewhere, tables keep their columns, the index has every page."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
+
+from moe_rl.study.config import build
+from moe_rl.training import RunConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*.md")])
@@ -54,6 +58,27 @@ def test_every_row_of_a_table_has_the_cells_of_its_head(page):
 def test_the_index_has_every_page():
     linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
     assert linked == {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+
+
+def test_settings_that_a_page_shows_are_those_of_a_study_file():
+    """`section: {field: value}` in the text, but for those that leave something out (...) or stand for it (N)."""
+    shown = {}
+    for page in [*PAGES, *ROOT.glob("notebooks/*.ipynb")]:
+        text = page.read_text() if page.suffix == ".md" else notebook_text(page)
+        for span in re.findall(r"`([a-z_]+: \{[^`]+\})`", re.sub(r"(?ms)^ *```.*?^ *```", "", text)):
+            if "..." not in span and not re.search(r"\bN\b", span):
+                shown.setdefault(" ".join(span.split()), set()).add(page.name)
+    fields = {field.name for field in dataclasses.fields(RunConfig)}
+    whole = {span for span in shown if set(yaml.safe_load(span)) <= fields}
+    for span in whole - {"method: {objective: grpo_tight}"}:  # which docs/extending.md adds
+        build(RunConfig, yaml.safe_load(span), "")
+    assert len(whole) > 15
+    assert {page for span in whole if "megablocks" in span for page in shown[span]} == {"README.md", "megablocks.md"}
+
+
+def notebook_text(page):
+    cells = json.loads(page.read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
 
 def test_the_studies_page_names_the_cold_starts_that_may_take_longer():

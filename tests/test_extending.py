@@ -106,6 +106,12 @@ def test_every_diff_of_the_page_is_used():
     assert list(DIFFS) == list(USES)
 
 
+def test_the_page_counts_the_lines_of_its_diffs():
+    said = re.findall(r"(?m)^\| \[(a [a-z ]+)\].* (\d+) \|$", PAGE)
+    lines = {name.lower(): len(re.findall(r"(?m)^\+(?!\+\+ ) *\S", diff)) for name, diff in DIFFS.items()}
+    assert said and {name: int(count) for name, count in said} == {name: lines[name] for name, _ in said}
+
+
 def test_what_the_diffs_add_works(copy):
     program = "\n".join(USES.values())
     done = subprocess.run(

@@ -216,6 +216,23 @@ def test_tokens_go_with_the_rows_of_their_step(tmp_path):
     run.close()
 
 
+def test_tokens_of_a_step_may_come_update_by_update(tmp_path):
+    def tokens(run, update, flips, **more):
+        same = {name: [0, 1] for name in ("seq", "pos", "token")} | {"old_logp": [-1, -2], "logp_natural": [-1, -2]}
+        run.tokens(3, update=[update] * 2, flips=[flips, flips + 1], **same, **more)
+
+    with RunWriter(tmp_path, arm="a") as run:
+        run.rollout(3, reward=0)
+        for update, flips in ((1, 10), (3, 30), (2, 20), (3, 40)):
+            run.update(3, update) if flips != 40 else None
+            tokens(run, update, flips, **({"text": ["a", "b"]} if update == 2 else {}))
+    found = load(tmp_path).tokens
+    assert list(zip(found["update"], found["flips"], strict=True)) == [
+        (1, 10), (1, 11), (2, 20), (2, 21), (3, 40), (3, 41),
+    ]  # fmt: skip
+    assert found["text"].isna().tolist() == [True, True, False, False, True, True]
+
+
 def test_a_line_that_was_cut_off_is_removed_and_damage_before_it_is_refused(tmp_path):
     run = RunWriter(tmp_path, arm="a")
     write(run, range(2))

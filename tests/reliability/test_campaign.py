@@ -1,7 +1,9 @@
 """The campaign in small: a few cases of every part, and the page that comes of them."""
 
 import json
+import sys
 
+import campaign
 import pytest
 from campaign import PARTS, read
 from combinations import combined
@@ -60,3 +62,17 @@ def test_the_page_says_what_the_record_says(tmp_path):
     page = (tmp_path / "page.md").read_text()
     assert "| grpo | 3 | 5 | 1 |" in page and "| requests | 7 | 3 | 3 | 0 | 1 | 0 |" in page
     assert "`python tests/reliability/campaign.py --only kills` (1.0 CPU minutes)" in page
+
+
+def test_a_part_run_by_itself_leaves_the_page_to_the_whole_campaign(tmp_path, monkeypatch, capsys):
+    page, record = tmp_path / "page.md", tmp_path / "record.jsonl"
+    fuzz = {"part": "fuzz", "block": "b", "cpu": 1.0, **vars(Fuzzed("page", "requests", 7, 3, 3, ["t"], [], []))}
+    record.write_text(json.dumps(fuzz) + "\n")
+    page.write_text("of the whole campaign")
+    monkeypatch.setattr(campaign, "PAGE", page)
+    monkeypatch.setattr(campaign, "run_part", lambda *_: None)
+    for more, written in ((["--only", "fuzz"], False), (["--page"], True)):
+        monkeypatch.setattr(sys, "argv", ["campaign.py", "--record", str(record), *more])
+        campaign.main()
+        assert ("| requests | 7 |" in page.read_text()) == written
+    assert "lacks combinations, faults, kills, operations, scale, soak" in capsys.readouterr().out

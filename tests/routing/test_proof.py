@@ -120,6 +120,21 @@ def test_a_mode_that_was_not_checked_is_refused_inside_a_context() -> None:
         model(inputs)
 
 
+def test_a_recording_goes_on_in_a_mode_that_was_not_checked_where_ids_reach_the_experts() -> None:
+    def recorded(family: str) -> tuple[Any, RoutedExperts]:
+        model = tiny_model(family).eval()
+        with record_routes(model) as recording, torch.no_grad():
+            model.train()
+            model(inputs, use_cache=False)
+        return model, recording.routes
+
+    inputs = tokens()
+    model, routes = recorded("Qwen3MoeForCausalLM")
+    assert torch.equal(routes.ids, routes_of(model, inputs).ids)
+    with pytest.raises(RoutingError, match="is in train mode, but"):
+        recorded("Llama4ForCausalLM")  # whose experts get none: its selection has to be known
+
+
 def test_the_number_of_selections_is_that_of_the_check() -> None:
     model, many = with_router(TwiceForMany), tokens(8, 20)
     routes = routes_of(model, many)

@@ -47,6 +47,7 @@ def test_every_shipped_study_resolves_and_survives_a_round_trip(path, tmp_path):
 def test_the_example_of_the_page_of_studies_can_run():
     page = (Path(__file__).parents[2] / "experiments" / "README.md").read_text()
     study = parse_study(yaml.safe_load(page.split("```yaml\n")[1].split("```")[0]))
+    assert study.base.model.cold_start.until_reward == 0.35, "what the page says of cold starts"
     assert study.resolve("grpo_replay", 5).method.replay == "R2" and study.comparisons == (("grpo_replay", "grpo"),)
 
 
