@@ -1,8 +1,8 @@
-"""What final rewards say of the GSPO, R3 and DPPO papers' statements (question 8), and the main study's comparisons
-with another router and on other tasks:  python analysis/claims.py DIR
+"""What final rewards say of the GSPO, R3 and DPPO papers' statements (question 8), and two studies' comparisons on
+other tasks:  python analysis/claims.py DIR
 
-Reads the committed tables of docs/results, so that it needs no runs; draws DIR/claims and DIR/tasks as .pdf, .svg and
-.png and writes what is drawn beside them as CSV.
+Reads the committed tables of docs/results, so that it needs no runs; draws DIR/claims, DIR/tasks (the main study, also
+with another router) and DIR/fast_router_tasks as .pdf, .svg and .png and writes what is drawn beside them as CSV.
 """
 
 import argparse
@@ -67,6 +67,23 @@ COMPARED = {
 }
 TASKS = {name: {task: (study, *arms) for task, study in STUDIES.items()} for name, arms in COMPARED.items()}
 """The same of the main study: comparison -> router and task -> where."""
+FAST = {"reverse 24 letters": "reverse", "sort 8 letters": "sort", "add 3 digits": "add"}
+FAST_ROUTERS: dict[str, dict[str, tuple[str, str, str]]] = {
+    name: on_equations | {task: (f"fast_routers_{study}", arm, "grpo") for task, study in FAST.items()}
+    for name, arm, on_equations in (
+        (
+            "Routers at a tenth of the rate − at the full rate",
+            "tenth",
+            {
+                "equations": ("levers_router", "grpo_tenth", "grpo_full"),
+                "equations, other seeds": ("methods_router", "grpo_tenth", "grpo"),
+            },
+        ),
+        ("Replay − GRPO, full rate", "replay", {"equations": ("fast_routers", "replay", "grpo")}),
+        ("GSPO − GRPO, full rate", "gspo", {"equations": ("fast_routers", "gspo", "grpo")}),
+    )
+}
+"""The same of near-tied routers that learn at the full rate: comparison -> task -> where."""
 
 
 def claims_table(claims: dict[str, dict[str, tuple[str, str, str]]] = CLAIMS) -> pd.DataFrame:
@@ -82,13 +99,15 @@ def claims_table(claims: dict[str, dict[str, tuple[str, str, str]]] = CLAIMS) ->
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Draw, from docs/results, the differences of final reward that the papers' statements are about, "
-        "and the main study's with another router and on other tasks."
+        "and the main study's and those of fast routers on other tasks."
     )
-    parser.add_argument("folder", type=Path, help="where to write claims and tasks as .pdf, .svg, .png and .csv")
+    parser.add_argument("folder", type=Path, help="where to write the three figures as .pdf, .svg, .png and .csv")
     folder = parser.parse_args().folder
     title = "The main study's comparisons with another router and on other tasks."
     tasks = claims_figure(claims_table(TASKS), "tasks", title)
-    for figure in (claims_figure(claims_table()), tasks):
+    title = "Near-tied routers that learn at the full rate, on four tasks."
+    fast = claims_figure(claims_table(FAST_ROUTERS), "fast_router_tasks", title)
+    for figure in (claims_figure(claims_table()), tasks, fast):
         for file in save_figure(figure, folder):
             print(file)
 
