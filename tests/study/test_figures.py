@@ -262,3 +262,12 @@ def test_a_figure_of_ones_own_file(folder, tmp_path):
         draw_some(folder, [f"{file}:my_reward"])
     with pytest.raises(TypeError, match=r"study.load|StudyData"):
         FIGURES["reward"](str(folder))
+
+
+@pytest.mark.parametrize("shift", [-0.9, -2.0])
+def test_rewards_below_zero_are_not_cut_off(data, shift):
+    study = dataclasses.replace(data, rollouts=data.rollouts.assign(reward=data.rollouts["reward"] + shift))
+    figure = reward(study)
+    low, high = figure.figure.axes[0].get_ylim()
+    assert low <= study.rollouts["reward"].min() < study.rollouts["reward"].max() <= high
+    assert reward(data).figure.axes[0].get_ylim()[0] == 0
