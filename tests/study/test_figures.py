@@ -161,6 +161,12 @@ def test_arms_of_one_method_share_its_colour_and_differ_in_dash(tmp_path, data):
     assert looks["gspo"][0].dash != looks["gspo_noise"][0].dash
 
 
+def test_an_arm_whose_name_begins_with_an_underscore_is_in_the_legend(one_seed):
+    arms = {"grpo": {"label": "_grpo"}, "gspo": {"label": "GSPO"}}
+    figure = reward(dataclasses.replace(one_seed, config={**one_seed.config, "arms": arms}))
+    assert [text.get_text().strip() for text in figure.figure.legends[0].get_texts()] == ["_grpo", "GSPO"]
+
+
 def test_figures_are_the_same_bytes_each_time(one_seed):
     first, second = reward(one_seed), reward(one_seed)
     for kind in ("pdf", "svg", "png"):

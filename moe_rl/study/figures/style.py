@@ -103,6 +103,7 @@ def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str
         twins = [a for a in arms if methods[a] == method]
         look = look_of(method)
         label = str(data.arms.loc[arm, "label"])
+        label = f" {label}" if label.startswith("_") else label  # such a one matplotlib leaves out of legends
         i = twins.index(arm)
         if i:
             look = Look(look.colour, _DASHES[i % len(_DASHES)], "osv^D"[i % 5])
