@@ -72,6 +72,7 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
         "number": lambda value: f"{value:.3f}".replace("-", "−") if np.isfinite(value) else "–",
     }
     differ, shared = arm_settings(data)
+    seeds = data.arms["seeds"].map(len)
     return render_page(
         "study/report.html.j2",
         filters,
@@ -81,7 +82,7 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
         statements=by_topic((s.topic, s.text) for s in read(data)),
         answer=answer(data),
         rules=rules_of(data),
-        intervals=interval_note(int(data.arms["seeds"].map(len).mode().iloc[0])),
+        intervals=interval_note(int(seeds.mode().iloc[0]), seeds),
         positions=POSITIONS,
         conclusions=conclusion_table(data).to_dict("records"),
         components=component_table(data).to_dict("records"),
