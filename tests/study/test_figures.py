@@ -113,10 +113,9 @@ def test_n_is_that_of_the_runs_that_have_what_the_figure_shows(data, name):
     part = dataclasses.replace(data, probes=probes)
     figure = FIGURES[name](part)
     assert "n = 1 seed per arm (2 for GSPO)" in figure.caption and "the 3 seeds" not in figure.caption
-    assert (
-        figure.figure._supxlabel.get_text()
-        == "n = 1 in most arms; band: 95 % Student from 6 seeds on, else their range"
-    )
+    bands = "n = 1 in most arms; band: 95 % Student from 6 seeds on, else their range"
+    none = "n = 1 seed per arm (fewer or more in some)"
+    assert figure.figure._supxlabel.get_text() == (none if name == "expert_change_by_site" else bands)
     if "n" in figure.frame:
         assert figure.frame.groupby("arm")["n"].max().to_dict().items() >= {"grpo": 1, "gspo": 2}.items()
     assert "n = 3 seeds per arm; " in reward(part).caption, "rewards were recorded by all"
@@ -175,6 +174,17 @@ def test_intervals_of_arms_of_few_and_many_seeds_are_told_apart(tmp_path):
     assert "no interval" not in figure.caption and "95 % Student from 6 on, below that the range" in figure.caption
     assert figure.figure.get_supxlabel() == "n = 1 in most arms; band: 95 % Student from 6 seeds on, else their range"
     assert interval_note(8, [8, 1]) == "intervals: 95 % Student over 8 seeds", "one seed has none"
+
+
+def test_rewards_of_other_responses_than_the_policys_are_said_to_be_so(one_seed):
+    runs = tuple(
+        dataclasses.replace(run, config={**run.config, "method": {"objective": "sft"}}) if run.arm == "gspo" else run
+        for run in one_seed.runs
+    )
+    assert (
+        "GSPO: rewards of responses that are not the policy's." in reward(dataclasses.replace(one_seed, runs=runs)).own
+    )
+    assert "not the policy's" not in reward(one_seed).caption
 
 
 def test_an_arm_whose_name_begins_with_an_underscore_is_in_the_legend(one_seed):

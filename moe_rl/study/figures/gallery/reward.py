@@ -31,5 +31,7 @@ def reward(data: StudyData) -> Drawing:
         if natural
         else ""
     )
-    said = f"{many}{lines_note(data)}{collapse_note(data)}{stands}"
+    others = dict.fromkeys(full_label(data, run.arm) for run in data.runs if run.responses != "policy")
+    foreign = f" {', '.join(others)}: rewards of responses that are not the policy's." if others else ""
+    said = f"{many}{lines_note(data)}{collapse_note(data)}{stands}{foreign}"
     return Drawing(drawn.figure, drawn.frame, said, interval="band")
