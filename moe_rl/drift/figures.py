@@ -175,6 +175,11 @@ def margins(table: pd.DataFrame, note: str) -> StudyFigure:
     shown = table[np.isfinite(table["high"]) & (table["low"] > 0)]
     middle = np.sqrt(shown["low"] * shown["high"])
     often = shown["choices"] >= FEWEST
+    ties = table[table["low"] == 0].sum()
+    tied = (
+        f"{int(ties['choices']):,} closer choices, ties most of them, are left of the axes; " if ties["choices"] else ""
+    )
+    tied += f"{100 * ties['changed'] / ties['choices']:.3g} % of these changed. " if tied else ""
     axes[0, 0].plot(
         middle[often], 100 * shown["changed"][often] / shown["choices"][often], color="#D55E00", marker="o", ms=3
     )
@@ -196,7 +201,7 @@ def margins(table: pd.DataFrame, note: str) -> StudyFigure:
     caption = (
         "Margin: gap between the last expert chosen and the first that was not, under the old weights, in the units of "
         "the scores that the router ranks; a change of scores below half of it changes nothing. All sites together; "
-        f"left, bins of fewer than {FEWEST} choices are left out. {note}"
+        f"left, bins of fewer than {FEWEST} choices are left out. {tied}{note}"
     )
     return StudyFigure("margins", "Margins, and which choices changed.", caption, figure, table)
 

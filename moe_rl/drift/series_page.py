@@ -16,6 +16,7 @@ from moe_rl.study.figures.floor import FLOOR_LINES
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
 from moe_rl.study.figures.style import label_bar, legend_above, panels
+from moe_rl.study.words import cut
 
 LEVELS = {"slot": ("#D55E00", "o"), "site": ("#0B4A8F", "s"), "token": ("#27B08B", "^")}
 SWAPS = {
@@ -73,7 +74,7 @@ def series_curves(results: Mapping[str, Any], note: str) -> StudyFigure:
         _legend(swap, len(SWAPS))
     else:
         swap.text(0.5, 0.5, "routers and body were not swapped", ha="center", transform=swap.transAxes)
-    first.set(title=f"Against {table['name'].iloc[0]}", ylabel="changed, %")
+    first.set(title=f"Against {cut(str(table['name'].iloc[0]), 36)}", ylabel="changed, %")
     step.set(title="Against the one before")
     gap.set(title="Log-ratio against the first", ylabel="mean |log r|, nats", xlabel=what)
     _legend(gap, 2)

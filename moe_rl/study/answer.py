@@ -99,10 +99,11 @@ def _without(data: StudyData, pairs: Sequence[Pair]) -> Line:
 
 
 def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], against: bool = False) -> str:
-    """One word for each condition, or for each control where a condition has several; those that agree are named
-    together."""
+    """One word for each condition, or for each control where a condition has several, or for each pair where a control
+    has; those that agree are named together."""
     grouped: dict[str, list[str]] = {}
     several = len({pair.noise for pair in pairs}) < len(pairs)
+    by_name = len({pair.other for pair in pairs}) < len(pairs)
     for pair in pairs:
         word = words[pair.result.verdict]
         if against and not several and pair.result.verdict not in (Verdict.NOT_RESOLVED, Verdict.TOO_FEW):
@@ -113,6 +114,7 @@ def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], 
         if both and pair.result.tested:
             word = f"most runs of both failed ({pair.result.verdict})"
         place = f"against {full_label(data, pair.other)}" if several else _place(data, pair.noise)
+        place = f"{full_label(data, pair.arm)} {place}" if several and by_name else place
         grouped.setdefault(word, []).append(place)
     if len(grouped) == 1:
         return _capital(next(iter(grouped)))
@@ -134,7 +136,10 @@ def _failures_of(data: StudyData, pairs: Sequence[Pair]) -> str:
     arms = list(dict.fromkeys(arm for pair in pairs for arm in (pair.other, pair.arm)))
     table = final_rewards(data).set_index("arm", drop=False).loc[arms]
     failed = _failed(data, table)
-    text = f"Runs that failed: {listed(failed)}." if failed else "None of these arms' finished runs failed."
+    which = "other finished" if untold(table) else "finished"
+    text = f"Runs that failed: {listed(failed)}." if failed else f"None of these arms' {which} runs failed."
+    if not table["judged"].any():
+        text = "" if table["finished"].any() else "No run of these arms has finished."
     return f"{text}{untold(table)}"
 
 
@@ -173,16 +178,17 @@ def _failures(data: StudyData) -> Line:
     total, runs = int(table["failed"].sum()), int(table["judged"].sum())
     if not run_outcomes(data)["start"].notna().any():
         return Line("Did runs fail?", "Cannot be told", "No run recorded its reward at step 0.")
-    text = (
-        f"Failed: {listed(failed)}." if failed else "Every finished run gained more than 0.1 over its reward at step 0."
-    )
+    every = "Every other finished run" if untold(table) else "Every finished run"
+    text = f"Failed: {listed(failed)}." if failed else f"{every} gained more than 0.1 over its reward at step 0."
+    if not runs:
+        text = "" if table["finished"].any() else "No run has finished."
     return Line("Did runs fail?", f"{total} of {count(runs, 'finished run')}", f"{text}{untold(table)}")
 
 
 def _seeds(data: StudyData, pairs: Sequence[Pair]) -> str:
-    """Seeds of a comparison, or, where the study file compares no arms, of an arm."""
-    counts = sorted({pair.result.n for pair in pairs} or (set(data.arms["finished"]) if declared(data) == [] else ()))
-    return f"n = {' or '.join(map(str, counts))}" if counts else "Nothing yet"
+    """Seeds of a comparison, or, where no arms are compared, of an arm."""
+    counts = sorted({pair.result.n for pair in pairs} or set(data.arms["finished"]))
+    return f"n = {' or '.join(map(str, counts))}"
 
 
 def _row(data: StudyData, pair: Pair) -> Row:

@@ -60,7 +60,7 @@ def read(data: StudyData) -> list[Statement]:
 
 def _runs(data: StudyData) -> Iterator[Statement]:
     done, total = sum(run.finished for run in data.runs), len(data.runs) + len(data.not_started)
-    text = f"{done} of {total} runs are finished: {len(data.arms)} arms, seeds {listed(map(str, data.seeds))}."
+    text = f"{done} of {total} runs are finished: {count(len(data.arms), 'arm')}, seeds {listed(map(str, data.seeds))}."
     if len(data.rollouts):
         text += f" The longest has {int(data.rollouts.groupby(['arm', 'seed']).size().max())} RL steps."
     if len(data.timings):
@@ -190,7 +190,7 @@ def power_sentence(data: StudyData) -> str:
     """What this n resolves, and what n would resolve the smallest difference of interest."""
     pairs = [pair for pair in comparisons(data) if pair.result.n >= 2]
     least = interest(data)
-    if declared(data) == []:
+    if not comparisons(data):
         return "No rewards are compared; intervals are over the seeds of an arm."
     if not pairs:
         return "Fewer than two seeds in common: no difference can be resolved."

@@ -21,7 +21,7 @@ from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.outcomes import final_rewards
 from moe_rl.study.reading import read, rules_of
 from moe_rl.study.roundings import component_table, conclusion_table
-from moe_rl.study.statistics import interval_note
+from moe_rl.study.statistics import FEWEST, interval_note
 from moe_rl.study.summary import POSITIONS
 from moe_rl.study.token_view import token_view_html
 from moe_rl.study.words import by_topic, probability
@@ -69,9 +69,10 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
     filters = {
         "minus": lambda text: text.replace("-", "−"),
         "probability": lambda p: probability(p) if np.isfinite(p) else "–",
-        "number": lambda value: f"{value:.3f}" if np.isfinite(value) else "–",
+        "number": lambda value: f"{value:.3f}".replace("-", "−") if np.isfinite(value) else "–",
     }
     differ, shared = arm_settings(data)
+    seeds = data.arms["seeds"].map(len)
     return render_page(
         "study/report.html.j2",
         filters,
@@ -81,7 +82,7 @@ def render_report(data: StudyData, figures: Sequence[StudyFigure], skipped: Sequ
         statements=by_topic((s.topic, s.text) for s in read(data)),
         answer=answer(data),
         rules=rules_of(data),
-        intervals=interval_note(int(data.arms["seeds"].map(len).mode().iloc[0])),
+        intervals=interval_note(int(seeds.mode().iloc[0]), seeds),
         positions=POSITIONS,
         conclusions=conclusion_table(data).to_dict("records"),
         components=component_table(data).to_dict("records"),
@@ -118,14 +119,16 @@ def _finals(data: StudyData) -> list[dict[str, Any]]:
     for row in rows:
         row["label"] = full_label(data, row["arm"])
         row["seeds"] = ", ".join(f"{value:.3f}" for value in row["by_seed"].values())
-        row["bounds"] = _bounds(row["low"], row["high"])
-        row["evaluation_bounds"] = _bounds(row["evaluation_low"], row["evaluation_high"])
+        row["bounds"] = _bounds(row["by_seed"], row["low"], row["high"])
+        row["evaluation_bounds"] = _bounds(row["evaluation_by_seed"], row["evaluation_low"], row["evaluation_high"])
         row["note"] = ", held out" if row["measured"] == "held out" else ""
     return [{str(key): value for key, value in row.items()} for row in rows]
 
 
-def _bounds(low: float, high: float) -> str:
-    return f"[{low:.3f}, {high:.3f}]" if np.isfinite(low) else "–"
+def _bounds(by_seed: dict[int, float], low: float, high: float) -> str:
+    """An interval over seeds; said to be a range where they are too few for one."""
+    few = int(np.isfinite(list(by_seed.values())).sum()) < FEWEST
+    return (f"[{low:.3f}, {high:.3f}]" + " range" * few) if np.isfinite(low) else "–"
 
 
 def _arms(data: StudyData) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ are fractions in [0,1] wherever the examples name a unit. How often the rules be
 the others, is simulated in `moe_rl.study.simulation`; docs/statistics.md has the table.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -122,12 +122,22 @@ def seed_band(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return low, high
 
 
-def interval_note(n: int) -> str:
-    """What the interval over n seeds is, in words for a caption.
+def several_kinds(n: int, others: Iterable[int]) -> bool:
+    """Whether the arms with an interval, of n seeds and of others, have not all the kind that n seeds have."""
+    return any(k >= 2 and (n < 2 or (k < FEWEST) != (n < FEWEST)) for k in others)
+
+
+def interval_note(n: int, others: Iterable[int] = ()) -> str:
+    """What the interval over n seeds is, in words for a caption; `others`: seeds of arms that have not n.
 
     >>> interval_note(1), interval_note(8)
     ('one seed: no interval', 'intervals: 95 % Student over 8 seeds')
     """
+    if several_kinds(n, others):
+        return (
+            f"intervals, where there are several seeds: 95 % Student from {FEWEST} on, below that the range of the "
+            "seeds, which is no confidence interval"
+        )
     if n < 2:
         return "one seed: no interval" if n else "no seed"
     if n < FEWEST:

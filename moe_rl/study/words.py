@@ -1,6 +1,7 @@
 """Numbers in sentences, and labels that figures can draw."""
 
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,6 +37,29 @@ def not_mathematics(label: str) -> str | None:
     except ValueError as error:
         return str(error).strip().splitlines()[-1]
     return None
+
+
+def wrapped(label: str, letters: int) -> str:
+    """The label in lines of at most so many letters; one with mathematics, which ends with its line, as it is."""
+    return label if "$" in label else "\n".join(textwrap.wrap(label, letters))
+
+
+def cut(label: str, letters: int) -> str:
+    """The label in at most so many letters, without its middle: labels of one study differ at their ends.
+
+    >>> cut("GRPO with a long story, number 2", 21)
+    'GRPO with … number 2'
+    """
+    if len(label) <= letters:
+        return label
+    half = (letters - 3) // 2
+    head, tail = label[:half], label[-half:]
+    if " " in head and label[half] != " ":  # whole words, where there are
+        head = head[: head.rindex(" ")]
+    if " " in tail and label[-half - 1] != " ":
+        tail = tail[tail.index(" ") + 1 :]
+    short = f"{head.rstrip()} … {tail.lstrip()}"
+    return short.replace(r"\$", "$").replace("$", r"\$")  # half of a formula is none
 
 
 def by_topic(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:

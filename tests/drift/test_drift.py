@@ -225,6 +225,11 @@ def test_one_token_and_all_experts_chosen(tokenizer, prompts, tmp_path, undrawn)
     assert pd.read_parquet(output / "sites.parquet")["margin_median"].isna().all(), "nothing was left to choose"
     none = pd.DataFrame({"low": [], "high": [], "choices": [], "changed": []})
     assert figures.margins(none, "").render("svg")
+    ties = pd.DataFrame({"low": [0.0, 0.1], "high": [1e-7, 0.2], "choices": [40, 60], "changed": [10, 3]})
+    assert (
+        "40 closer choices, ties most of them, are left of the axes; 25 % of these" in figures.margins(ties, "").caption
+    )
+    assert "left of the axes" not in figures.margins(ties[1:], "").caption
     topics = dict(summary(results_of(output)))
     assert topics["Log-ratio"].startswith("One token alone"), "not: the two say the same"
 

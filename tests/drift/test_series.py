@@ -244,7 +244,7 @@ def test_the_legends_of_a_series_lie_on_no_curve(moved):
 
     rows = [
         {
-            "name": f"step-{i}",
+            "name": f"a-long-name-as-a-hub-gives-it-to-a-checkpoint-of-step-{i:06d}",
             "change": rates(rate),
             "step": rates(rate),
             "gate_swap": {"routers": rates(rate / 2), "body": rates(rate)} if i else None,
@@ -254,6 +254,8 @@ def test_the_legends_of_a_series_lie_on_no_curve(moved):
     ]
     figure = series_curves({"rows": rows, "steps": None, "floor": {"variants": {}}}, "").figure
     figure.draw_without_rendering()
+    left, right = (ax.get_title(loc="left") and ax._left_title.get_window_extent() for ax in figure.axes[:2])
+    assert left.x1 < right.x0
     for ax in figure.axes[2:]:
         box, top = ax.get_legend().get_window_extent(), max(float(max(line.get_ydata())) for line in ax.lines)
         assert ax.transData.transform((0, top))[1] < box.y0 + 1

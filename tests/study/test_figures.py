@@ -26,6 +26,7 @@ from moe_rl.study.figures import (
 )
 from moe_rl.study.figures.register import REGISTRY, figure
 from moe_rl.study.figures.style import LOOKS, arm_looks, conditions
+from moe_rl.study.statistics import interval_note
 
 INTERVALS = ("evaluation_low", "evaluation_high")  # one seed has none
 
@@ -112,7 +113,9 @@ def test_n_is_that_of_the_runs_that_have_what_the_figure_shows(data, name):
     part = dataclasses.replace(data, probes=probes)
     figure = FIGURES[name](part)
     assert "n = 1 seed per arm (2 for GSPO)" in figure.caption and "the 3 seeds" not in figure.caption
-    assert figure.figure._supxlabel.get_text() == "n = 1 seed per arm (fewer or more in some)"
+    bands = "n = 1 in most arms; band: 95 % Student from 6 seeds on, else their range"
+    none = "n = 1 seed per arm (fewer or more in some)"
+    assert figure.figure._supxlabel.get_text() == (none if name == "expert_change_by_site" else bands)
     if "n" in figure.frame:
         assert figure.frame.groupby("arm")["n"].max().to_dict().items() >= {"grpo": 1, "gspo": 2}.items()
     assert "n = 3 seeds per arm; " in reward(part).caption, "rewards were recorded by all"
@@ -159,6 +162,35 @@ def test_arms_of_one_method_share_its_colour_and_differ_in_dash(tmp_path, data):
     looks = arm_looks(data, ["gspo", "gspo_noise"])
     assert looks["gspo"][0].colour == looks["gspo_noise"][0].colour
     assert looks["gspo"][0].dash != looks["gspo_noise"][0].dash
+
+
+def test_intervals_of_arms_of_few_and_many_seeds_are_told_apart(tmp_path):
+    few = {
+        "few": ({"label": "few", "seeds": [0], "method": {"objective": "sapo", "replay": "none", "noise": 0.0}}, 0.8)
+    }
+    few |= {f"few{k}": few["few"] for k in range(2)}
+    many = write_study(tmp_path / "s", ("grpo", *few), tuple(range(6)), 5, sequences=4, more=few)
+    figure = reward(load(many))
+    assert "no interval" not in figure.caption and "95 % Student from 6 on, below that the range" in figure.caption
+    assert figure.figure.get_supxlabel() == "n = 1 in most arms; band: 95 % Student from 6 seeds on, else their range"
+    assert interval_note(8, [8, 1]) == "intervals: 95 % Student over 8 seeds", "one seed has none"
+
+
+def test_rewards_of_other_responses_than_the_policys_are_said_to_be_so(one_seed):
+    runs = tuple(
+        dataclasses.replace(run, config={**run.config, "method": {"objective": "sft"}}) if run.arm == "gspo" else run
+        for run in one_seed.runs
+    )
+    assert (
+        "GSPO: rewards of responses that are not the policy's." in reward(dataclasses.replace(one_seed, runs=runs)).own
+    )
+    assert "not the policy's" not in reward(one_seed).caption
+
+
+def test_an_arm_whose_name_begins_with_an_underscore_is_in_the_legend(one_seed):
+    arms = {"grpo": {"label": "_grpo"}, "gspo": {"label": "GSPO"}}
+    figure = reward(dataclasses.replace(one_seed, config={**one_seed.config, "arms": arms}))
+    assert [text.get_text().strip() for text in figure.figure.legends[0].get_texts()] == ["_grpo", "GSPO"]
 
 
 def test_figures_are_the_same_bytes_each_time(one_seed):
@@ -262,3 +294,12 @@ def test_a_figure_of_ones_own_file(folder, tmp_path):
         draw_some(folder, [f"{file}:my_reward"])
     with pytest.raises(TypeError, match=r"study.load|StudyData"):
         FIGURES["reward"](str(folder))
+
+
+@pytest.mark.parametrize("shift", [-0.9, -2.0])
+def test_rewards_below_zero_are_not_cut_off(data, shift):
+    study = dataclasses.replace(data, rollouts=data.rollouts.assign(reward=data.rollouts["reward"] + shift))
+    figure = reward(study)
+    low, high = figure.figure.axes[0].get_ylim()
+    assert low <= study.rollouts["reward"].min() < study.rollouts["reward"].max() <= high
+    assert reward(data).figure.axes[0].get_ylim()[0] == 0

@@ -74,6 +74,31 @@ def brief(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def wordy(tmp_path_factory):
+    """Three arms whose labels say all that they change, and differ at their ends."""
+    said = "GRPO, learning rate 0.0005 with a warmup of 20 updates, clip range 0.2 to 0.27, penalty on the KL of 0.01"
+    kinds = ("grpo", "gspo", "sapo")
+    more = {f"a{k}": ({"label": f"{said}, number {k}", "method": {**ARMS["grpo"]["method"], "objective": k}}, 0.8)
+            for k in kinds}  # fmt: skip
+    return small(tmp_path_factory, more, ())
+
+
+@pytest.fixture(scope="module")
+def wordy_crowd(tmp_path_factory):
+    """Seven of them."""
+    said = "GRPO, learning rate 0.0005 with a warmup of 20 updates, clip range 0.2 to 0.27, penalty on the KL of 0.01"
+    return small(
+        tmp_path_factory, {f"a{k}": ({**ARMS["grpo"], "label": f"{said}, arm {k}"}, 0.8) for k in range(7)}, ()
+    )
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """Two arms, side by side in a narrow figure."""
+    return small(tmp_path_factory, {}, ("grpo", "gspo"))
+
+
+@pytest.fixture(scope="module")
 def single(tmp_path_factory):
     """One arm."""
     return small(tmp_path_factory, {}, ("grpo",))
@@ -86,7 +111,7 @@ def small(tmp_path_factory, more, others=("grpo", "grpo_replay", "gspo")):
 
 
 @pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("study", ["crowd", "wide", "doses", "pair", "brief", "single"])
+@pytest.mark.parametrize("study", ["crowd", "wide", "doses", "pair", "brief", "single", "two", "wordy", "wordy_crowd"])
 def test_words_lie_inside_the_figure_and_not_on_one_another(study, name, request):
     figure = FIGURES[name](request.getfixturevalue(study))
     figure.render("svg")  # where places are found
@@ -191,3 +216,18 @@ def test_drawing_is_alike_under_other_settings_of_matplotlib(doses):
     plain = FIGURES["gradient_norm"](doses).render("svg")
     with matplotlib.rc_context({"font.size": 20, "figure.constrained_layout.use": True, "axes.grid": False}):
         assert FIGURES["gradient_norm"](doses).render("svg") == plain
+
+
+def test_rows_on_a_log_axis_are_geometric_means_as_their_caption_says(pair):
+    arms = pair.arms.index
+    tens = pd.DataFrame([[0.01, 1.0], [0.0, 0.1]], index=arms)
+    drawn = arm_rows(pair, [Column("", [Dots(tens)], log=True)])
+    means = [x for dots in drawn.axes[0].collections[2:] for x in np.asarray(dots.get_offsets())[:, 0]]
+    assert means == pytest.approx([0.1, 0.1]), "of 0.01 and 1; and of 0.1, for 0 has no place"
+    assert list(drawn.frame["mean"]) == pytest.approx([0.1, 0.1])
+    assert drawn.frame.loc[0, ["low", "high"]].tolist() == pytest.approx([0.01, 1.0])
+
+
+def test_labels_that_differ_at_their_ends_differ_in_rows(wordy):
+    ticks = [tick.get_text() for tick in FIGURES["final_reward"](wordy).figure.axes[0].get_yticklabels()]
+    assert len(set(ticks)) == 3 and all("\n" in text and text.endswith(("grpo", "gspo", "sapo")) for text in ticks)

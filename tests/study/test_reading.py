@@ -333,3 +333,33 @@ def test_predicted_routes_do_not_answer_whether_grpo_needs_replay():
     lines = answer(study).lines
     assert lines[0].question.startswith("Do the arms differ?")
     assert not any("need replay" in line.question for line in lines)
+
+
+def test_two_arms_against_one_control_are_told_apart_in_the_first_answer():
+    higher, same = tuple(np.add(LOW, 0.3)), tuple(np.add(LOW, (0.01, -0.01) * 4))
+    study = study_of({"grpo": LOW, "gspo": higher, "gspo_noise": same}, {"gspo_noise": {"noise": 0.0}})
+    arms = {"grpo": {"label": "GRPO"}, "gspo": {"label": "GSPO"}, "gspo_noise": {"label": "GSPO, paper's range"}}
+    method = {"objective": "gspo", "replay": "none", "clip_low": 0.0003}
+    runs = tuple(replace(r, config={**r.config, "method": method}) if r.arm == "gspo_noise" else r for r in study.runs)
+    study = replace(study, runs=runs, config={"arms": arms}, evals=at_start(study, 0.2))
+    (line, *_) = answer(study).lines
+    assert line.question == "Did GSPO do without?"
+    assert line.answer == "GSPO against GRPO: yes, ended higher; GSPO, paper's range against GRPO: yes, ended as high"
+
+
+def test_a_study_without_a_finished_run_is_not_said_to_have_none_that_failed():
+    study = study_of({"grpo": LOW, "gspo": EIGHT})
+    begun = replace(study, runs=tuple(replace(run, finished=False) for run in study.runs))
+    texts = {line.question: line.text for line in answer(begun).lines}
+    assert texts["Did GSPO do without?"] == "No run of these arms has finished."
+    assert texts["Did runs fail?"] == "No run has finished."
+    part = replace(study, evals=at_start(study, 0.3).query("arm == 'gspo'"))
+    part = replace(part, rollouts=part.rollouts.assign(step=part.rollouts["step"] + 1))
+    assert all("other finished run" in line.text for line in answer(part).lines[:2])
+
+
+def test_one_arm_compares_nothing_and_has_its_seeds():
+    study = study_of({"grpo": EIGHT})
+    last = answer(study).lines[-1]
+    assert (last.answer, last.text) == ("n = 8", "No rewards are compared; intervals are over the seeds of an arm.")
+    assert text_on(study, "Runs").startswith("8 of 8 runs are finished: 1 arm, ")

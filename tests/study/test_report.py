@@ -210,3 +210,8 @@ def test_commands_can_be_pasted_wherever_the_study_lies(folder, tmp_path):
     assert shlex.split(shown["figures and this page again"]) == ["moe-rl", "figures", str(place)]
     path = shown["the same tables in Python"].removeprefix("moe_rl.study.load(").removesuffix(")")
     assert json.loads(path) == str(place)
+
+
+def test_a_range_of_few_seeds_is_said_to_be_one(text):
+    table = text[text.index('<h2 id="table">') :]
+    assert re.search(r"\[0\.\d{3}, 0\.\d{3}\] range</td>", table), "three seeds"

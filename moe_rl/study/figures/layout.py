@@ -17,8 +17,11 @@ from moe_rl.study.arms import condition_label, dose_label, full_label, replay_st
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.notes import repeats
 from moe_rl.study.figures.style import PAGE, PALE, Condition, conditions, log_y, panels
+from moe_rl.study.words import cut
 
 Limits = tuple[float | int | None, float | int | None]
+TALL = 5
+"""Lines of a title."""
 MANY = 6
 """Arms of one condition that can still be told apart in one panel."""
 
@@ -67,10 +70,12 @@ def crowded(data: StudyData) -> bool:
 
 
 def short_label(data: StudyData, arm: str, width: int = 17) -> str:
-    """The label of an arm in short lines; a name and its value (`N = 4`) stay together."""
+    """The label of an arm in short lines, at most `TALL`, for which its middle is left out; a name and its value
+    (`N = 4`) stay together."""
     label = full_label(data, arm).replace("Routing Replay", "Replay")
     label = label.replace("noise σ", "noise\u00a0σ").replace(" = ", "\u00a0=\u00a0")
-    return "\n".join(textwrap.wrap(label, width))
+    shorter = (cut(label, letters) for letters in (len(label), *range(TALL * width, width, -1)))
+    return "\n".join(next(lines for short in shorter if len(lines := textwrap.wrap(short, width)) <= TALL))
 
 
 def fixed_figure(width: float, height: float) -> Figure:

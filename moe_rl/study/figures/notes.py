@@ -7,7 +7,7 @@ import pandas as pd
 from moe_rl.study.arms import full_label, replay_identity
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.style import THIN_LINES
-from moe_rl.study.statistics import FEWEST, interval_note
+from moe_rl.study.statistics import FEWEST, interval_note, several_kinds
 
 PROBE = (
     "Probe: a fixed subset of each step's responses, routed live and without noise in every arm, old policy of the "
@@ -38,7 +38,7 @@ def seeds_note(data: StudyData, runs: Runs, interval: bool) -> str:
     usual, others = _counts(data, runs)
     n = f"n = {usual} seed{'s' if usual > 1 else ''} per arm"
     n += f" ({', '.join(f'{k} for {label}' for label, k in others.items())})" if others else ""
-    parts = [n, interval_note(usual)] if interval else [n]
+    parts = [n, interval_note(usual, others.values())] if interval else [n]
     if data.unfinished:
         names = ", ".join(run.name for run in data.unfinished)
         parts.append(f"unfinished runs included as far as they got: {names}")
@@ -48,6 +48,8 @@ def seeds_note(data: StudyData, runs: Runs, interval: bool) -> str:
 def seeds_words(data: StudyData, runs: Runs, mark: str) -> str:
     """The line under a figure: n, and what its bars or bands are."""
     usual, others = _counts(data, runs)
+    if mark and several_kinds(usual, others.values()):
+        return f"n = {usual} in most arms; {mark}: 95 % Student from {FEWEST} seeds on, else their range"
     words = f"n = {usual} seed{'s' if usual > 1 else ''} per arm" + (" (fewer or more in some)" if others else "")
     if not mark or usual < 2:
         return words

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from textwrap import fill, wrap
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ from matplotlib.transforms import blended_transform_factory
 
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import fixed_figure, shown
-from moe_rl.study.figures.style import GREY, PAGE, arm_colour, log_x
-from moe_rl.study.statistics import seed_interval
+from moe_rl.study.figures.style import GREY, PAGE, arm_colour, inches, log_x
+from moe_rl.study.statistics import Interval, seed_interval
+from moe_rl.study.words import cut
 
 EACH = 0.185  # inches per row
 LETTERS = 33
@@ -82,7 +83,8 @@ def arm_rows(
     longest = max(map(len, labels.values()))
     if longest > LETTERS:
         labels = {arm: in_two_lines(label) for arm, label in labels.items()}
-    left = 0.15 + 0.056 * min(LETTERS, longest)
+    size = 7 if longest <= LETTERS else 6
+    left = 0.15 + max(0.056 * min(LETTERS, longest), *(inches(label, size) for label in labels.values()))
     gap, head, foot = 0.28, 0.36, 0.5 + below  # half a number of each side stands in a gap
     rows = max([*places.values(), *headings.values()]) + 1
     high = EACH * rows * (1.35 if longest > LETTERS else 1)  # two lines need room
@@ -98,9 +100,7 @@ def arm_rows(
         quiet_rows(ax)
         ax.set_title(column.title, fontsize=7, pad=4)
         ax.tick_params(axis="y", labelleft=not i)
-    axes[0].set_yticks(
-        list(places.values()), list(labels.values()), fontsize=7 if longest <= LETTERS else 6, linespacing=0.95
-    )
+    axes[0].set_yticks(list(places.values()), list(labels.values()), fontsize=size, linespacing=0.95)
     across = blended_transform_factory(figure.transFigure, axes[0].transData)
     for name, y in headings.items():
         axes[0].text(0.06 / PAGE, y, name, transform=across, fontsize=7, fontweight="bold", va="center")
@@ -110,12 +110,13 @@ def arm_rows(
 
 
 def in_two_lines(label: str) -> str:
-    """A label of more than `LETTERS` letters in two lines, as even as they can be; cut where two do not hold it."""
+    """A label of more than `LETTERS` letters in two lines, as even as they can be; its middle left out where two do not
+    hold it."""
     if len(label) <= LETTERS:
         return label
-    even = (wrap(label, width) for width in range(len(label) // 2, LETTERS + 1))
-    lines = next((lines for lines in even if len(lines) <= 2), None)
-    return "\n".join(lines) if lines else fill(label, LETTERS, max_lines=2, placeholder=" …")
+    shorter = (cut(label, letters) for letters in (len(label), *range(2 * LETTERS, LETTERS, -1)))
+    tried = (wrap(short, width) for short in shorter for width in range(len(short) // 2, LETTERS + 1))
+    return "\n".join(next(lines for lines in tried if len(lines) <= 2))
 
 
 def quiet_rows(ax: Axes) -> None:
@@ -152,7 +153,7 @@ def _draw_column(ax: Axes, data: StudyData, column: Column, places: dict[str, fl
         colours = [arm_colour(data, arm) for arm in table.index]
         y = np.array([places[arm] for arm in table.index])
         values = table.to_numpy(dtype=float)
-        draw_dots(ax, y, np.where(values > 0, values, np.nan) if column.log else values, colours, dots.open)
+        draw_dots(ax, y, values, colours, dots.open, column.log)
     for value in column.lines:
         ax.axvline(value, color=GREY, lw=0.9, ls=(0, (1, 2)), zorder=1)
     ax.autoscale_view(scaley=False)
@@ -173,9 +174,12 @@ def _ticks(ax: Axes) -> None:
             break
 
 
-def draw_dots(ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str], hollow: bool = False) -> None:
-    """Rows of values [rows, seeds] at `y`: mean, interval, and every seed, lower than these."""
-    intervals = [seed_interval(row) for row in values]
+def draw_dots(
+    ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str], hollow: bool = False, log: bool = False
+) -> None:
+    """Rows of values [rows, seeds] at `y`: mean, interval, and every seed, lower than these; `log`: `_interval`."""
+    values = np.where(values > 0, values, np.nan) if log else values
+    intervals = [_interval(row, log) for row in values]
     known = [(one, h, c) for one, h, c in zip(intervals, y, colours, strict=True) if one.known]
     bars = [[(one.low, h), (one.high, h)] for one, h, _ in known]
     ax.add_collection(LineCollection(bars, colors=[c for *_, c in known], linewidths=3, alpha=0.4, zorder=2))
@@ -191,6 +195,11 @@ def draw_dots(ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str
     ax.scatter(
         means, y, s=22, c=face, edgecolors=edge, linewidths=0.8, zorder=3, clip_on=False
     )  # marks at an end are whole
+
+
+def _interval(values: np.ndarray, log: bool) -> Interval:
+    """Mean over seeds; `log`: geometric, with the interval of the logarithms, where 0 has no place."""
+    return seed_interval(np.log(np.where(values > 0, values, np.nan))).exp() if log else seed_interval(values)
 
 
 def _key(figure: Figure, columns: Sequence[Column], total: float) -> None:
@@ -212,7 +221,7 @@ def _frame(columns: Sequence[Column]) -> pd.DataFrame:
     for column in columns:
         for dots in column.dots:
             for arm, values in zip(dots.table.index, dots.table.to_numpy(dtype=float), strict=True):
-                one = seed_interval(values)
+                one = _interval(values, column.log)
                 row = {"quantity": column.title.replace("\n", " "), "of": dots.label, "arm": arm, "n": one.n}
                 seeds = {f"seed{seed}": value for seed, value in zip(dots.table.columns, values, strict=True)}
                 rows.append(row | one.columns("mean") | seeds)

@@ -6,20 +6,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.cbook import is_math_text
 from matplotlib.colorbar import Colorbar
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from moe_rl.study.data import StudyData
+from moe_rl.study.words import wrapped
 
 WIDTH = 7.0  # inches: the text width of a two-column paper
 PAGE = 5.0  # inches: a study's figures, so that they can be read on a phone and stand in a column
 GREY = "#6b6b6b"
 INK = "#1a1a1a"
 PALE = "#8f8f8f"  # lines behind others, half transparent
+LETTER = 0.061  # inches: a letter of a legend
 THIN_LINES = 5  # with more seeds than this, single seeds are left to the CSV
 
 
@@ -97,6 +103,7 @@ def arm_looks(data: StudyData, arms: Sequence[str]) -> dict[str, tuple[Look, str
         twins = [a for a in arms if methods[a] == method]
         look = look_of(method)
         label = str(data.arms.loc[arm, "label"])
+        label = f" {label}" if label.startswith("_") else label  # such a one matplotlib leaves out of legends
         i = twins.index(arm)
         if i:
             look = Look(look.colour, _DASHES[i % len(_DASHES)], "osv^D"[i % 5])
@@ -128,11 +135,14 @@ def legend_above(figure: Figure, axes: np.ndarray | Sequence[Axes], extra: Seque
     for handle in extra:
         entries.setdefault(str(handle.get_label()), handle)
     if entries:
+        wide = float(figure.get_figwidth())
+        labels = [wrapped(label, int((wide - 0.5) / LETTER)) for label in entries]
+        figure.set_figheight(figure.get_figheight() + 0.15 * sum(label.count("\n") for label in labels))
         figure.legend(
             list(entries.values()),
-            list(entries),
+            labels,
             loc="outside upper left",
-            ncols=legend_columns(list(entries), float(figure.get_figwidth())),
+            ncols=legend_columns(labels, wide),
             borderaxespad=0.3,
         )
 
@@ -144,10 +154,17 @@ def legend_columns(labels: Sequence[str], width: float) -> int:
     (2, 2)
     """
     for columns in range(min(4, len(labels)), 1, -1):
-        longest = [max(len(label) for label in part) for part in np.array_split(np.array(labels), columns)]
-        if sum(0.6 + 0.061 * n for n in longest) - 0.18 <= width - 0.05:  # handle and gaps, and a letter, in inches
+        longest = [max(inches(label) for label in part) for part in np.array_split(np.array(labels), columns)]
+        if sum(0.6 + n for n in longest) - 0.18 <= width - 0.05:  # handle and gaps, in inches
             return columns
     return 1
+
+
+def inches(label: str, points: float | int = 8) -> float:
+    """How wide a label is, in letters of so many points (those of a legend): capitals are wide, formulas are short."""
+    font = FontProperties(size=points)
+    lines = [(line, bool(is_math_text(line))) for line in label.split("\n")]
+    return max(float(text_to_path.get_text_width_height_descent(line, font, math)[0]) for line, math in lines) / 72
 
 
 def log_y(ax: Axes, low: float | int | None = None, high: float | int | None = None) -> None:
@@ -188,6 +205,15 @@ def label_bar(bar: Colorbar, label: str, inches: float) -> None:
         bar.set_label(label)
     else:
         bar.set_label(label, loc="top", fontsize=6.5)
+
+
+def reward_limits(rewards: "pd.Series[float]") -> tuple[float | int | None, float | int | None]:
+    """Of an axis of rewards: from 0 to a little above the best and at most 1, where rewards lie there; penalties and
+    rewards of -1 and 1 are below 0, and get all the room that they need."""
+    low, best = float(rewards.min()), float(rewards.max())
+    if low < 0:
+        return None, None
+    return 0, None if best > 1 else min(1.0, best * 1.08) or 1.0  # a task may never be solved
 
 
 def step_axis(ax: Axes, label: str = "RL step") -> None:

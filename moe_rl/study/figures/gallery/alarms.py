@@ -12,6 +12,7 @@ from moe_rl.study.alarms import Alarm, alarms_of
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import drawn_arms, short_label
 from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.rows import in_two_lines
 from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, label_bar, step_axis
 
 
@@ -54,7 +55,9 @@ def _maps(
 ) -> Figure:
     arms = drawn_arms(data)
     shown: list[Alarm | None] = [*crossed] or [None]  # None: collapses alone
-    drawn = Figure(figsize=(PAGE, 0.6 + len(shown) * (0.3 + 0.125 * len(arms))))
+    labels = [in_two_lines(short_label(data, arm, 999)) for arm in arms]
+    each = 0.2 if any("\n" in label for label in labels) else 0.125
+    drawn = Figure(figsize=(PAGE, 0.6 + len(shown) * (0.3 + each * len(arms))))
     axes = drawn.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
     count = Counter(run.arm for run in data.runs)
     for ax, alarm in zip(axes, shown, strict=True):
@@ -68,7 +71,7 @@ def _maps(
             if arm in arms:
                 ax.plot(step, arms.index(arm), "x", color=INK, ms=4, mew=1.2)
         ax.set_title(alarm.title if alarm else "", fontsize=7, loc="left", pad=2)
-        ax.set_yticks(range(len(arms)), [short_label(data, arm, 99) for arm in arms], fontsize=6)
+        ax.set_yticks(range(len(arms)), labels, fontsize=6, linespacing=0.95)
         ax.tick_params(length=0)
         ax.grid(False)
         ax.spines[:].set_visible(False)

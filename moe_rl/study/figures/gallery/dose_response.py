@@ -64,7 +64,8 @@ def dose_response(data: StudyData) -> Drawing:
     axes[1].set_xlabel("slots routed otherwise in the update forward, %")
     axes[0].set_xlim(left=-0.02 * axes[0].get_xlim()[1])
     axes[0].set_ylabel("final reward")
-    axes[0].set_ylim(0, 1.08 * float(seeds["final"].max()) or None)
+    if seeds["final"].min() >= 0:
+        axes[0].set_ylim(0, 1.08 * float(seeds["final"].max()) or None)
     log_y(axes[1])
     axes[1].set_ylabel("variance of token log r, nats²")
     for ax in axes:

@@ -7,6 +7,7 @@ from matplotlib.lines import Line2D
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.figures.floor import draw_across, gap_note
 from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.rows import in_two_lines
 from moe_rl.study.figures.style import GREY, PAGE, arm_colour, panels
 from moe_rl.study.floors import floor_variance
 
@@ -57,7 +58,7 @@ def engine_mismatch(data: StudyData) -> Drawing:
     left.set_xscale("log")
     floor = floor_variance(data)
     draw_across(left, floor["var_token"] if len(floor) else pd.Series(dtype=float), vertical=True)
-    left.set_yticks(range(len(arms)), [str(data.arms["label"][arm]) for arm in arms])
+    left.set_yticks(range(len(arms)), [in_two_lines(str(data.arms["label"][arm])) for arm in arms])
     left.set_ylim(len(arms) - 0.4, -0.6)
     left.set_xlabel("variance of log(π_old / μ), nats²")
     right.set_xlabel("clipped in the\nfirst update,\n% of tokens")

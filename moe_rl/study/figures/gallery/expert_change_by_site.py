@@ -11,6 +11,7 @@ from moe_rl.study.figures.layout import MANY, drawn_arms, fixed_figure, many, sh
 from moe_rl.study.figures.notes import PROBE
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.routing import short_sites, stacked
+from moe_rl.study.figures.rows import in_two_lines
 from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
 from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, label_bar
 from moe_rl.study.floors import MISSING, floor_by_site
@@ -103,9 +104,11 @@ def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: li
     """One map: arms down, sites across, after the last update."""
     last = last_updates(pooled)
     grid = 100 * last.pivot(index="arm", columns="site", values="rate").loc[arms]
-    labels = [*(short_label(data, arm, 99) for arm in arms), *(f"noise floor, {name}" for name in floor)]
-    high = 0.17 * (len(arms) + len(floor.columns))
-    left, foot, head = min(2.2, 0.2 + 0.053 * max(map(len, labels))), 0.55, 0.12
+    labels = [*(in_two_lines(short_label(data, arm, 999)) for arm in arms), *(f"noise floor, {name}" for name in floor)]
+    two = any("\n" in label for label in labels)
+    high = (0.23 if two else 0.17) * (len(arms) + len(floor.columns))
+    longest = max(len(line) for label in labels for line in label.split("\n"))
+    left, foot, head = min(2.2, 0.2 + 0.053 * longest), 0.55, 0.12
     total = high + foot + head
     drawn = fixed_figure(PAGE, total)
     ax = drawn.add_axes((left / PAGE, foot / total, (PAGE - left - 0.75) / PAGE, high / total))
@@ -114,7 +117,7 @@ def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: li
     top = float(np.nanmax(values)) or 1.0
     mesh = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=top)
     _write_cells(ax, values, top, most=12 * len(values))
-    ax.set_yticks(range(len(values)), labels, fontsize=7)
+    ax.set_yticks(range(len(values)), labels, fontsize=6 if two else 7, linespacing=0.95)
     step = max(1, len(short) // 12)
     ax.set_xticks(range(0, len(short), step), short[::step])
     ax.set_xlabel("routing site, after the last update", labelpad=1)

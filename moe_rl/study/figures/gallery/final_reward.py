@@ -12,8 +12,9 @@ from moe_rl.study.curves import FINAL_STEPS
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
-from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour
+from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, inches
 from moe_rl.study.outcomes import final_rewards
+from moe_rl.study.words import cut
 
 MOST_PAIRS = 16
 """More comparisons than this are left to the table."""
@@ -79,7 +80,7 @@ def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
     for row, said, any_wrong in zip(rows, counts, map(any, wrong), strict=True):
         words = f"{row['final']:.3f}"
         words += f" [{row['low']:.3f}, {row['high']:.3f}]" if np.isfinite(row["low"]) else ""
-        ax.text(first, drawn.places[row["arm"]], words, fontsize=7, **place)
+        ax.text(first, drawn.places[row["arm"]], words.replace("-", "−"), fontsize=7, **place)
         colour = INK if any_wrong else GREY
         ax.text(second, drawn.places[row["arm"]], said, fontsize=7, color=colour, **place)
 
@@ -89,8 +90,8 @@ def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
     total = drawn.figure.get_figheight()
     names = [_name(data, pair) for pair in pairs]
     high, rows = _height(names), _rows(pairs, names)
-    longest = max(len(line) for name in names for line in name.split("\n"))
-    left, foot = min(2.7, 0.15 + 0.057 * longest), 0.46
+    longest = max(0.057 * len(line) for name in names for line in name.split("\n"))
+    left, foot = min(2.7, 0.15 + max(longest, *(inches(name, 7) for name in names))), 0.46
     ax = drawn.figure.add_axes(
         (left / PAGE, foot / total, (PAGE - left - 0.08 - 1.42) / PAGE, EACH * rows / total), facecolor="none"
     )
@@ -125,7 +126,9 @@ def _name(data: StudyData, pair: Pair) -> str:
     """`A − B`, in two lines where it is long."""
     words = [str(data.arms["label"][arm]).replace("GRPO + Routing Replay", "Replay") for arm in (pair.arm, pair.other)]
     one, other = (word.replace("Routing Replay", "Replay") for word in words)
-    return f"{one} − {other}" if len(one) + len(other) + 3 <= LONGEST else f"{one}\n− {other}"
+    if len(one) + len(other) + 3 <= LONGEST:
+        return f"{one} − {other}"
+    return f"{cut(one, LONGEST)}\n− {cut(other, LONGEST - 2)}"
 
 
 def _height(names: Sequence[str]) -> float:

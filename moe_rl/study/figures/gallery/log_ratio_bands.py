@@ -46,7 +46,8 @@ def log_ratio_bands(data: StudyData) -> Drawing:
     arms = drawn_arms(data, list(frame["arm"].unique()))
     if many(data) or len(arms) > 2 * MANY:
         return _rows(data, by_seed, frame)
-    drawn, axes = wrapped_panels(len(arms), 4, 0.7, 1.6, sharex=True, sharey=True)
+    titles = max(short_label(data, arm).count("\n") for arm in arms)
+    drawn, axes = wrapped_panels(len(arms), 4, 0.7, 1.6 + 0.1 * max(0, titles - 2), sharex=True, sharey=True)
     for ax, arm in zip(axes.flat, arms, strict=False):
         of = {str(kind): part.set_index("step") for kind, part in medians[medians["arm"] == arm].groupby("routing")}
         _bands(ax, of, arm_colour(data, arm))

@@ -46,7 +46,8 @@ def minibatches(data: StudyData) -> Drawing:
         ax.set_title(title)
         ax.set_xlabel("minibatches (updates) per batch, N")
     axes[0].set_ylabel("reward")
-    axes[0].set_ylim(0, 1.08 * float(seeds["peak"].max()) or None)
+    if seeds["final"].min() >= 0:
+        axes[0].set_ylim(0, 1.08 * float(seeds["peak"].max()) or None)
     legend_above(drawn, axes)
     return Drawing(drawn, pd.concat(parts, ignore_index=True), interval="bar")
 

@@ -6,6 +6,7 @@ from moe_rl.study.figures.curves import collapse_note, curves, mark_collapses, s
 from moe_rl.study.figures.layout import shown
 from moe_rl.study.figures.notes import lines_note
 from moe_rl.study.figures.register import Drawing, figure
+from moe_rl.study.figures.style import reward_limits
 
 
 @figure(
@@ -17,10 +18,8 @@ from moe_rl.study.figures.register import Drawing, figure
 def reward(data: StudyData) -> Drawing:
     """Mean reward of the sampled batch against the RL step, one panel per condition."""
     rows = data.rollouts.dropna(subset=["reward"])
-    best = float(rows["reward"].max())
-    ylim = (0, None if best > 1 else min(1.0, best * 1.08) or 1.0)  # a task may never be solved
     tables = seed_tables(rows, "step", "reward")
-    drawn = curves(data, tables, "reward, mean\nover responses", quantity="reward", ylim=ylim)
+    drawn = curves(data, tables, "reward, mean\nover responses", quantity="reward", ylim=reward_limits(rows["reward"]))
     for ax, arms in drawn.panels:
         mark_collapses(ax, data, arms)
     drawn.legend()
@@ -32,5 +31,7 @@ def reward(data: StudyData) -> Drawing:
         if natural
         else ""
     )
-    said = f"{many}{lines_note(data)}{collapse_note(data)}{stands}"
+    others = dict.fromkeys(full_label(data, run.arm) for run in data.runs if run.responses != "policy")
+    foreign = f" {', '.join(others)}: rewards of responses that are not the policy's." if others else ""
+    said = f"{many}{lines_note(data)}{collapse_note(data)}{stands}{foreign}"
     return Drawing(drawn.figure, drawn.frame, said, interval="band")
