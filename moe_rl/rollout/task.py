@@ -154,17 +154,17 @@ def user_code(
 
 
 def problems_of(task: Any, rng: random.Random, count: int, held_out: bool = False) -> list[Problem]:
-    """So many problems of the task. Raises TaskError for whatever its code raises."""
+    """So many problems of the task. Raises TaskError for whatever its code raises, and for what is no Problem."""
     with user_code(task, "problem"):
-        return [task.problem(rng, held_out=held_out) for _ in range(count)]
+        drawn = [task.problem(rng, held_out=held_out) for _ in range(count)]
+        for problem in drawn:
+            if not isinstance(problem, Problem) or not isinstance(problem.prompt, str):
+                raise TaskError(f"expected a Problem whose prompt is a text, got {shortened(repr(problem))}")
+    return drawn
 
 
 def checked_reward(value: Any) -> float:
-    """A reward as a float.
-
-    Raises:
-        TaskError: not a number, not finite, or too large for fp32 to tell rewards apart.
-    """
+    """A reward as a float. Raises TaskError for no number, one that is not finite, or too large to be told apart."""
     try:
         reward = float(value)
     except (TypeError, ValueError) as error:

@@ -22,10 +22,12 @@ from moe_rl.policy.models import check_machine, check_tiny, seeded
 from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
-from moe_rl.rollout.task import checked_reward, user_code
+from moe_rl.rollout.task import checked_reward, problems_of, user_code
 from moe_rl.settings import listed
+from moe_rl.starts import BEGUN_WITH, begun_under
 from moe_rl.study.config import ConfigError, DamagedRunError, changed_settings, dump_run
 from moe_rl.training import RunConfig, train, validate
+from moe_rl.training.checkpoint import settle
 from moe_rl.training.distributed import ranks_of
 from moe_rl.training.launch import check_shares
 from moe_rl.training.levers import check_sites
@@ -83,6 +85,8 @@ def run_one(
             return False
         if not begun(folder):
             write_atomic(folder / "config.yaml", dump_run(config))
+        if settle(folder) is not None:
+            about.update(begun_under(folder, about))
         write_json(folder / "env.json", about)
         return True
 
@@ -91,8 +95,7 @@ def run_one(
             if listener:
                 listener(row)
         elif ranks.main:
-            start = {key: row[key] for key in ("weights_sha256", "cold_start")}
-            write_json(folder / "env.json", {**about, **start})
+            write_json(folder / "env.json", {**{key: row[key] for key in BEGUN_WITH}, **about})
 
     with ExitStack() as lock:
         if not ranks.first(begin):
@@ -128,8 +131,7 @@ def check_task(config: RunConfig) -> None:
     """One problem of each split, judged: what cannot work is found before the first step. Raises TaskError."""
     task = make_task(config.task)
     for held_out in (False, True):
-        with user_code(task, "problem"):
-            problem = task.problem(random.Random(0), held_out=held_out)
+        problem = problems_of(task, random.Random(0), 1, held_out)[0]
         with user_code(task, "reward", problem, problem.answer, config.task.verifier_seconds):
             checked_reward(task.reward(problem, problem.answer))
 
