@@ -8,7 +8,8 @@ from typing import Any
 
 from moe_rl.checks import parse_json
 
-BEGUN_WITH = ("weights_sha256", "cold_start")
+OF_THE_POLICY = ("weights_sha256", "cold_start")
+BEGUN_WITH = (*OF_THE_POLICY, "task_sha256")
 """What a run starts from: of its first start, whatever a later one loads before it restores the checkpoint."""
 EARLIER = "earlier"
 _OF_ONE_START = ("started", "command", EARLIER, *BEGUN_WITH)

@@ -58,7 +58,8 @@ class Task(Protocol):
       policy goes on; None ends the conversation. `max_turns`: turns of the policy at most (4).
     - `rewards(problem, completion) -> dict[str, float]`: several rewards, the same names for every completion. For
       multi-reward advantages.
-    - `identity`: as text, what makes it another task where a few problems do not show that. For kept cold starts.
+    - `identity`: as text, what makes it another task where a few problems do not show that. For kept cold starts and
+      runs that go on.
     """
 
     @property
@@ -119,8 +120,7 @@ def is_held_out(prompt: str) -> bool:
     >>> sum(is_held_out(str(n)) for n in range(10_000))
     1018
     """
-    number = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big")
-    return number < HELD_OUT_SHARE * 2**32
+    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") < HELD_OUT_SHARE * 2**32
 
 
 # -- running its code --------------------------------------------------------------------------------------------------

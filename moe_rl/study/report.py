@@ -183,6 +183,14 @@ def _own_limits(data: StudyData) -> list[str]:
         found.append(f"Unfinished runs are included as far as they got: {runs}.")
     if data.not_started:
         found.append(f"Runs that have not started yet: {', '.join(data.not_started)}.")
+    asked: dict[str, set[str]] = {}
+    for run in data.runs:
+        asked.setdefault(_plain(run.config.get("task")), set()).add(str(run.environment.get("task_sha256", "")))
+    if any(len(digests - {""}) > 1 for digests in asked.values()):
+        found.append(
+            "The task's problems are not the same in all runs (task_sha256 of the environment): its data or code "
+            "changed between them."
+        )
     elsewhere = [run.name for run in data.runs if len(environments(run.environment)) > 1]
     if elsewhere:
         found.append(

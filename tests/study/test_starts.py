@@ -10,6 +10,7 @@ from moe_rl.policy import ColdStartConfig, ModelConfig, TinyConfig, models
 from moe_rl.rollout import TaskConfig
 from moe_rl.starts import begun_under, environments
 from moe_rl.study import RunWriter, load, run
+from moe_rl.study.config import ConfigError
 from moe_rl.study.report import render_report
 from moe_rl.training import EvalConfig, OptimConfig, ProbeConfig, RolloutConfig, RunConfig
 
@@ -66,6 +67,34 @@ def test_a_run_of_which_nothing_is_left_begins_where_it_is(tmp_path, monkeypatch
     run.run_one(replace(CONFIG, checkpoint_every=10), tmp_path / "run", tmp_path / "starts")
     last = json.loads((tmp_path / "run" / "env.json").read_text())
     assert last["weights_sha256"] == "0" * 64 and "earlier" not in last
+
+
+def test_a_run_does_not_go_on_with_other_problems(tmp_path, monkeypatch):
+    data = tmp_path / "sums.jsonl"
+    lines = [json.dumps({"prompt": f"^{n}+1=", "answer": str(n + 1)}) for n in range(40)]
+    data.write_text("\n".join(lines))
+    task = TaskConfig(name="jsonl", options={"path": str(data), "max_new_tokens": 3})
+    monkeypatch.setattr(f"{__name__}.CONFIG", replace(CONFIG, task=task, model=replace(CONFIG.model, cold_start=None)))
+    interrupted(tmp_path / "run", at=1)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    data.write_text("\n".join([*lines[:-1], json.dumps({"prompt": "^39+1=", "answer": "41"})]))
+    with pytest.raises(ConfigError, match=r"run was begun with other problems of the task jsonl: its data or code"):
+        run.run_one(CONFIG, tmp_path / "run")
+    assert before == {path: path.read_bytes() for path in before}
+    data.write_text("\n".join(lines))
+    run.run_one(CONFIG, tmp_path / "run")
+    assert (tmp_path / "run" / "DONE").exists()
+
+
+def test_the_report_says_that_runs_of_one_task_were_asked_other_problems(tmp_path):
+    folder = write_study(tmp_path / "s", ("grpo",), (0, 1), 2)
+    words = "problems are not the same in all runs"
+    for number, digest in enumerate(("a", "a")):
+        file = folder / "grpo" / f"seed{number}" / "env.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "task_sha256": digest}))
+    assert words not in render_report(load(folder), [])
+    file.write_text(file.read_text().replace('"task_sha256": "a"', '"task_sha256": "b"'))
+    assert words in render_report(load(folder), [])
 
 
 def test_only_environments_that_were_others_are_kept_oldest_first(tmp_path):
