@@ -93,3 +93,19 @@ def other_size(folder: Path, written: Mapping[str, int]) -> str:
         if path.stat().st_size != size:
             return f"{path} is damaged: it has {path.stat().st_size} of {size} bytes"
     return ""
+
+
+def unreadable_weights(folder: Path) -> str:
+    """The first file of a model's weights in a folder that cannot be read, and why, in words; empty if there is none.
+    safetensors names no file, and says of one that may not be read that there is none."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("model*.safetensors")):
+        try:
+            with open(path, "rb"), safe_open(path, "pt"):
+                pass
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror or error})"
+        except SafetensorError as error:
+            return f"{path} is damaged ({error})"
+    return ""

@@ -111,7 +111,8 @@ def sole_writer(folder: Path, command: str = "") -> Iterator[None]:
 
 def _lock(file: TextIO, folder: Path, command: str) -> None:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _locks_missing():
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         holder = file.read().strip()
@@ -124,9 +125,6 @@ def _lock(file: TextIO, folder: Path, command: str) -> None:
             f"{folder} is being written by another process ({holder or 'it does not say which'}). "
             "Wait until it is done, stop it, or choose another --output."
         ) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
-            raise
     file.seek(0)
     file.truncate()
     file.write(f"process {os.getpid()} on {platform.node()}, since {time.strftime('%F %T')}: {command}")
@@ -156,14 +154,25 @@ def still_written(folder: Path) -> bool | None:
 
 @contextmanager
 def one_at_a_time(path: Path) -> Iterator[None]:
-    """Wait for the file lock `path`, which the system frees if its holder dies; where there are none (Windows), go
-    without."""
+    """Wait for the file lock `path`, which the system frees if its holder dies; where there are none (Windows, some
+    network drives), go without."""
     if fcntl is None:
         yield
         return
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with _locks_missing():
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextmanager
+def _locks_missing() -> Iterator[None]:
+    """Go on where a file system has no locks."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP):
+            raise
 
 
 def write_json(path: Path, value: Any) -> Path:

@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -32,6 +33,13 @@ def arm_refusal(name: str) -> str | None:
     if len(name.encode()) > LONGEST:
         return f"a folder is named so: at most {LONGEST} bytes in UTF-8, this has {len(name.encode())}"
     return None
+
+
+def run_place(folder: Path) -> Path:
+    """A run's folder by the name that its study has for it, .../ARM/seedN, be it a link to elsewhere; `.`, and a link
+    of another name to a run, by where they lead."""
+    named = Path(os.path.abspath(folder))
+    return named if SEED_FOLDER.fullmatch(named.name) else folder.resolve()
 
 
 def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import io
 import logging
 import os
 import signal
@@ -32,13 +33,28 @@ def command_line(arguments: Sequence[str]) -> list[str]:
 
 @contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-    """Where whoever reads the output has gone (`... | head`), the command ends as one stopped by SIGPIPE does."""
+    """Where whoever reads the output has gone (`... | head`), the command ends as one stopped by SIGPIPE does; one that
+    was started without input or output (`>&-`) has empty ones."""
+    _standard_streams()
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter flushes at its end
         sys.exit(141)
+
+
+def _standard_streams() -> None:
+    """What is closed is /dev/null from now on: Python has no stream there, and the next file that is opened would take
+    its number, and with it what libraries print. A character that the output cannot show ends nothing."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

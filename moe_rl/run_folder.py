@@ -27,7 +27,7 @@ from typing import Any, SupportsIndex
 from moe_rl.done import NAME as DONE
 from moe_rl.done import write_done
 from moe_rl.files import atomic_file, naming, sole_writer, write_atomic, write_json
-from moe_rl.names import arm_refusal, nearest
+from moe_rl.names import arm_refusal, nearest, run_place
 from moe_rl.run_rows import (
     ROWS,
     RunFolderError,
@@ -42,6 +42,7 @@ from moe_rl.run_rows import (
 )
 from moe_rl.runlog import json_line
 from moe_rl.settings import differences, laid_over, listed, plain
+from moe_rl.starts import begun_under
 from moe_rl.tables import read_table, write_table
 from moe_rl.yaml_files import parse_yaml
 
@@ -101,8 +102,11 @@ class RunWriter:
                     f"{self.folder} holds a finished run. Choose another folder, or delete its file DONE to go on."
                 )
             self._keep_config({**(config or {}), "arm": arm, "seed": operator.index(seed)}, plain(defaults or {}), free)
-            write_json(self.folder / "env.json", _environment(command))
+            about = _environment(command)
             self._read()
+            if self._last:
+                about |= begun_under(self.folder, about)
+            write_json(self.folder / "env.json", about)
             self._failure.unlink(missing_ok=True)
             self._lock = stack.pop_all()
 
@@ -318,7 +322,7 @@ def _run_folder(folder: Path, arm: str, seed: SupportsIndex) -> Path:
         raise RunFolderError(f"arm {arm!r}: {refusal}")
     seed = index_of(seed, "seed", "run", 0)
     if re.fullmatch(r"seed\d+", folder.name):
-        if folder.resolve().parts[-2:] != (arm, f"seed{seed}"):
+        if run_place(folder).parts[-2:] != (arm, f"seed{seed}"):
             raise RunFolderError(
                 f"{folder} is not the folder of arm {arm!r}, seed {seed}: expected .../{arm}/seed{seed}"
             )

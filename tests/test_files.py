@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_rl.files import InUseError, atomic_file, sole_writer, still_written, sweep, write_atomic, write_tensors
+from moe_rl import files
+from moe_rl.files import (
+    InUseError,
+    atomic_file,
+    one_at_a_time,
+    sole_writer,
+    still_written,
+    sweep,
+    write_atomic,
+    write_tensors,
+)
 
 HOLD = """
 import sys, time
@@ -128,3 +138,15 @@ def _lives(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().split(")")[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.skipif(files.fcntl is None, reason="there are no locks")
+def test_where_a_file_system_has_no_locks_work_goes_on_without(tmp_path, monkeypatch):
+    def none_such(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", none_such)
+    done = []
+    with one_at_a_time(tmp_path / "lock"), sole_writer(tmp_path / "run"):
+        done.append("both")
+    assert done == ["both"]

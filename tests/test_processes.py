@@ -87,3 +87,30 @@ def test_garbage_is_looked_for_again_after_imports():
         assert not gc.isenabled(), "whoever disabled it enables it"
     finally:
         gc.enable()
+
+
+CLOSED = """
+import os, sys
+from moe_rl.processes import ends_with_its_reader
+with ends_with_its_reader():
+    print("nobody reads this")
+    with open(sys.argv[1], "w") as file:
+        print(file.fileno() > 2, sys.stdin.read() == "", file=file)
+        os.write(1, b"by a library")
+        os.write(2, b"by a library")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="of a Unix shell")
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_without_standard_streams_nothing_is_printed_into_a_file(closed, tmp_path):
+    """A file that is opened takes the lowest free number, be it that of the output."""
+    command = f'exec "$0" -c "$1" "$2" {closed}'
+    words = ["sh", "-c", command, sys.executable, CLOSED, str(tmp_path / "file")]
+    assert subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
+    assert (tmp_path / "file").read_text() == "True True\n"
+
+
+def test_what_the_output_cannot_show_ends_nothing():
+    program = 'import moe_rl.processes as p\nwith p.ends_with_its_reader(): print("a\u2212b")'
+    assert printed(program, PYTHONIOENCODING="ascii") == ["a\\u2212b"]

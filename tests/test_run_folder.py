@@ -363,3 +363,13 @@ def test_the_example_of_the_page_runs(tmp_path, monkeypatch):
     assert data.unfinished == []
     assert (data.probes["slots_changed"] > 0).all()
     assert {"k3", "grad_norm", "trl/kl"} <= set(data.updates)
+
+
+def test_a_run_folder_that_is_a_link_to_elsewhere_is_the_run(tmp_path):
+    (tmp_path / "disk" / "job7").mkdir(parents=True)
+    (tmp_path / "s" / "mine").mkdir(parents=True)
+    (tmp_path / "s" / "mine" / "seed2").symlink_to(tmp_path / "disk" / "job7")
+    with RunWriter(tmp_path / "s" / "mine" / "seed2", arm="mine", seed=2) as run:
+        write(run, range(2))
+    assert (tmp_path / "disk" / "job7" / "DONE").exists()
+    assert load(tmp_path / "s").runs[0].name == "mine/seed2"

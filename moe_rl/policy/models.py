@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moe_rl.checks import changed_since
+from moe_rl.checks import changed_since, unreadable_weights
 from moe_rl.measure.randomness import turn_off_randomness
 from moe_rl.policy.kept import COLD_START, REMEDY, kept_cold_start
 from moe_rl.policy.lora import LoraConfig, add_lora
@@ -248,7 +248,8 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
                 **_implementations(config),
             )
     except Exception as error:  # safetensors, hub and config errors share no base class
-        raise ModelError(f"model.path: cannot load {path}: {_brief(error)}{taken_for_hub_id(path)}") from error
+        why = unreadable_weights(Path(path)) or f"{_brief(error)}{taken_for_hub_id(path)}"
+        raise ModelError(f"model.path: cannot load {path}: {why}") from error
     model, report = loaded
     if any(".lora_A." in name for name in report.get("unexpected_keys") or ()):
         raise ModelError(

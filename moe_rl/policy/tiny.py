@@ -28,7 +28,7 @@ from moe_rl.rollout import Task, score
 from moe_rl.rollout.character_tasks import BOS, EOS
 from moe_rl.rollout.continuing import in_turns
 from moe_rl.rollout.engine import ModelEngine
-from moe_rl.rollout.task import token_ids
+from moe_rl.rollout.task import problems_of, token_ids, user_code
 from moe_rl.routing.experts import register_experts
 from moe_rl.routing.sites import find_sites
 
@@ -241,8 +241,9 @@ def cold_start(
     model.train()
     for step in range(1, config.steps + 1):
         optimizer.param_groups[0]["lr"] = config.learning_rate * min(1.0, step / max(1, config.warmup_steps))
-        problems = [task.problem(rng) for _ in range(config.batch_size)]
-        texts = [task.demonstration(problem, rng, config.demonstration_noise) for problem in problems]
+        problems = problems_of(task, rng, config.batch_size)
+        with user_code(task, "demonstration"):
+            texts = [task.demonstration(problem, rng, config.demonstration_noise) for problem in problems]
         batch = demonstration_batch(tokenizer, [p.prompt for p in problems], texts)
         ids, attention, labels = (part.to(device) for part in batch)
         balanced = bool(config.aux_loss_coef)
@@ -277,7 +278,7 @@ def cold_start(
 def pass_at_1(model: Any, tokenizer: Any, task: Task, problems: int) -> float:
     """Mean reward on held-out problems, one completion each, at temperature 1; the same problems every time."""
     rng = random.Random("cold-start/held-out")
-    asked = [task.problem(rng, held_out=True) for _ in range(problems)]
+    asked = problems_of(task, rng, problems, held_out=True)
     rollout = in_turns(ModelEngine(model, tokenizer), task, tokenizer).sample(
         asked,
         group_size=1,

@@ -58,7 +58,8 @@ class Task(Protocol):
       policy goes on; None ends the conversation. `max_turns`: turns of the policy at most (4).
     - `rewards(problem, completion) -> dict[str, float]`: several rewards, the same names for every completion. For
       multi-reward advantages.
-    - `identity`: as text, what makes it another task where a few problems do not show that. For kept cold starts.
+    - `identity`: as text, what makes it another task where a few problems do not show that. For kept cold starts and
+      runs that go on.
     """
 
     @property
@@ -119,8 +120,7 @@ def is_held_out(prompt: str) -> bool:
     >>> sum(is_held_out(str(n)) for n in range(10_000))
     1018
     """
-    number = int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big")
-    return number < HELD_OUT_SHARE * 2**32
+    return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "big") < HELD_OUT_SHARE * 2**32
 
 
 # -- running its code --------------------------------------------------------------------------------------------------
@@ -154,17 +154,17 @@ def user_code(
 
 
 def problems_of(task: Any, rng: random.Random, count: int, held_out: bool = False) -> list[Problem]:
-    """So many problems of the task. Raises TaskError for whatever its code raises."""
+    """So many problems of the task. Raises TaskError for whatever its code raises, and for what is no Problem."""
     with user_code(task, "problem"):
-        return [task.problem(rng, held_out=held_out) for _ in range(count)]
+        drawn = [task.problem(rng, held_out=held_out) for _ in range(count)]
+        for problem in drawn:
+            if not isinstance(problem, Problem) or not isinstance(problem.prompt, str):
+                raise TaskError(f"expected a Problem whose prompt is a text, got {shortened(repr(problem))}")
+    return drawn
 
 
 def checked_reward(value: Any) -> float:
-    """A reward as a float.
-
-    Raises:
-        TaskError: not a number, not finite, or too large for fp32 to tell rewards apart.
-    """
+    """A reward as a float. Raises TaskError for no number, one that is not finite, or too large to be told apart."""
     try:
         reward = float(value)
     except (TypeError, ValueError) as error:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_rl.names import ROUNDING, SEED_FOLDER, nearest
+from moe_rl.names import ROUNDING, SEED_FOLDER, nearest, run_place
 from moe_rl.study import shown
 from moe_rl.study.folders import (
     KINDS,
@@ -225,9 +225,10 @@ def load(path: str | Path) -> StudyData:
     if not path.is_dir():
         raise StudyDataError(f"{path}: no such folder; expected runs/<study> or runs/<study>/<arm>/seed<k>")
     if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
-        folders, above, again = [path], path.resolve().parent.parent / "study.yaml", False
+        place = run_place(path)
+        folders, above, again = [path], place.parent.parent / "study.yaml", False
         config = read_yaml(above) if above.exists() else {}
-        config["name"] = f"{path.resolve().parent.name}/{path.resolve().name}"
+        config["name"] = f"{place.parent.name}/{place.name}"
     else:
         folders = run_folders(path)
         own, above = path / "study.yaml", path.resolve().parent / "study.yaml"
@@ -254,13 +255,16 @@ def load(path: str | Path) -> StudyData:
 
 def join(studies: dict[str, StudyData]) -> StudyData:
     """Several studies as one, to compare them: arms become `<key>/<arm>`, rows and declared comparisons stay. So do
-    `interest` and `alarms` where all studies have the same; else there are the defaults.
+    `interest` and `alarms` where all studies have the same; else there are the defaults. Raises StudyDataError for what
+    is no loaded study.
 
     >>> join({"lag 0": load("runs/a"), "lag 2": load("runs/b")}).rollouts      # doctest: +SKIP
     """
     runs, notes, declared, compared = [], [], {}, []
     tables: dict[str, list[pd.DataFrame]] = {name: [] for name in FIELDS.values()}
     for key, data in studies.items():
+        if not isinstance(data, StudyData):
+            raise StudyDataError(f"join: {key!r} is {data!r:.80}, and loaded studies are joined: load(...) it first")
         runs += [replace(run, arm=f"{key}/{run.arm}") for run in data.runs]
         for arm, row in data.arms.iterrows():
             declared[f"{key}/{arm}"] = {"label": f"{row['label']} ({key})"}

@@ -12,7 +12,7 @@ from pandas.api.types import is_object_dtype
 
 from moe_rl.checks import parse_json
 from moe_rl.done import NAME, remedy, what_is_lost
-from moe_rl.names import SEED_FOLDER
+from moe_rl.names import SEED_FOLDER, run_place
 from moe_rl.run_rows import ROWS
 from moe_rl.tables import DamagedTableError, read_table
 from moe_rl.yaml_files import YamlError, parse_yaml
@@ -112,8 +112,9 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
     """The run of a folder; its metrics are added to `rows` by kind, marked with the run's number."""
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     environment = read_json(folder / "env.json") if (folder / "env.json").exists() else {}
-    match = SEED_FOLDER.fullmatch(folder.resolve().name)
-    arm = config["arm"] if isinstance(config.get("arm"), str) else folder.resolve().parent.name
+    place = run_place(folder)
+    match = SEED_FOLDER.fullmatch(place.name)
+    arm = config["arm"] if isinstance(config.get("arm"), str) else place.parent.name
     seed = int(config.get("seed", int(match.group(1)) if match else 0))
     if match and seed != int(match.group(1)):
         raise StudyDataError(

@@ -63,6 +63,9 @@ def run_study(
         raise ConfigError("--launcher-options are those of jobs: say --launcher slurm too")
     make = Processes() if launcher == "processes" else Jobs(launcher, study.name, output, job_options(launcher_options))
     nodes = make.nodes if isinstance(make, Jobs) else None
+    for option, path in (("--output", output), ("--cold-starts", cold_starts)):
+        if str(path).startswith("-"):
+            raise ConfigError(f"{option}: {path} would be taken for an option later; say {path.absolute()}")
     for place in places.values():
         check_place(study, place)
     runs = [run for name, place in places.items() for run in _runs(study, place, name, nodes)]

@@ -12,6 +12,7 @@ from typing import Any
 
 from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.files import still_written
+from moe_rl.names import run_place
 from moe_rl.settings import laid_over
 from moe_rl.study.arms import arm_settings, full_label
 from moe_rl.study.cursor import LiveError
@@ -61,7 +62,7 @@ class LiveStudy:
     def runs(self) -> list[Run]:
         """Declared and found runs, arms in the study's order, then by seed; what is in their folders is not read."""
         if self.single:
-            return [Run(*folder_order(self.folder.resolve()), self.folder)]
+            return [Run(*folder_order(run_place(self.folder)), self.folder)]
         config = self._config()
         found = {(run.arm, run.seed): run for run in self._found()}
         for arm, about in declared_arms(config).items():
@@ -90,7 +91,7 @@ class LiveStudy:
     @property
     def _study(self) -> Path:
         """The folder of the study, of which `folder` may be one run."""
-        return self.folder.resolve().parents[1] if self.single else self.folder
+        return run_place(self.folder).parent.parent if self.single else self.folder
 
     def _found(self) -> list[Run]:
         return [Run(*folder_order(f), f) for f in run_folders(self.folder)]
@@ -98,7 +99,8 @@ class LiveStudy:
     def _config(self) -> dict[str, Any]:
         config = dict(_read_yaml(self._study / "study.yaml"))
         if self.single:
-            config["name"] = f"{self.folder.resolve().parent.name}/{self.folder.resolve().name}"
+            place = run_place(self.folder)
+            config["name"] = f"{place.parent.name}/{place.name}"
         return config
 
     def _state(self, run: Run) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from moe_rl.files import still_written, write_atomic
 from moe_rl.pages import render_page
+from moe_rl.starts import environments
 from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
 from moe_rl.study.arms import arm_settings, flatten, full_label
@@ -159,8 +160,8 @@ def _commands(data: StudyData) -> list[tuple[str, str]]:
 def _environment(data: StudyData) -> list[tuple[str, str]]:
     """Every recorded fact, with all its values where runs differ; start times as their range."""
     values: dict[str, dict[str, None]] = {}
-    for run in data.runs:
-        for name, value in flatten(run.environment).items():
+    for start in (start for run in data.runs for start in environments(run.environment)):
+        for name, value in flatten(start).items():
             if name != "command" and value is not None:
                 values.setdefault(name, {})[_plain(value)] = None
     rows = []
@@ -185,7 +186,21 @@ def _own_limits(data: StudyData) -> list[str]:
         found.append(f"Unfinished runs are included as far as they got: {runs}.")
     if data.not_started:
         found.append(f"Runs that have not started yet: {', '.join(data.not_started)}.")
-    dirty = {run.environment.get("git_dirty") for run in data.runs}
+    asked: dict[str, set[str]] = {}
+    for run in data.runs:
+        asked.setdefault(_plain(run.config.get("task")), set()).add(str(run.environment.get("task_sha256", "")))
+    if any(len(digests - {""}) > 1 for digests in asked.values()):
+        found.append(
+            "The task's problems are not the same in all runs (task_sha256 of the environment): its data or code "
+            "changed between them."
+        )
+    elsewhere = [run.name for run in data.runs if len(environments(run.environment)) > 1]
+    if elsewhere:
+        found.append(
+            f"Interrupted runs went on under other versions, or on another machine, than they began: "
+            f"{', '.join(elsewhere)}. The environment lists both."
+        )
+    dirty = {start.get("git_dirty") for run in data.runs for start in environments(run.environment)}
     if True in dirty:
         found.append(
             "The source tree had uncommitted changes when runs were made, so the commit alone does not give it."

@@ -15,6 +15,7 @@ A page asks for a table with a pair of markers, between which nothing is written
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +48,7 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
         raise ResultsError(
             f"{path}: {len(left)} runs are not finished ({', '.join(left[:5])}). Finish the study first."
         )
-    folder = Path(to) / Path(path).resolve().name
+    folder = Path(to) / Path(os.path.abspath(path)).name  # by its own name, be it a link
     of = Path(to) / data.name
     folder.mkdir(parents=True, exist_ok=True)
     tables = result_tables(data)

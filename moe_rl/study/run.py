@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from moe_rl.checks import sha256_of_bytes
 from moe_rl.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.files import sole_writer, sweep, write_atomic, write_json
 from moe_rl.names import SEED_FOLDER
@@ -22,10 +23,12 @@ from moe_rl.policy.models import check_machine, check_tiny, seeded
 from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
-from moe_rl.rollout.task import checked_reward, user_code
+from moe_rl.rollout.task import checked_reward, problems_of, user_code
 from moe_rl.settings import listed
+from moe_rl.starts import OF_THE_POLICY, begun_under
 from moe_rl.study.config import ConfigError, DamagedRunError, changed_settings, dump_run
 from moe_rl.training import RunConfig, train, validate
+from moe_rl.training.checkpoint import settle
 from moe_rl.training.distributed import ranks_of
 from moe_rl.training.launch import check_shares
 from moe_rl.training.levers import check_sites
@@ -44,6 +47,9 @@ PACKAGES = (
     "scipy",
 )
 
+SHOWN = 16
+"""Problems of each split by which a task is known again."""
+
 
 def run_one(
     config: RunConfig,
@@ -57,7 +63,8 @@ def run_one(
     Raises:
         ValueError: the configuration cannot run.
         ModelError, EngineError: not on this machine.
-        ConfigError: the folder holds a run of another configuration, or a damaged one (DamagedRunError).
+        ConfigError: the folder holds a run of another configuration, or of a task whose data or code changed since, or
+            a damaged one (DamagedRunError).
         InUseError: another process runs in the folder.
         DistributedError: other processes than the configuration asks for, or ranks that disagree.
     """
@@ -67,11 +74,11 @@ def run_one(
     if model != config.model:
         config = dataclasses.replace(config, model=model)
     validate(config)
-    check_here(config)
+    task = check_here(config)
     ranks = ranks_of(config.distributed, config.model.device)
     ranks.agree("the configuration", dataclasses.asdict(config))
 
-    about = {**environment(command), "processes": ranks.size}
+    about = {**environment(command), "processes": ranks.size, "task_sha256": task}
 
     def begin() -> bool:
         if not check_folder(config, folder):
@@ -81,6 +88,14 @@ def run_one(
         sweep(folder)
         if not check_folder(config, folder):  # done meanwhile
             return False
+        goes_on = settle(folder) is not None
+        before = begun_under(folder, about) if goes_on else {}
+        if before.get("task_sha256", task) != task:
+            raise ConfigError(
+                f"{folder} was begun with other problems of the task {config.task.name}: its data or code changed "
+                "since. Nothing was overwritten: put them back to go on, or move the folder away to begin again."
+            )
+        about.update(before)
         if not begun(folder):
             write_atomic(folder / "config.yaml", dump_run(config))
         write_json(folder / "env.json", about)
@@ -91,8 +106,7 @@ def run_one(
             if listener:
                 listener(row)
         elif ranks.main:
-            start = {key: row[key] for key in ("weights_sha256", "cold_start")}
-            write_json(folder / "env.json", {**about, **start})
+            write_json(folder / "env.json", {**{key: row[key] for key in OF_THE_POLICY}, **about})
 
     with ExitStack() as lock:
         if not ranks.first(begin):
@@ -104,9 +118,9 @@ def run_one(
         ranks.agree("the end", "done")  # no rank leaves before: launchers stop the others if one fails on its way out
 
 
-def check_here(config: RunConfig) -> None:
+def check_here(config: RunConfig) -> str:
     """Refuse what this machine or installation lacks, or the model or engine, as far as that is known without loading
-    them, before anything is written.
+    them, before anything is written. Returns what `check_task` does.
 
     Raises:
         ValueError: the tiny model has no such sites.
@@ -118,20 +132,24 @@ def check_here(config: RunConfig) -> None:
     check_machine(config.model)
     check_engine_here(config.rollout.engine, config.model.device)
     check_tracker(config.tracker)
-    check_task(config)
+    task = check_task(config)
     if config.model.path is None:
         sites = check_tiny(config.model, make_task(config.task).alphabet)
         check_sites(config.method.keep_sites or (), sites)
+    return task
 
 
-def check_task(config: RunConfig) -> None:
-    """One problem of each split, judged: what cannot work is found before the first step. Raises TaskError."""
+def check_task(config: RunConfig) -> str:
+    """One problem of each split, judged: what cannot work is found before the first step. Returns a digest of what is
+    asked: of the task's `identity`, and of a few problems. Raises TaskError."""
     task = make_task(config.task)
+    asked = [getattr(task, "identity", "")]
     for held_out in (False, True):
-        with user_code(task, "problem"):
-            problem = task.problem(random.Random(0), held_out=held_out)
+        problem, *others = problems_of(task, random.Random(0), SHOWN, held_out)
+        asked += [(p.prompt, p.messages, p.answer if isinstance(p.answer, str) else "") for p in (problem, *others)]
         with user_code(task, "reward", problem, problem.answer, config.task.verifier_seconds):
             checked_reward(task.reward(problem, problem.answer))
+    return sha256_of_bytes(repr(asked).encode())
 
 
 def check_folder(config: RunConfig, folder: Path) -> bool:

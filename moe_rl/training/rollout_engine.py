@@ -27,9 +27,10 @@ from torch import Tensor, nn
 
 from moe_rl.measure.metrics import change_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
-from moe_rl.rollout import Problem, Rollout
+from moe_rl.rollout import Rollout
 from moe_rl.rollout.engine import Engine, ModelEngine, forward_logps
 from moe_rl.rollout.engines import EngineError, gathered, make_engine
+from moe_rl.rollout.task import problems_of
 from moe_rl.routing import RoutedExperts, change_counts
 from moe_rl.training.batch import Batch
 from moe_rl.training.config import RolloutConfig
@@ -183,9 +184,8 @@ class SyncGuard:
 def sync_probe(engine: Engine, task: Any, max_new_tokens: int, temperature: float) -> Rollout:
     """The fixed batch: a few prompts of the task with one sampled completion each, the same whenever a run begins."""
     rng = random.Random("sync-probe")
-    problems: list[Problem] = [task.problem(rng) for _ in range(PROBE_PROBLEMS)]
     return engine.sample(
-        problems,
+        problems_of(task, rng, PROBE_PROBLEMS),
         group_size=1,
         max_new_tokens=max_new_tokens,
         temperature=temperature,

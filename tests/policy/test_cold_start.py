@@ -15,7 +15,7 @@ from moe_rl.policy.tiny import (
     demonstration_batch,
     router_parameters,
 )
-from moe_rl.rollout import Problem, VerifiableTask
+from moe_rl.rollout import Problem, TaskError, VerifiableTask
 
 
 def test_demonstration_batch_labels_the_completion_and_its_end():
@@ -110,6 +110,13 @@ class Mute(VerifiableTask):
 
     def reward(self, problem, completion):
         return 1.0
+
+
+@pytest.mark.parametrize("part", ["problem", "demonstration"])
+def test_a_task_that_fails_in_a_cold_start_is_named(part, monkeypatch):
+    monkeypatch.setattr(type(TASK), part, lambda *_, **options: {}["no such key"])
+    with pytest.raises(TaskError, match=rf"task copy, {part}: KeyError: 'no such key'"):
+        cold_start(build_tiny(SMALL, TOKENIZER), TOKENIZER, TASK, START)
 
 
 def test_a_task_without_demonstrations_says_what_to_do():

@@ -1,6 +1,8 @@
 """Models by path: local folders, the hub, and what each wrong one is told."""
 
 import json
+import os
+import re
 import shutil
 from dataclasses import replace
 
@@ -94,7 +96,7 @@ def test_a_folder_without_a_model(tmp_path):
 
 def test_damaged_weights(copied):
     truncate(copied / "model.safetensors")
-    with pytest.raises(ModelError, match=rf"model.path: cannot load {copied}: Safetensor"):
+    with pytest.raises(ModelError, match=rf"model.path: cannot load {copied}: {copied}/model.safetensors is damaged"):
         load(copied)
 
 
@@ -135,3 +137,17 @@ def test_not_a_causal_language_model(tmp_path):
 def test_an_unknown_dtype():
     with pytest.raises(ModelError, match=r"model.dtype: expected one of float32, bfloat16, float16, got 'fp8'"):
         load_policy(replace(CONFIG, dtype="fp8"), TASK)
+
+
+def test_the_file_of_the_weights_that_cannot_be_read_is_named(copied):
+    build_tiny(SMALL, TOKENIZER).save_pretrained(copied / "parts", max_shard_size="10KB")
+    parts = sorted((copied / "parts").glob("model-*.safetensors"))
+    assert len(parts) > 1
+    truncate(parts[1])
+    with pytest.raises(ModelError, match=rf"model\.path: cannot load .*: {re.escape(str(parts[1]))} is damaged \("):
+        load(copied / "parts")
+    file = copied / "model.safetensors"
+    file.chmod(0)
+    if not os.access(file, os.R_OK):  # root may read it all the same
+        with pytest.raises(ModelError, match=r"model\.safetensors cannot be read \(Permission denied\)"):
+            load(copied)

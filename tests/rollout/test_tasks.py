@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moe_rl.policy.tiny import char_tokenizer, demonstration_batch
 from moe_rl.rollout import TASKS, Problem, Task, TaskConfig, TaskError, VerifiableTask, is_held_out, make_task
 from moe_rl.rollout.completions import encode_prompts
-from moe_rl.rollout.task import user_code
+from moe_rl.rollout.task import problems_of, user_code
 
 CHARACTER_TASKS = sorted(set(TASKS) - {"jsonl", "reasoning_gym"})  # the others need a file or a package
 CHAIN = make_task(TaskConfig("mod_chain"))
@@ -206,6 +206,21 @@ def test_a_text_that_the_tokenizer_has_no_tokens_for_is_a_mistake_of_the_task():
         encode_prompts(tokenizer, [Problem("^0+1=", "1"), Problem("^0-a=", "1")])
     with pytest.raises(TaskError, match=r"cannot encode '7\$' .*: it lacks '7'"):
         demonstration_batch(tokenizer, ["^0+1=", "^1+1="], ["1", "7"])
+
+
+@pytest.mark.parametrize("given", [None, ("^1+1=", "2"), {"prompt": "^1+1=", "answer": "2"}, Problem("", "2")])
+def test_what_is_no_problem_is_said_with_the_task(given):
+    if isinstance(given, Problem):
+        object.__setattr__(given, "prompt", 11)
+
+    class Sums:
+        name, alphabet, max_new_tokens = "sums", "0123456789+=^$", 3
+
+        def problem(self, rng, held_out=False):
+            return given
+
+    with pytest.raises(TaskError, match=r"task sums, problem: expected a Problem whose prompt is a text, got .*"):
+        problems_of(Sums(), random.Random(0), 2)
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="limits are set by Unix timers")

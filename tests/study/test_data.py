@@ -8,9 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from jaxtyping import config
 from synthetic import ARMS, SITES, write_study
 
 from moe_rl.study import RunWriter, StudyDataError, join, load
+from moe_rl.study.live import LiveStudy
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,19 @@ def test_a_single_run_loads_with_its_label(folder):
     assert data.seeds == [1]
     assert data.not_started == ()  # the rest of the study is none of its business
     assert len(data.rollouts) == 6
+
+
+def test_folders_that_are_links_to_elsewhere_keep_their_arms_and_seeds(copy, tmp_path):
+    for number, place in enumerate(("gspo", "grpo/seed0")):
+        shutil.move(copy / place, tmp_path / f"disk{number}" / "seed0")
+        (copy / place).symlink_to(tmp_path / f"disk{number}" / "seed0")
+    data, run = load(copy), copy / "grpo" / "seed0"
+    assert list(data.arms.index) == list(ARMS) and not data.not_started
+    assert (data.arms["seeds"].loc[["grpo", "gspo"]].map(len) == 3).all()
+    assert load(run).name == LiveStudy(run).overview()["name"] == "grpo/seed0"
+    assert load(run).arms.loc["grpo", "label"] == LiveStudy(run).overview()["arms"][0]["label"] == "GRPO"
+    (tmp_path / "newest").symlink_to(run)
+    assert load(tmp_path / "newest").arms.index[0] == "disk1"  # where it leads in the end, under whatever name that has
 
 
 def test_tokens_are_read_when_asked_for(folder):
@@ -234,6 +249,15 @@ def test_joined_studies_keep_their_comparisons(folder):
     none = replace(data, config={**data.config, "comparisons": []})
     assert join({"a": none, "b": none}).config["comparisons"] == [], "declared: none"
     assert "comparisons" not in join({"a": none, "b": data}).config
+
+
+def test_a_path_is_no_study_to_join():
+    config.update("jaxtyping_disable", True)  # which would say it before
+    try:
+        with pytest.raises(StudyDataError, match=r"join: 'mine' is 'runs/mine', and loaded studies are joined"):
+            join({"mine": "runs/mine"})
+    finally:
+        config.update("jaxtyping_disable", False)
 
 
 def test_joined_studies_keep_the_thresholds_that_all_of_them_have(folder):

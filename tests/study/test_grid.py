@@ -287,3 +287,11 @@ def test_a_study_writes_into_its_own_folder_alone(tmp_path):
 def test_a_run_is_not_written_as_another_seed(tmp_path):
     with pytest.raises(ConfigError, match=r"seed1 is named for seed 1, and this run has seed 0: say --seed 1, or"):
         check_folder(parse_study(MICRO).resolve("grpo", 0), tmp_path / "seed1")
+
+
+@pytest.mark.parametrize(("output", "cold"), [("-x", "cold"), ("out", "-x/cold")])
+def test_a_path_that_later_commands_would_take_for_an_option_is_refused(output, cold, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"-x.* would be taken for an option later; say {tmp_path}/-x"):
+        run_study(parse_study(MICRO), Path(output), Path(cold), 1, "moe-rl study")
+    assert not list(tmp_path.iterdir())

@@ -95,8 +95,9 @@ def test_what_runs_differ_in_is_kept_by_run(study, tmp_path):
     copy = shutil.copytree(study, tmp_path / "copy")
     file = copy / "grpo" / "seed3" / "env.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"cpus": 8}))
-    write_results(copy, tmp_path / "out")
-    environment = json.loads((tmp_path / "out" / "copy" / "env.json").read_text())
+    (tmp_path / "linked").symlink_to(copy)
+    write_results(tmp_path / "linked", tmp_path / "out")
+    environment = json.loads((tmp_path / "out" / "linked" / "env.json").read_text())
     assert "cpus" not in environment
     assert (environment["by_run"]["cpus"]["grpo/seed3"], environment["by_run"]["cpus"]["grpo/seed2"]) == (8, 2)
 

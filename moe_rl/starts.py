@@ -1,0 +1,44 @@
+"""`env.json` of a run that goes on: it was begun, perhaps, by other versions or on another machine. Every room may use
+it; it knows none of them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_rl.checks import parse_json
+
+OF_THE_POLICY = ("weights_sha256", "cold_start")
+BEGUN_WITH = (*OF_THE_POLICY, "task_sha256")
+"""What a run starts from: of its first start, whatever a later one loads before it restores the checkpoint."""
+EARLIER = "earlier"
+_OF_ONE_START = ("started", "command", EARLIER, *BEGUN_WITH)
+
+
+def begun_under(folder: Path, now: Mapping[str, Any]) -> dict[str, Any]:
+    """What the `env.json` of a run that goes on holds besides `now`, its environment from here on: what the run began
+    with, and under `earlier` the environments before that were others, oldest first, without their commands."""
+    try:
+        old = parse_json((folder / "env.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    known, earlier = [_machine(json.loads(json.dumps(now)))], list[dict[str, Any]]()
+    for start in reversed(environments(old)):
+        if _machine(start) not in known:
+            known.append(_machine(start))
+            earlier.insert(0, {"started": start.get("started"), **_machine(start)})
+    kept = {name: old[name] for name in BEGUN_WITH if isinstance(old, dict) and name in old}
+    return {**kept, **({EARLIER: earlier} if earlier else {})}
+
+
+def environments(environment: Any) -> list[dict[str, Any]]:
+    """All under which a run was made, by its `env.json`: the earlier ones, then the last."""
+    if not isinstance(environment, dict):
+        return []
+    earlier = environment.get(EARLIER)
+    known = [start for start in earlier if isinstance(start, dict)] if isinstance(earlier, list) else []
+    return [*known, {name: value for name, value in environment.items() if name != EARLIER}]
+
+
+def _machine(start: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in start.items() if name not in _OF_ONE_START}
