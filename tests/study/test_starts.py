@@ -86,6 +86,27 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "DONE").exists()
 
 
+def test_a_task_that_draws_by_other_randomness_is_not_known_again_and_goes_on(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(
+        "import itertools\n"
+        "from moe_rl.rollout.task import Problem\n"
+        "COUNT = itertools.count()\n"
+        "class Own:\n"
+        "    name, alphabet, max_new_tokens = 'own', '0123456789=^$', 3\n"
+        "    def problem(self, rng, held_out=False):\n"
+        "        return Problem(f'^{next(COUNT)}=', '1')\n"
+        "    def reward(self, problem, completion):\n"
+        "        return float(completion == problem.answer)\n"
+    )
+    task = TaskConfig(name=f"{tmp_path / 'own.py'}:Own")
+    assert run.check_task(replace(CONFIG, task=task)) == ""
+    assert len(run.check_task(CONFIG)) == 64 and run.check_task(CONFIG) == run.check_task(CONFIG)
+    monkeypatch.setattr(f"{__name__}.CONFIG", replace(CONFIG, task=task, model=replace(CONFIG.model, cold_start=None)))
+    interrupted(tmp_path / "run", at=1)
+    run.run_one(CONFIG, tmp_path / "run")
+    assert (tmp_path / "run" / "DONE").exists()
+
+
 def test_the_report_says_that_runs_of_one_task_were_asked_other_problems(tmp_path):
     folder = write_study(tmp_path / "s", ("grpo",), (0, 1), 2)
     words = "problems are not the same in all runs"
