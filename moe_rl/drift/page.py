@@ -107,7 +107,9 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
         found.append(("Where it comes from", f"{name}: {', '.join(of)}."))
     averaging, effect = parts["averaging_routing"], parts["design_effect_routing"]
     text = "The routing part does not vary: there is nothing to remove."
-    if averaging is not None:
+    if parts["sequences"] == 1:
+        text = "One sequence alone has no variance between sequences: nothing can be said of averaging."
+    elif averaging is not None:
         text = (
             f"The mean over a sequence divides the variance of the routing part by {number(averaging)}; independent "
             f"tokens would give {number(parts['harmonic_length'])} (harmonic mean length). What is left is "

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from moe_rl.drift.captured import Captured, Finding, OwnRoutes, Work, expected_layers, find_invalid, rows_of
-from moe_rl.drift.route_search import PENALTY, SEARCHED, Explanation, agreement, explanations, pairs_of, slots_of
+from moe_rl.drift.route_search import PENALTY, SEARCHED, Explanation, explanations, pairs_of, slots_of
 
 PREFIX = 4
 """Fewest tokens at the start of a sequence that are called a prefix without routes."""
@@ -100,7 +100,7 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     if not work.usable.any():
         return _nothing(captured, own, *work.findings)
     simple, *others = explanations(work, own, expected)
-    best = max([simple, *others], key=lambda e: e.score)
+    best = _best(work, own, simple, others)
     _explain(work, own, simple, best)
     agree = _by_token(work, own, best)
     kept = agree >= 0
@@ -143,6 +143,18 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     )  # fmt: skip
 
 
+def _best(work: Work, own: OwnRoutes, simple: Explanation, others: list[Explanation]) -> Explanation:
+    """The one of the highest score that agrees clearly better with these tokens than with others: layers in the best
+    of many orders, and ids renamed to what is most frequent, agree somewhat with any model's routes."""
+    for other in sorted(others, key=lambda e: e.score, reverse=True):
+        if other.score <= simple.score:
+            break
+        chance = _chance(work, own, other)
+        if other.agreement > chance + min(CLEAR, (1 - chance) / 2):
+            return other
+    return simple
+
+
 def _explain(work: Work, own: OwnRoutes, simple: Explanation, best: Explanation) -> None:
     """The findings that an explanation stands for."""
     if best.shift:
@@ -173,7 +185,8 @@ def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray
 def _chance(work: Work, own: OwnRoutes, best: Explanation) -> float:
     """The same agreement with the model's routes of other tokens, in random order: files hold some sequences twice."""
     a, b, _ = pairs_of(work, own, best.shift, SEARCHED)
-    return agreement(a, np.random.default_rng(0).permutation(b), best.layers)
+    slots = best.slots(a, np.random.default_rng(0).permutation(b)).values()
+    return float(np.mean([each.mean() for each in slots])) if len(a) and slots else 0.0
 
 
 def _prefixes(work: Work, agree: Float[np.ndarray, " n"], middle: float) -> Bool[np.ndarray, " n"]:

@@ -147,14 +147,11 @@ def encode_prompts(tokenizer: Any, problems: Sequence[Problem]) -> tuple[Int[Ten
     encoded = [
         list(token_ids(tokenizer, p.prompt)) if p.messages is None else message_tokens(tokenizer, p) for p in problems
     ]
-    empty = [i for i, ids in enumerate(encoded) if not ids]
-    if empty:
+    if empty := [i for i, ids in enumerate(encoded) if not ids]:
         raise ValueError(f"problem {empty[0]}: the prompt {problems[empty[0]].prompt!r} has no tokens")
-    width = max(map(len, encoded))
-    padding = padding_token(tokenizer)
+    width, padding = max(map(len, encoded)), padding_token(tokenizer)
     ids = torch.tensor([[padding] * (width - len(row)) + row for row in encoded])
-    lengths = torch.tensor([len(row) for row in encoded])
-    return ids, torch.arange(width) >= width - lengths[:, None]
+    return ids, torch.arange(width) >= width - torch.tensor([[len(row)] for row in encoded])
 
 
 def made_of(

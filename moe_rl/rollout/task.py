@@ -206,13 +206,16 @@ def _time_limit(seconds: float | None) -> Iterator[None]:
 
 
 def token_ids(tokenizer: Any, text: str | list[str], **options: Any) -> Any:
-    """`input_ids` of a text, or of each of several.
+    """`input_ids` of a text, or of each of several; without `options` a text goes on, and no end token is behind it.
 
     Raises:
         TaskError: the tokenizer has no token for a part of it, and none for what is unknown.
     """
     try:
-        return tokenizer(text, **options)["input_ids"]
+        ids = tokenizer(text, **options)["input_ids"]
+        ended = not options and ids[-1:] == [getattr(tokenizer, "eos_token_id", None)]  # some put it behind every text
+        bare = token_ids(tokenizer, text, add_special_tokens=False) if ended else ids
+        return ids[:-1] if ids[-1 - len(bare) : -1] == bare else ids
     except Exception as error:  # the tokenizers library raises no other class
         special = {token for token in tokenizer.all_special_tokens if len(token) > 1}
         known = set("".join(set(tokenizer.get_vocab()) - special))

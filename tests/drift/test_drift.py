@@ -234,6 +234,13 @@ def test_one_token_and_all_experts_chosen(tokenizer, prompts, tmp_path, undrawn)
     assert topics["Log-ratio"].startswith("One token alone"), "not: the two say the same"
 
 
+def test_of_one_sequence_nothing_is_said_of_averaging(saved, prompts, tmp_path, undrawn):
+    prompts.write_text(json.dumps({"text": "abcabbacbacabcaabcb"}))
+    output = run_drift(DriftOptions(tuple(map(str, saved("olmoe"))), prompts, tmp_path / "out", floor_sequences=0))
+    assert results_of(output)["decomposition"]["token_var_routing"] > 0, "so that it does vary, by token"
+    assert dict(summary(results_of(output)))["Does averaging remove it?"].startswith("One sequence alone")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_comparison_on_a_gpu_mixes_no_devices(saved, prompts, tmp_path, undrawn):
     """On one that is not there (`pretended_cuda`): all that is measured, and the same as on the CPU."""

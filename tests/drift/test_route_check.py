@@ -163,6 +163,24 @@ def test_the_permutation_and_the_renaming_are_told(own):
     assert f"{table[first]} is expert {first}" in renamed
 
 
+@pytest.mark.parametrize("turned", [0, 1])
+def test_another_models_routes_are_not_the_models_in_disguise(turned):
+    """Each layer has four experts that it prefers, whatever the token; `turned`: those of the next layer. Layers in
+    another order, or ids renamed to the preferred ones, then agree with other tokens' routes as well."""
+
+    def drawn(rng, turned):
+        weights = [np.where(np.arange(E) // 4 == layer % 4, 4.0, 1.0) for layer in range(L)]
+        chances = [w / w.sum() for w in (*weights[turned:], *weights[:turned])]
+        return [np.array([[rng.choice(E, K, replace=False, p=p) for p in chances] for _ in range(n)]) for n in LENGTHS]
+
+    ids = drawn(np.random.default_rng(0), 0)
+    model = OwnRoutes(ids, ids, SITES, (E,) * L, (0, 1, 2), L)
+    other = Captured([np.arange(n) for n in LENGTHS], drawn(np.random.default_rng(1), turned))
+    result = check_routes(other, model)
+    assert faults(result) == ["other choices"], result.verdict
+    assert result.explained == pytest.approx(result.as_captured) == pytest.approx(result.chance, abs=0.05)
+
+
 def test_two_faults_are_both_named(own):
     def change(ids, b):
         ids = np.roll(ids, 1, axis=0)

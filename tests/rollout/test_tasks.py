@@ -8,6 +8,7 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from moe_rl.policy.tiny import char_tokenizer, demonstration_batch
 from moe_rl.rollout import TASKS, Problem, Task, TaskConfig, TaskError, VerifiableTask, is_held_out, make_task
@@ -221,6 +222,19 @@ def test_what_is_no_problem_is_said_with_the_task(given):
 
     with pytest.raises(TaskError, match=r"task sums, problem: expected a Problem whose prompt is a text, got .*"):
         problems_of(Sums(), random.Random(0), 2)
+
+
+def test_a_prompt_is_open_where_the_tokenizer_ends_every_text():
+    tokenizer = char_tokenizer("01+=^$")
+    end = [("end", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="end $A end", special_tokens=end)
+    assert tokenizer.decode(tokenizer("0+1=")["input_ids"]) == "$0+1=$"
+    (prompt,), _ = encode_prompts(tokenizer, [Problem("0+1=", "1")])
+    assert tokenizer.decode(prompt) == "$0+1=", "a response behind an end token answers nothing"
+    (own,), _ = encode_prompts(tokenizer, [Problem("0$", "1")])
+    assert tokenizer.decode(own) == "$0$", "the one that stands in the prompt stays"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="end $A", special_tokens=end)
+    assert encode_prompts(tokenizer, [Problem("0$", "1")])[0].tolist() == [own.tolist()]
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="limits are set by Unix timers")
