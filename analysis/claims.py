@@ -72,7 +72,7 @@ FAST_ROUTERS: dict[str, dict[str, tuple[str, str, str]]] = {
     name: on_equations | {task: (f"fast_routers_{study}", arm, "grpo") for task, study in FAST.items()}
     for name, arm, on_equations in (
         (
-            "Routers at a tenth of the rate − at the full rate",
+            "A tenth of the rate − full rate",
             "tenth",
             {
                 "equations": ("levers_router", "grpo_tenth", "grpo_full"),
