@@ -48,11 +48,8 @@ class RunLog:
         held = {name: json_value(value, f"{kind} row, {name}") for name, value in values.items()}
         row = {"kind": kind, "step": step, **held}
         line = json_line(row)
-        try:
-            with open(self.path, "ab") as file:
-                file.write(line)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
+        with naming(self.path), open(self.path, "ab") as file:
+            file.write(line)
         self._bytes += len(line)
         self._digest.update(line)
         if self.listener:
@@ -77,9 +74,8 @@ class RunLog:
         size, sha256, tables = mark or Mark(0, hashlib.sha256().hexdigest(), {})
         written = self.path.read_bytes() if self.path.exists() else b""
         kept = written[:size]
-        wrong = other_size(self.path.parent, tables or {})
-        if len(kept) < size or hashlib.sha256(kept).hexdigest() != sha256:
-            wrong = f"{self.path}: {damage_of(kept, size)}"
+        damage = damage_of(kept, size, sha256)
+        wrong = f"{self.path}: {damage}" if damage else other_size(self.path.parent, tables or {})
         if wrong:
             raise DamagedMetricsError(
                 f"{wrong}. The run cannot go on without what it wrote; nothing was changed. Restore the file from a "
