@@ -48,8 +48,11 @@ class RunLog:
         held = {name: json_value(value, f"{kind} row, {name}") for name, value in values.items()}
         row = {"kind": kind, "step": step, **held}
         line = json_line(row)
-        with naming(self.path), open(self.path, "ab") as file:
-            file.write(line)
+        try:
+            with open(self.path, "ab") as file:
+                file.write(line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._bytes += len(line)
         self._digest.update(line)
         if self.listener:
