@@ -150,25 +150,17 @@ def _our_words() -> Any:
     @registry.primitive_rule
     def rule(info: Any) -> Any:
         kind = info.type
-        if getattr(kind, "__name__", "") != "Correction":  # by name: help must not import torch
+        if getattr(kind, "__name__", "") == "Correction":  # by name: help must not import torch
+            metavar, made = "KIND:[LOW:]HIGH", kind.parse
+        elif kind is Path:
+            metavar, made = "PATH", lambda word: Path(word).expanduser()
+        else:
             return None
         return tyro.constructors.PrimitiveConstructorSpec(
             nargs=1,
-            metavar="KIND:[LOW:]HIGH",
-            instance_from_str=lambda words: kind.parse(words[0]),
+            metavar=metavar,
+            instance_from_str=lambda words: made(words[0]),
             is_instance=lambda value: isinstance(value, kind),
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    @registry.primitive_rule
-    def path_rule(info: Any) -> Any:
-        if info.type is not Path:
-            return None
-        return tyro.constructors.PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="PATH",
-            instance_from_str=lambda words: Path(words[0]).expanduser(),
-            is_instance=lambda value: isinstance(value, Path),
             str_from_instance=lambda value: [str(value)],
         )
 

@@ -66,8 +66,11 @@ def changed_since(folder: Path, *manifests: str) -> str:
     return ""
 
 
-def damage_of(rows: bytes, size: int) -> str:
-    """What is wrong with the `size` bytes of JSON lines of which these are left, and where it shows first."""
+def damage_of(rows: bytes, size: int, sha256: str) -> str:
+    """What is wrong with the `size` bytes of JSON lines of that SHA-256 sum of which these are left, and where it shows
+    first; empty if nothing."""
+    if sha256_of_bytes(rows) == sha256:
+        return ""
     for number, line in enumerate(rows.splitlines(), start=1):
         try:
             parse_json(line)

@@ -69,9 +69,8 @@ def _behind_checkpoint(folder: Path) -> str:
 def _lost_rows(folder: Path, written: dict[str, Any]) -> str:
     path = folder / "metrics.jsonl"
     rows = _bytes(path)[: written["bytes"]]
-    if sha256_of_bytes(rows) == written["sha256"]:
-        return ""
-    return f"{path} is not what was written: {damage_of(rows, written['bytes'])}"
+    damage = damage_of(rows, written["bytes"], written["sha256"])
+    return f"{path} is not what was written: {damage}" if damage else ""
 
 
 def remedy(folder: Path) -> str:

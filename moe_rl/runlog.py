@@ -77,9 +77,8 @@ class RunLog:
         size, sha256, tables = mark or Mark(0, hashlib.sha256().hexdigest(), {})
         written = self.path.read_bytes() if self.path.exists() else b""
         kept = written[:size]
-        wrong = other_size(self.path.parent, tables or {})
-        if len(kept) < size or hashlib.sha256(kept).hexdigest() != sha256:
-            wrong = f"{self.path}: {damage_of(kept, size)}"
+        damage = damage_of(kept, size, sha256)
+        wrong = f"{self.path}: {damage}" if damage else other_size(self.path.parent, tables or {})
         if wrong:
             raise DamagedMetricsError(
                 f"{wrong}. The run cannot go on without what it wrote; nothing was changed. Restore the file from a "

@@ -16,7 +16,7 @@ from moe_rl.drift.capture_files import read_capture
 from moe_rl.drift.captured import Captured, Finding, OwnRoutes
 from moe_rl.drift.checkpoints import check_device, check_dtype, load
 from moe_rl.drift.errors import DriftError
-from moe_rl.drift.options import CheckOptions
+from moe_rl.drift.options import CheckOptions, check_least
 from moe_rl.drift.route_check import RouteCheck, check_routes
 from moe_rl.measure.noise_floor import first_line, rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
@@ -42,9 +42,7 @@ def run_check(options: CheckOptions) -> int:
 def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
     """The comparison of a file with a model. Raises DriftError: no such file or model, tokens that the model does not
     have, options out of range."""
-    for name in ("batch_size", "max_sequences", "max_tokens"):
-        if getattr(options, name) < 1:
-            raise DriftError(f"--{name.replace('_', '-')} must be at least 1")
+    check_least(options, batch_size=1, max_sequences=1, max_tokens=1)
     device = check_device(options.device)
     model, K = _loaded(options, device)
     captured = _cut(read_capture(options.file, K, options.pad_token_id), options, say)

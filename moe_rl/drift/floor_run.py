@@ -20,7 +20,7 @@ from moe_rl.drift.change_tables import site_table
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor_model import Source, check_experts, load, resolve
 from moe_rl.drift.floor_page import draw, render, say, verdict
-from moe_rl.drift.options import FloorOptions
+from moe_rl.drift.options import FloorOptions, check_least
 from moe_rl.drift.output import (
     Screen,
     Tick,
@@ -211,11 +211,7 @@ def _check(options: FloorOptions) -> torch.device:
             check_experts_name(experts)
         except UnsupportedExpertsError as error:
             raise DriftError(f"--experts: {str(error).removeprefix('experts_implementation: ')}") from error
-    least = {"batch_size": 1, "sequences": 1, "decode_tokens": 0, "max_tokens": 2}
-    for name, low in least.items():
-        value = getattr(options, name)
-        if value is not None and value < low:
-            raise DriftError(f"--{name.replace('_', '-')}: at least {low}, got {value}")
+    check_least(options, batch_size=1, sequences=1, decode_tokens=0, max_tokens=2)
     if not options.prompts.is_file():
         raise DriftError(f"--prompts: there is no file {options.prompts}")
     return checkpoints.check_device(options.device)

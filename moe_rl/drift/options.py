@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import Positional, arg
+
+from moe_rl.drift.errors import DriftError
 
 MAX_TOKENS = 2048
 
@@ -115,3 +117,11 @@ class FloorOptions:
     """Print JSON instead of a table."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Leave it off unless you trust its author."""
+
+
+def check_least(options: Any, **least: int) -> None:
+    """Raises DriftError for the first of these options that is below its least value; None is not looked at."""
+    for name, low in least.items():
+        value = getattr(options, name)
+        if value is not None and value < low:
+            raise DriftError(f"--{name.replace('_', '-')}: at least {low}, got {value}")

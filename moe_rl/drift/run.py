@@ -15,7 +15,7 @@ from rich.console import Console
 from moe_rl.drift import checkpoints as pair
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
-from moe_rl.drift.options import DriftOptions
+from moe_rl.drift.options import DriftOptions, check_least
 from moe_rl.drift.output import environment, finite, output_folder, progress, settings_of, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
@@ -67,11 +67,7 @@ def run_drift(options: DriftOptions) -> Path:
 def check_options(options: DriftOptions) -> tuple[str, torch.device]:
     """What is wrong with options by themselves. Raises DriftError."""
     dtype, device = pair.check_dtype(options.dtype), pair.check_device(options.device)
-    if options.batch_size < 1 or options.max_tokens < 2 or options.floor_sequences < 0:
-        raise DriftError(
-            "--batch-size must be at least 1, --max-tokens at least 2 and --floor-sequences at least 0; got "
-            f"{options.batch_size}, {options.max_tokens} and {options.floor_sequences}"
-        )
+    check_least(options, batch_size=1, max_tokens=2, floor_sequences=0)
     if not options.prompts.is_file():
         raise DriftError(f"--prompts: there is no file {options.prompts}")
     return dtype, device

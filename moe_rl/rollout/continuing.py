@@ -10,12 +10,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
-from moe_rl.rollout.completions import UNWRITTEN, Rollout, assemble, decode_text, end_tokens, padding_token, positions
+from moe_rl.rollout.completions import (
+    UNWRITTEN,
+    Rollout,
+    assemble,
+    check_length,
+    decode_text,
+    end_tokens,
+    padding_token,
+)
 from moe_rl.rollout.engine_config import Tolerance
+from moe_rl.rollout.joining import padded
 from moe_rl.rollout.task import Problem, token_ids, user_code
 from moe_rl.routing import RoutedExperts
 
@@ -71,7 +79,8 @@ def extend(
         return rollout
     prefix, prefix_mask = right_aligned(rollout.input_ids[rows], rollout.attention_mask[rows])
     room = longest - rollout.lengths[rows]
-    _check_positions(model, rollout, rows, prefix_mask.sum(1), room.clamp(max=tokens))
+    problems = [rollout.problems[row] for row in rows.tolist()]
+    check_length(model, problems, prefix_mask.sum(1), room.clamp(max=tokens))
     ends = end_tokens(model, tokenizer).to(device)
     each = torch.arange(len(rows), device=device)
     drawn, logps, traces = engine.decode(prefix, prefix_mask, each, uniform[rows], ends, temperature, record_routes)
@@ -86,9 +95,8 @@ def extend(
     if record_routes:
         own = assemble(traces, torch.cat([prefix, drawn.clamp(min=0)], 1), torch.cat([prefix_mask, new], 1))
         part = own.realign(torch.cat([prefix_mask, new], 1), wide.attention_mask[rows])
-        ids = torch.full((*wide.input_ids.shape, *part.shape[2:]), -1, device=device)
         assert routes is not None
-        ids[:, : routes.shape[1]] = routes.ids
+        ids = routes.ids
         ids[rows] = torch.where(ids[rows] >= 0, ids[rows], part.ids)
         routes = RoutedExperts(ids, own.sites, own.num_experts, tokens=wide.input_ids, meta=own.meta)
     return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
@@ -174,8 +182,7 @@ def append_text(rollout: Rollout, tokenizer: Any, texts: Mapping[int, str]) -> R
     wide.finished[rows] = False
     routes = wide.routes
     if routes is not None:
-        ids = F.pad(routes.ids, (0, 0, 0, 0, 0, wide.input_ids.shape[1] - routes.shape[1]), value=-1)
-        routes = RoutedExperts(ids, routes.sites, routes.num_experts, tokens=wide.input_ids, meta=routes.meta)
+        routes = RoutedExperts(routes.ids, routes.sites, routes.num_experts, tokens=wide.input_ids, meta=routes.meta)
     return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
 
 
@@ -266,19 +273,6 @@ def right_aligned(ids: Int[Tensor, "n T"], mask: Bool[Tensor, "n T"]) -> tuple[I
     return ids.gather(1, order) * moved, moved
 
 
-def _check_positions(
-    model: nn.Module, rollout: Rollout, rows: Int[Tensor, " n"], so_far: Int[Tensor, " n"], new: Int[Tensor, " n"]
-) -> None:
-    most, longest = positions(model), int((so_far + new).argmax())
-    if most and int(so_far[longest] + new[longest]) > most:
-        prompt = rollout.problems[int(rows[longest])].prompt
-        raise ValueError(
-            f"a text of {int(so_far[longest])} tokens so far and {int(new[longest])} new ones are more than the {most} "
-            f"positions that the model has: {prompt[:80]!r}. Shorter prompts or replies, fewer new tokens, or a model "
-            "of longer context."
-        )
-
-
 def _placed(
     rollout: Rollout, rows: Int[Tensor, " n"], new: Bool[Tensor, "n M"], padding: int
 ) -> tuple[Rollout, tuple[Tensor, Tensor]]:
@@ -288,20 +282,8 @@ def _placed(
     positions = torch.arange(T, device=rows.device)
     last = torch.where(rollout.attention_mask[rows], positions, -1).amax(1)
     extra = max(0, int((last + new.sum(1)).max()) + 1 - T)
-
-    def widened(x: Tensor, value: int = 0) -> Tensor:
-        return F.pad(x, (0, extra), value=value)
-
+    wide = replace(padded(rollout, 0, extra, padding), finished=rollout.finished.clone())
     row, offset = new.nonzero(as_tuple=True)
-    wide = replace(
-        rollout,
-        input_ids=widened(rollout.input_ids, padding),
-        attention_mask=widened(rollout.attention_mask),
-        completion_mask=widened(rollout.completion_mask),
-        logps=widened(rollout.logps),
-        finished=rollout.finished.clone(),
-        versions=None if rollout.versions is None else widened(rollout.versions, -1),
-    )
     return wide, (rows[row], last[row] + 1 + offset)
 
 

@@ -30,10 +30,10 @@ from moe_rl.rollout.completions import (
     Rollout,
     Trace,
     assemble,
+    check_length,
     encode_prompts,
     end_tokens,
     made_of,
-    positions,
 )
 from moe_rl.rollout.continuing import extend
 from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
@@ -69,7 +69,7 @@ class ModelEngine:
         check_request(problems, group_size, max_new_tokens, temperature, self.max_batch)
         device = next(self.model.parameters()).device
         prompts, prompt_mask = encode_prompts(self.tokenizer, problems)
-        check_length(self.model, problems, prompt_mask, max_new_tokens)
+        check_length(self.model, problems, prompt_mask.sum(1), max_new_tokens)
         prompts, prompt_mask = prompts.to(device), prompt_mask.to(device)
         B, N = len(problems) * group_size, max_new_tokens
         source = "cpu" if generator is None else generator.device
@@ -150,18 +150,6 @@ def check_request(
             raise ValueError(f"{name}: at least 1, got {value}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: 0 (greedy) or a positive number, got {temperature}")
-
-
-def check_length(model: nn.Module, problems: Sequence[Problem], mask: Bool[Tensor, "P T"], max_new_tokens: int) -> None:
-    """Raises ValueError for a prompt that leaves no room for `max_new_tokens` in the model's positions."""
-    most, lengths, new = positions(model), mask.sum(1), max_new_tokens
-    if most and int(lengths.max()) + new > most:
-        longest = int(lengths.argmax())
-        raise ValueError(
-            f"a prompt of {int(lengths[longest])} tokens and {new} new ones (rollout.max_new_tokens) are more "
-            f"than the {most} positions that the model has: {problems[longest].prompt[:80]!r}. Shorter prompts, fewer "
-            "new tokens, or a model of longer context."
-        )
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------

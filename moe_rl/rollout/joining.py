@@ -12,10 +12,11 @@ from moe_rl.rollout.completions import Rollout
 from moe_rl.routing import RoutedExperts
 
 
-def padded(rollout: Rollout, left: int, right: int) -> Rollout:
-    """The rollout with so many more columns of padding, whose tokens are 0, which nothing reads, before and behind."""
+def padded(rollout: Rollout, left: int, right: int, token: int = 0) -> Rollout:
+    """The rollout with so many more columns of padding, whose `token` nothing reads, before and behind; copied."""
+    values = {"input_ids": token, "versions": -1}
     wide: dict[str, Any] = {
-        name: F.pad(part, (left, right), value=-1 if name == "versions" else 0)
+        name: F.pad(part, (left, right), value=values.get(name, 0))
         for name, part in rollout.parts.items()
         if isinstance(part, Tensor) and part.ndim == 2
     }

@@ -8,14 +8,15 @@ import bisect
 import operator
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from moe_rl.rollout.completions import Rollout, encode_prompts, padding_token
+from moe_rl.rollout.completions import UNWRITTEN, Rollout, encode_prompts, made_of
 from moe_rl.rollout.task import Problem, TaskError, checked_reward, token_ids, user_code
 
 
@@ -35,25 +36,12 @@ def demonstrate(task: Any, tokenizer: Any, problems: Sequence[Problem], rng: ran
             if not isinstance(text, str):
                 raise TaskError(f"expected a text, got {text!r}")
             texts.append(text)
-    prompts, prompt_mask = encode_prompts(tokenizer, problems)
-    ended = [text + tokenizer.eos_token for text in texts]
-    answers = [list(ids) for ids in token_ids(tokenizer, ended, add_special_tokens=False)]
-    lengths = torch.tensor([len(ids) for ids in answers])
-    written = torch.arange(int(lengths.max())) < lengths[:, None]
-    ids = torch.full(written.shape, padding_token(tokenizer))
-    ids[written] = torch.tensor([token for row in answers for token in row])
-    input_ids = torch.cat([prompts, ids], 1)
-    return Rollout(
-        input_ids=input_ids,
-        attention_mask=torch.cat([prompt_mask, written], 1),
-        completion_mask=F.pad(written, (prompts.shape[1], 0)),
-        logps=torch.zeros(input_ids.shape),
-        rewards=torch.full((len(texts),), float("nan")),
-        finished=torch.ones(len(texts), dtype=torch.bool),
-        group_size=1,
-        problems=list(problems),
-        completions=texts,
-    )
+    prompts = encode_prompts(tokenizer, problems)
+    ended = token_ids(tokenizer, [text + tokenizer.eos_token for text in texts], add_special_tokens=False)
+    answers = pad_sequence([torch.tensor(ids) for ids in ended], batch_first=True, padding_value=UNWRITTEN)
+    ends = torch.tensor([tokenizer.eos_token_id])
+    rollout = made_of(tokenizer, problems, 1, *prompts, answers, torch.zeros(answers.shape), ends)
+    return replace(rollout, completions=texts)
 
 
 def step_rewards(task: Any, tokenizer: Any, rollout: Rollout) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:

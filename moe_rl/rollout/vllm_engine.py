@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import causal_lm
 from moe_rl.processes import no_progress_bars
-from moe_rl.rollout.completions import UNWRITTEN, Rollout, encode_prompts, end_tokens, made_of
-from moe_rl.rollout.engine import NEVER, check_length, check_request, gathered
+from moe_rl.rollout.completions import UNWRITTEN, Rollout, check_length, encode_prompts, end_tokens, made_of
+from moe_rl.rollout.engine import NEVER, check_request, gathered
 from moe_rl.rollout.engine_config import ARITHMETIC, DTYPES, EngineConfig, EngineError, check_engine
 from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_place import check_vllm, start_vllm
@@ -76,7 +76,7 @@ class VllmEngine:
         if 0 < temperature < COLDEST:
             raise ValueError(f"temperature: vLLM samples at {COLDEST} or above, or at 0 (greedy); got {temperature}")
         prompts, mask = encode_prompts(self.tokenizer, problems)
-        check_length(self.policy, problems, mask, max_new_tokens + 1)  # one more, to score a full one
+        check_length(self.policy, problems, mask.sum(1), max_new_tokens + 1)  # one more, to score a full one
         B, N = len(problems) * group_size, max_new_tokens
         source = "cpu" if generator is None else generator.device
         uniform = torch.rand(B, N, generator=generator, dtype=torch.float64, device=source)

@@ -198,13 +198,8 @@ class Group(Ranks):
         return joined.view(own.dtype).reshape(count, *own.shape[1:])
 
     def gather_routes(self, own: RoutedExperts, count: int) -> RoutedExperts:
-        packed = self.gather(own.packed, count)
-        if packed.dtype == torch.uint8:
-            ids = packed.to(torch.int16).masked_fill_(packed == 255, -1)
-        else:
-            ids = packed.view(torch.int16)
         tokens = None if own.tokens is None else self.gather(own.tokens, count)
-        return RoutedExperts(ids, own.sites, own.num_experts, tokens=tokens, meta=own.meta)
+        return own._with(self.gather(own.packed, count), tokens)
 
     def sums(self, *own: float | int) -> tuple[float | int, ...]:
         return tuple(sum(values) for values in zip(*self.exchange(own), strict=True))

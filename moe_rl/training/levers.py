@@ -61,13 +61,16 @@ def with_part_to_replay(
     Raises:
         ValueError: `keep_sites` names sites that the model does not have, or that choose nothing.
     """
-    if method.keep_sites is not None:
-        check_choice(method.keep_sites, batch.routes)
     tokens = batch.attention_mask.bool()
     rows = tokens[..., None].repeat(1, 1, len(batch.routes.sites))
     if margins is not None:
         rows = kept_rows(margins, tokens, method.keep, generator if method.keep_by == "random" else None)
-    return replace(batch, kept=rows if method.keep_sites is None else at_sites(rows, method.keep_sites))
+    if method.keep_sites is not None:
+        check_choice(method.keep_sites, batch.routes)
+        chosen = torch.zeros(rows.shape[-1], dtype=torch.bool, device=rows.device)
+        chosen[list(method.keep_sites)] = True
+        rows = rows & chosen
+    return replace(batch, kept=rows)
 
 
 def kept_rows(
@@ -89,14 +92,6 @@ def kept_rows(
         rows[values.argsort(stable=True)[: round(share * len(values))]] = True
         found[..., site][tokens] = rows
     return found
-
-
-def at_sites(rows: Bool[Tensor, "B T L"], sites: Sequence[int]) -> Bool[Tensor, "B T L"]:
-    """The rows of these sites alone. Raises ValueError where the model has no such site."""
-    check_sites(sites, rows.shape[-1])
-    there = torch.zeros(rows.shape[-1], dtype=torch.bool, device=rows.device)
-    there[list(sites)] = True
-    return rows & there
 
 
 def check_choice(sites: Sequence[int], routes: RoutedExperts) -> None:

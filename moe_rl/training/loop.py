@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_rl.measure.logprobs import TokenLogps
+from moe_rl.measure.logprobs import token_logps
 from moe_rl.objectives import group_advantages
 from moe_rl.rollout import Rollout, TaskError, seeded_random
 from moe_rl.rollout.engine_config import check_routes
@@ -261,8 +261,9 @@ def start_probe(state: State, batch: Batch) -> Probe | None:
     return Probe(state.policy, part, state.ranks, temperature, live=live, decompose=decompose, loss=loss, tables=tables)
 
 
-def probe_loss(state: State, out: TokenLogps, part: Batch) -> Tensor:
+def probe_loss(state: State, part: Batch) -> Tensor:
     """The arm's loss of probed responses, as if they were a minibatch."""
+    out = token_logps(state.policy, *part.tokens, temperature=state.config.rollout.temperature, router_logits=True)
     return arm_loss(out, part, state.method, state.config.method, totals_of(part)).loss
 
 

@@ -14,7 +14,6 @@ from moe_rl.objectives import (
     leave_one_out_advantages,
     process_advantages,
 )
-from moe_rl.objectives.bounds import unknown
 from moe_rl.rollout import Rollout, demonstrate, named_rewards, seeded_random, step_rewards
 from moe_rl.rollout.continuing import partial_responses, version_metrics
 from moe_rl.rollout.dapo import overlong_penalty, refill
@@ -130,8 +129,7 @@ def other_advantages(
             names, table = named_rewards(task, rollout)
             metrics = {f"reward_{name}": float(column.mean()) for name, column in zip(names, table.T, strict=True)}
             return decoupled_advantages(table, size), None, metrics
-    known = ["group", "gae", "pair", "leave_one_out", "one", "accepted", "process", "decoupled"]
-    raise ValueError(unknown("advantage", method.advantage, known))
+    raise AssertionError(f"no kind of advantage that `Objective` allows: {method.advantage!r}")
 
 
 # -- between steps -----------------------------------------------------------------------------------------------------

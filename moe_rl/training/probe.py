@@ -37,8 +37,8 @@ class Probe:
         part: the probed responses.
         live: measure change rates, variances, router scores; two forwards of the part per update.
         decompose: split the log-ratio into weights, routes and their interaction, see `Decomposition`.
-        loss: compare its gradients under live and under the old routes; of a forward over some of the probed responses
-            and these. Four forwards and backwards, and as many copies of the weights' size. One process only.
+        loss: of some of the probed responses, with the forward; its gradients under live and under the old routes are
+            compared. Four forwards and backwards, and as many copies of the weights' size. One process only.
         tables: keep what the tables of tokens and routes hold.
 
     Attributes:
@@ -54,7 +54,7 @@ class Probe:
         *,
         live: bool,
         decompose: bool,
-        loss: Callable[[TokenLogps, Batch], Tensor] | None = None,
+        loss: Callable[[Batch], Tensor] | None = None,
         tables: bool = False,
     ):
         self.policy, self.part, self.ranks, self.temperature = policy, part, ranks, temperature
@@ -68,7 +68,7 @@ class Probe:
         if self.old_logits is not None:
             metrics, natural, routes = self._measure(update)
             if self.loss is not None:
-                metrics |= replay_gradients(self.policy, self.part, self._loss_of)
+                metrics |= replay_gradients(self.policy, self.part, self.loss)
             yield "probe", {"update": update, **metrics}
             if self.part.rollout_routes is not None:  # mu -> pi, live routing: engine and staleness together
                 apart = from_engine(self.part, natural, routes, self.part.completion_mask)
@@ -110,10 +110,6 @@ class Probe:
             routers = routers_said(mask, both) if comparable else {}
             self.observations.append(Observation(update, natural, replayed, routes, routers))
         return metrics, natural, routes
-
-    def _loss_of(self, part: Batch) -> Tensor:
-        assert self.loss is not None
-        return self.loss(self._logps(part, router_logits=True), part)
 
     @torch.no_grad()
     def _old_router_logits(self) -> list[Float[Tensor, "n E"]]:

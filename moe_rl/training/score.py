@@ -32,14 +32,10 @@ class Scores:
 
     Attributes:
         logps: the old policy's, natural routing.
-        routes: the experts that it chose for every token, prompt included.
         replayed_logps: the old policy's under the rollout engine's routes; None unless those were recorded.
-        route_scores: log router probability of the experts in `routes`; None unless asked for.
-        ref_logps: the reference policy's, natural routing; None without one.
-        values: of the value model, units of reward; None without one.
         learned_rewards: of the reward model; None without one.
-        router_inputs, router_logits: what the old policy's routers saw and said under the rollout's routes (PR2).
         margins: by which the old policy's routers decided, in units of what they rank; None unless asked for.
+        all others: see `Batch`.
     """
 
     logps: Float[Tensor, "B T"]

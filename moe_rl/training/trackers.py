@@ -1,7 +1,6 @@
 """Metrics to an experiment tracker, through accelerate. Off unless `tracker` names one."""
 
 import dataclasses
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,11 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from moe_rl.training.state import Listener
+
 PROJECT = "moe_rl"
 _PACKAGES = {"trackio": ("trackio",), "wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX")}
 _INSTALL = {"trackio": "pip install 'moe_rl[trackers]'", "wandb": "pip install wandb"}
-
-Listener = Callable[[dict[str, Any]], None]
 
 
 class TrackerError(ValueError):
@@ -46,7 +45,8 @@ def start_tracker(
     run = "/".join(folder.absolute().parts[-3:])
     options: dict[str, dict[str, Any]] = {"trackio": {"name": run}, "wandb": {"name": run, "dir": str(folder)}}
     project = run.replace("/", "_") if name == "tensorboard" else PROJECT
-    (folder / "tracker").mkdir(parents=True, exist_ok=True) if name == "tensorboard" else None
+    if name == "tensorboard":
+        (folder / "tracker").mkdir(parents=True, exist_ok=True)
     accelerator.init_trackers(project, config=flat(dataclasses.asdict(config)), init_kwargs=options)
 
     def tell(row: dict[str, Any]) -> None:

@@ -349,7 +349,7 @@ def test_rows_takes_everything_along():
         ({"problems": [PROMPTS[0], Problem("", "")]}, "problem 1: the prompt '' has no tokens"),
         ({"group_size": 0}, "group_size: at least 1, got 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: at least 1, got 0"),
-        ({"max_new_tokens": 500}, r"a prompt of 14 tokens and 500 new .* than the 512 positions .*'\^abcdeffedcba='"),
+        ({"max_new_tokens": 500}, r"a text of 14 tokens .* and 500 new .* than the 512 positions .*'\^abcdeffedcba='"),
         ({"max_batch": 0}, "max_batch: at least 1, got 0"),
         ({"temperature": -1.0}, "temperature: 0 .greedy. or a positive number, got -1.0"),
         ({"temperature": math.nan}, "temperature: 0 .greedy. or a positive number, got nan"),
