@@ -38,7 +38,7 @@ from moe_rl.routing.shadow import ShadowReplay
 from moe_rl.routing.sites import Site, boundary_of, find_sites
 
 _Kept = tuple[list[str], list[type], list["weakref.ref[nn.Module]"], list[tuple[str, list[int], list[int], bool]], int]
-_Checked = tuple[Any, list[Selector], dict[bool, list[Selector | None]]]
+_Checked = tuple[Any, list[Selector], dict[tuple[bool, int], Selector]]
 # What is known about models that are alive; none of these keeps a model alive.
 _LAYOUTS: "weakref.WeakKeyDictionary[nn.Module, _Kept]" = weakref.WeakKeyDictionary()
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tap]]" = weakref.WeakKeyDictionary()
@@ -99,8 +99,7 @@ def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     if cached is None or cached[0] != signature:
         cached = (signature, [], {})
     _, tap.probes, tap.modes = cached
-    unchecked = [None] * len(sites)
-    if any(tap.modes.get(m.training, unchecked)[i] is None for i, site in enumerate(sites) for m in site.modules):
+    if any((m.training, i) not in tap.modes for i, site in enumerate(sites) for m in site.modules):
         examine(tap)
         _CHECKED[boundary] = (signature, tap.probes, tap.modes)
     return tap, [site.name for site in sites]

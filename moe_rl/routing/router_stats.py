@@ -149,9 +149,7 @@ def router_js(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*
     """Jensen-Shannon divergence ½KL(p_old||m) + ½KL(p_new||m), m = (p_old + p_new)/2; nats, in [0, ln 2]."""
     old, new = _log_softmax(old_logits), _log_softmax(new_logits)
     never = (old == -torch.inf) & (new == -torch.inf)
-    old, new = old.masked_fill(never, 0), new.masked_fill(never, 0)
-    middle = torch.logaddexp(old, new) - torch.log(old.new_tensor(2.0))
-    old, new = old.masked_fill(never, -torch.inf), new.masked_fill(never, -torch.inf)
+    middle = torch.logaddexp(old.masked_fill(never, 0), new.masked_fill(never, 0)) - torch.log(old.new_tensor(2.0))
     return 0.5 * (_divergence(old, middle) + _divergence(new, middle))
 
 
