@@ -80,14 +80,11 @@ class Rerun(Listener):
     """Runs each router once more before it runs, and has it choose what it chose in that run."""
 
     def begin(self, call: Call) -> None:
-        call.disturb = partial(self._once, set[int]())
+        call.disturb = self._once
 
-    def _once(
-        self, done: set[int], call: Call, tap: Tap, index: int, module: nn.Module, args: Any, kwargs: Any
-    ) -> None:
-        if index in done:  # a recomputation finds the choice in its job
+    def _once(self, call: Call, tap: Tap, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not call.open:  # a recomputation finds the choice in its job
             return
-        done.add(index)
         job = call.job(index)
         call.open = False  # the experts of a block that runs for this are not those of the call
         ids = self.choose(_Run(tap.names[index], tap.checked(index, module), module, args, kwargs, job.bias))

@@ -101,24 +101,23 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
         return Selector(experts, k, len(seen.maxima), output=place, by_max=by_max, mode=answer, logits=logits)
     if not seen.ranked:
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
-    calls = len(seen.ranked)
+
+    def selector(call: int, place: int | None = None) -> Selector:
+        experts, k, _ = seen.ranked[call]
+        mode = MaskedSelection if experts in seen.masked else None
+        logits = _last_of(seen.linear[: seen.linear_at_topk[call]], experts)
+        return Selector(experts, k, len(seen.ranked), call, output=place, mode=mode, logits=logits)
+
     for place, ids in integers.items():
-        for call in reversed(range(calls)):
-            experts, k, chosen = seen.ranked[call]
+        for call, (_, k, chosen) in reversed(list(enumerate(seen.ranked))):
             if chosen.numel() == ids.numel() == rows * k and torch.equal(chosen.reshape(-1), ids.reshape(-1)):
-                mode = MaskedSelection if experts in seen.masked else None
-                return Selector(experts, k, calls, call, output=place, mode=mode, logits=_logits(seen, call))
-    experts, k, chosen = seen.ranked[-1]
+                return selector(call, place)
+    _, k, chosen = seen.ranked[-1]
     if chosen.numel() != rows * k:
         raise refused(
             tap, index, f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens"
         )
-    mode = MaskedSelection if experts in seen.masked else None
-    return Selector(experts, k, calls, calls - 1, mode=mode, logits=_logits(seen, calls - 1))
-
-
-def _logits(seen: Seen, call: int) -> int:
-    return _last_of(seen.linear[: seen.linear_at_topk[call]], seen.ranked[call][0])
+    return selector(len(seen.ranked) - 1)
 
 
 def _last_of(widths: list[int], experts: int) -> int:
