@@ -115,8 +115,7 @@ def active_set_churn(
 def _ids(routes: Routes, num_experts: int | None, mask: Tensor | None) -> tuple[Int[Tensor, "*rows L K"], int]:
     """int64 ids with -1 where nothing counts, and the number of experts."""
     if isinstance(routes, RoutedExperts):
-        ids, count = routes.ids, routes.num_experts
-        experts = count if isinstance(count, int) else max(count)
+        ids, experts = routes.ids, max(routes._experts)
     elif num_experts is None:
         raise RoutingError("plain ids do not say how many experts there are: pass num_experts=")
     else:
@@ -141,8 +140,7 @@ def router_kl(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*
 
     An expert that the old logits exclude (-inf) adds nothing; one that only the new ones exclude makes it infinite.
     """
-    old, new = _log_softmax(old_logits), _log_softmax(new_logits)
-    return _divergence(old, new)
+    return _divergence(_log_softmax(old_logits), _log_softmax(new_logits))
 
 
 def router_js(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows"]:

@@ -2,14 +2,13 @@
 sees and changes a router's logits."""
 
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moe_rl.routing.selection import FILL, LINEAR, MAX, Job, Selection, Selector, is_held
+from moe_rl.routing.selection import FILL, LINEAR, MAX, Selection, Selector, is_held
 from moe_rl.routing.traced import no_type_check
 
 
@@ -21,9 +20,9 @@ class SequentialMax(Selection):
     for the expert of slot j, so that its gate is never zero. Shadow reports the top k of the logits.
     """
 
-    def __init__(self, name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> None:
-        super().__init__(name, probe, job, frame)
-        self.per_slot = probe.calls // probe.k  # 1, or 3 in train mode: threshold, sampled choice, one for Heun's rule
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.per_slot = self.probe.calls // self.probe.k  # 1, or 3 in train mode: threshold, sample, Heun's rule
         self.slots: list[Tensor] = []
         self.top: tuple[Tensor, Tensor, Tensor] | None = None
 
