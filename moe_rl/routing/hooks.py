@@ -105,8 +105,7 @@ class Tap:
         return new
 
     def _add_router(self, index: int) -> None:
-        depth = self.probes[index].depth if self.probes else 0  # where the selection happens: DBRX's block
-        for module in self.sites[index].scope(depth):
+        for module in self.scope(index):
             self._add(module, self.before_site, self.after_site, index)
 
     def _add(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None], *first: int) -> None:
@@ -137,6 +136,11 @@ class Tap:
         """What is known of them, apart from the model."""
         name, fixed = getattr(self.boundary.config, "name_or_path", "") or "", [site.fixed for site in self.sites]
         return Routers(self.names, fixed, self.probes, name, type(self.boundary).__name__)
+
+    def scope(self, index: int) -> tuple[nn.Module, ...]:
+        """The modules in which the selection of a site happens: the router, or a holder of it (DBRX)."""
+        depth = self.probes[index].depth if self.probes else 0
+        return self.sites[index].modules if depth == 0 else (self.sites[index].parents[depth - 1],)
 
     def experts(self, index: int) -> nn.Module | None:
         """The module that the selected ids reach, where they reach one as they are."""

@@ -245,7 +245,7 @@ def evidence(tap: Tap, depths: list[int] | None = None) -> Iterator[list[Seen]]:
     seen = [Seen() for _ in tap.sites]
     with ExitStack() as stack:
         for site, depth, found in zip(tap.sites, depths, seen, strict=True):
-            for module in site.scope(depth):
+            for module in site.modules if depth == 0 else (site.parents[depth - 1],):
                 stack.callback(module.register_forward_hook(partial(_returned, found)).remove)
             for name, module in site.parents[0].named_children() if site.parents else ():
                 if module not in site.modules:
