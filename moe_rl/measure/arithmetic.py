@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from moe_rl.measure.decoding import decoded_logps
@@ -305,22 +305,12 @@ def _decoded(
     first = int(text.completion_mask.any(0).int().argmax())
     stop = min(width, first + decode_tokens)
     short = _each(text, lambda part: part[:, :stop])
-    before, score = _columns(reference.routes, stop), partial(decoded_logps, prefill=first)
+    before, score = reference.routes.columns(slice(stop)), partial(decoded_logps, prefill=first)
     own, replayed = _live_and_replayed(model, short, before, score)
-    mask = F.pad(short.completion_mask.cpu(), (0, width - stop))
-    wide = [F.pad(x, (0, width - stop)) for x in (own.logps, replayed)]
-    return Scored(wide[0], _columns(own.routes, width)), wide[1], mask
-
-
-def _columns(routes: RoutedExperts, width: int) -> RoutedExperts:
-    """The first `width` tokens of every sequence; what is beyond the routes has none (-1)."""
-
-    def cut(values: Int[Tensor, "B T *rest"]) -> Int[Tensor, "B W *rest"]:
-        missing = max(0, width - values.shape[1])
-        return F.pad(values[:, :width], (0, 0) * (values.ndim - 2) + (0, missing), value=-1)
-
-    tokens = None if routes.tokens is None else cut(routes.tokens)
-    return RoutedExperts(cut(routes.ids), routes.sites, routes.num_experts, tokens=tokens, meta=routes.meta)
+    beyond = (0, width - stop)
+    logps, replayed, mask = (F.pad(x, beyond) for x in (own.logps, replayed, short.completion_mask.cpu()))
+    place = torch.arange(short.input_ids.numel(), device="cpu").view(short.input_ids.shape)
+    return Scored(logps, own.routes.take(F.pad(place, beyond, value=-1))), replayed, mask
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -8,44 +8,16 @@ runs micro runs and compares the names that they write with the names here, in b
 
 # ruff: noqa: E501  (a table: one metric, one line)
 import re
-from dataclasses import dataclass, replace
 from itertools import combinations
 
 from moe_rl.measure.metrics import TAUS
 from moe_rl.measure.moments import PARTS
 from moe_rl.measure.peer_metrics import OF_ENGINES, OF_RATIOS, OF_TRUST_REGIONS
 from moe_rl.objectives import LOSS_METRICS
+from moe_rl.objectives.diagnostics import M, Metric
 
 GSPO, R3, SCHULMAN = "arXiv 2507.18071", "arXiv 2510.11370", "Schulman, Approximating KL divergence"
 
-
-@dataclass(frozen=True)
-class Metric:
-    """One name.
-
-    Attributes:
-        name: as written; `<...>` stands for any name.
-        unit: nats, fraction, count, ...
-        definition: what it is. r = new / old ratio of a token, d = log r, s = exp(mean of d over a sequence).
-        over: numerator / denominator, where the value is, or belongs into, a quotient.
-        source: where the definition comes from; empty: ours or standard.
-        when: written only then; empty: always.
-    """
-
-    name: str
-    unit: str
-    definition: str
-    over: str = ""
-    source: str = ""
-    when: str = ""
-
-    @property
-    def is_list(self) -> bool:
-        """Whether its values are lists: by site, by layer, by position, histograms."""
-        return self.name.startswith(("site_", "layer_", "position_")) or self.name.endswith("_histogram")
-
-
-M = Metric
 
 SPREAD = (
     M("k1", "nats/token", "mean(-d), an estimate of KL(old || new)", "Σ -d / tokens", SCHULMAN),
@@ -96,7 +68,7 @@ LAG = "before the step's updates (under rollout lag newer than the policy that s
 
 
 def _suffixed(metrics: tuple[Metric, ...], suffix: str, words: str) -> tuple[Metric, ...]:
-    return tuple(replace(m, name=f"{m.name}_{suffix}", definition=f"{m.definition}; {words}") for m in metrics)
+    return tuple(m._replace(name=f"{m.name}_{suffix}", definition=f"{m.definition}; {words}") for m in metrics)
 
 
 PROBED = (
@@ -165,12 +137,12 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("lr", "1", "learning rate, warm-up included"),
         M("grad_norm", "1", "global L2 norm of the gradient before clipping"),
         M("skipped", "boolean", "its gradient was not finite and no weight was moved", when="such an update, `optim.on_nonfinite: skip`"),
-        *(M(*metric) for metric in LOSS_METRICS),
+        *LOSS_METRICS,
         M("var_token_log_ratio", "nats²", "variance of d over tokens (divisor n-1), under the arm's own routing"),
         M("var_sequence_log_ratio", "nats²", "variance over sequences of the mean of d", source=f"log s, {GSPO} eq. 7"),
         *SPREAD,
-        *(M(*metric) for metric in OF_ENGINES if metric.name in ("probs_ratio_min", "probs_ratio_max", "outside_fraction")),
-        *(replace(M(*metric), when="the policy's own responses") for metric in OF_TRUST_REGIONS),
+        *(m for m in OF_ENGINES if m.name in ("probs_ratio_min", "probs_ratio_max", "outside_fraction")),
+        *(m._replace(when="the policy's own responses") for m in OF_TRUST_REGIONS),
         M("max_vio", "1", "(largest load of an expert - even load) / even load, mean over sites; prompts included, after replay", source="MaxVio, arXiv 2408.15664; prime-rl"),
         M("entropy", "nats/token", "mean entropy of the distributions that response tokens are drawn from"),
         M("aux_loss", "1", "load-balancing loss; null where its coefficient is 0"),
@@ -257,8 +229,8 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("update", "index", "0 before the updates"),
         *GAP,
         *(m for m in SPREAD if m.name in OF_RATIOS and m not in GAP),
-        *(M(*metric) for metric in OF_ENGINES),
-        *(replace(m, when="routes compared") for m in (*CHANGE, *BY_SITE)),
+        *OF_ENGINES,
+        *(m._replace(when="routes compared") for m in (*CHANGE, *BY_SITE)),
         M("sync_gap", "nats", "largest gap seen by the check of the last weight transfer", when="a synced engine"),
         M("sync_tolerance", "nats", "what that check allows", when="a synced engine"),
     ),

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from moe_rl.routing.counts import quotient
 from moe_rl.routing.sites import canonical_site
 
 OTHER = "other"
@@ -43,7 +44,7 @@ def compare_gradients(
         for i, (left, right) in enumerate(((a, b), (a, a), (b, b))):
             sums[i] += 0.0 if left is None or right is None else float((left * right).sum())
     return {
-        name: (_ratio(ab, math.sqrt(aa) * math.sqrt(bb)), _ratio(math.sqrt(bb), math.sqrt(aa)))
+        name: (quotient(ab, math.sqrt(aa) * math.sqrt(bb)), quotient(math.sqrt(bb), math.sqrt(aa)))
         for name, (ab, aa, bb) in dots.items()
     }
 
@@ -86,7 +87,3 @@ def gradient_metrics(
         "layer_gradient_cosine": [cosine for cosine, _ in by_layer.values()],
         "layer_gradient_norm_ratio": [ratio for _, ratio in by_layer.values()],
     }
-
-
-def _ratio(a: float, b: float) -> float:
-    return a / b if b else math.nan

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from moe_rl.routing.counts import quotient
+
 PARTS = ("weight", "routing", "interaction")
 
 
@@ -76,7 +78,7 @@ class Variance:
     def share(self, part: str) -> float:
         """Cov(part, log r) / Var(log r), a fraction; NaN where nothing varies. The interaction's share given half to
         each of the other two makes theirs the shares of the Shapley split."""
-        return _ratio(float(self.moments.covariance[PARTS.index(part)].sum()), self.total)
+        return quotient(float(self.moments.covariance[PARTS.index(part)].sum()), self.total)
 
     def rows(self) -> dict[str, float]:
         """variance, var_*, cov_* (each counted twice in the total) and share_*, to log or to tabulate."""
@@ -124,11 +126,11 @@ class Shares:
     @property
     def harmonic_length(self) -> float:
         """Harmonic mean length: by this factor averaging lowers the variance of independent tokens, E[1/n] = 1/it."""
-        return _ratio(self.sequences.count, self.inverse_lengths)
+        return quotient(self.sequences.count, self.inverse_lengths)
 
     def averaging(self, part: str) -> float:
         """Var over tokens / Var over sequence means: what averaging divides the part's variance by."""
-        return _ratio(self.token.var(part), self.sequence.var(part))
+        return quotient(self.token.var(part), self.sequence.var(part))
 
     def design_effect(self, part: str) -> float:
         """Var over sequence means * harmonic length / Var over tokens: 1 where the tokens of a sequence are
@@ -139,7 +141,7 @@ class Shares:
         harmonic_length / design_effect and leaves the token variance what it is; whether *training* with it lowers
         that is seen by comparing `token.var("routing")` between arms.
         """
-        return _ratio(self.harmonic_length, self.averaging(part))
+        return quotient(self.harmonic_length, self.averaging(part))
 
     def rows(self) -> dict[str, float | int]:
         """All numbers under their names, to log."""
@@ -196,7 +198,3 @@ class SiteShares:
     def whole(self) -> float:
         """Token variance of the whole replay effect, nats²."""
         return float(self.tokens.covariance[-1, -1])
-
-
-def _ratio(a: float | int, b: float | int) -> float:
-    return a / b if b else float("nan")

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe_rl.measure.metrics import extreme, ratio_metrics, ratio_range_metrics, variance
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
-from moe_rl.objectives.diagnostics import Definition
+from moe_rl.objectives.diagnostics import M, Metric
 from moe_rl.objectives.ratios import as_bool_mask
 
 _VERL_BOUND = 20.0  # nats: verl's SAFETY_BOUND on log-weights
@@ -163,47 +163,41 @@ def _pearson(a: Float[Tensor, " n"], b: Float[Tensor, " n"]) -> Float[Tensor, ""
 
 _NEMO, _VERL, _PRIME = "NeMo-RL", "verl", "prime-rl"
 
-OF_ENGINES: tuple[Definition, ...] = tuple(
-    Definition(*row)
-    for row in (
-        ("token_mult_prob_error", "1", "mean e^abs(d): by what factor a token's probability is off; suspicious above 1.05", "Σ / tokens", _NEMO),
-        ("seq_mult_prob_error_min", "1", "smallest mean of e^abs(d) over a sequence", "", f"{_NEMO} min_seq_mult_prob_error"),
-        ("seq_mult_prob_error_mean", "1", "mean over sequences of the same", "Σ / sequences", f"{_NEMO} mean_seq_mult_prob_error"),
-        ("seq_mult_prob_error_max", "1", "largest of the same", "", f"{_NEMO} max_seq_mult_prob_error"),
-        ("policy_kl_error", "nats/token", "mean(1/w - 1 + d)", "Σ / tokens", _NEMO),
-        ("js_divergence_error", "nats/token", "with m = (pi + mu)/2: mean of (pi/m - 1 - log(pi/m))/2 + (mu/m - 1 - log(mu/m))/2", "Σ / tokens", _NEMO),
-        ("sampling_importance_ratio", "1", "mean w", "Σ / tokens", _NEMO),
-        ("rollout_probs_diff_mean", "fraction", "mean abs(pi - mu) of the sampled tokens", "Σ / tokens", f"{_VERL} training/"),
-        ("rollout_probs_diff_max", "fraction", "its largest value", "", f"{_VERL} training/"),
-        ("rollout_probs_diff_std", "fraction", "its standard deviation (divisor n-1)", "", f"{_VERL} training/"),
-        ("rollout_actor_probs_pearson_corr", "1", "Pearson correlation of pi and mu of the sampled tokens", "", f"{_VERL} training/"),
-        ("log_ppl_diff", "nats", "mean over sequences of (mean log mu - mean log pi)", "Σ / sequences", f"{_VERL} rollout_corr/"),
-        ("log_ppl_abs_diff", "nats", "mean over sequences of its absolute value", "Σ / sequences", f"{_VERL} rollout_corr/"),
-        ("ppl_ratio", "1", "mean over sequences of its exponential: the training engine's perplexity over the sampler's", "Σ / sequences", f"{_VERL} rollout_corr/"),
-        ("training_ppl", "1", "perplexity of the training engine, mean over sequences", "Σ / sequences", f"{_VERL} rollout_corr/"),
-        ("rollout_ppl", "1", "of the sampler", "Σ / sequences", f"{_VERL} rollout_corr/"),
-        ("chi2_seq", "1", "mean over sequences of (Π w)², less 1; Σ d within 20 nats", "", f"{_VERL} rollout_corr/"),
-        ("rollout_is_mean", "1", "mean weight, truncated at 2", "Σ / tokens", f"{_VERL} rollout_corr/"),
-        ("rollout_is_min", "1", "smallest weight", "", f"{_VERL} rollout_corr/"),
-        ("rollout_is_max", "1", "largest weight, at most 2", "", f"{_VERL} rollout_corr/"),
-        ("rollout_is_oob_ratio", "fraction", "tokens with w outside [0.5, 2]", "such tokens / tokens", f"{_VERL} rollout_corr/"),
-        ("rollout_is_eff_sample_size", "fraction", "effective sample size of the truncated weights, over tokens", "(Σ w)² / (n Σ w²)", f"{_VERL} rollout_corr/"),
-        ("rollout_is_seq_max_deviation", "1", "largest abs(mean weight of a sequence - 1)", "", f"{_VERL} rollout_corr/"),
-        ("probs_ratio_min", "1", "smallest ratio of a token", "", _NEMO),
-        ("probs_ratio_max", "1", "largest ratio of a token", "", _NEMO),
-        ("outside_fraction", "fraction", "tokens with a ratio outside [0.9, 1.1]", "such tokens / tokens", "verl issue 6280"),
-    )
+OF_ENGINES: tuple[Metric, ...] = (
+    M("token_mult_prob_error", "1", "mean e^abs(d): by what factor a token's probability is off; suspicious above 1.05", "Σ / tokens", _NEMO),
+    M("seq_mult_prob_error_min", "1", "smallest mean of e^abs(d) over a sequence", "", f"{_NEMO} min_seq_mult_prob_error"),
+    M("seq_mult_prob_error_mean", "1", "mean over sequences of the same", "Σ / sequences", f"{_NEMO} mean_seq_mult_prob_error"),
+    M("seq_mult_prob_error_max", "1", "largest of the same", "", f"{_NEMO} max_seq_mult_prob_error"),
+    M("policy_kl_error", "nats/token", "mean(1/w - 1 + d)", "Σ / tokens", _NEMO),
+    M("js_divergence_error", "nats/token", "with m = (pi + mu)/2: mean of (pi/m - 1 - log(pi/m))/2 + (mu/m - 1 - log(mu/m))/2", "Σ / tokens", _NEMO),
+    M("sampling_importance_ratio", "1", "mean w", "Σ / tokens", _NEMO),
+    M("rollout_probs_diff_mean", "fraction", "mean abs(pi - mu) of the sampled tokens", "Σ / tokens", f"{_VERL} training/"),
+    M("rollout_probs_diff_max", "fraction", "its largest value", "", f"{_VERL} training/"),
+    M("rollout_probs_diff_std", "fraction", "its standard deviation (divisor n-1)", "", f"{_VERL} training/"),
+    M("rollout_actor_probs_pearson_corr", "1", "Pearson correlation of pi and mu of the sampled tokens", "", f"{_VERL} training/"),
+    M("log_ppl_diff", "nats", "mean over sequences of (mean log mu - mean log pi)", "Σ / sequences", f"{_VERL} rollout_corr/"),
+    M("log_ppl_abs_diff", "nats", "mean over sequences of its absolute value", "Σ / sequences", f"{_VERL} rollout_corr/"),
+    M("ppl_ratio", "1", "mean over sequences of its exponential: the training engine's perplexity over the sampler's", "Σ / sequences", f"{_VERL} rollout_corr/"),
+    M("training_ppl", "1", "perplexity of the training engine, mean over sequences", "Σ / sequences", f"{_VERL} rollout_corr/"),
+    M("rollout_ppl", "1", "of the sampler", "Σ / sequences", f"{_VERL} rollout_corr/"),
+    M("chi2_seq", "1", "mean over sequences of (Π w)², less 1; Σ d within 20 nats", "", f"{_VERL} rollout_corr/"),
+    M("rollout_is_mean", "1", "mean weight, truncated at 2", "Σ / tokens", f"{_VERL} rollout_corr/"),
+    M("rollout_is_min", "1", "smallest weight", "", f"{_VERL} rollout_corr/"),
+    M("rollout_is_max", "1", "largest weight, at most 2", "", f"{_VERL} rollout_corr/"),
+    M("rollout_is_oob_ratio", "fraction", "tokens with w outside [0.5, 2]", "such tokens / tokens", f"{_VERL} rollout_corr/"),
+    M("rollout_is_eff_sample_size", "fraction", "effective sample size of the truncated weights, over tokens", "(Σ w)² / (n Σ w²)", f"{_VERL} rollout_corr/"),
+    M("rollout_is_seq_max_deviation", "1", "largest abs(mean weight of a sequence - 1)", "", f"{_VERL} rollout_corr/"),
+    M("probs_ratio_min", "1", "smallest ratio of a token", "", _NEMO),
+    M("probs_ratio_max", "1", "largest ratio of a token", "", _NEMO),
+    M("outside_fraction", "fraction", "tokens with a ratio outside [0.9, 1.1]", "such tokens / tokens", "verl issue 6280"),
 )  # fmt: skip
 """What `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics` return, as the catalogue takes it."""
 
-OF_TRUST_REGIONS: tuple[Definition, ...] = tuple(
-    Definition(*row)
-    for row in (
-        ("is_masked", "fraction", "tokens that the clip takes out; w = pi / mu with pi the policy in training", "such tokens / tokens", _PRIME),
-        ("is_masked_low", "fraction", "of them, below", "such tokens / tokens", _PRIME),
-        ("is_masked_high", "fraction", "of them, above", "such tokens / tokens", _PRIME),
-        ("masked_mismatch_kl", "nats/token", "w - 1 - log w, mean over the tokens taken out; null if none is", "Σ / such tokens", _PRIME),
-        ("unmasked_mismatch_kl", "nats/token", "the same over the tokens kept", "Σ / such tokens", _PRIME),
-    )
+OF_TRUST_REGIONS: tuple[Metric, ...] = (
+    M("is_masked", "fraction", "tokens that the clip takes out; w = pi / mu with pi the policy in training", "such tokens / tokens", _PRIME),
+    M("is_masked_low", "fraction", "of them, below", "such tokens / tokens", _PRIME),
+    M("is_masked_high", "fraction", "of them, above", "such tokens / tokens", _PRIME),
+    M("masked_mismatch_kl", "nats/token", "w - 1 - log w, mean over the tokens taken out; null if none is", "Σ / such tokens", _PRIME),
+    M("unmasked_mismatch_kl", "nats/token", "the same over the tokens kept", "Σ / such tokens", _PRIME),
 )  # fmt: skip
 """What `masked_mismatch_metrics` returns."""

@@ -164,24 +164,6 @@ class Correction:
                 return off_policy_sequence_mask(log_weight, advantages, mask, self.high)
 
 
-def correct(
-    corrections: Sequence[Correction],
-    old: Float[Tensor, "B T"],
-    current: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    mask: Bool[Tensor, "B T"],
-) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """The product of several corrections' weights, and where a truncating one stands at its cap; `old` and `current`
-    are log pi_old - log mu and log pi - log mu, nats."""
-    weight, truncated = torch.ones_like(old), torch.zeros_like(mask)
-    for one in corrections:
-        own = one.weight(current if one.policy == "current" else old, advantages, mask)
-        weight = weight * own
-        if one.kind.endswith("truncate"):
-            truncated = truncated | (own >= one.high)
-    return weight, truncated
-
-
 def engine_weights(
     corrections: Sequence[Correction],
     logps: Float[Tensor, "B T"],
@@ -190,12 +172,18 @@ def engine_weights(
     advantage: Float[Tensor, "B T"],
     keep: Bool[Tensor, "B T"],
 ) -> dict[str, Tensor | None]:
-    """What `TokenValues` says of the engine that sampled, and of the corrections for it."""
+    """What `TokenValues` says of the engine that sampled, and of the corrections for it: the product of their weights,
+    and where a truncating one stands at its cap."""
     gap = token_log_ratio(old_logps.detach(), rollout_logps, keep)
     if not corrections:
         return {"engine_log_weight": gap}
     current = token_log_ratio(logps.detach(), rollout_logps, keep)
-    weight, truncated = correct(corrections, gap, current, advantage, keep)
+    weight, truncated = torch.ones_like(gap), torch.zeros_like(keep)
+    for one in corrections:
+        own = one.weight(current if one.policy == "current" else gap, advantage, keep)
+        weight = weight * own
+        if one.kind.endswith("truncate"):
+            truncated = truncated | (own >= one.high)
     return {"engine_log_weight": gap, "correction_weight": weight, "correction_truncated": truncated}
 
 

@@ -14,8 +14,17 @@ from torch import Tensor
 from moe_rl.objectives.gates import TokenValues
 
 
-class Definition(NamedTuple):
-    """One entry of `moe_rl.objectives.loss_metrics`: what it is, its unit, what it is over, where it comes from, when it is there."""
+class Metric(NamedTuple):
+    """One name.
+
+    Attributes:
+        name: as written; `<...>` stands for any name.
+        unit: nats, fraction, count, ...
+        definition: what it is. r = new / old ratio of a token, d = log r, s = exp(mean of d over a sequence).
+        over: numerator / denominator, where the value is, or belongs into, a quotient.
+        source: where the definition comes from; empty: ours or standard.
+        when: written only then; empty: always.
+    """
 
     name: str
     unit: str
@@ -24,6 +33,13 @@ class Definition(NamedTuple):
     source: str = ""
     when: str = ""
 
+    @property
+    def is_list(self) -> bool:
+        """Whether its values are lists: by site, by layer, by position, histograms."""
+        return self.name.startswith(("site_", "layer_", "position_")) or self.name.endswith("_histogram")
+
+
+M = Metric
 
 _GSPO = "arXiv 2507.18071"
 _REF, _ENGINE, _CORRECTED, _RSPO = (
@@ -33,30 +49,27 @@ _REF, _ENGINE, _CORRECTED, _RSPO = (
     "objective rspo",
 )
 
-LOSS_METRICS: tuple[Definition, ...] = tuple(
-    Definition(*row)
-    for row in (
-        ("tokens", "count", "response tokens of the minibatch"),
-        ("sequences", "count", "sequences with a response token"),
-        ("live_tokens", "count", "tokens with a non-zero advantage, the only ones that can be clipped", "over tokens"),
-        ("clipped_tokens", "count", "tokens that the clip takes out of the gradient (sign-aware; a sequence ratio: all of the sequence)", "over tokens: clip fraction", f"{_GSPO} fig. 2"),
-        ("clipped_low_tokens", "count", "of them, with A < 0 and the gate's ratio below 1", "over tokens", "TRL clip_ratio/low_mean"),
-        ("clipped_high_tokens", "count", "of them, with A > 0 and the gate's ratio above 1; what is neither low nor high is beyond the ceiling of dual_clip", "over tokens", "TRL clip_ratio/high_mean"),
-        ("clipped_sequences", "count", "sequences with a clipped token", "over sequences"),
-        ("gate_ratio_mean", "1", "mean over tokens of the ratio by which the gate clips: the token's, or the sequence's on each of its tokens", "Σ / tokens"),
-        ("extreme_tokens", "count", "tokens with a log-ratio beyond 20 nats: an unclipped one soon overflows", "over tokens"),
-        ("ref_kl", "nats/token", "KL(current || reference) by the objective's estimator, mean over tokens", "Σ / tokens", "TRL kl", _REF),
-        ("engine_kl_k1", "nats/token", "KL(rollout engine || old policy) by -log w, w = pi_old / mu", "Σ / tokens", "", _ENGINE),
-        ("engine_kl_k3", "nats/token", "the same by w - 1 - log w", "Σ / tokens", "", _ENGINE),
-        ("engine_log_weight_abs_max", "nats", "largest abs(log w)", "", "", _ENGINE),
-        ("correction_weight_mean", "1", "weight that the engine corrections put on a token, mean over tokens", "Σ / tokens", "TRL sampling/importance_sampling_ratio", _CORRECTED),
-        ("correction_weight_min", "1", "its smallest value; 0 where a token is dropped", "", "", _CORRECTED),
-        ("correction_weight_max", "1", "its largest value", "", "", _CORRECTED),
-        ("correction_dropped_tokens", "count", "tokens whose weight is 0", "over tokens", "", _CORRECTED),
-        ("correction_truncated_tokens", "count", "tokens whose weight stands at the cap of a truncating correction", "over tokens", "", _CORRECTED),
-        ("route_weight", "fraction", "router-shift weight gamma of the tokens before its floor, mean", "Σ / tokens", "RSPO, arXiv 2510.23027", _RSPO),
-        ("route_weight_floored", "fraction", "tokens at which the floor acts", "such tokens / tokens", "RSPO", _RSPO),
-    )
+LOSS_METRICS: tuple[Metric, ...] = (
+    M("tokens", "count", "response tokens of the minibatch"),
+    M("sequences", "count", "sequences with a response token"),
+    M("live_tokens", "count", "tokens with a non-zero advantage, the only ones that can be clipped", "over tokens"),
+    M("clipped_tokens", "count", "tokens that the clip takes out of the gradient (sign-aware; a sequence ratio: all of the sequence)", "over tokens: clip fraction", f"{_GSPO} fig. 2"),
+    M("clipped_low_tokens", "count", "of them, with A < 0 and the gate's ratio below 1", "over tokens", "TRL clip_ratio/low_mean"),
+    M("clipped_high_tokens", "count", "of them, with A > 0 and the gate's ratio above 1; what is neither low nor high is beyond the ceiling of dual_clip", "over tokens", "TRL clip_ratio/high_mean"),
+    M("clipped_sequences", "count", "sequences with a clipped token", "over sequences"),
+    M("gate_ratio_mean", "1", "mean over tokens of the ratio by which the gate clips: the token's, or the sequence's on each of its tokens", "Σ / tokens"),
+    M("extreme_tokens", "count", "tokens with a log-ratio beyond 20 nats: an unclipped one soon overflows", "over tokens"),
+    M("ref_kl", "nats/token", "KL(current || reference) by the objective's estimator, mean over tokens", "Σ / tokens", "TRL kl", _REF),
+    M("engine_kl_k1", "nats/token", "KL(rollout engine || old policy) by -log w, w = pi_old / mu", "Σ / tokens", "", _ENGINE),
+    M("engine_kl_k3", "nats/token", "the same by w - 1 - log w", "Σ / tokens", "", _ENGINE),
+    M("engine_log_weight_abs_max", "nats", "largest abs(log w)", "", "", _ENGINE),
+    M("correction_weight_mean", "1", "weight that the engine corrections put on a token, mean over tokens", "Σ / tokens", "TRL sampling/importance_sampling_ratio", _CORRECTED),
+    M("correction_weight_min", "1", "its smallest value; 0 where a token is dropped", "", "", _CORRECTED),
+    M("correction_weight_max", "1", "its largest value", "", "", _CORRECTED),
+    M("correction_dropped_tokens", "count", "tokens whose weight is 0", "over tokens", "", _CORRECTED),
+    M("correction_truncated_tokens", "count", "tokens whose weight stands at the cap of a truncating correction", "over tokens", "", _CORRECTED),
+    M("route_weight", "fraction", "router-shift weight gamma of the tokens before its floor, mean", "Σ / tokens", "RSPO, arXiv 2510.23027", _RSPO),
+    M("route_weight_floored", "fraction", "tokens at which the floor acts", "such tokens / tokens", "RSPO", _RSPO),
 )  # fmt: skip
 """Every name that `loss_metrics` may return, with its definition."""
 

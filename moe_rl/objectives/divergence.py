@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from moe_rl.objectives.gates import Gated, GateInputs, choose, gate
+from moe_rl.objectives.gates import Gated, GateInputs, choose, gate, outside_trust_region
 
 _LEAST_REST = 1e-8  # of 1 - p in `binary_kl`: a probability that rounds to 1 is not infinitely far away
 
@@ -51,8 +51,7 @@ def divergence_tv_gate(
     M = 0 where A > 0 and p - q > clip_high, or A < 0 and p - q < -clip_low. |p - q| is the total variation of "this
     token" against "any other"; its direction is that of the sampled token, so that a token may always come back.
     """
-    shift = probability_shift(x)
-    clipped = ((x.advantages > 0) & (shift > clip_high)) | ((x.advantages < 0) & (shift < -clip_low))
+    clipped = outside_trust_region(probability_shift(x), x.advantages, -clip_low, clip_high)
     weight = torch.where(clipped, 0.0, _capped(x, ratio_cap=ratio_cap))
     return Gated(weight * x.advantages * x.logps, clipped)
 

@@ -176,10 +176,10 @@ def choose(
 
 
 def outside_trust_region(
-    ratio: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], low: float | int, high: float | int
+    x: Float[Tensor, "B T"], advantages: Float[Tensor, "B T"], low: float | int, high: float | int
 ) -> Bool[Tensor, "B T"]:
-    """(A > 0 and r > high) or (A < 0 and r < low): where min(r A, clip(r, low, high) A) is flat in r."""
-    return ((advantages > 0) & (ratio > high)) | ((advantages < 0) & (ratio < low))
+    """(A > 0 and x > high) or (A < 0 and x < low): where min(x A, clip(x, low, high) A) is flat in x, a ratio say."""
+    return ((advantages > 0) & (x > high)) | ((advantages < 0) & (x < low))
 
 
 @gate("clip")

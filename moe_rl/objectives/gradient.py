@@ -65,16 +65,7 @@ def token_weights(
     >>> token_weights("gspo", logps, logps, torch.tensor([3.0]), mask).weight.tolist()
     [[1.5, 1.5]]
     """
-    terms = prepare_terms(
-        objective,
-        logps,
-        old_logps,
-        advantages,
-        mask,
-        ref_logps=ref_logps,
-        rollout_logps=rollout_logps,
-        route_weight=route_weight,
-    )
+    terms = prepare_terms(objective, logps, old_logps, advantages, mask, ref_logps, rollout_logps, route_weight)
     o, x = terms.objective, terms.inputs
     keep = x.mask
     share = aggregation_weights(

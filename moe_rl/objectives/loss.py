@@ -122,16 +122,7 @@ def policy_loss(
     >>> out.loss.backward(); out.loss.item(), logps.grad.tolist()
     (-2.0, [[-1.0, -1.0]])
     """
-    terms = prepare_terms(
-        objective,
-        logps,
-        old_logps,
-        advantages,
-        mask,
-        ref_logps=ref_logps,
-        rollout_logps=rollout_logps,
-        route_weight=route_weight,
-    )
+    terms = prepare_terms(objective, logps, old_logps, advantages, mask, ref_logps, rollout_logps, route_weight)
     o, x, keep = terms.objective, terms.inputs, terms.inputs.mask
     surrogate, clipped, compared = terms.gated()
     after_gate = terms.after_gate()
@@ -211,7 +202,6 @@ def prepare_terms(
     old_logps: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    *,
     ref_logps: Tensor | None,
     rollout_logps: Tensor | None,
     route_weight: Tensor | None,

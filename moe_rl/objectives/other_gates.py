@@ -88,9 +88,8 @@ def sigmoid_gate(x: GateInputs, *, temperature_pos: float | int, temperature_neg
 def _geometric_mean(x: GateInputs, *, clip_low: float | int, clip_high: float | int) -> Float[Tensor, "B T"]:
     """The sequence's geometric mean of clipped ratios, on each of its tokens."""
     advantages, log_ratio = x.advantages, x.level_log_ratio  # the mean needs the ratio of every token
-    above = (advantages > 0) & (log_ratio > clip_high)
-    below = (advantages < 0) & (log_ratio < -clip_low)
-    bounded = torch.where(above, clip_high, torch.where(below, -clip_low, log_ratio))
+    clipped = outside_trust_region(log_ratio, advantages, -clip_low, clip_high)
+    bounded = torch.where(clipped, choose(advantages > 0, clip_high, -clip_low, log_ratio.dtype), log_ratio)
     if x.log_route_weight is not None:
         bounded = bounded + x.log_route_weight
     # A row without advantage has no gradient, however far its ratios are: not 0 times infinity.
@@ -110,9 +109,8 @@ def geometric_gate(x: GateInputs, *, clip_low: float | int, clip_high: float | i
     Differs: with token-level advantages, which the paper does not define, the sequence's geometric mean
     multiplies each token's own advantage.
     """
-    above = (x.advantages > 0) & (x.level_log_ratio > clip_high)
-    below = (x.advantages < 0) & (x.level_log_ratio < -clip_low)
-    return Gated(_geometric_mean(x, clip_low=clip_low, clip_high=clip_high) * x.advantages, above | below)
+    clipped = outside_trust_region(x.level_log_ratio, x.advantages, -clip_low, clip_high)
+    return Gated(_geometric_mean(x, clip_low=clip_low, clip_high=clip_high) * x.advantages, clipped)
 
 
 def _gamma_kernel(

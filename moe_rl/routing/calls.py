@@ -154,18 +154,18 @@ class Collected:
         self.unknown = unknown
         self.steps: list[Step] = []
         self.chains: list[list[Step]] = []
-        self._left: list[CacheState | None] = []  # by the last call of each
+        self._of: dict[CacheState | None, list[Step]] = {}  # the chain whose last call left this cache
 
     def end(self, call: Call, *parts: Tensor) -> None:
         step = Step(parts, call.past, call.changed)
         self.steps.append(step)
-        going = [] if call.follows is None else [i for i, left in enumerate(self._left) if left is call.follows]
-        if not going:
-            going = [len(self.chains)]
-            self.chains.append([])
-            self._left.append(None)
-        self.chains[going[0]].append(step)
-        self._left[going[0]] = call.left
+        chain = self._of.pop(call.follows, None)
+        if chain is None:
+            chain = []
+            self.chains.append(chain)
+        chain.append(step)
+        if call.left is not None:
+            self._of[call.left] = chain
 
     def forwards(self) -> list[tuple[Tensor, ...]]:
         """`[B,T,...]` of each logical forward; RoutingError where nothing proves that its calls are one."""

@@ -37,16 +37,17 @@ from moe_rl.routing.selfcheck import examine
 from moe_rl.routing.shadow import ShadowReplay
 from moe_rl.routing.sites import Site, boundary_of, find_sites
 
-_Kept = tuple[list[str], list[type], list["weakref.ref[nn.Module]"], list[tuple[str, list[int], list[int], bool]], int]
-_Checked = tuple[Any, list[Selector], dict[bool, list[Selector | None]]]
+_Parts = tuple[list[Any], ...]
+_Layout = tuple[_Parts, list[tuple[str, list[int], list[int], bool]], int]
+_Checked = tuple[Any, list[Selector], dict[tuple[bool, int], Selector]]
 # What is known about models that are alive; none of these keeps a model alive.
-_LAYOUTS: "weakref.WeakKeyDictionary[nn.Module, _Kept]" = weakref.WeakKeyDictionary()
+_LAYOUTS: "weakref.WeakKeyDictionary[nn.Module, _Layout]" = weakref.WeakKeyDictionary()
 _TAPS: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Tap]]" = weakref.WeakKeyDictionary()
 _CHECKED: "weakref.WeakKeyDictionary[nn.Module, _Checked]" = weakref.WeakKeyDictionary()
 
 
-def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
-    """All modules of a model, each once, and the names that they have where they are held."""
+def _walk(model: nn.Module) -> tuple[list[nn.Module], _Parts]:
+    """All modules of a model, each once; their names where they are held, classes and weak references."""
     modules, names, seen = [model], list[str](), {model}
     for module in modules:
         for name, child in module._modules.items():
@@ -54,7 +55,7 @@ def _walk(model: nn.Module) -> tuple[list[nn.Module], list[str]]:
             if child is not None and child not in seen:
                 seen.add(child)
                 modules.append(child)
-    return modules, names
+    return modules, (names, [type(m) for m in modules], [weakref.ref(m) for m in modules])
 
 
 def _layout_of(model: nn.Module) -> tuple[list[nn.Module], list[Site], PreTrainedModel]:
@@ -65,20 +66,20 @@ def _layout_of(model: nn.Module) -> tuple[list[nn.Module], list[Site], PreTraine
     """
     kept = _LAYOUTS.get(model) if isinstance(model, nn.Module) else None
     if kept is not None:
-        modules, names = _walk(model)
-        same = [ref() for ref in kept[2]] == modules  # modules are equal where they are the same
-        if same and kept[0] == names and kept[1] == [type(m) for m in modules]:
+        modules, parts = _walk(model)
+        before, found, boundary_at = kept
+        if parts == before:
             sites = [
                 Site(name, tuple(modules[i] for i in own), tuple(modules[i] for i in up), fixed)
-                for name, own, up, fixed in kept[3]
+                for name, own, up, fixed in found
             ]
-            return modules, sites, cast(PreTrainedModel, modules[kept[4]])
+            return modules, sites, cast(PreTrainedModel, modules[boundary_at])
     sites = find_sites(model)
     boundary = boundary_of(model, sites)
-    modules, names = _walk(model)
+    modules, parts = _walk(model)
     place = {module: i for i, module in enumerate(modules)}
     found = [(s.name, [place[m] for m in s.modules], [place[m] for m in s.parents], s.fixed) for s in sites]
-    _LAYOUTS[model] = names, [type(m) for m in modules], [weakref.ref(m) for m in modules], found, place[boundary]
+    _LAYOUTS[model] = parts, found, place[boundary]
     return modules, sites, boundary
 
 
@@ -99,8 +100,7 @@ def acquire(model: nn.Module) -> tuple[Tap, list[str]]:
     if cached is None or cached[0] != signature:
         cached = (signature, [], {})
     _, tap.probes, tap.modes = cached
-    unchecked = [None] * len(sites)
-    if any(tap.modes.get(m.training, unchecked)[i] is None for i, site in enumerate(sites) for m in site.modules):
+    if any((m.training, i) not in tap.modes for i, site in enumerate(sites) for m in site.modules):
         examine(tap)
         _CHECKED[boundary] = (signature, tap.probes, tap.modes)
     return tap, [site.name for site in sites]

@@ -109,11 +109,11 @@ class ChangeCounts:
         d = torch.arange(k + 1, device="cpu")
         overlap = float((self.deviation.double() * (k - d) / (k + d)).sum())
         return {
-            "slot_change": _ratio(self.slots_changed, self.slots_total),
-            "site_change": _ratio(self.sites_changed, self.sites_total),
-            "token_change": _ratio(self.tokens_changed, self.tokens_total),
-            "flips_per_token": _ratio(self.sites_changed, self.tokens_total),
-            "jaccard": _ratio(overlap, self.sites_total),
+            "slot_change": quotient(self.slots_changed, self.slots_total),
+            "site_change": quotient(self.sites_changed, self.sites_total),
+            "token_change": quotient(self.tokens_changed, self.tokens_total),
+            "flips_per_token": quotient(self.sites_changed, self.tokens_total),
+            "jaccard": quotient(overlap, self.sites_total),
             "overdispersion": self.overdispersion,
         }
 
@@ -253,5 +253,6 @@ def _refuse_other_tokens(old: Routes, new: Routes, mask: Tensor | None) -> None:
         )
 
 
-def _ratio(numerator: int | float, denominator: int) -> float:
+def quotient(numerator: float | int, denominator: float | int) -> float:
+    """NaN over 0."""
     return numerator / denominator if denominator else float("nan")

@@ -10,6 +10,7 @@ are gathered again instead of kept. `benchmarks/experts.py` measures it.
 """
 
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -30,15 +31,15 @@ class Slots(NamedTuple):
         token: `[S]`, token of each sorted row.
         row: `[S]`, sorted row of each slot.
         bags: `[T]`, first slot of each token.
-        ends: where the rows of each expert end.
-        offsets: the same on the device.
+        sizes: how many rows each expert has.
+        offsets: where they end, on the device.
     """
 
     slot: Tensor
     token: Tensor
     row: Tensor
     bags: Tensor
-    ends: list[int]
+    sizes: list[int]
     offsets: Tensor
 
     def sums(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -52,16 +53,16 @@ def sort_slots(top_k_index: Int[Tensor, "T K"], num_experts: int) -> Slots:
     ids, slot = top_k_index.reshape(-1).sort()
     experts = torch.arange(num_experts + 1, device=device, dtype=ids.dtype)
     bounds = torch.searchsorted(ids, experts, out_int32=True)
-    start, *ends = bounds.tolist()
-    if start or ends[-1] < T * K:
+    sizes = [end - start for start, end in pairwise(bounds.tolist())]
+    if lost := T * K - sum(sizes):
         raise RoutingError(
-            f"{start + T * K - ends[-1]} of {T * K} expert indices lie outside 0..{num_experts - 1}. Were these routes "
+            f"{lost} of {T * K} expert indices lie outside 0..{num_experts - 1}. Were these routes "
             "recorded from a model with another number of experts?"
         )
     row = torch.empty(T * K, dtype=torch.int32, device=device)
     row.scatter_(0, slot, torch.arange(T * K, dtype=torch.int32, device=device))
     bags = torch.arange(0, T * K, K, dtype=torch.int32, device=device)
-    return Slots(slot, slot // K, row, bags, ends, bounds[1:])
+    return Slots(slot, slot // K, row, bags, sizes, bounds[1:])
 
 
 def sorted_mm(
@@ -129,10 +130,9 @@ def _products(x: Tensor, w: Tensor, slots: Slots) -> Tensor:
     """`[S,in]` sorted rows times `[E,in,out]`, each by its expert's matrix: `[S,out]`."""
     if _kernel(x, w):
         return F.grouped_mm(x, w, offs=slots.offsets)
-    out, start = x.new_empty(x.shape[0], w.shape[2]), 0
-    for end, matrix in zip(slots.ends, w.unbind(0), strict=True):
-        torch.mm(x[start:end], matrix, out=out[start:end])
-        start = end
+    out = x.new_empty(x.shape[0], w.shape[2])
+    for rows, matrix, product in zip(x.split(slots.sizes), w.unbind(0), out.split(slots.sizes), strict=True):
+        torch.mm(rows, matrix, out=product)
     return out
 
 
@@ -140,10 +140,9 @@ def _outer_sums(x: Tensor, y: Tensor, slots: Slots) -> Tensor:
     """Sums of x^T y over the rows `[S,in]`, `[S,out]` of each expert: `[E,in,out]`, zeros where it has none."""
     if _kernel(x, y):
         return F.grouped_mm(x.T, y, offs=slots.offsets)
-    out, start = x.new_empty(len(slots.ends), x.shape[1], y.shape[1]), 0
-    for end, matrix in zip(slots.ends, out.unbind(0), strict=True):
-        torch.mm(x[start:end].T, y[start:end], out=matrix)
-        start = end
+    out = x.new_empty(len(slots.sizes), x.shape[1], y.shape[1])
+    for left, right, product in zip(x.split(slots.sizes), y.split(slots.sizes), out.unbind(0), strict=True):
+        torch.mm(left.T, right, out=product)
     return out
 
 

@@ -65,8 +65,7 @@ class Tap:
             _parameters(type(boundary).forward) if own is None else list(inspect.signature(own).parameters)
         )
         self.probes: list[Selector] = []  # what the self-check learned last
-        self.modes: dict[bool, list[Selector | None]] = {}  # by train mode: it may differ in how a router selects
-        self._none: list[Selector | None] = [None] * len(sites)
+        self.modes: dict[tuple[bool, int], Selector] = {}  # by train mode and site
         self.examining = False  # the self-check is under way, and judges for itself
         self.listeners: list[Listener] = []
         self.thread = 0  # that opened the contexts
@@ -298,7 +297,7 @@ class Tap:
 
     def checked(self, index: int, module: nn.Module) -> Selector:
         """What the self-check knows of a router in the mode that it is in."""
-        probe = self.probes[index] if self.examining else self.modes.get(module.training, self._none)[index]
+        probe = self.probes[index] if self.examining else self.modes.get((module.training, index))
         if probe is None:
             raise refusals.unchecked_mode(self.names[index], module.training)
         return probe

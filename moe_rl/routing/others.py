@@ -82,13 +82,18 @@ class FromOthers:
                 "actor.router_replay.mode set, and rollout.enable_rollout_routing_replay for R3?"
             )
         experts, mask, tokens = held["routed_experts"], held.get("attention_mask"), held.get("input_ids")
+        padded = None
         if experts.is_nested:
-            return _jagged(cls, experts, mask, tokens, config_or_sites, num_experts, layers, meta)
-        if mask is None:
+            padded = None if mask is None or mask.is_nested else mask.bool()
+            experts, mask, tokens = _left_aligned(experts, tokens, padded)
+        elif mask is None:
             raise RoutingError("no attention_mask in the batch: zeros of the padding cannot be told from expert 0")
-        if tokens is not None:
+        elif tokens is not None:
             tokens = tokens.masked_fill(~mask.bool(), -1)
-        return cls.from_padded(experts, mask, config_or_sites, num_experts, layers=layers, tokens=tokens, meta=meta)
+        routes: Any = cls.from_padded(
+            experts, mask, config_or_sites, num_experts, layers=layers, tokens=tokens, meta=meta
+        )
+        return routes if padded is None else routes.realign(mask, padded)
 
     @classmethod
     def from_slime(
@@ -245,31 +250,20 @@ class FromOthers:
         return cls.from_vllm(arrays, sites, num_experts, layers=layers, mask=mask, tokens=tokens, meta=meta)
 
 
-def _jagged(
-    cls: Any,
-    experts: Tensor,
-    mask: Tensor | None,
-    tokens: Tensor | None,
-    sites: Described,
-    num_experts: NumExperts,
-    layers: Sequence[int] | None,
-    meta: Mapping[str, Any] | None,
-) -> Any:
-    """Routes of nested tensors `[tokens,layers,K]`: packed to the left, or where a padded mask has the tokens."""
+def _left_aligned(
+    experts: Tensor, tokens: Tensor | None, padded: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Nested routes `[tokens,layers,K]` packed to the left, where they are, and their tokens, which are nested or stand
+    where `padded` says."""
     parts = experts.unbind()
     lengths = torch.tensor([len(part) for part in parts], device="cpu")
     here = torch.arange(int(lengths.max()), device="cpu") < lengths[:, None]
-    padded = mask if mask is not None and not mask.is_nested else None
+    rows: Sequence[Tensor] | None = None
     if tokens is not None and tokens.is_nested:
-        tokens = pad_left_aligned(tokens.unbind(), -1)
+        rows = tokens.unbind()
     elif tokens is not None and padded is not None:
-        tokens = pad_left_aligned([row[m] for row, m in zip(tokens, padded.bool(), strict=True)], -1)
-    else:
-        tokens = None
-    routes = cls.from_padded(
-        pad_left_aligned(parts, 0), here, sites, num_experts, layers=layers, tokens=tokens, meta=meta
-    )
-    return routes if padded is None else routes.realign(here, padded)
+        rows = [row[mask] for row, mask in zip(tokens, padded, strict=True)]
+    return pad_left_aligned(parts, 0), here, None if rows is None else pad_left_aligned(rows, -1)
 
 
 def _made(

@@ -221,9 +221,8 @@ def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap
     unknown = [other for j, other in enumerate(given) if j not in found.values()]
     if missing or unknown:
         raise refusals.other_sites(len(names), len(given), missing, unknown)
-    counts = routes.num_experts
     for i in sorted(chosen & set(found)):
-        experts, probe = counts if isinstance(counts, int) else counts[found[i]], tap.probes[i]
+        experts, probe = routes._experts[found[i]], tap.probes[i]
         if experts != probe.num_experts or routes.shape[-1] != probe.k:
             raise refusals.other_experts(names[i], probe.k, probe.num_experts, (routes.shape[-1], experts))
     return found

@@ -8,7 +8,7 @@ margins tell how close each choice was. A bias is added where a router ranks its
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -22,23 +22,32 @@ from moe_rl.routing.errors import RoutingError, UnsupportedModelError
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.nesting import completed
 from moe_rl.routing.router_stats import boundary_margin
-from moe_rl.routing.selection import LINEAR, MAX, TOPK, Job, Selection, Selector
+from moe_rl.routing.selection import MAX, TOPK, Job, Selection, Selector
+from moe_rl.routing.sequential_max import WithLogits
 
 
-def _rerun(
-    name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None, watch: TorchFunctionMode
-) -> Tensor:
-    """`[N,K]` ids that the router chooses under `watch`."""
-    job = Job(bias=bias)
-    mode = (probe.mode or Selection)(name, probe, job)
-    if not is_dynamo_compiling():
-        mode.report = partial(_end, job)  # type: ignore[method-assign]  # of this one mode
-    copies = [a.clone() if isinstance(a, Tensor) else a for a in args]  # some scale their input in place
-    with torch.no_grad(), _unseen(), suppress(_Chosen), mode, watch:
-        module.forward(*copies, **kwargs)
-    if job.chosen is None:
-        raise RoutingError(f"site {name} ranked no experts in this forward")
-    return job.chosen
+class _Run(NamedTuple):
+    """A router that is about to run: its name, what is known of it, what it is called with, and its selection bias."""
+
+    name: str
+    probe: Selector
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    bias: Tensor | None
+
+    def choice(self, watch: TorchFunctionMode) -> Tensor:
+        """`[N,K]` ids that it chooses under `watch`."""
+        job = Job(bias=self.bias)
+        mode = (self.probe.mode or Selection)(self.name, self.probe, job)
+        if not is_dynamo_compiling():
+            mode.report = partial(_end, job)  # type: ignore[method-assign]  # of this one mode
+        copies = [a.clone() if isinstance(a, Tensor) else a for a in self.args]  # some scale their input in place
+        with torch.no_grad(), _unseen(), suppress(_Chosen), mode, watch:
+            self.module.forward(*copies, **self.kwargs)
+        if job.chosen is None:
+            raise RoutingError(f"site {self.name} ranked no experts in this forward")
+        return job.chosen
 
 
 class _Chosen(Exception):
@@ -67,46 +76,24 @@ def _unseen() -> Iterator[None]:
         _active_collector.reset(token)
 
 
-class _Logits(TorchFunctionMode):
-    """Hands the router's input and logits to `become`, and goes on with the logits that it gives back."""
-
-    def __init__(self, probe: Selector, become: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.probe, self.become, self.calls = probe, become, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in LINEAR and isinstance(out, Tensor) and out.ndim:
-            self.calls += 1
-            if self.calls - 1 == self.probe.logits:
-                place, name = (1, "mat1") if func is torch.addmm else (0, "input")
-                return self.become(args[place] if place < len(args) else kwargs[name], out)
-        return out
-
-
 class Rerun(Listener):
     """Runs each router once more before it runs, and has it choose what it chose in that run."""
 
     def begin(self, call: Call) -> None:
-        call.disturb = partial(self._once, set[int]())
+        call.disturb = self._once
 
-    def _once(
-        self, done: set[int], call: Call, tap: Tap, index: int, module: nn.Module, args: Any, kwargs: Any
-    ) -> None:
-        if index in done:  # a recomputation finds the choice in its job
+    def _once(self, call: Call, tap: Tap, index: int, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not call.open:  # a recomputation finds the choice in its job
             return
-        done.add(index)
         job = call.job(index)
         call.open = False  # the experts of a block that runs for this are not those of the call
-        ids = self.choose(tap.names[index], tap.checked(index, module), module, args, kwargs, job.bias)
+        ids = self.choose(_Run(tap.names[index], tap.checked(index, module), module, args, kwargs, job.bias))
         call.open = True
         if job.forced is not None:  # any replay has precedence
             ids = job.forced if job.holes == "none" else completed(job.forced, ids)
         job.forced, job.holes = ids, "none"
 
-    def choose(
-        self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
-    ) -> Tensor:
+    def choose(self, run: _Run) -> Tensor:
         """`[N,K]` ids."""
         raise NotImplementedError
 
@@ -120,15 +107,13 @@ class Moved(Rerun):
     def __init__(self, move: Callable[[str, Tensor, Tensor], Tensor]) -> None:
         self.move = move
 
-    def choose(
-        self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
-    ) -> Tensor:
+    def choose(self, run: _Run) -> Tensor:
         def moved(states: Tensor, logits: Tensor) -> Tensor:
             # At least float32 from here on: in bfloat16 a small move would be rounded away.
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return wide + self.move(name, states, logits).to(wide.device)
+            return wide + self.move(run.name, states, logits).to(wide.device)
 
-        return _rerun(name, probe, module, args, kwargs, bias, _Logits(probe, moved))
+        return run.choice(WithLogits(run.probe, moved))
 
 
 class Bias(Listener):
@@ -202,35 +187,31 @@ class Reading(Rerun):
 class Margins(Reading):
     """Margins of the choices of every router, `.values` `[B,T,L]`, float32, on the CPU."""
 
-    def choose(
-        self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
-    ) -> Tensor:
-        watch = _Watch(probe)
-        ids = _rerun(name, probe, module, args, kwargs, bias, watch)
-        if watch.scores is None:
-            raise RoutingError(f"site {name} ranked no experts in this forward")
-        scores = watch.scores.reshape(-1, probe.num_experts)
-        scores = scores if bias is None else scores + bias.to(scores.device)
+    def choose(self, run: _Run) -> Tensor:
+        k, experts = run.probe.k, run.probe.num_experts
+        watch = _Watch(run.probe)
+        ids = run.choice(watch)
+        assert watch.scores is not None  # a choice was made
+        scores = watch.scores.reshape(-1, experts)
+        scores = scores if run.bias is None else scores + run.bias.to(scores.device)
         never = torch.full((len(scores),), float("inf"), device=scores.device)
-        margin = boundary_margin(scores.float(), probe.k) if probe.k < probe.num_experts else never
-        self.keep(name, margin.cpu())
+        margin = boundary_margin(scores.float(), k) if k < experts else never
+        self.keep(run.name, margin.cpu())
         return ids
 
 
 class RouterLogits(Reading):
     """Input and logits of every router, `.inputs` `[B,T,L,H]` and `.logits` `[B,T,L,E]`, detached, float32 or wider."""
 
-    def choose(
-        self, name: str, probe: Selector, module: nn.Module, args: Any, kwargs: Any, bias: Tensor | None
-    ) -> Tensor:
+    def choose(self, run: _Run) -> Tensor:
         def seen(states: Tensor, logits: Tensor) -> Tensor:
             both = [x.detach().reshape(-1, x.shape[-1]) for x in (states, logits)]
             wide = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in both]
             self.width = wide[0].shape[-1]
-            self.keep(name, torch.cat(wide, -1))
+            self.keep(run.name, torch.cat(wide, -1))
             return logits
 
-        return _rerun(name, probe, module, args, kwargs, bias, _Logits(probe, seen))
+        return run.choice(WithLogits(run.probe, seen))
 
     @property
     def inputs(self) -> Float[Tensor, "B T L H"]:

@@ -115,8 +115,7 @@ def active_set_churn(
 def _ids(routes: Routes, num_experts: int | None, mask: Tensor | None) -> tuple[Int[Tensor, "*rows L K"], int]:
     """int64 ids with -1 where nothing counts, and the number of experts."""
     if isinstance(routes, RoutedExperts):
-        ids, count = routes.ids, routes.num_experts
-        experts = count if isinstance(count, int) else max(count)
+        ids, experts = routes.ids, max(routes._experts)
     elif num_experts is None:
         raise RoutingError("plain ids do not say how many experts there are: pass num_experts=")
     else:
@@ -141,17 +140,14 @@ def router_kl(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*
 
     An expert that the old logits exclude (-inf) adds nothing; one that only the new ones exclude makes it infinite.
     """
-    old, new = _log_softmax(old_logits), _log_softmax(new_logits)
-    return _divergence(old, new)
+    return _divergence(_log_softmax(old_logits), _log_softmax(new_logits))
 
 
 def router_js(old_logits: Float[Tensor, "*rows E"], new_logits: Float[Tensor, "*rows E"]) -> Float[Tensor, "*rows"]:
     """Jensen-Shannon divergence ½KL(p_old||m) + ½KL(p_new||m), m = (p_old + p_new)/2; nats, in [0, ln 2]."""
     old, new = _log_softmax(old_logits), _log_softmax(new_logits)
     never = (old == -torch.inf) & (new == -torch.inf)
-    old, new = old.masked_fill(never, 0), new.masked_fill(never, 0)
-    middle = torch.logaddexp(old, new) - torch.log(old.new_tensor(2.0))
-    old, new = old.masked_fill(never, -torch.inf), new.masked_fill(never, -torch.inf)
+    middle = torch.logaddexp(old.masked_fill(never, 0), new.masked_fill(never, 0)) - torch.log(old.new_tensor(2.0))
     return 0.5 * (_divergence(old, middle) + _divergence(new, middle))
 
 

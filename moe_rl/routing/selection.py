@@ -60,6 +60,7 @@ class Selector:
 
 
 @no_type_check
+@dataclass(slots=True, eq=False)
 class Job:
     """What one site has to do in one model call, and what it did.
 
@@ -72,19 +73,17 @@ class Job:
     answer: the tensor of ids that the router was given for its question, and how often it had been written to.
     """
 
-    __slots__ = ("answer", "best", "bias", "chosen", "closed", "forced", "holes", "imposed", "live", "scores", "shadow")
-
-    def __init__(
-        self, forced: Tensor | None = None, holes: Holes = "none", shadow: bool = False, bias: Tensor | None = None
-    ) -> None:
-        self.forced, self.holes, self.shadow, self.bias = forced, holes, shadow, bias
-        self.chosen: Tensor | None = None
-        self.live: Tensor | None = None
-        self.best: Tensor | None = None
-        self.scores: Tensor | None = None
-        self.answer: tuple[Tensor, int] | None = None
-        self.closed = False
-        self.imposed = 0  # by how many replays
+    forced: Tensor | None = None
+    bias: Tensor | None = None
+    holes: Holes = "none"
+    shadow: bool = False
+    chosen: Tensor | None = None
+    live: Tensor | None = None
+    best: Tensor | None = None
+    scores: Tensor | None = None
+    answer: tuple[Tensor, int] | None = None
+    closed: bool = False
+    imposed: int = 0  # by how many replays
 
     def is_answer(self, ids: Tensor) -> bool:
         """Whether these are the very ids that the router was given, never written to: then they are what was forced."""

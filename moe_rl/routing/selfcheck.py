@@ -20,8 +20,8 @@ from moe_rl.routing.errors import UnsupportedModelError
 from moe_rl.routing.evidence import kept_slots, tensors_of
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.probing import Seen, alike, around, evidence, forced_forward, forward, quiet, refused, watch
-from moe_rl.routing.selection import LINEAR, Selector
-from moe_rl.routing.sequential_max import MaskedSelection, SequentialMax
+from moe_rl.routing.selection import Selector
+from moe_rl.routing.sequential_max import MaskedSelection, SequentialMax, WithLogits
 
 _BY_MAX = {"PhimoeTopKRouter"}  # routers that select by successive maxima
 _ZERO_GATES = 0.05  # share of exactly zero gates that underflow may explain, where logits cannot be set
@@ -46,7 +46,7 @@ def examine(tap: Tap) -> None:
             raise refused(tap, index, f"selects its experts otherwise in train than in eval mode ({old}, {new})")
     for index, (site, probe) in enumerate(zip(tap.sites, probes, strict=True)):
         for module in site.modules:
-            tap.modes.setdefault(module.training, [None] * len(probes))[index] = probe
+            tap.modes[module.training, index] = probe
 
 
 def _learn(tap: Tap) -> list[Selector]:
@@ -101,24 +101,23 @@ def _deduce(tap: Tap, index: int, seen: Seen, rows: int) -> Selector:
         return Selector(experts, k, len(seen.maxima), output=place, by_max=by_max, mode=answer, logits=logits)
     if not seen.ranked:
         raise refused(tap, index, "selects experts without torch.topk, in a way that is not known")
-    calls = len(seen.ranked)
+
+    def selector(call: int, place: int | None = None) -> Selector:
+        experts, k, _ = seen.ranked[call]
+        mode = MaskedSelection if experts in seen.masked else None
+        logits = _last_of(seen.linear[: seen.linear_at_topk[call]], experts)
+        return Selector(experts, k, len(seen.ranked), call, output=place, mode=mode, logits=logits)
+
     for place, ids in integers.items():
-        for call in reversed(range(calls)):
-            experts, k, chosen = seen.ranked[call]
+        for call, (_, k, chosen) in reversed(list(enumerate(seen.ranked))):
             if chosen.numel() == ids.numel() == rows * k and torch.equal(chosen.reshape(-1), ids.reshape(-1)):
-                mode = MaskedSelection if experts in seen.masked else None
-                return Selector(experts, k, calls, call, output=place, mode=mode, logits=_logits(seen, call))
-    experts, k, chosen = seen.ranked[-1]
+                return selector(call, place)
+    _, k, chosen = seen.ranked[-1]
     if chosen.numel() != rows * k:
         raise refused(
             tap, index, f"its last topk ranks {tuple(chosen.shape)}, expected one row for each of {rows} tokens"
         )
-    mode = MaskedSelection if experts in seen.masked else None
-    return Selector(experts, k, calls, calls - 1, mode=mode, logits=_logits(seen, calls - 1))
-
-
-def _logits(seen: Seen, call: int) -> int:
-    return _last_of(seen.linear[: seen.linear_at_topk[call]], seen.ranked[call][0])
+    return selector(len(seen.ranked) - 1)
 
 
 def _last_of(widths: list[int], experts: int) -> int:
@@ -234,29 +233,22 @@ def _gates(seen: Seen, kept: Tensor) -> list[Tensor]:
 
 
 def _settable(probes: list[Selector], forced: list[Tensor], others: float) -> Any:
+    """For each router a mode that sets its logits: those of forced experts, and all others above them or below."""
+
     def mode(index: int) -> TorchFunctionMode:
         probe, ids = probes[index], forced[index]
+        experts = probe.num_experts
         own = torch.linspace(0.8, 0.2, probe.k, device=ids.device).expand(ids.shape)
-        spread = torch.linspace(0, 0.1, probe.num_experts, device=ids.device)  # no ties
+        spread = torch.linspace(0, 0.1, experts, device=ids.device)  # no ties
         base = 0.6 + spread if others > 0 else -1 - spread
-        return _Logits(probe, base.expand(len(ids), -1).scatter(-1, ids, own))
+        wanted = base.expand(len(ids), -1).scatter(-1, ids, own)
+
+        def become(_: Tensor, logits: Tensor) -> Tensor:
+            if logits.numel() == logits.shape[-1] * len(wanted):
+                logits = logits.clone()
+                logits[..., :experts] = wanted.to(logits.dtype).reshape(*logits.shape[:-1], experts)
+            return logits
+
+        return WithLogits(probe, become)
 
     return mode
-
-
-class _Logits(TorchFunctionMode):
-    """Sets the logits of a router, where one linear map makes them."""
-
-    def __init__(self, probe: Selector, logits: Tensor) -> None:
-        super().__init__()
-        self.probe, self.logits, self.calls = probe, logits, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func in LINEAR and isinstance(out, Tensor) and out.ndim:
-            self.calls += 1
-            experts = self.probe.num_experts
-            if self.calls - 1 == self.probe.logits and out.numel() == out.shape[-1] * len(self.logits):
-                out = out.clone()
-                out[..., :experts] = self.logits.to(out.dtype).reshape(*out.shape[:-1], experts)
-        return out

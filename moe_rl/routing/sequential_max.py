@@ -1,12 +1,14 @@
-"""Modes for routers that do more than one `topk`: those that mask closed groups of experts, and Phi-MoE."""
+"""Modes for routers that do more than one `topk` (those that mask closed groups of experts, and Phi-MoE), and one that
+sees and changes a router's logits."""
 
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from moe_rl.routing.selection import FILL, MAX, Job, Selection, Selector, is_held
+from moe_rl.routing.selection import FILL, LINEAR, MAX, Selection, Selector, is_held
 from moe_rl.routing.traced import no_type_check
 
 
@@ -18,9 +20,9 @@ class SequentialMax(Selection):
     for the expert of slot j, so that its gate is never zero. Shadow reports the top k of the logits.
     """
 
-    def __init__(self, name: str, probe: Selector, job: Job, frame: FrameType | None = None) -> None:
-        super().__init__(name, probe, job, frame)
-        self.per_slot = probe.calls // probe.k  # 1, or 3 in train mode: threshold, sampled choice, one for Heun's rule
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.per_slot = self.probe.calls // self.probe.k  # 1, or 3 in train mode: threshold, sample, Heun's rule
         self.slots: list[Tensor] = []
         self.top: tuple[Tensor, Tensor, Tensor] | None = None
 
@@ -92,3 +94,20 @@ class MaskedSelection(Selection):
 
     def ranked(self, scores: Tensor) -> Tensor:
         return self.masked if self.masked is not None and scores is self.opened else scores
+
+
+class WithLogits(TorchFunctionMode):
+    """Hands the router's input and logits to `become`, and goes on with the logits that it gives back."""
+
+    def __init__(self, probe: Selector, become: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.probe, self.become, self.calls = probe, become, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in LINEAR and isinstance(out, Tensor) and out.ndim:
+            self.calls += 1
+            if self.calls - 1 == self.probe.logits:
+                place, name = (1, "mat1") if func is torch.addmm else (0, "input")
+                return self.become(args[place] if place < len(args) else kwargs[name], out)
+        return out
