@@ -73,8 +73,11 @@ def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -
         raise DriftError(f"{path} holds no sequence")
     tokens, ids = [], []
     for b, (words, rows) in enumerate(found):
-        tokens.append(np.asarray(words).reshape(-1))
-        ids.append(np.asarray(rows))
+        try:
+            tokens.append(np.asarray(words).reshape(-1))
+            ids.append(np.asarray(rows))
+        except ValueError as error:
+            raise DriftError(f"{path}: sequence {b} has tokens or routes of unequal depth: {error}") from error
         if not np.issubdtype(tokens[-1].dtype, np.integer) or not len(tokens[-1]) or (tokens[-1] < 0).any():
             raise DriftError(f"{path}: sequence {b} has no token ids, but {tokens[-1][:4].tolist()}")
     return Captured(tokens, ids)

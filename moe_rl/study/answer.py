@@ -61,7 +61,7 @@ def answer(data: StudyData) -> Answer:
     told += [_need(data, replay)] if replay else []
     told += [_without(data, gspo)] if gspo else []
     told += [_failures(data)] if len(told) < 2 else []
-    lines = (*told, Line("What can n say?", _seeds(data, pairs), minus(power_sentence(data))))
+    lines = (*told, Line("What can n say?", _seeds(data, pairs), minus(f"{power_sentence(data)}{_left(data)}")))
     undeclared = "" if declared(data) is not None else "These comparisons were not declared in the study file. "
     note = f"{undeclared}Difference of final reward, paired by seed. p adjusted for the number of comparisons."
     return Answer(lines, tuple(_row(data, pair) for pair in pairs), note)
@@ -161,7 +161,7 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
     verdicts = [pair.result.verdict for pair in pairs]
     words = f"{sum(pair.result.apart for pair in pairs)} of {count(len(pairs), 'comparison')} resolved"
     named = [
-        f"{_named(data, pair)}: {minus(f'{pair.result.difference.estimate:+.3f}')}, {pair.result.verdict}"
+        f"{_named(data, pair)}: {_difference(pair)}, {pair.result.verdict}"
         for pair in pairs
         if pair.result.claims or len(pairs) <= MOST_NAMED
     ]
@@ -191,13 +191,24 @@ def _seeds(data: StudyData, pairs: Sequence[Pair]) -> str:
     return f"n = {' or '.join(map(str, counts))}"
 
 
+def _left(data: StudyData) -> str:
+    """How many runs are in no comparison yet, in a sentence; empty where all are finished."""
+    left = len(data.unfinished) + len(data.not_started)
+    total = count(len(data.runs) + len(data.not_started), "run")
+    return f" {left} of {total} not finished, and in no comparison." if left else ""
+
+
+def _difference(pair: Pair) -> str:
+    return minus(f"{pair.result.difference.estimate:+.3f}") if pair.result.n else "–"
+
+
 def _row(data: StudyData, pair: Pair) -> Row:
     gap = pair.result.difference
     return Row(
         pair,
         condition_label(data, pair.noise),
         _named(data, pair),
-        minus(f"{gap.estimate:+.3f}") if gap.n else "–",
+        _difference(pair),
         minus(f"[{gap.low:.3f}, {gap.high:.3f}]") + (" range" if gap.method == "range" else "") if gap.known else "–",
     )
 

@@ -1,5 +1,6 @@
 """How runs ended, and arms: final and held-out reward, and which runs failed, ended below their start or collapsed."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,14 @@ def final_rewards(data: StudyData) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(rows)
+
+
+def counts_shown(row: Mapping[Any, Any]) -> list[str]:
+    """The `OUTCOMES` of a row of `final_rewards` as tables and figures show them: "1 of 2" where it cannot be told of
+    all its runs (an unfinished one has not failed yet), "–" where of none."""
+    judged, runs = row["judged"], len(row["by_seed"])
+    of = f" of {judged}" if judged < runs else ""
+    return [*(f"{row[name]}{of}" if judged else "–" for name in OUTCOMES[:2]), str(row[OUTCOMES[2]])]
 
 
 def evaluations(data: StudyData) -> tuple[dict[Any, float], dict[Any, float]]:

@@ -19,13 +19,13 @@ from moe_rl.study.arms import arm_settings, flatten, full_label
 from moe_rl.study.data import Run, StudyData, declared_arms, load
 from moe_rl.study.figures import StudyFigure, each_figure, nothing_yet, save_figure
 from moe_rl.study.figures.screen import inline_svg
-from moe_rl.study.outcomes import final_rewards
+from moe_rl.study.outcomes import counts_shown, final_rewards
 from moe_rl.study.reading import read, rules_of
 from moe_rl.study.roundings import component_table, conclusion_table
 from moe_rl.study.statistics import FEWEST, interval_note
 from moe_rl.study.summary import POSITIONS
 from moe_rl.study.token_view import token_view_html
-from moe_rl.study.words import by_topic, probability
+from moe_rl.study.words import by_topic, count, probability
 
 FIRST = "final_reward"
 """The figure that stands beside the verdict."""
@@ -123,6 +123,9 @@ def _finals(data: StudyData) -> list[dict[str, Any]]:
         row["bounds"] = _bounds(row["by_seed"], row["low"], row["high"])
         row["evaluation_bounds"] = _bounds(row["evaluation_by_seed"], row["evaluation_low"], row["evaluation_high"])
         row["note"] = ", held out" if row["measured"] == "held out" else ""
+        left = len(data.arms["seeds"][row["arm"]]) - row["finished"]
+        row["note"] += f" ({left} of {count(left + row['finished'], 'run')} unfinished)" if left else ""
+        row["wrong"] = counts_shown(row)
     return [{str(key): value for key, value in row.items()} for row in rows]
 
 

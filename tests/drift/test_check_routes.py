@@ -161,6 +161,8 @@ def test_files_and_models_that_cannot_be_right(place, tmp_path):
     refused(lines, r"line 1: routed_experts are int64 \[1, 2\], expected \[rows, layers, K\]")
     lines.write_text('{"tokens": [1, 99], "routed_experts": [[[1, 2], [1, 2]]]}\n')
     refused(lines, "sequence 0 has token 99, the model 64")
+    lines.write_text('{"tokens": [1, [2]], "routed_experts": [[[1, 2], [1, 2]]]}\n')
+    refused(lines, r"x\.jsonl: sequence 0 has tokens or routes of unequal depth")
     refused(lines, "--batch-size: at least 1, got 0", batch_size=0)
     lines.write_text("")
     refused(lines, "holds no sequence")

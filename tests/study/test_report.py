@@ -14,6 +14,7 @@ from markupsafe import escape
 from synthetic import write_study
 
 from moe_rl.study import draw_study, load, write_report
+from moe_rl.study.answer import answer
 from moe_rl.study.figures import FIGURES, reward
 from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
 from moe_rl.study.reading import rules_of
@@ -116,6 +117,60 @@ def test_a_single_unfinished_seed_makes_a_page_without_intervals(tmp_path):
     assert "There is no verdict" in page.replace("so there", "There")
     assert "1 of 2 runs are finished" in page
     assert "gspo/seed0" in page
+
+
+def test_runs_that_ended_early_are_not_counted_as_runs_that_did_not_fail(tmp_path):
+    left = (("gspo", 0), ("gspo", 1), ("grpo_replay", 1))
+    data = load(write_study(tmp_path / "s", ("grpo", "grpo_replay", "gspo"), (0, 1), 6, unfinished=left))
+    drawn = FIGURES["final_reward"](data)
+    words = [text.get_text() for text in drawn.figure.axes[0].texts]
+    assert {"0 · 0 · 0", "0 of 1 · 0 of 1 · 0", "– · – · 0"} <= set(words)
+    page = render_report(data, [drawn])
+    table = page[page.index('<h2 id="table">') :]
+    cells = {
+        row[0]: row[7:10]
+        for row in (re.findall(r"<td[^>]*>(.*?)</td>", line) for line in table.splitlines())
+        if len(row) == 12
+    }
+    assert cells == {
+        "GRPO": ["0", "0", "0"],
+        "GRPO + Routing Replay (1 of 2 runs unfinished)": ["0 of 1", "0 of 1", "0"],
+        "GSPO (2 of 2 runs unfinished)": ["–", "–", "0"],
+    }
+    assert "3 of 6 runs not finished, and in no comparison." in page[: page.index("<nav")]
+
+
+def test_a_comparison_without_a_pair_has_no_difference(tmp_path):
+    method = {"objective": "grpo", "replay": "none", "noise": 0.0, "clip_low": 0.1}
+    more = {"tight": ({"label": "GRPO, tight clip", "method": method}, 0.8)}
+    unfinished = (("tight", 0), ("tight", 1))
+    folder = write_study(tmp_path / "s", ("grpo", "gspo", "tight"), (0, 1), 6, unfinished=unfinished, more=more)
+    first = answer(load(folder)).lines[0]
+    assert first.text == "GRPO, tight clip − GRPO: –, too few pairs."
+
+
+def test_paper_shows_all_details_and_every_column(folder, browser, tmp_path):
+    wide = tmp_path / "wide"
+    shutil.copytree(folder, wide)
+    study = yaml.safe_load((wide / "study.yaml").read_text())
+    for i in range(8):  # many arms with long names, each with a setting of its own
+        name = f"grpo_with_another_learning_rate_{i}"
+        shutil.copytree(wide / "grpo", wide / name)
+        study["arms"][name] = {**study["arms"]["grpo"], "label": f"GRPO, rate {i}"}
+        for path in wide.glob(f"{name}/*/config.yaml"):
+            config = yaml.safe_load(path.read_text())
+            path.write_text(yaml.safe_dump({**config, "optim": {**config["optim"], "learning_rate": 1e-4 * i}}))
+    (wide / "study.yaml").write_text(yaml.safe_dump(study))
+    page = tmp_path / "report.html"
+    page.write_text(render_report(load(wide), []), encoding="utf-8")
+    browser.look(673, 970)  # A4 within the margins
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    browser.open(page.as_uri())
+    browser.wait("document.readyState === 'complete' && document.querySelectorAll('details').length > 2")
+    hidden = "[...document.querySelectorAll('details > :not(summary)')].filter(e => !e.checkVisibility()).length"
+    assert browser.js(hidden) == 0
+    ends = "[...document.querySelectorAll('table')].map(t => t.getBoundingClientRect().right / innerWidth)"
+    assert max(browser.js(ends)) < 1.4, "what is a little wider is printed smaller, what is twice as wide cut off"
 
 
 def test_inline_figures_do_not_share_ids(folder):

@@ -55,6 +55,16 @@ def test_the_noise_floor_stands_beside_the_curve_and_the_map(browser, url, study
     assert browser.js(titles)[0] == "equal weights, bf16: 2.5 %", "of the runs shown"
 
 
+def test_paper_shows_every_run_and_all_details(browser, url):
+    browser.look(673, 970)  # A4 within the margins
+    browser.call("Emulation.setEmulatedMedia", media="print")
+    browser.open(url)
+    browser.wait("document.querySelectorAll('#run-rows [data-run]').length === 8")
+    assert browser.js("(e => e.scrollHeight <= e.clientHeight)(document.querySelector('.runs-scroll'))")
+    hidden = "[...document.querySelectorAll('details > :not(summary)')].filter(e => !e.checkVisibility()).length"
+    assert browser.js(hidden) == 0
+
+
 def test_the_read_out_follows_pointer_and_keys(browser, url):
     browser.open(url)
     browser.wait("document.querySelectorAll('#chart-reward path').length")

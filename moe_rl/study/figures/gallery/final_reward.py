@@ -13,7 +13,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import EACH, Column, Dots, Rows, arm_rows, draw_dots, quiet_rows
 from moe_rl.study.figures.style import GREY, INK, PAGE, NothingToDraw, arm_colour, inches
-from moe_rl.study.outcomes import final_rewards
+from moe_rl.study.outcomes import OUTCOMES, counts_shown, final_rewards
 from moe_rl.study.words import cut
 
 MOST_PAIRS = 16
@@ -71,8 +71,8 @@ def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
     wide = ax.get_position().width * PAGE
     place: dict[str, Any] = {"transform": ax.get_yaxis_transform(), "va": "center", "ha": "right"}
     rows = table[table["arm"].isin(list(drawn.places))].to_dict("records")
-    wrong = [[row[name] for name in ("failed", "below_start", "collapsed")] for row in rows]
-    counts = [" · ".join(map(str, one)) for one in wrong]
+    wrong = [[row[name] for name in OUTCOMES] for row in rows]
+    counts = [" · ".join(counts_shown(row)) for row in rows]
     room = max(0.5, 0.06 + 0.05 * max(map(len, counts)))  # inches
     first, second = 1 + (beside - 0.02 - room) / wide, 1 + (beside - 0.02) / wide
     ax.text(first, -0.8, "mean, interval" if beside == BESIDE else "mean", fontsize=6.5, color=GREY, **place)
