@@ -78,6 +78,12 @@ def seed_interval(values: Numbers) -> Interval:
     return student_interval(array)
 
 
+def geometric_interval(values: Numbers) -> Interval:
+    """Geometric mean, with `seed_interval` of the logarithms; values that are not above 0 are left out."""
+    array = _finite(values)
+    return seed_interval(np.log(array[array > 0])).exp()
+
+
 def student_interval(values: Numbers) -> Interval:
     """Mean ± t_{.975, n-1} s / √n, at 95 %: exact if seeds scatter normally; values that are not finite are left out.
 
