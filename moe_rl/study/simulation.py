@@ -26,6 +26,7 @@ from moe_rl.study.statistics import (
     student_factor,
     verdict_codes,
 )
+from moe_rl.study.words import markdown_table
 
 COMMAND = "python -m moe_rl.study.simulation"
 
@@ -144,16 +145,10 @@ def found(studies: int) -> list[list[str]]:
     return rows
 
 
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def page(studies: int = 4000) -> str:
     """docs/statistics.md."""
     listed = "\n".join(f"- {rule}" for rule in rules())
-    first = table(
+    first = markdown_table(
         [
             "Failing",
             "True difference",
@@ -165,7 +160,7 @@ def page(studies: int = 4000) -> str:
         ],
         false_claims(studies),
     )
-    second = table(
+    second = markdown_table(
         ["Failing", "Paired sd", "n", "0.05 found, %", "0.10 found, %", "0.15 found, %", "Equal called so, %",
          "Resolves (formula)"],
         found(studies),
