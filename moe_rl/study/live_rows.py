@@ -86,10 +86,8 @@ def expert_counts(folder: Path, until: int | None = None) -> dict[str, Any]:
     """Tokens by site and expert over all stored steps up to `until`: `old` and `new` [L][E], counted over the response
     tokens' own positions; `moved` [L][E]: slots that left the expert (its old tokens that the new policy sends
     elsewhere). `steps` are those that were counted; sites are empty where no step's routes were kept."""
-    found = {}
-    for step in stored_steps(folder):
-        if until is None or step <= until:
-            found[step] = _step_counts(folder, step, tokens_file(folder, step).stat().st_mtime_ns)
+    steps = [step for step in stored_steps(folder) if until is None or step <= until]
+    found = {step: _step_counts(folder, step, tokens_file(folder, step).stat().st_mtime_ns) for step in steps}
     counted = {step: counts for step, counts in found.items() if counts}
     if not counted:
         return {"steps": [], "sites": [], "labels": [], "common": "", "old": [], "new": [], "moved": []}

@@ -171,4 +171,6 @@ def survival(native: Comparison, others: list[Comparison]) -> Survival:
 def on_its_side(claim: Verdict, mean: float, interest: float) -> bool:
     """Whether a mean difference is on the side of the difference of interest that a verdict which `claims` says."""
     least = interest * (1 - TIE)
-    return {Verdict.HIGHER: mean >= least, Verdict.LOWER: mean <= -least, Verdict.EQUIVALENT: abs(mean) < least}[claim]
+    if claim == Verdict.EQUIVALENT:
+        return bool(abs(mean) < least)
+    return bool(mean >= least if claim == Verdict.HIGHER else mean <= -least)

@@ -20,11 +20,12 @@ from moe_rl.study.statistics import (
     ALPHA,
     FEWEST,
     INTEREST,
+    Verdict,
     equivalence_test,
     holm,
     sign_flip_test,
     student_factor,
-    verdict_codes,
+    verdicts,
 )
 from moe_rl.study.words import markdown_table
 
@@ -81,10 +82,9 @@ def simulate(scenario: Scenario, studies: int) -> Rates:
     mean, half = d.mean(-1), student_factor(s.n) * d.std(-1, ddof=1)
     low, high = mean - half, mean + half
     adjusted, equivalent = holm(sign_flip_test(d)), holm(equivalence_test(d))
-    codes = verdict_codes(mean, low, high, adjusted, equivalent, INTEREST)
-    if s.n < FEWEST:
-        codes = np.zeros_like(codes)
-    different, equal = (codes == 1) | (codes == 2), codes == 4
+    told = verdicts(mean, low, high, adjusted, equivalent, INTEREST)
+    tested = s.n >= FEWEST
+    different, equal = tested & np.isin(told, [Verdict.HIGHER, Verdict.LOWER]), tested & (told == Verdict.EQUIVALENT)
     return Rates(
         coverage=float(((low <= s.truth) & (s.truth <= high)).mean()),
         range_coverage=float(((d.min(-1) <= s.truth) & (s.truth <= d.max(-1))).mean()),

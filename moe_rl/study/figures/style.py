@@ -222,12 +222,6 @@ def step_axis(ax: Axes, label: str = "RL step") -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
 
 
-def update_axis(ax: Axes, updates: "pd.Series[int]") -> None:
-    """The updates within a step that a table has, or some eight of them."""
-    ax.set_xlabel("update within the step")
-    ax.set_xticks(sorted(updates.unique())[:: max(1, updates.nunique() // 8)])
-
-
 def bare(ax: Axes) -> None:
     """Neither grid nor frame nor tick marks: of a heat map."""
     ax.grid(False)

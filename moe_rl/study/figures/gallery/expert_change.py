@@ -13,7 +13,7 @@ from moe_rl.study.figures.notes import PROBE, lines_note
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.routing import DEFINITIONS, GSPO_CHANGE
 from moe_rl.study.figures.rows import Column, Dots, arm_rows
-from moe_rl.study.figures.style import GREY, NothingToDraw, legend_above, update_axis
+from moe_rl.study.figures.style import GREY, NothingToDraw, legend_above
 from moe_rl.study.floors import floor_runs
 from moe_rl.study.summary import last_updates, noise_floor
 
@@ -58,7 +58,8 @@ def expert_change(data: StudyData) -> Drawing:
         line[0].set_ylabel(words)
     _draw_reference(list(axes[0]))
     for ax in axes[-1]:
-        update_axis(ax, rows["update"])
+        ax.set_xlabel("update within the step")
+        ax.set_xticks(sorted(rows["update"].unique())[:: max(1, rows["update"].nunique() // 8)])
     legend_above(figure, axes)
     return Drawing(figure, frame, f"{floor_note(floor)}{lines_note(data)}", interval="band")
 

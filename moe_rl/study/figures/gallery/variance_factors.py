@@ -10,7 +10,7 @@ from moe_rl.study.figures.layout import many
 from moe_rl.study.figures.notes import GEOMETRIC, PAIR
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import Column, Dots, arm_rows, by_seed
-from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, arm_looks, legend_above, log_y, panels, update_axis
+from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, arm_looks, legend_above, log_y, panels
 from moe_rl.study.summary import factor_table, last_updates, probe_factors
 
 TITLES = {
@@ -60,7 +60,8 @@ def variance_factors(data: StudyData) -> Drawing:
             ax.axhline(value, color=GREY, lw=0.9, ls=(0, (1, 2)))
         log_y(ax)
         ax.set_title(title, fontsize=7)
-        update_axis(ax, rows["update"])
+        ax.set_xlabel("update within the step")
+        ax.set_xticks(sorted(rows["update"].unique())[:: max(1, rows["update"].nunique() // 8)])
     axes[0].set_ylabel("factor,\nmedian over steps")
     cross = Line2D([], [], color=GREY, ls="", marker="x", ms=4, mew=1, label="ratio of the mean variances")
     legend_above(drawn, axes, [cross])
