@@ -68,20 +68,20 @@ COMPARED = {
 TASKS = {name: {task: (study, *arms) for task, study in STUDIES.items()} for name, arms in COMPARED.items()}
 """The same of the main study: comparison -> router and task -> where."""
 FAST = {"reverse 24 letters": "reverse", "sort 8 letters": "sort", "add 3 digits": "add"}
+
+
+def _on_other_tasks(arm: str) -> dict[str, tuple[str, str, str]]:
+    return {task: (f"fast_routers_{study}", arm, "grpo") for task, study in FAST.items()}
+
+
 FAST_ROUTERS: dict[str, dict[str, tuple[str, str, str]]] = {
-    name: on_equations | {task: (f"fast_routers_{study}", arm, "grpo") for task, study in FAST.items()}
-    for name, arm, on_equations in (
-        (
-            "A tenth of the rate − full rate",
-            "tenth",
-            {
-                "equations": ("levers_router", "grpo_tenth", "grpo_full"),
-                "equations, other seeds": ("methods_router", "grpo_tenth", "grpo"),
-            },
-        ),
-        ("Replay − GRPO, full rate", "replay", {"equations": ("fast_routers", "replay", "grpo")}),
-        ("GSPO − GRPO, full rate", "gspo", {"equations": ("fast_routers", "gspo", "grpo")}),
-    )
+    "A tenth of the rate − full rate": {
+        "equations": ("levers_router", "grpo_tenth", "grpo_full"),
+        "equations, other seeds": ("methods_router", "grpo_tenth", "grpo"),
+        **_on_other_tasks("tenth"),
+    },
+    "Replay − GRPO, full rate": {"equations": ("fast_routers", "replay", "grpo"), **_on_other_tasks("replay")},
+    "GSPO − GRPO, full rate": {"equations": ("fast_routers", "gspo", "grpo"), **_on_other_tasks("gspo")},
 }
 """The same of near-tied routers that learn at the full rate: comparison -> task -> where."""
 

@@ -23,8 +23,8 @@ def ratio(probes: pd.DataFrame, arm: str, other: str, part: str = "routing") -> 
     """The variance of a part under `arm` over that under `other`: estimate, low, high, pairs."""
     last = probes[probes["update"] == probes["update"].max()].set_index(["arm", "seed", "step"])
     logs = np.log(last[f"token_var_{part}"]).groupby(["arm", "seed"]).mean()
-    found = student_interval((logs[arm] - logs[other]).dropna().to_numpy())
-    return float(np.exp(found.estimate)), float(np.exp(found.low)), float(np.exp(found.high)), found.n
+    found = student_interval((logs[arm] - logs[other]).dropna().to_numpy()).exp()
+    return found.estimate, found.low, found.high, found.n
 
 
 def main() -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pandas as pd
 
 from moe_rl.processes import ends_with_its_reader
+from moe_rl.study.roundings import on_its_side
+from moe_rl.study.statistics import Verdict
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
-CLAIMS = ("higher", "lower", "no difference of interest")
+CLAIMS = (Verdict.HIGHER, Verdict.LOWER, Verdict.EQUIVALENT)
 
 
 def repeated_verdicts(results: Path = RESULTS) -> pd.DataFrame:
@@ -46,13 +48,11 @@ def survival_table(verdicts: pd.DataFrame) -> pd.DataFrame:
 
 
 def fate(first: pd.Series, again: pd.Series, interest: float) -> str:
-    claim, mean = first["verdict"], again["difference"]
-    if claim not in CLAIMS:
+    if first["verdict"] not in CLAIMS:
         return "new" if again["verdict"] in CLAIMS else "none"
-    if again["verdict"] == claim:
+    if again["verdict"] == first["verdict"]:
         return "same"
-    kept = {"higher": mean >= interest, "lower": mean <= -interest, CLAIMS[2]: abs(mean) < interest}
-    return "direction" if kept[claim] else "gone"
+    return "direction" if on_its_side(Verdict(first["verdict"]), again["difference"], interest) else "gone"
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
     print(table.to_string(index=False))
     print(f"{len(table)} repetitions: {table.drop(columns=['study', 'again']).sum().to_dict()}")
     claims = verdicts[verdicts["claim"].isin(CLAIMS)]
-    for what, part in claims.groupby(claims["claim"].where(claims["claim"] == CLAIMS[2], "higher or lower")):
+    for what, part in claims.groupby(claims["claim"].where(claims["claim"] == Verdict.EQUIVALENT, "higher or lower")):
         print(f"{what}: {part['fate'].value_counts().to_dict()}")
     if options.csv:
         table.to_csv(options.csv, index=False, lineterminator="\n")

@@ -17,7 +17,6 @@ RESERVED = ("logs", "figures", "report.html", "study.yaml", "env.json", "config.
 """What a study's folder holds besides its arms, or by which a run's folder is told from it."""
 ROUNDING = "rounding_"
 """A study's folder `rounding_<name>` holds arms and seeds that were run again under another rounding."""
-SEED_FOLDER = re.compile(r"seed(\d+)")
 LONGEST = 200
 """Bytes of a name of a folder: file systems allow 255, of which the seed and the endings of logs need some."""
 
@@ -35,11 +34,21 @@ def arm_refusal(name: str) -> str | None:
     return None
 
 
+def seed_of(folder: Path) -> int | None:
+    """The seed that a run's folder is named for; None where it is named otherwise.
+
+    >>> seed_of(Path("runs/study/grpo/seed3")), seed_of(Path("runs/study/logs"))
+    (3, None)
+    """
+    named = re.fullmatch(r"seed(\d+)", folder.name)
+    return int(named[1]) if named else None
+
+
 def run_place(folder: Path) -> Path:
     """A run's folder by the name that its study has for it, .../ARM/seedN, be it a link to elsewhere; `.`, and a link
     of another name to a run, by where they lead."""
     named = Path(os.path.abspath(folder))
-    return named if SEED_FOLDER.fullmatch(named.name) else folder.resolve()
+    return folder.resolve() if seed_of(named) is None else named
 
 
 def nearest(word: str, known: Iterable[str], listed: bool = True) -> str:

@@ -68,10 +68,10 @@ def replay_stands_for_noise(data: StudyData, noise: float) -> str | None:
     arms = data.arms
     if noise == 0:
         return None
-    base = [outside_method(data.runs_of(str(arm))[0].config) for arm in arms.index[arms["noise"] == noise]]
-    for arm in arms.index[(arms["noise"] == 0) & (arms["replay"].str.lower() != "none")]:
-        if all(outside_method(data.runs_of(str(arm))[0].config) == other for other in base):
-            return str(arm)
+    noisy = [str(arm) for arm in arms.index[arms["noise"] == noise]]
+    for arm in map(str, arms.index[(arms["noise"] == 0) & (arms["replay"].str.lower() != "none")]):
+        if all(same_but_for_method(data, arm, other) for other in noisy):
+            return arm
     return None
 
 
@@ -97,13 +97,9 @@ def replay_identity(data: StudyData) -> pd.DataFrame:
 
 def same_but_for_method(data: StudyData, arm: str, other: str) -> bool:
     """Whether two arms have all settings outside the method in common."""
-    configs = [outside_method(data.runs_of(name)[0].config) for name in (arm, other)]
-    return configs[0] == configs[1]
-
-
-def outside_method(config: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings without its method, seed and names."""
-    return {key: value for key, value in config.items() if key not in METHOD_FIELDS}
+    configs = [data.runs_of(name)[0].config for name in (arm, other)]
+    one, two = ({name: value for name, value in own.items() if name not in METHOD_FIELDS} for own in configs)
+    return one == two
 
 
 @per_study

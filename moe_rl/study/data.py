@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_rl.names import ROUNDING, SEED_FOLDER, nearest, run_place
+from moe_rl.names import ROUNDING, nearest, run_place, seed_of
 from moe_rl.study import shown
 from moe_rl.study.folders import (
     KINDS,
@@ -30,6 +30,7 @@ from moe_rl.study.folders import (
     read_parquet,
     read_yaml,
     run_folders,
+    seeds_in,
     stacked,
     step_of,
     update_of,
@@ -249,7 +250,9 @@ def load(path: str | Path) -> StudyData:
     tables = {name: kind_table(kind, rows.pop(kind), runs) for kind, name in FIELDS.items()}
     notes = tuple(f"{run.name}: {note}" for run in runs for note in run.notes)
     name = str(config.get("name") or path.resolve().name)
-    waiting = () if folders == [path] or again else _missing(config, tuple(runs))
+    there = {(run.arm, run.seed) for run in runs}
+    wanted = [] if folders == [path] or again else declared_runs(config)
+    waiting = tuple(f"{arm}/seed{seed}" for arm, seed in wanted if (arm, seed) not in there)
     return StudyData(name, path, config, tuple(runs), notes=notes, not_started=waiting, **tables)
 
 
@@ -317,18 +320,16 @@ def _check_readable(path: Path, config: dict[str, Any]) -> None:
             raise StudyDataError(f"{path / arm}: you may not read this folder, and its runs belong to the study")
 
 
-def _missing(config: dict[str, Any], runs: tuple[Run, ...]) -> tuple[str, ...]:
-    """Runs that the study declares and that have no folder yet."""
-    there = {(run.arm, run.seed) for run in runs}
-    declared = declared_arms(config).items()
-    wanted = [(arm, seed) for arm, about in declared for seed in about.get("seeds") or config.get("seeds") or ()]
-    return tuple(f"{arm}/seed{seed}" for arm, seed in wanted if (arm, seed) not in there)
+def declared_runs(config: dict[str, Any]) -> list[tuple[str, int]]:
+    """(arm, seed) of every run that a study's configuration declares, arm by arm."""
+    arms = declared_arms(config).items()
+    return [(arm, seed) for arm, about in arms for seed in about.get("seeds") or config.get("seeds") or ()]
 
 
 def _nothing_here(path: Path, is_study: bool) -> str:
     if is_study:
         return f"{path}: a study without runs yet; start it with: moe-rl study {path / 'study.yaml'}"
-    if any(SEED_FOLDER.fullmatch(folder.name) for folder in path.glob("seed*")):
+    if seeds_in(path):
         return f"{path}: the runs of one arm; load their study, {path.resolve().parent}, or one of them"
     return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{studies_inside(path)}"
 
@@ -337,7 +338,7 @@ def study_names(path: Path) -> set[str]:
     """Folders inside that hold a study. Those of other trainers' runs have no study.yaml."""
     declared = {p.parent.name for p in path.glob("*/study.yaml")}
     runs = (p.parent for p in path.glob("*/*/seed*/metrics.jsonl"))
-    return declared | {run.parents[1].name for run in runs if SEED_FOLDER.fullmatch(run.name)}
+    return declared | {run.parents[1].name for run in runs if seed_of(run) is not None}
 
 
 def studies_inside(path: Path) -> str:

@@ -1,8 +1,7 @@
 """The noise floor where a change rate is drawn finer than one number: by site, by position, as histograms.
 
-As in `summary.noise_floor`, `own` is the largest of what a run meets in its own arithmetic, `bf16` what a copy of that
-precision adds; both pooled over the runs that recorded it. Runs of versions that recorded totals only have none: the
-tables are empty, and `MISSING` says so in a caption.
+All are pooled over the runs that recorded them. Runs of versions that recorded totals only have none: the tables are
+empty, and `MISSING` says so in a caption.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,10 +10,10 @@ import numpy as np
 import pandas as pd
 
 from moe_rl.study.data import StudyData
-from moe_rl.study.summary import OWN_ARITHMETIC
 
-FLOORS = {"own": OWN_ARITHMETIC, "bf16": ("bf16",)}
-"""Name of a floor -> the variants of which it is the largest."""
+FLOORS = {"own": ("repeat", "batch", "experts"), "bf16": ("bf16",)}
+"""Name of a floor -> the variants of which it is the largest: what a run meets in its own arithmetic, and what a copy
+of that precision adds."""
 MISSING = "Noise floor {}: not recorded. "
 
 

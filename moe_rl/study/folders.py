@@ -12,7 +12,7 @@ from pandas.api.types import is_object_dtype
 
 from moe_rl.checks import parse_json
 from moe_rl.done import NAME, remedy, what_is_lost
-from moe_rl.names import SEED_FOLDER, run_place
+from moe_rl.names import run_place, seed_of
 from moe_rl.run_rows import ROWS
 from moe_rl.tables import DamagedTableError, read_table
 from moe_rl.yaml_files import YamlError, parse_yaml
@@ -99,13 +99,17 @@ def section(config: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def folder_order(folder: Path) -> tuple[str, int]:
     """Arms by name, seeds by number."""
-    match = SEED_FOLDER.fullmatch(folder.name)
-    return folder.parent.name, int(match.group(1)) if match else 0
+    return folder.parent.name, seed_of(folder) or 0
 
 
 def run_folders(study: Path) -> list[Path]:
     """ARM/seedN below a study's folder."""
-    return [f for f in sorted(study.glob("*/seed*")) if f.is_dir() and SEED_FOLDER.fullmatch(f.name)]
+    return [f for f in sorted(study.glob("*/seed*")) if f.is_dir() and seed_of(f) is not None]
+
+
+def seeds_in(folder: Path) -> set[int]:
+    """The seeds whose run folders an arm's folder holds."""
+    return {seed for path in folder.glob("seed*") if (seed := seed_of(path)) is not None}
 
 
 def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -> Run:
@@ -113,10 +117,10 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     environment = read_json(folder / "env.json") if (folder / "env.json").exists() else {}
     place = run_place(folder)
-    match = SEED_FOLDER.fullmatch(place.name)
+    named = seed_of(place)
     arm = config["arm"] if isinstance(config.get("arm"), str) else place.parent.name
-    seed = int(config.get("seed", int(match.group(1)) if match else 0))
-    if match and seed != int(match.group(1)):
+    seed = int(config.get("seed", named or 0))
+    if named not in (None, seed):
         raise StudyDataError(
             f"{folder} holds a run of seed {seed} (config.yaml): a copy of a run is no other seed. Name the folder "
             f"seed{seed}, or move it away"

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from moe_rl.files import sole_writer, write_atomic, write_json
-from moe_rl.names import RESERVED, ROUNDING, SEED_FOLDER
+from moe_rl.names import RESERVED, ROUNDING
 from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study, load_study
 from moe_rl.study.display import show
-from moe_rl.study.folders import StudyDataError, read_yaml
+from moe_rl.study.folders import StudyDataError, read_yaml, seeds_in
 from moe_rl.study.jobs import Jobs, job_options
 from moe_rl.study.launchers import Launcher, Processes
 from moe_rl.study.run import check_folder, check_here, check_task, environment
@@ -129,12 +129,6 @@ def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyCo
     kept = tuple(pair for pair in (*(whole.comparisons or ()), *gone) if set(pair) <= arms.keys())
     comparisons = None if whole.comparisons is None and not kept else kept
     return replace(study, arms=arms, seeds=tuple(sorted(every)), comparisons=comparisons)
-
-
-def seeds_in(folder: Path) -> set[int]:
-    """The seeds whose run folders an arm's folder holds."""
-    found = (SEED_FOLDER.fullmatch(path.name) for path in folder.glob("seed*"))
-    return {int(match.group(1)) for match in found if match}
 
 
 def check_labels(study: StudyConfig) -> None:

@@ -114,14 +114,14 @@ class Jobs:
         """The job that an earlier start of the study left with this run, if it has not ended."""
         try:
             record = json.loads(_record(run).read_text())
-            number = record["job"] if record["cluster"] == self.cluster == "slurm" else None
+            cluster, number = record["cluster"], str(record["job"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        if number is None:
+        if not cluster == self.cluster == "slurm":
             return None
         import submitit
 
-        job: Any = submitit.SlurmJob(folder=self.folder, job_id=str(number), tasks=list(range(self.nodes)))
+        job: Any = submitit.SlurmJob(folder=self.folder, job_id=number, tasks=list(range(self.nodes)))
         return job if _state(job, force=True) in GOING_ON else None
 
     def ended(self, run: Run) -> bool | None:

@@ -16,7 +16,15 @@ from moe_rl.names import run_place
 from moe_rl.settings import laid_over
 from moe_rl.study.arms import arm_settings, full_label
 from moe_rl.study.cursor import LiveError
-from moe_rl.study.data import Run, StudyData, StudyDataError, declared_arms, studies_inside, study_names
+from moe_rl.study.data import (
+    Run,
+    StudyData,
+    StudyDataError,
+    declared_arms,
+    declared_runs,
+    studies_inside,
+    study_names,
+)
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
 from moe_rl.study.folders import folder_order, run_folders, section
@@ -65,9 +73,8 @@ class LiveStudy:
             return [Run(*folder_order(run_place(self.folder)), self.folder)]
         config = self._config()
         found = {(run.arm, run.seed): run for run in self._found()}
-        for arm, about in declared_arms(config).items():
-            for seed in about.get("seeds") or config.get("seeds") or ():
-                found.setdefault((arm, int(seed)), Run(arm, int(seed), self.folder / arm / f"seed{seed}"))
+        for arm, seed in declared_runs(config):
+            found.setdefault((arm, int(seed)), Run(arm, int(seed), self.folder / arm / f"seed{seed}"))
         order = {arm: i for i, arm in enumerate(declared_arms(config))}
         return sorted(found.values(), key=lambda run: (order.get(run.arm, len(order)), run.arm, run.seed))
 

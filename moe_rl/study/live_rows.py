@@ -16,7 +16,7 @@ import numpy as np
 from moe_rl.study.cursor import read_since
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.floors import FLOORS
-from moe_rl.study.token_view import TokenStep, stored_steps
+from moe_rl.study.token_view import TokenStep, slots_left, stored_steps, tokens_file
 
 COLUMNS = {
     "rollout": ("step", "reward", "response_length"),
@@ -86,11 +86,8 @@ def expert_counts(folder: Path, until: int | None = None) -> dict[str, Any]:
     """Tokens by site and expert over all stored steps up to `until`: `old` and `new` [L][E], counted over the response
     tokens' own positions; `moved` [L][E]: slots that left the expert (its old tokens that the new policy sends
     elsewhere). `steps` are those that were counted; sites are empty where no step's routes were kept."""
-    found = {}
-    for step in stored_steps(folder):
-        if until is None or step <= until:
-            changed = (folder / "tokens" / f"step_{step:06d}.parquet").stat().st_mtime_ns
-            found[step] = _step_counts(folder, step, changed)
+    steps = [step for step in stored_steps(folder) if until is None or step <= until]
+    found = {step: _step_counts(folder, step, tokens_file(folder, step).stat().st_mtime_ns) for step in steps}
     counted = {step: counts for step, counts in found.items() if counts}
     if not counted:
         return {"steps": [], "sites": [], "labels": [], "common": "", "old": [], "new": [], "moved": []}
@@ -110,7 +107,7 @@ def _step_counts(folder: Path, step: int, _changed: int) -> tuple[list[str], np.
     routes = stored.routes(0)
     experts = routes.num_experts if isinstance(routes.num_experts, int) else max(routes.num_experts)
     old, new = (stored.all_experts(update) for update in (0, stored.updates[-1]))
-    left = np.where((old[..., :, None] == new[..., None, :]).any(-1), -1, old)
+    left = np.where(slots_left(old, new), old, -1)
     counts = [
         [np.bincount(ids[ids >= 0], minlength=experts) for ids in which.swapaxes(0, 1)] for which in (old, new, left)
     ]

@@ -17,7 +17,7 @@ from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
 from moe_rl.study.arms import arm_settings, flatten, full_label
 from moe_rl.study.data import Run, StudyData, declared_arms, load
-from moe_rl.study.figures import StudyFigure, each_figure, nothing_yet, save_figure
+from moe_rl.study.figures import StudyFigure, drawn_figures, each_figure, save_figure
 from moe_rl.study.figures.screen import inline_svg
 from moe_rl.study.outcomes import counts_shown, final_rewards
 from moe_rl.study.reading import read, rules_of
@@ -56,10 +56,7 @@ def write_report(path: str | Path) -> Path:
 def draw_study(path: str | Path) -> Path:
     """All figures of a study into `path`/figures and its report, each figure drawn once; returns the report."""
     data = load(path)
-    skipped: list[str] = []
-    figures = list(each_figure(data, skipped))
-    if not figures:
-        raise nothing_yet(path, data, skipped)
+    figures, skipped = drawn_figures(path, data)
     for figure in figures:
         save_figure(figure, data.folder / "figures")
     return write_atomic(data.folder / "report.html", render_report(data, figures, skipped))

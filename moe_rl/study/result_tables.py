@@ -29,9 +29,9 @@ from moe_rl.study.figures.gallery.precision import engine_format, precision_tabl
 from moe_rl.study.folders import section
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.roundings import component_table, conclusion_table, of_each_rounding
-from moe_rl.study.statistics import seed_interval
+from moe_rl.study.statistics import geometric_interval, seed_interval
 from moe_rl.study.summary import change_rates, factor_table, routing_noise_ratios
-from moe_rl.study.token_view import TokenStep, stored_steps
+from moe_rl.study.token_view import TokenStep, slots_left, stored_steps
 
 DECOMPOSED = ["token_var_weight", "token_var_routing", "token_share_routing", "averaging_routing"]
 """Of the log-ratio of a probe, after each update: what `decomposed_probes` holds."""
@@ -124,8 +124,7 @@ def _over_seeds(
     for key, part in table.groupby(keys, sort=False):
         row: dict[str, Any] = {**dict(zip(keys, key, strict=True)), "n": part["seed"].nunique()}
         for name in names:
-            values = part[name].to_numpy(dtype=float)
-            found = seed_interval(np.log(values)).exp() if name in geometric else seed_interval(values)
+            found = (geometric_interval if name in geometric else seed_interval)(part[name].to_numpy(dtype=float))
             row |= found.columns(name, f"{name}_")
             if found.n != row["n"]:  # some seeds have no such value
                 row[f"{name}_n"] = found.n
@@ -197,7 +196,7 @@ def _counted_by_load(stored: TokenStep) -> np.ndarray:
     """Of one step: experts, slots, and slots left, by class of load."""
     old, new = (stored.all_experts(update) for update in (0, stored.updates[-1]))
     routed = np.broadcast_to(((old >= 0) & (new >= 0)).all(-1, keepdims=True), old.shape)
-    left: np.ndarray = routed & (old[..., :, None] != new[..., None, :]).all(-1)
+    left = slots_left(old, new)
     given, sites = stored.routes(0).num_experts, old.shape[1]
     numbers = [given] * sites if isinstance(given, int) else given
     found = np.zeros((3, len(LOADS)))
@@ -226,13 +225,15 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
     return found.reset_index()
 
 
-def predicted_shares(data: StudyData, early: int = 10) -> pd.DataFrame:
+def predicted_shares(data: StudyData) -> pd.DataFrame:
     """How well routes were predicted: one row per run with `predictor_kl` over `predictor_kl_unmoved`, both summed over
-    updates: of all RL steps, of the first `early` and of those after them. Below 1 a prediction is nearer to what the
-    routers say in an update than what they said when the batch was scored. NaN without such steps."""
+    updates: of all RL steps, of the first ten (`early`) and of those after them (`later`). Below 1 a prediction is
+    nearer to what the routers say in an update than what they said when the batch was scored. NaN without such steps.
+    """
     rows = data.updates[data.updates["predictor_kl"].notna()]
+    early = rows["step"] < 10
     found = {}
-    for name, part in {"all": rows, "early": rows[rows["step"] < early], "later": rows[rows["step"] >= early]}.items():
+    for name, part in {"all": rows, "early": rows[early], "later": rows[~early]}.items():
         sums = part.groupby(["arm", "seed"], sort=False, observed=True)[["predictor_kl", "predictor_kl_unmoved"]].sum()
         found[name] = sums["predictor_kl"] / sums["predictor_kl_unmoved"]
     return pd.DataFrame(found).reset_index()

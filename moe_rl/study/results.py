@@ -31,7 +31,7 @@ from moe_rl.study.figures.gallery.depth_width import AXES, QUANTITIES
 from moe_rl.study.published import RESULTS, ResultsError, against_published, check_settings
 from moe_rl.study.result_tables import environment_of, result_tables
 from moe_rl.study.statistics import Verdict
-from moe_rl.study.words import minus, probability
+from moe_rl.study.words import markdown_table, minus, probability
 
 
 def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
@@ -101,6 +101,12 @@ def _percent(name: str, digits: int = 1) -> Column:
     return _interval(f".{digits}f", name, factor=100)
 
 
+def _probability_of_verdict(row: dict[str, Any]) -> str:
+    """The p, after Holm, that its verdict stands on: of no difference, or, where there is none of interest, of one."""
+    p = row["p_equivalent_adjusted" if row["verdict"] == Verdict.EQUIVALENT else "p_adjusted"]
+    return "–" if pd.isna(p) else probability(float(p))
+
+
 PAGES: dict[str, dict[str, Column]] = {
     "final_reward": {
         "arm": lambda row: row["label"] + (", held out" if row["measured"] == "held out" else ""),
@@ -115,7 +121,7 @@ PAGES: dict[str, dict[str, Column]] = {
         "difference": lambda row: f"{row['label']} − {row['other_label']}",
         **_texts("n"),
         "Δ final reward": _interval("+.3f", "difference", "low", "high"),
-        "p": lambda row: _probability_of_verdict(row),
+        "p": _probability_of_verdict,
         "Δ held out": _interval("+.3f", "held_out_difference", "held_out_low", "held_out_high"),
         **_texts("verdict"),
     },
@@ -258,12 +264,6 @@ def _by_update(table: pd.DataFrame) -> pd.DataFrame:
     return _beside(table, ["arm", "level", "n"], "update", {"routing, %, update {}": _percent("routing", 0)})
 
 
-def _probability_of_verdict(row: dict[str, Any]) -> str:
-    """The p, after Holm, that its verdict stands on: of no difference, or, where there is none of interest, of one."""
-    p = row["p_equivalent_adjusted" if row["verdict"] == Verdict.EQUIVALENT else "p_adjusted"]
-    return "–" if pd.isna(p) else probability(float(p))
-
-
 WIDE = {"roundings": _by_rounding, "early_warning": _by_steps, "decomposition": _by_update}
 """Tables that pages show in another shape than the CSV has."""
 
@@ -277,9 +277,7 @@ def markdown(name: str, table: pd.DataFrame) -> str:
     if name in WIDE:
         table = WIDE[name](table)
     columns = PAGES.get(name) or {str(column): _column(str(column), _plain) for column in table}
-    lines = [list(columns), ["---"] * len(columns)]
-    lines += [[cell(row) for cell in columns.values()] for row in _records(table)]
-    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return markdown_table(list(columns), ([cell(row) for cell in columns.values()] for row in _records(table))) + "\n"
 
 
 def fill(text: str, results: str | Path = RESULTS) -> str:
@@ -311,18 +309,6 @@ def fill(text: str, results: str | Path = RESULTS) -> str:
     return filled
 
 
-def fill_page(page: Path, results: str | Path = RESULTS) -> bool:
-    """Fill a page on disk; whether that changed it."""
-    text = page.read_text(encoding="utf-8")
-    try:
-        filled = fill(text, results)
-    except ResultsError as error:
-        raise ResultsError(f"{page}: {error}") from error
-    if filled != text:
-        write_atomic(page, filled.encode())
-    return filled != text
-
-
 def main(arguments: Sequence[str]) -> int:
     """`write DIR...`, `against DIR...`, `fill PAGE...` or `check PAGE...`; returns the exit status."""
     verb, names = (arguments[0], list(arguments[1:])) if arguments else ("", [])
@@ -337,11 +323,19 @@ def main(arguments: Sequence[str]) -> int:
             tables = against_published(data, RESULTS / data.name, "here")
             print(f"{data.name}: native as committed, here {len(data.runs)} runs of {name}\n")
             print("\n".join(_conclusions(tables["roundings"])))
-        elif verb == "fill":
-            print(f"{name}: {'filled' if fill_page(Path(name)) else 'as it was'}")
-        elif fill(Path(name).read_text(encoding="utf-8")) != Path(name).read_text(encoding="utf-8"):
-            print(f"{name}: its tables are not those of {RESULTS}; run: python -m moe_rl.study.results fill {name}")
-            return 1
+        else:
+            text = Path(name).read_text(encoding="utf-8")
+            try:
+                filled = fill(text)
+            except ResultsError as error:
+                raise ResultsError(f"{name}: {error}") from error
+            if verb == "check" and filled != text:
+                print(f"{name}: its tables are not those of {RESULTS}; run: python -m moe_rl.study.results fill {name}")
+                return 1
+            if verb == "fill":
+                if filled != text:
+                    write_atomic(Path(name), filled.encode())
+                print(f"{name}: {'as it was' if filled == text else 'filled'}")
     return 0
 
 

@@ -158,17 +158,19 @@ def conclusions_of(roundings: Mapping[str, Rounding]) -> pd.DataFrame:
 
 def survival(native: Comparison, others: list[Comparison]) -> Survival:
     """What `SURVIVAL_RULES` say of a comparison and its repetitions under other roundings."""
-    claim, interest = native.verdict, native.interest * (1 - TIE)
     if not native.claims:
         return Survival.NO_CLAIM
     if not others:
         return Survival.UNTESTED
-    if all(other.verdict == claim for other in others):
+    if all(other.verdict == native.verdict for other in others):
         return Survival.SURVIVES
-    means = np.array([other.difference.estimate for other in others])
-    sides = {
-        Verdict.HIGHER: means >= interest,
-        Verdict.LOWER: means <= -interest,
-        Verdict.EQUIVALENT: np.abs(means) < interest,
-    }
-    return Survival.DIRECTION if sides[claim].all() else Survival.FALLS
+    kept = all(on_its_side(native.verdict, other.difference.estimate, native.interest) for other in others)
+    return Survival.DIRECTION if kept else Survival.FALLS
+
+
+def on_its_side(claim: Verdict, mean: float, interest: float) -> bool:
+    """Whether a mean difference is on the side of the difference of interest that a verdict which `claims` says."""
+    least = interest * (1 - TIE)
+    if claim == Verdict.EQUIVALENT:
+        return bool(abs(mean) < least)
+    return bool(mean >= least if claim == Verdict.HIGHER else mean <= -least)

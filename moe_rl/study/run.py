@@ -18,7 +18,7 @@ import torch
 from moe_rl.checks import sha256_of_bytes
 from moe_rl.done import NAME, remedy, what_is_lost, write_done
 from moe_rl.files import sole_writer, sweep, write_atomic, write_json
-from moe_rl.names import SEED_FOLDER
+from moe_rl.names import seed_of
 from moe_rl.policy.models import check_machine, check_tiny, seeded
 from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
@@ -160,11 +160,11 @@ def _asked(task: Any) -> str:
 def check_folder(config: RunConfig, folder: Path) -> bool:
     """True if there is work left to do in `folder`. Raises ConfigError if it belongs to another configuration or is
     named for another seed, DamagedRunError if it has lost some of what was written there."""
-    named = SEED_FOLDER.fullmatch(folder.name)
-    if named and int(named.group(1)) != config.seed:
+    named = seed_of(folder)
+    if named not in (None, config.seed):
         raise ConfigError(
-            f"{folder} is named for seed {named.group(1)}, and this run has seed {config.seed}: say --seed "
-            f"{named.group(1)}, or --output .../seed{config.seed}"
+            f"{folder} is named for seed {named}, and this run has seed {config.seed}: say --seed {named}, or --output "
+            f".../seed{config.seed}"
         )
     stored = folder / "config.yaml"
     if stored.exists():

@@ -71,9 +71,8 @@ def _by_site(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _is_key(value: object) -> bool:
-    return (
-        isinstance(value, str | int) or (isinstance(value, float) and value == int(value)) if value == value else False
-    )
+    """Text, or a whole number: what rows can be grouped by."""
+    return isinstance(value, str | int) or (isinstance(value, float) and value.is_integer())
 
 
 @dataclass(frozen=True)

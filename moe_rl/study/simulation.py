@@ -20,12 +20,14 @@ from moe_rl.study.statistics import (
     ALPHA,
     FEWEST,
     INTEREST,
+    Verdict,
     equivalence_test,
     holm,
     sign_flip_test,
     student_factor,
-    verdict_codes,
+    verdicts,
 )
+from moe_rl.study.words import markdown_table
 
 COMMAND = "python -m moe_rl.study.simulation"
 
@@ -80,10 +82,9 @@ def simulate(scenario: Scenario, studies: int) -> Rates:
     mean, half = d.mean(-1), student_factor(s.n) * d.std(-1, ddof=1)
     low, high = mean - half, mean + half
     adjusted, equivalent = holm(sign_flip_test(d)), holm(equivalence_test(d))
-    codes = verdict_codes(mean, low, high, adjusted, equivalent, INTEREST)
-    if s.n < FEWEST:
-        codes = np.zeros_like(codes)
-    different, equal = (codes == 1) | (codes == 2), codes == 4
+    told = verdicts(mean, low, high, adjusted, equivalent, INTEREST)
+    tested = s.n >= FEWEST
+    different, equal = tested & np.isin(told, [Verdict.HIGHER, Verdict.LOWER]), tested & (told == Verdict.EQUIVALENT)
     return Rates(
         coverage=float(((low <= s.truth) & (s.truth <= high)).mean()),
         range_coverage=float(((d.min(-1) <= s.truth) & (s.truth <= d.max(-1))).mean()),
@@ -144,16 +145,10 @@ def found(studies: int) -> list[list[str]]:
     return rows
 
 
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def page(studies: int = 4000) -> str:
     """docs/statistics.md."""
     listed = "\n".join(f"- {rule}" for rule in rules())
-    first = table(
+    first = markdown_table(
         [
             "Failing",
             "True difference",
@@ -165,7 +160,7 @@ def page(studies: int = 4000) -> str:
         ],
         false_claims(studies),
     )
-    second = table(
+    second = markdown_table(
         ["Failing", "Paired sd", "n", "0.05 found, %", "0.10 found, %", "0.15 found, %", "Equal called so, %",
          "Resolves (formula)"],
         found(studies),

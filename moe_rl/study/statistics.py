@@ -78,6 +78,12 @@ def seed_interval(values: Numbers) -> Interval:
     return student_interval(array)
 
 
+def geometric_interval(values: Numbers) -> Interval:
+    """Geometric mean, with `seed_interval` of the logarithms; values that are not above 0 are left out."""
+    array = _finite(values)
+    return seed_interval(np.log(array[array > 0])).exp()
+
+
 def student_interval(values: Numbers) -> Interval:
     """Mean ± t_{.975, n-1} s / √n, at 95 %: exact if seeds scatter normally; values that are not finite are left out.
 
@@ -313,17 +319,13 @@ def judge(family: Sequence[Comparison]) -> list[Comparison]:
     mean, low, high, interest = np.array(ends).T
     adjusted = holm([one.p for one in tested.values()])
     equivalent = holm([one.p_equivalent for one in tested.values()])
-    codes = verdict_codes(mean, low, high, adjusted, equivalent, interest)
-    for (i, one), p, equal, code in zip(tested.items(), adjusted.tolist(), equivalent.tolist(), codes, strict=True):
-        verdict = _CODES[int(code)]
-        judged[i] = replace(one, adjusted=p, adjusted_equivalent=equal, family=len(tested), verdict=verdict)
+    found = verdicts(mean, low, high, adjusted, equivalent, interest)
+    for (i, one), p, equal, verdict in zip(tested.items(), adjusted.tolist(), equivalent.tolist(), found, strict=True):
+        judged[i] = replace(one, adjusted=p, adjusted_equivalent=equal, family=len(tested), verdict=Verdict(verdict))
     return judged
 
 
-_CODES = (Verdict.NOT_RESOLVED, Verdict.HIGHER, Verdict.LOWER, Verdict.SMALL, Verdict.EQUIVALENT)
-
-
-def verdict_codes(
+def verdicts(
     mean: np.ndarray,
     low: np.ndarray,
     high: np.ndarray,
@@ -331,11 +333,12 @@ def verdict_codes(
     equivalent: np.ndarray,
     interest: float | np.ndarray,
 ) -> np.ndarray:
-    """The rule of `judge` for arrays of comparisons: 0 not resolved, 1 higher, 2 lower, 3 small, 4 equivalent."""
+    """The rule of `judge` for arrays of comparisons, as words."""
     different = (adjusted <= ALPHA) & ((low > 0) | (high < 0))
-    side = np.where(mean > 0, 1, 2)
+    side = np.where(mean > 0, Verdict.HIGHER, Verdict.LOWER)
     large = np.abs(mean) >= interest * (1 - TIE)
-    return np.select([equivalent <= ALPHA, different & large, different], [np.full_like(side, 4), side, 3], 0)
+    rules = [equivalent <= ALPHA, different & large, different]
+    return np.select(rules, [Verdict.EQUIVALENT, side, Verdict.SMALL], Verdict.NOT_RESOLVED)
 
 
 def compare_paired(a: Mapping[int, float], b: Mapping[int, float], interest: float = INTEREST) -> Comparison:

@@ -12,6 +12,7 @@ import pandas as pd
 from moe_rl.study.arms import per_study
 from moe_rl.study.comparing import Pair, comparisons, values_by_seed
 from moe_rl.study.data import StudyData
+from moe_rl.study.floors import FLOORS
 from moe_rl.study.statistics import compare_paired, judge, seed_interval
 
 POSITIONS = "at the response tokens' own positions, not at those that predict them"
@@ -67,14 +68,10 @@ def last_updates(rows: pd.DataFrame) -> pd.DataFrame:
     return rows[rows["update"] == rows.groupby("arm", observed=True)["update"].transform("max")]
 
 
-OWN_ARITHMETIC = ("repeat", "batch", "experts")
-"""Variants of the noise floor that a run meets in its own arithmetic; "bf16" is what another precision would add."""
-
-
 def noise_floor(data: StudyData) -> pd.DataFrame:
-    """What changes with equal weights: rows `own` (the largest of repeat, batch and experts) and `bf16`, as far as
-    they were measured; pooled over runs. Columns slot, site, token: share changed; gap_mean (nats, mean over runs),
-    gap_max (nats, largest). Empty where no run measured all of it."""
+    """What changes with equal weights: a row for each of `FLOORS` that was measured, pooled over runs. Columns slot,
+    site, token: share changed; gap_mean (nats, mean over runs), gap_max (nats, largest). Empty where no run measured
+    all of it."""
     names = ("slots", "sites", "tokens")
     columns = ["slot", "site", "token", "gap_mean", "gap_max"]
     counts = [*names, *(f"{name}_changed" for name in names)]
@@ -84,10 +81,8 @@ def noise_floor(data: StudyData) -> pd.DataFrame:
     sums = grouped[counts].sum()
     table = pd.DataFrame({name[:-1]: sums[f"{name}_changed"] / sums[name] for name in names})
     table["gap_mean"], table["gap_max"] = grouped["gap_mean"].mean(), grouped["gap_max"].max()
-    own = table[table.index.isin(OWN_ARITHMETIC)]
-    parts = [own.max().to_frame("own").T] if len(own) else []
-    parts += [table.loc[["bf16"]]] if "bf16" in table.index else []
-    return pd.concat(parts)
+    parts = {floor: table[table.index.isin(variants)] for floor, variants in FLOORS.items()}
+    return pd.DataFrame({floor: part.max() for floor, part in parts.items() if len(part)}, index=columns).T
 
 
 _FACTORS = {

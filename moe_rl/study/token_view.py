@@ -38,7 +38,7 @@ class TokenStep:
 
     def __init__(self, folder: Path, step: int):
         self.folder, self.step = folder, step
-        path = folder / "tokens" / f"step_{step:06d}.parquet"
+        path = tokens_file(folder, step)
         if not path.exists():
             raise StudyDataError(f"{folder}: no tokens of step {step}; stored are {stored_steps(folder) or 'none'}")
         table = read_parquet(path)
@@ -70,7 +70,7 @@ class TokenStep:
             "responses": [
                 {
                     "seq": seq,
-                    "reward": _plain(self.rows(seq, last)["reward"].iloc[0]),
+                    "reward": _rounded(self.rows(seq, last)["reward"].iloc[0]),
                     "tokens": len(changed[seq, last]),
                     "changed": int(changed[seq, last].sum()),
                 }
@@ -96,13 +96,13 @@ class TokenStep:
         found: dict[str, Any] = {
             "seq": seq,
             "update": update,
-            "reward": _plain(rows["reward"].iloc[0]) if len(rows) else None,
+            "reward": _rounded(rows["reward"].iloc[0]) if len(rows) else None,
             "prompt": self.prompts[self.sequences.index(seq)],
             "left_out": len(self.rows(seq, update)) - len(rows),
             "text": text,
             "position": rows["pos"].tolist(),
             "token": rows["token"].tolist(),
-            **{name: [_plain(x) for x in rows[name]] for name in ("old_logp", "logp_natural", "logp_replayed")},
+            **{name: [_rounded(x) for x in rows[name]] for name in ("old_logp", "logp_natural", "logp_replayed")},
             "changed": self.changed(seq, update)[:most].tolist(),
             "old_experts": None,
             "new_experts": None,
@@ -118,7 +118,7 @@ class TokenStep:
                 for name, shape in (("gates", old.shape[1:]), ("margins", old.shape[1:2])):
                     for which in ("old", "new"):
                         values = np.stack([np.asarray(x, dtype=float) for x in rows[f"{which}_{name}"]])
-                        found[f"{which}_{name}"] = _rounded(values.reshape(len(old), *shape))
+                        found[f"{which}_{name}"] = _nested(values.reshape(len(old), *shape))
                 found["new_sets"] = new.tolist()  # gates are in the order of these
         return found
 
@@ -141,9 +141,7 @@ class TokenStep:
         if not self.routed:
             return self.rows(seq, update)["flips"].to_numpy()
         old, new = (self.experts(seq, u) for u in (0, update))
-        kept = (old[..., :, None] == new[..., None, :]).any(-1).sum(-1)
-        live = (old[..., 0] < 0) | (new[..., 0] < 0)
-        return np.where(live, 0, old.shape[-1] - kept).sum(-1)
+        return slots_left(old, new).sum((-2, -1))
 
     def experts(self, seq: int, update: int) -> np.ndarray:
         """Expert ids [T,L,K] of the response's tokens after an update; update 0 is the old policy."""
@@ -196,6 +194,18 @@ class TokenStep:
 
     def _path(self, update: int) -> Path:
         return self.folder / "routes" / f"step_{self.step:06d}_update_{update}.parquet"
+
+
+def slots_left(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Which slots of `old` [..., L, K] hold an expert that `new` lacks at that site; none where a route is unknown."""
+    known = ((old >= 0) & (new >= 0)).all(-1, keepdims=True)
+    left: np.ndarray = known & (old[..., :, None] != new[..., None, :]).all(-1)
+    return left
+
+
+def tokens_file(folder: Path, step: int) -> Path:
+    """Where a run folder holds the tokens of a step."""
+    return folder / "tokens" / f"step_{step:06d}.parquet"
 
 
 def stored_steps(folder: Path) -> list[int]:
@@ -272,10 +282,11 @@ def _dump(content: Any) -> str:
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _rounded(values: np.ndarray) -> list[Any]:
-    """Nested lists in four digits; null where there is no number."""
-    return [_rounded(x) if x.ndim else None if not np.isfinite(x) else float(f"{x:.4g}") for x in values]
+def _nested(values: np.ndarray) -> list[Any]:
+    """As nested lists of four digits."""
+    return [_nested(x) if x.ndim else _rounded(x, 4) for x in values]
 
 
-def _plain(value: Any) -> float | None:
-    return None if value is None or not np.isfinite(value) else float(f"{float(value):.6g}")
+def _rounded(value: Any, digits: int = 6) -> float | None:
+    """A number as pages get it; None where there is none."""
+    return None if value is None or not np.isfinite(value) else float(f"{float(value):.{digits}g}")

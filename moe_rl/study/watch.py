@@ -26,7 +26,7 @@ from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.live import LiveStudies, LiveStudy
 from moe_rl.study.live_rows import COLUMNS, choosable, expert_counts, new_rows, new_sites
-from moe_rl.study.token_view import TokenStep, static, stored_steps
+from moe_rl.study.token_view import TokenStep, static, stored_steps, tokens_file
 
 ADDRESS = "127.0.0.1"
 PORT = 8765
@@ -193,8 +193,7 @@ class Api:
         if step not in stored_steps(folder):
             raise LiveError(f"run {query['run']!r} stored no tokens of step {step}; stored are {stored_steps(folder)}")
         import_torch()
-        changed = (folder / "tokens" / f"step_{step:06d}.parquet").stat().st_mtime_ns
-        return _token_step(folder, step, changed)
+        return _token_step(folder, step, tokens_file(folder, step).stat().st_mtime_ns)
 
     def _folder(self, query: dict[str, str]) -> Path:
         if "run" not in query:

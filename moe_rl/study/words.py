@@ -70,6 +70,18 @@ def by_topic(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, list[str]]]:
     return list(topics.items())
 
 
+def markdown_table(heads: list[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table, one line a row.
+
+    >>> print(markdown_table(["n", "|Δp|"], [["8", "0.1"]]))
+    | n | \\|Δp\\| |
+    | --- | --- |
+    | 8 | 0.1 |
+    """
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
 def listed(items: Iterable[str]) -> str:
     return ", ".join(items)
 

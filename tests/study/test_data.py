@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -316,6 +317,8 @@ def test_rates_are_sums_over_sums(folder):
     assert found.loc[("gspo", 2), "rate"] == part["slots_changed"].sum() / part["slots"].sum()
     assert found.loc[("gspo", 2), "total"] == part["slots"].sum()
     assert len(found) == len(ARMS) * 4
+    infinite = replace(data, probes=data.probes.assign(ratio=float("inf")))  # as other trainers may write it
+    assert infinite.rates("slot", by=["arm", "update"]).set_index(["arm", "update"]).equals(found)
     whole = data.rates("token", by=[])
     assert whole["rate"].item() == data.probes["tokens_changed"].sum() / data.probes["tokens"].sum()
     sites = data.rates("slot", by="routing_site")

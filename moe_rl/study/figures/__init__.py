@@ -61,23 +61,21 @@ def draw_all(path: str | Path, out: str | Path | None = None) -> list[Path]:
     Returns the files written. Raises NothingToDraw if the runs hold nothing that can be drawn yet.
     """
     data = load(path)
-    folder = Path(out).expanduser() if out is not None else data.folder / "figures"
-    written: list[Path] = []
+    figures, _ = drawn_figures(path, data)
+    return _save(figures, data, out)
+
+
+def drawn_figures(path: str | Path, data: StudyData) -> tuple[list[StudyFigure], list[str]]:
+    """All of `each_figure`, and why the others are not there. Raises NothingToDraw for a study without any: what each
+    figure misses, or that no run has come so far."""
     skipped: list[str] = []
-    for figure in each_figure(data, skipped):
-        written += save_figure(figure, folder)
-    if not written:
-        raise nothing_yet(path, data, skipped)
-    return written
-
-
-def nothing_yet(path: str | Path, data: StudyData, skipped: Sequence[str]) -> NothingToDraw:
-    """The error for a study without any figure: what each figure misses, or that no run has come so far."""
+    figures = list(each_figure(data, skipped))
+    if figures:
+        return figures, skipped
+    why = "; ".join(skipped)
     if all(table.empty for table in (data.rollouts, data.updates, data.probes, data.evals)):
         why = f"None of its runs ({len(data.runs)} begun) has made a step; where one ended, its file in logs/ says why."
-    else:
-        why = "; ".join(skipped)
-    return NothingToDraw(f"{path}: nothing to draw yet. {why}")
+    raise NothingToDraw(f"{path}: nothing to draw yet. {why}")
 
 
 def draw_some(path: str | Path, names: Sequence[str], out: str | Path | None = None) -> list[Path]:
@@ -87,8 +85,12 @@ def draw_some(path: str | Path, names: Sequence[str], out: str | Path | None = N
     """
     chosen = [named(name) for name in dict.fromkeys(names)]
     data = load(path)
+    return _save([each(data) for each in chosen], data, out)
+
+
+def _save(figures: Sequence[StudyFigure], data: StudyData, out: str | Path | None) -> list[Path]:
     folder = Path(out).expanduser() if out is not None else data.folder / "figures"
-    return [file for figure in [each(data) for each in chosen] for file in save_figure(figure, folder)]
+    return [file for figure in figures for file in save_figure(figure, folder)]
 
 
 def named(name: str) -> Registered:

@@ -54,8 +54,7 @@ def shown(data: StudyData) -> list[Shown]:
 
 def drawn_arms(data: StudyData, present: Sequence[str] | None = None) -> list[str]:
     """The arms of all conditions that get a panel of their own, of those in `present`."""
-    there = None if present is None else set(present)
-    return [arm for each in shown(data) for arm in each.arms if there is None or arm in there]
+    return [arm for each in shown(data) for arm in each.arms if present is None or arm in present]
 
 
 def many(data: StudyData) -> bool:

@@ -15,6 +15,10 @@ from moe_rl.study.statistics import INTEREST, Verdict
 
 ROW = 0.24  # inches, of a method
 REPEATED = 0.27  # of a row: between the repetitions of a cell
+REPETITIONS = (
+    "Mean over seeds of the paired differences and its 95 % interval; below each other: the study as it was run first, "
+    "and again under other roundings or on another processor, cold starts made anew."
+)
 
 
 @styled
@@ -37,10 +41,9 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
     axes[0].set_ylim(len(methods) - 0.5, -0.5)
     drawn.supxlabel("final reward less that of GRPO under the same cause", fontsize=7.5)
     caption = (
-        "Mean over seeds of the paired differences and its 95 % interval; below each other: the study as it was run "
-        "first, and again under other roundings or on another processor, cold starts made anew. Filled: higher or "
-        "lower by the rules of its study, that is resolved from 0 and 0.05 at least; open: not; blank: not run. "
-        "Columns are of different studies, and cells of one column may be of different seeds."
+        f"{REPETITIONS} Filled: higher or lower by the rules of its study, that is resolved from 0 and 0.05 at least; "
+        "open: not; blank: not run. Columns are of different studies, and cells of one column may be of different "
+        "seeds."
     )
     return StudyFigure("cures", "What each method gives back, by cause.", caption, drawn, table)
 
@@ -72,9 +75,8 @@ def claims_figure(
     ax.set_xlabel("difference of final reward")
     drawn.set_layout_engine("constrained", w_pad=0.12)  # inches: bold labels are wider than it takes them for
     caption = (
-        "Mean over seeds of the paired differences and its 95 % interval; below each other: the study as it was run "
-        "first, and again under other roundings or on another processor, cold starts made anew. Filled: higher or "
-        f"lower by the rules of its study; open: not. Grey: within {INTEREST}, the smallest difference of interest."
+        f"{REPETITIONS} Filled: higher or lower by the rules of its study; open: not. Grey: within {INTEREST}, the "
+        "smallest difference of interest."
     )
     return StudyFigure(name, title, caption, drawn, table)
 

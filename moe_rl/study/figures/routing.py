@@ -2,6 +2,7 @@
 
 import numpy as np
 import pandas as pd
+from matplotlib.axis import Axis
 
 from moe_rl.study.figures.style import NothingToDraw
 
@@ -36,6 +37,12 @@ def stacked(lists: pd.Series, figure: str) -> np.ndarray:
         )
     array = np.array(lists.tolist())
     return array.astype(float) if array.dtype == object else array
+
+
+def site_ticks(axis: Axis, short: list[str]) -> None:
+    """The names of `short_sites` beside the sites 0, 1, ...: every one, or some twelve of them."""
+    step = max(1, len(short) // 12)
+    axis.set_ticks(range(0, len(short), step), short[::step])
 
 
 def short_sites(names: list[str]) -> tuple[list[str], str]:

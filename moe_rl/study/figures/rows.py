@@ -17,7 +17,7 @@ from matplotlib.transforms import blended_transform_factory
 from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import fixed_figure, shown
 from moe_rl.study.figures.style import GREY, PAGE, arm_colour, inches, log_x
-from moe_rl.study.statistics import Interval, seed_interval
+from moe_rl.study.statistics import geometric_interval, seed_interval
 from moe_rl.study.words import cut
 
 EACH = 0.185  # inches per row
@@ -177,9 +177,10 @@ def _ticks(ax: Axes) -> None:
 def draw_dots(
     ax: Axes, y: np.ndarray, values: np.ndarray, colours: Sequence[str], hollow: bool = False, log: bool = False
 ) -> None:
-    """Rows of values [rows, seeds] at `y`: mean, interval, and every seed, lower than these; `log`: `_interval`."""
+    """Rows of values [rows, seeds] at `y`: mean, interval, and every seed, lower than these; `log`: of the logarithms,
+    where 0 has no place."""
     values = np.where(values > 0, values, np.nan) if log else values
-    intervals = [_interval(row, log) for row in values]
+    intervals = [(geometric_interval if log else seed_interval)(row) for row in values]
     known = [(one, h, c) for one, h, c in zip(intervals, y, colours, strict=True) if one.known]
     bars = [[(one.low, h), (one.high, h)] for one, h, _ in known]
     ax.add_collection(LineCollection(bars, colors=[c for *_, c in known], linewidths=3, alpha=0.4, zorder=2))
@@ -195,11 +196,6 @@ def draw_dots(
     ax.scatter(
         means, y, s=22, c=face, edgecolors=edge, linewidths=0.8, zorder=3, clip_on=False
     )  # marks at an end are whole
-
-
-def _interval(values: np.ndarray, log: bool) -> Interval:
-    """Mean over seeds; `log`: geometric, with the interval of the logarithms, where 0 has no place."""
-    return seed_interval(np.log(np.where(values > 0, values, np.nan))).exp() if log else seed_interval(values)
 
 
 def _key(figure: Figure, columns: Sequence[Column], total: float) -> None:
@@ -221,7 +217,7 @@ def _frame(columns: Sequence[Column]) -> pd.DataFrame:
     for column in columns:
         for dots in column.dots:
             for arm, values in zip(dots.table.index, dots.table.to_numpy(dtype=float), strict=True):
-                one = _interval(values, column.log)
+                one = (geometric_interval if column.log else seed_interval)(values)
                 row = {"quantity": column.title.replace("\n", " "), "of": dots.label, "arm": arm, "n": one.n}
                 seeds = {f"seed{seed}": value for seed, value in zip(dots.table.columns, values, strict=True)}
                 rows.append(row | one.columns("mean") | seeds)

@@ -222,6 +222,13 @@ def step_axis(ax: Axes, label: str = "RL step") -> None:
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7, min_n_ticks=1))
 
 
+def bare(ax: Axes) -> None:
+    """Neither grid nor frame nor tick marks: of a heat map."""
+    ax.grid(False)
+    ax.spines[:].set_visible(False)
+    ax.tick_params(length=0)
+
+
 def plain(value: float, _: int) -> str:
     """A tick label without powers or trailing zeros."""
     return f"{value:g}"

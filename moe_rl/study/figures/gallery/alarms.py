@@ -13,7 +13,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.layout import drawn_arms, short_label
 from moe_rl.study.figures.register import Drawing, figure
 from moe_rl.study.figures.rows import in_two_lines
-from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, label_bar, step_axis
+from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, bare, label_bar, panels, step_axis
 
 
 @figure(
@@ -57,8 +57,8 @@ def _maps(
     shown: list[Alarm | None] = [*crossed] or [None]  # None: collapses alone
     labels = [in_two_lines(short_label(data, arm, 999)) for arm in arms]
     each = 0.2 if any("\n" in label for label in labels) else 0.125
-    drawn = Figure(figsize=(PAGE, 0.6 + len(shown) * (0.3 + each * len(arms))))
-    axes = drawn.subplots(len(shown), 1, squeeze=False, sharex=True)[:, 0]
+    drawn, axes = panels(len(shown), 1, 0.6 + len(shown) * (0.3 + each * len(arms)), PAGE, sharex=True)
+    axes = axes[:, 0]
     count = Counter(run.arm for run in data.runs)
     for ax, alarm in zip(axes, shown, strict=True):
         share = np.zeros((len(arms), steps))
@@ -72,9 +72,7 @@ def _maps(
                 ax.plot(step, arms.index(arm), "x", color=INK, ms=4, mew=1.2)
         ax.set_title(alarm.title if alarm else "", fontsize=7, loc="left", pad=2)
         ax.set_yticks(range(len(arms)), labels, fontsize=6, linespacing=0.95)
-        ax.tick_params(length=0)
-        ax.grid(False)
-        ax.spines[:].set_visible(False)
+        bare(ax)
     step_axis(axes[-1])
     bar = drawn.colorbar(mesh, ax=axes.tolist(), shrink=min(1.0, 1.5 / drawn.get_figheight()))
     label_bar(bar, "share of runs", drawn.get_figheight() - 0.6)

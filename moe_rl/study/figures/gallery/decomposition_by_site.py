@@ -8,7 +8,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.figures.gallery.decomposition import PARTS
 from moe_rl.study.figures.layout import drawn_arms, short_label, wrapped_panels
 from moe_rl.study.figures.register import Drawing, figure, need
-from moe_rl.study.figures.routing import short_sites
+from moe_rl.study.figures.routing import short_sites, site_ticks
 from moe_rl.study.figures.style import GREY
 from moe_rl.study.summary import last_updates
 
@@ -44,7 +44,7 @@ def decomposition_by_site(data: StudyData) -> Drawing:
         ax.set_title(short_label(data, arm), fontsize=7)
         ax.set_xlabel("share of the effect, %")
         ax.grid(axis="y", visible=False)
-    axes[0, 0].set_yticks(range(0, len(names), max(1, len(names) // 12)), short[:: max(1, len(names) // 12)])
+    site_ticks(axes[0, 0].yaxis, short)
     axes[0, 0].set_ylim(len(names) - 0.4, -0.6)
     for ax in axes[:, 0]:
         ax.set_ylabel("routing site")

@@ -10,10 +10,10 @@ from moe_rl.study.figures.floor import draw_columns
 from moe_rl.study.figures.layout import MANY, drawn_arms, fixed_figure, many, short_label, shown, wrapped_panels
 from moe_rl.study.figures.notes import PROBE
 from moe_rl.study.figures.register import Drawing, figure
-from moe_rl.study.figures.routing import short_sites, stacked
+from moe_rl.study.figures.routing import short_sites, site_ticks, stacked
 from moe_rl.study.figures.rows import in_two_lines
 from moe_rl.study.figures.screen import ON_DARK_CELL, ON_LIGHT_CELL
-from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, label_bar
+from moe_rl.study.figures.style import GREY, PAGE, NothingToDraw, bare, label_bar
 from moe_rl.study.floors import MISSING, floor_by_site
 from moe_rl.study.summary import last_updates
 
@@ -87,13 +87,12 @@ def _by_update(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms:
         ax.set_title(short_label(data, arm, 16), fontsize=7)
         ax.set_xticks(range(len(grid.columns)), [str(u) for u in grid.columns])
         ax.set_xlabel("update")
-        _bare(ax)
+        bare(ax)
     if len(floor):
         _write_cells(axes[count - 1], draw_columns(axes[count - 1], 100 * floor, **image), top)
         axes[count - 1].set_title("Noise floor:\nequal weights", fontsize=7)
-    step = max(1, len(short) // 12)
     for ax in lines[:, 0]:
-        ax.set_yticks(range(0, len(short), step), short[::step])
+        site_ticks(ax.yaxis, short)
         ax.set_ylabel("routing site")
     bar = drawn.colorbar(mesh, ax=axes[:count].tolist(), shrink=0.9, aspect=22)
     label_bar(bar, "slots changed, %", 0.9 * (drawn.get_figheight() - 0.8))
@@ -118,10 +117,9 @@ def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: li
     mesh = ax.imshow(values, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=top)
     _write_cells(ax, values, top, most=12 * len(values))
     ax.set_yticks(range(len(values)), labels, fontsize=6 if two else 7, linespacing=0.95)
-    step = max(1, len(short) // 12)
-    ax.set_xticks(range(0, len(short), step), short[::step])
+    site_ticks(ax.xaxis, short)
     ax.set_xlabel("routing site, after the last update", labelpad=1)
-    _bare(ax)
+    bare(ax)
     ends = np.cumsum([len([a for a in one.arms if a in set(arms)]) for one in shown(data)])[:-1]
     for end in ends:
         ax.axhline(end - 0.5, color=GREY, lw=1)
@@ -129,12 +127,6 @@ def _by_arm(data: StudyData, pooled: pd.DataFrame, floor: pd.DataFrame, arms: li
     label_bar(drawn.colorbar(mesh, cax=beside), "slots changed, %", min(2.5, high))
     beside.tick_params(labelsize=6.5)
     return drawn
-
-
-def _bare(ax: Axes) -> None:
-    ax.grid(False)
-    ax.spines[:].set_visible(False)
-    ax.tick_params(length=0)
 
 
 def _write_cells(ax: Axes, values: np.ndarray, top: float, most: int = 48) -> None:

@@ -19,10 +19,11 @@ FORMATS: dict[str, Look] = {
 }
 """One look per format of the engine; lines of an engine whose training computes in it too are dotted."""
 PANELS = {
-    "slot_change": "slots changed, %",
-    "k3": "k3, nats per token",
-    "routing_share": "routing share of\nthe mean gap, %",
+    "slot_change": ("slots changed, %", 100),
+    "k3": ("k3, nats per token", 1),
+    "routing_share": ("routing share of\nthe mean gap, %", 100),
 }
+"""What is drawn: its label, and by what it is multiplied."""
 
 
 @figure(
@@ -50,7 +51,7 @@ def precision(data: StudyData) -> Drawing:
         name, both = formats[arm]
         look = FORMATS.get(name, Look("#6b6b6b", "-", "o"))
         look = Look(look.colour, (0, (1, 1.2)), look.marker) if both else look
-        for ax, (column, scale) in zip(axes, {"slot_change": 100, "k3": 1, "routing_share": 100}.items(), strict=True):
+        for ax, (column, (_, scale)) in zip(axes, PANELS.items(), strict=True):
             shown = rows[rows["arm"] == arm].dropna(subset=[column])
             geometric = column == "k3"
             shown = shown[shown[column] > 0] if geometric else shown
@@ -59,7 +60,7 @@ def precision(data: StudyData) -> Drawing:
             (table,) = seed_tables(shown, "step", column).values()
             draw_seeds(ax, table, look, str(data.arms.loc[arm, "label"]), thin=False, scale=scale, geometric=geometric)
             parts.append(summarise(table, geometric=geometric, arm=arm, quantity=column))
-    for ax, label in zip(axes, PANELS.values(), strict=True):
+    for ax, (label, _) in zip(axes, PANELS.values(), strict=True):
         ax.set_ylabel(label)
     for ax in axes[:2]:
         log_y(ax)
