@@ -1,8 +1,9 @@
-"""What final rewards say of the GSPO, R3 and DPPO papers' statements (question 8), and two studies' comparisons on
-other tasks:  python analysis/claims.py DIR
+"""What final rewards say of the GSPO, R3 and DPPO papers' statements (question 8), and the comparisons of three causes
+on other tasks:  python analysis/claims.py DIR
 
 Reads the committed tables of docs/results, so that it needs no runs; draws DIR/claims, DIR/tasks (the main study, also
-with another router) and DIR/fast_router_tasks as .pdf, .svg and .png and writes what is drawn beside them as CSV.
+with another router), DIR/fast_router_tasks and DIR/int4_tasks as .pdf, .svg and .png and writes what is drawn beside
+them as CSV.
 """
 
 import argparse
@@ -67,23 +68,57 @@ COMPARED = {
 }
 TASKS = {name: {task: (study, *arms) for task, study in STUDIES.items()} for name, arms in COMPARED.items()}
 """The same of the main study: comparison -> router and task -> where."""
-FAST = {"reverse 24 letters": "reverse", "sort 8 letters": "sort", "add 3 digits": "add"}
+OTHERS = {"reverse 24 letters": "reverse", "sort 8 letters": "sort", "add 3 digits": "add"}
 
 
-def _on_other_tasks(arm: str) -> dict[str, tuple[str, str, str]]:
-    return {task: (f"fast_routers_{study}", arm, "grpo") for task, study in FAST.items()}
+def _on_other_tasks(cause: str, arm: str, other: str) -> dict[str, tuple[str, str, str]]:
+    return {task: (f"{cause}_{study}", arm, other) for task, study in OTHERS.items()}
 
 
 FAST_ROUTERS: dict[str, dict[str, tuple[str, str, str]]] = {
     "A tenth of the rate − full rate": {
         "equations": ("levers_router", "grpo_tenth", "grpo_full"),
         "equations, other seeds": ("methods_router", "grpo_tenth", "grpo"),
-        **_on_other_tasks("tenth"),
+        **_on_other_tasks("fast_routers", "tenth", "grpo"),
     },
-    "Replay − GRPO, full rate": {"equations": ("fast_routers", "replay", "grpo"), **_on_other_tasks("replay")},
-    "GSPO − GRPO, full rate": {"equations": ("fast_routers", "gspo", "grpo"), **_on_other_tasks("gspo")},
+    "Replay − GRPO, full rate": {
+        "equations": ("fast_routers", "replay", "grpo"),
+        **_on_other_tasks("fast_routers", "replay", "grpo"),
+    },
+    "GSPO − GRPO, full rate": {
+        "equations": ("fast_routers", "gspo", "grpo"),
+        **_on_other_tasks("fast_routers", "gspo", "grpo"),
+    },
 }
 """The same of near-tied routers that learn at the full rate: comparison -> task -> where."""
+INT4: dict[str, dict[str, tuple[str, str, str]]] = {
+    "GRPO, int4 − fp32 engine": {
+        "equations": ("dppo_mismatch", "grpo_int4", "grpo_fp32"),
+        **_on_other_tasks("int4", "grpo_int4", "grpo_fp32"),
+    },
+    "Ratio to the old policy − to the engine": {
+        "equations": ("anchor_int4", "grpo_old", "grpo"),
+        **_on_other_tasks("int4", "old_int4", "grpo_int4"),
+    },
+    "R3 − GRPO": {
+        "equations": ("dppo_mismatch", "grpo_r3_int4", "grpo_int4"),
+        **_on_other_tasks("int4", "r3_int4", "grpo_int4"),
+    },
+    "SAPO − GRPO": {
+        "equations": ("methods_int4", "sapo_int4", "grpo_int4"),
+        **_on_other_tasks("int4", "sapo_int4", "grpo_int4"),
+    },
+    "GSPO − GRPO": {
+        "equations": ("methods_int4", "gspo_int4", "grpo_int4"),
+        **_on_other_tasks("int4", "gspo_int4", "grpo_int4"),
+    },
+}
+"""The same of a rollout engine with int4 weights."""
+FIGURES = {
+    "tasks": ("The main study's comparisons with another router and on other tasks.", TASKS),
+    "fast_router_tasks": ("Near-tied routers that learn at the full rate, on four tasks.", FAST_ROUTERS),
+    "int4_tasks": ("A rollout engine with int4 weights, on four tasks.", INT4),
+}
 
 
 def claims_table(claims: dict[str, dict[str, tuple[str, str, str]]] = CLAIMS) -> pd.DataFrame:
@@ -99,15 +134,12 @@ def claims_table(claims: dict[str, dict[str, tuple[str, str, str]]] = CLAIMS) ->
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Draw, from docs/results, the differences of final reward that the papers' statements are about, "
-        "and the main study's and those of fast routers on other tasks."
+        "and the main study's and those of fast routers and of an int4 engine on other tasks."
     )
-    parser.add_argument("folder", type=Path, help="where to write the three figures as .pdf, .svg, .png and .csv")
+    parser.add_argument("folder", type=Path, help="where to write the four figures as .pdf, .svg, .png and .csv")
     folder = parser.parse_args().folder
-    title = "The main study's comparisons with another router and on other tasks."
-    tasks = claims_figure(claims_table(TASKS), "tasks", title)
-    title = "Near-tied routers that learn at the full rate, on four tasks."
-    fast = claims_figure(claims_table(FAST_ROUTERS), "fast_router_tasks", title)
-    for figure in (claims_figure(claims_table()), tasks, fast):
+    of_tasks = [claims_figure(claims_table(claims), name, title) for name, (title, claims) in FIGURES.items()]
+    for figure in (claims_figure(claims_table()), *of_tasks):
         for file in save_figure(figure, folder):
             print(file)
 
