@@ -1,10 +1,12 @@
-"""One comparison over several studies, from their committed tables:
+"""A difference of final reward between two arms, over roundings and studies, from the committed tables:
 
     python analysis/pooled.py methods_stale:gspo_partial:grpo_partial partial_rollouts_anchor:gspo_partial:grpo_partial
+    python analysis/pooled.py --roundings int4_sort:old_int4:grpo_fp32
 
-prints the mean of all paired differences of final reward with Student's 95 % interval. No study declared it, so that it
-is no test. A seed counts once: its differences in a study and in its repetitions (STUDY_intel) are averaged first, as
-in the tables `roundings`. Pairs of several studies count as independent: name studies of different seeds only.
+prints the mean of all paired differences with Student's 95 % interval. It is no test, whether a study declared that
+comparison or not. A seed counts once: its differences in a study and in its repetitions (--roundings, STUDY_intel) are
+averaged first, as in the tables `roundings`. Pairs of several studies count as independent: name studies of different
+seeds only.
 """
 
 import argparse
@@ -17,34 +19,49 @@ from moe_rl.processes import ends_with_its_reader
 from moe_rl.study.statistics import student_interval
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+FIRST = "native"
 
 
-def differences(name: str) -> pd.Series:
-    """Paired differences of STUDY:ARM:OTHER, by the study that it is or repeats and the place of the seed in it. Raises
-    ValueError for what no table holds."""
+def differences(name: str, column: str = "final", roundings: bool = False) -> pd.Series:
+    """Paired differences of STUDY:ARM:OTHER, indexed by the study that it is or repeats, the rounding and the seed.
+
+    column: of `runs.csv`. roundings: those that the study was repeated under, too.
+
+    Raises:
+        ValueError: what no table holds.
+    """
     parts = name.split(":")
-    if len(parts) != 3 or not (RESULTS / parts[0] / "comparisons.csv").is_file():
-        raise ValueError(f"{name}: expected STUDY:ARM:OTHER, a comparison of docs/results/STUDY/comparisons.csv")
-    study, arm, other = parts
-    table = pd.read_csv(RESULTS / study / "comparisons.csv").set_index(["arm", "other"])
-    if (arm, other) not in table.index:
-        declared = ", ".join(f"{study}:{one}:{two}" for one, two in table.index)
-        raise ValueError(f"{name}: not compared there; {study} has {declared}")
-    values = [float(value) for value in str(table.loc[(arm, other), "differences"]).split()]
+    if len(parts) != 3 or not (RESULTS / parts[0] / "runs.csv").is_file():
+        raise ValueError(f"{name}: expected STUDY:ARM:OTHER, two arms of docs/results/STUDY/runs.csv")
+    study, *pair = parts
+    table = pd.read_csv(RESULTS / study / "runs.csv")
+    if "rounding" not in table:
+        table["rounding"] = FIRST
+    if unknown := set(pair) - set(table["arm"]):
+        arms = ", ".join(dict.fromkeys(table["arm"]))
+        raise ValueError(f"{name}: {study} has no arm {' or '.join(sorted(unknown))}; it has {arms}")
+    if not roundings:
+        table = table[table["rounding"] == FIRST]
     repeated = json.loads((RESULTS / study / "env.json").read_text())["study"]
-    return pd.Series(values, index=[f"{repeated}/{place}" for place in range(len(values))])
+    rows = table.set_index([table["rounding"].rename(None), table["seed"].rename(None)])
+    arm, other = (rows.loc[rows["arm"] == one, column] for one in pair)
+    return pd.concat({repeated: (arm - other).dropna()})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="One comparison over several studies of docs/results with different seeds."
+        description="A difference of final reward between two arms, over roundings and studies of docs/results."
     )
-    parser.add_argument("names", nargs="+", metavar="STUDY:ARM:OTHER")
+    parser.add_argument("names", nargs="+", metavar="STUDY:ARM:OTHER", help="several: studies of different seeds")
+    parser.add_argument("--roundings", action="store_true", help="the repetitions under other kernels, too")
+    parser.add_argument("--held-out", action="store_true", help="of the last policy on held-out prompts instead")
+    options = parser.parse_args()
+    column = "held_out" if options.held_out else "final"
     try:
-        values = pd.concat([differences(name) for name in parser.parse_args().names])
+        values = pd.concat([differences(name, column, options.roundings) for name in options.names])
     except ValueError as error:
         parser.error(str(error))
-    seeds = values.groupby(level=0).mean().to_numpy()
+    seeds = values.groupby(level=[0, 2]).mean().to_numpy()
     print(f"{len(values)} pairs, {(values > 0).sum()} above 0, of {len(seeds)} seeds: {student_interval(seeds)}")
 
 

@@ -27,7 +27,7 @@ def test_a_script_of_committed_tables_alone_refuses_a_folder_of_runs(name, monke
     assert not said.out and "unrecognized arguments: runs/mine" in said.err
 
 
-def test_pairs_of_studies_are_joined_by_seed_and_what_no_study_declared_is_refused(monkeypatch, capsys):
+def test_pairs_of_studies_are_joined_by_seed_and_arms_that_are_none_are_refused(monkeypatch, capsys):
     pooled = script("pooled")
     differences, name = pooled["differences"], "methods_stale{}:gspo_partial:grpo_partial"
     stale, again = differences(name.format("")), differences(name.format("_intel"))
@@ -36,10 +36,26 @@ def test_pairs_of_studies_are_joined_by_seed_and_what_no_study_declared_is_refus
     pooled["main"]()
     both = student_interval((stale.to_numpy() + again.to_numpy()) / 2)
     assert capsys.readouterr().out == f"18 pairs, {sum(stale > 0) + sum(again > 0)} above 0, of 9 seeds: {both}\n"
-    with pytest.raises(ValueError, match="not compared there; methods_stale has methods_stale:grpo_partial:grpo"):
+    with pytest.raises(ValueError, match="methods_stale has no arm gspo; it has cispo_partial, dppo_partial"):
         differences("methods_stale:grpo:gspo")
     with pytest.raises(ValueError, match="expected STUDY:ARM:OTHER"):
         differences("no_such_study:a:b")
+
+
+def test_differences_of_any_two_arms_are_those_of_the_tables_under_one_rounding_and_over_both(monkeypatch, capsys):
+    pooled, results = script("pooled"), ROOT / "docs" / "results" / "int4_sort"
+    declared = pd.read_csv(results / "comparisons.csv").set_index(["arm", "other"])
+    pair = ("old_int4", "grpo_int4")
+    first = [float(value) for value in declared.loc[pair, "differences"].split()]
+    assert pooled["differences"]("int4_sort:old_int4:grpo_int4").to_numpy() == pytest.approx(first, abs=5e-5)
+    rows = pd.read_csv(results / "roundings.csv").set_index(["arm", "other", "rounding"])
+    monkeypatch.setattr("sys.argv", ["pooled.py", "--roundings", "int4_sort:old_int4:grpo_int4"])
+    pooled["main"]()
+    mean, low, high = rows.loc[(*pair, "pooled"), ["difference", "low", "high"]]
+    assert capsys.readouterr().out.endswith(f"of 9 seeds: {mean:.3f} [{low:.3f}, {high:.3f}]\n")
+    runs = pd.read_csv(results / "runs.csv").query("rounding == 'native'").set_index(["arm", "seed"])["held_out"]
+    held = pooled["differences"]("int4_sort:old_int4:grpo_fp32", "held_out").to_numpy()
+    assert held == pytest.approx((runs["old_int4"] - runs["grpo_fp32"]).to_numpy())
 
 
 def test_routing_variances_are_compared_after_the_last_update_as_the_study_does():
