@@ -21,6 +21,7 @@ METHODS = {
     "replay": "GRPO + R2",
     "live": "GRPO + R2, live loads",
     "r3": "GRPO + R3",
+    "old": "GRPO, old-policy ratio",
     "gspo": "GSPO",
     "gspo_replay": "GSPO + R2",
     "gmpo": "GMPO",
@@ -64,6 +65,7 @@ CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
     "Rollout engine,\nint4 weights": {
         "gone": ("dppo_mismatch", "grpo_fp32", "grpo_int4"),
         "r3": ("dppo_mismatch", "grpo_r3_int4", "grpo_int4"),
+        "old": ("anchor_int4", "grpo_old", "grpo"),
         **{method: ("methods_int4", f"{method}_int4", "grpo_int4") for method in OTHERS},
         "dppo": ("dppo_mismatch", "dppo_int4", "grpo_int4"),
     },
