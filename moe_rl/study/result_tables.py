@@ -212,7 +212,8 @@ def _counted_by_load(stored: TokenStep) -> np.ndarray:
 def update_outcomes(data: StudyData) -> pd.DataFrame:
     """One row per run: of the tokens of all updates the share that the clip took out of the gradient (`clipped`), and
     of those the share at its lower end (`clipped_low`, NaN without any); `grad_norm` (median), `grad_norm_largest`; of
-    predicted routes `predictor_kl` and `predictor_kl_unmoved` (means)."""
+    predicted routes `predictor_kl` and `predictor_kl_unmoved` (means); of engine corrections the mean weight of a token
+    over updates, and the shares of all updates' tokens that were dropped and truncated."""
     rows, keys = data.updates, ["arm", "seed"]
     found = rows.groupby(keys, sort=False, observed=True)["grad_norm"].agg(grad_norm="median", grad_norm_largest="max")
     if {"tokens", "clipped_tokens", "clipped_low_tokens"} <= set(rows):
@@ -222,6 +223,10 @@ def update_outcomes(data: StudyData) -> pd.DataFrame:
         found = found.join(
             rows.groupby(keys, sort=False, observed=True)[["predictor_kl", "predictor_kl_unmoved"]].mean()
         )
+    if "correction_weight_mean" in rows:
+        found["correction_weight"] = rows.groupby(keys, sort=False, observed=True)["correction_weight_mean"].mean()
+        for what in ("dropped", "truncated"):
+            found[f"correction_{what}"] = pooled_rate(rows, f"correction_{what}_tokens", "tokens", keys)
     return found.reset_index()
 
 

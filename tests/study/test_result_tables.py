@@ -47,6 +47,24 @@ def test_what_a_run_clipped_is_a_share_of_all_its_tokens(tmp_path):
     assert (none["grad_norm"], none["grad_norm_largest"]) == (2, 3)
 
 
+def test_what_engine_corrections_took_is_a_share_of_all_tokens_of_the_arms_that_have_one(tmp_path):
+    for arm in ("grpo", "icepop"):
+        rows = [
+            {"kind": "update", "step": 0, "update": i, "slots": 8, "slots_changed": 0}
+            | {"tokens": 50 * i, "grad_norm": 1.0}
+            for i in (1, 2, 3)
+        ]
+        for i, row in enumerate(rows, start=1):
+            if arm == "icepop":
+                row |= {"correction_weight_mean": 1 - i / 10, "correction_dropped_tokens": 10}
+                row |= {"correction_truncated_tokens": 2 * i}
+        write_rows(tmp_path / arm / "seed0", rows, {})
+    table = update_outcomes(load(tmp_path)).set_index("arm")
+    names = ["correction_weight", "correction_dropped", "correction_truncated"]
+    assert table.loc["icepop", names].tolist() == pytest.approx([0.8, 30 / 300, 12 / 300])
+    assert table.loc["grpo", names].isna().all()
+
+
 def test_how_well_routes_were_foreseen_is_a_mean_over_updates(tmp_path):
     for arm, found in (("grpo", {}), ("pr2", {"predictor_kl": 2e-6, "predictor_kl_unmoved": 1e-6})):
         rows = [
