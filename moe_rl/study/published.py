@@ -1,6 +1,7 @@
 """The committed tables of a study, and the same study run again elsewhere: another processor is another rounding."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -11,6 +12,7 @@ from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.roundings import NATIVE, Rounding, components_of, conclusions_of
 from moe_rl.study.shipped import shipped_studies
+from moe_rl.study.statistics import Interval, student_interval
 
 RESULTS = Path("docs") / "results"
 
@@ -93,3 +95,43 @@ def published_repetitions(results: Path, study: str, arm: str, other: str) -> li
         one = dict(zip(("difference", "low", "high"), ends, strict=True))
         found.setdefault(row["rounding"], {"rounding": row["rounding"], "n": row["n"], **one, "verdict": verdict})
     return list(found.values())
+
+
+KINDS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
+    "final": lambda runs: runs["final"],
+    "held_out": lambda runs: runs["held_out"],
+    "held_out_less_final": lambda runs: runs["held_out"] - runs["final"],
+}
+"""Final reward is of responses that the rollout engine samples, held out of ones that the training engine does."""
+
+
+def published_values(results: Path, name: str, of: str = "final", roundings: bool = False) -> pd.Series:
+    """Of STUDY:ARM the arm's values, of STUDY:ARM:OTHER the paired differences, from the committed `runs.csv`; indexed
+    by the study that it is or repeats, the rounding and the seed.
+
+    of: see `KINDS`. roundings: those that the study was repeated under, too.
+
+    Raises:
+        ResultsError: what no table holds.
+    """
+    study, *arms = name.split(":")
+    if len(arms) not in (1, 2) or not (results / study / "runs.csv").is_file():
+        raise ResultsError(f"{name}: expected STUDY:ARM or STUDY:ARM:OTHER, arms of {results}/STUDY/runs.csv")
+    table = pd.read_csv(results / study / "runs.csv")
+    if "rounding" not in table:
+        table["rounding"] = NATIVE
+    if unknown := set(arms) - set(table["arm"]):
+        known = ", ".join(dict.fromkeys(table["arm"]))
+        raise ResultsError(f"{name}: {study} has no arm {' or '.join(sorted(unknown))}; it has {known}")
+    if not roundings:
+        table = table[table["rounding"] == NATIVE]
+    repeated = json.loads((results / study / "env.json").read_text())["study"]
+    rows = table.set_index([table["rounding"].rename(None), table["seed"].rename(None)])
+    found = KINDS[of](rows)
+    arm, *other = (found[rows["arm"] == one] for one in arms)
+    return pd.concat({repeated: (arm - other[0] if other else arm).dropna()})
+
+
+def over_seeds(found: pd.Series) -> Interval:
+    """Student's interval of `published_values`, of which a seed counts once: the mean of its repetitions."""
+    return student_interval(found.groupby(level=[0, 2]).mean().to_numpy())

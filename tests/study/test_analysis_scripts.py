@@ -8,9 +8,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from moe_rl.study.published import KINDS, published_values
 from moe_rl.study.statistics import student_interval
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
 
 
 def script(name: str) -> dict:
@@ -29,17 +31,17 @@ def test_a_script_of_committed_tables_alone_refuses_a_folder_of_runs(name, monke
 
 def test_pairs_of_studies_are_joined_by_seed_and_arms_that_are_none_are_refused(monkeypatch, capsys):
     pooled = script("pooled")
-    values, name = pooled["values"], "methods_stale{}:gspo_partial:grpo_partial"
-    stale, again = values(name.format("")), values(name.format("_intel"))
+    name = "methods_stale{}:gspo_partial:grpo_partial"
+    stale, again = published_values(RESULTS, name.format("")), published_values(RESULTS, name.format("_intel"))
     assert len(stale) == 9 and min(stale) > 0
     monkeypatch.setattr("sys.argv", ["pooled.py", name.format(""), name.format("_intel")])
     pooled["main"]()
     both = student_interval((stale.to_numpy() + again.to_numpy()) / 2)
     assert capsys.readouterr().out == f"18 values, {sum(stale > 0) + sum(again > 0)} above 0, of 9 seeds: {both}\n"
     with pytest.raises(ValueError, match="methods_stale has no arm gspo; it has cispo_partial, dppo_partial"):
-        values("methods_stale:grpo:gspo")
+        published_values(RESULTS, "methods_stale:grpo:gspo")
     with pytest.raises(ValueError, match="expected STUDY:ARM or STUDY:ARM:OTHER"):
-        values("no_such_study:a:b")
+        published_values(RESULTS, "no_such_study:a:b")
 
 
 def test_differences_of_any_two_arms_are_those_of_the_tables_under_one_rounding_and_over_both(monkeypatch, capsys):
@@ -47,17 +49,17 @@ def test_differences_of_any_two_arms_are_those_of_the_tables_under_one_rounding_
     declared = pd.read_csv(results / "comparisons.csv").set_index(["arm", "other"])
     pair = ("old_int4", "grpo_int4")
     first = [float(value) for value in declared.loc[pair, "differences"].split()]
-    assert pooled["values"]("int4_sort:old_int4:grpo_int4").to_numpy() == pytest.approx(first, abs=5e-5)
+    assert published_values(RESULTS, "int4_sort:old_int4:grpo_int4").to_numpy() == pytest.approx(first, abs=5e-5)
     rows = pd.read_csv(results / "roundings.csv").set_index(["arm", "other", "rounding"])
     monkeypatch.setattr("sys.argv", ["pooled.py", "--roundings", "int4_sort:old_int4:grpo_int4"])
     pooled["main"]()
     mean, low, high = rows.loc[(*pair, "pooled"), ["difference", "low", "high"]]
     assert capsys.readouterr().out.endswith(f"of 9 seeds: {mean:.3f} [{low:.3f}, {high:.3f}]\n")
     runs = pd.read_csv(results / "runs.csv").query("rounding == 'native'").set_index(["arm", "seed"])["held_out"]
-    held = pooled["values"]("int4_sort:old_int4:grpo_fp32", "held_out").to_numpy()
+    held = published_values(RESULTS, "int4_sort:old_int4:grpo_fp32", "held_out").to_numpy()
     assert held == pytest.approx((runs["old_int4"] - runs["grpo_fp32"]).to_numpy())
     table = pd.read_csv(results / "final_reward.csv").set_index("arm")
-    own = {kind: pooled["values"]("int4_sort:sapo_int4", kind).mean() for kind in pooled["KINDS"]}
+    own = {kind: published_values(RESULTS, "int4_sort:sapo_int4", kind).mean() for kind in KINDS}
     assert own["final"] == pytest.approx(table.loc["sapo_int4", "final"], abs=1e-5)
     assert own["held_out_less_final"] == pytest.approx(own["held_out"] - own["final"])
 

@@ -50,14 +50,18 @@ def cures_figure(table: pd.DataFrame) -> StudyFigure:
 
 @styled
 def claims_figure(
-    table: pd.DataFrame, name: str = "claims", title: str = "What final rewards say of the papers' statements."
+    table: pd.DataFrame,
+    name: str = "claims",
+    title: str = "What final rewards say of the papers' statements.",
+    measured: str = "difference of final reward",
+    caption: str = f"{REPETITIONS} Filled: higher or lower by the rules of its study; open: not.",
 ) -> StudyFigure:
     """Differences of final reward with their intervals, under the statement that each is about.
 
     Args:
         table: columns claim, comparison (a row below its claim), difference, low, high, verdict; rows in the
             order in which they are drawn. Several rows of a comparison, repetitions, are drawn below each other.
-        name, title: of the figure.
+        name, title, caption: of the figure; measured: the name of its axis.
     """
     lines: list[tuple[str, str]] = []
     for claim, rows in table.groupby("claim", sort=False):
@@ -72,12 +76,9 @@ def claims_figure(
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="y", visible=False)
     ax.set_ylim(len(lines) - 0.5, -0.5)
-    ax.set_xlabel("difference of final reward")
+    ax.set_xlabel(measured)
     drawn.set_layout_engine("constrained", w_pad=0.12)  # inches: bold labels are wider than it takes them for
-    caption = (
-        f"{REPETITIONS} Filled: higher or lower by the rules of its study; open: not. Grey: within {INTEREST}, the "
-        "smallest difference of interest."
-    )
+    caption = f"{caption} Grey: within {INTEREST}, the smallest difference of interest."
     return StudyFigure(name, title, caption, drawn, table)
 
 
