@@ -107,9 +107,9 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("reward", "reward", "mean of the verifier's rewards over the sampled responses, those of replaced groups included", "Σ reward / reward_n"),
         M("reward_std", "reward", "standard deviation of the rewards (divisor n-1), replaced groups left out"),
         M("reward_n", "count", "responses sampled"),
-        M("response_length", "tokens", "mean length of a response", "response tokens / responses"),
-        M("groups_equal", "fraction", "groups whose verifier's rewards are all equal: no signal, but for `rollout.overlong_buffer` and learned rewards", "such groups / groups"),
-        M("rollout_logp_gap", "nats", "mean abs(log mu - log pi_old), sampler against scorer", "Σ / response tokens"),
+        M("response_length", "tokens", "mean length of a response, replaced groups left out", "response tokens / responses"),
+        M("groups_equal", "fraction", "groups whose verifier's rewards are all equal, replaced ones left out: no signal, but for `rollout.overlong_buffer` and learned rewards", "such groups / groups"),
+        M("rollout_logp_gap", "nats", "mean abs(log mu - log pi_old), sampler against scorer; pi_old routed live, under R3 and PR2 too", "Σ / response tokens"),
         M("lag", "steps", "steps between sampling and training, as configured"),
         M("kept_reward", "reward", "mean over the responses that are trained on", when="rollout.dynamic_sampling"),
         M("refills", "count", "samplings beyond the first", when="rollout.dynamic_sampling"),
@@ -177,7 +177,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("site_router_js", "nats", "router_js by site", when="router logits"),
         M("margin_p10", "logits", "10th percentile of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
         M("margin_median", "logits", "median of s_(k) - s_(k+1) over (token, site), new weights; no selection bias", when="router logits"),
-        M("shift_over_margin", "1", "median over (token, site) of (largest change of a logit, mean removed) / (half the old margin); a pair below 1 could not flip", when="router logits"),
+        M("shift_over_margin", "1", "median over (token, site) of (largest change of a logit, mean removed) / (half the old margin), old as for router_kl; a pair below 1 could not flip", when="router logits"),
         M("site_routing_confidence", "fraction", "mass of the softmax over all experts that the chosen ones have, new weights, mean over tokens, by site", source="prime-rl routing_confidence", when="router logits"),
         M("gradient_cosine", "1", "cosine of the loss's gradients on the probed responses, live and under the old routes", "g·g' / (|g| |g'|)", when="probe.gradients"),
         M("gradient_norm_ratio", "1", "norm of the gradient under the old routes over that of the live one", "|g'| / |g|", when="probe.gradients"),
@@ -231,8 +231,8 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         *(m for m in SPREAD if m.name in OF_RATIOS and m not in GAP),
         *OF_ENGINES,
         *(m._replace(when="routes compared") for m in (*CHANGE, *BY_SITE)),
-        M("sync_gap", "nats", "largest gap seen by the check of the last weight transfer", when="a synced engine"),
-        M("sync_tolerance", "nats", "what that check allows", when="a synced engine"),
+        M("sync_gap", "nats/token", "mean abs(log pi - log mu) on the fixed batch that checks a weight transfer, after the last one; of several ranks the largest mean", when="a synced engine"),
+        M("sync_tolerance", "nats/token", "what that check allows", when="a synced engine"),
     ),
     "tokens": (
         M("seq", "index", "row of the response in the step's batch"),
@@ -245,21 +245,21 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         M("logp_replayed", "nats", "after the update, the old routes"),
         M("flips", "count", "sites changed at this token (they shape the prediction of the next)", "over L"),
         M("reward", "reward", "of the token's response"),
-        *(M(f"{which}_gates", "fraction", f"share of the softmax over all experts that each expert of {routes} has, lists [sites x K]", when="router logits") for which, routes in (("old", "the old routes"), ("new", "the live routes"))),
+        *(M(f"{which}_gates", "fraction", f"share of the softmax over all experts that each expert of {routes} has, {weights}, lists [sites x K]", when="router logits") for which, routes, weights in (("old", "the old routes", "weights before the step"), ("new", "the live routes", "weights after the update"))),
         *(M(f"{which}_margins", "logits", f"s_(k) - s_(k+1) of {weights}, lists by site; no selection bias", when="router logits") for which, weights in (("old", "the weights before the step"), ("new", "the weights after the update"))),
     ),
 }  # fmt: skip
 """Kind of row -> its metrics, in the order in which they are written; `kind` and `step` are in every row."""
 
 HEADS = {
-    "rollout": "one per sampled batch",
+    "rollout": "one per sampled batch, at the step that sampled it. Under `rollout.lag` it is trained on `lag` steps later, and the first step samples `lag` + 1 batches, of which `moe_rl.study.load` keeps the last",
     "update": "one per optimizer step, on its minibatch, under the arm's own routing; old is the objective's anchor: under `anchor: rollout` the engine that sampled",
     "probe": "one per update of a probed step, on a fixed subset of the batch, without noise, old policy against new",
     "eval": "held-out prompts",
     "step": "one per step",
     "floor": "once per run, before its first update: equal weights, equal tokens, other arithmetic",
-    "decomposition": "one per update of a step that is split (`probe.decompose_every`)",
-    "engine": "one per pair, where another engine samples",
+    "decomposition": f"one per update of a step that is split (`probe.decompose_every`); old: {LAG}",
+    "engine": "one per pair, where the sampler's routes are recorded (another engine, R3, PR2, `rollout.scoring: decoding`): of a batch at the step that samples it, rollout_to_new after each update of a probed step",
     "tokens": "columns of `tokens/step_NNNNNN.parquet`, one row per response token of the probe and update",
 }
 

@@ -41,7 +41,7 @@ PRESETS: dict[str, Preset] = {
     "gspo": Preset(GSPO, f"{_GSPO} eqs 5-7, section 5.1", _UNBIASED),
     "gspo_token": Preset(replace(GSPO, ratio="sequence_token"), f"{_GSPO} eqs 13, 14", _UNBIASED),
     # Relatives of GRPO and GSPO: aggregation and clip range
-    "dr_grpo": Preset(replace(GRPO, clip_high=0.2, aggregate="constant", advantage_scale="none"), "arXiv:2503.20783", "`length_constant` is 1, as in the equation; the authors' code divides by the generation budget."),
+    "dr_grpo": Preset(replace(GRPO, clip_high=0.2, aggregate="constant", advantage_scale="none"), "arXiv:2503.20783", "`length_constant` is 1, as in the equation; a run divides by the generation budget, as the authors' code does, unless it sets `method.length_constant`."),
     "dapo": Preset(replace(GRPO, clip_high=0.28, aggregate="token_mean"), "arXiv:2503.14476 eq. 8", "the objective alone; dynamic sampling and overlong shaping are `rollout.dynamic_sampling` and `rollout.overlong_buffer`."),
     "bnpo": Preset(replace(GRPO, aggregate="token_mean", local_normalizer=True), "TRL `loss_type='bnpo'`", _OWN_CLIP),
     "dual_clip": Preset(replace(GRPO, dual_clip=3.0), "arXiv:1912.09729", _OWN_CLIP),

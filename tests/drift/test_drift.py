@@ -57,6 +57,12 @@ def test_numbers_are_those_of_the_models_on_the_same_text(family, saved, prompts
     assert {path.name for path in output.iterdir() if path.is_file()} == set(re.findall(r"`(\w+\.\w+)`", rows))
     assert {*tokens.columns, "slot_change", "load_moved"} <= set(re.findall(r"`(\w+)`", rows)) & {*tokens, *sites}
     assert tokens["flips"].sum() == counts.sites_changed and (tokens["smallest_margin"] > 0).all()
+    if family != "granitemoe":  # which ranks logits; the others rank probabilities, as the page says
+        routers = models[0](ids, attention_mask=attention.long(), output_router_logits=True).router_logits
+        best = torch.stack([logits.softmax(-1).topk(3).values for logits in routers]).view(len(routers), *ids.shape, 3)
+        smallest = (best[..., 1] - best[..., 2]).amin(0)[completion].detach()
+        np.testing.assert_allclose(tokens["smallest_margin"], smallest, atol=1e-5)
+        assert "probabilities for Qwen3-MoE, OLMoE and Mixtral" in rows
     assert tokens["token"].tolist() == [token for text in TEXTS for token in tokenizer(text)["input_ids"][1:]]
     assert tokens["line"].tolist() == [n for n, text in enumerate(TEXTS, start=1) for _ in text[1:]]
     assert tokens["log_ratio"].var() == pytest.approx(shares.token.total, rel=1e-3)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from micro import MICRO, logps, rows
 
+from moe_rl.measure.catalogue import find
 from moe_rl.rollout.completions import unrouted_tokens
 from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine
@@ -50,6 +51,17 @@ def test_an_fp32_engine_is_a_control(state_of, tmp_path):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
 
+def test_the_gap_of_a_sync_is_what_its_definition_says(state_of, tmp_path):
+    """A mean, not the largest of the sync probe's tokens."""
+    state = state_of(changed({"kind": "hf"}), tmp_path)
+    guard = state.sync_guard
+    mask = guard.probe.completion_mask
+    of_engine, of_model = (logps(state, x, guard.probe).logps[mask] for x in (guard.engine.model, guard.model))
+    apart = (of_engine - of_model).detach().abs()
+    assert guard.gap == pytest.approx(float(apart.mean()), rel=1e-4) and 2 * apart.mean() < apart.max()
+    assert find("engine", "sync_gap").definition.startswith("mean abs(log pi - log mu)")
+
+
 def test_r2_leaves_the_first_update_unaltered_and_r3_alters_it(state_of, tmp_path):
     for replay in ("none", "R2", "R3"):
         finished(state_of, tmp_path / replay, changed(method={"replay": replay}))
@@ -57,6 +69,14 @@ def test_r2_leaves_the_first_update_unaltered_and_r3_alters_it(state_of, tmp_pat
     assert (r2["loss"], r2["grad_norm"]) == (live["loss"], live["grad_norm"])
     assert abs(r3["grad_norm"] - live["grad_norm"]) > 1e-4 * live["grad_norm"]
     assert r2["slots_changed"] == 0 < r3["slots_changed"]
+    # The gap of a rollout row is to the old policy routed live, as its definition says, not to the one that R3 scores.
+    (sampled,), (live, replayed) = (rows(tmp_path / "R3", kind) for kind in ("rollout", "engine"))
+    assert (
+        sampled["rollout_logp_gap"]
+        == pytest.approx(live["gap_mean"], rel=1e-4)
+        != pytest.approx(replayed["gap_mean"], rel=1e-2)
+    )
+    assert find("rollout", "rollout_logp_gap").definition.endswith("routed live, under R3 and PR2 too")
     # The old policy was scored under the same routes, so the first ratio is 1 all the same.
     assert r3["var_token_log_ratio"] < 1e-12 and r3["clipped_tokens"] == 0
 

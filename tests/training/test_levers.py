@@ -8,6 +8,7 @@ import pytest
 import torch
 from micro import MICRO, rows
 
+from moe_rl.measure.catalogue import find
 from moe_rl.objectives import group_advantages
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.routing import (
@@ -247,6 +248,7 @@ def test_dynamic_sampling_trains_on_groups_with_a_signal_and_counts(state_of, tm
         assert row["refills"] <= 5 and row["reward_n"] == 2 * row["groups_sampled"] >= 8
         assert row["kept_reward"] == pytest.approx(0.5) or row["groups_equal"] > 0, "pairs of 0 and 1"
     assert "refills" not in plain[0]
+    assert "replaced ones left out" in find("rollout", "groups_equal").definition
 
 
 def test_overlong_responses_pay_in_the_advantages_and_not_in_the_reward(state_of, tmp_path):

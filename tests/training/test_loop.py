@@ -7,6 +7,7 @@ import torch
 from micro import MICRO, rows
 from safetensors import SafetensorError
 
+from moe_rl.measure.catalogue import HEADS
 from moe_rl.rollout import seeded_random
 from moe_rl.study.run import run_one
 from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train, validate
@@ -120,6 +121,10 @@ def test_lag_trains_on_what_an_older_policy_sampled(state_of, tmp_path):
     assert updates[0]["var_token_log_ratio"] < 1e-12, "the first batch is still on-policy"
     assert all(r["var_token_log_ratio"] > 1e-8 for r in updates[2:]), "later ones start off-policy"
     assert len(state.waiting) == 1
+    # A batch's row has the step that samples it, as the catalogue says; what trains on it is a step later.
+    sampled, probes = rows(tmp_path, "rollout"), rows(tmp_path, "probe")
+    assert [row["step"] for row in sampled] == [0, 0, 1, 2] and {row["step"] for row in probes} == {0, 1, 2}
+    assert "at the step that sampled it" in HEADS["rollout"] and "`lag` steps later" in HEADS["rollout"]
 
 
 @pytest.mark.parametrize("arm", [{}, {"objective": "dapo"}, {"objective": "rspo", "replay": "R2"}, {"replay": "R3"}])

@@ -11,6 +11,7 @@ import yaml
 
 from moe_rl.arguments import parse
 from moe_rl.objectives import OBJECTIVES, Correction, Objective
+from moe_rl.objectives.presets import PRESETS
 from moe_rl.rollout import TaskConfig, make_task
 from moe_rl.study.config import build, dump_run, parse_study
 from moe_rl.training import MethodConfig, RolloutConfig, RunConfig
@@ -92,6 +93,7 @@ def test_of_dpo_and_of_the_tasks_budget():
     assert resolved_objective(RunConfig(method=MethodConfig(objective="dr_grpo")))["length_constant"] == budget > 1
     own = MethodConfig(objective="dr_grpo", length_constant=3.0)
     assert resolved_objective(RunConfig(method=own))["length_constant"] == 3.0
+    assert "a run divides by the generation budget" in PRESETS["dr_grpo"].differs, "as the page of methods says"
 
 
 def stored(config):
