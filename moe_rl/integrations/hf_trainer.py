@@ -172,7 +172,8 @@ def load_converted(model: nn.Module, names: Sequence[str], checkpoint: str) -> N
     lacking: Any = names
     if isinstance(model, PreTrainedModel):
         here = model.state_dict()
-        dtype = max((here[name].dtype for name in names), key=lambda one: one.itemsize)
+        dtypes = [here[name].dtype for name in names if here[name].is_floating_point()]  # a hash table's ids are none
+        dtype = max(dtypes, key=lambda one: one.itemsize, default="auto")
         kind: Any = type(model)
         saved, info = kind.from_pretrained(checkpoint, dtype=dtype, output_loading_info=True)
         lacking = sorted(info["missing_keys"])

@@ -11,9 +11,11 @@ from moe_rl.routing import RoutingError, change_counts, record_routes
 pytest.importorskip("trl", reason="needs `pip install moe_rl[trl]`")
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
+from routing_helpers import disturbed, moe
 from tiny_trl import CHANGES, MEASURED, TINY, TOKENIZER, logged, make, replayed_all, spying, trained, weights
 from trl import GRPOTrainer
 
+from moe_rl.integrations.hf_trainer import load_converted
 from moe_rl.integrations.trl import routing_replay
 from moe_rl.policy import build_tiny
 
@@ -151,6 +153,18 @@ def test_resumed_training_begins_with_the_checkpoints_experts(tmp_path):
     resumed.state.best_model_checkpoint, resumed.state.best_metric = str(tmp_path / "checkpoint-2"), 1.0
     resumed._load_best_model()  # as load_best_model_at_end does
     assert all(torch.equal(value, before[name]) for name, value in weights(resumed).items())
+
+
+@pytest.mark.parametrize("family", ["OlmoeForCausalLM", "DeepseekV4ForCausalLM"])  # the latter saves a table of ids
+def test_weights_are_loaded_that_a_checkpoint_has_under_other_names(family, tmp_path):
+    from safetensors.torch import load_file
+
+    saved, model = disturbed(moe(family)), moe(family)
+    saved.save_pretrained(tmp_path)
+    found = model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+    load_converted(model, found.missing_keys, str(tmp_path))
+    wanted = saved.state_dict()
+    assert found.missing_keys and all(torch.equal(x, wanted[name]) for name, x in model.state_dict().items())
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(tmp_path):
