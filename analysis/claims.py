@@ -2,8 +2,8 @@
 on other tasks:  python analysis/claims.py DIR
 
 Reads the committed tables of docs/results, so that it needs no runs; draws DIR/claims, DIR/tasks (the main study, also
-with another router), DIR/fast_router_tasks and DIR/int4_tasks as .pdf, .svg and .png and writes what is drawn beside
-them as CSV.
+with another router), DIR/fast_router_tasks, DIR/int4_tasks and DIR/int4_corrections as .pdf, .svg and .png and writes
+what is drawn beside them as CSV.
 """
 
 import argparse
@@ -114,10 +114,22 @@ INT4: dict[str, dict[str, tuple[str, str, str]]] = {
     },
 }
 """The same of a rollout engine with int4 weights."""
+CORRECTED = {
+    "GRPO, int4 − fp32 engine": ("grpo_int4", "grpo_fp32"),
+    "TIS − none": ("tis_int4", "grpo_int4"),
+    "IcePop − none": ("icepop_int4", "grpo_int4"),
+    "Sequence MIS − none": ("sequence_mis_int4", "grpo_int4"),
+}
+CORRECTIONS = {
+    claim: {"equations": ("corrections_int4", *arms), "reverse 24 letters": ("corrections_reverse", *arms)}
+    for claim, arms in CORRECTED.items()
+}
+"""Of corrections for that engine, the ratio to the old policy throughout."""
 FIGURES = {
     "tasks": ("The main study's comparisons with another router and on other tasks.", TASKS),
     "fast_router_tasks": ("Near-tied routers that learn at the full rate, on four tasks.", FAST_ROUTERS),
     "int4_tasks": ("A rollout engine with int4 weights, on four tasks.", INT4),
+    "int4_corrections": ("Corrections for a rollout engine with int4 weights, on two tasks.", CORRECTIONS),
 }
 
 
@@ -136,7 +148,7 @@ def main() -> None:
         description="Draw, from docs/results, the differences of final reward that the papers' statements are about, "
         "and the main study's and those of fast routers and of an int4 engine on other tasks."
     )
-    parser.add_argument("folder", type=Path, help="where to write the four figures as .pdf, .svg, .png and .csv")
+    parser.add_argument("folder", type=Path, help="where to write the five figures as .pdf, .svg, .png and .csv")
     folder = parser.parse_args().folder
     of_tasks = [claims_figure(claims_table(claims), name, title) for name, (title, claims) in FIGURES.items()]
     for figure in (claims_figure(claims_table()), *of_tasks):

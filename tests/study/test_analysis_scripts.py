@@ -153,3 +153,16 @@ def test_published_early_signals_are_those_of_the_committed_ones(study, rounding
     found = script_of["early_warning"]([table], resamples=2)
     for column in ("runs", "bad", "within", "correlation_within", "beyond_reward"):
         assert found[column].to_numpy() == pytest.approx(committed[column].to_numpy(), abs=1e-5, nan_ok=True), column
+
+
+def test_how_far_the_engines_rewards_are_apart_is_the_mean_over_seeds_of_each_seeds_roundings():
+    table = script("engine_gap")["gap_table"]()
+    row = table.set_index("arm").loc["int4_add:grpo_int4"]
+    runs = pd.read_csv(RESULTS / "int4_add" / "runs.csv").query("arm == 'grpo_int4'")
+    apart = (runs["held_out"] - runs["final"]).groupby(runs["seed"]).mean()
+    assert set(runs["rounding"]) == {"native", "avx2"} and row["n"] == len(apart) == 9
+    interval = student_interval(apart.to_numpy())
+    assert row[["difference", "low", "high"]].tolist() == pytest.approx(
+        [interval.estimate, interval.low, interval.high]
+    )
+    assert not table["verdict"].any(), "no study declared it"
