@@ -30,13 +30,13 @@ ARMS: dict[str, list[tuple[str, str]]] = {
     "engine fp32": [*_of("grpo_fp32", TASKS), *_of("grpo_fp32", OTHERS)],
     "int4, ratio to the engine": [("equations", "anchor_int4:grpo"), *_of("grpo_int4", OTHERS)],
     "int4, ratio to the old policy": [
-        ("equations", "anchor_int4:grpo_old"),
         *_of("grpo_int4", TASKS),
+        ("equations", "anchor_int4:grpo_old"),
         *_of("old_int4", OTHERS),
     ],
-    "the same with TIS": _of("tis_int4", TASKS),
-    "the same with IcePop": _of("icepop_int4", TASKS),
-    "the same with sequence MIS": _of("sequence_mis_int4", TASKS),
+    "int4, old policy + TIS": _of("tis_int4", TASKS),
+    "int4, old policy + IcePop": _of("icepop_int4", TASKS),
+    "int4, old policy + sequence MIS": _of("sequence_mis_int4", TASKS),
 }
 """What GRPO was trained with -> task, STUDY:ARM."""
 
