@@ -1,0 +1,66 @@
+"""analysis/both_engines.py: last policies by two engines, on the same prompts with the same random numbers."""
+
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from moe_rl.done import write_done
+from moe_rl.policy import ModelConfig, TinyConfig
+from moe_rl.rollout import TaskConfig
+from moe_rl.rollout.engine_config import EngineConfig
+from moe_rl.study.config import dump_run
+from moe_rl.training import OptimConfig, ProbeConfig, RolloutConfig, RunConfig, train
+
+SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "analysis" / "both_engines.py"))
+CONFIG = RunConfig(
+    model=ModelConfig(
+        tiny=TinyConfig(hidden_size=16, num_layers=2, num_heads=2, num_experts=6, moe_intermediate_size=8),
+        cold_start=None,
+        device="cpu",
+    ),
+    task=TaskConfig(name="mod_chain", options={"steps": 1}),
+    rollout=RolloutConfig(prompts=2, group_size=2),
+    optim=OptimConfig(steps=1, num_minibatches=1),
+    probe=ProbeConfig(every=0),
+)
+
+
+def test_an_engine_of_the_same_arithmetic_earns_the_same_and_every_finished_run_has_a_row(
+    tmp_path, monkeypatch, capsys
+):
+    run = tmp_path / "grpo" / "seed0"
+    train(CONFIG, run)
+    (run / "config.yaml").write_text(dump_run(CONFIG), encoding="utf-8")
+    write_done(run)
+    # an untrained policy earns nothing: what it said stands for the reward
+    monkeypatch.setitem(
+        SCRIPT["rewards"].__globals__, "score", lambda _, said: SimpleNamespace(rewards=said.logps.sum(1))
+    )
+    same, found = (
+        SCRIPT["rewards"](run, 64, engine) for engine in (EngineConfig(kind="hf", dtype="float32"), SCRIPT["INT4"])
+    )
+    assert same["training"] == same["int4"] == found["training"] != found["int4"]
+    file = tmp_path / "rows.csv"
+    monkeypatch.setattr(sys, "argv", ["both_engines.py", str(tmp_path), "--prompts", "64", "--csv", str(file)])
+    SCRIPT["main"]()
+    (row,) = pd.read_csv(file).to_dict("records")
+    assert (row["arm"], row["seed"], row["rounding"]) == ("grpo", 0, "native")
+    assert row["training"] == pytest.approx(found["training"], rel=1e-5) and "grpo" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["both_engines.py", str(tmp_path), "--arms", "gspo"])
+    with pytest.raises(SystemExit):
+        SCRIPT["main"]()
+    assert "no finished run of gspo in it" in capsys.readouterr().err
+
+
+def test_a_seeds_roundings_count_once():
+    rows = [
+        {"arm": "grpo", "seed": seed, "rounding": rounding, "training": 0.5 + shift + seed / 10, "int4": 0.5}
+        for seed in (0, 1, 2)
+        for rounding, shift in (("native", 0.1), ("avx2", -0.1))
+    ]
+    told = SCRIPT["summary"](pd.DataFrame(rows)).loc["grpo", "difference"]
+    assert told == "0.100 [-0.148, 0.348]", "0, 0.1 and 0.2: Student's t of two degrees of freedom is 4.303"
