@@ -101,8 +101,12 @@ KINDS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "final": lambda runs: runs["final"],
     "held_out": lambda runs: runs["held_out"],
     "held_out_less_final": lambda runs: runs["held_out"] - runs["final"],
+    "by_training": lambda runs: runs["training"],
+    "by_int4": lambda runs: runs["int4"],
+    "lost_by_int4": lambda runs: runs["training"] - runs["int4"],
 }
-"""Final reward is of responses that the rollout engine samples, held out of ones that the training engine does."""
+"""Final reward is of responses that the rollout engine samples, held out of ones that the training engine does. The
+last three are of `both_engines.csv`: the same last policies, prompts and random numbers by both."""
 
 
 def published_values(results: Path, name: str, of: str = "final", roundings: bool = False) -> pd.Series:
@@ -120,6 +124,8 @@ def published_values(results: Path, name: str, of: str = "final", roundings: boo
     table = pd.read_csv(results / study / "runs.csv")
     if "rounding" not in table:
         table["rounding"] = NATIVE
+    if (both := results / study / "both_engines.csv").is_file():
+        table = table.merge(pd.read_csv(both), how="left", on=["arm", "seed", "rounding"])
     if unknown := set(arms) - set(table["arm"]):
         known = ", ".join(dict.fromkeys(table["arm"]))
         raise ResultsError(f"{name}: {study} has no arm {' or '.join(sorted(unknown))}; it has {known}")
@@ -127,7 +133,10 @@ def published_values(results: Path, name: str, of: str = "final", roundings: boo
         table = table[table["rounding"] == NATIVE]
     repeated = json.loads((results / study / "env.json").read_text())["study"]
     rows = table.set_index([table["rounding"].rename(None), table["seed"].rename(None)])
-    found = KINDS[of](rows)
+    try:
+        found = KINDS[of](rows)
+    except KeyError as error:
+        raise ResultsError(f"{name}: {study} has no both_engines.csv (analysis/both_engines.py)") from error
     arm, *other = (found[rows["arm"] == one] for one in arms)
     return pd.concat({repeated: (arm - other[0] if other else arm).dropna()})
 

@@ -13,6 +13,7 @@ from moe_rl.policy import ModelConfig, TinyConfig
 from moe_rl.rollout import TaskConfig
 from moe_rl.rollout.engine_config import EngineConfig
 from moe_rl.study.config import dump_run
+from moe_rl.study.published import ResultsError, published_values
 from moe_rl.training import OptimConfig, ProbeConfig, RolloutConfig, RunConfig, train
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "analysis" / "both_engines.py"))
@@ -54,6 +55,16 @@ def test_an_engine_of_the_same_arithmetic_earns_the_same_and_every_finished_run_
     with pytest.raises(SystemExit):
         SCRIPT["main"]()
     assert "no finished run of gspo in it" in capsys.readouterr().err
+
+
+def test_what_rounding_costs_is_told_of_the_committed_tables_by_pairs_too():
+    results = Path(__file__).parents[2] / "docs" / "results"
+    table = pd.read_csv(results / "int4_sort" / "both_engines.csv")
+    lost = (table["training"] - table["int4"]).groupby([table["arm"], table["seed"]]).mean()
+    told = published_values(results, "int4_sort:grpo_int4:old_int4", "lost_by_int4", roundings=True)
+    assert len(told) == 18 and told.mean() == pytest.approx((lost["grpo_int4"] - lost["old_int4"]).mean())
+    with pytest.raises(ResultsError, match=r"lag_sort has no both_engines\.csv"):
+        published_values(results, "lag_sort:grpo", "by_int4")
 
 
 def test_a_seeds_roundings_count_once():
