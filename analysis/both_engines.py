@@ -1,16 +1,20 @@
-"""What last policies earn by the training engine and by an int4 engine, on the same prompts with the same numbers
-drawn:
+"""What last policies earn by the training engine and by copies of quantised weights, on the same prompts with the same
+numbers drawn:
 
     python analysis/both_engines.py runs/corrections_reverse --csv FILE
+    python analysis/both_engines.py runs/trained_copy --formats int4 mxfp4 --csv FILE
 
-Every finished run of a study, those of its roundings included, answers held-out prompts of its own task twice with the
-weights that it ended with. One row per run in the file; printed are means over seeds, each seed's roundings averaged
-first, with Student's 95 % intervals.
+Every finished run of a study, those of its roundings included, answers held-out prompts of its own task with the
+weights that it ended with, once by each engine. One row per run in the file. Printed are means over seeds, each seed's
+roundings averaged first, with Student's 95 % intervals: rewards, and what rounding the weights costs (`lost_by_`). Of
+that cost the arms that the study compares are then told apart by the rules of docs/statistics.md, all comparisons of
+all formats as one family, under each rounding by itself.
 """
 
 import argparse
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -20,29 +24,36 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_rl.files import write_atomic
 from moe_rl.processes import ends_with_its_reader
 from moe_rl.rollout import TaskConfig, make_task, score, seeded_generator
-from moe_rl.rollout.engine import ModelEngine
-from moe_rl.rollout.engine_config import EngineConfig
+from moe_rl.rollout.engine import Engine, ModelEngine
+from moe_rl.rollout.engine_config import WEIGHT_FORMATS, EngineConfig
 from moe_rl.rollout.engines import make_engine
 from moe_rl.rollout.task import problems_of
-from moe_rl.study.data import load
+from moe_rl.study.comparing import pairs_to_compare, values_by_seed
+from moe_rl.study.data import StudyData, load
 from moe_rl.study.folders import read_yaml
-from moe_rl.study.statistics import student_interval
+from moe_rl.study.statistics import compare_paired, judge, student_interval
 
-INT4 = EngineConfig(kind="hf", dtype="bfloat16", weight_format="int4")
-SEED = 0  # of prompts and sampling, in every run and for both engines
+SEED = 0  # of prompts and sampling, in every run and for all engines
+INTEREST = 0.02
+"""Smallest difference of interest in what rounding costs, in units of reward."""
 
 
-def rewards(run: Path, prompts: int, other: EngineConfig = INT4) -> dict[str, float]:
-    """Mean reward of a run's last policy by the training engine and by the other one."""
+def quantised(weight_format: str) -> EngineConfig:
+    """The engine of a format's name: weights rounded, products in bf16."""
+    return EngineConfig(kind="hf", dtype="bfloat16", weight_format=weight_format)
+
+
+def rewards(run: Path, prompts: int, engines: dict[str, EngineConfig]) -> dict[str, float]:
+    """Mean reward of a run's last policy by the training engine, and by each of the others."""
     config = read_yaml(run / "config.yaml")
     task = make_task(TaskConfig(**config["task"]))
     problems = problems_of(task, random.Random(SEED), prompts, held_out=True)
     model = AutoModelForCausalLM.from_pretrained(run / "checkpoint")
     tokenizer = AutoTokenizer.from_pretrained(run / "checkpoint")
-    rounded = make_engine(other, model, tokenizer)
-    rounded.sync(model.state_dict(), 0)
+    made: dict[str, Engine] = {"training": ModelEngine(model, tokenizer)}
+    made |= {name: make_engine(other, model, tokenizer) for name, other in engines.items()}
     found = {}
-    for name, engine in {"training": ModelEngine(model, tokenizer), "int4": rounded}.items():
+    for name, engine in made.items():
         rollout = engine.sample(
             problems,
             group_size=1,
@@ -55,39 +66,72 @@ def rewards(run: Path, prompts: int, other: EngineConfig = INT4) -> dict[str, fl
     return found
 
 
-def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Each arm's rewards and their difference, training less int4."""
-    table = table.assign(difference=table["training"] - table["int4"])
-    seeds = table.groupby(["arm", "seed"], sort=False)[["training", "int4", "difference"]].mean()
-    return seeds.groupby(level="arm", sort=False).agg(lambda values: str(student_interval(values.to_numpy())))
+def with_losses(table: pd.DataFrame, formats: Sequence[str]) -> pd.DataFrame:
+    """The table with what rounding to each format costs: reward by the training engine less reward by that copy."""
+    return table.assign(**{f"lost_by_{name}": table["training"] - table[name] for name in formats})
+
+
+def summary(table: pd.DataFrame, formats: Sequence[str]) -> pd.DataFrame:
+    """Each arm's rewards, and what rounding costs it."""
+    values = ["training", *formats, *(f"lost_by_{name}" for name in formats)]
+    seeds = with_losses(table, formats).groupby(["arm", "seed"], sort=False)[values].mean()
+    return seeds.groupby(level="arm", sort=False).agg(lambda of: str(student_interval(of.to_numpy())))
+
+
+def compared(table: pd.DataFrame, formats: Sequence[str], pairs: Sequence[tuple[str, str]]) -> pd.DataFrame:
+    """What rounding to each format costs an arm less what it costs the other, of runs of one rounding."""
+    lost = with_losses(table, formats)
+    rows, family = [], []
+    for name in formats:
+        seeds = values_by_seed(lost, f"lost_by_{name}")
+        for arm, other in pairs:
+            rows.append({"format": name, "arm": arm, "other": other})
+            family.append(compare_paired(seeds.get(arm, {}), seeds.get(other, {}), INTEREST))
+    told = [
+        {"difference": str(one.difference), "p": one.adjusted, "verdict": str(one.verdict)} for one in judge(family)
+    ]
+    return pd.DataFrame(rows).join(pd.DataFrame(told))
+
+
+def table_of(study: StudyData, arms: Sequence[str] | None, prompts: int, formats: Sequence[str]) -> pd.DataFrame:
+    """`rewards` of every finished run of these arms (None: of all), with arm, seed and rounding."""
+    engines = {name: quantised(name) for name in formats}
+    rows = []
+    for rounding, data in {"native": study, **study.roundings}.items():
+        for run in data.runs:
+            if (run.folder / "DONE").is_file() and (arms is None or run.arm in arms):
+                print(run.folder, file=sys.stderr)
+                about = {"arm": run.arm, "seed": run.seed, "rounding": rounding}
+                rows.append({**about, **rewards(run.folder, prompts, engines)})
+    return pd.DataFrame(rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="What last policies earn by the training engine and by an int4 engine, on the same prompts."
+        description="What last policies earn by the training engine and by copies of quantised weights."
     )
     parser.add_argument("study", type=Path, help="folder of a study, e.g. runs/corrections_reverse")
+    parser.add_argument(
+        "--formats", nargs="+", choices=WEIGHT_FORMATS, default=["int4"], help="of the copies (default: int4)"
+    )
     parser.add_argument("--arms", nargs="+", help="only these arms")
     parser.add_argument("--prompts", type=int, default=512, help="held-out prompts of each run (default %(default)s)")
     parser.add_argument("--csv", type=Path, help="also write a row per run here")
     options = parser.parse_args()
     torch.set_num_threads(1)  # tiny policies
     study = load(options.study)
-    rows = []
-    for rounding, data in {"native": study, **study.roundings}.items():
-        for run in data.runs:
-            if (run.folder / "DONE").is_file() and (options.arms is None or run.arm in options.arms):
-                print(run.folder, file=sys.stderr)
-                about = {"arm": run.arm, "seed": run.seed, "rounding": rounding}
-                rows.append({**about, **rewards(run.folder, options.prompts)})
-    if not rows:
+    table = table_of(study, options.arms, options.prompts, options.formats)
+    if table.empty:
         parser.error(
             f"{options.study}: no finished run of {' or '.join(options.arms or ['any arm'])} in it (ARM/seedN/DONE)"
         )
-    table = pd.DataFrame(rows)
-    print(summary(table).to_string())
     if options.csv:
         write_atomic(options.csv, table.to_csv(index=False, float_format="%.6g"))
+    print(summary(table, options.formats).to_string())
+    pairs = [pair for pair in pairs_to_compare(study) if set(pair) <= set(table["arm"])]
+    for rounding, part in table.groupby("rounding", sort=False) if pairs else ():
+        print(f"\n{rounding}: what rounding costs an arm, less what it costs the other")
+        print(compared(part, options.formats, pairs).to_string(index=False))
 
 
 if __name__ == "__main__":

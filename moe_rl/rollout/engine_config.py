@@ -118,7 +118,7 @@ CONTINUING_KINDS = ("self", "hf")
 """Engines that can go on with a text that they began."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUTER_FORMATS = ("int4", "e5m2")
-WEIGHT_FORMATS = {"fp8": 0.5, "int4": 1.0}
+WEIGHT_FORMATS = {"fp8": 0.5, "int4": 1.0, "mxfp4": 1.0}
 """Emulated formats of weights, and by how much each adds to what arithmetic explains (nats per token)."""
 ARITHMETIC = {torch.float32: EXACT, torch.float16: Tolerance(5e-3, 0.1), torch.bfloat16: Tolerance(2e-2, 0.5)}
 """What each dtype explains."""
@@ -146,9 +146,9 @@ class EngineConfig:
     """`hf` only: round the routers' weights to `int4` (a scale for each expert) or `e5m2` (float8). An emulation: it
     stands for an engine of coarser routers, products stay in `dtype`."""
     weight_format: str | None = None
-    """`hf` only: round the weights of linear layers and experts to `fp8` (e4m3, a scale for each row) or `int4` (a
-    scale for each 128 entries of a row); routers, embeddings, head and adapters stay. An emulation of engines with
-    quantised weights: products stay in `dtype`."""
+    """`hf` only: round the weights of linear layers and experts to `fp8` (e4m3, a scale for each row), `int4` (a scale
+    for each 128 entries of a row) or `mxfp4` (e2m1, a power of two for each 32); routers, embeddings, head and adapters
+    stay. An emulation of engines with quantised weights: products stay in `dtype`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Arguments of an engine of your own. `vllm`: of `vllm.LLM`, e.g. {gpu_memory_utilization: 0.4}; sizes alone."""
     python: str | None = None

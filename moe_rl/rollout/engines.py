@@ -34,8 +34,8 @@ from moe_rl.rollout.vllm_place import check_vllm
 from moe_rl.routing import UnsupportedModelError, routing_sites
 from moe_rl.routing.experts import check_experts_name, check_megablocks
 
-GROUP = 128
-"""Entries of a row that share a scale in int4 (AWQ's and GPTQ's default)."""
+GROUPS = {"int4": 128, "mxfp4": 32}
+"""Entries of a row that share a scale: the default of AWQ and GPTQ, and the block of the OCP MX specification."""
 
 
 class HuggingFaceEngine(ModelEngine):
@@ -213,21 +213,35 @@ def rounded_layer(weight: Float[Tensor, "*rows D"], weight_format: str) -> Float
     """A layer's weights rounded to a coarser format, in their own dtype; scales are kept in fp32.
 
     fp8: `s e4m3(w / s)` with s = max|w| / 448 for each row. int4: `s round(w / s)`, s = max|w| / 7 for each group of
-    128 entries of a row (the last of a row may be shorter), 15 levels.
+    128 entries of a row (the last of a row may be shorter), 15 levels. mxfp4 (OCP Microscaling Formats 1.0, section
+    6.3): `s e2m1(w / s)`, s = 2^(floor(log2 max|w|) - 2) for each group of 32; the levels are 0, 0.5, 1, 1.5, 2, 3, 4,
+    6 and their negatives.
 
     >>> rounded_layer(torch.tensor([[448.0, 17.0, -1.06]]), "fp8")  # three bits of mantissa: 16, 18, 20, ...
     tensor([[448.,  16.,  -1.]])
+    >>> rounded_layer(torch.tensor([[7.0, 3.4, -0.4]]), "mxfp4")  # s = 1; beyond the largest level is that level
+    tensor([[ 6.0000,  3.0000, -0.5000]])
     """
     values = weight.float()
     if weight_format == "fp8":
         scale = _row_scale(values, 448)
         return ((values / scale).to(torch.float8_e4m3fn).float() * scale).to(weight.dtype)
-    return torch.cat([_int4(group) for group in values.split(GROUP, -1)], -1).to(weight.dtype)
+    of_group = {"int4": _int4, "mxfp4": _mxfp4}[weight_format]
+    return torch.cat([of_group(group) for group in values.split(GROUPS[weight_format], -1)], -1).to(weight.dtype)
 
 
 def _int4(values: Tensor) -> Tensor:
     scale = _row_scale(values, 7)
     return (values / scale).round() * scale
+
+
+def _mxfp4(values: Tensor) -> Tensor:
+    exponent = torch.frexp(values.abs().amax(-1, keepdim=True)).exponent - 3  # of 2 and below 4 times the largest power
+    scale = torch.ldexp(torch.ones_like(values[..., :1]), exponent.clamp(min=-126))
+    scaled = (values / scale).clamp(-6, 6)
+    size = scaled.abs()
+    step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
+    return (scaled / step).round() * step * scale  # halves to the even multiple, which is the even mantissa
 
 
 def _row_scale(values: Tensor, largest: int) -> Tensor:

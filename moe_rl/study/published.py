@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import pandas as pd
 
+from moe_rl.rollout.engine_config import WEIGHT_FORMATS
 from moe_rl.study.comparing import compare_runs, comparisons
 from moe_rl.study.config import changed_settings, load_study
 from moe_rl.study.data import StudyData
@@ -97,16 +100,21 @@ def published_repetitions(results: Path, study: str, arm: str, other: str) -> li
     return list(found.values())
 
 
+def _lost(weight_format: str, runs: pd.DataFrame) -> pd.Series:
+    return runs["training"] - runs[weight_format]
+
+
 KINDS: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "final": lambda runs: runs["final"],
     "held_out": lambda runs: runs["held_out"],
     "held_out_less_final": lambda runs: runs["held_out"] - runs["final"],
     "by_training": lambda runs: runs["training"],
-    "by_int4": lambda runs: runs["int4"],
-    "lost_by_int4": lambda runs: runs["training"] - runs["int4"],
+    **{f"by_{name}": itemgetter(name) for name in WEIGHT_FORMATS},
+    **{f"lost_by_{name}": partial(_lost, name) for name in WEIGHT_FORMATS},
 }
 """Final reward is of responses that the rollout engine samples, held out of ones that the training engine does. The
-last three are of `both_engines.csv`: the same last policies, prompts and random numbers by both."""
+others are of `both_engines.csv`: the same last policies, prompts and random numbers by the training engine and by
+copies with weights of these formats."""
 
 
 def published_values(results: Path, name: str, of: str = "final", roundings: bool = False) -> pd.Series:
@@ -136,7 +144,9 @@ def published_values(results: Path, name: str, of: str = "final", roundings: boo
     try:
         found = KINDS[of](rows)
     except KeyError as error:
-        raise ResultsError(f"{name}: {study} has no both_engines.csv (analysis/both_engines.py)") from error
+        raise ResultsError(
+            f"{name}: {study} has no both_engines.csv with the column {error} (analysis/both_engines.py)"
+        ) from error
     arm, *other = (found[rows["arm"] == one] for one in arms)
     return pd.concat({repeated: (arm - other[0] if other else arm).dropna()})
 

@@ -71,7 +71,7 @@ CHOICES: dict[str, list[Any]] = {
     "rollout.engine.kind": ["hf"],
     "rollout.engine.dtype": ["float32", "float16"],
     "rollout.engine.router_format": ["int4", "e5m2"],
-    "rollout.engine.weight_format": ["int4", "fp8"],
+    "rollout.engine.weight_format": ["int4", "fp8", "mxfp4"],
     "optim.num_minibatches": [1, 4],
     "optim.micro_batch": [1, 3],
     "optim.share_prompts": [True],

@@ -156,7 +156,7 @@ def test_weight_formats_round_layers_and_experts_and_nothing_else(model):
     ]
     layers += ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     rollout = respond(ModelEngine(model, TOKENIZER))
-    for weight_format, levels in (("int4", 15), ("fp8", 256)):
+    for weight_format, levels in (("int4", 15), ("fp8", 256), ("mxfp4", 15)):
         engine = engine_of(model, dtype="float32", weight_format=weight_format)
         coarse = engine.model.state_dict()
         changed = {name for name in plain if not torch.equal(plain[name], coarse[name])}
@@ -179,6 +179,24 @@ def test_layers_are_rounded_by_hand():
     assert rounded_layer(rows, "fp8").flatten().tolist() == pytest.approx([448, 288, -256, 1.0, 256 / 448, 0.0])
     assert rounded_layer(weight.bfloat16(), "fp8").dtype == torch.bfloat16
     assert rounded_layer(torch.zeros(2, 3), "int4").tolist() == [[0.0] * 3] * 2
+
+
+def test_mxfp4_takes_the_nearest_level_and_of_two_the_one_with_the_even_mantissa():
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # in the order of their codes
+    eighths = torch.arange(-56, 56).float().reshape(4, 28) / 8  # halfway between two levels, too; up to 7
+    weight = torch.cat([eighths, torch.tensor([[4.0, -4.0, 0.1, 0.0]]).expand(4, 4)], 1) / 64  # of 32 the scale is 1/64
+    for row, own in zip(rounded_layer(weight, "mxfp4") * 64, weight * 64, strict=True):
+        for got, value in zip(row.tolist(), own.tolist(), strict=True):
+            distance = (levels - abs(value)).abs()
+            nearest = (distance == distance.min()).nonzero()[:, 0].tolist()
+            level = min(nearest, key=lambda code: code % 2)
+            assert abs(got) == levels[level] and (got == 0 or got * value > 0)
+    parts = torch.cat([weight[:1], 1000 * weight[1:2]], 1)  # two groups, each with its own scale
+    alone = [rounded_layer(part, "mxfp4") for part in parts.split(32, 1)]
+    assert torch.equal(rounded_layer(parts, "mxfp4"), torch.cat(alone, 1))
+    tiny = torch.tensor([[1e-40, 0.0]]), torch.zeros(2, 3)
+    assert all(bool(torch.isfinite(rounded_layer(rows, "mxfp4")).all()) for rows in tiny)
+    assert rounded_layer(weight.bfloat16(), "mxfp4").dtype == torch.bfloat16
 
 
 def test_rounding_by_hand():
@@ -323,7 +341,10 @@ def test_a_closed_engine_has_let_go_of_its_model(model):
         ({"kind": "vlm"}, r"rollout\.engine\.kind: expected one of self, hf, vllm, got 'vlm'"),
         ({"dtype": "bf16"}, r"rollout\.engine\.dtype: expected one of float32, bfloat16, float16, got 'bf16'"),
         ({"router_format": "int8"}, r"rollout\.engine\.router_format: expected one of null, int4, e5m2, got 'int8'"),
-        ({"weight_format": "int8"}, r"rollout\.engine\.weight_format: expected one of null, fp8, int4, got 'int8'"),
+        (
+            {"weight_format": "int8"},
+            r"rollout\.engine\.weight_format: expected one of null, fp8, int4, mxfp4, got 'int8'",
+        ),
         ({"max_batch": 0}, r"rollout\.engine\.max_batch: at least 1, got 0"),
         (
             {"kind": "self", "weight_format": "int4"},

@@ -41,10 +41,10 @@ def test_an_engine_of_the_same_arithmetic_earns_the_same_and_every_finished_run_
     monkeypatch.setitem(
         SCRIPT["rewards"].__globals__, "score", lambda _, said: SimpleNamespace(rewards=said.logps.sum(1))
     )
-    same, found = (
-        SCRIPT["rewards"](run, 64, engine) for engine in (EngineConfig(kind="hf", dtype="float32"), SCRIPT["INT4"])
-    )
-    assert same["training"] == same["int4"] == found["training"] != found["int4"]
+    engines = {"fp32": EngineConfig(kind="hf", dtype="float32")}
+    engines |= {name: SCRIPT["quantised"](name) for name in ("int4", "mxfp4")}
+    found = SCRIPT["rewards"](run, 64, engines)
+    assert found["training"] == found["fp32"] and len({found[name] for name in ("training", "int4", "mxfp4")}) == 3
     file = tmp_path / "rows.csv"
     monkeypatch.setattr(sys, "argv", ["both_engines.py", str(tmp_path), "--prompts", "64", "--csv", str(file)])
     SCRIPT["main"]()
@@ -63,7 +63,7 @@ def test_what_rounding_costs_is_told_of_the_committed_tables_by_pairs_too():
     lost = (table["training"] - table["int4"]).groupby([table["arm"], table["seed"]]).mean()
     told = published_values(results, "int4_sort:grpo_int4:old_int4", "lost_by_int4", roundings=True)
     assert len(told) == 18 and told.mean() == pytest.approx((lost["grpo_int4"] - lost["old_int4"]).mean())
-    with pytest.raises(ResultsError, match=r"lag_sort has no both_engines\.csv"):
+    with pytest.raises(ResultsError, match=r"lag_sort has no both_engines\.csv with the column 'int4'"):
         published_values(results, "lag_sort:grpo", "by_int4")
 
 
@@ -73,5 +73,18 @@ def test_a_seeds_roundings_count_once():
         for seed in (0, 1, 2)
         for rounding, shift in (("native", 0.1), ("avx2", -0.1))
     ]
-    told = SCRIPT["summary"](pd.DataFrame(rows)).loc["grpo", "difference"]
+    told = SCRIPT["summary"](pd.DataFrame(rows), ["int4"]).loc["grpo", "lost_by_int4"]
     assert told == "0.100 [-0.148, 0.348]", "0, 0.1 and 0.2: Student's t of two degrees of freedom is 4.303"
+
+
+def test_arms_are_told_apart_by_what_rounding_costs_them_as_one_family_of_all_formats():
+    rows = [
+        {"arm": arm, "seed": seed, "training": 0.8, "int4": 0.8 - cost + seed / 1000, "mxfp4": 0.7 + seed / 1000}
+        for arm, cost in (("old", 0.0), ("fp32", 0.1))
+        for seed in range(9)
+    ]
+    rows[0]["int4"] -= 0.01  # the differences scatter
+    told = SCRIPT["compared"](pd.DataFrame(rows), ["int4", "mxfp4"], [("old", "fp32")]).set_index("format")
+    assert told["verdict"].to_dict() == {"int4": "lower", "mxfp4": "no difference of interest"}
+    assert told["p"]["int4"] == pytest.approx(2 * 2 / 2**9), "Holm over two"
+    assert told["difference"]["int4"].startswith("-0.099 [")

@@ -16,6 +16,7 @@ FORMATS: dict[str, Look] = {
     "bfloat16": Look("#D55E00", "-", "o"),
     "fp8": Look("#0B4A8F", (0, (5, 1.6)), "s"),
     "int4": Look("#CC79A7", (0, (6, 2, 1, 2, 1, 2)), "D"),
+    "mxfp4": Look("#7A5195", (0, (3, 1.2, 1, 1.2, 1, 1.2)), "v"),
 }
 """One look per format of the engine; lines of an engine whose training computes in it too are dotted."""
 PANELS = {
