@@ -6,9 +6,9 @@ numbers drawn:
 
 Every finished run of a study, those of its roundings included, answers held-out prompts of its own task with the
 weights that it ended with, once by each engine. One row per run in the file. Printed are means over seeds, each seed's
-roundings averaged first, with Student's 95 % intervals: rewards, and what rounding the weights costs (`lost_by_`). Of
-that cost the arms that the study compares are then told apart by the rules of docs/statistics.md, all comparisons of
-all formats as one family, under each rounding by itself.
+roundings averaged first, with Student's 95 % intervals: rewards, and what rounding the weights costs (`lost_by_`). The
+arms that the study compares are then told apart by the rules of docs/statistics.md, under each rounding by itself: by
+that cost, all pairs and formats as one family, and by the rewards of the copies, as another.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from moe_rl.rollout.engine import Engine, ModelEngine
 from moe_rl.rollout.engine_config import WEIGHT_FORMATS, EngineConfig
 from moe_rl.rollout.engines import make_engine
 from moe_rl.rollout.task import problems_of
-from moe_rl.study.comparing import pairs_to_compare, values_by_seed
+from moe_rl.study.comparing import interest, pairs_to_compare, values_by_seed
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.folders import read_yaml
 from moe_rl.study.statistics import compare_paired, judge, student_interval
@@ -78,15 +78,16 @@ def summary(table: pd.DataFrame, formats: Sequence[str]) -> pd.DataFrame:
     return seeds.groupby(level="arm", sort=False).agg(lambda of: str(student_interval(of.to_numpy())))
 
 
-def compared(table: pd.DataFrame, formats: Sequence[str], pairs: Sequence[tuple[str, str]]) -> pd.DataFrame:
-    """What rounding to each format costs an arm less what it costs the other, of runs of one rounding."""
-    lost = with_losses(table, formats)
+def compared(
+    table: pd.DataFrame, columns: Sequence[str], pairs: Sequence[tuple[str, str]], interest: float
+) -> pd.DataFrame:
+    """Arms told apart by each of the columns, seed by seed, as one family; of runs of one rounding."""
     rows, family = [], []
-    for name in formats:
-        seeds = values_by_seed(lost, f"lost_by_{name}")
+    for name in columns:
+        seeds = values_by_seed(table, name)
         for arm, other in pairs:
-            rows.append({"format": name, "arm": arm, "other": other})
-            family.append(compare_paired(seeds.get(arm, {}), seeds.get(other, {}), INTEREST))
+            rows.append({"of": name, "arm": arm, "other": other})
+            family.append(compare_paired(seeds.get(arm, {}), seeds.get(other, {}), interest))
     told = [
         {"difference": str(one.difference), "p": one.adjusted, "verdict": str(one.verdict)} for one in judge(family)
     ]
@@ -129,9 +130,11 @@ def main() -> None:
         write_atomic(options.csv, table.to_csv(index=False, float_format="%.6g"))
     print(summary(table, options.formats).to_string())
     pairs = [pair for pair in pairs_to_compare(study) if set(pair) <= set(table["arm"])]
-    for rounding, part in table.groupby("rounding", sort=False) if pairs else ():
-        print(f"\n{rounding}: what rounding costs an arm, less what it costs the other")
-        print(compared(part, options.formats, pairs).to_string(index=False))
+    for rounding, part in with_losses(table, options.formats).groupby("rounding", sort=False) if pairs else ():
+        costs, rewarded = [f"lost_by_{name}" for name in options.formats], options.formats
+        for columns, least in ((costs, INTEREST), (rewarded, interest(study))):
+            print(f"\n{rounding}: arms compared, {least:g} as the smallest difference of interest")
+            print(compared(part, columns, pairs, least).to_string(index=False))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from moe_rl.rollout.continuing import in_turns
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.rollout.task import problems_of, token_ids, user_code
 from moe_rl.routing.experts import register_experts
-from moe_rl.routing.sites import find_sites
+from moe_rl.routing.sites import router_parameters
 
 Progress = Callable[[int, int, float], None]
 """Called with (steps done, steps in all, loss in nats per token)."""
@@ -184,11 +184,6 @@ def _hf_config(config: TinyConfig, tokenizer: Any) -> Any:
     if config.family == "qwen3_moe":
         return Qwen3MoeConfig(**common, **experts, moe_intermediate_size=config.moe_intermediate_size)
     raise ModelError(f"model.tiny.family: unknown {config.family!r}; known: qwen3_moe, mixtral, olmoe, minimax_m2")
-
-
-def router_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The routers' own parameters, in the order of their sites."""
-    return [parameter for site in find_sites(model) for parameter in site.module.parameters()]
 
 
 def cold_start(

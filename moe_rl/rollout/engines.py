@@ -31,8 +31,9 @@ from moe_rl.rollout.engine_config import (
 from moe_rl.rollout.task import Problem
 from moe_rl.rollout.vllm_engine import VllmEngine
 from moe_rl.rollout.vllm_place import check_vllm
-from moe_rl.routing import UnsupportedModelError, routing_sites
+from moe_rl.routing import UnsupportedModelError
 from moe_rl.routing.experts import check_experts_name, check_megablocks
+from moe_rl.routing.sites import router_parameters
 
 GROUPS = {"int4": 128, "mxfp4": 32}
 """Entries of a row that share a scale: the default of AWQ and GPTQ, and the block of the OCP MX specification."""
@@ -103,14 +104,12 @@ class HuggingFaceEngine(ModelEngine):
 
     @torch.no_grad()
     def _round_weights(self) -> None:
-        routers = [weight for site in routing_sites(self.model) for weight in site.module.parameters()]
         if self.config.router_format is not None:
-            for weight in routers:
+            for weight in router_parameters(self.model):
                 if weight.ndim >= 2:
                     weight.copy_(rounded(weight, self.config.router_format))
         if self.config.weight_format is not None:
-            for rows in layer_rows(self.model, routers):
-                rows.copy_(rounded_layer(rows, self.config.weight_format))
+            round_layers(self.model, self.config.weight_format)
 
 
 def make_engine(
@@ -249,15 +248,25 @@ def _row_scale(values: Tensor, largest: int) -> Tensor:
     return (values.abs().amax(-1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def layer_rows(model: nn.Module, routers: list[nn.Parameter]) -> Iterator[Tensor]:
+@torch.no_grad()
+def round_layers(model: nn.Module, weight_format: str, *, frozen: bool = True) -> None:
+    """Round a model's linear layers and experts in place, each as `rounded_layer` does; not `frozen`: the trained ones
+    alone."""
+    left = router_parameters(model) + [weight for weight in model.parameters() if not (frozen or weight.requires_grad)]
+    for rows in layer_rows(model, left):
+        rows.copy_(rounded_layer(rows, weight_format))
+
+
+def layer_rows(model: nn.Module, left: list[nn.Parameter]) -> Iterator[Tensor]:
     """Weights of linear layers and experts as views `[*, outputs, inputs]`, so that a row makes one output.
 
-    Left out are biases (those of all experts are one matrix), routers, embeddings, head and LoRA adapters, and whatever
-    else has rows but multiplies no hidden state: convolutions, the recurrences of state-space layers, learnt positions.
+    Left out are the weights `left`, biases (those of all experts are one matrix), embeddings, head and LoRA adapters,
+    and whatever else has rows but multiplies no hidden state: convolutions, the recurrences of state-space layers,
+    learnt positions.
     """
     inner: Any = hf_model(model)
     ends = [module for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None]
-    kept = {id(weight) for weight in (*routers, *(p for module in ends for p in module.parameters()))}
+    kept = {id(weight) for weight in (*left, *(p for module in ends for p in module.parameters()))}
     for name, module in model.named_modules():
         if not (isinstance(module, nn.Linear) or "Expert" in type(module).__name__) or "lora_" in name:
             continue

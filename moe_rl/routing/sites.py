@@ -86,6 +86,11 @@ def find_sites(model: nn.Module) -> list[Site]:
     ]
 
 
+def router_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The routers' own parameters, in the order of their sites."""
+    return [parameter for site in find_sites(model) for parameter in site.module.parameters()]
+
+
 routing_sites = find_sites
 
 

@@ -180,6 +180,11 @@ class OptimConfig:
     master_weights: bool = True
     """Keep fp32 copies of trained weights of 16 bits for the updates (12 instead of 4 bytes of optimizer state each).
     Without, an update below 1/512 of a bf16 weight is lost, which at a learning rate of 1e-6 is nearly all of them."""
+    weight_format: Literal["fp8", "int4", "mxfp4"] | None = None
+    """Train through rounded weights (quantisation-aware training): the policy's linear layers and experts are held in
+    this format, as `rollout.engine.weight_format` has it, in sampling, scoring, updates, evaluation and checkpoints;
+    their gradient goes to fp32 master weights, which are rounded anew after each update. With `model.lora` the adapters
+    alone are trained, over rounded weights. None: not rounded."""
     router_lr_multiplier: float = 1.0
     """Learning rate of the routers' own parameters over that of the rest."""
     freeze_router: bool = False

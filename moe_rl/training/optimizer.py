@@ -3,10 +3,12 @@
 A bf16 weight has 8 significant bits: an update smaller than 2^-9 of it is rounded away. At a learning rate of 1e-6 that
 is nearly every update of nearly every weight (they are of the order 1e-2), and such a policy does not learn, without
 any error. So weights of less than 32 bits get a master copy in fp32, which the updates go to; the model holds the
-rounded copy.
+rounded copy. So does training through weights of a few bits (`optim.weight_format`): the masters get the gradient that
+the rounded weights have.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
+from moe_rl.rollout.engines import round_layers
 from moe_rl.routing import routing_sites
 from moe_rl.routing.sites import canonical_site
 from moe_rl.training.config import OptimConfig
@@ -25,7 +28,12 @@ class MasterAdamW(Optimizer):
     """AdamW (arXiv 1711.05101, algorithm 2) with its moments and a master copy of each weight in fp32.
 
     12 bytes of state per parameter: `master`, `exp_avg`, `exp_avg_sq`. Gradients come in the weights' own dtype.
-    For fp32 weights use `torch.optim.AdamW`, whose result is the same.
+    For fp32 weights use `torch.optim.AdamW`, whose result is the same, unless they are rounded.
+
+    Args:
+        rounding: rounds the weights in place, after every step; the masters, which are the weights as they are now, get
+            the gradient at the rounded weights as if rounding were the identity (the straight-through estimator, arXiv
+            1308.3432).
 
     >>> w = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     >>> optimizer = MasterAdamW([w], lr=1e-3)
@@ -43,8 +51,13 @@ class MasterAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        rounding: Callable[[], None] | None = None,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.rounding = rounding
+        for group in self.param_groups if rounding else ():
+            for parameter in group["params"]:
+                self._begin(parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # overloads
@@ -55,14 +68,22 @@ class MasterAdamW(Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, group)
+                elif self.rounding:  # anew from its master, as all are
+                    parameter.copy_(self.state[parameter]["master"])
+        if self.rounding:
+            self.rounding()
+
+    def _begin(self, parameter: torch.Tensor) -> None:
+        state = self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["master"] = parameter.detach().float().clone()
+        state["exp_avg"] = torch.zeros_like(state["master"])
+        state["exp_avg_sq"] = torch.zeros_like(state["master"])
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        if not self.state[parameter]:
+            self._begin(parameter)
         state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["master"] = parameter.detach().float().clone()
-            state["exp_avg"] = torch.zeros_like(state["master"])
-            state["exp_avg_sq"] = torch.zeros_like(state["master"])
         adamw(
             [state["master"]],
             [parameter.grad.float()],  # type: ignore[union-attr]  # filtered above
@@ -83,19 +104,25 @@ class MasterAdamW(Optimizer):
 
 
 def make_optimizer(
-    groups: list[dict[str, Any]], betas: tuple[float, float], weight_decay: float, master_weights: bool = True
+    groups: list[dict[str, Any]],
+    betas: tuple[float, float],
+    weight_decay: float,
+    master_weights: bool = True,
+    rounding: Callable[[], None] | None = None,
 ) -> Optimizer:
-    """AdamW over parameter groups; with master weights where any weight is bf16 or fp16 and they are wanted."""
+    """AdamW over parameter groups; with master weights where weights are rounded, or where any is bf16 or fp16 and they
+    are wanted."""
     parameters = [p for group in groups for p in group["params"]]
-    if master_weights and any(p.dtype in LOW for p in parameters):
-        return MasterAdamW(groups, betas=betas, weight_decay=weight_decay)
+    if rounding or (master_weights and any(p.dtype in LOW for p in parameters)):
+        return MasterAdamW(groups, betas=betas, weight_decay=weight_decay, rounding=rounding)
     fused = all(p.device.type in ("cpu", "cuda", "meta") for p in parameters)
     return torch.optim.AdamW(groups, betas=betas, weight_decay=weight_decay, fused=fused)
 
 
 def policy_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     """AdamW over the policy, routers' own parameters (adapters on them included) apart from the rest, each with its
-    learning-rate multiplier (`multiplier` in the group); frozen routers get no gradient from now on.
+    learning-rate multiplier (`multiplier` in the group); frozen routers get no gradient from now on. With
+    `optim.weight_format` the policy's weights are rounded from now on.
 
     Raises:
         ValueError: a multiplier for routers of which none is trained.
@@ -118,4 +145,9 @@ def policy_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
         {"params": [p for p in own if p.requires_grad], "multiplier": config.router_lr_multiplier},
     ]
     groups = [{**group, "lr": config.learning_rate} for group in groups if group["params"]]
-    return make_optimizer(groups, config.betas, config.weight_decay, config.master_weights)
+    if config.weight_format is None:
+        return make_optimizer(groups, config.betas, config.weight_decay, config.master_weights)
+    rounding = partial(round_layers, model, config.weight_format, frozen=False)
+    optimizer = make_optimizer(groups, config.betas, config.weight_decay, rounding=rounding)
+    round_layers(model, config.weight_format)
+    return optimizer

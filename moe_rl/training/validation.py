@@ -47,6 +47,15 @@ def validate(config: RunConfig) -> None:
         "optim.master_weights: false does not go with model.dtype float16, in which the squares of small gradients "
         "are 0, and AdamW divides by them; use true, or bfloat16",
     )
+    require(
+        optim.weight_format is None or config.distributed.strategy in ("none", "ddp"),
+        f"optim.weight_format: {optim.weight_format} rounds rows that one process holds whole, which "
+        f"{config.distributed.strategy} shards; use ddp, or leave it out",
+    )
+    require(
+        optim.weight_format is None or optim.master_weights,
+        "optim.master_weights: false does not go with optim.weight_format, which rounds the master weights",
+    )
     _unread(config, method)
     _reward(config, method)
     _dapo(config, method)

@@ -77,6 +77,7 @@ CHOICES: dict[str, list[Any]] = {
     "optim.share_prompts": [True],
     "optim.weight_decay": [0.1],
     "optim.master_weights": [False],
+    "optim.weight_format": ["int4", "mxfp4"],
     "optim.router_lr_multiplier": [0.1],
     "optim.freeze_router": [True],
     "optim.aux_loss_coef": [0.01],

@@ -84,7 +84,8 @@ def test_arms_are_told_apart_by_what_rounding_costs_them_as_one_family_of_all_fo
         for seed in range(9)
     ]
     rows[0]["int4"] -= 0.01  # the differences scatter
-    told = SCRIPT["compared"](pd.DataFrame(rows), ["int4", "mxfp4"], [("old", "fp32")]).set_index("format")
-    assert told["verdict"].to_dict() == {"int4": "lower", "mxfp4": "no difference of interest"}
-    assert told["p"]["int4"] == pytest.approx(2 * 2 / 2**9), "Holm over two"
-    assert told["difference"]["int4"].startswith("-0.099 [")
+    table, columns = SCRIPT["with_losses"](pd.DataFrame(rows), ["int4", "mxfp4"]), ["lost_by_int4", "lost_by_mxfp4"]
+    told = SCRIPT["compared"](table, columns, [("old", "fp32")], 0.02).set_index("of")
+    assert told["verdict"].to_dict() == {"lost_by_int4": "lower", "lost_by_mxfp4": "no difference of interest"}
+    assert told["p"]["lost_by_int4"] == pytest.approx(2 * 2 / 2**9), "Holm over two"
+    assert told["difference"]["lost_by_int4"].startswith("-0.099 [")

@@ -1,5 +1,6 @@
 """Updates too small for bf16 add up in fp32 master weights, and in fp32 nothing differs from torch's AdamW."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -7,8 +8,12 @@ import torch
 from micro import MICRO, rows
 
 from moe_rl.policy.lora import LoraConfig
+from moe_rl.policy.tiny import build_tiny, char_tokenizer
+from moe_rl.rollout.engine_config import EngineConfig
+from moe_rl.rollout.engines import round_layers
 from moe_rl.training import MethodConfig, OptimConfig, ProbeConfig, run, validate
-from moe_rl.training.optimizer import MasterAdamW, make_optimizer
+from moe_rl.training.config import DistributedConfig
+from moe_rl.training.optimizer import MasterAdamW, make_optimizer, policy_optimizer
 
 
 def steps(optimizer, parameter, gradients):
@@ -111,3 +116,95 @@ def test_a_reference_that_shares_the_policys_weights_weighs_nothing(state_of, tm
     run(state_of(of_lora(LoraConfig(rank=2)), tmp_path))
     (step,) = rows(tmp_path, "step", timed=True)
     assert step["model_bytes"] > 0 and step["reference_bytes"] == step["reference_parameters"] == 0
+
+
+# -- training through rounded weights ----------------------------------------------------------------------------------
+
+
+def rounded_run(weight_format="int4", **changes):
+    return replace(MICRO, optim=replace(MICRO.optim, weight_format=weight_format), **changes)
+
+
+def test_the_gradient_at_rounded_weights_moves_masters_which_are_rounded_anew():
+    """By hand: a model of master weights with torch's own AdamW, whose rounded copy makes every gradient."""
+    torch.manual_seed(0)
+    policy = build_tiny(MICRO.model.tiny, char_tokenizer("0123456789"))
+    masters, by_hand = copy.deepcopy(policy), copy.deepcopy(policy)
+    optimizer = policy_optimizer(policy, OptimConfig(weight_format="int4", learning_rate=0.01))
+    theirs = torch.optim.AdamW(masters.parameters(), lr=0.01, weight_decay=0.0)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.01
+    for step in range(3):
+        by_hand.load_state_dict(masters.state_dict())
+        round_layers(by_hand, "int4")
+        assert all(torch.equal(a, b) for a, b in zip(policy.parameters(), by_hand.parameters(), strict=True))
+        ids = torch.randint(0, policy.config.vocab_size, (3, 7), generator=torch.Generator().manual_seed(step))
+        for model in (policy, by_hand):
+            model(ids).logits.log_softmax(-1)[..., 0].sum().backward()
+        for own, copied in zip(masters.parameters(), by_hand.parameters(), strict=True):
+            own.grad = copied.grad
+        optimizer.step()
+        theirs.step()
+        for model in (policy, by_hand, masters):
+            model.zero_grad()
+    for own, parameter in zip(masters.parameters(), policy.parameters(), strict=True):
+        assert torch.allclose(optimizer.state[parameter]["master"], own, rtol=0, atol=1e-6)
+    rows = policy.model.layers[0].mlp.experts.down_proj
+    assert all(len(row.unique()) <= 15 for row in rows.flatten(0, -2)), "the last step's weights are rounded, too"
+    assert not torch.equal(optimizer.state[rows]["master"], rows)
+
+
+def test_a_weight_without_a_gradient_is_rounded_from_its_master_again():
+    policy = build_tiny(MICRO.model.tiny, char_tokenizer("0123456789"))
+    optimizer = policy_optimizer(policy, OptimConfig(weight_format="fp8"))
+    before = [parameter.clone() for parameter in policy.parameters()]
+    for _ in range(3):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
+
+
+def test_what_samples_in_the_same_format_is_the_policy_itself_and_a_run_resumes_to_the_same_numbers(state_of, tmp_path):
+    engine = EngineConfig(kind="hf", dtype="float32", weight_format="int4")
+    config = rounded_run(rollout=replace(MICRO.rollout, engine=engine))
+    run(whole := state_of(config, tmp_path / "whole"))
+    whole.engine.sync(whole.policy.state_dict(), 9)
+    for own, copied in zip(whole.policy.parameters(), whole.engine.model.parameters(), strict=True):
+        assert torch.allclose(own, copied, rtol=1e-5, atol=0)  # rounded twice: the scale may differ in its last digit
+    run(state_of(replace(config, optim=replace(config.optim, steps=1)), tmp_path / "broken"))
+    run(resumed := state_of(config, tmp_path / "broken"))
+    assert all(torch.equal(a, b) for a, b in zip(whole.policy.parameters(), resumed.policy.parameters(), strict=True))
+    assert rows(tmp_path / "whole", "update") == rows(tmp_path / "broken", "update")
+    assert rows(tmp_path / "whole", "rollout")[-1]["rollout_logp_gap"] < 1e-4
+    plain = replace(config, optim=replace(config.optim, weight_format=None))
+    run(state_of(plain, tmp_path / "plain"))
+    assert rows(tmp_path / "plain", "rollout")[-1]["rollout_logp_gap"] > 1e-3
+
+
+def test_adapters_are_trained_over_rounded_weights(state_of, tmp_path):
+    plain = state_of(of_lora(LoraConfig(rank=2)), tmp_path / "plain")
+    state = state_of(of_lora(LoraConfig(rank=2), weight_format="mxfp4"), tmp_path / "rounded")
+    start = {name: weight.clone() for name, weight in state.policy.named_parameters()}
+    for name, weight in plain.policy.named_parameters():
+        rounds = "lora_" not in name and any(part in name for part in ("_proj",))
+        assert torch.equal(weight, start[name]) != rounds, name
+    run(state)
+    moved = {name for name, weight in state.policy.named_parameters() if not torch.equal(weight, start[name])}
+    assert moved and all("lora_" in name for name in moved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"distributed": DistributedConfig(strategy="fsdp2")},
+            "optim.weight_format: int4 rounds rows that one process",
+        ),
+        (
+            {"optim": replace(MICRO.optim, weight_format="int4", master_weights=False)},
+            "which rounds the master weights",
+        ),
+    ],
+)
+def test_rounding_what_cannot_be_rounded_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        validate(replace(rounded_run(), **changes))
