@@ -1,14 +1,17 @@
 """What last policies earn by the training engine and by copies of quantised weights, on the same prompts with the same
 numbers drawn:
 
-    python analysis/both_engines.py runs/corrections_reverse --csv FILE
-    python analysis/both_engines.py runs/trained_copy --formats int4 mxfp4 --csv FILE
+    python analysis/both_engines.py runs/trained_copy --formats int4 mxfp4 --to docs/results/trained_copy
 
 Every finished run of a study, those of its roundings included, answers held-out prompts of its own task with the
-weights that it ended with, once by each engine. One row per run in the file. Printed are means over seeds, each seed's
-roundings averaged first, with Student's 95 % intervals: rewards, and what rounding the weights costs (`lost_by_`). The
-arms that the study compares are then told apart by the rules of docs/statistics.md, under each rounding by itself: by
-that cost, all pairs and formats as one family, and by the rewards of the copies, as another.
+weights that it ended with, once by each engine. Printed, and with --to written there:
+
+- `both_engines.csv`: one row per run;
+- `engine_rewards.csv`: means over seeds of each arm, a seed's roundings averaged first, with Student's 95 % intervals:
+  rewards by each engine, and what rounding the weights costs (`lost_by_`);
+- `rounding_costs.csv`: the arms that the study compares, told apart by the rules of docs/statistics.md, under each
+  rounding by itself: by what rounding costs, all pairs and formats as one family, and by the rewards of the copies, as
+  another; `pooled` is without a test.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -72,10 +76,15 @@ def with_losses(table: pd.DataFrame, formats: Sequence[str]) -> pd.DataFrame:
 
 
 def summary(table: pd.DataFrame, formats: Sequence[str]) -> pd.DataFrame:
-    """Each arm's rewards, and what rounding costs it."""
+    """Each arm's rewards by each engine, and what rounding costs it."""
     values = ["training", *formats, *(f"lost_by_{name}" for name in formats)]
     seeds = with_losses(table, formats).groupby(["arm", "seed"], sort=False)[values].mean()
-    return seeds.groupby(level="arm", sort=False).agg(lambda of: str(student_interval(of.to_numpy())))
+    rows: list[dict[str, Any]] = []
+    for arm, part in seeds.groupby(level="arm", sort=False):
+        rows.append({"arm": arm, "n": len(part)})
+        for name in values:
+            rows[-1] |= student_interval(part[name].to_numpy()).columns(name, f"{name}_")
+    return pd.DataFrame(rows)
 
 
 def compared(
@@ -89,9 +98,27 @@ def compared(
             rows.append({"of": name, "arm": arm, "other": other})
             family.append(compare_paired(seeds.get(arm, {}), seeds.get(other, {}), interest))
     told = [
-        {"difference": str(one.difference), "p": one.adjusted, "verdict": str(one.verdict)} for one in judge(family)
+        {"n": one.n, **one.difference.columns("difference"), "p_adjusted": one.adjusted, "verdict": str(one.verdict)}
+        for one in judge(family)
     ]
     return pd.DataFrame(rows).join(pd.DataFrame(told))
+
+
+def comparisons(
+    table: pd.DataFrame, formats: Sequence[str], pairs: Sequence[tuple[str, str]], interest: float
+) -> pd.DataFrame:
+    """`compared` by what rounding costs, and by the rewards of the copies, under each rounding; `pooled` has the mean
+    over the roundings of each seed, and no verdict. `interest` is of rewards."""
+    lost = with_losses(table, formats)
+    pooled = lost.drop(columns="rounding").groupby(["arm", "seed"], sort=False).mean().reset_index()
+    found = []
+    for columns, least in (([f"lost_by_{name}" for name in formats], INTEREST), (list(formats), interest)):
+        for rounding, part in [*lost.groupby("rounding", sort=False), ("pooled", pooled)]:
+            told = compared(part, columns, pairs, least).assign(rounding=rounding)
+            if rounding == "pooled":
+                told[["p_adjusted", "verdict"]] = [float("nan"), ""]
+            found.append(told)
+    return pd.concat(found, ignore_index=True) if pairs else pd.DataFrame()
 
 
 def table_of(study: StudyData, arms: Sequence[str] | None, prompts: int, formats: Sequence[str]) -> pd.DataFrame:
@@ -117,7 +144,7 @@ def main() -> None:
     )
     parser.add_argument("--arms", nargs="+", help="only these arms")
     parser.add_argument("--prompts", type=int, default=512, help="held-out prompts of each run (default %(default)s)")
-    parser.add_argument("--csv", type=Path, help="also write a row per run here")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="also write the three tables here")
     options = parser.parse_args()
     torch.set_num_threads(1)  # tiny policies
     study = load(options.study)
@@ -126,15 +153,16 @@ def main() -> None:
         parser.error(
             f"{options.study}: no finished run of {' or '.join(options.arms or ['any arm'])} in it (ARM/seedN/DONE)"
         )
-    if options.csv:
-        write_atomic(options.csv, table.to_csv(index=False, float_format="%.6g"))
-    print(summary(table, options.formats).to_string())
     pairs = [pair for pair in pairs_to_compare(study) if set(pair) <= set(table["arm"])]
-    for rounding, part in with_losses(table, options.formats).groupby("rounding", sort=False) if pairs else ():
-        costs, rewarded = [f"lost_by_{name}" for name in options.formats], options.formats
-        for columns, least in ((costs, INTEREST), (rewarded, interest(study))):
-            print(f"\n{rounding}: arms compared, {least:g} as the smallest difference of interest")
-            print(compared(part, columns, pairs, least).to_string(index=False))
+    tables = {
+        "both_engines": table,
+        "engine_rewards": summary(table, options.formats),
+        "rounding_costs": comparisons(table, options.formats, pairs, interest(study)),
+    }
+    for name in ("engine_rewards", "rounding_costs"):
+        print(tables[name].round(3).to_string(index=False), end="\n\n")
+    for name, found in tables.items() if options.to else ():
+        write_atomic(options.to / f"{name}.csv", found.to_csv(index=False, float_format="%.6g", lineterminator="\n"))
 
 
 if __name__ == "__main__":

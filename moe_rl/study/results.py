@@ -58,7 +58,7 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
         else:  # a study that compares no arms has no conclusions that could survive
             check_settings(data)
     for old in folder.glob("*.csv"):
-        if old.stem not in tables:
+        if old.stem not in tables and old.stem not in OF_POLICIES:
             old.unlink()
     contents = {
         f"{name}.csv": table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
@@ -71,6 +71,9 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
 def _left_to_run(data: StudyData) -> list[str]:
     return [*(run.name for run in data.unfinished), *data.not_started]
 
+
+OF_POLICIES = ("both_engines", "engine_rewards", "rounding_costs")
+"""Tables that another script makes, of last policies (analysis/both_engines.py)."""
 
 Column = Callable[[dict[str, Any]], str]
 
@@ -264,7 +267,34 @@ def _by_update(table: pd.DataFrame) -> pd.DataFrame:
     return _beside(table, ["arm", "level", "n"], "update", {"routing, %, update {}": _percent("routing", 0)})
 
 
-WIDE = {"roundings": _by_rounding, "early_warning": _by_steps, "decomposition": _by_update}
+def _costs_by_rounding(table: pd.DataFrame) -> pd.DataFrame:
+    """The table `rounding_costs` as pages show it: of what rounding costs, its roundings beside each other."""
+    table = table[table["of"].str.startswith("lost_by_")]
+    difference = _interval("+.3f", "difference", "low", "high")
+    verdict = table["verdict"].fillna("")
+    table = table.assign(**{"rounded to": table["of"].str.removeprefix("lost_by_"), "verdict": verdict})
+    table["difference of"] = table["arm"] + " − " + table["other"]
+    cell = {"{}": lambda row: difference(row) + (f", {row['verdict']}" if row["verdict"] else "")}
+    return _beside(table, ["rounded to", "difference of", "n"], "rounding", cell)
+
+
+def _engine_rewards(table: pd.DataFrame) -> pd.DataFrame:
+    """The table `engine_rewards` as pages show it: every reward with its interval."""
+    names = [name for name in table if f"{name}_low" in table]
+    for name in names:
+        column = _interval(".3f", str(name))
+        table[name] = [column(row) for row in _records(table)]
+    heads = {name: "reward by " + str(name) if "_" not in str(name) else str(name).replace("_", " ") for name in names}
+    return table[["arm", "n", *names]].rename(columns=heads)
+
+
+WIDE = {
+    "rounding_costs": _costs_by_rounding,
+    "engine_rewards": _engine_rewards,
+    "roundings": _by_rounding,
+    "early_warning": _by_steps,
+    "decomposition": _by_update,
+}
 """Tables that pages show in another shape than the CSV has."""
 
 

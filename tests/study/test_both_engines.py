@@ -14,6 +14,7 @@ from moe_rl.rollout import TaskConfig
 from moe_rl.rollout.engine_config import EngineConfig
 from moe_rl.study.config import dump_run
 from moe_rl.study.published import ResultsError, published_values
+from moe_rl.study.results import markdown
 from moe_rl.training import OptimConfig, ProbeConfig, RolloutConfig, RunConfig, train
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "analysis" / "both_engines.py"))
@@ -45,10 +46,10 @@ def test_an_engine_of_the_same_arithmetic_earns_the_same_and_every_finished_run_
     engines |= {name: SCRIPT["quantised"](name) for name in ("int4", "mxfp4")}
     found = SCRIPT["rewards"](run, 64, engines)
     assert found["training"] == found["fp32"] and len({found[name] for name in ("training", "int4", "mxfp4")}) == 3
-    file = tmp_path / "rows.csv"
-    monkeypatch.setattr(sys, "argv", ["both_engines.py", str(tmp_path), "--prompts", "64", "--csv", str(file)])
+    to = tmp_path / "tables"
+    monkeypatch.setattr(sys, "argv", ["both_engines.py", str(tmp_path), "--prompts", "64", "--to", str(to)])
     SCRIPT["main"]()
-    (row,) = pd.read_csv(file).to_dict("records")
+    (row,) = pd.read_csv(to / "both_engines.csv").to_dict("records")
     assert (row["arm"], row["seed"], row["rounding"]) == ("grpo", 0, "native")
     assert row["training"] == pytest.approx(found["training"], rel=1e-5) and "grpo" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["both_engines.py", str(tmp_path), "--arms", "gspo"])
@@ -73,8 +74,9 @@ def test_a_seeds_roundings_count_once():
         for seed in (0, 1, 2)
         for rounding, shift in (("native", 0.1), ("avx2", -0.1))
     ]
-    told = SCRIPT["summary"](pd.DataFrame(rows), ["int4"]).loc["grpo", "lost_by_int4"]
-    assert told == "0.100 [-0.148, 0.348]", "0, 0.1 and 0.2: Student's t of two degrees of freedom is 4.303"
+    (told,) = SCRIPT["summary"](pd.DataFrame(rows), ["int4"]).to_dict("records")
+    found = [told["n"], *(told[f"lost_by_int4{end}"] for end in ("", "_low", "_high"))]
+    assert found == pytest.approx([3, 0.1, -0.1484, 0.3484], abs=1e-4), "Student's t of two degrees is 4.303"
 
 
 def test_arms_are_told_apart_by_what_rounding_costs_them_as_one_family_of_all_formats():
@@ -84,8 +86,18 @@ def test_arms_are_told_apart_by_what_rounding_costs_them_as_one_family_of_all_fo
         for seed in range(9)
     ]
     rows[0]["int4"] -= 0.01  # the differences scatter
-    table, columns = SCRIPT["with_losses"](pd.DataFrame(rows), ["int4", "mxfp4"]), ["lost_by_int4", "lost_by_mxfp4"]
-    told = SCRIPT["compared"](table, columns, [("old", "fp32")], 0.02).set_index("of")
-    assert told["verdict"].to_dict() == {"lost_by_int4": "lower", "lost_by_mxfp4": "no difference of interest"}
-    assert told["p"]["lost_by_int4"] == pytest.approx(2 * 2 / 2**9), "Holm over two"
-    assert told["difference"]["lost_by_int4"].startswith("-0.099 [")
+    table = pd.concat(pd.DataFrame(rows).assign(rounding=name) for name in ("native", "avx2"))
+    found = SCRIPT["comparisons"](table, ["int4", "mxfp4"], [("old", "fp32")], 0.05)
+    told = found[found["rounding"] == "avx2"].set_index("of")
+    verdicts = {"lost_by_int4": "lower", "lost_by_mxfp4": "no difference of interest", "int4": "higher"}
+    assert told["verdict"].to_dict() == {**verdicts, "mxfp4": "no difference of interest"}
+    assert told["p_adjusted"][["lost_by_int4", "int4"]].tolist() == pytest.approx([2 * 2 / 2**9] * 2), "Holm over two"
+    assert told["difference"]["lost_by_int4"] == pytest.approx(-0.1 + 0.01 / 9)
+    pooled = found[found["rounding"] == "pooled"]
+    assert pooled["difference"].tolist() == pytest.approx(told["difference"].tolist()) and not pooled["verdict"].any()
+    page = markdown("rounding_costs", found)
+    assert "| int4 | old − fp32 | 9 | −0.099 [−0.101, −0.096], lower | −0.099 [−0.101, −0.096], lower |" in page
+    rewards = markdown("engine_rewards", SCRIPT["summary"](table, ["int4", "mxfp4"]))
+    assert rewards.splitlines()[0] == (
+        "| arm | n | reward by training | reward by int4 | reward by mxfp4 | lost by int4 | lost by mxfp4 |"
+    )

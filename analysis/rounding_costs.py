@@ -1,0 +1,61 @@
+"""What rounding their weights costs last policies that were trained with engines of different formats.
+
+    python analysis/rounding_costs.py DIR
+
+Reads the committed tables of docs/results (`both_engines.csv`), so that it needs no runs; draws DIR/rounding_costs.pdf,
+.svg, .png and writes what is drawn beside them as CSV: reward by the training engine less that by a copy with weights
+of a format, on the same held-out prompts with the same random numbers.
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from moe_rl.processes import ends_with_its_reader
+from moe_rl.study.figures.over_studies import claims_figure
+from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.published import over_seeds, published_values
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+TASKS = {
+    "equations": "trained_copy",
+    "sort 8 letters": "trained_copy_sort",
+    "reverse 24 letters": "trained_copy_reverse",
+}
+ARMS = {"engine fp32": "grpo_fp32", "engine int4": "old_int4", "engine mxfp4": "old_mxfp4"}
+FORMATS = ("int4", "mxfp4")
+
+
+def costs_table() -> pd.DataFrame:
+    """One row per task, format and arm: what `claims_figure` takes."""
+    rows = []
+    for task, study in TASKS.items():
+        for rounded in FORMATS:
+            for trained, arm in ARMS.items():
+                values = published_values(RESULTS, f"{study}:{arm}", f"lost_by_{rounded}", roundings=True)
+                found = over_seeds(values)
+                about = {"claim": f"{task}, rounded to {rounded}", "comparison": trained, "study": study, "arm": arm}
+                rows.append({**about, "n": found.n, **found.columns("difference")})
+    return pd.DataFrame(rows).assign(verdict="")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Draw, from docs/results, what rounding the weights of last policies costs."
+    )
+    parser.add_argument("folder", type=Path, help="where to write rounding_costs.pdf, .svg, .png and .csv")
+    drawn = claims_figure(
+        costs_table(),
+        name="rounding_costs",
+        title="What rounding their weights costs policies that were trained with an engine of each format.",
+        measured="reward by the training engine less reward by the rounded copy",
+        caption="Mean over seeds with its 95 % interval; both roundings of a seed averaged first.",
+    )
+    for file in save_figure(drawn, parser.parse_args().folder):
+        print(file)
+
+
+if __name__ == "__main__":
+    with ends_with_its_reader():
+        main()
