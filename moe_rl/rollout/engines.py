@@ -235,8 +235,9 @@ def _int4(values: Tensor) -> Tensor:
 
 
 def _mxfp4(values: Tensor) -> Tensor:
-    exponent = torch.frexp(values.abs().amax(-1, keepdim=True)).exponent - 3  # of 2 and below 4 times the largest power
-    scale = torch.ldexp(torch.ones_like(values[..., :1]), exponent.clamp(min=-126))
+    largest = values.abs().amax(-1, keepdim=True)
+    exponent = torch.frexp(largest).exponent - 3  # so that the largest is of 4 and below 8 scales
+    scale = torch.ldexp(torch.ones_like(largest), exponent.clamp(min=-126)) + 0 * largest  # NaN if it is not finite
     scaled = (values / scale).clamp(-6, 6)
     size = scaled.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))

@@ -183,8 +183,9 @@ class OptimConfig:
     weight_format: Literal["fp8", "int4", "mxfp4"] | None = None
     """Train through rounded weights (quantisation-aware training): the policy's linear layers and experts are held in
     this format, as `rollout.engine.weight_format` has it, in sampling, scoring, updates, evaluation and checkpoints;
-    their gradient goes to fp32 master weights, which are rounded anew after each update. With `model.lora` the adapters
-    alone are trained, over rounded weights. None: not rounded."""
+    their gradient goes to fp32 master weights, which are rounded anew after each update. The policy of the beginning (a
+    KL or DPO reference, `method.source: initial`) is the rounded one; value and reward models are not rounded. With
+    `model.lora` the adapters alone are trained, over rounded weights. None: not rounded."""
     router_lr_multiplier: float = 1.0
     """Learning rate of the routers' own parameters over that of the rest."""
     freeze_router: bool = False

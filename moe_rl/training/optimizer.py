@@ -73,6 +73,15 @@ class MasterAdamW(Optimizer):
         if self.rounding:
             self.rounding()
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which casts all states to the dtype of their weights; here they stay fp32."""
+        super().load_state_dict(state_dict)
+        own = (parameter for group in self.param_groups for parameter in group["params"])
+        saved = (index for group in state_dict["param_groups"] for index in group["params"])
+        for parameter, index in zip(own, saved, strict=True):
+            for name, value in state_dict["state"].get(index, {}).items():
+                self.state[parameter][name] = value.to("cpu" if name == "step" else parameter.device)
+
     def _begin(self, parameter: torch.Tensor) -> None:
         state = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32)

@@ -71,15 +71,15 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     ranks.agree_on_weights(model)
     max_new_tokens = config.rollout.max_new_tokens or task.max_new_tokens
     method = resolve_method(config, max_new_tokens)
-    resets = bool(config.optim.reference_reset_every)
-    reference = frozen_reference(model, resets) if method.needs_reference else None
-    initial = frozen_reference(model) if method.source == "initial" else None
     critic = Critic(model, config.value, config.optim, ranks) if method.advantage == "gae" else None
     learned = config.reward.model == "learned"
     reward_model = RewardModel(model, config.reward, config.optim, ranks) if learned else None
     predicted = config.method.replay == "PR2"
     predictor = RoutePredictor(model, config.method.predictor_learning_rate, config.optim.betas) if predicted else None
-    optimizer = policy_optimizer(model, config.optim)
+    optimizer = policy_optimizer(model, config.optim)  # which rounds weights: the run begins with them
+    resets = bool(config.optim.reference_reset_every)
+    reference = frozen_reference(model, resets) if method.needs_reference else None
+    initial = frozen_reference(model) if method.source == "initial" else None
     engine = build_engine(config.rollout, model, tokenizer, ranks)
     policy, optimizer = ranks.prepare(model, optimizer)
     rate, live = config.optim.expert_bias_rate, config.optim.expert_bias_loads == "live"

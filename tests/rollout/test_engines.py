@@ -26,6 +26,7 @@ from routing_helpers import moe
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engine import ModelEngine, forward_logps
+from moe_rl.rollout.engine_config import WEIGHT_FORMATS
 from moe_rl.rollout.engines import (
     EngineConfig,
     EngineError,
@@ -179,6 +180,13 @@ def test_layers_are_rounded_by_hand():
     assert rounded_layer(rows, "fp8").flatten().tolist() == pytest.approx([448, 288, -256, 1.0, 256 / 448, 0.0])
     assert rounded_layer(weight.bfloat16(), "fp8").dtype == torch.bfloat16
     assert rounded_layer(torch.zeros(2, 3), "int4").tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("weight_format", WEIGHT_FORMATS)
+@pytest.mark.parametrize("wrong", [float("inf"), -float("inf"), float("nan")])
+def test_no_format_makes_a_number_of_a_weight_that_is_none(weight_format, wrong):
+    coarse = rounded_layer(torch.tensor([[wrong, 1.0, -3.0], [0.5, 1.0, -3.0]]), weight_format)
+    assert bool(coarse[0].isnan().all()) and bool(coarse[1].isfinite().all())
 
 
 def test_mxfp4_takes_the_nearest_level_and_of_two_the_one_with_the_even_mantissa():

@@ -96,12 +96,13 @@ def test_sizes_of_a_study_are_tables_of_rates_and_of_exponents(sizes):
 
 
 def test_what_an_engine_computes_in_is_read_from_its_configuration():
-    def of(engine, **model):
-        return engine_format({"rollout": {"engine": engine}, "model": model})
+    def of(engine, optim=None, **model):
+        return engine_format({"rollout": {"engine": engine}, "model": model, "optim": optim or {}})
 
     assert of({"kind": "self"}) == of({"kind": "hf", "router_format": "int4"}) == ("", False)
     assert of({"kind": "hf", "dtype": "bfloat16"}, dtype="bfloat16") == ("bfloat16", True)
     assert of({"kind": "hf", "dtype": "bfloat16", "weight_format": "fp8"}) == ("fp8", False)
+    assert of({"kind": "hf", "weight_format": "int4"}, {"weight_format": "int4"}) == ("int4", True)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Updates too small for bf16 add up in fp32 master weights, and in fp32 nothing differs from torch's AdamW."""
 
 import copy
+import math
 from dataclasses import replace
 
 import pytest
@@ -178,6 +179,26 @@ def test_what_samples_in_the_same_format_is_the_policy_itself_and_a_run_resumes_
     plain = replace(config, optim=replace(config.optim, weight_format=None))
     run(state_of(plain, tmp_path / "plain"))
     assert rows(tmp_path / "plain", "rollout")[-1]["rollout_logp_gap"] > 1e-3
+
+
+def test_masters_of_weights_of_16_bits_stay_in_fp32(state_of, tmp_path):
+    run(state := state_of(rounded_run(model=replace(MICRO.model, dtype="bfloat16")), tmp_path))
+    states = [state.optimizer.state[parameter] for parameter in state.policy.parameters()]
+    assert {own[name].dtype for own in states for name in own} == {torch.float32}
+    assert any(not torch.equal(own["master"], own["master"].bfloat16().float()) for own in states)
+    own = [torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16)) for _ in range(2)]
+    first, second = (MasterAdamW([parameter], lr=1e-3) for parameter in own)
+    steps(first, own[0], torch.ones(2, 1))
+    second.load_state_dict(first.state_dict())
+    steps(second, own[1], torch.ones(2, 1))
+    assert own[1].item() == 0.99609375, "as four steps of one optimizer"
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)])
+def test_the_rounded_policy_begins_as_its_own_reference(lora, state_of, tmp_path):
+    config = rounded_run(model=replace(MICRO.model, lora=lora), method=MethodConfig(objective="dpo", source="policy"))
+    run(state_of(config, tmp_path))
+    assert rows(tmp_path, "update")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_adapters_are_trained_over_rounded_weights(state_of, tmp_path):

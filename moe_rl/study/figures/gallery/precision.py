@@ -34,7 +34,7 @@ PANELS = {
         "each step. Upper: share of expert slots that differ; middle: k3 of their log-probabilities (geometric mean); "
         "log axes, where 0 has no place. Lower: what forcing the engine's routes on the training engine removes of the "
         "mean |d log p|; below 0, forcing widens it. fp8 and int4 weights are emulated, products in bf16. Dotted: "
-        "training computes in the engine's dtype as well."
+        "training computes in the engine's dtype or weight format as well."
     ),
     needs={"engines": ["slots_changed", "slots", "k3", "gap_mean", "pair"]},
     rank=28,
@@ -132,9 +132,11 @@ def flip_ratio(data: StudyData, formats: dict[str, tuple[str, bool]]) -> str | N
 
 def engine_format(config: dict) -> tuple[str, bool]:
     """The format of a run's rollout engine (that of its weights where these are rounded), and whether training computes
-    in a 16-bit dtype too; empty where the model itself samples or routers alone are rounded."""
+    in a 16-bit dtype or with rounded weights too; empty where the model itself samples or routers alone are rounded."""
     engine = section(config, "rollout", "engine")
     if engine.get("kind") != "hf" or engine.get("router_format"):
         return "", False
-    both = section(config, "model").get("dtype", "float32") != "float32"
+    both = section(config, "model").get("dtype", "float32") != "float32" or bool(
+        section(config, "optim").get("weight_format")
+    )
     return str(engine.get("weight_format") or engine.get("dtype") or ""), both
