@@ -155,14 +155,14 @@ def test_published_early_signals_are_those_of_the_committed_ones(study, rounding
         assert found[column].to_numpy() == pytest.approx(committed[column].to_numpy(), abs=1e-5, nan_ok=True), column
 
 
-def test_how_far_the_engines_rewards_are_apart_is_the_mean_over_seeds_of_each_seeds_roundings():
-    table = script("engine_gap")["gap_table"]()
-    row = table.set_index("arm").loc["int4_add:grpo_int4"]
-    runs = pd.read_csv(RESULTS / "int4_add" / "runs.csv").query("arm == 'grpo_int4'")
-    apart = (runs["held_out"] - runs["final"]).groupby(runs["seed"]).mean()
-    assert set(runs["rounding"]) == {"native", "avx2"} and row["n"] == len(apart) == 9
-    interval = student_interval(apart.to_numpy())
-    assert row[["difference", "low", "high"]].tolist() == pytest.approx(
+def test_what_rounding_costs_is_the_mean_over_seeds_of_each_seeds_roundings():
+    table = script("rounding_costs")["costs_table"]()
+    (row,) = table.query("arm == 'old_int4' and claim == 'reverse 24 letters, rounded to mxfp4'").to_dict("records")
+    runs = pd.read_csv(RESULTS / "trained_copy_reverse" / "both_engines.csv").query("arm == 'old_int4'")
+    lost = (runs["training"] - runs["mxfp4"]).groupby(runs["seed"]).mean()
+    assert set(runs["rounding"]) == {"native", "avx2"} and row["n"] == len(lost) == 12
+    interval = student_interval(lost.to_numpy())
+    assert [row["difference"], row["low"], row["high"]] == pytest.approx(
         [interval.estimate, interval.low, interval.high]
     )
-    assert not table["verdict"].any(), "no study declared it"
+    assert len(table) == 18 and not table["verdict"].any(), "pooled: no test"
