@@ -157,7 +157,7 @@ def test_published_early_signals_are_those_of_the_committed_ones(study, rounding
 
 def test_what_rounding_costs_is_the_mean_over_seeds_of_each_seeds_roundings():
     table = script("rounding_costs")["costs_table"]()
-    (row,) = table.query("arm == 'old_int4' and claim == 'reverse 24 letters, rounded to mxfp4'").to_dict("records")
+    (row,) = table.query("arm == 'old_int4' and claim == 'reversing, rounded to mxfp4'").to_dict("records")
     runs = pd.read_csv(RESULTS / "trained_copy_reverse" / "both_engines.csv").query("arm == 'old_int4'")
     lost = (runs["training"] - runs["mxfp4"]).groupby(runs["seed"]).mean()
     assert set(runs["rounding"]) == {"native", "avx2"} and row["n"] == len(lost) == 12

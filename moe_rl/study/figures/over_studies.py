@@ -55,6 +55,7 @@ def claims_figure(
     title: str = "What final rewards say of the papers' statements.",
     measured: str = "difference of final reward",
     caption: str = f"{REPETITIONS} Filled: higher or lower by the rules of its study; open: not.",
+    interest: float = INTEREST,
 ) -> StudyFigure:
     """Differences of final reward with their intervals, under the statement that each is about.
 
@@ -62,13 +63,14 @@ def claims_figure(
         table: columns claim, comparison (a row below its claim), difference, low, high, verdict; rows in the
             order in which they are drawn. Several rows of a comparison, repetitions, are drawn below each other.
         name, title, caption: of the figure; measured: the name of its axis.
+        interest: the smallest difference of interest, in units of reward.
     """
     lines: list[tuple[str, str]] = []
     for claim, rows in table.groupby("claim", sort=False):
         lines += [(str(claim), ""), *((str(claim), str(name)) for name in rows["comparison"].unique())]
     drawn, ((ax,),) = panels(1, 1, 0.7 + ROW * len(lines), WIDTH)
     cell = pd.Series(list(zip(table["claim"], table["comparison"], strict=True)), index=table.index)
-    ax.axvspan(-INTEREST, INTEREST, color=GREY, alpha=0.15, lw=0, zorder=0)
+    ax.axvspan(-interest, interest, color=GREY, alpha=0.15, lw=0, zorder=0)
     _differences(ax, table.assign(cell=cell), cell.map(lines.index).astype(float), "cell")
     ax.set_yticks(range(len(lines)), [comparison or claim for claim, comparison in lines])
     for label, (_, comparison) in zip(ax.get_yticklabels(), lines, strict=True):
@@ -78,7 +80,7 @@ def claims_figure(
     ax.set_ylim(len(lines) - 0.5, -0.5)
     ax.set_xlabel(measured)
     drawn.set_layout_engine("constrained", w_pad=0.12)  # inches: bold labels are wider than it takes them for
-    caption = f"{caption} Grey: within {INTEREST}, the smallest difference of interest."
+    caption = f"{caption} Grey: within {interest}, the smallest difference of interest."
     return StudyFigure(name, title, caption, drawn, table)
 
 
