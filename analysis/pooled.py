@@ -28,9 +28,11 @@ def main() -> None:
     parser.add_argument("names", nargs="+", metavar="STUDY:ARM[:OTHER]", help="several: studies of different seeds")
     parser.add_argument("--roundings", action="store_true", help="the repetitions under other kernels, too")
     parser.add_argument("--of", choices=KINDS, default="final", help="of which reward (default: %(default)s)")
+    parser.add_argument("--without-failed", action="store_true", help="leave out failed runs, and pairs with one")
     options = parser.parse_args()
+    how = options.of, options.roundings, options.without_failed
     try:
-        found = pd.concat([published_values(RESULTS, name, options.of, options.roundings) for name in options.names])
+        found = pd.concat([published_values(RESULTS, name, *how) for name in options.names])
     except ValueError as error:
         parser.error(str(error))
     interval = over_seeds(found)

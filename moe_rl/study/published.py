@@ -117,11 +117,14 @@ others are of `both_engines.csv`: the same last policies, prompts and random num
 copies with weights of these formats."""
 
 
-def published_values(results: Path, name: str, of: str = "final", roundings: bool = False) -> pd.Series:
+def published_values(
+    results: Path, name: str, of: str = "final", roundings: bool = False, without_failed: bool = False
+) -> pd.Series:
     """Of STUDY:ARM the arm's values, of STUDY:ARM:OTHER the paired differences, from the committed `runs.csv`; indexed
     by the study that it is or repeats, the rounding and the seed.
 
-    of: see `KINDS`. roundings: those that the study was repeated under, too.
+    of: see `KINDS`. roundings: those that the study was repeated under, too. without_failed: leave out runs that
+    failed, and of two arms the pairs in which one did.
 
     Raises:
         ResultsError: what no table holds.
@@ -147,6 +150,8 @@ def published_values(results: Path, name: str, of: str = "final", roundings: boo
         raise ResultsError(
             f"{name}: {study} has no both_engines.csv with the column {error} (analysis/both_engines.py)"
         ) from error
+    if without_failed:
+        found = found.mask(rows["failed"].astype(bool))
     arm, *other = (found[rows["arm"] == one] for one in arms)
     return pd.concat({repeated: (arm - other[0] if other else arm).dropna()})
 

@@ -68,6 +68,15 @@ def test_what_rounding_costs_is_told_of_the_committed_tables_by_pairs_too():
         published_values(results, "lag_sort:grpo", "by_int4")
 
 
+def test_pairs_in_which_a_run_failed_can_be_left_out():
+    results = Path(__file__).parents[2] / "docs" / "results"
+    runs = pd.read_csv(results / "trained_copy_reverse" / "runs.csv").query("rounding == 'native'").set_index("seed")
+    told = published_values(results, "trained_copy_reverse:old_int4:grpo_fp32", without_failed=True)
+    arm, other = (runs[runs["arm"] == name] for name in ("old_int4", "grpo_fp32"))
+    expected = (arm["final"] - other["final"])[~arm["failed"] & ~other["failed"]]
+    assert len(told) == 9 and told.droplevel([0, 1]).to_dict() == pytest.approx(expected.to_dict())
+
+
 def test_a_seeds_roundings_count_once():
     rows = [
         {"arm": "grpo", "seed": seed, "rounding": rounding, "training": 0.5 + shift + seed / 10, "int4": 0.5}
