@@ -2,6 +2,7 @@
 
 import copy
 import math
+import typing
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from micro import MICRO, rows
 
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.tiny import build_tiny, char_tokenizer
-from moe_rl.rollout.engine_config import EngineConfig
+from moe_rl.rollout.engine_config import WEIGHT_FORMATS, EngineConfig
 from moe_rl.rollout.engines import round_layers
 from moe_rl.training import MethodConfig, OptimConfig, ProbeConfig, run, validate
 from moe_rl.training.config import DistributedConfig
@@ -153,6 +154,11 @@ def test_the_gradient_at_rounded_weights_moves_masters_which_are_rounded_anew():
     rows = policy.model.layers[0].mlp.experts.down_proj
     assert all(len(row.unique()) <= 15 for row in rows.flatten(0, -2)), "the last step's weights are rounded, too"
     assert not torch.equal(optimizer.state[rows]["master"], rows)
+
+
+def test_a_policy_is_trained_in_every_format_that_an_engine_has():
+    known = typing.get_args(typing.get_type_hints(OptimConfig)["weight_format"])
+    assert {name for part in known for name in typing.get_args(part)} == set(WEIGHT_FORMATS)
 
 
 def test_a_weight_without_a_gradient_is_rounded_from_its_master_again():
