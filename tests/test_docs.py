@@ -12,7 +12,7 @@ from moe_rl.study.config import build
 from moe_rl.training import RunConfig
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("experiments/*.md")])
 
 
 def prose(page):
@@ -55,9 +55,11 @@ def test_every_row_of_a_table_has_the_cells_of_its_head(page):
     assert not wrong
 
 
-def test_the_index_has_every_page():
-    linked = set(re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
-    assert linked == {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+@pytest.mark.parametrize("index, pages", [("README.md", "*.md"), ("findings.md", "findings/*.md")])
+def test_an_index_has_every_page(index, pages):
+    docs = ROOT / "docs"
+    linked = {docs / target for target in re.findall(r"\]\(([\w/]+\.md)\)", (docs / index).read_text())}
+    assert not set(docs.glob(pages)) - linked - {docs / "README.md"}
 
 
 def test_settings_that_a_page_shows_are_those_of_a_study_file():

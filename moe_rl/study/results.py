@@ -1,8 +1,8 @@
 """Committed results: a study's summary tables as CSV, and the tables of Markdown pages made from them.
 
     python -m moe_rl.study.results write runs/replay_vs_gspo      # docs/results/replay_vs_gspo/*.csv and env.json
-    python -m moe_rl.study.results fill README.md docs/*.md       # the tables between the markers of these pages
-    python -m moe_rl.study.results check README.md docs/*.md      # exit status 1 where a page is not what fill makes
+    python -m moe_rl.study.results fill PAGE.md [...]             # the tables between the markers of these pages
+    python -m moe_rl.study.results check PAGE.md [...]            # exit status 1 where a page is not what fill makes
     python -m moe_rl.study.results against runs/replay_vs_gspo    # your runs beside the committed ones: what survives
 
 A run folder that is called after its study and more (`replay_vs_gspo_intel`) is the study run again on another machine:

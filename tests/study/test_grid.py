@@ -237,9 +237,11 @@ def test_the_report_of_other_roundings_alone_is_their_own(tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("number", range(1, 9))
 def test_every_question_of_the_findings_has_a_file_that_runs(number):
-    """A study of its own or a list of them, named in the question's section of the page."""
-    page = (EXPERIMENTS.parent / "docs" / "findings.md").read_text(encoding="utf-8")
-    section = page.split(f"\n## {number}. ")[1].split("\n## ")[0]
+    """A study of its own or a list of them, named on the question's page."""
+    files = EXPERIMENTS.parent.glob(f"docs/findings/q{number}_*.md")
+    pages = {page.name: page.read_text(encoding="utf-8") for page in files}
+    (section,) = (text for text in pages.values() if text.startswith(f"# {number}. "))
+    assert all(f"]({name})" in section or text == section for name, text in pages.items())
     path = find_study(f"q{number}")
     found = outline(path)
     assert f"`moe-rl study q{number}`" in section
