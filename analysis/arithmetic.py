@@ -23,6 +23,7 @@ from moe_rl.processes import ends_with_its_reader
 from moe_rl.rollout import TaskConfig, make_task, sample
 from moe_rl.rollout.task import problems_of
 from moe_rl.study.folders import read_yaml
+from moe_rl.study.result_tables import seed_means
 from moe_rl.study.statistics import student_interval
 
 QUANTITIES = ("slot_change", "token_change", "gap_mean", "routing_share_gap_mean", "routing_share_m2")
@@ -54,21 +55,6 @@ def floor_of(run: Path, prompts: int) -> pd.DataFrame:
         return pd.read_csv(run_floor(options) / "floor.csv")
 
 
-def over_seeds(arm: str, floors: list[pd.DataFrame]) -> pd.DataFrame:
-    """Mean over runs and its interval of each quantity, by dtype and variant. `n` runs; `_n` those with a value, where
-    they are fewer: without a gap there is no share of it."""
-    rows = []
-    for (dtype, variant), one in pd.concat(floors).groupby(["dtype", "variant"], sort=False):
-        row = {"arm": arm, "dtype": dtype, "variant": variant, "n": len(one)}
-        for name in QUANTITIES:
-            found = student_interval(one[name].to_numpy())
-            row |= found.columns(name, f"{name}_")
-            if found.n != row["n"]:
-                row[f"{name}_n"] = found.n
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="What arithmetic alone re-routes in trained policies, over seeds.")
     parser.add_argument("arms", type=Path, nargs="+", metavar="ARM", help="folders of runs, e.g. runs/STUDY/ARM")
@@ -76,17 +62,16 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, help="also write the table here")
     options = parser.parse_args()
     torch.set_num_threads(1)  # tiny policies
-    tables = []
+    floors = []
     for arm in options.arms:
         runs = sorted(done.parent for done in arm.glob("seed*/DONE"))
         if not runs:
             parser.error(f"{arm}: no finished run in it (seedN/DONE); expected the folder of one arm, runs/STUDY/ARM")
-        floors = []
         for run in runs:
             print(run, file=sys.stderr)
-            floors.append(floor_of(run, options.prompts))
-        tables.append(over_seeds(f"{arm.resolve().parent.name}: {arm.name}", floors))
-    table = pd.concat(tables, ignore_index=True)
+            about = {"arm": f"{arm.resolve().parent.name}: {arm.name}", "seed": run.name}
+            floors.append(floor_of(run, options.prompts).assign(**about))
+    table = seed_means(pd.concat(floors), ["arm", "dtype", "variant"], QUANTITIES, interval=student_interval)
     print(table.to_string(index=False, float_format="%.3g"))
     if options.csv:
         options.csv.parent.mkdir(parents=True, exist_ok=True)

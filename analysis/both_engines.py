@@ -19,7 +19,6 @@ import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -35,6 +34,7 @@ from moe_rl.rollout.task import problems_of
 from moe_rl.study.comparing import interest, pairs_to_compare, values_by_seed
 from moe_rl.study.data import StudyData, load
 from moe_rl.study.folders import read_yaml
+from moe_rl.study.result_tables import seed_means
 from moe_rl.study.statistics import compare_paired, judge, student_interval
 
 SEED = 0  # of prompts and sampling, in every run and for all engines
@@ -79,12 +79,7 @@ def summary(table: pd.DataFrame, formats: Sequence[str]) -> pd.DataFrame:
     """Each arm's rewards by each engine, and what rounding costs it."""
     values = ["training", *formats, *(f"lost_by_{name}" for name in formats)]
     seeds = with_losses(table, formats).groupby(["arm", "seed"], sort=False)[values].mean()
-    rows: list[dict[str, Any]] = []
-    for arm, part in seeds.groupby(level="arm", sort=False):
-        rows.append({"arm": arm, "n": len(part)})
-        for name in values:
-            rows[-1] |= student_interval(part[name].to_numpy()).columns(name, f"{name}_")
-    return pd.DataFrame(rows)
+    return seed_means(seeds.reset_index(), ["arm"], values, interval=student_interval)
 
 
 def compared(

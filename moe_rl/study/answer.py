@@ -7,13 +7,11 @@ GRPO nor of GSPO with either; a study without the second or third question says 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pandas as pd
-
 from moe_rl.study.arms import condition_label, dose_label, full_label
 from moe_rl.study.comparing import Pair, comparisons, declared
 from moe_rl.study.data import StudyData
 from moe_rl.study.outcomes import final_rewards, run_outcomes
-from moe_rl.study.reading import name_of, power_sentence, untold
+from moe_rl.study.reading import by_arm, name_of, power_sentence, untold
 from moe_rl.study.statistics import Verdict
 from moe_rl.study.words import count, listed, minus
 
@@ -135,21 +133,12 @@ def _failures_of(data: StudyData, pairs: Sequence[Pair]) -> str:
         return "No run recorded its reward at step 0, so it cannot be told which failed."
     arms = list(dict.fromkeys(arm for pair in pairs for arm in (pair.other, pair.arm)))
     table = final_rewards(data).set_index("arm", drop=False).loc[arms]
-    failed = _failed(data, table)
+    failed = by_arm(data, table)
     which = "other finished" if untold(table) else "finished"
     text = f"Runs that failed: {listed(failed)}." if failed else f"None of these arms' {which} runs failed."
     if not table["judged"].any():
         text = "" if table["finished"].any() else "No run of these arms has finished."
     return f"{text}{untold(table)}"
-
-
-def _failed(data: StudyData, table: pd.DataFrame) -> list[str]:
-    """`GRPO: 3 of 8` of each arm of `final_rewards` with runs that failed."""
-    return [
-        f"{full_label(data, row['arm'])}: {row['failed']} of {row['judged']}"
-        for row in table.to_dict("records")
-        if row["failed"]
-    ]
 
 
 def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
@@ -174,7 +163,7 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
 
 def _failures(data: StudyData) -> Line:
     table = final_rewards(data)
-    failed = _failed(data, table)
+    failed = by_arm(data, table)
     total, runs = int(table["failed"].sum()), int(table["judged"].sum())
     if not run_outcomes(data)["start"].notna().any():
         return Line("Did runs fail?", "Cannot be told", "No run recorded its reward at step 0.")

@@ -293,9 +293,7 @@ def join(studies: dict[str, StudyData]) -> StudyData:
 
 def pooled_rate(rows: pd.DataFrame, changed: str, total: str, by: str | list[str]) -> pd.Series:
     """Σ changed / Σ total of the rows of each group that have both; NaN where nothing was counted."""
-    counted = rows[[changed, total]].notna().all(axis=1)  # a count that was not recorded is not 0
-    rows = rows.assign(**{name: rows[name].where(counted) for name in (changed, total)})
-    sums = rows.groupby(by, observed=True)[[changed, total]].sum()
+    sums = shown.counted(rows, changed, total).groupby(by, observed=True)[[changed, total]].sum()
     return sums[changed] / sums[total].where(sums[total] > 0)
 
 

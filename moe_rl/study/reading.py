@@ -166,16 +166,21 @@ def _outcomes(data: StudyData) -> Iterator[Statement]:
         ("collapsed", "collapsed"),
     ):
         counted = "n" if column == "collapsed" else "judged"
-        counts = [
-            f"{full_label(data, str(row['arm']))}: {row[column]} of {row[counted]}"
-            for row in table.to_dict("records")
-            if row[column]
-        ]
+        counts = by_arm(data, table, column, counted)
         of = len(runs) if column == "collapsed" else int(table["judged"].sum())
         number = f"{int(runs[column].sum())} of {of}"
         found.append(f"{what}: {number} ({listed(counts)})" if counts else f"{what}: none of {of}")
     rule = f"({COLLAPSE_RULE[0].upper()}{COLLAPSE_RULE[1:]}.)"
     yield Statement(topic, f"Runs that {'; that '.join(found)}.{untold(table)} {rule}")
+
+
+def by_arm(data: StudyData, table: pd.DataFrame, column: str = "failed", counted: str = "judged") -> list[str]:
+    """`GRPO: 3 of 8` of each arm of `final_rewards` that has runs in a column, of those in another."""
+    return [
+        f"{full_label(data, row['arm'])}: {row[column]} of {row[counted]}"
+        for row in table.to_dict("records")
+        if row[column]
+    ]
 
 
 def untold(table: pd.DataFrame) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from moe_rl.study.figures.gallery.precision import engine_format, precision_tabl
 from moe_rl.study.folders import section
 from moe_rl.study.outcomes import final_rewards, run_outcomes
 from moe_rl.study.roundings import component_table, conclusion_table, of_each_rounding
-from moe_rl.study.statistics import geometric_interval, seed_interval
+from moe_rl.study.statistics import Interval, Numbers, geometric_interval, seed_interval
 from moe_rl.study.summary import change_rates, factor_table, routing_noise_ratios
 from moe_rl.study.token_view import TokenStep, slots_left, stored_steps
 
@@ -76,46 +76,50 @@ def result_tables(data: StudyData) -> dict[str, pd.DataFrame]:
     if "grad_norm" in data.updates:
         found["updates"] = of_each_rounding(data, update_outcomes)
     if {"slots", "slots_changed"} <= set(data.updates):
-        found["volatility"] = _over_seeds(slots_rerouted(data, ["arm", "seed"]).reset_index(), ["arm"])
+        found["volatility"] = seed_means(slots_rerouted(data, ["arm", "seed"]).reset_index(), ["arm"])
     if {"logp_natural", "logp_replayed", "flips"} <= set(data.tokens):
         effects = design_effects(data.tokens).groupby(["arm", "seed", "length"], observed=True)
         if len(effects):
             medians = effects[["design_effect", "tokens_flipped"]].median().reset_index()
-            found["design_effect"] = _over_seeds(medians, ["arm", "length"])
+            found["design_effect"] = seed_means(medians, ["arm", "length"])
     if "predictor_kl" in data.updates:
         shares = of_each_rounding(data, predicted_shares)
         keys = ["arm", *(name for name in shares if name == "rounding")]
-        found["predictions"] = _over_seeds(shares, keys, ("all", "early", "later"), ("all", "early", "later"))
+        found["predictions"] = seed_means(shares, keys, ("all", "early", "later"), ("all", "early", "later"))
     if "gradient_cosine" in data.probes:
-        found["gradients"] = _over_seeds(gradient_table(data), ["arm", "update"])
+        found["gradients"] = seed_means(gradient_table(data), ["arm", "update"])
     if len(data.decompositions):
         shares = share_table(data).pivot(index=["arm", "seed", "level", "update"], columns="part", values="share")
-        found["decomposition"] = _over_seeds(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
+        found["decomposition"] = seed_means(shares.reset_index(), ["arm", "level", "update"], list(PARTS))
         found["routing_noise"] = _noise_ratios(data)
         found["decomposed_probes"] = data.decompositions[["arm", "seed", "step", "update", *DECOMPOSED]]
     if len(data.engines):
-        found["engines"] = _over_seeds(engine_table(data).drop(columns="clip_low"), ["arm", "routing"])
+        found["engines"] = seed_means(engine_table(data).drop(columns="clip_low"), ["arm", "routing"])
         if len({name for name, _ in map(engine_format, (run.config for run in data.runs)) if name}) >= 3:
-            found["precision"] = _over_seeds(precision_table(data), ["arm"], geometric=("k3", "k3_growth"))
+            found["precision"] = seed_means(precision_table(data), ["arm"], geometric=("k3", "k3_growth"))
     if {"var_token_natural", "var_token_replayed"} <= set(data.probes):
         sizes, _ = size_rows(data)
         if laws := power_laws(sizes, (*QUANTITIES, "independent_sites")):
-            found["sizes"] = _over_seeds(sizes, ["arm", *AXES], [*QUANTITIES, "steps", "independent_sites"])
+            found["sizes"] = seed_means(sizes, ["arm", *AXES], [*QUANTITIES, "steps", "independent_sites"])
             found["power_laws"] = pd.DataFrame(laws)
     found["rate_exponents"] = rate_exponents(data)
     if "site_max_vio" in data.probes and "max_vio" in data.updates:
-        found["balance"] = _over_seeds(_balance(data), ["arm"])
+        found["balance"] = seed_means(_balance(data), ["arm"])
     if "old_tokens" in data.rollouts:
         found["versions"] = _versions(data)
     if len(data.route_files):
         if len(by_load := change_by_load(data)):
-            found["change_by_load"] = _over_seeds(by_load, ["arm", "load"])
-        found["effective_routes"] = _over_seeds(effective_routes(data), ["arm", "step", "tokens"])
+            found["change_by_load"] = seed_means(by_load, ["arm", "load"])
+        found["effective_routes"] = seed_means(effective_routes(data), ["arm", "step", "tokens"])
     return {name: table for name, table in found.items() if len(table)}
 
 
-def _over_seeds(
-    table: pd.DataFrame, keys: list[str], names: Sequence[str] = (), geometric: Sequence[str] = ()
+def seed_means(
+    table: pd.DataFrame,
+    keys: list[str],
+    names: Sequence[str] = (),
+    geometric: Sequence[str] = (),
+    interval: Callable[[Numbers], Interval] = seed_interval,
 ) -> pd.DataFrame:
     """Mean over seeds of these columns, by default of all but the keys, with its interval in `_low` and `_high`; those
     of `geometric` by logarithms. `n` seeds; `_n` those with a value, where they are fewer."""
@@ -124,7 +128,7 @@ def _over_seeds(
     for key, part in table.groupby(keys, sort=False):
         row: dict[str, Any] = {**dict(zip(keys, key, strict=True)), "n": part["seed"].nunique()}
         for name in names:
-            found = (geometric_interval if name in geometric else seed_interval)(part[name].to_numpy(dtype=float))
+            found = (geometric_interval if name in geometric else interval)(part[name].to_numpy(dtype=float))
             row |= found.columns(name, f"{name}_")
             if found.n != row["n"]:  # some seeds have no such value
                 row[f"{name}_n"] = found.n
@@ -276,7 +280,7 @@ def _versions(data: StudyData) -> pd.DataFrame:
     steps."""
     names = ["old_tokens", "version_age", "version_age_max"]
     mixed = data.rollouts.dropna(subset=["old_tokens"])
-    return _over_seeds(mixed.groupby(["arm", "seed"])[names].mean().reset_index(), ["arm"])
+    return seed_means(mixed.groupby(["arm", "seed"])[names].mean().reset_index(), ["arm"])
 
 
 def _noise_ratios(data: StudyData) -> pd.DataFrame:

@@ -228,28 +228,31 @@ def _beside(table: pd.DataFrame, keys: list[str], by: str, cells: dict[str, Colu
     return wide.fillna("–").reset_index()
 
 
+_difference = _interval("+.3f", "difference", "low", "high")
+
+
+def _judged(row: dict[str, Any]) -> str:
+    """A difference, and its verdict where it has one."""
+    return _difference(row) + (f", {row['verdict']}" if row["verdict"] else "")
+
+
 def _by_rounding(table: pd.DataFrame) -> pd.DataFrame:
     """The table `roundings` as pages show it: one row for each comparison, its roundings beside each other."""
-    difference = _interval("+.3f", "difference", "low", "high")
-
-    def cell(row: dict[str, Any]) -> str:
-        return difference(row) + (f", {row['verdict']}" if row["verdict"] else "")
-
     pairs = table["arm"] + " − " + table["other"]
     n = table.groupby(pairs)["n"].agg(lambda n: ", ".join(map(str, n.unique())))
     table = table.assign(difference_of=pairs, n=pairs.map(n), verdict=table["verdict"].fillna(""))
-    wide = _beside(table, ["difference_of", "n", "survival"], "rounding", {"{}": cell})
+    wide = _beside(table, ["difference_of", "n", "survival"], "rounding", {"{}": _judged})
     wide.insert(len(wide.columns) - 1, "conclusion", wide.pop("survival"))
     return wide.rename(columns={"difference_of": "difference"})
 
 
 def _conclusions(table: pd.DataFrame) -> Iterator[str]:
     """The table `roundings` as lines for a terminal."""
-    difference, width = _interval("+.3f", "difference", "low", "high"), table["rounding"].str.len().max()
+    width = table["rounding"].str.len().max()
     for (arm, other), part in table.groupby(["arm", "other"], sort=False):
         yield f"{arm} − {other}: {part['survival'].iloc[0]}"
         for row in _records(part):
-            yield f"  {row['rounding']:{width}}  n = {row['n']:<2}  {difference(row)}  {row['verdict'] or ''}".rstrip()
+            yield f"  {row['rounding']:{width}}  n = {row['n']:<2}  {_difference(row)}  {row['verdict'] or ''}".rstrip()
 
 
 def _by_steps(table: pd.DataFrame) -> pd.DataFrame:
@@ -270,12 +273,10 @@ def _by_update(table: pd.DataFrame) -> pd.DataFrame:
 def _costs_by_rounding(table: pd.DataFrame) -> pd.DataFrame:
     """The table `rounding_costs` as pages show it: of what rounding costs, its roundings beside each other."""
     table = table[table["of"].str.startswith("lost_by_")]
-    difference = _interval("+.3f", "difference", "low", "high")
-    verdict = table["verdict"].fillna("")
-    table = table.assign(**{"rounded to": table["of"].str.removeprefix("lost_by_"), "verdict": verdict})
+    table = table.assign(verdict=table["verdict"].fillna(""))
+    table["rounded to"] = table["of"].str.removeprefix("lost_by_")
     table["difference of"] = table["arm"] + " − " + table["other"]
-    cell = {"{}": lambda row: difference(row) + (f", {row['verdict']}" if row["verdict"] else "")}
-    return _beside(table, ["rounded to", "difference of", "n"], "rounding", cell)
+    return _beside(table, ["rounded to", "difference of", "n"], "rounding", {"{}": _judged})
 
 
 def _engine_rewards(table: pd.DataFrame) -> pd.DataFrame:

@@ -51,6 +51,7 @@ def rates(rows: pd.DataFrame, level: str, by: str | Sequence[str], table: str = 
     for name in keys:
         if name not in known:
             raise StudyDataError(f"rates: cannot group by {name!r}{nearest(name, [*known, 'routing_site'])}")
+    rows = counted(rows, changed, total)
     if keys:
         sums = rows.groupby(keys, sort=False, observed=True)[[changed, total]].sum().reset_index()
     else:
@@ -58,6 +59,12 @@ def rates(rows: pd.DataFrame, level: str, by: str | Sequence[str], table: str = 
     found = sums.rename(columns={changed: "changed", total: "total"})
     found["rate"] = found["changed"] / found["total"].where(found["total"] > 0)
     return found[[*keys, "rate", "changed", "total"]]
+
+
+def counted(rows: pd.DataFrame, changed: str, total: str) -> pd.DataFrame:
+    """The rows with both counts or neither: one that was not recorded is not 0, and the other says nothing alone."""
+    known = rows[[changed, total]].notna().all(axis=1)
+    return rows.assign(**{name: rows[name].where(known) for name in (changed, total)})
 
 
 def _by_site(rows: pd.DataFrame) -> pd.DataFrame:

@@ -13,6 +13,7 @@ from moe_rl.study.arms import per_study
 from moe_rl.study.comparing import Pair, comparisons, values_by_seed
 from moe_rl.study.data import StudyData
 from moe_rl.study.floors import FLOORS
+from moe_rl.study.shown import counted
 from moe_rl.study.statistics import compare_paired, judge, seed_interval
 
 POSITIONS = "at the response tokens' own positions, not at those that predict them"
@@ -140,7 +141,10 @@ def change_rates(data: StudyData) -> pd.DataFrame:
     columns = ["arm", "noise", "update", "runs", *(f"{n}{part}" for n in names for part in ("", "_low", "_high"))]
     if data.probes.empty or not set(counts) <= set(data.probes):
         return pd.DataFrame(columns=[*columns, *counts])
-    sums = data.probes.groupby(["arm", "update", "seed"], sort=False, observed=True)[counts].sum()
+    probes = data.probes
+    for name in names:
+        probes = counted(probes, f"{name}s_changed", f"{name}s")
+    sums = probes.groupby(["arm", "update", "seed"], sort=False, observed=True)[counts].sum()
     rows = []
     for (arm, update), part in sums.groupby(level=["arm", "update"], sort=False, observed=True):
         total = part.sum()

@@ -7,18 +7,19 @@ run has them for nothing and leaves nothing behind for the next.
 import contextlib
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import select
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from moe_rl.processes import command_line, end_with_parent, importing
+from moe_rl.processes import end_with_parent, importing
 
 NEEDED = (
     "moe_rl.cli",
@@ -83,8 +84,6 @@ class Worker:
 
 # -- the worker's side ------------------------------------------------------------------------------------------------
 
-_child = 0
-
 
 def serve() -> None:
     """Take runs from standard input until it ends; answer each with its exit status."""
@@ -97,10 +96,13 @@ def serve() -> None:
         forks = _may_fork()
         for name in NEEDED if forks else ():
             importlib.import_module(name)
+    context: Any = multiprocessing.get_context("fork" if forks else "spawn")  # the types of the two share no Process
     for line in sys.stdin:
         request = json.loads(line)
-        status = (_fork if forks else _spawn)(request["arguments"], request["log"])
-        print(status, file=answers, flush=True)
+        run = context.Process(target=_run, args=(request["arguments"], request["log"], os.getpid()))
+        run.start()
+        run.join()
+        print(run.exitcode, file=answers, flush=True)
 
 
 def _may_fork() -> bool:
@@ -110,56 +112,22 @@ def _may_fork() -> bool:
     return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
-def _fork(arguments: list[str], log: str) -> int:
-    global _child
-    worker = os.getpid()
-    _child = os.fork()
-    if _child == 0:
-        end_with_parent(worker)
-        _become_run(arguments, log)
-    _, status = os.waitpid(_child, 0)
-    _child = 0
-    return os.waitstatus_to_exitcode(status)
-
-
-def _become_run(arguments: list[str], log: str) -> None:
-    """`moe-rl ARGUMENTS` in this process, which ends with it."""
-    status = 1
-    try:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        sys.argv = ["moe-rl", *arguments]
-        runpy.run_module("moe_rl", run_name="__main__")  # as `python -m moe_rl` does
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _spawn(arguments: list[str], log: str) -> int:
-    global _child
-    with open(log, "ab") as file:
-        command = command_line(arguments)
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-    _child = process.pid
-    status = process.wait()
-    _child = 0
-    return status
+def _run(arguments: list[str], log: str, worker: int) -> None:
+    """`moe-rl ARGUMENTS` in this process, which ends with its worker."""
+    end_with_parent(worker)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.argv = ["moe-rl", *arguments]
+    runpy.run_module("moe_rl", run_name="__main__")  # as `python -m moe_rl` does
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    if _child:
-        os.kill(_child, signal.SIGTERM)
-        os.waitpid(_child, 0)
+    for run in multiprocessing.active_children():
+        run.terminate()
+        run.join()
     os._exit(128 + number)
 
 

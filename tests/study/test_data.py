@@ -14,6 +14,7 @@ from synthetic import ARMS, SITES, write_study
 
 from moe_rl.study import RunWriter, StudyDataError, join, load
 from moe_rl.study.live import LiveStudy
+from moe_rl.study.summary import change_rates
 
 
 @pytest.fixture(scope="module")
@@ -319,6 +320,11 @@ def test_rates_are_sums_over_sums(folder):
     assert len(found) == len(ARMS) * 4
     infinite = replace(data, probes=data.probes.assign(ratio=float("inf")))  # as other trainers may write it
     assert infinite.rates("slot", by=["arm", "update"]).set_index(["arm", "update"]).equals(found)
+    some = data.probes.assign(slots_changed=data.probes["slots_changed"].where(data.probes["step"] > 0))
+    later = replace(data, probes=data.probes[data.probes["step"] > 0])
+    unrecorded = replace(data, probes=some)  # a count that was not recorded is not 0
+    assert np.array_equal(unrecorded.rates("slot", by="arm"), later.rates("slot", by="arm"))
+    assert change_rates(unrecorded)[["slot", "slot_low"]].equals(change_rates(later)[["slot", "slot_low"]])
     whole = data.rates("token", by=[])
     assert whole["rate"].item() == data.probes["tokens_changed"].sum() / data.probes["tokens"].sum()
     sites = data.rates("slot", by="routing_site")

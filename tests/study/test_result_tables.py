@@ -10,7 +10,7 @@ from synthetic import write_rows
 from token_files import write_step
 
 from moe_rl.study.data import load, pooled_rate
-from moe_rl.study.result_tables import _over_seeds, change_by_load, result_tables, update_outcomes
+from moe_rl.study.result_tables import change_by_load, result_tables, seed_means, update_outcomes
 from moe_rl.study.results import markdown
 
 
@@ -88,7 +88,7 @@ def test_a_count_that_was_not_recorded_is_not_0():
 
 def test_seeds_without_a_value_are_not_counted_for_its_interval():
     table = pd.DataFrame({"arm": "grpo", "seed": range(4), "whole": 1.0, "partly": [1.0, 2.0, np.nan, np.nan]})
-    row = _over_seeds(table, ["arm"]).iloc[0]
+    row = seed_means(table, ["arm"]).iloc[0]
     assert (row["n"], row["partly"], row["partly_n"]) == (4, 1.5, 2) and "whole_n" not in row
 
 
