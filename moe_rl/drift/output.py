@@ -76,6 +76,7 @@ def kept_when_stopped(output: Path) -> Iterator[Path]:
     what was measured (its CSV files), or goes if that is nothing. Raises InUseError where another process has it."""
     output = output.resolve()
     partial = output.parent / f"{output.name}.partial"
+    partial.mkdir(parents=True, exist_ok=True)
     with sole_writer(partial, "moe-rl"):
         for old in partial.iterdir():
             if old.is_dir():

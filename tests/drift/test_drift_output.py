@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from drift_models import Gone, refused
 
+from moe_rl import files
 from moe_rl.cli import VERBS
 from moe_rl.drift import run
 from moe_rl.drift.output import kept_when_stopped, put_in_place, short_names, unfinished
@@ -65,6 +66,13 @@ def test_two_commands_do_not_share_what_is_not_finished(tmp_path):
             kept_when_stopped(tmp_path / "out").__enter__()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.csv"]
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_what_is_not_finished_has_a_folder_where_there_are_no_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "fcntl", None)  # as on Windows
+    with kept_when_stopped(tmp_path / "out") as folder:
+        (folder / "a.csv").write_text("1")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.csv"]
 
 
 def test_an_error_halfway_leaves_nothing_behind(saved, prompts, tmp_path, monkeypatch, capsys):
