@@ -57,24 +57,10 @@ def _short(place: Path, parts: int) -> str:
 
 
 @contextmanager
-def unfinished(output: Path) -> Iterator[Path]:
-    """A hidden folder beside the output that takes its place at the end, and leaves nothing behind before."""
-    output = output.resolve()  # a link stays, and what it names is replaced
-    made = output.parent / f".{output.name}.{os.getpid()}.unfinished"
-    shutil.rmtree(made, ignore_errors=True)
-    try:
-        made.mkdir(parents=True)
-        yield made
-        put_in_place(made, output)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-@contextmanager
 def kept_when_stopped(output: Path) -> Iterator[Path]:
     """OUTPUT.partial, which takes the place of the output at the end. Where it does not come to that, it stays with
     what was measured (its CSV files), or goes if that is nothing. Raises InUseError where another process has it."""
-    output = output.resolve()
+    output = output.resolve()  # a link stays, and what it names is replaced
     partial = output.parent / f"{output.name}.partial"
     partial.mkdir(parents=True, exist_ok=True)
     with sole_writer(partial, "moe-rl"):

@@ -16,7 +16,7 @@ from moe_rl.drift import checkpoints as pair
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions, check_least
-from moe_rl.drift.output import environment, finite, output_folder, progress, settings_of, short_names, unfinished
+from moe_rl.drift.output import environment, finite, kept_when_stopped, output_folder, progress, settings_of, short_names
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Text
@@ -43,7 +43,7 @@ def run_drift(options: DriftOptions) -> Path:
     floor = Floor(options.floor_sequences)
     load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
     load_old, load_new = partial(load, "OLD", old), partial(load, "NEW", new)
-    with unfinished(output) as folder, progress(console, (3 if alone else 1) * text.most_batches) as tick:
+    with kept_when_stopped(output) as folder, progress(console, (3 if alone else 1) * text.most_batches) as tick:
         wanted = options.per_site, options.gate_swap
         if alone:
             measured = one_at_a_time(load_old, load_new, text, *wanted, folder / "cache", floor, tick)

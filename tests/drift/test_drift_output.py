@@ -9,7 +9,7 @@ from drift_models import Gone, refused
 from moe_rl import files
 from moe_rl.cli import VERBS
 from moe_rl.drift import run
-from moe_rl.drift.output import kept_when_stopped, put_in_place, short_names, unfinished
+from moe_rl.drift.output import kept_when_stopped, put_in_place, short_names
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.files import InUseError
 
@@ -53,7 +53,7 @@ def test_an_earlier_comparison_goes_only_when_the_new_one_stands(tmp_path, monke
         patched.setattr(Path, "rename", busy)
         put_in_place(made, former)
     assert (former / "drift.json").read_text() == "out"
-    with unfinished(link) as folder:
+    with kept_when_stopped(link) as folder:
         (folder / "drift.json").write_text("new")
     assert link.is_symlink() and (former / "drift.json").read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "made", "out"]
