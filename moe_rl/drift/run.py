@@ -16,7 +16,7 @@ from moe_rl.drift import checkpoints as pair
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions, check_least
-from moe_rl.drift.output import environment, finite, kept_when_stopped, output_folder, progress, settings_of, short_names
+from moe_rl.drift.output import environment, finite, output_folder, progress, settings_of, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Text
@@ -43,7 +43,7 @@ def run_drift(options: DriftOptions) -> Path:
     floor = Floor(options.floor_sequences)
     load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
     load_old, load_new = partial(load, "OLD", old), partial(load, "NEW", new)
-    with kept_when_stopped(output) as folder, progress(console, (3 if alone else 1) * text.most_batches) as tick:
+    with unfinished(output) as folder, progress(console, (3 if alone else 1) * text.most_batches) as tick:
         wanted = options.per_site, options.gate_swap
         if alone:
             measured = one_at_a_time(load_old, load_new, text, *wanted, folder / "cache", floor, tick)
@@ -76,7 +76,7 @@ def check_options(options: DriftOptions) -> tuple[str, torch.device]:
 def text_of(options: DriftOptions, known: pair.Checkpoints) -> Text:
     """The text of a comparison, checked; no longer than the model has positions. Raises DriftError."""
     max_tokens = min(options.max_tokens, known.max_length or options.max_tokens)
-    return Text(options.prompts, known.tokenizer, known.vocabulary, max_tokens, options.batch_size)
+    return Text(options.prompts, known, max_tokens, options.batch_size)
 
 
 def say(folder: Path) -> None:
@@ -130,8 +130,8 @@ def _results(
         "examples": text.number,
         "measured_sequences": shares.sequences.count,
         "measured_tokens": shares.tokens.count,
-        "truncated": text.skipped.truncated,
-        "empty": text.skipped.empty,
+        "truncated": text.truncated,
+        "empty": text.empty,
         "change": sums.rates(),
         "floor": floor.results(),
         "gate_swap": sums.swaps(),
