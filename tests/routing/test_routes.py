@@ -188,7 +188,7 @@ def test_a_frame_of_some_tokens():
     mask[1, 2] = mask[2, 3] = True  # the second has no route
     frame = routes.to_frame(mask=mask)
     assert frame[["sequence", "position"]].values.tolist() == [[1, 2], [1, 2]]
-    with pytest.raises(RoutingError, match=r"mask must be \[B,T\]"):
+    with pytest.raises(RoutingError, match=r"mask must have the shape \[3, 4\] of tokens, got \[3, 2\]"):
         routes.to_frame(mask=mask[:, :2])
 
 
