@@ -54,7 +54,7 @@ def temporary(tensors: Callable[[], Iterable[tuple[str, Tensor]]], values: Mappi
     kept = {name: tensor.clone() for name, tensor in tensors()}
     own, other = ({name: tensor.shape for name, tensor in held.items()} for held in (kept, values))
     if differ := sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name)):
-        raise ValueError(f"weights of another architecture: {differ[:3]} are not in both, or of other shapes")
+        raise ValueError(f"weights of another model, or of another architecture, by name or shape: {differ[:3]}")
     try:
         _put(tensors(), values)
         yield
