@@ -23,24 +23,14 @@ from safetensors import SafetensorError, safe_open
 from moe_rl.checks import parse_json
 from moe_rl.drift.captured import Captured
 from moe_rl.drift.errors import DriftError
-from moe_rl.routing import RoutedExperts, RoutingError
+from moe_rl.routing import RoutedExperts
 from moe_rl.routing.arrays import NPY, decode_npy
 from moe_rl.routing.formats import FORMAT
 from moe_rl.routing.traces import read_slime
 
 KEYS = ("tokens", "input_ids")
 # A file that is cut off, damaged, of another kind (an array under the name .npz), or of a dtype that numpy lacks.
-UNREADABLE = (
-    SafetensorError,
-    RoutingError,
-    KeyError,
-    ValueError,
-    OSError,
-    EOFError,
-    TypeError,
-    zipfile.BadZipFile,
-    zlib.error,
-)
+UNREADABLE = (SafetensorError, KeyError, ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile, zlib.error)
 FORMS = "expected .safetensors, .npz or .jsonl with tokens and routed_experts, or a .pt that slime dumped"
 
 
@@ -147,7 +137,7 @@ def _lines(path: Path, K: int) -> list[tuple[Any, Any]]:
                     tokens = [*row["prompt_token_ids"], *row["token_ids"]]
                 ids = row["routed_experts"]
                 ids = _decoded(ids, len(tokens), K) if isinstance(ids, str) else np.array(ids)
-            except (ValueError, KeyError, TypeError, RoutingError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise DriftError(
                     f"{where}: {type(error).__name__}: {error}; expected tokens (or prompt_token_ids and token_ids) "
                     "and routed_experts [rows, layers, K]"

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
 
 from moe_rl.drift.capture_files import read_capture
 from moe_rl.drift.captured import Captured, Finding, OwnRoutes
 from moe_rl.drift.checkpoints import check_device, check_dtype, load
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CheckOptions, check_least
+from moe_rl.drift.prompts import Example, laid_out
 from moe_rl.drift.route_check import RouteCheck, check_routes
 from moe_rl.measure.noise_floor import first_line, rounded_copy
-from moe_rl.measure.scoring import TokenBatch, score_live
+from moe_rl.measure.scoring import score_live
 from moe_rl.policy.models import check_path, taken_for_hub_id, vocabulary_of
 from moe_rl.policy.tiny import ModelError
 from moe_rl.routing import RoutedExperts, UnsupportedModelError
@@ -134,12 +134,10 @@ def own_routes(
 def _scored(model: nn.Module, tokens: Sequence[np.ndarray], batch_size: int) -> tuple[list[np.ndarray], RoutedExperts]:
     found: list[np.ndarray] = []
     for start in range(0, len(tokens), batch_size):
-        held = [torch.from_numpy(one.astype(np.int64)) for one in tokens[start : start + batch_size]]
-        ids = pad_sequence(held, batch_first=True)
-        position, length = torch.arange(ids.shape[1]), torch.tensor([[len(one)] for one in held])
-        mask = position < length
-        routes = score_live(model, TokenBatch(ids, mask, mask & (position > 0))).routes  # the first follows nothing
-        found += [routes.ids[row, mask[row]].to(torch.int32).numpy() for row in range(len(ids))]
+        held = [Example(0, one.tolist(), start=1) for one in tokens[start : start + batch_size]]
+        text = laid_out(held, 0, [0] * len(held))
+        routes = score_live(model, text).routes
+        found += [ids[mask].to(torch.int32).numpy() for ids, mask in zip(routes.ids, text.attention_mask, strict=True)]
     return found, routes
 
 

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from moe_rl.study.figures.floor import draw_along, draw_levels
-from moe_rl.study.figures.routing import binomial_of, short_sites
+from moe_rl.study.figures.routing import binomial_of, short_sites, site_ticks
 from moe_rl.study.figures.saving import StudyFigure, styled
 from moe_rl.study.figures.style import label_bar, legend_above, log_y, panels, plain
 from moe_rl.study.floors import floor_rates
@@ -220,8 +220,7 @@ def load_by_expert(experts: pd.DataFrame, note: str) -> StudyFigure:
     ax = axes[0, 0]
     image = ax.imshow(grid, aspect="auto", cmap="PuOr", vmin=-top, vmax=top, interpolation="nearest")
     short, common = short_sites(sites)
-    step = max(1, len(sites) // 12)
-    ax.set_yticks(range(0, len(sites), step), short[::step])
+    site_ticks(ax.yaxis, short)
     ax.set(xlabel="expert", ylabel="routing site")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(False)

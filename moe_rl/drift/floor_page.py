@@ -167,13 +167,10 @@ def draw(rows: Sequence[Mapping[str, Any]], results: Mapping[str, Any], folder: 
 def render(results: Mapping[str, Any], figure: StudyFigure) -> str:
     """The page: self-contained, without scripts."""
     counts = [
-        [row["dtype"], label(row), *(f"{row[f'{unit}_changed']:,} / {row[unit]:,}" for unit in UNITS)]
+        [row["dtype"], label(row), *(f"{row[f'{of}_changed']:,} / {row[of]:,}" for of in ("slots", "sites", "tokens"))]
         + [f"{row['outside']:,} → {row['outside_replayed']:,} / {row['measured']:,}"]
         + [number(row[name]) for name in ("k3", "k3_replayed", "chi2_token", "ess_token", "gap_p99")]
         for row in results["rows"]
     ]
     rows, details = [cells(row) for row in results["rows"]], {label(row): row["detail"] for row in results["rows"]}
     return page_of("floor", results, [figure], heads=HEADS, rows=rows, counts=counts, details=details)
-
-
-UNITS = ("slots", "sites", "tokens")

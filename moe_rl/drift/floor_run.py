@@ -26,13 +26,13 @@ from moe_rl.drift.output import (
     Tick,
     environment,
     finite,
-    kept_when_stopped,
     output_folder,
     progress,
     settings_of,
     short_names,
+    unfinished,
 )
-from moe_rl.drift.prompts import Skipped, aligned, check_file, examples
+from moe_rl.drift.prompts import Text, aligned, in_batches
 from moe_rl.files import write_atomic, write_json
 from moe_rl.measure.arithmetic import (
     DECODE,
@@ -102,33 +102,28 @@ def run_floor(options: FloorOptions) -> Path:
     (name,) = short_names([options.model])
     output = output_folder(options.output, Path("runs") / "floor" / name, "floor.json")
     known = checkpoints.check({"MODEL": source.base}, options.tokenizer, options.trust_remote_code)
-    number = check_file(options.prompts, known.tokenizer)
-    max_tokens = _longest(options, known.max_length)
-    skipped = Skipped()
-    texts = _texts(options, known, max_tokens, skipped)
+    text = Text(options.prompts, known, _longest(options, known.max_length), options.batch_size)
+    held = in_batches(islice(text.examples(), options.sequences), options.batch_size)
+    texts = [aligned(examples, known.tokenizer.pad_token_id) for examples in held]
     if not texts:
-        raise DriftError(
-            f"{options.prompts}: no token to measure: {skipped.empty} examples are empty, a single token, or have a "
-            f"prompt that fills the {max_tokens} tokens that count (--max-tokens; the model has "
-            f"{known.max_length or 'no fixed number of'} positions)"
-        )
+        raise text.nothing_left()
     about = {
         "model": name,
         "adapter": None if source.adapter is None else str(source.adapter),
         "architecture": known.model_type,
         "parameters": known.parameters,
         "routing_sites": len(known.sites),
-        "examples": number,
-        "sequences": sum(len(text.input_ids) for text in texts),
-        "measured_tokens": int(sum(text.completion_mask.sum() for text in texts)),
-        "truncated": skipped.truncated,
-        "empty": skipped.empty,
-        "settings": {**settings_of(options), "max_tokens": max_tokens, "device": str(device)},
+        "examples": text.number,
+        "sequences": sum(len(batch.input_ids) for batch in texts),
+        "measured_tokens": int(sum(batch.completion_mask.sum() for batch in texts)),
+        "truncated": text.truncated,
+        "empty": text.empty,
+        "settings": {**settings_of(options), "max_tokens": text.max_tokens, "device": str(device)},
         "environment": environment(device),
     }
     variants = len(LAYOUTS) + len(options.experts) + 4  # the reference, decode, dtype, merged
     total = len(options.dtypes) * variants * len(texts)
-    with kept_when_stopped(output) as folder:
+    with unfinished(output) as folder:
         with progress(Console(stderr=True), total) as tick:
             found = Found(folder, about, texts, options.decode_tokens, tick)
             _measure(options, source, device, found)
@@ -188,15 +183,6 @@ def _variants(model: nn.Module, options: FloorOptions) -> Iterator[tuple[str, st
         yield "decode", f"{DECODE}, the first {options.decode_tokens} measured tokens"
     for variant in experts_variants(model, options.experts):
         yield variant, f"experts by {experts_implementation(model)} and by {variant.removeprefix('experts_')}"
-
-
-def _texts(
-    options: FloorOptions, known: checkpoints.Checkpoints, max_tokens: int, skipped: Skipped
-) -> list[TokenBatch]:
-    found = examples(options.prompts, known.tokenizer, known.vocabulary, max_tokens, skipped)
-    held = list(islice(found, options.sequences))
-    size, pad = options.batch_size, known.tokenizer.pad_token_id
-    return [aligned(held[i : i + size], pad) for i in range(0, len(held), size)]
 
 
 def _check(options: FloorOptions) -> torch.device:

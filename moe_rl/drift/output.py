@@ -58,24 +58,11 @@ def _short(place: Path, parts: int) -> str:
 
 @contextmanager
 def unfinished(output: Path) -> Iterator[Path]:
-    """A hidden folder beside the output that takes its place at the end, and leaves nothing behind before."""
-    output = output.resolve()  # a link stays, and what it names is replaced
-    made = output.parent / f".{output.name}.{os.getpid()}.unfinished"
-    shutil.rmtree(made, ignore_errors=True)
-    try:
-        made.mkdir(parents=True)
-        yield made
-        put_in_place(made, output)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-@contextmanager
-def kept_when_stopped(output: Path) -> Iterator[Path]:
     """OUTPUT.partial, which takes the place of the output at the end. Where it does not come to that, it stays with
     what was measured (its CSV files), or goes if that is nothing. Raises InUseError where another process has it."""
-    output = output.resolve()
+    output = output.resolve()  # a link stays, and what it names is replaced
     partial = output.parent / f"{output.name}.partial"
+    partial.mkdir(parents=True, exist_ok=True)
     with sole_writer(partial, "moe-rl"):
         for old in partial.iterdir():
             if old.is_dir():
@@ -115,12 +102,12 @@ class Screen(Console):
 
 
 @contextmanager
-def progress(console: Console, total: int, of: str = "batches") -> Iterator[Tick]:
+def progress(console: Console, total: int) -> Iterator[Tick]:
     """A bar on a terminal; elsewhere a line for every tenth."""
     if console.is_terminal:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(of, total=total)
+            task = bar.add_task("batches", total=total)
             yield lambda: bar.advance(task)
         return
     done = 0
@@ -129,7 +116,7 @@ def progress(console: Console, total: int, of: str = "batches") -> Iterator[Tick
         nonlocal done
         done += 1
         if done * 10 // total > (done - 1) * 10 // total:
-            console.print(f"{done} of {total} {of}")
+            console.print(f"{done} of {total} batches")
 
     yield tick
 

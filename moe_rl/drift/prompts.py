@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import torch
 
 from moe_rl.checks import parse_json
+from moe_rl.drift.checkpoints import Checkpoints
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.scoring import TokenBatch
 
@@ -18,8 +19,6 @@ FORMS = (
     '{"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or '
     '{"messages": [{"role": ..., "content": ...}]}'
 )
-
-
 KEYS = ("text", "prompt", "completion", "messages")
 TABLES = (".parquet", ".pq")
 
@@ -41,43 +40,72 @@ class TextBatch:
     text: TokenBatch
 
 
-@dataclass
-class Skipped:
-    """What did not come through whole, counted as the file is read."""
-
-    truncated: int = 0
-    empty: int = 0
-
-
 class Text:
-    """The examples of a file in batches, from the beginning as often as they are wanted.
+    """The examples of a file, from the beginning as often as they are wanted.
 
-    number: how many examples there are. skipped: of the latest pass over them; all passes are alike.
+    known: the model's tokenizer, and how many tokens and positions it has. number: how many examples there are.
+    truncated, empty: of the latest pass, those that were cut, and those without a token to measure; all passes are
+    alike.
 
     Raises DriftError naming the line that is wrong.
     """
 
-    def __init__(self, path: Path, tokenizer: Any, vocabulary: int, max_tokens: int, batch_size: int) -> None:
-        self.path, self.tokenizer, self.vocabulary = path, tokenizer, vocabulary
-        self.max_tokens, self.batch_size = max_tokens, batch_size
-        self.number, self.skipped = check_file(path, tokenizer), Skipped()
+    def __init__(self, path: Path, known: Checkpoints, max_tokens: int, batch_size: int) -> None:
+        self.path, self.known, self.max_tokens, self.batch_size = path, known, max_tokens, batch_size
+        self.number, self.truncated, self.empty = check_file(path, known.tokenizer), 0, 0
 
     @property
     def most_batches(self) -> int:
         """Of a pass: as many if no example is left out."""
         return -(-self.number // self.batch_size)
 
+    def examples(self) -> Iterator[Example]:
+        """One at a time, cut to their first `max_tokens` tokens; those without a token to measure are counted.
+
+        Prompt and completion are tokenised apart, as a sampler would have made them. Text and a prompt alone are
+        measured from their second token on (the first follows nothing); of a chat that ends with the assistant, its
+        last turn.
+
+        Raises DriftError naming a line that cannot be tokenised, or has a token that is none of the model's.
+        """
+        self.truncated = self.empty = 0
+        tokenizer, vocabulary = self.known.tokenizer, self.known.vocabulary
+        for line, row in _rows(self.path):
+            try:
+                ids, start = tokenised(row, tokenizer)
+            except Exception as error:  # tokenizers and chat templates raise many kinds
+                raise DriftError(f"{self.path} line {line} cannot be tokenised: {error}") from error
+            self.truncated += len(ids) > self.max_tokens
+            ids = ids[: self.max_tokens]
+            if ids and max(ids) >= vocabulary:
+                name = tokenizer.convert_ids_to_tokens(max(ids))
+                raise DriftError(
+                    f"{self.path} line {line} has token {max(ids)} ({name!r}), and the model embeds {vocabulary} "
+                    "tokens: a tokenizer of another model? --tokenizer names one"
+                )
+            if start >= len(ids):
+                self.empty += 1
+            else:
+                yield Example(line, ids, start)
+
     def batches(self) -> Iterator[TextBatch]:
-        self.skipped = Skipped()
-        source = examples(self.path, self.tokenizer, self.vocabulary, self.max_tokens, self.skipped)
-        return batches(source, self.batch_size, self.tokenizer.pad_token_id)
+        """`batch_size` examples at a time, in the order of the file."""
+        for held in in_batches(self.examples(), self.batch_size):
+            batch = laid_out(held, self.known.tokenizer.pad_token_id, [0] * len(held))
+            yield TextBatch([example.line for example in held], batch)
 
     def nothing_left(self) -> DriftError:
         """The error where no example has a token to measure."""
         return DriftError(
-            f"{self.path}: no token to measure: {self.skipped.empty} of {self.number} examples are empty, a single "
-            f"token, or have a prompt that fills the {self.max_tokens} tokens (--max-tokens)"
+            f"{self.path}: no token to measure: {self.empty} of {self.number} examples are empty, a single token, or "
+            f"have a prompt that fills the {self.max_tokens} tokens that count (--max-tokens; the model has "
+            f"{self.known.max_length or 'no fixed number of'} positions)"
         )
+
+
+def in_batches(source: Iterator[Example], size: int) -> Iterator[list[Example]]:
+    while held := list(islice(source, size)):
+        yield held
 
 
 def check_file(path: Path, tokenizer: Any) -> int:
@@ -96,38 +124,6 @@ def check_file(path: Path, tokenizer: Any) -> int:
             ".parquet, or a .txt of one text per line"
         )
     return number
-
-
-def examples(path: Path, tokenizer: Any, vocabulary: int, max_tokens: int, skipped: Skipped) -> Iterator[Example]:
-    """The lines, one at a time, cut to their first `max_tokens` tokens; lines without a token to measure are counted.
-
-    Prompt and completion are tokenised apart, as a sampler would have made them. Text and a prompt alone are measured
-    from their second token on (the first follows nothing); of a chat that ends with the assistant, its last turn.
-
-    Raises DriftError naming a line that cannot be tokenised, or has a token that is none of the model's `vocabulary`.
-    """
-    for line, row in _rows(path):
-        try:
-            ids, start = tokenised(row, tokenizer)
-        except Exception as error:  # tokenizers and chat templates raise many kinds
-            raise DriftError(f"{path} line {line} cannot be tokenised: {error}") from error
-        skipped.truncated += len(ids) > max_tokens
-        ids = ids[:max_tokens]
-        if ids and max(ids) >= vocabulary:
-            raise DriftError(
-                f"{path} line {line} has token {max(ids)} ({tokenizer.convert_ids_to_tokens(max(ids))!r}), and the "
-                f"model embeds {vocabulary} tokens: a tokenizer of another model? --tokenizer names one"
-            )
-        if start >= len(ids):
-            skipped.empty += 1
-        else:
-            yield Example(line, ids, start)
-
-
-def batches(source: Iterator[Example], batch_size: int, pad: int) -> Iterator[TextBatch]:
-    """`batch_size` examples at a time, in the order of the file."""
-    while held := list(islice(source, batch_size)):
-        yield TextBatch([example.line for example in held], laid_out(held, pad, [0] * len(held)))
 
 
 def tokenised(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:

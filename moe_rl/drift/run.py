@@ -76,7 +76,7 @@ def check_options(options: DriftOptions) -> tuple[str, torch.device]:
 def text_of(options: DriftOptions, known: pair.Checkpoints) -> Text:
     """The text of a comparison, checked; no longer than the model has positions. Raises DriftError."""
     max_tokens = min(options.max_tokens, known.max_length or options.max_tokens)
-    return Text(options.prompts, known.tokenizer, known.vocabulary, max_tokens, options.batch_size)
+    return Text(options.prompts, known, max_tokens, options.batch_size)
 
 
 def say(folder: Path) -> None:
@@ -130,8 +130,8 @@ def _results(
         "examples": text.number,
         "measured_sequences": shares.sequences.count,
         "measured_tokens": shares.tokens.count,
-        "truncated": text.skipped.truncated,
-        "empty": text.skipped.empty,
+        "truncated": text.truncated,
+        "empty": text.empty,
         "change": sums.rates(),
         "floor": floor.results(),
         "gate_swap": sums.swaps(),

@@ -21,12 +21,12 @@ from moe_rl.drift.options import DriftOptions
 from moe_rl.drift.output import (
     environment,
     finite,
-    kept_when_stopped,
     output_folder,
     place_of,
     progress,
     settings_of,
     short_names,
+    unfinished,
 )
 from moe_rl.drift.run import check_options, text_of
 from moe_rl.drift.series_page import draw, render, series_table
@@ -66,8 +66,8 @@ def run_series(options: DriftOptions) -> Path:
             "routing_sites": len(known.sites),
             "other_settings": known.other_settings,
             "examples": text.number,
-            "truncated": text.skipped.truncated,
-            "empty": text.skipped.empty,
+            "truncated": text.truncated,
+            "empty": text.empty,
             "floor": floor.results(),
             "rows": [held.row() for held in helds],
             "settings": {**settings, "max_tokens": text.max_tokens, "device": str(device)},
@@ -75,7 +75,7 @@ def run_series(options: DriftOptions) -> Path:
         }
 
     total = (len(paths) + (1 if options.gate_swap else 0)) * text.most_batches
-    with kept_when_stopped(output) as folder, progress(Console(stderr=True), total) as tick:
+    with unfinished(output) as folder, progress(Console(stderr=True), total) as tick:
         passes = Passes(names, load, text, folder / "cache", tick)
         first = passes.first(floor)
         if not first.tokens:

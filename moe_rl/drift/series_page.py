@@ -13,7 +13,7 @@ from moe_rl.drift.figures import LOOKS
 from moe_rl.drift.output import page_of
 from moe_rl.drift.words import floor_text, number, percent, slot_floors
 from moe_rl.study.figures.floor import FLOOR_LINES
-from moe_rl.study.figures.routing import short_sites
+from moe_rl.study.figures.routing import short_sites, site_ticks
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
 from moe_rl.study.figures.style import label_bar, legend_above, panels
 from moe_rl.study.words import cut
@@ -109,8 +109,7 @@ def series_sites(sites: pd.DataFrame, results: Mapping[str, Any], note: str) -> 
     ax = axes[0, 0]
     image = ax.imshow(grid, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
     short, common = short_sites(order)
-    every = max(1, len(order) // 12)
-    ax.set_yticks(range(0, len(order), every), short[::every])
+    site_ticks(ax.yaxis, short)
     x, what = positions_of(results)
     ticks = range(0, len(names), max(1, -(-len(names) // 8)))
     ax.set_xticks(list(ticks), [f"{x[i]:g}" for i in ticks])

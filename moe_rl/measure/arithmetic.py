@@ -1,14 +1,10 @@
 """What arithmetic alone does: the same weights and tokens, scored in another way, and how much of it is routing.
 
-A *variant* scores a text again with equal weights:
+A *variant* scores a text again with equal weights: one of `LAYOUTS`, or
 
-- "repeat"            the same forward once more
-- "batch_1"           each sequence by itself, at the width of the batch
-- "batch_1_unpadded"  each sequence by itself and without padding
-- "padding_left", "padding_right"   the same batch with all padding on that side
-- "decode"            the prompt in one forward, then token by token with a KV cache
-- "experts_NAME"      another experts implementation of transformers
-- "same"              the same forward of what is the same policy otherwise: another dtype, merged adapters
+- "decode"        the prompt in one forward, then token by token with a KV cache
+- "experts_NAME"  another experts implementation of transformers
+- "same"          the same forward of what is the same policy otherwise: another dtype, merged adapters
 
 What a variant changes is scored a second time with the reference's routes forced on it. With d the change of a token's
 log-probability, natural d = arithmetic + routing: the replayed d is the arithmetic that is left when every expert is
@@ -225,13 +221,7 @@ def repadded(text: TokenBatch, side: str) -> TokenBatch:
     """
     real = text.attention_mask
     order = real.int().argsort(dim=1, stable=True, descending=side == "right")
-    return _each(text, lambda part: part.gather(1, order))
-
-
-def _each(text: TokenBatch, change: Callable[[Tensor], Tensor]) -> TokenBatch:
-    """The same change of its ids and masks."""
-    masks = change(text.attention_mask), change(text.completion_mask)
-    return TokenBatch(change(text.input_ids), *masks, text.temperature)
+    return text.each(lambda part: part.gather(1, order))
 
 
 # -- one batch -----------------------------------------------------------------------------------------------------
@@ -261,7 +251,7 @@ def _pieces(variant: str, text: TokenBatch) -> list[_Piece]:
 
 def _without_padding(row: TokenBatch) -> TokenBatch:
     real = row.attention_mask[0]
-    return _each(row, lambda part: part[:, real])
+    return row.each(lambda part: part[:, real])
 
 
 def _rescored(
@@ -304,7 +294,7 @@ def _decoded(
     width = text.input_ids.shape[1]
     first = int(text.completion_mask.any(0).int().argmax())
     stop = min(width, first + decode_tokens)
-    short = _each(text, lambda part: part[:, :stop])
+    short = text.each(lambda part: part[:, :stop])
     before, score = reference.routes.columns(slice(stop)), partial(decoded_logps, prefill=first)
     own, replayed = _live_and_replayed(model, short, before, score)
     beyond = (0, width - stop)

@@ -27,10 +27,13 @@ class TokenBatch:
         for name in ("attention_mask", "completion_mask"):
             object.__setattr__(self, name, as_bool_mask(getattr(self, name), name))
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> "TokenBatch":
+        """The same change of its ids and masks."""
+        masks = change(self.attention_mask), change(self.completion_mask)
+        return TokenBatch(change(self.input_ids), *masks, self.temperature)
+
     def rows(self, start: int, stop: int) -> "TokenBatch":
-        rows = slice(start, stop)
-        masks = self.attention_mask[rows], self.completion_mask[rows]
-        return TokenBatch(self.input_ids[rows], *masks, self.temperature)
+        return self.each(lambda part: part[start:stop])
 
 
 def check_measured(text: TokenBatch) -> None:

@@ -3,7 +3,7 @@
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -42,20 +42,19 @@ def copy_weights(model: nn.Module) -> dict[str, Tensor]:
     return {name: local.cpu().clone() for name, local in _locals(model)}
 
 
-@contextmanager
-def temporary_weights(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
+def temporary_weights(model: nn.Module, weights: dict[str, Tensor]) -> AbstractContextManager[None]:
     """`model` with other weights inside, and bit for bit its own again after. Not inside a forward or a backward."""
-    own = {name for name, _ in _locals(model)}
-    if own != weights.keys():
-        raise ValueError(f"weights of another model: {sorted(own ^ weights.keys())[:3]} are not in both")
-    with temporary(lambda: _locals(model), weights):
-        yield
+    return temporary(lambda: _locals(model), weights)
 
 
 @contextmanager
 def temporary(tensors: Callable[[], Iterable[tuple[str, Tensor]]], values: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, named `tensors`, which are looked up anew each time, hold other values; after, bit for bit their own."""
+    """Inside, named `tensors`, which are looked up anew each time, hold other values; after, bit for bit their own.
+    ValueError for names or shapes that are not theirs."""
     kept = {name: tensor.clone() for name, tensor in tensors()}
+    own, other = ({name: tensor.shape for name, tensor in held.items()} for held in (kept, values))
+    if differ := sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name)):
+        raise ValueError(f"weights of another model, or of another architecture, by name or shape: {differ[:3]}")
     try:
         _put(tensors(), values)
         yield

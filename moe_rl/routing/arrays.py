@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import LIVE, check_mask
+from moe_rl.routing.packing import LIVE, check_integers, check_mask
 
 NPY = b"\x93NUMPY"  # how a .npy file begins
 FEW_SITES = 8  # at so many a token that is sent to expert 0 everywhere is taken for one that was not captured
@@ -101,8 +101,7 @@ def ids_from_padded(
     all zeros or mapped to no site, a token without routes inside a sequence.
     """
     ids, there = (torch.as_tensor(x, device="cpu").detach() for x in (array, mask))
-    if ids.is_floating_point() or ids.dtype == torch.bool:
-        raise RoutingError(f"expected integer ids, got {ids.dtype}: router logits or gate weights?")
+    check_integers(ids)
     if ids.ndim != 4:
         raise RoutingError(f"expected ids [B,T,layers,K] (sequence, token, layer, slot), got {list(ids.shape)}")
     if there.shape != ids.shape[:2]:

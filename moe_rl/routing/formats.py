@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_rl.files import write_tensors
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import check_mask
+from moe_rl.routing.packing import token_mask
 from moe_rl.routing.validity import check_packed, checked_tokens, experts_per_site
 
 if TYPE_CHECKING:
@@ -101,10 +101,7 @@ class Stored:
 
         keep = ~self.live
         if mask is not None:
-            check_mask(mask)
-            if mask.shape != self.shape[:2]:
-                raise RoutingError(f"mask must be [B,T] = {list(self.shape[:2])}, got {list(mask.shape)}")
-            keep = keep & mask.to(self.device).bool()[:, :, None]
+            keep = keep & token_mask(mask, self.packed)[:, :, None]
         where = keep.nonzero().cpu().numpy()
         chosen = self.ids[keep].cpu().numpy()
         columns: dict[str, Any] = {"sequence": where[:, 0], "position": where[:, 1]}

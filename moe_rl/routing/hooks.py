@@ -60,10 +60,7 @@ class Tap:
         self.root, self.sites, self.boundary = model, sites, boundary
         self.modules: list[nn.Module] = []  # all of the root's
         self.names = [site.name for site in sites]
-        own = vars(boundary).get("forward")
-        self.parameters = (
-            _parameters(type(boundary).forward) if own is None else list(inspect.signature(own).parameters)
-        )
+        self.parameters = list(inspect.signature(boundary.forward).parameters)
         self.probes: list[Selector] = []  # what the self-check learned last
         self.modes: dict[tuple[bool, int], Selector] = {}  # by train mode and site
         self.examining = False  # the self-check is under way, and judges for itself

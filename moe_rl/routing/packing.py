@@ -68,7 +68,7 @@ def compact(ids: Tensor) -> UInt[Tensor, "*rows K"]:
 def check_integers(ids: Tensor) -> None:
     """Raises RoutingError for what cannot be ids, whose rounded values would count as some."""
     if ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
-        raise RoutingError(f"expected integer expert ids [...,L,K], got {ids.dtype}: router logits instead?")
+        raise RoutingError(f"expected integer expert ids [...,L,K], got {ids.dtype}: router logits or gate weights?")
 
 
 def token_mask(mask: Shaped[Tensor, "..."], like: Shaped[Tensor, "... L K"]) -> Bool[Tensor, "..."]:
@@ -110,7 +110,7 @@ def differing_rows(
     """
     a, b = (compact(x) if x.dtype.is_signed else x for x in (old, new))
     if a.dtype != b.dtype:  # their sentinels differ
-        a, b = _widened(a), _widened(b)
+        a, b = (pack_ids(unpack_ids(x), 65535) for x in (a, b))
     return (_differing_numpy if a.device.type == "cpu" else _differing_torch)(a, b)
 
 
@@ -159,11 +159,3 @@ def _differing_torch(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor |
     changed = ((b.shape[1] - hit.sum(-1)) * routed[index]).to(torch.uint8)
     kept = changed > 0
     return index[kept], changed[kept], routed
-
-
-def _widened(packed: UInt[Tensor, "*rows K"]) -> UInt[Tensor, "*rows K"]:
-    """uint8 -> uint16, sentinel included."""
-    if packed.dtype == torch.uint16:
-        return packed
-    wide = packed.to(torch.int16)
-    return wide.masked_fill_(is_live(packed), -1).view(torch.uint16)

@@ -9,7 +9,7 @@ from jaxtyping import Int, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import LIVE, pack_ids, packed_dtype, unpack_ids, words
+from moe_rl.routing.packing import LIVE, check_integers, pack_ids, packed_dtype, unpack_ids, words
 
 _CHUNK = 1 << 20  # ids validated at a time, so that the int64 temporaries stay small
 
@@ -22,8 +22,7 @@ def pack_checked(
     ids: `[B,T,L,K]` by claim only, so it carries no annotation; experts: num_experts of each of the L sites; repeats:
         sites whose rows may name an expert twice.
     """
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise RoutingError(f"ids must be integers, got {ids.dtype}: router logits or gate weights, not ids?")
+    check_integers(ids)
     if ids.ndim != 4:
         raise RoutingError(f"ids must be [B,T,L,K] (sequence, token, site, slot), got {list(ids.shape)}")
     if ids.shape[2] != len(sites):

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from drift_models import Gone, refused
 
+from moe_rl import files
 from moe_rl.cli import VERBS
 from moe_rl.drift import run
-from moe_rl.drift.output import kept_when_stopped, put_in_place, short_names, unfinished
+from moe_rl.drift.output import put_in_place, short_names, unfinished
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.files import InUseError
 
@@ -59,12 +60,19 @@ def test_an_earlier_comparison_goes_only_when_the_new_one_stands(tmp_path, monke
 
 
 def test_two_commands_do_not_share_what_is_not_finished(tmp_path):
-    with kept_when_stopped(tmp_path / "out") as folder:
+    with unfinished(tmp_path / "out") as folder:
         (folder / "a.csv").write_text("1")
         with pytest.raises(InUseError, match=r"out.partial is being written by another"):
-            kept_when_stopped(tmp_path / "out").__enter__()
+            unfinished(tmp_path / "out").__enter__()
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.csv"]
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_what_is_not_finished_has_a_folder_where_there_are_no_locks(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "fcntl", None)  # as on Windows
+    with unfinished(tmp_path / "out") as folder:
+        (folder / "a.csv").write_text("1")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a.csv"]
 
 
 def test_an_error_halfway_leaves_nothing_behind(saved, prompts, tmp_path, monkeypatch, capsys):

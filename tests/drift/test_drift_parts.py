@@ -8,9 +8,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from moe_rl.drift.checkpoints import Checkpoints
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.passes import Measured
-from moe_rl.drift.prompts import KEYS, Example, Skipped, TextBatch, aligned, batches, check_file, examples, tokenised
+from moe_rl.drift.prompts import KEYS, Example, Text, TextBatch, aligned, check_file, tokenised
 from moe_rl.drift.sums import _median, count
 from moe_rl.measure.decompose import Decomposition
 from moe_rl.measure.scoring import TokenBatch
@@ -28,6 +29,10 @@ def tokenizer():
     made = char_tokenizer("abcdefgh<>")
     made.chat_template = TEMPLATE
     return made
+
+
+def text_of(path, tokenizer, vocabulary=64, max_tokens=9):
+    return Text(path, Checkpoints(tokenizer, vocabulary, "", (), 0, None, ()), max_tokens, batch_size=2)
 
 
 def spelled(tokenizer, ids):
@@ -79,8 +84,8 @@ def test_a_token_that_the_model_does_not_embed_is_named_by_its_line(tokenizer, t
     path.write_text("abc\nabh")
     last = tokenizer.convert_tokens_to_ids("h")
     with pytest.raises(DriftError, match=rf"line 2 has token {last} \('h'\), and the model embeds {last} tokens"):
-        list(examples(path, tokenizer, last, 9, Skipped()))
-    assert len(list(examples(path, tokenizer, last + 1, 9, Skipped()))) == 2
+        list(text_of(path, tokenizer, last).examples())
+    assert len(list(text_of(path, tokenizer, last + 1).examples())) == 2
 
 
 def test_lines_are_cut_counted_and_padded_on_the_right(tokenizer, tmp_path):
@@ -92,10 +97,10 @@ def test_lines_are_cut_counted_and_padded_on_the_right(tokenizer, tmp_path):
         {"prompt": "ab", "completion": "c"},
     ]
     path.write_bytes(b"\xef\xbb\xbf" + "\n\n".join(map(json.dumps, rows)).encode())  # a byte-order mark, empty lines
-    skipped = Skipped()
-    found = list(batches(examples(path, tokenizer, 64, 4, skipped), 2, tokenizer.pad_token_id))
-    assert (skipped.truncated, skipped.empty) == (2, 2), "both long lines are cut, and one keeps no completion"
-    assert [batch.lines for batch in found] == [[1, 7]] and check_file(path, tokenizer) == 4
+    read = text_of(path, tokenizer, max_tokens=4)
+    found = list(read.batches())
+    assert (read.truncated, read.empty) == (2, 2), "both long lines are cut, and one keeps no completion"
+    assert [batch.lines for batch in found] == [[1, 7]] and read.number == 4
     text = found[0].text
     assert text.attention_mask.tolist() == [[True] * 4, [True] * 3 + [False]]
     assert text.completion_mask.tolist() == [[False, True, True, True], [False, False, True, False]]
@@ -108,13 +113,13 @@ def test_plain_text_and_parquet_are_read_as_their_jsonl(tokenizer, tmp_path):
     rows = [{"text": "abcd"}, {"prompt": "ab", "completion": "c"}, {"messages": [{"role": "user", "content": "ab"}]}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pq.write_table(pa.Table.from_pylist([dict.fromkeys(KEYS) | row for row in rows]), tmp_path / "a.parquet")
-    found = [list(examples(tmp_path / name, tokenizer, 64, 9, Skipped())) for name in ("a.jsonl", "a.parquet")]
+    found = [list(text_of(tmp_path / name, tokenizer).examples()) for name in ("a.jsonl", "a.parquet")]
     assert found[0] == found[1] and len(found[0]) == 3 == check_file(tmp_path / "a.parquet", tokenizer)
     (tmp_path / "a.txt").write_bytes("\ufeffabcd\r\n\n{bc\n".encode())  # a brace makes no JSON of it
     with pytest.raises(DriftError, match=r"a\.txt line 3 cannot be tokenised"):
-        list(examples(tmp_path / "a.txt", tokenizer, 64, 9, Skipped()))
+        list(text_of(tmp_path / "a.txt", tokenizer).examples())
     (tmp_path / "a.txt").write_bytes(b"abcd\r\n\nbc")
-    plain = list(examples(tmp_path / "a.txt", tokenizer, 64, 9, Skipped()))
+    plain = list(text_of(tmp_path / "a.txt", tokenizer).examples())
     assert [(e.line, spelled(tokenizer, e.ids), e.start) for e in plain] == [(1, "abcd", 1), (3, "bc", 1)]
 
 

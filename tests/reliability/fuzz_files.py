@@ -10,7 +10,8 @@ import yaml
 from damage import ODD, damaged_bytes, damaged_text, damaged_value, flipped
 from small_study import Case, Wrong, small_study
 
-from moe_rl.drift.prompts import Skipped, check_file, examples
+from moe_rl.drift.checkpoints import Checkpoints
+from moe_rl.drift.prompts import Text
 from moe_rl.policy.tiny import char_tokenizer
 from moe_rl.rollout.jsonl_task import JsonLines
 from moe_rl.routing import RoutedExperts
@@ -119,8 +120,8 @@ def prompt_files(root: Path) -> Case:
         data = "\n".join(rows).encode()
         path.write_bytes(data if rng.random() < 0.8 else damaged_bytes(rng, data))
         chosen = tokenizer if rng.random() < 0.9 else plain
-        check_file(path, chosen)
-        list(examples(path, chosen, len(chosen), rng.choice([2, 64]), Skipped()))
+        known = Checkpoints(chosen, len(chosen), "", (), 0, None, ())
+        list(Text(path, known, rng.choice([2, 64]), 8).examples())
         return "answered"
 
     return case

@@ -188,7 +188,7 @@ def test_a_frame_of_some_tokens():
     mask[1, 2] = mask[2, 3] = True  # the second has no route
     frame = routes.to_frame(mask=mask)
     assert frame[["sequence", "position"]].values.tolist() == [[1, 2], [1, 2]]
-    with pytest.raises(RoutingError, match=r"mask must be \[B,T\]"):
+    with pytest.raises(RoutingError, match=r"mask must have the shape \[3, 4\] of tokens, got \[3, 2\]"):
         routes.to_frame(mask=mask[:, :2])
 
 
@@ -198,8 +198,8 @@ def test_a_frame_of_some_tokens():
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        (torch.rand(1, 1, 2, 2), r"integers, got torch\.float32"),
-        (torch.ones(1, 1, 2, 2, dtype=torch.bool), r"integers, got torch\.bool"),
+        (torch.rand(1, 1, 2, 2), r"integer expert ids .*, got torch\.float32"),
+        (torch.ones(1, 1, 2, 2, dtype=torch.bool), r"integer expert ids .*, got torch\.bool"),
         (torch.zeros(1, 2, 2, dtype=torch.long), r"\[B,T,L,K\].*got \[1, 2, 2\]"),
         (torch.zeros(1, 1, 3, 1, dtype=torch.long), "3 sites on axis 2, named: 2"),
         (torch.zeros(1, 1, 2, 0, dtype=torch.long), "no slots"),
