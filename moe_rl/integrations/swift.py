@@ -51,11 +51,18 @@ class _Grpo:
     rlhf_type = "grpo"
 
 
-def routing_replay(trainer_class: type, replay: str = "R2", **options: Any) -> Any:
+def routing_replay(
+    trainer_class: type,
+    replay: str = "R2",
+    *,
+    run_folder: Any = None,
+    probe: bool = True,
+    first_change_tolerance: float = 0.0,
+) -> Any:
     """A subclass of ms-swift's GRPOTrainer that records and replays routes.
 
-    replay: "none" or "R2". options: `run_folder`, `first_change_tolerance` as in `moe_rl.integrations.trl`, and
-    `probe` (default True): score the batch's first micro-batch twice more after each update.
+    replay: "none" or "R2". run_folder, first_change_tolerance: as in `moe_rl.integrations.trl`. probe: score the
+    batch's first micro-batch twice more after each update.
 
     Raises (when the trainer is made): RoutingError for options out of their ranges; settings under which the ratio is 1
     by construction; dropout; padding-free batches, sequence parallelism, Liger's loss, dynamic numbers of samples and
@@ -65,25 +72,21 @@ def routing_replay(trainer_class: type, replay: str = "R2", **options: Any) -> A
     missing = [name for name in needed if not hasattr(trainer_class, name)]
     if missing:
         raise TypeError(f"expected ms-swift's GRPOTrainer, got {trainer_class.__name__} without {missing[0]}")
-    chosen = {"_bare": trainer_class, "_options": {"replay": replay, **options}}
+    chosen = {"replay": replay, "first_change_tolerance": first_change_tolerance}
+    chosen |= {"_bare": trainer_class, "_probing": probe, "_run_folder": run_folder}
     return type(f"RoutingReplay{trainer_class.__name__}", (_RoutingReplay, trainer_class), chosen)
 
 
 class _RoutingReplay(ReplayTrainer):
-    _options: dict[str, Any]
     _scorings: list[tuple[Tensor, RoutedExperts]] | None = None
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        options = dict(self._options)
-        self._choose(options.pop("replay"), KINDS, options.pop("first_change_tolerance", 0.0))
-        self._probing, run_folder = options.pop("probe", True), options.pop("run_folder", None)
-        if options:
-            raise TypeError(f"routing_replay of ms-swift has no option {next(iter(options))!r}")
+        self._choose(self.replay, KINDS, self.first_change_tolerance)
         super().__init__(*args, **kwargs)
         refuse(self)
         # Its clip fractions are of tokens at every level: its advantages, with which they are joined, are `[B,T]`.
         objective = objective_of(self.loss_type, self.importance_sampling_level)
-        self._begin(run_folder, objective, sequence_clip=False)
+        self._begin(self._run_folder, objective, sequence_clip=False)
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moe_rl.rollout.completions import (
@@ -22,7 +22,6 @@ from moe_rl.rollout.completions import (
     end_tokens,
     padding_token,
 )
-from moe_rl.rollout.engine_config import Tolerance
 from moe_rl.rollout.joining import padded
 from moe_rl.rollout.task import Problem, token_ids, user_code
 from moe_rl.routing import RoutedExperts
@@ -124,7 +123,7 @@ def partial_responses(
     under one version, so that from then on one is finished at every step.
 
     Args:
-        engine: which can `extend`.
+        engine: a `ModelEngine`.
         problems: of a new batch.
         generator: (number) -> random numbers for one segment of one batch.
         segment: tokens.
@@ -136,7 +135,7 @@ def partial_responses(
     while True:
         for index, draft in enumerate(drafts):
             more = {"tokens": segment, "longest": longest, "version": version, **options}
-            drafts[index] = engine.extend(draft, generator=generator(next(numbers)), **more)
+            drafts[index] = extend(engine, draft, generator=generator(next(numbers)), **more)
         begun = engine.sample(
             problems(),
             group_size=group_size,
@@ -186,77 +185,44 @@ def append_text(rollout: Rollout, tokenizer: Any, texts: Mapping[int, str]) -> R
     return replace(wide, routes=routes, completions=_texts(wide, tokenizer))
 
 
-class Conversing:
-    """An engine whose responses take several turns: to every one that ended its turn the task may reply
-    (`reply(problem, transcript)`, None ends the conversation), and after the reply the policy goes on. Everything but
-    `sample` is the engine's own.
+def in_turns(engine: Any, task: Any, tokenizer: Any, seconds: float | None = None) -> Any:
+    """The engine; for a task that replies, one whose responses take several turns from now on: to every response that
+    ended its turn the task may reply (`reply(problem, transcript)`, None ends the conversation), and after the reply
+    the policy goes on. `max_new_tokens` is then of all turns of the policy together, and a response that has them gets
+    no reply. Sampling raises TaskError, with prompt and transcript, where the task's code fails.
 
     Args:
-        engine: which can `extend`.
+        engine: a `ModelEngine`.
         seconds: how long a reply may take; None: no limit.
     """
+    if not hasattr(task, "reply"):
+        return engine
+    one_turn = engine.sample
 
-    def __init__(self, engine: Any, task: Any, tokenizer: Any, seconds: float | None = None):
-        self.engine, self.task, self.tokenizer, self.seconds = engine, task, tokenizer, seconds
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-    # isinstance(self, Engine) does not ask __getattr__ since Python 3.12, so what an engine must have stands here.
-
-    @property
-    def version(self) -> int:
-        """Of the engine's weights."""
-        return self.engine.version
-
-    @property
-    def tolerance(self) -> Tolerance:
-        """Of the engine."""
-        return self.engine.tolerance
-
-    def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """As `Engine.sync`."""
-        self.engine.sync(weights, version)
-
-    def logps(self, rollout: Rollout, temperature: float) -> Float[Tensor, "B T"]:
-        """As `Engine.logps`."""
-        return self.engine.logps(rollout, temperature)
-
-    def close(self) -> None:
-        """As `Engine.close`."""
-        self.engine.close()
-
-    def sample(self, problems: Sequence[Problem], *, group_size: int, max_new_tokens: int, **options: Any) -> Rollout:
-        """As `Engine.sample`; `max_new_tokens` is of all turns of the policy together, and a response that has them
-        gets no reply.
-
-        Raises:
-            TaskError: the task's code failed; names the prompt and the transcript.
-        """
-        rollout = self.engine.sample(problems, group_size=group_size, max_new_tokens=max_new_tokens, **options)
-        for _ in range(1, int(getattr(self.task, "max_turns", TURNS))):
-            replies = self._replies(rollout, rollout.finished & (rollout.lengths < max_new_tokens))
-            if not any(replies.values()):
+    def sample(problems: Sequence[Problem], *, group_size: int, max_new_tokens: int, **options: Any) -> Rollout:
+        rollout = one_turn(problems, group_size=group_size, max_new_tokens=max_new_tokens, **options)
+        for _ in range(1, int(getattr(task, "max_turns", TURNS))):
+            told = replies(task, rollout, rollout.finished & (rollout.lengths < max_new_tokens), seconds)
+            if not any(told.values()):
                 break
-            told = append_text(rollout, self.tokenizer, replies)
-            rollout = self.engine.extend(told, tokens=max_new_tokens, longest=max_new_tokens, **options)
+            rollout = append_text(rollout, tokenizer, told)
+            rollout = extend(engine, rollout, tokens=max_new_tokens, longest=max_new_tokens, **options)
         return rollout
 
-    def _replies(self, rollout: Rollout, asked: Bool[Tensor, " B"]) -> dict[int, str]:
-        """What the task says to the responses `asked`, by row."""
-        replies = {}
-        for row in asked.nonzero()[:, 0].tolist():
-            problem, transcript = rollout.problems[row], rollout.completions[row]
-            with user_code(self.task, "reply", problem, transcript, self.seconds):
-                reply = self.task.reply(problem, transcript)
-            if reply is not None:
-                replies[row] = str(reply)
-        return replies
+    engine.sample = sample
+    return engine
 
 
-def in_turns(engine: Any, task: Any, tokenizer: Any, seconds: float | None = None) -> Any:
-    """The engine; for a task that replies, one that converses with it."""
-    return Conversing(engine, task, tokenizer, seconds) if hasattr(task, "reply") else engine
+def replies(task: Any, rollout: Rollout, asked: Bool[Tensor, " B"], seconds: float | None) -> dict[int, str]:
+    """What the task says to the responses `asked`, by row."""
+    found = {}
+    for row in asked.nonzero()[:, 0].tolist():
+        problem, transcript = rollout.problems[row], rollout.completions[row]
+        with user_code(task, "reply", problem, transcript, seconds):
+            reply = task.reply(problem, transcript)
+        if reply is not None:
+            found[row] = str(reply)
+    return found
 
 
 # -- places ------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from moe_rl.rollout.completions import (
     end_tokens,
     made_of,
 )
-from moe_rl.rollout.continuing import extend
 from moe_rl.rollout.engine_config import EXACT, NEVER, Engine, Tolerance, gathered
 from moe_rl.rollout.task import Problem
 from moe_rl.routing import record_routes
@@ -109,10 +108,6 @@ class ModelEngine:
                 if recording is not None:
                     traces += zip(chunk.fed, recording.steps, strict=True)
         return tokens, logps, traces
-
-    def extend(self, rollout: Rollout, **options: Any) -> Rollout:
-        """Unfinished responses go on; `options` as in `moe_rl.rollout.continuing.extend`."""
-        return extend(self, rollout, **options)
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Nothing to copy: `weights` are this model's own."""

@@ -67,21 +67,17 @@ class Engine(Protocol):
     ) -> Rollout:
         """Completions with the engine's own `logps` (nats, at the sampling temperature) and, if asked, its `routes`:
         of prefill for the prompt, of decoding for the rest, -1 on padding and on each row's last token."""
-        ...
 
     def sync(self, weights: Mapping[str, Tensor], version: int) -> None:
         """Take over these weights (names and shapes of the training model's state dict, any floating dtype). Whatever
         was cached under the old ones (prefixes, KV) must be gone when this returns. Of a sharded training model they
         are DTensors, to be gathered (`gathered`) one after another, on all ranks in the same order."""
-        ...
 
     def logps(self, rollout: Rollout, temperature: float) -> Float[Tensor, "B T"]:
         """The engine's log-probabilities of given completions, nats, 0 elsewhere: the probe after each sync."""
-        ...
 
     def close(self) -> None:
         """Free what the engine holds; it is not used again."""
-        ...
 
 
 def check_routes(rollout: Rollout) -> RoutedExperts:
@@ -116,6 +112,15 @@ def gathered(tensor: Tensor) -> Tensor:
 ENGINE_KINDS = ("self", "hf", "vllm")
 CONTINUING_KINDS = ("self", "hf")
 """Engines that can go on with a text that they began."""
+KINDS_WITH = {
+    "experts_implementation": ("hf",),
+    "router_format": ("hf",),
+    "weight_format": ("hf",),
+    "max_batch": ("hf", "vllm"),
+    "python": ("vllm",),
+    "url": ("vllm",),
+}
+"""Settings that not all kinds of engines have, and which do."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUTER_FORMATS = ("int4", "e5m2")
 WEIGHT_FORMATS = {"fp8": 0.5, "int4": 1.0, "mxfp4": 1.0}
@@ -166,9 +171,6 @@ def check_engine(config: EngineConfig) -> None:
         _check_vllm_settings(config)
     elif config.options and ":" not in config.kind:
         raise EngineError(f"rollout.engine.options: kind {config.kind!r} takes none, got {config.options}")
-    for name, place in (("python", config.python), ("url", config.url)):
-        if place is not None and config.kind != "vllm":
-            raise EngineError(f"rollout.engine.{name}: is for kind vllm, got kind {config.kind!r}")
     for name, value, names in (
         ("kind", config.kind if ":" not in config.kind else "self", ENGINE_KINDS),
         ("dtype", config.dtype, tuple(DTYPES)),
@@ -178,12 +180,12 @@ def check_engine(config: EngineConfig) -> None:
         if value not in names:
             listed = ", ".join("null" if known is None else known for known in names)
             raise EngineError(f"rollout.engine.{name}: expected one of {listed}, got {value!r}")
-    for name in ("experts_implementation", "router_format", "weight_format", "max_batch"):
-        kinds = ("hf", "vllm") if name == "max_batch" else ("hf",)
-        if config.kind not in kinds and getattr(config, name) is not None:
+    for name, kinds in KINDS_WITH.items():
+        value = getattr(config, name)
+        if value is not None and config.kind not in kinds:
             raise EngineError(
                 f"rollout.engine.{name}: is for kind {' or '.join(kinds)} and would change nothing of kind "
-                f"{config.kind!r}, got {getattr(config, name)!r}; set rollout.engine.kind to hf, or leave it out"
+                f"{config.kind!r}, got {value!r}; set rollout.engine.kind to {kinds[0]}, or leave it out"
             )
     if config.max_batch is not None and config.max_batch < 1:
         raise EngineError(f"rollout.engine.max_batch: at least 1, got {config.max_batch}")
@@ -216,9 +218,6 @@ def _check_vllm_settings(config: EngineConfig) -> None:
                 f"rollout.engine.python and .url: vLLM is in a Python of this machine or elsewhere, got both "
                 f"{config.python!r} and {config.url!r}; leave one out"
             )
-    for name in ("experts_implementation", "router_format", "weight_format"):
-        if getattr(config, name) is not None:
-            raise EngineError(f"rollout.engine.{name}: is for kind hf, vLLM has kernels of its own; leave it out")
     for name, value in config.options.items():
         if name not in VLLM_OPTIONS:
             raise EngineError(

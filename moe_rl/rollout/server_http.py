@@ -10,9 +10,9 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError
@@ -69,7 +69,7 @@ class HttpServer:
                 session has ended.
         """
         what = str(request["do"])
-        answer = self._request("POST", "/ask", [frame(dict(request), dict(tensors or {}))], what)
+        answer = self._request("POST", "/ask", what, frame(dict(request), dict(tensors or {})))
         try:
             header, found = unframe(answer)
         except (ValueError, MemoryError, SafetensorError) as error:
@@ -87,7 +87,8 @@ class HttpServer:
         try:
             write(folder)
             for file in sorted(folder.iterdir()):
-                self._request("PUT", f"/weights/{file.name}", _parts(file), f"take {file.name}", file.stat().st_size)
+                with file.open("rb") as body:
+                    self._request("PUT", f"/weights/{file.name}", f"take {file.name}", body, file.stat().st_size)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return self.ask({"do": "open", "settings": dict(settings)})[0]
@@ -110,12 +111,12 @@ class HttpServer:
                 raise EngineError(f"{self.name} cannot begin a session: {_reason(status, said)}{many}")
             time.sleep(0.5)
 
-    def _request(self, method: str, path: str, parts: Any, what: str, length: int | None = None) -> bytes:
+    def _request(self, method: str, path: str, what: str, body: bytes | BinaryIO, length: int | None = None) -> bytes:
         """What the server answers on the session's connection."""
         if not self._end.alive:
             raise EngineError(f"{self.name} was closed")
         try:
-            status, said = _exchange(self.connection, method, path, self.seconds, parts, length)
+            status, said = _exchange(self.connection, method, path, self.seconds, body, length)
         except TimeoutError as error:
             late = f"gave no answer to {what!r} in {self.seconds:g} s (rollout.engine.timeout) and was left"
             words = self._said()
@@ -175,7 +176,7 @@ def ask_versions(url: str) -> dict[str, str]:
 
 def _connected(url: str) -> http.client.HTTPConnection:
     host, port = url_address(url)
-    connection = http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS)
+    connection = http.client.HTTPConnection(host, port, timeout=CONNECT_SECONDS, blocksize=PART)
     try:
         connection.connect()
     except OSError as error:
@@ -193,11 +194,11 @@ def _exchange(
     method: str,
     path: str,
     seconds: float,
-    parts: Any = (),
+    body: bytes | BinaryIO | None = None,
     length: int | None = None,
 ) -> tuple[int, bytes]:
-    """Status and body of the answer, which has `seconds` to come when the last of the request's `parts` is sent; each
-    of those has as long. `length`: of all parts, None: they are listed.
+    """Status and body of the answer, which has `seconds` to come when the request is sent; each part of its `body` has
+    as long. `length`: of a file.
 
     Raises:
         TimeoutError, OSError, HTTPException: as it is.
@@ -206,18 +207,14 @@ def _exchange(
     if connection_socket is None:
         raise http.client.NotConnected
     connection_socket.settimeout(seconds)
-    connection.putrequest(method, path)
+    headers = {} if length is None else {"Content-Length": str(length)}
     try:
         secret = token()
     except ValueError as error:
         raise EngineError(str(error)) from error
     if secret:
-        connection.putheader("Authorization", f"Bearer {secret}")
-    if method in ("POST", "PUT"):
-        connection.putheader("Content-Length", str(sum(map(len, parts)) if length is None else length))
-    connection.endheaders()
-    for part in parts:
-        connection.send(part)
+        headers["Authorization"] = f"Bearer {secret}"
+    connection.request(method, path, body, headers)
     deadline = time.monotonic() + seconds
     with connection.getresponse() as response:
         length_said, found = response.getheader("Content-Length", "0"), bytearray()
@@ -239,12 +236,6 @@ def _reason(status: int, said: bytes) -> str:
         return str(json.loads(said)["error"])
     except (ValueError, KeyError, TypeError):
         return f"HTTP status {status}"
-
-
-def _parts(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as opened:
-        while part := opened.read(PART):
-            yield part
 
 
 def _end(connection: http.client.HTTPConnection, sweeper: "subprocess.Popen[bytes]") -> None:

@@ -32,6 +32,7 @@ from moe_rl.rollout import Rollout
 from moe_rl.rollout.engine_config import DTYPES
 from moe_rl.rollout.joining import padded
 from moe_rl.routing import RoutedExperts
+from moe_rl.settings import differences
 from moe_rl.training.config import DistributedConfig
 from moe_rl.training.launch import DistributedError, check_launch, launched_processes
 from moe_rl.training.ranks import Ranks
@@ -246,8 +247,10 @@ class Group(Ranks):
         everyone = self.exchange(json.loads(json.dumps(own, sort_keys=True, default=str)))
         others = [rank for rank, value in enumerate(everyone) if value != everyone[0]]
         if others:
+            first, other = everyone[0], everyone[others[0]]
+            name, (here, there) = next(iter(differences(first, other).items()), ("", (first, other)))
             raise DistributedError(
-                f"ranks disagree on {what}: {_difference(everyone[0], everyone[others[0]], others[0])} "
+                f"ranks disagree on {what}: {name and f'{name} is '}{here!r} on rank 0, {there!r} on rank {others[0]} "
                 f"(of {self.size} ranks, {len(others)} differ from rank 0). Different files, versions or command lines?"
             )
 
@@ -294,16 +297,6 @@ def digest(*values: Any) -> str:
         else:
             found.update(repr(value).encode())
     return found.hexdigest()
-
-
-def _difference(a: Any, b: Any, rank: int) -> str:
-    """The first place where two JSON values differ."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in sorted(a.keys() | b.keys()):
-            if a.get(key) != b.get(key):
-                inner = _difference(a.get(key), b.get(key), rank)
-                return f"{key}.{inner}" if isinstance(a.get(key), dict) else f"{key} is {inner}"
-    return f"{a!r} on rank 0, {b!r} on rank {rank}"
 
 
 def _leave() -> None:

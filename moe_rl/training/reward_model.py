@@ -130,11 +130,7 @@ class RewardModel(Scorer):
     def tensors(self) -> dict[str, Tensor]:
         """The comparisons, for a checkpoint."""
         parts = {"fresh": self.fresh, "history": self.history}
-        return {
-            f"{name}/{field}": getattr(part, field)
-            for name, part in parts.items()
-            for field in ("input_ids", "attention_mask")
-        }
+        return {f"{name}/{field}": tensor for name, part in parts.items() for field, tensor in vars(part).items()}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """What `tensors` gave."""

@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
-from moe_rl.measure.logprobs import token_logps
+from moe_rl.measure.logprobs import TokenLogps, token_logps
+from moe_rl.measure.shared_prompts import share_prompts
 from moe_rl.rollout import Rollout, score
 from moe_rl.rollout.task import shortened
 from moe_rl.routing import RoutedExperts, record_routes
-from moe_rl.training.batch import Batch, Place, joined, micro_batches
+from moe_rl.training.batch import Batch, joined, micro_batches
 from moe_rl.training.config import OF_SAMPLER
 from moe_rl.training.incidents import NotFiniteError
 from moe_rl.training.ranks import Ranks
-from moe_rl.training.scorers import Scorer, Seen, other_pass
+from moe_rl.training.scorers import Scorer, Seen
 
 SCORING_BATCH = 256
 """Responses per pass, unless `optim.micro_batch` says what fits."""
@@ -68,7 +69,9 @@ def score_rollout(
         batch_size: responses per pass, those of like length together, without the padding that they share (routes of
             which are -1 then); None: all, or 256 if there are more.
         scorers: who else is asked.
-        decoded, shared: see `other_pass`.
+        decoded: no pass at all; the rollout has the routes of its decoding.
+        shared: responses share prompts in this pass, and in those of a reference (`optim.share_prompts`). In both cases
+            a row's last token has no route (-1).
     """
     policy.eval()
     mine = ranks.mine(rollout)
@@ -80,10 +83,7 @@ def score_rollout(
         part = mine.rows(rows).columns(columns)
         with ExitStack() as stack:
             watched = [stack.enter_context(scorer.watch(policy)) for scorer in scorers]
-            if decoded or shared:
-                seen = other_pass(policy, part, temperature, decoded, shared)
-            else:
-                seen = one_pass(policy, part, temperature, router_logits)
+            seen = one_pass(policy, part, temperature, router_logits, decoded, shared)
         said = {"logps": seen.out.logps}
         for scorer, own in zip(scorers, watched, strict=True):
             said |= scorer.say(part, seen, own)
@@ -95,24 +95,24 @@ def score_rollout(
             why = "that model are no longer usable, or a response has a token that it gives no probability"
             _refuse_not_finite("scoring", name, values, mine, why)
     tensors = {name: ranks.gather(values, len(rollout)) for name, values in own.items()}
-    whole = routes[0] if size is None else _joined_routes(routes, places, mine.input_ids)
+    whole = routes[0]
+    if size is not None:  # those of micro-batches as one, -1 where they had no column
+        ids = joined([(part.ids + 1).to(torch.int16) for part in routes], places, mine.input_ids.shape) - 1
+        whole = RoutedExperts(ids, whole.sites, whole.num_experts, tokens=mine.input_ids, meta=whole.meta)
     return Scores(routes=ranks.gather_routes(whole, len(rollout)), **tensors)
 
 
-def one_pass(policy: nn.Module, part: Rollout, temperature: float, router_logits: bool = False) -> Seen:
+def one_pass(
+    policy: nn.Module, part: Rollout, temperature: float, router_logits: bool, decoded: bool, shared: bool
+) -> Seen:
     """What the policy says of a part of a rollout, and the experts that it chooses meanwhile."""
+    layout = share_prompts(*part.tokens) if shared else None
+    if decoded:
+        assert part.routes is not None
+        return Seen(TokenLogps(part.logps), part.routes, layout)
     with record_routes(policy) as recording:
-        out = token_logps(policy, *part.tokens, temperature=temperature, router_logits=router_logits)
-    return Seen(out, recording.routes)
-
-
-def _joined_routes(
-    parts: Sequence[RoutedExperts], places: Sequence[Place], input_ids: Int[Tensor, "B T"]
-) -> RoutedExperts:
-    """The routes of micro-batches as those of the batch; -1 where they had no column."""
-    first = parts[0]
-    ids = joined([(part.ids + 1).to(torch.int16) for part in parts], places, input_ids.shape) - 1
-    return RoutedExperts(ids, first.sites, first.num_experts, tokens=input_ids, meta=first.meta)
+        out = token_logps(policy, *part.tokens, temperature=temperature, router_logits=router_logits, shared=layout)
+    return Seen(out, layout.unpack(recording.routes) if layout else recording.routes, layout)
 
 
 def verify(task: Any, rollout: Rollout, ranks: Ranks, seconds: float | None = None) -> Rollout:

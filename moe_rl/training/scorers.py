@@ -1,4 +1,4 @@
-"""Who else is asked about a rollout while the old policy scores it, and other ways to ask the old policy.
+"""Who else is asked about a rollout while the old policy scores it.
 
 Plain GRPO asks the old policy alone (`moe_rl.training.score`), in one pass. A method or an option that needs more of
 it, or that has a model of its own, gives the run a `Scorer` (`State.scorers`): a class here, or the model itself
@@ -7,7 +7,7 @@ it, or that has a model of its own, gives the run a `Scorer` (`State.scorers`): 
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,8 +15,7 @@ from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts
 from moe_rl.rollout import Rollout
-from moe_rl.routing import RoutedExperts, record_margins, record_routes, replay_routes
-from moe_rl.training.batch import Batch, Totals
+from moe_rl.routing import RoutedExperts, record_margins, replay_routes
 
 
 @dataclass(frozen=True)
@@ -50,20 +49,6 @@ class Scorer:
     def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:
         """Fields of `Scores` for a part of the rollout, by name. Called without gradient."""
         raise NotImplementedError(f"{type(self).__name__} must define say(part, seen, watched)")
-
-
-@runtime_checkable
-class Learner(Protocol):
-    """What is trained in the policy's updates beside it: a value model, route predictors."""
-
-    def watch(self, policy: nn.Module) -> AbstractContextManager[Any]:
-        """Open around the policy's forward on a micro-batch; what it gives comes back to `backward`."""
-
-    def backward(self, part: Batch, watched: Any, totals: Totals) -> None:
-        """Add the gradient on a micro-batch of a minibatch that has these totals."""
-
-    def step(self, warmup: float, hold: bool) -> dict[str, Any]:
-        """One optimizer step at `warmup` times the learning rate, or none (`hold`); what is logged of the minibatch."""
 
 
 class Reference(Scorer):
@@ -111,21 +96,3 @@ class EngineRoutes(Scorer):
         with replay_routes(self.policy, layout.pack(routes) if layout else routes, once=True):
             out = token_logps(self.policy, *part.tokens, temperature=self.temperature, shared=layout)
         return {"replayed_logps": out.logps}
-
-
-def other_pass(policy: nn.Module, part: Rollout, temperature: float, decoded: bool, shared: bool) -> Seen:
-    """What `one_pass` gives, with prompts shared or from the decoding that wrote the responses. Either way a row's last
-    token has no route then (-1).
-
-    Args:
-        decoded: no pass at all; the rollout has the routes of its decoding.
-        shared: responses share prompts in this pass, and in those of a reference (`optim.share_prompts`).
-    """
-    layout = share_prompts(*part.tokens) if shared else None
-    if decoded:
-        assert part.routes is not None
-        return Seen(TokenLogps(part.logps), part.routes, layout)
-    assert layout is not None
-    with record_routes(policy) as recording:
-        out = token_logps(policy, *part.tokens, temperature=temperature, shared=layout)
-    return Seen(out, layout.unpack(recording.routes), layout)

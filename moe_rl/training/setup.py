@@ -17,7 +17,7 @@ from moe_rl.policy.router_precision import keep_routers_fp32
 from moe_rl.policy.tiny import ModelError
 from moe_rl.rollout import make_task
 from moe_rl.rollout.continuing import in_turns
-from moe_rl.runlog import Mark, RunLog
+from moe_rl.runlog import RunLog
 from moe_rl.training.config import RunConfig
 from moe_rl.training.critic import Critic
 from moe_rl.training.distributed import ranks_of
@@ -51,10 +51,9 @@ def begin(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
     ranks = ranks_of(config.distributed, config.model.device, config.tracker, folder)
     check_shares(config, ranks.size)
     ranks.agree("the configuration", dataclasses.asdict(config))
-    log: RunLog = NoLog()
     if ranks.main:
         folder.mkdir(parents=True, exist_ok=True)
-        log = RunLog(folder, listener)
+    log = (RunLog if ranks.main else NoLog)(folder, listener)
     task = make_task(config.task)
     model, tokenizer = load_policy(
         seeded(config.model, config.seed),
@@ -136,17 +135,8 @@ def scorers_of(state: State) -> tuple[Scorer, ...]:
 class NoLog(RunLog):
     """Of ranks that do not write."""
 
-    def __init__(self) -> None:
-        self.listener = None
-
     def append(self, kind: str, step: int, **values: Any) -> None:
         pass
-
-    def mark(self) -> Mark:
-        return Mark(0, "")
-
-    def resume(self, mark: Mark | None) -> bool:
-        return False
 
 
 def check_forward(model: nn.Module) -> None:

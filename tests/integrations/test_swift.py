@@ -184,7 +184,7 @@ def test_what_the_overlong_filter_leaves_out_of_the_loss_is_not_counted():
 
 
 def test_unknown_names_and_versions_are_refused(monkeypatch):
-    with pytest.raises(TypeError, match="no option 'probes'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'probes'"):
         make("R2", probes=3)
     with pytest.raises(RoutingError, match="none, R2, got 'R3'"):
         make("R3")

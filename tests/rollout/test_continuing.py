@@ -9,7 +9,7 @@ import torch
 from moe_rl.measure import token_logps
 from moe_rl.policy.tiny import TinyConfig, build_tiny, char_tokenizer
 from moe_rl.rollout import TaskConfig, make_task, sample
-from moe_rl.rollout.continuing import append_text, in_turns, right_aligned, unfinished
+from moe_rl.rollout.continuing import append_text, extend, in_turns, right_aligned, unfinished
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.rollout.task import TaskError
 from moe_rl.routing import replay_routes
@@ -36,9 +36,8 @@ def begun(policy, tokens=4, record=True, group_size=2):
 def gone_on(policy, rollout, tokens=5, longest=9, seed=2, **options):
     generator = torch.Generator().manual_seed(seed)
     options = {"record_routes": True, "temperature": 1.0, **options}
-    return ModelEngine(policy, TOKENIZER).extend(
-        rollout, tokens=tokens, longest=longest, generator=generator, **options
-    )
+    engine = ModelEngine(policy, TOKENIZER)
+    return extend(engine, rollout, tokens=tokens, longest=longest, generator=generator, **options)
 
 
 def scored(policy, rollout):
@@ -172,7 +171,7 @@ class Scripted:
         return "1;"
 
 
-def test_a_conversation_has_as_many_turns_as_the_task_says():
+def test_a_conversation_has_as_many_turns_as_the_task_says(monkeypatch):
     policy = model()
     rollout = begun(policy, record=False)
     ended = replace(rollout, finished=torch.ones_like(rollout.finished))
@@ -184,9 +183,11 @@ def test_a_conversation_has_as_many_turns_as_the_task_says():
         def sample(self, problems, **_):
             return ended
 
-        def extend(self, told, **_):
-            turns.append(told)
-            return replace(told, finished=torch.ones_like(told.finished))
+    def turn(engine, told, **_):
+        turns.append(told)
+        return replace(told, finished=torch.ones_like(told.finished))
+
+    monkeypatch.setattr("moe_rl.rollout.continuing.extend", turn)
 
     def conversed(task, longest=9):
         return in_turns(Ends(), task, TOKENIZER).sample(problems(), group_size=2, max_new_tokens=longest)
