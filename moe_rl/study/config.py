@@ -243,12 +243,15 @@ def run_settings(config: RunConfig) -> dict[str, Any]:
 
 def changed_settings(stored: Any, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Settings in which a run's `config.yaml`, read as plain data, differs from `config`, with both values. One that
-    the version which wrote the file did not know counts as its default."""
+    the version which wrote the file did not know counts as its default. How many processes are expected is said of one
+    start (`distributed.processes`): another number of them may go on."""
     stored = with_defaults(stored, config)
     if isinstance(stored, dict) and config.method.objective != DPO:
         objective = resolve_method(config, budget=1).objective
         stored["objective"] = with_defaults(stored.get("objective"), objective)
-    return differences(stored, run_settings(config))
+    changed = differences(stored, run_settings(config))
+    changed.pop("distributed.processes", None)
+    return changed
 
 
 def dump_study(study: StudyConfig) -> str:

@@ -49,17 +49,19 @@ def gradient_incident(update: int, batch: Responses, row: Mapping[str, Any], gra
 
 
 def keep_incident(state: State, error: NotFiniteError) -> Path:
-    """`incidents/step_NNNNNN_WHERE/`: what came of which numbers. Returns the folder; every rank must call it.
+    """`incidents/step_NNNNNN_WHERE/`: what came of which numbers. Returns the folder; every rank that meets it must
+    call it. Where not every rank has to meet it, each that does keeps its own, from the second on as `..._rankN/`.
 
     `batch.safetensors` has the tensors of the minibatch, or of the responses that were sampled or scored;
     `routes.safetensors` their routes, where known (`RoutedExperts.load` reads them); `row.json` the numbers (not
     finite: as words); `state/` a checkpoint of that moment, in hub format. Under `optim.on_nonfinite: skip` the first
     incident alone has one, and none has where not every rank has met it.
     """
-    place = state.folder / "incidents" / f"step_{state.step:06d}_{error.where.replace(' ', '_')}"
     everywhere = state.ranks.size == 1 or error.everywhere
+    own = "" if everywhere or state.ranks.main else f"_rank{state.ranks.rank}"
+    place = state.folder / "incidents" / f"step_{state.step:06d}_{error.where.replace(' ', '_')}{own}"
     first = everywhere and state.ranks.first(lambda: _whole(state, place))
-    if state.ranks.main:
+    if own or state.ranks.main:
         shutil.rmtree(place, ignore_errors=True)
         save_responses(place, "batch", error.part, prefix="")
         numbers = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in error.numbers.items()}

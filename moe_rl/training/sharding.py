@@ -125,7 +125,8 @@ def _routers(module: nn.Module) -> list[nn.Module]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
+    """Whether a forward of `module` gathers shards: its own, or those of a module that it calls (`AdaptersOff`)."""
+    return any(isinstance(part, FSDPModule) for part in module.modules())
 
 
 def rebind(optimizer: Any, before: dict[str, nn.Parameter], module: nn.Module) -> None:

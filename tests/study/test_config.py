@@ -12,6 +12,7 @@ from moe_rl.cli import main
 from moe_rl.settings import differences
 from moe_rl.study.config import ConfigError, changed_settings, dump_run, dump_study, load_study, parse_study
 from moe_rl.training import RunConfig
+from moe_rl.training.config import DistributedConfig
 from moe_rl.yaml_files import parse_yaml
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").glob("*.yaml"))
@@ -42,6 +43,14 @@ def test_every_shipped_study_resolves_and_survives_a_round_trip(path, tmp_path):
     for arm, seed in dict(reversed(study.runs())).items():  # one of each arm: YAML is slow
         config = study.resolve(arm, seed)
         assert changed_settings(parse_yaml(dump_run(config)), config) == {}
+
+
+def test_another_number_of_processes_may_go_on_with_a_run_and_another_strategy_may_not():
+    config = parse_study(changed(base={"distributed": {"strategy": "ddp"}})).resolve("grpo", 0)
+    stored = parse_yaml(dump_run(config))
+    assert changed_settings(stored, replace(config, distributed=DistributedConfig("ddp", processes=1))) == {}
+    other = replace(config, distributed=DistributedConfig("fsdp2", processes=1))
+    assert changed_settings(stored, other) == {"distributed.strategy": ("ddp", "fsdp2")}
 
 
 def test_the_example_of_the_page_of_studies_can_run():

@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from moe_rl.policy.models import ModelConfig, load_model
 from moe_rl.rollout.task import TaskError
 from moe_rl.routing import RoutedExperts
 from moe_rl.training import MethodConfig, ProbeConfig, run, train
+from moe_rl.training.incidents import NotFiniteError, keep_incident
+from moe_rl.training.loop import collect_batch
 
 OVERFLOW = replace(MICRO, optim=replace(MICRO.optim, aux_loss_coef=1e38))
 
@@ -97,6 +100,16 @@ def test_log_probabilities_that_are_none_in_an_update_name_it_and_are_kept(state
         run(state)
     kept = tmp_path / "incidents" / "step_000000_update_2"
     assert (kept / "batch.safetensors").exists() and (kept / "state" / "model.safetensors").exists()
+
+
+def test_a_rank_that_alone_meets_one_keeps_what_it_says_it_keeps(state_of, tmp_path):
+    """Only its rows overflowed: the others do not come here, and rank 0 writes nothing."""
+    state = state_of(MICRO, tmp_path)
+    batch = collect_batch(state)
+    state.ranks = SimpleNamespace(size=2, rank=1, main=False)
+    kept = keep_incident(state, NotFiniteError("scoring", "logps of 1 of 8 responses are not finite", batch))
+    assert kept.name == "step_000000_scoring_rank1"
+    assert torch.equal(load_file(kept / "batch.safetensors")["input_ids"], batch.input_ids)
 
 
 def failing(monkeypatch, reward):

@@ -161,15 +161,16 @@ def other_families(ranks, folder):
 
 
 def ends_apart(ranks, folder):
-    """Ranks call the sharded model as often as each needs to; here for certain not equally often."""
-    model = begin(CASES["fsdp2"], folder / "apart").policy
-    token = torch.tensor([[1, 2]])
-    calls = []
-    with torch.no_grad(), ranks.lock_step(model):
-        for _ in range(1 + 3 * ranks.rank):
-            calls.append(model(input_ids=token).logits)
-    assert ranks.exchange(str(len(calls))) == ["1", "4"]
-    assert all(torch.equal(logits, calls[0]) for logits in calls)
+    """Ranks call a sharded model as often as each needs to; here for certain not equally often. With LoRA the policy of
+    the beginning is such a one, too."""
+    for model in (begin(CASES["fsdp2"], folder / "apart").policy, begin(CASES["fsdp2_lora"], folder / "off").reference):
+        token = torch.tensor([[1, 2]])
+        calls = []
+        with torch.no_grad(), ranks.lock_step(model):
+            for _ in range(1 + 3 * ranks.rank):
+                calls.append(model(input_ids=token).logits)
+        assert ranks.exchange(str(len(calls))) == ["1", "4"]
+        assert all(torch.equal(logits, calls[0]) for logits in calls)
 
 
 def routers_in_fp32(folder):
