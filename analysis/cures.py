@@ -81,11 +81,11 @@ def cures_table() -> pd.DataFrame:
             if method in cells:
                 study, arm, other = cells[method]
                 for found in published_repetitions(RESULTS, study, arm, other):
-                    rows.append({"cause": cause, "method": label, "study": study, "arm": arm, "other": other, **found})
+                    rows.append({"cause": cause, "row": label, "study": study, "arm": arm, "other": other, **found})
     table = pd.DataFrame(rows)
     table["cause"] = pd.Categorical(table["cause"], list(CAUSES))
-    table["method"] = pd.Categorical(table["method"], list(METHODS.values()))
-    return table.sort_values(["cause", "method"], ignore_index=True, kind="stable")
+    table["row"] = pd.Categorical(table["row"], list(METHODS.values()))
+    return table.sort_values(["cause", "row"], ignore_index=True, kind="stable")
 
 
 def main() -> None:

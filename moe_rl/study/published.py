@@ -1,7 +1,7 @@
 """The committed tables of a study, and the same study run again elsewhere: another processor is another rounding."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -98,6 +98,20 @@ def published_repetitions(results: Path, study: str, arm: str, other: str) -> li
         one = dict(zip(("difference", "low", "high"), ends, strict=True))
         found.setdefault(row["rounding"], {"rounding": row["rounding"], "n": row["n"], **one, "verdict": verdict})
     return list(found.values())
+
+
+Declared = tuple[str, str, str]
+"""Where a comparison was declared: study, arm, the arm that is taken from it."""
+
+
+def published_differences(results: Path, declared: Mapping[str, Mapping[str, Declared]]) -> pd.DataFrame:
+    """`published_repetitions` of every comparison under its heading, in order: what `claims_figure` takes."""
+    return pd.DataFrame(
+        {"claim": claim, "comparison": comparison, "study": study, "arm": arm, "other": other, **found}
+        for claim, comparisons in declared.items()
+        for comparison, (study, arm, other) in comparisons.items()
+        for found in published_repetitions(results, study, arm, other)
+    )
 
 
 def _lost(weight_format: str, runs: pd.DataFrame) -> pd.Series:

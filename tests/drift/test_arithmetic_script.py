@@ -38,12 +38,10 @@ def test_a_finished_run_is_scored_in_every_way_on_what_it_answers(tmp_path):
 
 def test_means_are_over_runs_and_shares_of_nothing_are_left_out():
     names = SCRIPT["QUANTITIES"]
-    floors = [
-        pd.DataFrame([{"dtype": "float32", "variant": "decode", **dict.fromkeys(names, value)}])
-        for value in (1.0, 2.0, 3.0)
-    ]
-    floors[0]["routing_share_m2"] = float("nan")
-    (row,) = SCRIPT["over_seeds"]("arm", floors).to_dict("records")
+    about = {"arm": "grpo", "dtype": "float32", "variant": "decode"}
+    floors = pd.DataFrame([{**about, "seed": value, **dict.fromkeys(names, float(value))} for value in (1, 2, 3)])
+    floors.loc[0, "routing_share_m2"] = float("nan")
+    (row,) = SCRIPT["seed_means"](floors, list(about), names, interval=SCRIPT["student_interval"]).to_dict("records")
     assert (row["n"], row["slot_change"], row["routing_share_m2"]) == (3, 2.0, 2.5)
     assert row["routing_share_m2_n"] == 2 and "slot_change_n" not in row
     assert row["slot_change_high"] == pytest.approx(2 + 4.303 / 3**0.5, abs=1e-3)

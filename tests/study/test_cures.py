@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from moe_rl.study.figures.over_studies import claims_figure, cures_figure
-from moe_rl.study.published import published_repetitions
+from moe_rl.study.published import published_differences, published_repetitions
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs" / "results"
@@ -19,7 +19,9 @@ def script():
     return runpy.run_path(str(ROOT / "analysis" / "cures.py"))
 
 
-@pytest.mark.parametrize(("question", "name", "drawn"), [("q4", "cures", "CAUSES"), ("q8", "claims", "CLAIMS")])
+@pytest.mark.parametrize(
+    ("question", "name", "drawn"), [("q4", "cures", "CAUSES"), ("q8", "claims", "CLAIMS"), ("q4", "tasks", "BIAS")]
+)
 def test_a_questions_list_has_the_studies_that_its_figure_draws(question, name, drawn):
     listed = yaml.safe_load((ROOT / "experiments" / "findings" / f"{question}.yaml").read_text())["studies"]
     cells = runpy.run_path(str(ROOT / "analysis" / f"{name}.py"))[drawn]
@@ -47,32 +49,33 @@ def test_a_study_that_was_run_again_has_its_repetitions_once_each():
 def test_each_cause_is_a_panel_and_marks_are_filled_where_the_verdict_tells(script):
     table = script["cures_table"]()
     assert set(table["cause"]) == set(script["CAUSES"])
-    assert (table.loc[table["method"] == script["GONE"], "difference"] > 0).all(), "they are causes of a loss"
+    assert (table.loc[table["row"] == script["GONE"], "difference"] > 0).all(), "they are causes of a loss"
     made = cures_figure(table)
     noise = made.figure.axes[0]
     rows = table[table["cause"] == (noise.get_title(loc="left") or noise.get_title())]
     marks = noise.collections[-1]
     assert [x for x, _ in marks.get_offsets()] == list(rows["difference"])
     places = marks.get_offsets()[:, 1]
-    assert len(set(places)) == len(rows) and list(places.round()) == list(rows["method"].cat.codes), "repetitions apart"
+    assert len(set(places)) == len(rows) and list(places.round()) == list(rows["row"].cat.codes), "repetitions apart"
     filled = [tuple(colour[:3]) != (1, 1, 1) for colour in marks.get_facecolors()]
     assert filled == list(rows["verdict"].isin(["higher", "lower"]))
 
 
-def test_every_task_has_a_row_below_every_comparison_of_the_main_study():
-    claims = runpy.run_path(str(ROOT / "analysis" / "claims.py"))
-    table = claims["claims_table"](claims["TASKS"])
-    below = table.groupby("claim", sort=False)["comparison"].unique().map(list)
-    assert below.to_dict() == {name: list(claims["STUDIES"]) for name in claims["COMPARED"]}, "all are committed"
-    made = claims_figure(table, "tasks", "Tasks.")
-    ax = made.figure.axes[0]
-    assert made.name == "tasks" and ax.collections[-1].get_offsets()[:, 0].tolist() == table["difference"].tolist()
-    assert len(ax.get_yticklabels()) == len(below) * (1 + len(claims["STUDIES"]))
+def test_every_task_has_a_row_below_every_comparison():
+    figures = runpy.run_path(str(ROOT / "analysis" / "tasks.py"))["FIGURES"]
+    for name, (title, declared) in figures.items():
+        table = published_differences(RESULTS, declared)
+        below = table.groupby("claim", sort=False)["comparison"].unique().map(list)
+        assert below.to_dict() == {claim: list(tasks) for claim, tasks in declared.items()}, "all are committed"
+        made = claims_figure(table, name, title)
+        ax = made.figure.axes[0]
+        assert made.name == name and ax.collections[-1].get_offsets()[:, 0].tolist() == table["difference"].tolist()
+        assert len(ax.get_yticklabels()) == len(below) + below.map(len).sum()
 
 
 def test_each_statement_has_its_comparisons_below_it_and_every_repetition_a_mark():
     claims = runpy.run_path(str(ROOT / "analysis" / "claims.py"))
-    table = claims["claims_table"]()
+    table = published_differences(RESULTS, claims["CLAIMS"])
     for claim, comparisons in claims["CLAIMS"].items():
         assert list(table.loc[table["claim"] == claim, "comparison"].unique()) == list(comparisons), "all are committed"
     assert table.groupby("comparison").size().min() >= 2, "each was run twice"

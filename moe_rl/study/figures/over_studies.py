@@ -7,6 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import ScaledTranslation
 
 from moe_rl.study.figures.saving import StudyFigure, styled
@@ -22,30 +23,36 @@ REPETITIONS = (
 
 
 @styled
-def cures_figure(table: pd.DataFrame) -> StudyFigure:
-    """Final reward of each method less that of GRPO under the same cause, with its interval.
+def cures_figure(
+    table: pd.DataFrame,
+    name: str = "cures",
+    title: str = "What each method gives back, by cause.",
+    measured: str = "final reward less that of GRPO under the same cause",
+) -> StudyFigure:
+    """Differences of final reward with their intervals: a panel for each cause, and in all of them the same rows.
 
     Args:
-        table: columns cause (a panel), method (a row), both categorical in the order in which they are drawn;
-            difference, low, high, verdict. Several rows of a cell, repetitions, are drawn below each other.
+        table: columns cause (a panel) and row (a method, a task), both categorical in the order in which they are
+            drawn; difference, low, high, verdict. Several rows of a cell, repetitions, are drawn below each other.
+        name, title: of the figure; measured: the name of its axis.
     """
-    causes, methods = (list(table[name].cat.categories) for name in ("cause", "method"))
-    drawn, (axes,) = panels(1, len(causes), 1.0 + ROW * len(methods), WIDTH, sharex=True, sharey=True)
+    causes, names = (list(table[column].cat.categories) for column in ("cause", "row"))
+    drawn, (axes,) = panels(1, len(causes), 1.0 + ROW * len(names), WIDTH, sharex=True, sharey=True)
     for ax, cause in zip(axes, causes, strict=True):
         rows = table[table["cause"] == cause]
-        _differences(ax, rows, rows["method"].map(methods.index).astype(float), "method")
+        _differences(ax, rows, rows["row"].map(names.index).astype(float), "row")
         ax.set_title(cause, fontsize=7)
         ax.grid(axis="y", visible=False)
-    axes[0].set_xticks([-0.25, 0, 0.25], ["−.25", "", ".25"])
-    axes[0].set_yticks(range(len(methods)), methods)
-    axes[0].set_ylim(len(methods) - 0.5, -0.5)
-    drawn.supxlabel("final reward less that of GRPO under the same cause", fontsize=7.5)
+    axes[0].xaxis.set_major_locator(MaxNLocator(3))
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].set_ylim(len(names) - 0.5, -0.5)
+    drawn.supxlabel(measured, fontsize=7.5)
     caption = (
         f"{REPETITIONS} Filled: higher or lower by the rules of its study, that is resolved from 0 and 0.05 at least; "
         "open: not; blank: not run. Columns are of different studies, and cells of one column may be of different "
         "seeds."
     )
-    return StudyFigure("cures", "What each method gives back, by cause.", caption, drawn, table)
+    return StudyFigure(name, title, caption, drawn, table)
 
 
 @styled

@@ -1,0 +1,171 @@
+"""What causes cost GRPO, and methods give back, on four tasks (question 4):  python analysis/tasks.py DIR
+
+Reads the committed tables of docs/results, so that it needs no runs; draws DIR/costs_by_task (what every cause costs),
+DIR/tasks (the main study, also with another router), DIR/fast_router_tasks, DIR/bias_tasks, DIR/old_token_tasks,
+DIR/int4_tasks and DIR/int4_corrections as .pdf, .svg and .png and writes what is drawn beside them as CSV.
+"""
+
+import argparse
+from pathlib import Path
+
+import pandas as pd
+
+from moe_rl.processes import ends_with_its_reader
+from moe_rl.study.figures.over_studies import claims_figure, cures_figure
+from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.published import Declared, published_differences
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+
+Comparisons = dict[str, dict[str, Declared]]
+"""Comparison -> task -> where it was declared."""
+EQUATIONS, AGAIN = "equations", "equations, other seeds"
+OTHERS = {"reverse 24 letters": "reverse", "sort 8 letters": "sort", "add 3 digits": "add"}
+
+
+def everywhere(
+    equations: Declared, cause: str, arm: str, other: str, again: Declared | None = None
+) -> dict[str, Declared]:
+    """A comparison on equations (`again`: with other seeds, too), and on the other tasks, in the studies CAUSE_TASK."""
+    more = {} if again is None else {AGAIN: again}
+    return {EQUATIONS: equations, **more, **{task: (f"{cause}_{study}", arm, other) for task, study in OTHERS.items()}}
+
+
+def as_in_the_main_study(arm: str, other: str) -> dict[str, Declared]:
+    """A comparison of the main study, also with another router and on other tasks."""
+    studies = {EQUATIONS: "replay_vs_gspo", "equations, sigmoid routers": "other_router"}
+    studies |= {task: f"other_task_{study}" for task, study in OTHERS.items()}
+    return {task: (study, arm, other) for task, study in studies.items()}
+
+
+MAIN: Comparisons = {
+    "Replay − GRPO": as_in_the_main_study("grpo_replay", "grpo"),
+    "GSPO − GRPO": as_in_the_main_study("gspo", "grpo"),
+    "Replay − GRPO, noise 0.02": as_in_the_main_study("grpo_replay", "grpo_noise02"),
+    "GSPO − GRPO, noise 0.02": as_in_the_main_study("gspo_noise02", "grpo_noise02"),
+    "Replay − GRPO, noise 0.05": as_in_the_main_study("grpo_replay", "grpo_noise05"),
+    "GSPO − GRPO, noise 0.05": as_in_the_main_study("gspo_noise05", "grpo_noise05"),
+}
+FAST_ROUTERS: Comparisons = {
+    "GRPO, full rate − a tenth of it": everywhere(
+        ("levers_router", "grpo_full", "grpo_tenth"),
+        "fast_routers",
+        "grpo",
+        "tenth",
+        again=("methods_router", "grpo", "grpo_tenth"),
+    ),
+    "Replay − GRPO, full rate": everywhere(("fast_routers", "replay", "grpo"), "fast_routers", "replay", "grpo"),
+    "GSPO − GRPO, full rate": everywhere(("fast_routers", "gspo", "grpo"), "fast_routers", "gspo", "grpo"),
+}
+BIAS: Comparisons = {
+    "GRPO, bias − none": everywhere(
+        ("levers_balance", "grpo_bias1e3", "grpo"),
+        "bias",
+        "grpo_bias1e3",
+        "grpo",
+        again=("levers_balance_replay", "grpo_bias1e3", "grpo"),
+    ),
+    "Replay, bias on used loads − GRPO, bias": everywhere(
+        ("levers_balance_live", "grpo_replay_used", "grpo_bias"), "bias", "replay_used_bias1e3", "grpo_bias1e3"
+    ),
+    "Replay, bias on live loads − GRPO, bias": everywhere(
+        ("levers_balance_live", "grpo_replay_live", "grpo_bias"), "bias", "replay_live_bias1e3", "grpo_bias1e3"
+    ),
+}
+LAG: Comparisons = {
+    "GRPO, batches that waited 4 steps − fresh": everywhere(("lag", "grpo_lag4", "grpo"), "lag", "grpo_lag4", "grpo"),
+    "Replay − GRPO, batches that waited": {
+        "equations, 2 steps": ("lag", "replay_lag2", "grpo_lag2"),
+        **{task: (f"lag_{study}", "replay_lag4", "grpo_lag4") for task, study in OTHERS.items()},
+    },
+    "GSPO − GRPO, batches that waited": everywhere(("lag", "gspo_lag4", "grpo_lag4"), "lag", "gspo_lag4", "grpo_lag4"),
+}
+PARTIAL: Comparisons = {
+    "GRPO, several versions − one": everywhere(
+        ("methods_stale", "grpo_partial", "grpo"),
+        "partial",
+        "grpo_partial",
+        "grpo",
+        again=("partial_rollouts", "grpo_partial", "grpo"),
+    ),
+    "R2 − GRPO, several versions": everywhere(
+        ("partial_rollouts", "grpo_partial_r2", "grpo_partial"), "partial", "replay_partial", "grpo_partial"
+    ),
+    "GSPO − GRPO, several versions": everywhere(
+        ("methods_stale", "gspo_partial", "grpo_partial"), "partial", "gspo_partial", "grpo_partial"
+    ),
+}
+INT4: Comparisons = {
+    "GRPO, int4 − fp32 engine": everywhere(
+        ("dppo_mismatch", "grpo_int4", "grpo_fp32"), "int4", "grpo_int4", "grpo_fp32"
+    ),
+    "Ratio to the old policy − to the engine": everywhere(
+        ("anchor_int4", "grpo_old", "grpo"), "int4", "old_int4", "grpo_int4"
+    ),
+    "R3 − GRPO": everywhere(("dppo_mismatch", "grpo_r3_int4", "grpo_int4"), "int4", "r3_int4", "grpo_int4"),
+    "SAPO − GRPO": everywhere(("methods_int4", "sapo_int4", "grpo_int4"), "int4", "sapo_int4", "grpo_int4"),
+    "GSPO − GRPO": everywhere(("methods_int4", "gspo_int4", "grpo_int4"), "int4", "gspo_int4", "grpo_int4"),
+}
+CORRECTED = {
+    "GRPO, int4 − fp32 engine": ("grpo_int4", "grpo_fp32"),
+    "TIS − none": ("tis_int4", "grpo_int4"),
+    "IcePop − none": ("icepop_int4", "grpo_int4"),
+    "Sequence MIS − none": ("sequence_mis_int4", "grpo_int4"),
+}
+CORRECTIONS: Comparisons = {
+    name: {EQUATIONS: ("corrections_int4", *arms), "reverse 24 letters": ("corrections_reverse", *arms)}
+    for name, arms in CORRECTED.items()
+}
+COSTS: Comparisons = {
+    "Selection noise,\n36 % of the slots": everywhere(
+        ("replay_vs_gspo", "grpo_noise02", "grpo_replay"), "other_task", "grpo_noise02", "grpo_replay"
+    ),  # replay does not see it
+    "Near-tied routers\nat the full rate": FAST_ROUTERS["GRPO, full rate − a tenth of it"],
+    "Balancing bias,\n0.001 a step": BIAS["GRPO, bias − none"],
+    "Responses of\nseveral versions": PARTIAL["GRPO, several versions − one"],
+    "Batches that\nwaited 4 steps": LAG["GRPO, batches that waited 4 steps − fresh"],
+    "Rollout engine,\nint4 weights": INT4["GRPO, int4 − fp32 engine"],
+}
+"""Cause -> task -> GRPO with it less GRPO without it."""
+FIGURES = {
+    "tasks": ("The main study's comparisons with another router and on other tasks.", MAIN),
+    "fast_router_tasks": ("Near-tied routers that learn at the full rate, on four tasks.", FAST_ROUTERS),
+    "bias_tasks": ("A bias that balances the experts, on four tasks.", BIAS),
+    "old_token_tasks": ("Old tokens, on four tasks.", LAG | PARTIAL),
+    "int4_tasks": ("A rollout engine with int4 weights, on four tasks.", INT4),
+    "int4_corrections": (
+        "Corrections for a rollout engine with int4 weights, the ratio to the old policy throughout, on two tasks.",
+        CORRECTIONS,
+    ),
+}
+
+
+def costs_table() -> pd.DataFrame:
+    """One row per cause, task and rounding, from the committed comparisons: what `cures_figure` takes."""
+    table = published_differences(RESULTS, COSTS).rename(columns={"claim": "cause", "comparison": "row"})
+    table["cause"] = pd.Categorical(table["cause"], list(COSTS))
+    table["row"] = pd.Categorical(table["row"], [EQUATIONS, AGAIN, *OTHERS])
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Draw, from docs/results, what causes cost GRPO and methods give back, on four tasks."
+    )
+    parser.add_argument("folder", type=Path, help="where to write the figures as .pdf, .svg, .png and .csv")
+    folder = parser.parse_args().folder
+    costs = cures_figure(
+        costs_table(), "costs_by_task", "What each cause costs GRPO, on four tasks.", "GRPO with the cause − without"
+    )
+    of_causes = (
+        claims_figure(published_differences(RESULTS, declared), name, title)
+        for name, (title, declared) in FIGURES.items()
+    )
+    for figure in (costs, *of_causes):
+        for file in save_figure(figure, folder):
+            print(file)
+
+
+if __name__ == "__main__":
+    with ends_with_its_reader():
+        main()
