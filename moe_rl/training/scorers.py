@@ -7,7 +7,7 @@ it, or that has a model of its own, gives the run a `Scorer` (`State.scorers`): 
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts
 from moe_rl.rollout import Rollout
 from moe_rl.routing import RoutedExperts, record_margins, replay_routes
+from moe_rl.training.batch import Batch, Totals
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,19 @@ class Scorer:
     def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:
         """Fields of `Scores` for a part of the rollout, by name. Called without gradient."""
         raise NotImplementedError(f"{type(self).__name__} must define say(part, seen, watched)")
+
+
+class Learner(Protocol):
+    """What is trained in the policy's updates beside it: a value model, route predictors."""
+
+    def watch(self, policy: nn.Module) -> AbstractContextManager[Any]:
+        """Open around the policy's forward on a micro-batch; what it gives comes back to `backward`."""
+
+    def backward(self, part: Batch, watched: Any, totals: Totals) -> None:
+        """Add the gradient on a micro-batch of a minibatch that has these totals."""
+
+    def step(self, warmup: float, hold: bool) -> dict[str, Any]:
+        """One optimizer step at `warmup` times the learning rate, or none (`hold`); what is logged of the minibatch."""
 
 
 class Reference(Scorer):

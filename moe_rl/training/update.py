@@ -18,12 +18,11 @@ from moe_rl.objectives import LossOutput, TokenValues, loss_metrics, policy_loss
 from moe_rl.routing import RoutedExperts, change_counts, expert_load, noisy_routes, record_routes, replay_routes
 from moe_rl.training.batch import Batch, Place, Totals, joined, micro_batches, totals_of
 from moe_rl.training.config import MethodConfig, OptimConfig
-from moe_rl.training.critic import Critic
 from moe_rl.training.dpo import pair_loss
 from moe_rl.training.levers import ExpertBias, only
 from moe_rl.training.method import Method
-from moe_rl.training.predictor import RoutePredictor
 from moe_rl.training.ranks import Ranks
+from moe_rl.training.scorers import Learner
 
 COUNTS = ("replayed_rows", "routed_rows", "slots_changed", "slots")
 
@@ -40,7 +39,7 @@ def update_policy(
     temperature: float,
     warmup: float,
     noise: torch.Generator,
-    learners: Sequence[Critic | RoutePredictor] = (),
+    learners: Sequence[Learner] = (),
     bias: ExpertBias | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """One step of the optimizer on the minibatch `batch`; the row of kind "update" that says what it did, and the names
