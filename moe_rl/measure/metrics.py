@@ -30,11 +30,22 @@ TAUS = (2, 3, 5, 10)
 
 
 def ratio_metrics(log_ratio: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]) -> dict[str, Tensor]:
-    """How far ratios r = exp(d) are from 1, d = `log_ratio` on the tokens of `mask`: all of the catalogue's `SPREAD`,
-    which has the equation, unit and source of each. float64, detached; NaN without tokens.
+    """How far ratios r = exp(d) are from 1, d = `log_ratio` on the tokens of `mask`; float64, detached.
 
-    Differs: `max_token_kl_mean` and `_max` are of the sampled tokens; TRM (arXiv 2512.23075) bounds the KL of whole
-    distributions.
+    - `k1` = mean(-d), `k2` = mean(d²/2), `k3` = mean(r - 1 - d): KL(old || new) in nats per token, from the old
+      policy's samples (Schulman, "Approximating KL divergence")
+    - `m2` = mean(d²), nats² (M2PO, arXiv 2510.01161)
+    - `gap_mean`, `gap_p99`, `gap_max`: of |d|, nats; p99 is the nearest rank
+    - `extreme_2`, `_3`, `_5`, `_10`: tokens with max(r, 1/r) > τ; over `tokens` they are F(τ) of R3 (arXiv 2510.11370)
+    - `var_ratio`: variance of r over tokens
+    - `chi2_token` = mean(r²) - 1 and `ess_token` = (Σ r)² / (n Σ r²), in (0, 1]; `chi2_sequence`, `ess_sequence` the
+      same of s = exp(mean of d over a sequence) (arXiv 2507.18071, eq. 7)
+    - `var_within`: Var_i of SAPO (arXiv 2511.20347), the variance of d within a sequence (divisor n), mean over
+      sequences, nats²
+    - `max_token_kl_mean`, `max_token_kl_max`: over sequences, of the largest r - 1 - d of a sequence's tokens, nats.
+      Differs: TRM (arXiv 2512.23075) bounds the KL of whole distributions; this is of the sampled token alone.
+
+    NaN without tokens.
 
     >>> d = torch.tensor([[1.0, 8.0], [1.0, 8.0]], dtype=torch.float64).log()
     >>> metrics = ratio_metrics(d, torch.ones(2, 2, dtype=torch.bool))
@@ -167,10 +178,14 @@ def change_metrics(counts: ChangeCounts) -> dict[str, Any]:
 
 
 def router_metrics(old: Sequence[Float[Tensor, "n E"]], new: Sequence[Float[Tensor, "n E"]], k: int) -> dict[str, Any]:
-    """How far routers moved, before any expert flips; names as in the catalogue's probe rows.
+    """How far routers moved, before any expert flips. `old`, `new`: logits of the same n tokens, one per site.
 
-    Args:
-        old, new: logits of the same n tokens, one per site. Without margins where k has no boundary.
+    - `router_kl`, `router_js`: KL(old || new) and Jensen-Shannon of the softmax over all experts, nats, mean over
+      tokens and sites; `site_router_kl`, `site_router_js`: mean over tokens, by site
+    - `margin_p10`, `margin_median`: of s_(k) - s_(k+1) under the new weights over all (token, site) pairs, in
+      router-logit units (nearest rank). A selection bias is not in it.
+    - `shift_over_margin`: median of (largest change of a logit, their mean removed) over half the old margin; a
+      choice for which it is below 1 could not have changed.
     """
     pairs = list(zip(old, new, strict=True))
     kl, js = ([float(divergence(a, b).mean()) for a, b in pairs] for divergence in (router_kl, router_js))
@@ -204,8 +219,14 @@ def _shift_over_margin(old: Float[Tensor, "n E"], new: Float[Tensor, "n E"], k: 
 
 
 def load_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
-    """How the new routes spread the tokens of `mask` over experts, means and worst over sites; names as in the
-    catalogue's probe rows."""
+    """How the new routes spread the tokens of `mask` over experts: means and worst over sites.
+
+    - `load_cv_mean`, `load_cv_max`: std / mean of the experts' loads (`load_cv`)
+    - `load_entropy_mean`, `load_entropy_min`: nats; ln E is even
+    - `site_max_vio`, `site_min_vio`, `site_avg_vio`: MaxVio of each site and its kin (`load_violation`)
+    - `active_set_churn`: share of the experts that a sequence uses and did not use before, mean over sequences and
+      sites: the second reading of GSPO's 10 %
+    """
     load = expert_load(new, mask)
     cv, entropy = load_cv(load), load_entropy(load)
     return {

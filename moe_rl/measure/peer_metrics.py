@@ -74,8 +74,15 @@ def gap_metrics(
 def mismatch_metrics(
     logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> dict[str, Tensor]:
-    """How far the training engine's scores (`logps`) are from the sampler's, by NeMo-RL's and verl's names; `OF_ENGINES`
-    defines each.
+    """How far the training engine's scores (`logps`) are from the sampler's, by NeMo-RL's and verl's names.
+
+    - NeMo-RL: `token_mult_prob_error` = mean e^|d| (suspicious above 1.05); `seq_mult_prob_error_{min,mean,max}`, of its
+      means over each sequence; `policy_kl_error` = mean(1/w - 1 + d); `js_divergence_error`, with m = (pi + mu)/2 the mean
+      of (pi/m - 1 - log(pi/m))/2 + (mu/m - 1 - log(mu/m))/2; `sampling_importance_ratio` = mean w
+    - verl: `rollout_probs_diff_{mean,max,std}` of |pi - mu| (std with divisor n-1), `rollout_actor_probs_pearson_corr`
+      of pi and mu; over sequences of their mean log-probabilities: `log_ppl_diff` = mean(log mu - log pi),
+      `log_ppl_abs_diff`, `ppl_ratio` = mean e^(log mu - log pi), `training_ppl`, `rollout_ppl`; `chi2_seq` = mean
+      e^(2 Σ_t d) - 1, Σ d within 20 nats: of whole sequences, where `chi2_sequence` has the mean in place of the sum
 
     Args:
         logps: training engine, nats.
@@ -119,12 +126,13 @@ def mismatch_metrics(
 def importance_weight_metrics(
     log_weight: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"], *, low: float = 0.5, high: float = 2.0
 ) -> dict[str, Tensor]:
-    """verl's account of token-level weights w = e^`log_weight` (bounded at e^±20) that are truncated at `high` (its
-    rollout_is "token"); `OF_ENGINES` defines each name. `rollout_is_oob_ratio`: tokens with w outside [low, high].
+    """verl's account of token-level weights w = e^`log_weight` that are truncated at `high` (its rollout_is "token").
 
+    `rollout_is_{mean,min,max}` of min(w, high); `rollout_is_oob_ratio`: tokens with w outside [low, high];
+    `rollout_is_eff_sample_size` = 1 / mean((v / mean v)²) with v = min(w, high): a fraction of the tokens;
+    `rollout_is_seq_max_deviation`: the largest |mean over a sequence of min(w, high) - 1|. w is bounded at e^±20 first.
     As verl 0.10.0.dev has them (verl/trainer/ppo/rollout_corr_helper.py, `compute_is_metrics`), but for `oob_ratio`,
-    which it has of IcePop's bounds alone; older ones bounded the weights below, too, so that the effective sample size
-    could not get small.
+    which it has of IcePop's bounds alone; older ones bounded v below, too, so that it could not get small.
 
     >>> log_weight = torch.tensor([[3.0, 1.0], [1.0, 0.25]]).log()
     >>> found = importance_weight_metrics(log_weight, torch.ones(2, 2, dtype=torch.bool))
