@@ -7,7 +7,7 @@ it, or that has a model of its own, gives the run a `Scorer` (`State.scorers`): 
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -52,6 +52,7 @@ class Scorer:
         raise NotImplementedError(f"{type(self).__name__} must define say(part, seen, watched)")
 
 
+@runtime_checkable
 class Learner(Protocol):
     """What is trained in the policy's updates beside it: a value model, route predictors."""
 
