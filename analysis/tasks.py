@@ -47,7 +47,7 @@ MAIN: Comparisons = {
     "GSPO − GRPO, noise 0.05": as_in_the_main_study("gspo_noise05", "grpo_noise05"),
 }
 FAST_ROUTERS: Comparisons = {
-    "GRPO, full rate − a tenth of it": everywhere(
+    "GRPO, full rate − a tenth": everywhere(
         ("levers_router", "grpo_full", "grpo_tenth"),
         "fast_routers",
         "grpo",
@@ -65,20 +65,20 @@ BIAS: Comparisons = {
         "grpo",
         again=("levers_balance_replay", "grpo_bias1e3", "grpo"),
     ),
-    "Replay, bias on used loads − GRPO, bias": everywhere(
+    "Replay, used loads − GRPO": everywhere(
         ("levers_balance_live", "grpo_replay_used", "grpo_bias"), "bias", "replay_used_bias1e3", "grpo_bias1e3"
     ),
-    "Replay, bias on live loads − GRPO, bias": everywhere(
+    "Replay, live loads − GRPO": everywhere(
         ("levers_balance_live", "grpo_replay_live", "grpo_bias"), "bias", "replay_live_bias1e3", "grpo_bias1e3"
     ),
 }
 LAG: Comparisons = {
-    "GRPO, batches that waited 4 steps − fresh": everywhere(("lag", "grpo_lag4", "grpo"), "lag", "grpo_lag4", "grpo"),
-    "Replay − GRPO, batches that waited": {
+    "GRPO, waited 4 steps − fresh": everywhere(("lag", "grpo_lag4", "grpo"), "lag", "grpo_lag4", "grpo"),
+    "Replay − GRPO, waited": {
         "equations, 2 steps": ("lag", "replay_lag2", "grpo_lag2"),
         **{task: (f"lag_{study}", "replay_lag4", "grpo_lag4") for task, study in OTHERS.items()},
     },
-    "GSPO − GRPO, batches that waited": everywhere(("lag", "gspo_lag4", "grpo_lag4"), "lag", "gspo_lag4", "grpo_lag4"),
+    "GSPO − GRPO, waited": everywhere(("lag", "gspo_lag4", "grpo_lag4"), "lag", "gspo_lag4", "grpo_lag4"),
 }
 PARTIAL: Comparisons = {
     "GRPO, several versions − one": everywhere(
@@ -120,10 +120,10 @@ COSTS: Comparisons = {
     "Selection noise,\n36 % of the slots": everywhere(
         ("replay_vs_gspo", "grpo_noise02", "grpo_replay"), "other_task", "grpo_noise02", "grpo_replay"
     ),  # replay does not see it
-    "Near-tied routers\nat the full rate": FAST_ROUTERS["GRPO, full rate − a tenth of it"],
+    "Near-tied routers\nat the full rate": FAST_ROUTERS["GRPO, full rate − a tenth"],
     "Balancing bias,\n0.001 a step": BIAS["GRPO, bias − none"],
     "Responses of\nseveral versions": PARTIAL["GRPO, several versions − one"],
-    "Batches that\nwaited 4 steps": LAG["GRPO, batches that waited 4 steps − fresh"],
+    "Batches that\nwaited 4 steps": LAG["GRPO, waited 4 steps − fresh"],
     "Rollout engine,\nint4 weights": INT4["GRPO, int4 − fp32 engine"],
 }
 """Cause -> task -> GRPO with it less GRPO without it."""
@@ -131,7 +131,10 @@ FIGURES = {
     "tasks": ("The main study's comparisons with another router and on other tasks.", MAIN),
     "fast_router_tasks": ("Near-tied routers that learn at the full rate, on four tasks.", FAST_ROUTERS),
     "bias_tasks": ("A bias that balances the experts, on four tasks.", BIAS),
-    "old_token_tasks": ("Old tokens, on four tasks.", LAG | PARTIAL),
+    "old_token_tasks": (
+        "Old tokens, of batches that waited and of responses of several versions, on four tasks.",
+        LAG | PARTIAL,
+    ),
     "int4_tasks": ("A rollout engine with int4 weights, on four tasks.", INT4),
     "int4_corrections": (
         "Corrections for a rollout engine with int4 weights, the ratio to the old policy throughout, on two tasks.",
