@@ -129,6 +129,10 @@ class RolloutConfig:
     """Length limit of a response in tokens; None takes the task's."""
     lag: int = 0
     """Train on batches that the policy sampled this many steps ago (0: on its own)."""
+    rescore: bool = False
+    """Under `lag`: what waited is scored again by the weights with which its first update begins. Old
+    log-probabilities, and the routes that R2 replays, are then theirs; `anchor: rollout` and corrections still refer
+    to the policy that sampled. With `objective: grpo_decoupled` it is AReaL's objective (arXiv 2505.24298)."""
     segment: int | None = None
     """Partial rollouts: a response is written this many tokens at a time, and after each step of training the new
     weights go on with it, so that several versions of the weights write one response (every token's is kept). Old

@@ -35,6 +35,7 @@ from moe_rl.training.other_methods import (
     other_responses,
     other_rewards,
     other_sampling,
+    rescored,
     reset_reference,
     retrain_reward_model,
 )
@@ -108,6 +109,8 @@ def steps(state: State) -> None:
         while len(state.waiting) <= config.rollout.lag:
             state.waiting.append(collect_batch(state))
         batch = state.waiting.popleft()
+        if config.rollout.rescore:
+            batch = rescored(state, batch)
         probe = start_probe(state, batch)
         together = 2 if state.method.pairs else config.rollout.group_size
         order = minibatches(len(batch), config.optim.num_minibatches, together, state.generator("order"))

@@ -1,6 +1,7 @@
 """What other methods and options do in the place of GRPO's sampling, rewards and advantages, and between steps."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +19,13 @@ from moe_rl.rollout import Rollout, demonstrate, named_rewards, seeded_random, s
 from moe_rl.rollout.continuing import partial_responses, version_metrics
 from moe_rl.rollout.dapo import overlong_penalty, refill
 from moe_rl.rollout.task import problems_of
+from moe_rl.training.batch import Batch
 from moe_rl.training.checkpoint import kept_whole
 from moe_rl.training.critic import Critic
 from moe_rl.training.method import Method
 from moe_rl.training.reward_model import RewardModel
+from moe_rl.training.score import score_rollout
+from moe_rl.training.scorers import RouterScores
 from moe_rl.training.state import State
 
 
@@ -58,6 +62,20 @@ def other_sampling(
     if not attempts:
         return rollout, logged
     return refill(rollout, lambda attempt, count: more(state.generator(f"refill/{attempt}", index), count), attempts)
+
+
+def rescored(state: State, batch: Batch) -> Batch:
+    """A batch that waited, with the present weights as its old policy (`rollout.rescore`): log-probabilities, routes
+    and, for RSPO, the scores of those. What the sampler said of it, its advantages and its reference stay."""
+    scores = score_rollout(
+        batch,
+        state.policy,
+        state.ranks,
+        temperature=state.config.rollout.temperature,
+        batch_size=state.config.optim.micro_batch,
+        scorers=[scorer for scorer in state.scorers if isinstance(scorer, RouterScores)],
+    )
+    return replace(batch, old_logps=scores.logps, routes=scores.routes, route_scores=scores.route_scores)
 
 
 def other_rewards(

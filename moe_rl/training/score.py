@@ -53,7 +53,7 @@ class Scores:
 
 @torch.no_grad()
 def score_rollout(
-    rollout: Rollout,
+    rollout: Rollout | Batch,
     policy: nn.Module,
     ranks: Ranks,
     *,
@@ -103,7 +103,7 @@ def score_rollout(
 
 
 def one_pass(
-    policy: nn.Module, part: Rollout, temperature: float, router_logits: bool, decoded: bool, shared: bool
+    policy: nn.Module, part: Any, temperature: float, router_logits: bool, decoded: bool, shared: bool
 ) -> Seen:
     """What the policy says of a part of a rollout, and the experts that it chooses meanwhile."""
     layout = share_prompts(*part.tokens) if shared else None
@@ -129,14 +129,16 @@ def verify(task: Any, rollout: Rollout, ranks: Ranks, seconds: float | None = No
 
 
 def _refuse_not_finite(
-    where: str, name: str, values: Shaped[Tensor, "B ..."], rollout: Rollout, why: str, everywhere: bool = False
+    where: str, name: str, values: Shaped[Tensor, "B ..."], rollout: Rollout | Batch, why: str, everywhere: bool = False
 ) -> None:
     bad = ~torch.isfinite(values.reshape(len(values), -1)).all(1)
     if bool(bad.any()):
+        row = int(bad.int().argmax())
+        first = f"one to {shortened(rollout.problems[row].prompt)}" if isinstance(rollout, Rollout) else f"row {row}"
         raise NotFiniteError(
             where,
-            f"{name} of {int(bad.sum())} of {len(rollout)} responses are not finite, first of one to "
-            f"{shortened(rollout.problems[int(bad.int().argmax())].prompt)}. The weights of {why}",
+            f"{name} of {int(bad.sum())} of {len(rollout)} responses are not finite, first of {first}. "
+            f"The weights of {why}",
             rollout,
             everywhere=everywhere,
         )

@@ -15,6 +15,7 @@ from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.router_shift import chosen_scores
 from moe_rl.measure.shared_prompts import SharedPrompts, share_prompts
 from moe_rl.rollout import Rollout
+from moe_rl.rollout.completions import Responses
 from moe_rl.routing import RoutedExperts, record_margins, replay_routes
 from moe_rl.training.batch import Batch, Totals
 
@@ -82,7 +83,7 @@ class RouterScores(Scorer):
 
     router_logits = True
 
-    def say(self, part: Rollout, seen: Seen, watched: Any) -> dict[str, Tensor]:
+    def say(self, part: Responses, seen: Seen, watched: Any) -> dict[str, Tensor]:
         assert seen.out.router_logits is not None
         return {"route_scores": chosen_scores(seen.out.router_logits, seen.routes)}
 

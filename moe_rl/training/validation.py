@@ -64,6 +64,7 @@ def validate(config: RunConfig) -> None:
     _scoring(config, method)
     _sharing(config, method)
     _partial(config, method)
+    _rescoring(config, method)
     _turns(config, method)
     object.__setattr__(config, "_validated", id(config))  # of this very object, not of a copy
 
@@ -358,6 +359,19 @@ def _partial(config: RunConfig, method: Method) -> None:
         "the whole text before them, and the next version's with others; no one set of routes gives the sampler's "
         "log-probabilities back, so that a ratio anchored at the rollout is not defined under replay. Use anchor old",
     )
+
+
+def _rescoring(config: RunConfig, method: Method) -> None:
+    own, rollout = config.method, config.rollout
+    if not rollout.rescore:
+        return
+    for field, ok in (
+        ("rollout.lag of 0: nothing waits, and its first update begins with the weights that scored it", rollout.lag),
+        ("method.replay: R3 and PR2 replay the sampler's routes; use none or R2", own.replay in ("none", "R2")),
+        ("method.keep: the part of the routes is chosen by margins when a batch is sampled; use 1", own.keep == 1),
+        ("method.objective: pairs (dpo) have no ratio", not method.pairs),
+    ):
+        require(bool(ok), f"rollout.rescore does not go with this {field}")
 
 
 def _turns(config: RunConfig, method: Method) -> None:

@@ -168,6 +168,10 @@ def mis(row):
     return [w if w <= 3.0 else 0.0 for w in engine_weights(row)]
 
 
+def decoupled(row):  # AReaL: pi_old / mu, tokens above the cap dropped
+    return [w if w <= 5.0 else 0.0 for w in engine_weights(row)]
+
+
 def icepop(row):
     return [w if 0.5 <= w <= 5.0 else 0.0 for w in engine_weights(row)]
 
@@ -218,6 +222,7 @@ ROWS = {
     "gspo_rollout": lambda row: gspo_row(row, "rollout"),
     "grpo_tis": corrected(tis),
     "grpo_mis": corrected(mis),
+    "grpo_decoupled": corrected(decoupled),
     "grpo_icepop": corrected(icepop),
     "grpo_seq_tis": corrected(seq_tis),
     "grpo_seq_mis": corrected(seq_mis),

@@ -180,6 +180,7 @@ def test_off_policy_sequence_mask_is_that_of_trl():
     [
         ("grpo_tis", False, False, None, 2.0),
         ("grpo_mis", False, True, None, 3.0),
+        ("grpo_decoupled", False, True, None, 5.0),
         ("grpo_icepop", False, True, 0.5, 5.0),
         ("grpo_seq_tis", True, False, None, 3.0),
         ("grpo_seq_mis", True, True, None, 3.0),

@@ -63,6 +63,7 @@ CHOICES: dict[str, list[Any]] = {
     "rollout.temperature": [0.7],
     "rollout.max_new_tokens": [1, 3, 20],
     "rollout.lag": [1, 2],
+    "rollout.rescore": [True],
     "rollout.segment": [2, 3],
     "rollout.scoring": ["decoding"],
     "rollout.dynamic_sampling": [2],

@@ -4,16 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from micro import MICRO, rows
+from micro import MICRO, logps, rows
 from safetensors import SafetensorError
 
 from moe_rl.measure.catalogue import HEADS
+from moe_rl.measure.logprobs import token_logps
 from moe_rl.rollout import seeded_random
+from moe_rl.routing import record_routes
 from moe_rl.study.run import run_one
 from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train, validate
 from moe_rl.training.batch import micro_batches
 from moe_rl.training.checkpoint import save_checkpoint
 from moe_rl.training.loop import collect_batch, responses
+from moe_rl.training.other_methods import rescored
 from moe_rl.training.score import score_rollout
 from moe_rl.training.scorers import Margins, RouterScores
 
@@ -125,6 +128,37 @@ def test_lag_trains_on_what_an_older_policy_sampled(state_of, tmp_path):
     sampled, probes = rows(tmp_path, "rollout"), rows(tmp_path, "probe")
     assert [row["step"] for row in sampled] == [0, 0, 1, 2] and {row["step"] for row in probes} == {0, 1, 2}
     assert "at the step that sampled it" in HEADS["rollout"] and "`lag` steps later" in HEADS["rollout"]
+
+
+@pytest.mark.parametrize("arm", [{"objective": "grpo_decoupled", "replay": "R2"}, {"objective": "rspo"}])
+def test_a_batch_that_waited_is_scored_again(state_of, tmp_path, monkeypatch, arm):
+    rollout = replace(MICRO.rollout, lag=1, rescore=True)
+    config = replace(MICRO, optim=replace(MICRO.optim, steps=3), rollout=rollout, method=MethodConfig(**arm))
+    pairs = []
+
+    def kept(state, batch):
+        pairs.append((batch, again := rescored(state, batch)))
+        said = logps(state, state.policy, batch)
+        torch.testing.assert_close(again.old_logps, said.logps.detach())
+        with record_routes(state.policy) as present, torch.no_grad():
+            token_logps(state.policy, *batch.tokens)
+        assert again.routes.equal(present.routes)
+        return again
+
+    monkeypatch.setattr("moe_rl.training.loop.rescored", kept)
+    run(state_of(config, tmp_path))
+    assert [batch.step for batch, _ in pairs] == [0, 0, 1]
+    for batch, again in pairs[1:]:
+        moved = (again.old_logps - batch.old_logps)[batch.completion_mask].abs().max()
+        assert moved > 1e-4 and torch.equal(again.rollout_logps, batch.rollout_logps)
+        torch.testing.assert_close(batch.rollout_logps, batch.old_logps, atol=1e-5, rtol=1e-5)
+        assert torch.equal(again.advantages, batch.advantages)
+        assert (again.route_scores is None) == (arm["objective"] != "rspo")
+    first = [row for row in rows(tmp_path, "update") if row["update"] == 1]
+    assert all(row["var_token_log_ratio"] < 1e-12 for row in first), "the ratio is to the present weights"
+    if arm["objective"] == "grpo_decoupled":
+        assert first[0]["correction_weight_max"] == pytest.approx(1, abs=1e-5)
+        assert first[2]["correction_weight_max"] > 1.0001, "the weight is of those over the sampler"
 
 
 @pytest.mark.parametrize("arm", [{}, {"objective": "dapo"}, {"objective": "rspo", "replay": "R2"}, {"replay": "R3"}])

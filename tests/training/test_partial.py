@@ -15,6 +15,7 @@ from moe_rl.training.loop import collect_batch, update_on
 
 QUIET = replace(MICRO, probe=ProbeConfig(every=0), optim=replace(MICRO.optim, steps=4))
 SEGMENTED = replace(QUIET, rollout=replace(MICRO.rollout, segment=3))
+RESCORED = replace(QUIET, rollout=replace(MICRO.rollout, lag=1, rescore=True))
 TURNS = replace(QUIET, task=TaskConfig("calculator", {"steps": 1}))
 
 
@@ -135,6 +136,10 @@ def test_a_conversation_trains_and_is_evaluated(state_of, tmp_path):
     [
         (replace(SEGMENTED, method=MethodConfig(objective="gspo_rollout", replay="R2")), "anchored at the rollout"),
         (replace(SEGMENTED, rollout=replace(SEGMENTED.rollout, lag=1)), r"rollout\.lag"),
+        (replace(QUIET, rollout=replace(QUIET.rollout, rescore=True)), r"rollout\.rescore .* rollout\.lag of 0"),
+        (replace(RESCORED, method=MethodConfig(replay="R3")), r"rollout\.rescore .* use none or R2"),
+        (replace(RESCORED, method=MethodConfig(replay="R2", keep=0.5)), r"rollout\.rescore .* margins"),
+        (replace(RESCORED, method=MethodConfig(objective="dpo", source="policy")), r"rollout\.rescore .* pairs"),
         (replace(SEGMENTED, method=MethodConfig(objective="sft")), "'demonstrations' responses .* use policy"),
         (replace(SEGMENTED, reward=RewardConfig(model="learned")), "this reward.model: learned .* use verifier"),
         (replace(TURNS, reward=RewardConfig(model="learned")), "this reward.model: learned .* use verifier"),

@@ -59,11 +59,12 @@ def until(config, steps):
 
 LORA = LoraConfig(2, target_modules=("q_proj",), target_parameters=("mlp.experts.down_proj",), train_router=True)
 BIAS = {"expert_bias_rate": 0.01, "expert_bias_loads": "live"}
+RESCORED = replace(CPU.rollout, lag=1, rescore=True)
 ENGINE = replace(CPU.rollout, engine=EngineConfig("hf", "bfloat16"))
 CASES = {
     "ddp": case("ddp"),
     "ddp_replay": case("ddp", replay="R2", micro_batch=3),
-    "ddp_replay_lag": until(case("ddp", replay="R2", lag=1, kl_coef=0.1), 3),
+    "ddp_replay_lag": until(case("ddp", replay="R2", rollout=RESCORED, kl_coef=0.1), 3),
     "ddp_learned_reward": case("ddp", reward=RewardConfig(model="learned", initial_batches=1, epochs=1)),
     "fsdp2": case("fsdp2", objective="dapo"),
     "fsdp2_replay_lag": until(case("fsdp2", replay="R2", lag=1, kl_coef=0.1), 3),

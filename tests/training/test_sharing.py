@@ -37,6 +37,7 @@ def sharing(config=QUIET, **optim):
         ({"replay": "R2"}, {"model": replace(MICRO.model, lora=LoraConfig(2, target_modules=("q_proj",)))}),
         ({"replay": "R2"}, {"rollout": replace(LONG, segment=3)}),
         ({"replay": "R2"}, {"rollout": replace(LONG, lag=1)}),
+        ({"objective": "grpo_decoupled", "replay": "R2"}, {"rollout": replace(LONG, lag=1, rescore=True)}),
         ({}, {"task": TaskConfig(name="calculator")}),
     ],
 )

@@ -1,0 +1,108 @@
+"""What old tokens cost GRPO, and GSPO gives back, by the length of responses on one task (question 4):
+
+    python analysis/length.py DIR --csv docs/results/old_tokens_length_slopes/slopes.csv
+
+Reads the committed tables of docs/results/old_tokens_length, so that it needs no runs. Prints the slopes that the study
+declared, for each rounding and for the mean of each seed over both (`pooled`, undeclared): of each seed's difference by
+least squares on log2 of the tokens of a response, their mean with Student's 95 % interval over seeds, and p of the
+exact sign-flip test after Holm over the four. Draws DIR/old_tokens_length as .pdf, .svg and .png and writes what is
+drawn beside them as CSV.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from moe_rl.processes import ends_with_its_reader
+from moe_rl.study.figures.over_studies import cures_figure
+from moe_rl.study.figures.saving import save_figure
+from moe_rl.study.published import published_differences, published_values
+from moe_rl.study.statistics import holm, sign_flip_test, student_interval
+
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
+STUDY = "old_tokens_length"
+TOKENS = {4: 5, 8: 9, 16: 17, 24: 25}
+"""Letters of the task -> tokens of a response, its end included."""
+DIFFERENCES = {
+    "GRPO, waited − fresh": ("grpo_lag", "grpo"),
+    "GSPO − GRPO, waited": ("gspo_lag", "grpo_lag"),
+    "GRPO, three versions − one": ("grpo_partial", "grpo"),
+    "GSPO − GRPO, three versions": ("gspo_partial", "grpo_partial"),
+}
+
+
+def differences(arm: str, other: str) -> pd.DataFrame:
+    """Paired differences of final reward: a row for each rounding and seed, a column for each number of letters."""
+    columns = {n: published_values(RESULTS, f"{STUDY}:{arm}_{n}:{other}_{n}", roundings=True) for n in TOKENS}
+    return pd.DataFrame(columns).droplevel(0)
+
+
+def slopes(values: pd.DataFrame) -> np.ndarray:
+    """Least-squares slope of each row on log2 of the tokens; rows without all lengths are left out."""
+    x = np.log2([TOKENS[n] for n in values])
+    x -= x.mean()
+    return values.dropna().to_numpy() @ x / (x @ x)
+
+
+def slopes_table() -> pd.DataFrame:
+    """One row per rounding and difference; slopes are of reward per doubling of the tokens."""
+    rows = []
+    found = {name: differences(*arms) for name, arms in DIFFERENCES.items()}
+    roundings = list(next(iter(found.values())).index.unique(0))
+    for rounding in [*roundings, "pooled"]:
+        family = []
+        for name, values in found.items():
+            part = values.groupby(level=1).mean() if rounding == "pooled" else values.loc[rounding]
+            one = slopes(part)
+            interval = student_interval(one)
+            about = {"rounding": rounding, "of": name, "n": interval.n}
+            ends = {"slope": interval.estimate, "low": interval.low, "high": interval.high}
+            family.append({**about, **ends, "p": float(sign_flip_test(one))})
+        for row, p in zip(family, holm([row["p"] for row in family]), strict=True):
+            rows.append({**row, "p": p if rounding != "pooled" else None})
+    return pd.DataFrame(rows).rename(columns={"p": "p after Holm"})
+
+
+def drawn() -> pd.DataFrame:
+    """What `cures_figure` takes. What waiting and three versions cost was not declared at one length: no verdict."""
+    declared = {
+        cause: {n: (STUDY, f"{arm}_{n}", f"{other}_{n}") for n in TOKENS} for cause, (arm, other) in DIFFERENCES.items()
+    }
+    gains = {cause: rows for cause, rows in declared.items() if cause.startswith("GSPO")}
+    rows = published_differences(RESULTS, gains).to_dict("records")
+    for cause in declared.keys() - gains.keys():
+        values = differences(*DIFFERENCES[cause])
+        for n in TOKENS:
+            for rounding in values.index.unique(0):
+                interval = student_interval(values.loc[rounding, n].dropna().to_numpy())
+                ends = {"difference": interval.estimate, "low": interval.low, "high": interval.high}
+                rows.append({"claim": cause, "comparison": n, "rounding": rounding, **ends, "verdict": ""})
+    table = pd.DataFrame(rows).rename(columns={"claim": "cause", "comparison": "row"})
+    table["cause"] = pd.Categorical(table["cause"], list(DIFFERENCES))
+    names = {n: f"{n} letters, {tokens} tokens" for n, tokens in TOKENS.items()}
+    table["row"] = pd.Categorical(table["row"].map(names), list(names.values()))
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="What old tokens cost GRPO, and GSPO gives back, by the length of responses."
+    )
+    parser.add_argument("folder", type=Path, help=f"where to write {STUDY}.pdf, .svg, .png and .csv")
+    parser.add_argument("--csv", type=Path, help="also write the table of slopes to this file")
+    options = parser.parse_args()
+    table = slopes_table()
+    print(table.to_string(index=False))
+    if options.csv:
+        options.csv.parent.mkdir(parents=True, exist_ok=True)
+        table.to_csv(options.csv, index=False, float_format="%.6g", lineterminator="\n")
+    title = "What old tokens cost GRPO, and GSPO gives back, by the length of responses."
+    for file in save_figure(cures_figure(drawn(), STUDY, title, "difference of final reward"), options.folder):
+        print(file)
+
+
+if __name__ == "__main__":
+    with ends_with_its_reader():
+        main()
