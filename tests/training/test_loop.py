@@ -15,6 +15,7 @@ from moe_rl.study.run import run_one
 from moe_rl.training import CheckpointError, EvalConfig, MethodConfig, run, train, validate
 from moe_rl.training.batch import micro_batches
 from moe_rl.training.checkpoint import save_checkpoint
+from moe_rl.training.incidents import NotFiniteError
 from moe_rl.training.loop import collect_batch, responses
 from moe_rl.training.other_methods import rescored
 from moe_rl.training.score import score_rollout
@@ -159,6 +160,15 @@ def test_a_batch_that_waited_is_scored_again(state_of, tmp_path, monkeypatch, ar
     if arm["objective"] == "grpo_decoupled":
         assert first[0]["correction_weight_max"] == pytest.approx(1, abs=1e-5)
         assert first[2]["correction_weight_max"] > 1.0001, "the weight is of those over the sampler"
+
+
+def test_what_waited_and_has_no_log_probability_any_more_is_named(state_of, tmp_path):
+    state = state_of(replace(MICRO, rollout=replace(MICRO.rollout, lag=1, rescore=True)), tmp_path)
+    batch = collect_batch(state)
+    for weight in state.policy.parameters():
+        weight.data.fill_(float("nan"))
+    with pytest.raises(NotFiniteError, match="scoring: logps of 16 of 16 responses are not finite, first of row 0"):
+        rescored(state, batch)
 
 
 @pytest.mark.parametrize("arm", [{}, {"objective": "dapo"}, {"objective": "rspo", "replay": "R2"}, {"replay": "R3"}])
