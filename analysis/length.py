@@ -28,9 +28,10 @@ TOKENS = {4: 5, 8: 9, 16: 17, 24: 25}
 DIFFERENCES = {
     "GRPO, waited − fresh": ("grpo_lag", "grpo"),
     "GSPO − GRPO, waited": ("gspo_lag", "grpo_lag"),
-    "GRPO, three versions − one": ("grpo_partial", "grpo"),
-    "GSPO − GRPO, three versions": ("gspo_partial", "grpo_partial"),
+    "GRPO, mixed − whole": ("grpo_partial", "grpo"),
+    "GSPO − GRPO, mixed": ("gspo_partial", "grpo_partial"),
 }
+"""Mixed: responses of three versions of the weights."""
 
 
 def differences(arm: str, other: str) -> pd.DataFrame:
@@ -62,27 +63,28 @@ def slopes_table() -> pd.DataFrame:
             family.append({**about, **ends, "p": float(sign_flip_test(one))})
         for row, p in zip(family, holm([row["p"] for row in family]), strict=True):
             rows.append({**row, "p": p if rounding != "pooled" else None})
-    return pd.DataFrame(rows).rename(columns={"p": "p after Holm"})
+    return pd.DataFrame(rows).rename(columns={"p": "p_adjusted"})
 
 
 def drawn() -> pd.DataFrame:
-    """What `cures_figure` takes. What waiting and three versions cost was not declared at one length: no verdict."""
-    declared = {
-        cause: {n: (STUDY, f"{arm}_{n}", f"{other}_{n}") for n in TOKENS} for cause, (arm, other) in DIFFERENCES.items()
+    """What `cures_figure` takes. What waiting and mixed versions cost was not declared at one length: no verdict."""
+    names = {n: f"{n} letters, {tokens} tokens" for n, tokens in TOKENS.items()}
+    gains = {
+        cause: {names[n]: (STUDY, f"{arm}_{n}", f"{other}_{n}") for n in TOKENS}
+        for cause, (arm, other) in DIFFERENCES.items()
+        if cause.startswith("GSPO")
     }
-    gains = {cause: rows for cause, rows in declared.items() if cause.startswith("GSPO")}
     rows = published_differences(RESULTS, gains).to_dict("records")
-    for cause in declared.keys() - gains.keys():
+    for cause in DIFFERENCES.keys() - gains.keys():
         values = differences(*DIFFERENCES[cause])
-        for n in TOKENS:
+        for n, name in names.items():
             for rounding in values.index.unique(0):
                 interval = student_interval(values.loc[rounding, n].dropna().to_numpy())
                 ends = {"difference": interval.estimate, "low": interval.low, "high": interval.high}
-                rows.append({"claim": cause, "comparison": n, "rounding": rounding, **ends, "verdict": ""})
+                rows.append({"claim": cause, "comparison": name, "rounding": rounding, **ends, "verdict": ""})
     table = pd.DataFrame(rows).rename(columns={"claim": "cause", "comparison": "row"})
     table["cause"] = pd.Categorical(table["cause"], list(DIFFERENCES))
-    names = {n: f"{n} letters, {tokens} tokens" for n, tokens in TOKENS.items()}
-    table["row"] = pd.Categorical(table["row"].map(names), list(names.values()))
+    table["row"] = pd.Categorical(table["row"], list(names.values()))
     return table
 
 

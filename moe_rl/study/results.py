@@ -201,6 +201,11 @@ PAGES: dict[str, dict[str, Column]] = {
         **_texts("seeds"),
         "exponent": _interval("+.2f", "exponent", "low", "high"),
     },
+    "slopes": {
+        **_texts("rounding", "of", "n"),
+        "slope": _interval("+.3f", "slope", "low", "high"),
+        "p": lambda row: "–" if pd.isna(row["p_adjusted"]) else probability(float(row["p_adjusted"])),
+    },
     "rate_exponents": {
         **_texts("of", "update", "seeds"),
         "exponent": _interval("+.2f", "exponent", "low", "high"),

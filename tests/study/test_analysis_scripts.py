@@ -121,6 +121,19 @@ def test_fates_of_conclusions_and_the_committed_table_of_them():
     assert committed.set_index("study").loc["methods_int4", "claims"] == claims
 
 
+def test_slopes_by_length_and_the_committed_table_of_them():
+    length = script("length")
+    tokens = pd.Series(length["TOKENS"])
+    rising = pd.DataFrame([0.1 * np.log2(tokens), 1 - 0.2 * np.log2(tokens), np.log2(tokens).where(tokens > 5)])
+    assert length["slopes"](rising) == pytest.approx([0.1, -0.2]), "a seed without one of the lengths has no slope"
+    committed = pd.read_csv(ROOT / "docs" / "results" / "old_tokens_length_slopes" / "slopes.csv")
+    pd.testing.assert_frame_equal(committed, length["slopes_table"](), rtol=1e-5, check_dtype=False)
+    drawn = length["drawn"]().set_index(["cause", "row", "rounding"])
+    gain = pd.read_csv(ROOT / "docs" / "results" / "old_tokens_length" / "roundings.csv").set_index(["arm", "rounding"])
+    there = drawn.loc[("GSPO − GRPO, mixed", "4 letters, 5 tokens", "avx2")]
+    assert there["difference"] == gain.loc[("gspo_partial_4", "avx2"), "difference"]
+
+
 @pytest.mark.parametrize(
     ("table", "cpu"), [("early_warning_intel/early_warning.csv", "Intel"), ("early_warning/committed_signals.csv", "")]
 )
