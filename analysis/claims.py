@@ -1,4 +1,4 @@
-"""What final rewards say of the GSPO, R3 and DPPO papers' statements (question 8):  python analysis/claims.py DIR
+"""What final rewards say of the statements of papers (question 8):  python analysis/claims.py DIR
 
 Reads the committed tables of docs/results, so that it needs no runs; draws DIR/claims as .pdf, .svg and .png and writes
 what is drawn beside them as CSV.
@@ -44,6 +44,12 @@ CLAIMS: dict[str, dict[str, Declared]] = {
     "DPPO is stable without R3": {
         "DPPO + R3 − DPPO, int4 engine": ("dppo_mismatch", "dppo_r3_int4", "dppo_int4"),
         "DPPO − GRPO, int4 engine": ("dppo_mismatch", "dppo_int4", "grpo_int4"),
+    },
+    "The decoupled objective bears old tokens": {
+        "Decoupled − ratio to the sampler, waited": ("decoupled", "decoupled_lag", "grpo_lag"),
+        "Decoupled − ratio to the sampler, reversing": ("decoupled_reverse", "decoupled_lag", "grpo_lag"),
+        "Decoupled − ratio to the writer, mixed": ("decoupled", "decoupled_partial", "writer_partial"),
+        "Decoupled − ratio to the writer, reversing": ("decoupled_reverse", "decoupled_partial", "writer_partial"),
     },
 }
 """Statement -> comparison -> where it was declared."""

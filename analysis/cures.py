@@ -22,6 +22,8 @@ METHODS = {
     "live": "GRPO + R2, live loads",
     "r3": "GRPO + R3",
     "old": "GRPO, old-policy ratio",
+    "writer": "GRPO, ratio to writer",
+    "decoupled": "GRPO, decoupled",
     "gspo": "GSPO",
     "gspo_replay": "GSPO + R2",
     "gmpo": "GMPO",
@@ -56,10 +58,13 @@ CAUSES: dict[str, dict[str, tuple[str, str, str]]] = {
     "Old tokens,\nof four versions": {
         "gone": ("methods_stale", "grpo", "grpo_partial"),
         "replay": ("partial_rollouts", "grpo_partial_r2", "grpo_partial"),
+        "writer": ("partial_rollouts_anchor", "grpo_partial_rollout", "grpo_partial"),
+        "decoupled": ("decoupled", "decoupled_partial", "grpo_partial"),
         **{method: ("methods_stale", f"{method}_partial", "grpo_partial") for method in (*OTHERS, "dppo")},
     },
     "Batches that\nwaited 4 steps": {
         "gone": ("lag", "grpo", "grpo_lag4"),
+        "decoupled": ("decoupled", "decoupled_lag", "grpo_lag"),
         "gspo": ("lag", "gspo_lag4", "grpo_lag4"),
     },
     "Rollout engine,\nint4 weights": {
