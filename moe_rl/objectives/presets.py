@@ -63,7 +63,7 @@ PRESETS: dict[str, Preset] = {
     "gspo_rollout": Preset(replace(GSPO, anchor="rollout"), f"{_GSPO} section 5.4"),
     "grpo_tis": Preset(replace(GRPO, corrections=(Correction("token_truncate", high=2.0),)), "fengyao.notion.site/off-policy-rl; cap 2 of verl and TRL", _OWN_CLIP),
     "grpo_mis": Preset(replace(GRPO, corrections=(Correction("token_mask", high=3.0),)), "verl, TRL `token_mask`, cap 3", _REJECT),
-    "grpo_decoupled": Preset(replace(GRPO, corrections=(Correction("token_mask", high=5.0),)), "arXiv:2505.24298, the decoupled objective of AReaL, cap 5 of its code", "clip range and aggregation of the `grpo` preset. Batches that waited (`rollout.lag`) need `rollout.rescore`."),
+    "grpo_decoupled": Preset(replace(GRPO, corrections=(Correction("token_mask", high=5.0),)), "arXiv:2505.24298, the decoupled objective of AReaL (after arXiv:2110.00641), cap 5 of its configurations", "clip range and aggregation of the `grpo` preset. Batches that waited (`rollout.lag`) need `rollout.rescore`."),
     "grpo_icepop": Preset(replace(GRPO, corrections=(Correction("token_mask", low=0.5, high=5.0),)), "arXiv:2510.18855", _REJECT),
     "grpo_seq_tis": Preset(replace(GRPO, corrections=(Correction("sequence_truncate", high=3.0),)), "verl, TRL `sequence_truncate`, cap 3"),
     "grpo_seq_mis": Preset(replace(GRPO, corrections=(Correction("sequence_mask", high=3.0),)), "verl, TRL `sequence_mask`, cap 3", _REJECT),
