@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moe_rl.measure.logprobs import hf_model
 from moe_rl.rollout.chat import message_tokens
-from moe_rl.rollout.task import Problem, Task, checked_reward, token_ids, user_code
+from moe_rl.rollout.task import Problem, Task, checked_reward, shortened, token_ids, user_code
 from moe_rl.routing import RoutedExperts
 
 Rows = TypeVar("Rows", bound="Responses")
@@ -47,6 +47,10 @@ class Responses:
     def parts(self) -> dict[str, Any]:
         """Tensors and routes by name, without those that are None."""
         return {name: part for name, part in vars(self).items() if isinstance(part, Tensor | RoutedExperts)}
+
+    def called(self, row: int) -> str:
+        """A response as messages name it."""
+        return f"row {row}"
 
     def rows(self: Rows, index: Int[Tensor, " n"]) -> Rows:
         """The responses `index`, in that order."""
@@ -108,6 +112,9 @@ class Rollout(Responses):
         """Groups whose rewards are all equal, so that group advantages made of these are 0."""
         rewards = self.rewards.view(-1, self.group_size)
         return (rewards == rewards[:, :1]).all(1)
+
+    def called(self, row: int) -> str:
+        return f"one to {shortened(self.problems[row].prompt)}"
 
     def rows(self, index: Int[Tensor, " n"] | Bool[Tensor, " B"]) -> "Rollout":
         """The completions `index`, in that order, or those where it is True. `group_size` is kept: whether groups stay

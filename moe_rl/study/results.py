@@ -107,6 +107,10 @@ def _percent(name: str, digits: int = 1) -> Column:
 def _probability_of_verdict(row: dict[str, Any]) -> str:
     """The p, after Holm, that its verdict stands on: of no difference, or, where there is none of interest, of one."""
     p = row["p_equivalent_adjusted" if row["verdict"] == Verdict.EQUIVALENT else "p_adjusted"]
+    return _probability(p)
+
+
+def _probability(p: Any) -> str:
     return "–" if pd.isna(p) else probability(float(p))
 
 
@@ -204,7 +208,7 @@ PAGES: dict[str, dict[str, Column]] = {
     "slopes": {
         **_texts("rounding", "of", "n"),
         "slope": _interval("+.3f", "slope", "low", "high"),
-        "p": lambda row: "–" if pd.isna(row["p_adjusted"]) else probability(float(row["p_adjusted"])),
+        "p": _column("p_adjusted", _probability),
     },
     "rate_exponents": {
         **_texts("of", "update", "seeds"),

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from moe_rl.measure.logprobs import TokenLogps, token_logps
 from moe_rl.measure.shared_prompts import share_prompts
 from moe_rl.rollout import Rollout, score
-from moe_rl.rollout.task import shortened
 from moe_rl.routing import RoutedExperts, record_routes
 from moe_rl.training.batch import Batch, joined, micro_batches
 from moe_rl.training.config import OF_SAMPLER
@@ -103,12 +102,12 @@ def score_rollout(
 
 
 def one_pass(
-    policy: nn.Module, part: Any, temperature: float, router_logits: bool, decoded: bool, shared: bool
+    policy: nn.Module, part: Rollout | Batch, temperature: float, router_logits: bool, decoded: bool, shared: bool
 ) -> Seen:
     """What the policy says of a part of a rollout, and the experts that it chooses meanwhile."""
     layout = share_prompts(*part.tokens) if shared else None
     if decoded:
-        assert part.routes is not None
+        assert isinstance(part, Rollout) and part.routes is not None
         return Seen(TokenLogps(part.logps), part.routes, layout)
     with record_routes(policy) as recording:
         out = token_logps(policy, *part.tokens, temperature=temperature, router_logits=router_logits, shared=layout)
@@ -133,12 +132,10 @@ def _refuse_not_finite(
 ) -> None:
     bad = ~torch.isfinite(values.reshape(len(values), -1)).all(1)
     if bool(bad.any()):
-        row = int(bad.int().argmax())
-        first = f"one to {shortened(rollout.problems[row].prompt)}" if isinstance(rollout, Rollout) else f"row {row}"
         raise NotFiniteError(
             where,
-            f"{name} of {int(bad.sum())} of {len(rollout)} responses are not finite, first of {first}. "
-            f"The weights of {why}",
+            f"{name} of {int(bad.sum())} of {len(rollout)} responses are not finite, first of "
+            f"{rollout.called(int(bad.int().argmax()))}. The weights of {why}",
             rollout,
             everywhere=everywhere,
         )

@@ -28,30 +28,30 @@ def cures_figure(
     name: str = "cures",
     title: str = "What each method gives back, by cause.",
     measured: str = "final reward less that of GRPO under the same cause",
+    caption: str = "Columns are of different studies, and cells of one column may be of different seeds.",
+    one_scale: bool = True,
 ) -> StudyFigure:
     """Differences of final reward with their intervals: a panel for each cause, and in all of them the same rows.
 
     Args:
         table: columns cause (a panel) and row (a method, a task), both categorical in the order in which they are
             drawn; difference, low, high, verdict. Several rows of a cell, repetitions, are drawn below each other.
-        name, title: of the figure; measured: the name of its axis.
+        name, title: of the figure; measured: the name of its axis; caption: its end.
+        one_scale: whether all panels have the same range.
     """
     causes, names = (list(table[column].cat.categories) for column in ("cause", "row"))
-    drawn, (axes,) = panels(1, len(causes), 1.0 + ROW * len(names), WIDTH, sharex=True, sharey=True)
+    drawn, (axes,) = panels(1, len(causes), 1.0 + ROW * len(names), WIDTH, sharex=one_scale, sharey=True)
     for ax, cause in zip(axes, causes, strict=True):
         rows = table[table["cause"] == cause]
+        ax.xaxis.set_major_locator(MaxNLocator(3))
         _differences(ax, rows, rows["row"].map(names.index).astype(float), "row")
         ax.set_title(cause, fontsize=7)
         ax.grid(axis="y", visible=False)
-    axes[0].xaxis.set_major_locator(MaxNLocator(3))
     axes[0].set_yticks(range(len(names)), names)
     axes[0].set_ylim(len(names) - 0.5, -0.5)
     drawn.supxlabel(measured, fontsize=7.5)
-    caption = (
-        f"{REPETITIONS} Filled: higher or lower by the rules of its study, that is resolved from 0 and 0.05 at least; "
-        "open: not; blank: not run. Columns are of different studies, and cells of one column may be of different "
-        "seeds."
-    )
+    marks = "Filled: higher or lower by the rules of its study, that is resolved from 0 and 0.05 at least; open: not"
+    caption = f"{REPETITIONS} {marks}; blank: not run. {caption}"
     return StudyFigure(name, title, caption, drawn, table)
 
 
