@@ -93,7 +93,7 @@ def _without(data: StudyData, pairs: Sequence[Pair]) -> Line:
         Verdict.NOT_RESOLVED: "not resolved",
         Verdict.TOO_FEW: "too few seeds",
     }
-    return Line("Did GSPO do without?", _answers(data, told, words, against=True), _failures_of(data, pairs))
+    return Line("Did GSPO do without replay?", _answers(data, told, words, against=True), _failures_of(data, pairs))
 
 
 def _answers(data: StudyData, pairs: Sequence[Pair], words: dict[Verdict, str], against: bool = False) -> str:

@@ -218,7 +218,7 @@ def test_the_first_answer_follows_the_verdicts():
     few = answer(study_of({"grpo": (0.8, 0.8), "grpo_replay": (0.9, 0.9), "gspo": (0.1, 0.1)}))
     assert [(line.question, line.answer) for line in few.lines[:2]] == [
         ("Did GRPO need replay?", "Too few seeds"),
-        ("Did GSPO do without?", "Too few seeds"),
+        ("Did GSPO do without replay?", "Too few seeds"),
     ]
     other = answer(_many())
     assert (other.lines[0].question, other.lines[0].answer) == ("Do the arms differ?", "1 of 7 comparisons resolved")
@@ -343,7 +343,7 @@ def test_two_arms_against_one_control_are_told_apart_in_the_first_answer():
     runs = tuple(replace(r, config={**r.config, "method": method}) if r.arm == "gspo_noise" else r for r in study.runs)
     study = replace(study, runs=runs, config={"arms": arms}, evals=at_start(study, 0.2))
     (line, *_) = answer(study).lines
-    assert line.question == "Did GSPO do without?"
+    assert line.question == "Did GSPO do without replay?"
     assert line.answer == "GSPO against GRPO: yes, ended higher; GSPO, paper's range against GRPO: yes, ended as high"
 
 
@@ -351,7 +351,7 @@ def test_a_study_without_a_finished_run_is_not_said_to_have_none_that_failed():
     study = study_of({"grpo": LOW, "gspo": EIGHT})
     begun = replace(study, runs=tuple(replace(run, finished=False) for run in study.runs))
     texts = {line.question: line.text for line in answer(begun).lines}
-    assert texts["Did GSPO do without?"] == "No run of these arms has finished."
+    assert texts["Did GSPO do without replay?"] == "No run of these arms has finished."
     assert texts["Did runs fail?"] == "No run has finished."
     part = replace(study, evals=at_start(study, 0.3).query("arm == 'gspo'"))
     part = replace(part, rollouts=part.rollouts.assign(step=part.rollouts["step"] + 1))
