@@ -73,7 +73,6 @@ ALARMS: tuple[Alarm, ...] = (
     Alarm("ess", "Effective sample size", "update", "ess_token", False, 0.3, f"{VERL} (there of pi_old / mu)"),
     Alarm("f2", "F(2), extreme tokens", "update", "extreme_2", True, 0.1, "R3, arXiv 2510.11370, as others quote it", "tokens"),
     Alarm("k3", "KL of the update (k3)", "update", "k3", True, 0.015, "OpenAI Spinning Up, PPO: stops a batch at 1.5 x target_kl 0.01 (there k1)"),
-    Alarm("clipped", "Clipped tokens", "update", "clipped_tokens", True, 0.5, "by definition: above it most tokens are out of the gradient", "tokens"),
     Alarm("grad_norm", "Gradient norm", "update", "grad_norm", True, 2.5, "ZClip, arXiv 2504.02507: z 2.5, decay 0.97, 25 updates to warm up", spike=True),
     Alarm("margin", "Router shift over boundary margin", "probe", "shift_over_margin", True, 1.0, "by definition: below half the margin no choice can change; 1 is where half of the choices could"),
     Alarm("mult_prob_error", "Multiplicative probability error", "engine", "token_mult_prob_error", True, 1.05, "NeMo-RL, docs/adding-new-models.md: above 1.05 investigate"),
