@@ -6,9 +6,11 @@ import signal
 
 import hypothesis
 import torch
+import typechecks
 
 collect_ignore_glob = ["*/conftest.py"]  # they hold no doctests, and two of one name end `pytest tests/a tests/b`
 
+typechecks.check_arrays_only()
 gc.disable()  # while all is imported and collected: what comes of it stays
 
 

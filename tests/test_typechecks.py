@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from jaxtyping import Float, TypeCheckError, jaxtyped
+from jaxtyping import Float, Int, TypeCheckError, jaxtyped
 from torch import Tensor
 from typechecks import checked
 
@@ -38,10 +38,30 @@ def test_definitions_with_other_annotations_share_nothing():
 
         return takes
 
-    for hint, good, bad in ((int, 1, "1"), (str, "1", 1), (int, 1, "1"), (list[int], [1], ["1"])):
-        assert made(hint)(good) == good
+    whole, half = torch.zeros(2, dtype=torch.long), torch.zeros(2)
+    ints, floats = Int[Tensor, " n"], Float[Tensor, " n"]
+    for hint, good, bad in (
+        (ints, whole, half),
+        (floats, half, whole),
+        (ints, whole, half),
+        (list[ints], [whole], whole),
+    ):
+        assert made(hint)(good) is good
         with pytest.raises(TypeCheckError):
             made(hint)(bad)
+
+
+def test_what_names_no_array_is_left_as_it_is():
+    def plain(x: int, names: list[str] | None = None) -> "int":
+        return x
+
+    def quoted(x: "Float[Tensor, ' n']") -> None: ...
+
+    def inside(x: dict[str, list[Float[Tensor, " n"]] | None]) -> None: ...
+
+    assert jaxtyped(plain, typechecker=checked) is plain
+    for function in (quoted, inside):
+        assert jaxtyped(function, typechecker=checked).__wrapped__ is function
 
 
 def test_the_package_is_checked():
