@@ -16,6 +16,7 @@ from moe_rl.study import load
 from moe_rl.study.figures import FIGURES
 from moe_rl.study.figures.layout import MANY, many, short_label
 from moe_rl.study.figures.rows import LETTERS, Column, Dots, arm_rows
+from moe_rl.study.figures.saving import house_style
 from moe_rl.study.figures.style import log_y, look_of
 
 LABELS = (
@@ -114,7 +115,6 @@ def small(tmp_path_factory, more, others=("grpo", "grpo_replay", "gspo")):
 @pytest.mark.parametrize("study", ["crowd", "wide", "doses", "pair", "brief", "single", "two", "wordy", "wordy_crowd"])
 def test_words_lie_inside_the_figure_and_not_on_one_another(study, name, request):
     figure = FIGURES[name](request.getfixturevalue(study))
-    figure.render("svg")  # where places are found
     boxes = _words(figure.figure)
     assert len(boxes) > 5
     page = figure.figure.bbox
@@ -129,7 +129,8 @@ def test_words_lie_inside_the_figure_and_not_on_one_another(study, name, request
 def _words(figure):
     """What is written, and where."""
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()
+    with house_style():
+        figure.draw_without_rendering()  # where places are found, as when it is saved
     renderer = canvas.get_renderer()
     hidden = set()  # tick labels beyond the axis are kept by matplotlib, and not drawn
     for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
@@ -181,7 +182,6 @@ def test_the_label_of_a_row_of_panels_ends_below_the_legend_above_it(pair):
     study = replace(pair, floors=pd.DataFrame(FLOORS))
     study.__dict__["tokens"] = pair.tokens
     figure = FIGURES["change_by_position"](study)
-    figure.render("svg")
     (label,) = [box for words, box in _words(figure.figure) if words.startswith("sites changed")]
     assert label.y1 < figure.figure.legends[0].get_window_extent().y0 + 2, "its box is a little higher than its words"
 
