@@ -24,6 +24,7 @@ from moe_rl.policy.models import check_path, taken_for_hub_id, vocabulary_of
 from moe_rl.policy.tiny import ModelError
 from moe_rl.routing import RoutedExperts, UnsupportedModelError
 from moe_rl.routing.skeleton import sites_of
+from moe_rl.study.words import count
 
 Say = Callable[[str], None]
 
@@ -95,7 +96,7 @@ def _cut(captured: Captured, options: CheckOptions, say: Say) -> Captured:
     most = options.max_tokens
     long = [b for b, words in enumerate(tokens) if len(words) > most]
     if long:
-        say(f"{len(long)} sequences are cut to their first {most} tokens (--max-tokens)")
+        say(f"{count(len(long), 'sequence')} cut to the first {most} tokens (--max-tokens)")
     for b in long:
         whole = len(ids[b]) in (len(tokens[b]), len(tokens[b]) - 1)
         tokens[b], ids[b] = tokens[b][:most], ids[b][:most] if whole else ids[b]

@@ -32,7 +32,7 @@ from moe_rl.drift.output import (
     short_names,
     unfinished,
 )
-from moe_rl.drift.prompts import Text, aligned, in_batches
+from moe_rl.drift.prompts import Text, aligned, in_batches, longest
 from moe_rl.files import write_atomic, write_json
 from moe_rl.measure.arithmetic import (
     DECODE,
@@ -102,7 +102,7 @@ def run_floor(options: FloorOptions) -> Path:
     (name,) = short_names([options.model])
     output = output_folder(options.output, Path("runs") / "floor" / name, "floor.json")
     known = checkpoints.check({"MODEL": source.base}, options.tokenizer, options.trust_remote_code)
-    text = Text(options.prompts, known, _longest(options, known.max_length), options.batch_size)
+    text = Text(options.prompts, known, longest(options.max_tokens, MAX_TOKENS, known.max_length), options.batch_size)
     held = in_batches(islice(text.examples(), options.sequences), options.batch_size)
     texts = [aligned(examples, known.tokenizer.pad_token_id) for examples in held]
     if not texts:
@@ -201,9 +201,3 @@ def _check(options: FloorOptions) -> torch.device:
     if not options.prompts.is_file():
         raise DriftError(f"--prompts: there is no file {options.prompts}")
     return checkpoints.check_device(options.device)
-
-
-def _longest(options: FloorOptions, positions: int | None) -> int:
-    if options.max_tokens is not None and positions is not None and options.max_tokens > positions:
-        raise DriftError(f"--max-tokens: {options.max_tokens} are more than the model's {positions} positions")
-    return min(options.max_tokens or MAX_TOKENS, positions or MAX_TOKENS)

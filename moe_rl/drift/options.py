@@ -8,8 +8,6 @@ from tyro.conf import Positional, arg
 
 from moe_rl.drift.errors import DriftError
 
-MAX_TOKENS = 2048
-
 
 @dataclass(frozen=True)
 class DriftOptions:
@@ -26,8 +24,8 @@ class DriftOptions:
     """Folder to write; by default runs/drift/OLD_vs_NEW. An earlier comparison there is replaced."""
     batch_size: int = 8
     """Sequences per forward."""
-    max_tokens: int = MAX_TOKENS
-    """Longer examples are cut to their first tokens."""
+    max_tokens: int | None = None
+    """Longer examples are cut to their first tokens; by default 2048, or as many positions as the model has."""
     dtype: str = "float32"
     """float32, bfloat16 or float16, for both. In float32 what differs is the checkpoints' doing."""
     device: str | None = None

@@ -16,7 +16,7 @@ from moe_rl.drift.words import floor_text, number, pair_verdict, percent, settin
 from moe_rl.measure.moments import PARTS
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import StudyFigure, save_figure
-from moe_rl.study.words import by_topic
+from moe_rl.study.words import by_topic, count
 
 
 def draw(
@@ -65,7 +65,8 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
                 else ""
             )
             + (f"; {results['empty']:,} without a token to measure" if results["empty"] else "")
-            + f". {results['routing_sites']} routing sites, {results['experts_per_token']} experts per token.",
+            + f". {count(results['routing_sites'], 'routing site')}, "
+            + f"{count(results['experts_per_token'], 'expert')} per token.",
         ),
         (
             "Expert change",

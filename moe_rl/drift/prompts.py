@@ -103,6 +103,16 @@ class Text:
         )
 
 
+def longest(asked: int | None, default: int, positions: int | None) -> int:
+    """To how many tokens examples are cut: as asked for, or `default` or the model's positions, whichever is less.
+
+    Raises DriftError where more are asked for than the model has positions (None: no fixed number).
+    """
+    if asked is not None and positions is not None and asked > positions:
+        raise DriftError(f"--max-tokens: {asked} are more than the model's {positions} positions")
+    return asked or min(default, positions or default)
+
+
 def in_batches(source: Iterator[Example], size: int) -> Iterator[list[Example]]:
     while held := list(islice(source, size)):
         yield held

@@ -19,10 +19,12 @@ from moe_rl.drift.options import DriftOptions, check_least
 from moe_rl.drift.output import environment, finite, output_folder, progress, settings_of, short_names, unfinished
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
-from moe_rl.drift.prompts import Text
+from moe_rl.drift.prompts import Text, longest
 from moe_rl.drift.sums import Sums, count
 from moe_rl.drift.words import pair_verdict
 from moe_rl.files import write_atomic, write_json
+
+MAX_TOKENS = 2048
 
 
 def run_drift(options: DriftOptions) -> Path:
@@ -74,9 +76,9 @@ def check_options(options: DriftOptions) -> tuple[str, torch.device]:
 
 
 def text_of(options: DriftOptions, known: pair.Checkpoints) -> Text:
-    """The text of a comparison, checked; no longer than the model has positions. Raises DriftError."""
-    max_tokens = min(options.max_tokens, known.max_length or options.max_tokens)
-    return Text(options.prompts, known, max_tokens, options.batch_size)
+    """The text of a comparison, checked. Raises DriftError."""
+    most = longest(options.max_tokens, MAX_TOKENS, known.max_length)
+    return Text(options.prompts, known, most, options.batch_size)
 
 
 def say(folder: Path) -> None:

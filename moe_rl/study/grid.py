@@ -186,7 +186,8 @@ def _check_one_process(run: Run) -> None:
     if run.config.distributed.strategy != "none":
         raise ConfigError(
             f"moe-rl study starts one process for each run here; a run over several (distributed.strategy) is started "
-            f"by itself: torchrun --nproc_per_node N -m moe_rl run FILE --arm {run.arm} --seed {run.seed} "
+            f"by itself: torchrun --nproc_per_node {run.config.distributed.processes or 'N'} -m moe_rl run FILE "
+            f"--arm {run.arm} --seed {run.seed} --distributed.strategy {run.config.distributed.strategy} "
             f"--output {run.folder}. As jobs of a cluster a study starts them all: --launcher slurm"
         )
 

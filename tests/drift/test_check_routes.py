@@ -144,7 +144,7 @@ def test_long_captures_are_cut_with_their_routes(place, tmp_path):
     assert (result.sequences, result.tokens, result.faults) == (1, 30, ())
     assert said[:2] == [
         "the first 1 of 2 sequences (--max-sequences)",
-        "1 sequences are cut to their first 30 tokens (--max-tokens)",
+        "1 sequence cut to the first 30 tokens (--max-tokens)",
     ]
 
 

@@ -174,6 +174,7 @@ def test_a_prompt_file_that_cannot_be_read_names_the_line(content, message, save
         (["--device", "abacus"], "unknown device 'abacus'", 1),
         (["--dtype", "float8"], "unknown 'float8'; expected one of float32", 1),
         (["--batch-size", "0"], "--batch-size: at least 1, got 0", 1),
+        (["--max-tokens", "1000000"], "--max-tokens: 1000000 are more than the model's", 1),
         (["--floor-sequences", "-1"], "--floor-sequences: at least 0, got -1", 1),
         (["--prompts", "nowhere.jsonl"], "there is no file nowhere.jsonl", 1),
         (["--batch-sise", "2"], "--batch-size", 2),
