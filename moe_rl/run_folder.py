@@ -300,7 +300,9 @@ class RunWriter:
             return
         try:
             there = parse_yaml(path.read_bytes())
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise RunFolderError(f"{path} cannot be read ({error.strerror}). Nothing was changed.") from error
+        except ValueError as error:
             raise RunFolderError(f"{path} is damaged: {error}. Move {self.folder} away to run again.") from error
         known = laid_over(defaults, there) if isinstance(there, dict) else there
         changed = differences(known, config)

@@ -8,7 +8,7 @@ import yaml
 from moe_rl.run_folder import RunFolderError, RunWriter
 from moe_rl.settings import differences, laid_over, listed
 from moe_rl.study.config import ConfigError, dump_run
-from moe_rl.study.run import check_folder
+from moe_rl.study.run import DamagedRunError, check_folder
 from moe_rl.training import MethodConfig, RunConfig
 from moe_rl.yaml_files import parse_yaml
 
@@ -66,6 +66,16 @@ def test_what_is_there_is_compared_as_it_is(tmp_path):
     folder = written(tmp_path / "run", replace(RunConfig(), checkpoint_every=3), "rollout.lag")
     with pytest.raises(ConfigError, match="checkpoint_every: 3 there, 10 now"):
         check_folder(RunConfig(), folder)
+
+
+def test_settings_that_cannot_be_read_are_not_called_damaged(tmp_path):
+    folder = tmp_path / "a" / "seed0"
+    (folder / "config.yaml").mkdir(parents=True)
+    said = r"config\.yaml cannot be read \(Is a directory\)\. Nothing was changed"
+    with pytest.raises(DamagedRunError, match=said):
+        check_folder(RunConfig(), folder)
+    with pytest.raises(RunFolderError, match=said):
+        RunWriter(tmp_path, arm="a", config={})
 
 
 def test_other_programs_say_what_was_before_their_settings(tmp_path):

@@ -170,7 +170,9 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
     if stored.exists():
         try:
             old = parse_yaml(stored.read_bytes())
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise DamagedRunError(f"{stored} cannot be read ({error.strerror}). Nothing was changed.") from error
+        except ValueError as error:
             raise DamagedRunError(f"{stored} is damaged: {error}. Move {folder} away to run again.") from error
         changed = changed_settings(old, config)
         if changed and begun(folder):
