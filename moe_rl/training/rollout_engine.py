@@ -29,7 +29,7 @@ from moe_rl.measure.metrics import change_metrics
 from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.rollout import Rollout
 from moe_rl.rollout.engine import Engine, ModelEngine, forward_logps
-from moe_rl.rollout.engines import EngineError, gathered, make_engine
+from moe_rl.rollout.engines import EngineError, HuggingFaceEngine, gathered, make_engine
 from moe_rl.rollout.task import problems_of
 from moe_rl.routing import RoutedExperts, change_counts
 from moe_rl.training.batch import Batch
@@ -227,17 +227,24 @@ def guard_of(
     if config.engine.kind == "self":
         return None
     second = partial(make_engine, config.engine, model, tokenizer, config.max_batch, ranks.device)
-    build: Callable[[], Engine] = getattr(engine, "renewed", second)
-    if is_sharded(model):
-        build = partial(rebuilt, engine, model)
+    anew = partial(rebuilt, engine, model) if is_sharded(model) else second
+    build: Callable[[], Engine] = getattr(engine, "renewed", anew)
     probe = sync_probe(engine, task, max_new_tokens, config.temperature)
     return SyncGuard(engine, model, probe, config.temperature, build, ranks.largest)
 
 
 @torch.no_grad()
-def rebuilt(engine: Any, model: nn.Module) -> Engine:
+def rebuilt(engine: Engine, model: nn.Module) -> Engine:
     """The engine of a sharded model, which cannot be copied, as if built anew: a copy whose every tensor is replaced by
-    the model's, past the engine's own sync (whose rounding follows)."""
+    the model's, past the engine's own sync (whose rounding follows).
+
+    Raises EngineError for an engine of another class: how it holds its weights is not known.
+    """
+    if not isinstance(engine, HuggingFaceEngine):
+        raise EngineError(
+            f"weight sync {engine.version}: whether the gap is the engine's arithmetic is told by one made anew, and "
+            f"of a sharded model {type(engine).__name__} cannot be made a second time: give it a method renewed()"
+        )
     fresh = copy.copy(engine)
     fresh.model = copy.deepcopy(engine.model)
     weights = model.state_dict()

@@ -9,12 +9,13 @@ from micro import MICRO, logps, rows
 
 from moe_rl.measure.catalogue import find
 from moe_rl.rollout.completions import unrouted_tokens
+from moe_rl.rollout.engine import ModelEngine
 from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.engines import EngineConfig, EngineError, HuggingFaceEngine
 from moe_rl.routing import RoutedExperts, RoutingError, replay_routes
 from moe_rl.training import EvalConfig, MethodConfig, ProbeConfig, rollout_engine, run, validate
 from moe_rl.training.loop import collect_batch
-from moe_rl.training.rollout_engine import probed_tensors
+from moe_rl.training.rollout_engine import probed_tensors, rebuilt
 
 MICRO = replace(
     MICRO,
@@ -318,6 +319,12 @@ def test_the_start_up_test_leaves_the_policy_as_it_was(state_of, tmp_path):
     a = state_of(changed({}), tmp_path / "a").policy.state_dict()
     b = state_of(MICRO, tmp_path / "b").policy.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_an_engine_of_ones_own_is_asked_to_say_how_it_is_made_anew_for_a_sharded_model():
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(EngineError, match=r"ModelEngine cannot be made a second time: give it a method renewed\(\)"):
+        rebuilt(ModelEngine(model, None), model)
 
 
 def test_of_many_tensors_one_of_each_kind_is_tried_at_different_depths():
