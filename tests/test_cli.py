@@ -200,12 +200,6 @@ def test_a_list_of_studies_that_cannot_run_is_refused(study, capsys, words, text
     assert not Path("runs").exists()
 
 
-def test_a_run_over_several_processes_is_refused_with_the_command_that_starts_it(study, capsys):
-    said = refused(capsys, "study", "micro.yaml", "--distributed.strategy", "fsdp2", "--distributed.processes", "2")
-    command = "torchrun --nproc_per_node 2 -m moe_rl run FILE --arm grpo --seed 0 --distributed.strategy fsdp2 --output"
-    assert command in said and not Path("runs/micro/grpo").exists()
-
-
 def test_options_of_one_study_are_not_for_a_list(study, capsys):
     Path("all.yaml").write_text("studies: [micro.yaml]")
     for option in ("--output=x", "--arms"):

@@ -90,6 +90,15 @@ def test_accelerate_launch_gives_the_losses_of_one_process(launch, tmp_path, mon
                 assert mine.get(key) == alone.get(key), (name, alone["kind"], key)
 
 
+def test_a_study_of_runs_over_several_processes_says_how_each_is_started(launch, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["study", "study.yaml", "--distributed.strategy", "fsdp2", "--distributed.processes", "2"])
+    run = "-m moe_rl run FILE --arm sft --seed 0 --distributed.strategy fsdp2 --output runs/launched/sft/seed0"
+    assert f"torchrun --nproc_per_node 2 {run}" in capsys.readouterr().err
+    assert not (tmp_path / "runs" / "launched" / "sft").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["none", "ddp", "fsdp2"])
 def test_a_launched_process_does_not_wait_for_the_end_of_the_interpreter(strategy, launch, tmp_path):
