@@ -13,7 +13,7 @@ _jaxtyped = jaxtyping.jaxtyped
 def check_arrays_only() -> None:
     """jaxtyping's import hook then leaves functions and classes without a shaped annotation as they are.
 
-    It wraps each of a package; of the time of the tests that was nearly half, and what is no array mypy checks.
+    It wraps each of a package; that was up to half of the time of a test, and what is no array mypy checks.
     """
     jaxtyping.jaxtyped = _if_shaped
 
