@@ -12,6 +12,8 @@ A page asks for a table with a pair of markers, between which nothing is written
 
     <!-- table: replay_vs_gspo/final_reward -->
     <!-- end -->
+
+With `, folded` after its name the table is a line that opens when it is clicked.
 """
 
 import json
@@ -217,7 +219,10 @@ PAGES: dict[str, dict[str, Column]] = {
 }
 """Columns of a page's table: heading -> text of a row of the CSV. A table that is not here shows all its columns."""
 
-_MARKER = re.compile(r"<!-- table: (?P<study>[^/\s]+)/(?P<name>\w+) -->\n(?P<body>.*?)<!-- end -->", re.DOTALL)
+_MARKER = re.compile(
+    r"(?P<marker><!-- table: (?P<study>[^/\s]+)/(?P<name>\w+)(?P<folded>, folded)? -->\n)(?P<body>.*?)<!-- end -->",
+    re.DOTALL,
+)
 
 
 def _plain(value: Any) -> str:
@@ -337,14 +342,17 @@ def fill(text: str, results: str | Path = RESULTS) -> str:
         if "<!-- table:" in match["body"]:
             raise ResultsError(f"table {match['study']}/{match['name']}: its marker has no <!-- end --> of its own")
         table = markdown(match["name"], pd.read_csv(file))
-        return f"<!-- table: {match['study']}/{match['name']} -->\n{table}<!-- end -->"
+        if match["folded"]:
+            head = f"{match['study']}: {match['name'].replace('_', ' ')}"
+            table = f"<details><summary>{head}</summary>\n\n{table}\n</details>\n"
+        return f"{match['marker']}{table}<!-- end -->"
 
     filled, count = _MARKER.subn(made, text)
     asked = text.count("<!-- table:")
     if asked != count:
         raise ResultsError(
-            f"{asked - count} of {asked} table markers cannot be read; expected <!-- table: STUDY/TABLE --> on a line, "
-            "later <!-- end -->"
+            f"{asked - count} of {asked} table markers cannot be read; expected <!-- table: STUDY/TABLE --> or "
+            "<!-- table: STUDY/TABLE, folded --> on a line, later <!-- end -->"
         )
     return filled
 

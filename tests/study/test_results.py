@@ -117,12 +117,21 @@ def test_a_page_gets_its_table_between_the_markers(results):
         assert fill(f"<!-- table: small/{name} -->\n<!-- end -->", results).count("\n|") >= 3
 
 
+def test_a_folded_table_is_a_line_that_opens(results):
+    page = fill("<!-- table: small/final_reward, folded -->\n<!-- end -->\n", results)
+    lines = page.splitlines()
+    assert lines[1:3] == ["<details><summary>small: final reward</summary>", ""], "else what follows is no Markdown"
+    assert lines[3].startswith("| arm |") and lines[-3:] == ["", "</details>", "<!-- end -->"]
+    assert fill(page, results) == page
+
+
 @pytest.mark.parametrize(
     ("page", "words"),
     [
         ("<!-- table: gone/final_reward -->\n<!-- end -->", "table gone/final_reward: no .*final_reward.csv. Run the"),
         ("<!-- table: small/final_reward -->\n", "1 of 1 table markers cannot be read"),
         ("<!-- table: small final_reward -->\n<!-- end -->", "1 of 1 table markers cannot be read"),
+        ("<!-- table: small/final_reward, open -->\n<!-- end -->", "1 of 1 table markers cannot be read"),
         (
             "<!-- table: small/runs -->\n<!-- table: small/final_reward -->\n<!-- end -->",
             "table small/runs: its marker has no <!-- end -->",
