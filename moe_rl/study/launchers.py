@@ -27,36 +27,27 @@ class Launcher(Protocol):
 
 
 class Processes:
-    """Processes of this machine, one thread each; they end with the study. A worker that is free makes the next run."""
+    """Processes of this machine, one thread each, forked from one worker for each kind of kernels; they end with the
+    study."""
 
     def __init__(self) -> None:
-        self.busy: dict[str, Worker] = {}
-        self.idle: list[Worker] = []
+        self.workers: dict[str, Worker] = {}
+        self.makes: dict[str, Worker] = {}
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
-        self.busy[str(run.folder)] = worker = self._worker(run)
+        worker = self.workers.get(run.rounding)
+        if worker is None or not worker.alive():
+            worker = self.workers[run.rounding] = Worker(run.rounding, run.log)
+        self.makes[str(run.folder)] = worker  # which has died, perhaps, when another begins the next
         worker.begin(arguments, run.log)
 
     def ended(self, run: Run) -> bool | None:
-        status = self.busy[str(run.folder)].ended()
-        if status is not None:
-            self.idle.append(self.busy.pop(str(run.folder)))
+        status = self.makes[str(run.folder)].ended(run.log)
         return None if status is None else status == 0
 
     def leave(self) -> None:
-        for worker in [*self.idle, *self.busy.values()]:
+        for worker in {*self.workers.values(), *self.makes.values()}:
             worker.stop()
-
-    def _worker(self, run: Run) -> Worker:
-        """An idle worker with the run's kernels, or a new one; the other idle ones are ended."""
-        found = None
-        while self.idle:
-            worker = self.idle.pop()
-            if found is None and worker.rounding == run.rounding and worker.alive():
-                found = worker
-            else:
-                worker.stop()
-        return found or Worker(run.rounding, run.log)
 
 
 def workers_of(study: StudyConfig, launcher: str, repeats: int) -> int:

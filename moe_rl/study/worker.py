@@ -1,10 +1,11 @@
-"""A process that imports once and makes many runs, one after the other, each in a process of its own.
+"""A process that imports once and makes many runs, any number at a time, each in a process of its own.
 
 Imports take some five CPU seconds, as long as six RL steps of the tiny policy. The worker forks after them, so that a
-run has them for nothing and leaves nothing behind for the next.
+run has them, and the memory they fill, for nothing, and leaves nothing behind for the next.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -32,7 +34,7 @@ NEEDED = (
 
 
 class Worker:
-    """The parent's side: starts the process, gives it runs, hears how they ended.
+    """The parent's side: starts the process, gives it runs, hears how they ended. A run is known by its log.
 
     Args:
         rounding: `native`, or the instruction set that torch's kernels must use.
@@ -40,7 +42,8 @@ class Worker:
     """
 
     def __init__(self, rounding: str, log: Path):
-        self.rounding = rounding
+        self._status: dict[str, int] = {}
+        self._gone = False
         settings = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         if rounding != "native":
             settings["ATEN_CPU_CAPABILITY"] = rounding
@@ -55,26 +58,28 @@ class Worker:
             )
 
     def begin(self, arguments: Sequence[object], log: Path) -> None:
-        """Start `moe-rl ARGUMENTS`, with what it prints in `log`. One at a time."""
+        """Start `moe-rl ARGUMENTS`, with what it prints in `log`."""
         request = {"arguments": [str(argument) for argument in arguments], "log": str(log)}
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died; `ended` says so
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
 
-    def ended(self) -> int | None:
-        """Exit status of the run, negative for a signal; None while it goes on."""
+    def ended(self, log: Path) -> int | None:
+        """Exit status of the run with this log, negative for a signal; of a worker that died its own; None while the
+        run goes on."""
         answers = self.process.stdout
         assert answers is not None
-        if not select.select([answers], [], [], 0)[0]:
-            return None
-        answer = answers.readline()
-        return int(answer) if answer else self.process.wait() or 1
+        while not self._gone and select.select([answers], [], [], 0)[0]:
+            answer = answers.readline()
+            self._status |= json.loads(answer) if answer else {}
+            self._gone = not answer
+        return self._status.pop(str(log), (self.process.wait() or 1) if self._gone else None)
 
     def alive(self) -> bool:
         return self.process.poll() is None
 
     def stop(self) -> None:
-        """End it, and the run that it is at."""
+        """End it, and the runs that it is at."""
         self.process.terminate()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -86,7 +91,7 @@ class Worker:
 
 
 def serve() -> None:
-    """Take runs from standard input until it ends; answer each with its exit status."""
+    """Take runs from standard input until it ends; answer for each, when it has ended, with its exit status."""
     end_with_parent(int(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print is no answer
@@ -96,13 +101,23 @@ def serve() -> None:
         forks = _may_fork()
         for name in NEEDED if forks else ():
             importlib.import_module(name)
+    gc.freeze()  # looking for garbage would write to the memory that runs share
     context: Any = multiprocessing.get_context("fork" if forks else "spawn")  # the types of the two share no Process
-    for line in sys.stdin:
-        request = json.loads(line)
-        run = context.Process(target=_run, args=(request["arguments"], request["log"], os.getpid()))
-        run.start()
-        run.join()
-        print(run.exitcode, file=answers, flush=True)
+    requests, runs, more = os.fdopen(0, "rb", buffering=0, closefd=False), dict[str, Any](), True
+    while more or runs:
+        ready = wait([run.sentinel for run in runs.values()] + [0] * more)
+        for log in [log for log, run in runs.items() if run.sentinel in ready]:
+            run = runs.pop(log)
+            run.join()
+            print(json.dumps({log: run.exitcode}), file=answers, flush=True)
+        if 0 in ready:
+            line = requests.readline()
+            more = line != b""
+            if more:
+                request = json.loads(line)
+                run = context.Process(target=_run, args=(request["arguments"], request["log"], os.getpid()))
+                run.start()
+                runs[request["log"]] = run
 
 
 def _may_fork() -> bool:

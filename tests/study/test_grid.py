@@ -129,9 +129,10 @@ def test_a_damaged_run_is_named_and_the_others_run(tmp_path, monkeypatch, capsys
     (folder / "metrics.jsonl").write_text('{"kind":"rollout","st\n')
     write_done(folder, seconds=1)
     (folder / "metrics.jsonl").write_text("")
-    monkeypatch.setattr(Worker, "__init__", lambda self, rounding, log: setattr(self, "rounding", rounding))
+    monkeypatch.setattr(Worker, "__init__", lambda self, rounding, log: None)
+    monkeypatch.setattr(Worker, "alive", lambda self: True)
     monkeypatch.setattr(Worker, "begin", lambda self, arguments, log: begun.append(arguments[3]))
-    monkeypatch.setattr(Worker, "ended", lambda self: 0)
+    monkeypatch.setattr(Worker, "ended", lambda self, log: 0)
     monkeypatch.setattr(Worker, "stop", lambda self: None)
     with pytest.raises(StudyFailed, match=r"1 of 2 runs did not finish:\n  gspo seed 0: .*metrics\.jsonl is not what"):
         run_study(study, tmp_path / "out", tmp_path / "cold", 1, "moe-rl study")

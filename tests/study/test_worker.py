@@ -12,9 +12,9 @@ import pytest
 from moe_rl.study.worker import Worker
 
 
-def wait(worker):
+def wait(worker, log):
     for _ in range(6000):
-        status = worker.ended()
+        status = worker.ended(log)
         if status is not None:
             return status
         time.sleep(0.1)
@@ -32,20 +32,22 @@ def test_a_worker_goes_on_after_runs_that_ended_well_badly_and_by_a_signal(worke
     said = {}
     for name, arguments in {"good": ["--version"], "bad": ["stdy"], "again": ["--version"]}.items():
         worker.begin(arguments, tmp_path / name)
-        said[name] = (wait(worker), (tmp_path / name).read_text())
+        said[name] = (wait(worker, tmp_path / name), (tmp_path / name).read_text())
     assert said["good"] == said["again"] and said["good"][0] == 0 and said["good"][1].startswith("moe_rl ")
     assert said["bad"][0] == 2 and "did you mean 'study'" in said["bad"][1]
     worker.begin(["watch", "/nonexistent"], tmp_path / "watch")
-    assert wait(worker) == 1 and "Traceback" not in (tmp_path / "watch").read_text()
+    assert wait(worker, tmp_path / "watch") == 1 and "Traceback" not in (tmp_path / "watch").read_text()
     assert worker.alive() and (tmp_path / "worker.log").read_text() == ""
 
 
 def test_a_worker_that_is_killed_says_so(worker, tmp_path):
-    os.kill(worker.process.pid, signal.SIGKILL)
-    worker.begin(["--version"], tmp_path / "log")
-    assert wait(worker) == -signal.SIGKILL and not worker.alive()
-    worker.begin(["--version"], tmp_path / "log")  # no error: what went wrong is said by `ended`
-    assert wait(worker) == -signal.SIGKILL
+    logs = [tmp_path / name for name in ("one", "other", "third")]
+    for log in logs[:2]:
+        worker.begin(["--version"], log)
+    os.kill(worker.process.pid, signal.SIGKILL)  # long before it has imported
+    assert [wait(worker, log) for log in logs[:2]] == [-signal.SIGKILL] * 2 and not worker.alive()
+    worker.begin(["--version"], logs[2])  # no error: what went wrong is said by `ended`
+    assert wait(worker, logs[2]) == -signal.SIGKILL
 
 
 def begun(folder):
@@ -55,20 +57,30 @@ def begun(folder):
     return folder / "study", folder / "log"
 
 
-def child_of(worker, log):
-    """The process of a worker's run, once it has said something."""
+def children_of(worker, log):
+    """The processes of a worker's runs, once the one with this log has said something."""
     for _ in range(6000):
         if log.exists() and log.read_text():
             break
         time.sleep(0.1)
-    (child,) = Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+    return Path(f"/proc/{worker}/task/{worker}/children").read_text().split()
+
+
+def child_of(worker, log):
+    (child,) = children_of(worker, log)
     return int(child)
 
 
-def test_stopping_a_worker_ends_its_run(worker, tmp_path):
+def test_runs_of_a_worker_go_side_by_side_and_end_with_it(worker, tmp_path):
     study, log = begun(tmp_path)
     worker.begin(["watch", study], log)
     child = child_of(worker.process.pid, log)
+    worker.begin(["--version"], tmp_path / "version")
+    assert wait(worker, tmp_path / "version") == 0 and worker.ended(log) is None
+    worker.begin(["watch", study], tmp_path / "killed")
+    (other,) = {int(pid) for pid in children_of(worker.process.pid, tmp_path / "killed")} - {child}
+    os.kill(other, signal.SIGKILL)
+    assert wait(worker, tmp_path / "killed") == -signal.SIGKILL and worker.ended(log) is None
     worker.stop()
     assert not Path(f"/proc/{child}").exists()
 
