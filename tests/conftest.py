@@ -13,10 +13,11 @@ collect_ignore_glob = ["*/conftest.py"]  # they hold no doctests, and two of one
 
 gc.disable()  # while all is imported and collected: what comes of it stays
 typechecks.check_arrays_only()
-# What modules of the package import while their types are being hooked has a bytecode cache of its own, which a new
-# environment does not have: ten CPU seconds for each process of the tests, unless it is imported before.
-for name in ("matplotlib.figure", "pandas", "peft", "scipy.stats", "transformers.modeling_utils"):
-    importlib.import_module(name)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # What modules of the package import while their types are being hooked has a bytecode cache of its own, which a new
+    # environment does not have: ten CPU seconds for each process of the tests, unless it is imported before.
+    for name in ("matplotlib.figure", "pandas", "scipy.stats", "transformers.modeling_utils"):
+        importlib.import_module(name)
 
 
 def pytest_collection_finish():

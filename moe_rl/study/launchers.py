@@ -8,7 +8,7 @@ import torch
 from moe_rl.processes import usable_cores
 from moe_rl.rollout.vllm_place import vllm_url
 from moe_rl.study.config import StudyConfig
-from moe_rl.study.runs import Run
+from moe_rl.study.runs import Run, last_line
 from moe_rl.study.worker import Worker
 
 
@@ -27,7 +27,7 @@ class Launcher(Protocol):
 
 
 class Processes:
-    """Processes of this machine, one thread each, forked from one worker for each kind of kernels; they end with the
+    """Processes of this machine, one thread each, started by one worker for each kind of kernels; they end with the
     study."""
 
     def __init__(self) -> None:
@@ -35,15 +35,24 @@ class Processes:
         self.makes: dict[str, Worker] = {}
 
     def start(self, run: Run, arguments: Sequence[object]) -> None:
+        for rounding, other in list(self.workers.items()):
+            if rounding != run.rounding and other not in self.makes.values():
+                self.workers.pop(rounding).stop()
         worker = self.workers.get(run.rounding)
         if worker is None or not worker.alive():
-            worker = self.workers[run.rounding] = Worker(run.rounding, run.log)
-        self.makes[str(run.folder)] = worker  # which has died, perhaps, when another begins the next
+            worker = self.workers[run.rounding] = Worker(run.rounding, run.log.with_name("worker.log"))
+        self.makes[str(run.folder)] = worker
         worker.begin(arguments, run.log)
 
     def ended(self, run: Run) -> bool | None:
-        status = self.makes[str(run.folder)].ended(run.log)
-        return None if status is None else status == 0
+        worker = self.makes[str(run.folder)]
+        status = worker.ended(run.log)
+        if status is None:
+            return None
+        del self.makes[str(run.folder)]
+        if status and not worker.alive():
+            run.problem = f"the process that started it ended with status {status}: {last_line(worker.log)}"
+        return status == 0
 
     def leave(self) -> None:
         for worker in {*self.workers.values(), *self.makes.values()}:

@@ -1,7 +1,7 @@
 """A process that imports once and makes many runs, any number at a time, each in a process of its own.
 
-Imports take some five CPU seconds, as long as six RL steps of the tiny policy. The worker forks after them, so that a
-run has them, and the memory they fill, for nothing, and leaves nothing behind for the next.
+Imports take four CPU seconds and more, as long as five RL steps of the tiny policy. The worker forks after them, so
+that a run has them, and the memory they fill, for nothing, and leaves nothing behind for the next.
 """
 
 import contextlib
@@ -38,16 +38,17 @@ class Worker:
 
     Args:
         rounding: `native`, or the instruction set that torch's kernels must use.
-        log: where it complains if it cannot start.
+        log: where it complains if it cannot start; written anew.
     """
 
     def __init__(self, rounding: str, log: Path):
+        self.log = log
         self._status: dict[str, int] = {}
         self._gone = False
         settings = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
         if rounding != "native":
             settings["ATEN_CPU_CAPABILITY"] = rounding
-        with open(log, "ab") as file:
+        with open(log, "wb") as file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(os.getpid())],
                 stdin=subprocess.PIPE,
@@ -67,12 +68,13 @@ class Worker:
     def ended(self, log: Path) -> int | None:
         """Exit status of the run with this log, negative for a signal; of a worker that died its own; None while the
         run goes on."""
-        answers = self.process.stdout
+        answers, dead = self.process.stdout, not self.alive()  # asked first: then all that it answered is in the pipe
         assert answers is not None
         while not self._gone and select.select([answers], [], [], 0)[0]:
             answer = answers.readline()
             self._status |= json.loads(answer) if answer else {}
             self._gone = not answer
+        self._gone = self._gone or dead  # what a run has forked and left behind keeps the pipe open
         return self._status.pop(str(log), (self.process.wait() or 1) if self._gone else None)
 
     def alive(self) -> bool:
@@ -96,7 +98,7 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever libraries print is no answer
     signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the run and the parent, who end this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # for the runs and the parent, who end this process
     with importing():
         forks = _may_fork()
         for name in NEEDED if forks else ():
@@ -105,8 +107,9 @@ def serve() -> None:
     context: Any = multiprocessing.get_context("fork" if forks else "spawn")  # the types of the two share no Process
     requests, runs, more = os.fdopen(0, "rb", buffering=0, closefd=False), dict[str, Any](), True
     while more or runs:
-        ready = wait([run.sentinel for run in runs.values()] + [0] * more)
-        for log in [log for log, run in runs.items() if run.sentinel in ready]:
+        # What a run has forked and left behind keeps its sentinel open: each is asked once a second, too.
+        ready = wait([run.sentinel for run in runs.values()] + [0] * more, timeout=1.0 if runs else None)
+        for log in [log for log, run in runs.items() if run.sentinel in ready or run.exitcode is not None]:
             run = runs.pop(log)
             run.join()
             print(json.dumps({log: run.exitcode}), file=answers, flush=True)
@@ -116,8 +119,14 @@ def serve() -> None:
             if more:
                 request = json.loads(line)
                 run = context.Process(target=_run, args=(request["arguments"], request["log"], os.getpid()))
-                run.start()
-                runs[request["log"]] = run
+                try:
+                    run.start()
+                except OSError as error:  # no memory, or no more processes: the others go on
+                    with contextlib.suppress(OSError), open(request["log"], "a") as file:
+                        print(f"moe-rl: error: the run's process could not be started: {error}", file=file)
+                    print(json.dumps({request["log"]: 1}), file=answers, flush=True)
+                else:
+                    runs[request["log"]] = run
 
 
 def _may_fork() -> bool:
@@ -133,6 +142,7 @@ def _run(arguments: list[str], log: str, worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # it would read the requests
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.argv = ["moe-rl", *arguments]

@@ -9,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from moe_rl.study.launchers import Processes
+from moe_rl.study.runs import Run
 from moe_rl.study.worker import Worker
+from moe_rl.training import RunConfig
 
 
 def wait(worker, log):
-    for _ in range(6000):
-        status = worker.ended(log)
-        if status is not None:
-            return status
-        time.sleep(0.1)
-    raise TimeoutError
+    return until(lambda: worker.ended(log))
 
 
 @pytest.fixture
@@ -38,6 +36,63 @@ def test_a_worker_goes_on_after_runs_that_ended_well_badly_and_by_a_signal(worke
     worker.begin(["watch", "/nonexistent"], tmp_path / "watch")
     assert wait(worker, tmp_path / "watch") == 1 and "Traceback" not in (tmp_path / "watch").read_text()
     assert worker.alive() and (tmp_path / "worker.log").read_text() == ""
+
+
+def test_of_a_worker_that_is_killed_no_run_goes_on_and_each_says_why(tmp_path):
+    """Also of one whose run has forked a process that lives on and holds what it would be heard by."""
+    processes, study = Processes(), begun(tmp_path)[0]
+    runs = [
+        Run("a", seed, tmp_path / str(seed), tmp_path / f"a_seed{seed}.log", RunConfig(), "native") for seed in (0, 1)
+    ]
+    for run in runs:
+        processes.start(run, ["watch", study])
+    worker = processes.workers["native"]
+    children = {child for run in runs for child in children_of(worker.process.pid, run.log)}
+    assert len(children) == 2 and [processes.ended(run) for run in runs] == [None, None]
+    worker.process.kill()
+    worker.process.wait()
+    assert [processes.ended(run) for run in runs] == [False, False] and not processes.makes
+    assert all(run.reason().startswith("the process that started it ended with status -9") for run in runs)
+    again = Run("a", 2, tmp_path / "2", tmp_path / "a_seed2.log", RunConfig(), "native")
+    processes.start(again, ["--version"])
+    assert processes.workers["native"] is not worker and until(lambda: processes.ended(again)) is True
+    processes.leave()
+    assert not any(alive(int(child)) for child in children)
+
+
+def test_a_run_that_is_killed_has_ended_though_a_process_that_it_forked_has_not(worker, tmp_path):
+    """And what it starts reads no requests of the worker's."""
+    task = tmp_path / "own.py"
+    task.write_text(OWN)
+    study = tmp_path / "own.yaml"
+    study.write_text(f"name: own\narms: {{a: {{}}}}\nbase: {{task: {{name: '{task}:Own'}}}}\n")
+    arguments = ["run", study, "--arm", "a", "--trust", "--output", tmp_path / "run"]
+    worker.begin(arguments, tmp_path / "log")
+    assert wait(worker, tmp_path / "log") == -signal.SIGKILL
+    left = int((tmp_path / "left").read_text())
+    assert alive(left) and (tmp_path / "read").read_text() == ""
+    os.kill(left, signal.SIGKILL)
+
+
+OWN = """
+import os, signal, subprocess, time
+from pathlib import Path
+HERE = Path(__file__).parent
+(HERE / "read").write_text(subprocess.run(["head", "-n", "1"], capture_output=True, text=True).stdout)
+left = os.fork()
+if not left:
+    time.sleep(600)
+(HERE / "left").write_text(str(left))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def until(found):
+    for _ in range(6000):
+        if (value := found()) is not None:
+            return value
+        time.sleep(0.1)
+    raise TimeoutError
 
 
 def test_a_worker_that_is_killed_says_so(worker, tmp_path):
