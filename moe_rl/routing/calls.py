@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from moe_rl.routing import refusals
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.kv_cache import CHANGED, CacheState, tokens_in
-from moe_rl.routing.packing import packed_dtype
+from moe_rl.routing.packing import hide, packed_dtype
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Job, Selector
 from moe_rl.routing.traced import no_type_check
@@ -58,6 +58,7 @@ class Call:
             raise refusals.packed_batch()
         self.batch, self.length = int(given.shape[0]), int(given.shape[1])
         self.tokens: Tensor | None = ids
+        self.mask: Any = inputs.get("attention_mask")
         self.cache: Any = cache_given(inputs)
         self.caches = self.cache is not None or inputs.get("use_cache") is True  # asked for: the rest comes with it
         self.past = 0 if self.cache is None else tokens_in(self.cache)
@@ -84,6 +85,11 @@ class Call:
     @property
     def rows(self) -> int:
         return self.batch * self.length
+
+    def knows_mask(self) -> bool:
+        """Whether this call has an attention mask over tokens, `[B,T]`: what another one hides is not looked for."""
+        mask = self.mask
+        return isinstance(mask, Tensor) and mask.shape == (self.batch, self.past + self.length)
 
     def job(self, site: int) -> Job:
         own = self.jobs[site]
@@ -115,7 +121,7 @@ class Call:
 
     def forget(self) -> None:
         """Keep what a recomputation needs (the forced routes), and nothing else: it may wait for a late backward."""
-        self.tokens = self.cache = None
+        self.tokens = self.mask = self.cache = None
         self.chosen = []
         for job in self.jobs:
             if job is not None:
@@ -256,10 +262,12 @@ def wrapped(routers: Routers, names: tuple[str, ...], packed: Tensor, tokens: Te
 
 @no_type_check
 def tokens_of(call: Call, like: Tensor) -> Tensor:
-    """`[B,S]` int32 token ids of a call, -1 where it was given embeddings."""
+    """`[B,S]` int32 token ids of a call, -1 where it was given embeddings; those that its attention mask hides are
+    written as `packing.hide` does."""
     if call.tokens is None:
         return torch.full((call.batch, call.length), -1, dtype=torch.int32, device=like.device)
-    return call.tokens.to(like.device, torch.int32, copy=True)
+    tokens = call.tokens.to(like.device, torch.int32, copy=True)
+    return hide(tokens, call.mask[:, call.past :].to(like.device) != 0) if call.knows_mask() else tokens
 
 
 def one_width(routers: Routers) -> None:

@@ -19,7 +19,7 @@ class Moved:
 
     packed: Tensor
     sites: tuple[str, ...]
-    tokens: Tensor | None
+    _tokens: Tensor | None
     shape: Any
     device: Any
     _experts: tuple[int, ...]
@@ -36,7 +36,7 @@ class Moved:
             words(self.packed).index_select(2, index).view(self.packed.dtype),
             tuple(self.sites[i] for i in chosen),
             [self._experts[i] for i in chosen],
-            tokens=self.tokens,
+            tokens=self._tokens,
             meta=self._meta,
             has_live=None if self._has_live else self._has_live,
         )
@@ -49,8 +49,8 @@ class Moved:
         live = 255 if self.packed.dtype == torch.uint8 else -1
         packed = words(self.packed).flatten(0, 1).index_select(0, at).masked_fill_(nothing[:, None, None], live)
         tokens = None
-        if self.tokens is not None:
-            tokens = self.tokens.flatten().index_select(0, at).masked_fill_(nothing, -1).view(index.shape)
+        if self._tokens is not None:
+            tokens = self._tokens.flatten().index_select(0, at).masked_fill_(nothing, -1).view(index.shape)
         return self._with(packed.view(self.packed.dtype).view(*index.shape, *self.shape[2:]), tokens)
 
     def realign(self: Made, from_mask: Tensor, to_mask: Tensor) -> Made:
@@ -89,7 +89,7 @@ class Moved:
             )
         live = 255 if self.packed.dtype == torch.uint8 else -1
         packed = move_tokens(words(self.packed), source, target, live).view(self.packed.dtype)
-        tokens = None if self.tokens is None else move_tokens(self.tokens, source, target, -1)
+        tokens = None if self._tokens is None else move_tokens(self._tokens, source, target, -1)
         return self._with(packed, tokens)
 
     @classmethod
@@ -110,9 +110,9 @@ class Moved:
                     "with realign first"
                 )
         tokens = None
-        if any(part.tokens is not None for part in parts):
+        if any(part._tokens is not None for part in parts):
             unknown = [torch.full(p.shape[:2], -1, dtype=torch.int32, device=p.device) for p in parts]
-            tokens = torch.cat([u if p.tokens is None else p.tokens for u, p in zip(unknown, parts, strict=True)])
+            tokens = torch.cat([u if p._tokens is None else p._tokens for u, p in zip(unknown, parts, strict=True)])
         shared = {k: v for k, v in first._meta.items() if all(p._meta.get(k, ...) == v for p in parts)}
         known = [part._has_live for part in parts]
         has_live = True if True in known else None if None in known else False

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Int, Integer, Shaped, UInt
 from torch import Tensor
 
 from moe_rl.routing.errors import RoutingError
+from moe_rl.routing.traced import no_type_check
 
 LIVE = -1  # "no route: the router decides for itself"; in packed form the largest value of the dtype
 _CPU_ROWS = 1 << 18  # rows that are compared at a time: what is made of them stays in the cache
@@ -46,6 +47,21 @@ def words(packed: UInt[Tensor, "*rows"]) -> Integer[Tensor, "*rows"]:
 def is_live(packed: UInt[Tensor, "*rows"]) -> Bool[Tensor, "*rows"]:
     """True where packed ids are the sentinel."""
     return words(packed) == (255 if packed.dtype == torch.uint8 else -1)
+
+
+# -- token ids, and which of them an attention mask hides --------------------------------------------------------------
+
+
+@no_type_check
+def hide(tokens: Tensor, attended: Tensor) -> Tensor:
+    """`[B,T]` token ids where those that the mask hides are -2 - id: one tensor, which is moved and cut as one."""
+    return torch.where(attended | (tokens < 0), tokens, -2 - tokens)
+
+
+@no_type_check
+def shown(tokens: Tensor) -> Tensor:
+    """`[B,T]` token ids as they are, hidden or not; -1 = unknown. The inverse of `hide`."""
+    return torch.where(tokens < -1, -2 - tokens, tokens)
 
 
 # -- comparing rows as sets --------------------------------------------------------------------------------------------

@@ -147,16 +147,16 @@ def other_tokens_routed(site: str, ids: Tensor | None, batch: int, length: int) 
 
 def nothing_seen() -> RoutingError:
     return RoutingError(
-        "nothing was seen: no call of the model happened inside the context (a compiled function around the "
-        "model, without attach(model) before? code that torch.compile made of this class without hooks? "
-        "torch._dynamo.reset() forgets that)"
+        "nothing was seen: no call of the model happened inside the context (was another object called, a copy of it? "
+        "a compiled function around the model, without attach(model) before? code that torch.compile made of this "
+        "class without hooks? torch._dynamo.reset() forgets that)"
     )
 
 
 def different_lengths(forwards: int, lengths: set[int]) -> RoutingError:
     return RoutingError(
         f"{forwards} forwards with different lengths {sorted(lengths)} do not make one batch; `.calls` "
-        "of the recording has each of them"
+        "of the recording has each of them (of generate() with use_cache=False every token is one: leave the cache on)"
     )
 
 
@@ -203,6 +203,16 @@ def other_tokens(known: Tensor, given: Tensor, wrong: Tensor, past: int) -> Rout
         f"{int(known[b, t])} and is now {int(given[b, t])} ({int(wrong.any(1).sum())} of {len(wrong)} "
         "sequences differ). Another batch, another order of rows, another padding? "
         "(check_tokens=False switches this check off)"
+    )
+
+
+def bare_padding(bare: Tensor, past: int) -> RoutingError:
+    """bare: `[B,S]`, tokens that the recorded call hid, in front of others, and this one does not."""
+    b, t = bare.nonzero()[0].tolist()
+    return RoutingError(
+        f"these routes were recorded with an attention mask that hides {int(bare.sum())} tokens of padding in front of "
+        f"others (first sequence {b}, position {past + t}), and this call does not hide them: was its attention_mask "
+        "forgotten? (check_tokens=False switches this check off)"
     )
 
 

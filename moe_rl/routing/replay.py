@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from moe_rl.routing import refusals
-from moe_rl.routing.calls import Call, Listener, device_of, one_width
+from moe_rl.routing.calls import Call, Listener, device_of, one_width, tokens_of
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.hooks import Tap
 from moe_rl.routing.kv_cache import CHANGED
-from moe_rl.routing.packing import check_mask, unpack_ids
+from moe_rl.routing.packing import check_mask, shown, unpack_ids
 from moe_rl.routing.routes import RoutedExperts
 from moe_rl.routing.selection import Holes
-from moe_rl.routing.sites import match_sites
+from moe_rl.routing.sites import match_sites, within
 from moe_rl.routing.traced import no_type_check
 
 
@@ -55,7 +55,7 @@ class Replay(Listener):
         packed = packed if order == list(range(packed.shape[2])) else packed[:, :, order]
         self._packed = packed.permute(2, 0, 1, 3)  # [sites,B,T,K]
         self._sentinel = torch.iinfo(packed.dtype).max
-        self._tokens = routes.tokens.to(packed.device) if routes.tokens is not None and check_tokens else None
+        self._tokens = routes._tokens.to(packed.device) if routes._tokens is not None and check_tokens else None
         self._left: Any = None  # the state of the cache that the last call left
         self._changed: bool | Tensor = False
         self._pending = 0  # tokens that calls on one KV cache have forced so far, where more must follow
@@ -136,16 +136,24 @@ class Replay(Listener):
         return torch.cat([packed, last], dim=2), "slots" if self._holes == "slots" else "rows"
 
     def _compare(self, call: Call, packed: Tensor, tokens: Tensor) -> None:
-        given = call.tokens
-        assert given is not None
-        if given.shape != tokens.shape or given.device != tokens.device:
-            given = given[:, : tokens.shape[1]].to(tokens.device)
+        given = tokens_of(call, tokens)[:, : tokens.shape[1]]
         if torch.equal(tokens, given):
             return
         forced = (packed != self._sentinel).any(-1).any(0)
-        wrong = (tokens != given) & (tokens >= 0) & forced
+        known, now = shown(tokens), shown(given)
+        wrong = (known != now) & (known >= 0) & forced
         if bool(wrong.any()):
-            raise refusals.other_tokens(tokens, given, wrong, call.past)
+            raise refusals.other_tokens(known, now, wrong, call.past)
+        if call.mask is None or call.knows_mask():
+            self._compare_masks(tokens, given, call.past)
+
+    def _compare_masks(self, tokens: Tensor, given: Tensor, past: int) -> None:
+        """Padding that the recorded call hid is hidden now, too. Behind the last token of a row no token sees it."""
+        assert self._tokens is not None
+        before = ((self._tokens >= 0).flip(1).cumsum(1).flip(1) > 0)[:, past : past + tokens.shape[1]]
+        bare = (tokens < -1) & (given >= 0) & before
+        if bool(bare.any()):
+            raise refusals.bare_padding(bare, past)
 
     def end(self, call: Call) -> None:
         length, stop = self._packed.shape[2], call.past + call.length
@@ -216,7 +224,7 @@ def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap
     exact = {name: j for j, name in enumerate(given)}
     found = {i: exact[name] for i, name in enumerate(names) if name in exact}
     if not found:  # one was named as part of the base model, the other of the model around it
-        found = {i: j for i, name in enumerate(names) for j, other in enumerate(given) if _within(name, other)}
+        found = {i: j for i, name in enumerate(names) for j, other in enumerate(given) if within(name, other)}
     missing = [names[i] for i in sorted(chosen) if i not in found and not tap.sites[i].fixed]
     unknown = [other for j, other in enumerate(given) if j not in found.values()]
     if missing or unknown:
@@ -231,7 +239,3 @@ def _aligned(routes: RoutedExperts, names: list[str], chosen: set[int], tap: Tap
 def _blanked(packed: Tensor, mask: Tensor) -> Tensor:
     """The sentinel ("live") where `mask` is True."""
     return torch.where(mask, packed.new_full((), torch.iinfo(packed.dtype).max), packed)
-
-
-def _within(own: str, other: str) -> bool:
-    return own.endswith("." + other) or other.endswith("." + own)

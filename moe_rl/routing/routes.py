@@ -13,7 +13,7 @@ from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.formats import Stored
 from moe_rl.routing.moving import Moved
 from moe_rl.routing.others import FromOthers
-from moe_rl.routing.packing import is_live, pack_ids, unpack_ids, words
+from moe_rl.routing.packing import is_live, pack_ids, shown, unpack_ids, words
 from moe_rl.routing.sites import canonical_site, match_sites
 from moe_rl.routing.validity import checked_tokens, experts_per_site, pack_checked
 
@@ -77,7 +77,7 @@ class RoutedExperts(FromOthers, Moved, Stored):
     ) -> "RoutedExperts":
         """Wrap packed ids known to be valid, and canonical names: nothing is checked, no device sync."""
         self = cls.__new__(cls)
-        held = {"packed": packed, "sites": sites, "tokens": tokens, "_experts": tuple(num_experts)}
+        held = {"packed": packed, "sites": sites, "_tokens": tokens, "_experts": tuple(num_experts)}
         vars(self).update(held, _meta=dict(meta or {}), _has_live=has_live)
         return self
 
@@ -95,11 +95,16 @@ class RoutedExperts(FromOthers, Moved, Stored):
     """`[B,T,L,K]`, uint8 or uint16; the largest value of the dtype means live."""
     sites: tuple[str, ...]
     """L qualified module names, without wrapper parts."""
-    tokens: Int[Tensor, "B T"] | None
-    """int32 token ids that the routes belong to (-1 = unknown), or None."""
+    _tokens: Int[Tensor, "B T"] | None
+    """`tokens`, in which those of a recording that its attention mask hid are -2 - id (`packing.hide`)."""
     _experts: tuple[int, ...]
     _meta: dict[str, Any]
     _has_live: bool | None
+
+    @property
+    def tokens(self) -> Int[Tensor, "B T"] | None:
+        """int32 token ids that the routes belong to (-1 = unknown), or None."""
+        return None if self._tokens is None else shown(self._tokens)
 
     @property
     def ids(self) -> Int[Tensor, "B T L K"]:
@@ -167,7 +172,7 @@ class RoutedExperts(FromOthers, Moved, Stored):
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "RoutedExperts":
         """The same routes on another device."""
-        tokens = None if self.tokens is None else self.tokens.to(device, non_blocking=non_blocking)
+        tokens = None if self._tokens is None else self._tokens.to(device, non_blocking=non_blocking)
         return self._with(self.packed.to(device, non_blocking=non_blocking), tokens, self._has_live)
 
     def rows(
@@ -188,11 +193,11 @@ class RoutedExperts(FromOthers, Moved, Stored):
         except (IndexError, TypeError) as error:
             raise RoutingError(f"rows: no such rows among B = {size} sequences: {error}") from error
         chosen = chosen.reshape(-1).to(self.device)
-        tokens = None if self.tokens is None else self.tokens.index_select(0, chosen)
+        tokens = None if self._tokens is None else self._tokens.index_select(0, chosen)
         packed = words(self.packed).index_select(0, chosen).view(self.packed.dtype)
         return self._with(packed, tokens, None if self._has_live else self._has_live)
 
     def columns(self, part: slice) -> "RoutedExperts":
         """The routes of a range of token positions, the same of every sequence: where a batch loses its padding."""
-        tokens = None if self.tokens is None else self.tokens[:, part]
+        tokens = None if self._tokens is None else self._tokens[:, part]
         return self._with(self.packed[:, part].contiguous(), tokens, None if self._has_live else self._has_live)

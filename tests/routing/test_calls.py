@@ -1,6 +1,7 @@
 """Padding, KV caches and generation modes: what is recorded is what the model did, or it is refused."""
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from tiny_families import tiny_config
 from transformers import GptOssForCausalLM, QuantizedCache, StaticCache, cache_utils
 
 from moe_rl.routing import (
+    RoutedExperts,
     RoutingError,
     record_routes,
     replay_routes,
@@ -248,3 +250,48 @@ def test_the_base_model_is_one_model_with_its_wrapper() -> None:
         other.model(inputs_embeds=other.get_input_embeddings()(inputs))
     assert torch.equal(recording.routes.ids, routes.ids)
     assert recording.routes.tokens is None
+
+
+def test_a_forgotten_attention_mask_is_said() -> None:
+    """Padding in front of others would be seen by them, and so route them otherwise; behind them it is not."""
+    model, ids = moe(), tokens(3, 8)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    with record_routes(model) as left:
+        model(ids, attention_mask=mask)
+    assert torch.equal(left.routes.tokens, ids.int()), "what is hidden is known all the same"
+    with replay_routes(model, left.routes, once=True) as replay:
+        model(ids, attention_mask=mask.bool())
+    assert replay.replayed_fraction == 1
+    for given in (None, torch.ones_like(mask)):
+        forgotten = r"hides 3 tokens .*\(first sequence 1, position 0\).*attention_mask forgotten\?"
+        with pytest.raises(RoutingError, match=forgotten), replay_routes(model, left.routes):
+            model(ids, attention_mask=given)
+    with replay_routes(model, left.routes, check_tokens=False):
+        model(ids)
+    for moved in (left.routes.rows([1, 0]), RoutedExperts.cat([left.routes.rows([1]), left.routes.rows([2])])):
+        with pytest.raises(RoutingError, match=r"first sequence 0, position 0"), replay_routes(model, moved):
+            model(moved.tokens.long())
+    with replay_routes(model, left.routes.rows([0, 2])):  # none of them has padding
+        model(ids[[0, 2]])
+    mask[1] = torch.tensor([1, 1, 1, 1, 1, 0, 0, 0])
+    with record_routes(model) as right:
+        model(ids, attention_mask=mask)
+    with replay_routes(model, right.routes):
+        model(ids)
+
+
+def test_padding_that_generation_hid_must_be_hidden_when_it_is_scored(tmp_path: Path) -> None:
+    model, ids = moe(), tokens(2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    with record_routes(model) as recording:
+        out = model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    whole = torch.cat([mask, mask.new_ones(2, 4)], dim=1)
+    with replay_routes(model, recording.routes):
+        model(out, attention_mask=whole)
+    with pytest.raises(RoutingError, match="hides 2 tokens"), replay_routes(model, recording.routes):
+        model(out)
+    recording.routes.save(tmp_path / "routes.safetensors")  # a file has the tokens, not what was hidden
+    loaded = RoutedExperts.load(tmp_path / "routes.safetensors")
+    assert loaded.equal(recording.routes) and loaded.token_hash == recording.routes.token_hash
