@@ -390,3 +390,7 @@ def draw_report(folder: Path) -> None:
     from moe_rl.study.report import draw_study
 
     print(f"report: {draw_study(folder)}")
+
+
+if __name__ == "__main__":
+    sys.exit("moe_rl.cli is no command: moe-rl ..., or python -m moe_rl ...")

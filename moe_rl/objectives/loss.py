@@ -39,6 +39,8 @@ class LossOutput:
     Fields:
         loss: scalar to minimise, with gradient.
         tokens: what every token was to it, detached.
+    Computed from them, detached: `log_ratio` `[B,T]`, `sequence_log_ratio` `[B]`, `clipped` `[B,T]`; `metrics`, scalars
+        by name (`loss_metrics`).
     """
 
     loss: Float[Tensor, ""]
@@ -276,6 +278,10 @@ def _refuse_not_finite(inputs: dict[str, Tensor | None], mask: Bool[Tensor, "B T
 
 
 def _check_shapes(logps: Tensor, advantages: Tensor, others: dict[str, Tensor | None]) -> None:
+    for name, given in {"logps": logps, "advantages": advantages, **others}.items():
+        if given is not None and not isinstance(given, Tensor):
+            what = "; pass its .logps" if hasattr(given, "logps") else ""
+            raise ValueError(f"{name}: expected a tensor, got {type(given).__name__}{what}.")
     shape = tuple(logps.shape)
     if len(shape) != 2:
         raise ValueError(f"logps: expected two axes [B,T], got shape {shape}.")

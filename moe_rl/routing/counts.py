@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import compact, differing_rows, rows_at_once, token_mask
 from moe_rl.routing.routes import RoutedExperts
+from moe_rl.routing.sites import within
 
 Routes = RoutedExperts | Tensor
 
@@ -138,8 +139,11 @@ def change_counts(
     """Count changes; everything that reports a rate goes through here.
 
     mask: bool or 0/1 over the leading axes (`[B,T]`), True on the tokens to count, e.g. `attention_mask`: leave out
-    padding, and for a metric of the completion, the prompt. The last sampled token of `generate` has no route and
-    leaves itself out. The result is on the CPU.
+    padding, and for a metric of the completion, the prompt. The result is on the CPU.
+
+    Routes of `generate` are one token short, for the last sampled one was never routed: with `mask` of the whole output
+    `routes.realign(mask, mask)` gives it a row without a route, which is left out here. Both recordings need the same
+    attention mask: one that was forgotten changes experts at equal weights.
 
     Dropout and router jitter count as change of experts, at equal weights, too: of recordings in eval mode, or after
     `moe_rl.measure.randomness.turn_off_randomness`, it is the change between two policies.
@@ -199,17 +203,28 @@ def aligned(old: Routes, new: Routes) -> tuple[Tensor, Tensor]:
     b = b.to(a.device)
     if a.shape != b.shape or a.ndim < 2:
         raise RoutingError(
-            f"old {list(a.shape)} and new {list(b.shape)} must have one shape [...,L,K]; realign brings "
-            "routes to one padding"
+            f"old {list(a.shape)} and new {list(b.shape)} must have one shape [...,L,K]; {_remedy(a.shape, b.shape)}"
         )
     if a.shape[-1] > 254:  # counts of slots are uint8
         raise RoutingError(f"K is {a.shape[-1]}; at most 254 slots are supported")
     return a, b
 
 
+def _remedy(old: torch.Size, new: torch.Size) -> str:
+    if len(old) == len(new) == 4 and old[0] != new[0]:
+        return "of the sequences that both have, take .rows"
+    if len(old) == len(new) == 4 and abs(old[1] - new[1]) == 1:
+        return (
+            "routes of generate() lack the last sampled token, which was never routed: with the mask of the whole "
+            "output, .realign(mask, mask) adds it as a row without a route"
+        )
+    return "realign brings routes to one padding"
+
+
 def in_order_of(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
     """`new` with its sites in the order of `old`. RoutingError where sites or their numbers of experts differ."""
     if old.sites != new.sites:
+        new = _named_alike(old, new)
         if missing := set(old.sites) ^ set(new.sites):
             name = sorted(missing)[0]
             raise RoutingError(
@@ -223,6 +238,14 @@ def in_order_of(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
             "different models?"
         )
     return new
+
+
+def _named_alike(old: RoutedExperts, new: RoutedExperts) -> RoutedExperts:
+    """`new` under the names of `old`, where one of them was named as a part of a model around its own."""
+    pairs = list(zip(old.sites, new.sites, strict=False))
+    if len(old.sites) != len(new.sites) or not all(within(a, b) for a, b in pairs):
+        return new
+    return RoutedExperts._trusted(new.packed, old.sites, new._experts, tokens=new._tokens, meta=new._meta)
 
 
 def _ids(routes: Routes) -> Tensor:

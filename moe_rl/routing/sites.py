@@ -171,6 +171,11 @@ _WRAPPERS = {
 }
 
 
+def within(own: str, other: str) -> bool:
+    """Whether one is the name of the other's site in a model around it."""
+    return own == other or own.endswith("." + other) or other.endswith("." + own)
+
+
 @lru_cache(maxsize=1 << 16)
 def canonical_site(name: str) -> str:
     """The qualified name of a module without the parts that wrappers add.

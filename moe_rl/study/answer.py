@@ -145,8 +145,16 @@ def _resolved(data: StudyData, pairs: Sequence[Pair]) -> Line:
     """What the comparisons of any study came to; by name where they are few, else those told apart or told equal."""
     if not pairs:
         none_declared = "The study file compares none: its question is not of rewards."
-        none_finished = "No two arms that differ in one thing have finished runs."
-        return Line("Do the arms differ?", "Not compared", none_declared if declared(data) == [] else none_finished)
+        given = declared(data)
+        without = [
+            arm for arm in dict.fromkeys(arm for pair in given or () for arm in pair) if arm not in data.arms.index
+        ]
+        none_finished = (
+            f"The study file declares comparisons of {listed(without)}, of which there is no run."
+            if without
+            else "No two arms that differ in one thing have finished runs."
+        )
+        return Line("Do the arms differ?", "Not compared", none_declared if given == [] else none_finished)
     verdicts = [pair.result.verdict for pair in pairs]
     words = f"{sum(pair.result.apart for pair in pairs)} of {count(len(pairs), 'comparison')} resolved"
     named = [

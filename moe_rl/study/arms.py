@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import pandas as pd
 
 from moe_rl.study.data import StudyData, pooled_rate
@@ -36,7 +37,7 @@ def arm_settings(data: StudyData) -> tuple[pd.DataFrame, dict[str, Any]]:
     table = pd.DataFrame({arm: [settings.get(name) for name in names] for arm, settings in by_arm.items()}, index=names)
     differ = [len({str(value) for value in row}) > 1 for row in table.to_numpy()]
     shared = {name: table.loc[name].iloc[0] for name, d in zip(names, differ, strict=True) if not d}
-    return table[differ], shared
+    return table.loc[np.array(differ, dtype=bool)], shared
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -235,6 +235,7 @@ def load(path: str | Path) -> StudyData:
         own, above = path / "study.yaml", path.resolve().parent / "study.yaml"
         config = read_yaml(own) if own.exists() else {}
         _check_readable(path, config)
+        _check_declared(own, config)
         if not folders:
             raise StudyDataError(_nothing_here(path, bool(config)))
         again = not config and path.resolve().name.startswith(ROUNDING) and above.exists()
@@ -316,6 +317,18 @@ def _check_readable(path: Path, config: dict[str, Any]) -> None:
     for arm in declared_arms(config) or [child.name for child in path.iterdir()]:
         if os.path.isdir(path / arm) and not os.access(path / arm, os.R_OK | os.X_OK):
             raise StudyDataError(f"{path / arm}: you may not read this folder, and its runs belong to the study")
+
+
+def _check_declared(file: Path, config: dict[str, Any]) -> None:
+    """Raises StudyDataError for declarations that cannot be followed, as those of a file written by hand may be."""
+    pairs, least = config.get("comparisons"), config.get("interest")
+    if least is not None and (isinstance(least, bool) or not isinstance(least, int | float) or not least > 0):
+        raise StudyDataError(f"{file}: interest, the smallest difference that counts, must be above 0, got {least!r}")
+    if pairs is not None and not isinstance(pairs, list):
+        raise StudyDataError(f"{file}: comparisons must be a list of pairs [arm, other], got {pairs!r:.80}")
+    for pair in pairs or ():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise StudyDataError(f"{file}: comparisons: expected a pair [arm, other], got {pair!r:.80}")
 
 
 def declared_runs(config: dict[str, Any]) -> list[tuple[str, int]]:

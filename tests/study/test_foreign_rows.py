@@ -1,11 +1,17 @@
 """Figures and report of legal rows that another trainer wrote: few columns, nulls, nothing counted."""
 
 import html
+import json
+import re
 
 import numpy as np
 import pytest
 
+from moe_rl.measure.catalogue import CATALOGUE
+from moe_rl.run_rows import OTHER_NAMES
+from moe_rl.runlog import RunFolderError
 from moe_rl.study import RunWriter, load
+from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures import FIGURES
 from moe_rl.study.report import write_report
 
@@ -75,3 +81,58 @@ def write_probes(folder, probes):
         for step, values in enumerate(probes if isinstance(probes, list) else [probes] * 2):
             run.rollout(step, reward=0.3)
             run.probe(step, 1, **values)
+
+
+def written(folder, arm, rewards=(0.1, 0.2)):
+    for seed in (0, 1):
+        place = folder / arm / f"seed{seed}"
+        place.mkdir(parents=True)
+        rows = [{"kind": "rollout", "step": step, "reward": reward} for step, reward in enumerate(rewards)]
+        (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_runs_without_any_configuration_have_a_report(tmp_path):
+    for arm in ("own", "other"):
+        written(tmp_path, arm)
+    assert "own" in write_report(tmp_path).read_text()
+
+
+def test_declared_comparisons_without_runs_are_told(tmp_path):
+    written(tmp_path, "base")
+    (tmp_path / "study.yaml").write_text("comparisons: [[nw, base]]\n")
+    page = html.unescape(write_report(tmp_path).read_text())
+    assert "The study file declares comparisons of nw, of which there is no run." in page
+
+
+@pytest.mark.parametrize(
+    ("declared", "words"),
+    [
+        ("interest: abc", r"study\.yaml: interest, the smallest difference that counts, must be above 0, got 'abc'"),
+        ("interest: true", "must be above 0, got True"),
+        ("comparisons: a", r"comparisons must be a list of pairs \[arm, other\], got 'a'"),
+        ("comparisons: [[a, b], [a]]", r"expected a pair \[arm, other\], got \['a'\]"),
+    ],
+)
+def test_declarations_that_cannot_be_followed_are_refused(tmp_path, declared, words):
+    written(tmp_path, "base")
+    (tmp_path / "study.yaml").write_text(f"{declared}\n")
+    with pytest.raises(StudyDataError, match=words):
+        load(tmp_path)
+
+
+def test_a_done_that_was_made_by_hand_says_who_makes_it(tmp_path):
+    written(tmp_path, "base")
+    (tmp_path / "base" / "seed0" / "DONE").touch()
+    with pytest.raises(StudyDataError, match=r"is empty, and is not made by hand: RunWriter\.finish"):
+        load(tmp_path)
+
+
+def test_other_trainers_names_are_told_by_ours(tmp_path):
+    known = {name for metrics in CATALOGUE.values() for name in (m.name for m in metrics)}
+    for ours in OTHER_NAMES.values():
+        assert re.findall(r"\b[a-z]+[a-z0-9]*_?[a-z0-9]+\b", ours)[0] in known, ours
+    with (
+        RunWriter(tmp_path / "s", arm="a", seed=0, config={}) as run,
+        pytest.raises(RunFolderError, match="no metric 'clip_fraction'; ours is clipped_tokens over tokens, a rate is"),
+    ):
+        run.update(0, 1, clip_fraction=0.1)

@@ -1,0 +1,31 @@
+"""What may be compared: routes under other names, and of other shapes."""
+
+import pytest
+import torch
+
+from moe_rl.routing import RoutedExperts, RoutingError, change_counts
+
+
+def test_routes_recorded_through_a_model_around_it_are_compared_under_one_name() -> None:
+    ids = torch.tensor([[[[0, 1], [2, 3]]]])
+    own = RoutedExperts(ids, ["layers.0.gate", "layers.1.gate"], 4)
+    around = RoutedExperts(ids.flip(-1), ["pretrained_model.layers.0.gate", "pretrained_model.layers.1.gate"], 4)
+    for old, new in ((own, around), (around, own)):
+        counts = change_counts(old, new)
+        assert (counts.slots_changed, counts.slots_total, counts.sites) == (0, 4, old.sites)
+    with pytest.raises(RoutingError, match=r"a\.layers\.0\.gate is only in the new routes"):
+        change_counts(own, RoutedExperts(ids, ["a.layers.0.gate", "a.layers.2.gate"], 4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "remedy"),
+    [
+        ((1, 4, 2, 2), r"lack the last sampled token.*realign\(mask, mask\)"),
+        ((2, 3, 2, 2), r"take \.rows"),
+        ((1, 9, 2, 2), "realign brings"),
+    ],
+)
+def test_routes_of_other_shapes_are_refused_with_what_helps(shape: tuple[int, ...], remedy: str) -> None:
+    old, new = torch.tensor([0, 1]).expand(1, 3, 2, 2), torch.tensor([0, 1]).expand(shape)
+    with pytest.raises(RoutingError, match=remedy):
+        change_counts(old, new)
