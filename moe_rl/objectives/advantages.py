@@ -56,6 +56,8 @@ def group_advantages(
 
 def as_groups(rewards: Shaped[Tensor, " B"], group_size: int) -> Float[Tensor, "N G"]:
     """`[B]` -> `[N,G]`, checked, detached, at least float32."""
+    if not isinstance(rewards, Tensor):
+        raise ValueError(f"rewards: expected a tensor [B], got {type(rewards).__name__}: torch.tensor(rewards).")
     if rewards.ndim != 1:
         raise ValueError(f"rewards: expected one axis [B], the rows of a group adjacent, got {list(rewards.shape)}.")
     check_groups(rewards.shape[0], group_size)

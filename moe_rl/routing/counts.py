@@ -118,6 +118,10 @@ class ChangeCounts:
             "overdispersion": self.overdispersion,
         }
 
+    def __radd__(self, nothing: int) -> "ChangeCounts":
+        """So that `sum` of counts is their sum: it begins with 0."""
+        return self if nothing == 0 else NotImplemented
+
     def __add__(self, other: "ChangeCounts") -> "ChangeCounts":
         if (self.sites, self.pair) != (other.sites, other.pair):
             raise RoutingError(

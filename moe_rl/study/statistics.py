@@ -343,7 +343,7 @@ def verdicts(
 
 def compare_paired(a: Mapping[int, float], b: Mapping[int, float], interest: float = INTEREST) -> Comparison:
     """Compare two arms seed by seed, as a family of one (`judge` takes more); `a` and `b` map a seed to its value,
-    seeds of only one arm are left out.
+    seeds of only one arm are left out. TypeError for what is no mapping.
 
     >>> a = dict(enumerate([.87, .88, .93, .91, .84, .86, .90, .92]))
     >>> b = dict(enumerate([.75, .71, .83, .70, .74, .78, .77, .81]))
@@ -351,6 +351,10 @@ def compare_paired(a: Mapping[int, float], b: Mapping[int, float], interest: flo
     >>> str(found.difference), found.p, str(found.verdict)
     ('0.128 [0.092, 0.163]', 0.0078125, 'higher')
     """
+    if not (isinstance(a, Mapping) and isinstance(b, Mapping)):
+        raise TypeError(
+            "compare_paired: each arm is a mapping seed -> value, so that seeds are paired: dict(enumerate(values))"
+        )
     seeds = tuple(sorted(s for s in a.keys() & b.keys() if np.isfinite(a[s]) and np.isfinite(b[s])))
     d = np.array([a[s] - b[s] for s in seeds])
     p, equal = float(sign_flip_test(d)), float(equivalence_test(d, interest))

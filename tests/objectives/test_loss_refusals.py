@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import replace
+from inspect import unwrap
 
 import jaxtyping
 import pytest
 import torch
 from loss_helpers import EVERYTHING, whole_of_the_loss
 
+from moe_rl.measure import TokenLogps
 from moe_rl.objectives import (
     GATES,
     OBJECTIVES,
@@ -24,6 +26,7 @@ from moe_rl.objectives import (
     sequence_log_ratio,
     value_loss,
 )
+from moe_rl.objectives.advantages import as_groups
 
 
 @pytest.mark.parametrize("argument", ["logps", "old_logps", "ref_logps", "rollout_logps", "advantages"])
@@ -169,3 +172,15 @@ def test_a_gate_may_be_registered_again_by_its_own_cell_only(monkeypatch):
     for name in ("mine", "clip"):
         with pytest.raises(ValueError, match=f"'{name}' is registered already"):
             gate(name)(lambda x: Gated(x.logps, x.nowhere()))
+
+
+def test_what_is_no_tensor_is_named():
+    """As users meet it, without the type checks of the tests around these functions."""
+    logps = torch.zeros(2, 3)
+    scored = TokenLogps(logps=logps, entropy=None, aux_loss=None, router_logits=None)
+    with pytest.raises(ValueError, match=r"logps: expected a tensor, got TokenLogps; pass its \.logps"):
+        unwrap(policy_loss)("grpo", scored, logps, torch.zeros(2), logps.bool())
+    with pytest.raises(ValueError, match=r"old_logps: expected a tensor, got list"):
+        unwrap(policy_loss)("grpo", logps, [[0.0] * 3] * 2, torch.zeros(2), logps.bool())
+    with pytest.raises(ValueError, match=r"rewards: expected a tensor \[B\], got list"):
+        unwrap(as_groups)([1.0, 0.0], 2)

@@ -29,3 +29,11 @@ def test_routes_of_other_shapes_are_refused_with_what_helps(shape: tuple[int, ..
     old, new = torch.tensor([0, 1]).expand(1, 3, 2, 2), torch.tensor([0, 1]).expand(shape)
     with pytest.raises(RoutingError, match=remedy):
         change_counts(old, new)
+
+
+def test_the_sum_of_counts_is_a_sum() -> None:
+    ids = torch.tensor([[[[0, 1], [2, 3]]]])
+    counts = [change_counts(ids, other) for other in (ids, ids.roll(1, 2), ids)]
+    assert sum(counts).rates() == (counts[0] + counts[1] + counts[2]).rates()
+    with pytest.raises(TypeError):
+        _ = 1 + counts[0]

@@ -276,3 +276,8 @@ def test_pairs_needed_is_the_inverse_of_what_n_resolves():
     assert pairs_needed(0.001, 0.05, family=12) == 9
     assert pairs_needed(5.0, 0.01) is None
     assert pairs_needed(float("nan"), 0.05) is None
+
+
+def test_values_without_seeds_are_not_compared():
+    with pytest.raises(TypeError, match="each arm is a mapping seed -> value"):
+        S.compare_paired([0.1, 0.2], [0.3, 0.4])
