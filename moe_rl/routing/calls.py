@@ -87,9 +87,10 @@ class Call:
         return self.batch * self.length
 
     def knows_mask(self) -> bool:
-        """Whether this call has an attention mask over tokens, `[B,T]`: what another one hides is not looked for."""
+        """Whether this call has an attention mask over tokens, `[B,T]`. What a mask of another form hides is not looked
+        for, nor what that of one decoded token does: padding that matters stands in the prompt."""
         mask = self.mask
-        return isinstance(mask, Tensor) and mask.shape == (self.batch, self.past + self.length)
+        return self.length > 1 and isinstance(mask, Tensor) and mask.shape == (self.batch, self.past + self.length)
 
     def job(self, site: int) -> Job:
         own = self.jobs[site]

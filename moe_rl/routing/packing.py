@@ -55,7 +55,7 @@ def is_live(packed: UInt[Tensor, "*rows"]) -> Bool[Tensor, "*rows"]:
 @no_type_check
 def hide(tokens: Tensor, attended: Tensor) -> Tensor:
     """`[B,T]` token ids where those that the mask hides are -2 - id: one tensor, which is moved and cut as one."""
-    return torch.where(attended | (tokens < 0), tokens, -2 - tokens)
+    return torch.where(attended, tokens, -2 - tokens)
 
 
 @no_type_check
