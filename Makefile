@@ -6,7 +6,7 @@ BIN := .venv/bin
 study: .venv/.installed   ## replay against GSPO: all runs, figures, report (22 minutes on two cores)
 	$(BIN)/moe-rl study experiments/replay_vs_gspo.yaml
 
-quick: .venv/.installed   ## the same in small: one seed, fewer steps (under three minutes)
+quick: .venv/.installed   ## the same in small: one seed, fewer steps (about three minutes)
 	$(BIN)/moe-rl study experiments/quick.yaml
 
 test: .venv/.installed    ## all tests
