@@ -41,7 +41,8 @@ def what_is_lost(folder: Path, checkpoint: bool = False) -> str:
     try:
         done = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        by_hand = "" if path.stat().st_size else "; it is empty, and is not made by hand: RunWriter.finish() writes it"
+        empty = isinstance(error, ValueError) and not _bytes(path)
+        by_hand = "; it is empty, and is not made by hand: RunWriter.finish() writes it" if empty else ""
         return f"{path} cannot be read ({error}{by_hand})"
     if isinstance(done, dict) and set(done) <= {"seconds", "rows"}:
         return ""

@@ -24,19 +24,19 @@ ROWS: dict[str, tuple[str, ...]] = {
 """Kind of row in metrics.jsonl -> what tells rows of one step apart."""
 
 OTHER_NAMES = {
-    "clip_fraction": "clipped_tokens over tokens, a rate is kept as two counts",
-    "clip_frac": "clipped_tokens over tokens, a rate is kept as two counts",
-    "clip_ratio": "clipped_tokens over tokens, a rate is kept as two counts",
-    "clipfrac": "clipped_tokens over tokens, a rate is kept as two counts",
-    "pg_clipfrac": "clipped_tokens over tokens, a rate is kept as two counts",
-    "slot_change": "slots_changed over slots, a rate is kept as two counts",
-    "site_change": "sites_changed over sites, a rate is kept as two counts",
-    "token_change": "tokens_changed over tokens, a rate is kept as two counts",
+    "clip_fraction": "clipped_tokens over tokens",
+    "clip_frac": "clipped_tokens over tokens",
+    "clip_ratio": "clipped_tokens over tokens",
+    "clipfrac": "clipped_tokens over tokens",
+    "pg_clipfrac": "clipped_tokens over tokens",
+    "slot_change": "slots_changed over slots",
+    "site_change": "sites_changed over sites",
+    "token_change": "tokens_changed over tokens",
     "kl": "k3 (to the old policy) or ref_kl (to the reference)",
     "approx_kl": "k3 (to the old policy)",
     "ppo_kl": "k3 (to the old policy)",
 }
-"""What other trainers call a metric, and ours, which may be two: rates are counts here."""
+"""What other trainers call a metric, and ours."""
 
 FOREIGN = "/"
 """A metric whose name has a slash is not ours: it is kept as it is (`mine/kl`)."""
@@ -54,7 +54,8 @@ def checked(kind: str, name: str, value: Any) -> Any:
         elsewhere = [other for other in CATALOGUE if other in ROWS and find(other, name)]
         near = nearest(name, [m.name for m in CATALOGUE[kind]], listed=False)
         if name in OTHER_NAMES:
-            near = f"; ours is {OTHER_NAMES[name]}"
+            counts = ", a rate is kept as two counts" if " over " in OTHER_NAMES[name] else ""
+            near = f"; ours is {OTHER_NAMES[name]}{counts}"
         hint = f"; it is one of {elsewhere[0]} rows" if elsewhere else near
         raise RunFolderError(
             f"{kind} row: no metric {name!r}{hint} (docs/metrics.md has all names; one of your own needs a slash, "
