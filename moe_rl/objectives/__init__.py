@@ -8,6 +8,7 @@ Reading order: `ratios`, `gates`, `other_gates`, `divergence`, `objective`, `pre
 from moe_rl.objectives.advantages import group_advantages
 from moe_rl.objectives.corrections import (
     Correction,
+    binary_kl_mask,
     geometric_mask,
     off_policy_sequence_mask,
     sequence_mask,
@@ -49,6 +50,7 @@ __all__ = [
     "TokenWeights",
     "accepted_advantages",
     "aggregation_weights",
+    "binary_kl_mask",
     "decoupled_advantages",
     "dpo_coefficients",
     "dpo_loss",

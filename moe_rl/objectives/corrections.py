@@ -18,10 +18,17 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from moe_rl.objectives.bounds import NOT_NEGATIVE, unknown
+from moe_rl.objectives.divergence import binary_kl
 from moe_rl.objectives.ratios import as_bool_mask, masked_row_mean, masked_row_sum, token_log_ratio
 
 CorrectionKind = Literal[
-    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask", "off_policy_mask"
+    "token_truncate",
+    "token_mask",
+    "binary_kl_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geometric_mask",
+    "off_policy_mask",
 ]
 
 
@@ -37,6 +44,19 @@ def token_mask(log_weight: Float[Tensor, "B T"], low: float | int, high: float |
     """
     weight = log_weight.detach().exp()
     return torch.where((weight >= low) & (weight <= high), weight, 0.0)
+
+
+def binary_kl_mask(
+    log_weight: Float[Tensor, "B T"], logps: Float[Tensor, "B T"], high: float | int
+) -> Float[Tensor, "B T"]:
+    """KPop (arXiv:2606.15079): `w_t` where KL(mu || pi) and KL(pi || mu) of "this token" against "any other" are both
+    at most `high` nats, else 0. In terms of the ratio its bounds are wide for rare tokens and narrow for likely ones.
+
+    logps: log pi of the sampled tokens, the numerator of the weight.
+    """
+    log_weight, logps = log_weight.detach(), logps.detach()
+    apart = torch.maximum(binary_kl(logps, log_weight), binary_kl(logps - log_weight, -log_weight))
+    return torch.where(apart <= high, log_weight.exp(), 0.0)
 
 
 def sequence_truncate(
@@ -90,7 +110,7 @@ class Correction:
     Fields:
         kind: which function of this module.
         low, high: bounds of the weight (fractions, not nats); `high` is the cap of the truncating kinds;
-            for `off_policy_mask`, `high` is delta in nats per token.
+            for `off_policy_mask`, `high` is delta in nats per token; for `binary_kl_mask` it is in nats.
         policy: numerator of the weight: "old" (pi_old/mu, the engine gap alone) or "current" (pi/mu, which
             adds the staleness since the rollout; detached).
         optional: what a missing `rollout_logps` means: False refuses it; True reads it as "one engine sampled
@@ -114,8 +134,8 @@ class Correction:
             raise ValueError(f"Correction({self.kind}): low {self.low} is above high {self.high}.")
         if self.kind.endswith("truncate") and self.low != 0.0:
             raise ValueError(f"Correction({self.kind}): truncation has a cap only, got low={self.low}.")
-        if self.kind == "off_policy_mask" and self.low != 0.0:
-            raise ValueError(f"Correction({self.kind}): it has delta only, which is high; got low={self.low}.")
+        if self.kind in ("off_policy_mask", "binary_kl_mask") and self.low != 0.0:
+            raise ValueError(f"Correction({self.kind}): it has one threshold, which is high; got low={self.low}.")
 
     @staticmethod
     def parse(text: str) -> "Correction":
@@ -145,15 +165,19 @@ class Correction:
     def weight(
         self,
         log_weight: Float[Tensor, "B T"],
+        logps: Float[Tensor, "B T"],
         advantages: Float[Tensor, "B T"],
         mask: Bool[Tensor, "B T"],
     ) -> Float[Tensor, "B T"]:
-        """The detached weight `[B,T]` of each token; `log_weight` is log pi_old - log mu (nats)."""
+        """The detached weight `[B,T]` of each token; `log_weight` is log pi - log mu, `logps` log pi (nats), pi being
+        `policy`."""
         match self.kind:
             case "token_truncate":
                 return token_truncate(log_weight, self.high)
             case "token_mask":
                 return token_mask(log_weight, self.low, self.high)
+            case "binary_kl_mask":
+                return binary_kl_mask(log_weight, logps, self.high)
             case "sequence_truncate":
                 return sequence_truncate(log_weight, mask, self.high)
             case "sequence_mask":
@@ -180,7 +204,8 @@ def engine_weights(
     current = token_log_ratio(logps.detach(), rollout_logps, keep)
     weight, truncated = torch.ones_like(gap), torch.zeros_like(keep)
     for one in corrections:
-        own = one.weight(current if one.policy == "current" else gap, advantage, keep)
+        now = one.policy == "current"
+        own = one.weight(current if now else gap, logps if now else old_logps, advantage, keep)
         weight = weight * own
         if one.kind.endswith("truncate"):
             truncated = truncated | (own >= one.high)

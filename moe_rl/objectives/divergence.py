@@ -25,13 +25,13 @@ def probability_shift(x: GateInputs) -> Float[Tensor, "B T"]:
     return torch.where(log_ratio > 0, up, down)
 
 
-def binary_kl(x: GateInputs) -> Float[Tensor, "B T"]:
+def binary_kl(logps: Float[Tensor, "B T"], log_ratio: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
     """q log(q/p) + (1 - q) log((1 - q)/(1 - p)) of each sampled token, nats, detached: KL(q || p) of "this token"
     against "any other", a lower bound of the divergence of the whole distributions.
 
-    1 - p and 1 - q are taken as at least 1e-8 (verl adds as much).
+    logps: log p; log_ratio: log p - log q. 1 - p and 1 - q are taken as at least 1e-8 (verl adds as much).
     """
-    log_ratio, logps = x.token_log_ratio.detach(), x.logps.detach()
+    log_ratio, logps = log_ratio.detach(), logps.detach()
     anchor = logps - log_ratio
     rest, anchor_rest = ((-torch.expm1(values)).clamp(min=_LEAST_REST) for values in (logps, anchor))
     return -anchor.exp() * log_ratio + anchor_rest * (anchor_rest / rest).log()
@@ -64,7 +64,8 @@ def divergence_kl_gate(
 
     M = 0 where A > 0, p > q and D > clip_high, or A < 0, p < q and D > clip_low, D as `binary_kl` (nats).
     """
-    divergence, log_ratio = binary_kl(x), x.token_log_ratio.detach()
+    log_ratio = x.token_log_ratio.detach()
+    divergence = binary_kl(x.logps, log_ratio)
     above = (x.advantages > 0) & (log_ratio > 0) & (divergence > clip_high)
     clipped = above | ((x.advantages < 0) & (log_ratio < 0) & (divergence > clip_low))
     weight = torch.where(clipped, 0.0, _capped(x, ratio_cap=ratio_cap))

@@ -53,8 +53,8 @@ PRESETS: dict[str, Preset] = {
     "minirl": Preset(replace(GRPO, gate="mask", aggregate="sum", advantage_scale="none", corrections=(Correction("token_truncate", high=5.0, optional=True),)), "arXiv:2512.01374", "without rollout log-probabilities the engine weight is 1: one engine samples and scores."),
     "vespo": Preset(replace(GRPO, gate="gamma", ratio="sequence_product", aggregate="token_mean"), "arXiv:2602.10693, as TRL `loss_type='vespo'` has it", "log-ratios are not clamped at 20 nats, where the weight is below 1e-15 anyway; TRL multiplies the engine's correction into the ratio, here `anchor: rollout` does that."),
     # The divergence instead of the ratio
-    "dppo_tv": Preset(DPPO, "arXiv:2602.04879; verl `dppo_tv`, TRL `DPPOTrainer`", f"{_ANCHOR} Threshold of verl's example and TRL; 0.2 is in use too."),
-    "dppo_kl": Preset(replace(DPPO, gate="divergence_kl", clip_low=0.05, clip_high=0.05), "arXiv:2602.04879; verl `dppo_kl`, TRL `DPPOTrainer`", _ANCHOR),
+    "dppo_tv": Preset(DPPO, "arXiv:2602.04879; verl `dppo_tv`, TRL `DPPOTrainer` until July 2026", f"{_ANCHOR} Threshold of verl's example and TRL; 0.2 is in use too."),
+    "dppo_kl": Preset(replace(DPPO, gate="divergence_kl", clip_low=0.05, clip_high=0.05), "arXiv:2602.04879; verl `dppo_kl`, TRL `DPPOTrainer` until July 2026", _ANCHOR),
     "drpo": Preset(replace(GRPO, gate="quadratic", clip_low=0.15, clip_high=0.15, aggregate="sum", advantage_scale="none"), "arXiv:2606.09821 eq. 8, table 1", "anchored at the training engine's old policy, not at the rollout engine; delta is DPPO's, that of the paper's experiments was not seen."),
     # Router-shift weight
     "rspo": Preset(replace(GMPO, route_weight="before_clip", route_floor=0.8), "arXiv:2510.23027 v2", f"floor 0.8 from public code; the paper's default was not seen. {_GAMMA_AT}"),
@@ -65,6 +65,7 @@ PRESETS: dict[str, Preset] = {
     "grpo_mis": Preset(replace(GRPO, corrections=(Correction("token_mask", high=3.0),)), "verl, TRL `token_mask`, cap 3", _REJECT),
     "grpo_decoupled": Preset(replace(GRPO, corrections=(Correction("token_mask", high=5.0),)), "arXiv:2505.24298, the decoupled objective of AReaL (after arXiv:2110.00641), cap 5 of its configurations", "clip range and aggregation of the `grpo` preset. Batches that waited (`rollout.lag`) need `rollout.rescore`."),
     "grpo_icepop": Preset(replace(GRPO, corrections=(Correction("token_mask", low=0.5, high=5.0),)), "arXiv:2510.18855", _REJECT),
+    "grpo_kpop": Preset(replace(GRPO, corrections=(Correction("binary_kl_mask", high=0.1),)), "arXiv:2606.15079, KPop; threshold of AReaL and prime-rl", f"clip range and aggregation of the `grpo` preset; {_REJECT}"),
     "grpo_seq_tis": Preset(replace(GRPO, corrections=(Correction("sequence_truncate", high=3.0),)), "verl, TRL `sequence_truncate`, cap 3"),
     "grpo_seq_mis": Preset(replace(GRPO, corrections=(Correction("sequence_mask", high=3.0),)), "verl, TRL `sequence_mask`, cap 3", _REJECT),
     "grpo_geo_rs": Preset(replace(GRPO, corrections=(Correction("geometric_mask", low=0.99, high=1.01),)), "verl, geometric rejection sampling", f"bounds are ours; {_REJECT}"),
@@ -80,6 +81,9 @@ OBJECTIVES: dict[str, Objective] = {name: preset.objective for name, preset in P
 LEFT_OUT = {
     "VACO (arXiv:2603.01365)": "realigns advantages by V-trace on a value model and filters tokens until the batch's total variation is within its bound; its equations were not seen, and the language-model variant in public code (open-instruct) is another method, of which there have been two definitions.",
     "Score centring (arXiv:2609.20807)": "subtracts the sampler's expected score, which needs the log-probabilities of every token that could have been sampled; the loss sees those of the sampled ones.",
+    "M2PO (arXiv:2510.01161)": "drops the tokens with the largest squared log-ratios of a batch until their mean is within a bound: whether a token is dropped depends on tokens of other micro-batches and processes, and the loss sees one micro-batch. The mean is written as `m2`.",
+    "MinPRO (arXiv:2601.22718)": "puts the least ratio of the tokens before in place of the product of their ratios; its equations were not seen.",
+    "ERPO, VCPO (arXiv:2602.17616)": "importance weights by groups of routes; learning rate by effective sample size and gradient norm: their equations were not seen.",
     "DPPO Top-K": "estimates the divergence from the K most probable tokens of both policies; the loss sees the sampled ones.",
 }  # fmt: skip
 """Methods that are known and not here, each with the reason."""

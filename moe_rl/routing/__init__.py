@@ -33,7 +33,7 @@ from moe_rl.routing.router_stats import (
     router_kl,
 )
 from moe_rl.routing.routes import RoutedExperts
-from moe_rl.routing.sites import Site, canonical_site, find_sites, routing_sites
+from moe_rl.routing.sites import Site, canonical_site, find_sites, router_parameters, routing_sites
 
 __all__ = [
     "Attachment",
@@ -66,6 +66,7 @@ __all__ = [
     "replay_routes",
     "router_js",
     "router_kl",
+    "router_parameters",
     "routing_sites",
     "site_change",
     "slot_change",

@@ -87,8 +87,11 @@ def find_sites(model: nn.Module) -> list[Site]:
 
 
 def router_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The routers' own parameters, in the order of their sites."""
-    return [parameter for site in find_sites(model) for parameter in site.module.parameters()]
+    """The parameters of all routers, adapters on them (LoRA) included, each once: to freeze them, or to give them a
+    learning rate of their own. A correction bias on the scores that is a buffer is none."""
+    names = {site.name for site in find_sites(model)}
+    held = (m.parameters() for name, m in model.named_modules() if canonical_site(name) in names)
+    return list(dict.fromkeys(parameter for parameters in held for parameter in parameters))
 
 
 routing_sites = find_sites

@@ -17,8 +17,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import Optimizer
 
 from moe_rl.rollout.engines import round_layers
-from moe_rl.routing import routing_sites
-from moe_rl.routing.sites import canonical_site
+from moe_rl.routing import router_parameters
 from moe_rl.training.config import OptimConfig
 
 LOW = (torch.bfloat16, torch.float16)
@@ -136,10 +135,9 @@ def policy_optimizer(model: nn.Module, config: OptimConfig) -> Optimizer:
     Raises:
         ValueError: a multiplier for routers of which none is trained.
     """
-    sites = {site.name for site in routing_sites(model)}
-    routers = {id(p) for name, m in model.named_modules() if canonical_site(name) in sites for p in m.parameters()}
-    own = [p for p in model.parameters() if id(p) in routers]
-    rest = [p for p in model.parameters() if id(p) not in routers]
+    own = router_parameters(model)
+    routers = set(own)
+    rest = [p for p in model.parameters() if p not in routers]
     trained = config.freeze_router or any(p.requires_grad for p in own)
     if config.router_lr_multiplier != 1 and not trained:
         raise ValueError(

@@ -176,6 +176,11 @@ def icepop(row):
     return [w if 0.5 <= w <= 5.0 else 0.0 for w in engine_weights(row)]
 
 
+def kpop(row):
+    pairs = [(exp(old).real, exp(mu).real) for old, mu in zip(row["old"], row["rollout"], strict=True)]
+    return [p / q if binary_kl(p, q) <= 0.1 and binary_kl(q, p) <= 0.1 else 0.0 for p, q in pairs]
+
+
 def seq_tis(row):
     return [min(product(engine_weights(row)), 3.0)] * len(row["adv"])
 
@@ -224,6 +229,7 @@ ROWS = {
     "grpo_mis": corrected(mis),
     "grpo_decoupled": corrected(decoupled),
     "grpo_icepop": corrected(icepop),
+    "grpo_kpop": corrected(kpop),
     "grpo_seq_tis": corrected(seq_tis),
     "grpo_seq_mis": corrected(seq_mis),
     "grpo_geo_rs": corrected(geo_rs),

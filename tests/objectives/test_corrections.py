@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from moe_rl.objectives import (
     OBJECTIVES,
     Correction,
+    binary_kl_mask,
     geometric_mask,
     off_policy_sequence_mask,
     policy_loss,
@@ -45,6 +46,17 @@ MASK = torch.tensor([[True, True, True], [True, False, False]])
 def test_golden(weight, expected):
     torch.testing.assert_close(weight, double(expected))
     assert not weight.requires_grad
+
+
+def test_binary_kl_mask_golden():
+    # mu -> pi: 0.5 -> 0.6: KL 0.020 both ways; 0.9 -> 0.6: 0.226 and 0.311; 0.001 -> 0.01: 0.007 and 0.014 at ten times
+    # the probability; 0.5 -> 0.7: 0.087 and 0.082; 0.3 -> 0.1: 0.154 and 0.116; 0.97 -> 1: 0.418 and 0.030
+    mu = double([[0.5, 0.9, 0.001, 0.5, 0.3, 0.97]]).log()
+    pi = double([[0.6, 0.6, 0.01, 0.7, 0.1, 1.0]]).log()
+    expected = [[1.2, 0.0, 10.0, 1.4, 0.0, 0.0]]
+    torch.testing.assert_close(binary_kl_mask(pi - mu, pi, 0.1), double(expected))
+    assert binary_kl_mask(pi - mu, pi, 0.12)[0, 4] == 0.0  # one of its two is above
+    torch.testing.assert_close(binary_kl_mask(pi - mu, pi, 0.16)[0, 4], double([[1 / 3]])[0, 0])
 
 
 def test_off_policy_mask_golden():

@@ -139,9 +139,10 @@ def test_rewards_and_pairs_that_would_broadcast_are_refused(unannotated):
             loss(z[0], z[:, :1])
 
 
-def test_an_off_policy_mask_has_no_lower_bound():
-    with pytest.raises(ValueError, match="it has delta only"):
-        Correction.parse("off_policy_mask:0.05:0.1:current")
+@pytest.mark.parametrize("kind", ["off_policy_mask", "binary_kl_mask"])
+def test_a_mask_by_one_threshold_has_no_lower_bound(kind):
+    with pytest.raises(ValueError, match="it has one threshold"):
+        Correction.parse(f"{kind}:0.05:0.1:current")
 
 
 def test_a_gate_that_is_not_one_is_refused(monkeypatch):

@@ -8,6 +8,7 @@ from moe_rl.routing import (
     find_sites,
     record_routes,
     replay_routes,
+    router_parameters,
 )
 
 
@@ -68,6 +69,10 @@ def test_peft_models_share_site_names_with_the_bare_model(adapted: str) -> None:
     assert recording.routes.equal(routes)
     trained = {n for n, p in wrapped.named_parameters() if p.grad is not None and bool((p.grad != 0).any())}
     assert (adapted == "attention") != any(".mlp.gate." in name for name in trained)
+    of_routers = set(router_parameters(wrapped))
+    assert {n for n, p in wrapped.named_parameters() if p in of_routers} == {
+        n for n, _ in wrapped.named_parameters() if ".mlp.gate." in n
+    }
     with wrapped.disable_adapter():
         assert routes_of(wrapped, inputs).equal(routes)
     assert not hooked(wrapped)
