@@ -16,6 +16,19 @@ def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:
     return {} if a == b else {prefix: (a, b)}
 
 
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted names.
+
+    >>> flatten({"optim": {"steps": 31}, "seed": 0})
+    {'optim.steps': 31, 'seed': 0}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        flat |= flatten(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return flat
+
+
 def listed(changed: Mapping[str, tuple[Any, Any]], most: int = 5) -> str:
     """What `differences` found, in words."""
     words = "; ".join(f"{name}: {a!r} there, {b!r} now" for name, (a, b) in list(changed.items())[:most])

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pandas as pd
 
+from moe_rl.settings import flatten
 from moe_rl.study.data import StudyData, pooled_rate
 
 Result = TypeVar("Result")
@@ -38,19 +39,6 @@ def arm_settings(data: StudyData) -> tuple[pd.DataFrame, dict[str, Any]]:
     differ = [len({str(value) for value in row}) > 1 for row in table.to_numpy()]
     shared = {name: table.loc[name].iloc[0] for name, d in zip(names, differ, strict=True) if not d}
     return table.loc[np.array(differ, dtype=bool)], shared
-
-
-def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted names.
-
-    >>> flatten({"optim": {"steps": 31}, "seed": 0})
-    {'optim.steps': 31, 'seed': 0}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        flat |= flatten(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
-    return flat
 
 
 def full_label(data: StudyData, arm: str) -> str:

@@ -12,10 +12,11 @@ from markupsafe import Markup
 
 from moe_rl.files import still_written, write_atomic
 from moe_rl.pages import render_page
+from moe_rl.settings import flatten
 from moe_rl.starts import environments
 from moe_rl.study.alarm_table import alarm_rows, collapses
 from moe_rl.study.answer import answer
-from moe_rl.study.arms import arm_settings, flatten, full_label
+from moe_rl.study.arms import arm_settings, full_label
 from moe_rl.study.data import Run, StudyData, declared_arms, load
 from moe_rl.study.figures import StudyFigure, drawn_figures, each_figure, save_figure
 from moe_rl.study.figures.screen import inline_svg

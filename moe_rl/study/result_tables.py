@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from moe_rl.study.arms import condition_label, flatten, slots_rerouted
+from moe_rl.settings import flatten
+from moe_rl.study.arms import condition_label, slots_rerouted
 from moe_rl.study.comparing import comparison_table
 from moe_rl.study.data import StudyData, pooled_rate
 from moe_rl.study.early_warning import run_signals

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+from moe_rl.settings import flatten
 from moe_rl.training.state import Listener
 
 PROJECT = "moe_rl"
@@ -47,7 +48,9 @@ def start_tracker(
     project = run.replace("/", "_") if name == "tensorboard" else PROJECT
     if name == "tensorboard":
         (folder / "tracker").mkdir(parents=True, exist_ok=True)
-    accelerator.init_trackers(project, config=flat(dataclasses.asdict(config)), init_kwargs=options)
+    settings = flatten(dataclasses.asdict(config))
+    known = {name: value if isinstance(value, int | float | str) else str(value) for name, value in settings.items()}
+    accelerator.init_trackers(project, config=known, init_kwargs=options)
 
     def tell(row: dict[str, Any]) -> None:
         if listener:
@@ -70,18 +73,3 @@ def scalars(row: dict[str, Any]) -> dict[str, float | int]:
         for key, value in row.items()
         if isinstance(value, int | float) and not isinstance(value, bool) and key not in ("step", "update")
     }
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested fields by dotted name; what is no number, text or flag as text.
-
-    >>> flat({"optim": {"steps": 3, "betas": (0.9, 0.999)}, "tracker": None})
-    {'optim.steps': 3, 'optim.betas': '(0.9, 0.999)', 'tracker': 'None'}
-    """
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value if isinstance(value, int | float | str) else str(value)
-    return found
