@@ -6,6 +6,9 @@
 - `.jsonl`: a sequence per line, `tokens` (or `prompt_token_ids` and `token_ids`) and `routed_experts`, nested lists
   `[rows, layers, K]` or base64, of int32 as SGLang sends them or of a .npy file as vLLM's server does
 - `.pt`: a dump of slime's `--save-debug-rollout-data`
+
+The engine's log-probabilities, where they stand beside: `logprobs`, `rollout_log_probs` or SGLang's
+`output_token_logprobs` (`moe_rl.drift.capture_logps`); in arrays with a `response_mask` or `loss_mask` of their shape.
 """
 
 import base64
@@ -21,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from moe_rl.checks import parse_json
+from moe_rl.drift.capture_logps import MASKS, logps_of, name_of, padded_logps
 from moe_rl.drift.captured import Captured
 from moe_rl.drift.errors import DriftError
 from moe_rl.routing import RoutedExperts
@@ -44,7 +48,10 @@ def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -
         if path.suffix == ".jsonl":
             found = _lines(path, num_experts_per_tok)
         elif path.suffix == ".pt":
-            found = [(s["tokens"], s["rollout_routed_experts"]) for s in read_slime(path)]
+            found = [
+                (s["tokens"], s["rollout_routed_experts"], logps_of(s, s["tokens"], f"{path} sequence {b}"))
+                for b, s in enumerate(read_slime(path))
+            ]
         elif path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 found = _padded(path, arrays.files, arrays.__getitem__, pad)
@@ -62,7 +69,7 @@ def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -
     if not found:
         raise DriftError(f"{path} holds no sequence")
     tokens, ids = [], []
-    for b, (words, rows) in enumerate(found):
+    for b, (words, rows, _) in enumerate(found):
         try:
             tokens.append(np.asarray(words).reshape(-1))
             ids.append(np.asarray(rows))
@@ -70,7 +77,11 @@ def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -
             raise DriftError(f"{path}: sequence {b} has tokens or routes of unequal depth: {error}") from error
         if not np.issubdtype(tokens[-1].dtype, np.integer) or not len(tokens[-1]) or (tokens[-1] < 0).any():
             raise DriftError(f"{path}: sequence {b} has no token ids, but {tokens[-1][:4].tolist()}")
-    return Captured(tokens, ids)
+    given = [logps for _, _, logps in found]
+    if all(logps is None for logps in given):
+        return Captured(tokens, ids)
+    none = [np.full(len(words), np.nan) for words in tokens]
+    return Captured(tokens, ids, logps=[n if x is None else x for x, n in zip(given, none, strict=True)])
 
 
 def _own(path: Path, pad: int | None) -> Captured:
@@ -97,7 +108,7 @@ def _tokens_of(tokens: torch.Tensor, pad: int | None) -> torch.Tensor:
 
 def _padded(
     path: Path, names: Sequence[str], read: Callable[[str], np.ndarray], pad: int | None
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Sequences of a file of arrays with these names, of which only those that are needed are read."""
     held = next((key for key in KEYS if key in names), None)
     if held is None or "routed_experts" not in names:
@@ -120,10 +131,15 @@ def _padded(
             f"{path}: tokens {list(tokens.shape)}, attention_mask {list(mask.shape)} and routed_experts "
             f"{list(ids.shape)} do not fit each other: expected [B,T], [B,T] and [B,T,layers,K]"
         )
-    return [(tokens[b, mask[b]], ids[b, mask[b]]) for b in range(len(tokens)) if mask[b].any()]
+    logps, name = None, name_of(names)
+    if name is not None:
+        measured = next((read(key) for key in MASKS if key in names), None)
+        logps = padded_logps(name, read(name), measured, mask, str(path))
+    rows = [b for b in range(len(tokens)) if mask[b].any()]
+    return [(tokens[b, mask[b]], ids[b, mask[b]], None if logps is None else logps[b, mask[b]]) for b in rows]
 
 
-def _lines(path: Path, K: int) -> list[tuple[Any, Any]]:
+def _lines(path: Path, K: int) -> list[tuple[Any, Any, np.ndarray | None]]:
     found = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -146,7 +162,7 @@ def _lines(path: Path, K: int) -> list[tuple[Any, Any]]:
                 raise DriftError(
                     f"{where}: routed_experts are {ids.dtype} {list(ids.shape)}, expected [rows, layers, K]"
                 )
-            found.append((tokens, ids))
+            found.append((tokens, ids, logps_of(row, tokens, where)))
     return found
 
 

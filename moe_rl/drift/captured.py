@@ -10,11 +10,13 @@ import pandas as pd
 @dataclass(frozen=True)
 class Captured:
     """Sequences as another program captured them, nothing checked: token ids `[n]`, expert ids `[rows, layers, K]`.
-    `sites`: names of the layers, where the file has them."""
+    `sites`: names of the layers, where the file has them. `logps`: what the engine gave each token, nats `[n]`, NaN for
+    nothing."""
 
     tokens: Sequence[np.ndarray]
     ids: Sequence[np.ndarray]
     sites: tuple[str, ...] | None = None
+    logps: Sequence[np.ndarray] | None = None
 
 
 @dataclass(frozen=True)

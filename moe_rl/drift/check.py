@@ -14,15 +14,18 @@ from torch import nn
 from moe_rl.drift.capture_files import read_capture
 from moe_rl.drift.captured import Captured, Finding, OwnRoutes
 from moe_rl.drift.checkpoints import check_device, check_dtype, load
+from moe_rl.drift.engine_gap import engine_gap, gap_lines, other_arithmetic
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CheckOptions, check_least
 from moe_rl.drift.prompts import Example, laid_out
 from moe_rl.drift.route_check import RouteCheck, check_routes
+from moe_rl.measure.arithmetic import CannotRun
 from moe_rl.measure.noise_floor import first_line, rounded_copy
-from moe_rl.measure.scoring import score_live
+from moe_rl.measure.scoring import Scored, TokenBatch, score_live
 from moe_rl.policy.models import check_path, taken_for_hub_id, vocabulary_of
 from moe_rl.policy.tiny import ModelError
-from moe_rl.routing import RoutedExperts, UnsupportedModelError
+from moe_rl.routing import UnsupportedModelError
+from moe_rl.routing.arrays import pad_left_aligned
 from moe_rl.routing.skeleton import sites_of
 from moe_rl.study.words import count
 
@@ -44,6 +47,8 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
     """The comparison of a file with a model. Raises DriftError: no such file or model, tokens that the model does not
     have, options out of range."""
     check_least(options, batch_size=1, max_sequences=1, max_tokens=1)
+    if not 0 < options.temperature < float("inf"):
+        raise DriftError(f"--temperature: a positive number, got {options.temperature:g}")
     device = check_device(options.device)
     model, K = _loaded(options, device)
     captured = _cut(read_capture(options.file, K, options.pad_token_id), options, say)
@@ -53,11 +58,17 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
             raise DriftError(
                 f"{options.file}: sequence {b} has token {int(words.max())}, the model {vocabulary}: another model?"
             )
-    own = own_routes(model, captured.tokens, options.batch_size, say)
+    texts = _batches(captured, options)
+    own, live, copies = own_routes(model, texts, say)
     try:
         result = check_routes(captured, own)
+        result = dataclasses.replace(result, logprobs=engine_gap(model, captured, texts, live, copies, result))
     except ValueError as error:
         raise DriftError(f"{options.file}: {error}") from error
+    except CannotRun as error:
+        raise DriftError(f"--model: {error}") from error
+    if captured.logps is not None and result.logprobs is None:
+        say("no token here has a log-probability of the engine (masked, -inf, or cut off)")
     padding = _padding(captured.tokens) if result.faults and options.pad_token_id is None else None
     if padding is None:
         return result
@@ -89,65 +100,82 @@ def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
 
 def _cut(captured: Captured, options: CheckOptions, say: Say) -> Captured:
     """The first sequences and tokens; whole sequences that are longer lose their rest, and routes with it."""
-    tokens, ids = list(captured.tokens), list(captured.ids)
-    if len(tokens) > options.max_sequences:
-        say(f"the first {options.max_sequences} of {len(tokens)} sequences (--max-sequences)")
-        tokens, ids = tokens[: options.max_sequences], ids[: options.max_sequences]
+    if len(captured.tokens) > options.max_sequences:
+        say(f"the first {options.max_sequences} of {len(captured.tokens)} sequences (--max-sequences)")
+    tokens, ids = (list(part[: options.max_sequences]) for part in (captured.tokens, captured.ids))
     most = options.max_tokens
+    logps = captured.logps and [row[:most] for row in captured.logps[: options.max_sequences]]
     long = [b for b, words in enumerate(tokens) if len(words) > most]
     if long:
         say(f"{count(len(long), 'sequence')} cut to the first {most} tokens (--max-tokens)")
     for b in long:
         whole = len(ids[b]) in (len(tokens[b]), len(tokens[b]) - 1)
         tokens[b], ids[b] = tokens[b][:most], ids[b][:most] if whole else ids[b]
-    return Captured(tokens, ids, captured.sites)
+    return Captured(tokens, ids, captured.sites, logps)
+
+
+def _batches(captured: Captured, options: CheckOptions) -> list[TokenBatch]:
+    """Sequences padded on the right. Measured are the tokens of which the engine said a finite log-probability."""
+    texts = []
+    for start in range(0, len(captured.tokens), options.batch_size):
+        rows = slice(start, start + options.batch_size)
+        held = [Example(0, one.tolist(), start=1) for one in captured.tokens[rows]]
+        text = laid_out(held, 0, [0] * len(held))
+        if captured.logps is not None:
+            given = pad_left_aligned([torch.from_numpy(one).isfinite() for one in captured.logps[rows]], False)
+            text = TokenBatch(text.input_ids, text.attention_mask, given, options.temperature)
+        texts.append(text)
+    return texts
 
 
 def own_routes(
-    model: nn.Module, tokens: Sequence[np.ndarray], batch_size: int, say: Say = lambda line: None
-) -> OwnRoutes:
+    model: nn.Module, texts: Sequence[TokenBatch], say: Say = lambda line: None
+) -> tuple[OwnRoutes, list[Scored], list[Scored]]:
     """What the model chooses for these tokens, and what a copy in other arithmetic does: bf16, or fp32 where the model
-    is not in fp32. Raises DriftError where that copy cannot run: without it nothing says what arithmetic explains."""
-    base, routes = _scored(model, tokens, batch_size)
-    say(f"scored {len(tokens)} sequences; again in other arithmetic, for the floor")
-    other = torch.bfloat16 if next(model.parameters()).dtype == torch.float32 else torch.float32
+    is not in fp32; and what each says of the texts. Raises DriftError where that copy cannot run: without it nothing
+    says what arithmetic explains."""
+    live = [score_live(model, text) for text in texts]
+    say(f"scored {sum(len(text.input_ids) for text in texts)} sequences; again in other arithmetic, for the floor")
+    other = other_arithmetic(model)
     try:
-        copy, _ = _scored(rounded_copy(model, other), tokens, batch_size)
+        rounded = rounded_copy(model, other)
+        copies = [score_live(rounded, text) for text in texts]
     except (RuntimeError, MemoryError, UnsupportedModelError) as error:
         raise DriftError(
             f"a copy of the model in {str(other).removeprefix('torch.')} cannot run here, and the limits come from it: "
             f"{first_line(error)}. Try another --device or --dtype"
         ) from error
+    routes = live[0].routes
     numbers = [re.search(r"(?:^|\.)(\d+)(?:\.|$)", site) for site in routes.sites]
     layers = tuple(int(number[1]) if number else i for i, number in enumerate(numbers))
     experts = routes.num_experts
     config: Any = model.config
-    return OwnRoutes(
-        base,
-        copy,
+    found = OwnRoutes(
+        _ids_of(live, texts),
+        _ids_of(copies, texts),
         routes.sites,
         (experts,) * len(layers) if isinstance(experts, int) else experts,
         layers,
         max(int(getattr(config.get_text_config(), "num_hidden_layers", 0)), max(layers) + 1),
     )
+    return found, live, copies
 
 
-def _scored(model: nn.Module, tokens: Sequence[np.ndarray], batch_size: int) -> tuple[list[np.ndarray], RoutedExperts]:
-    found: list[np.ndarray] = []
-    for start in range(0, len(tokens), batch_size):
-        held = [Example(0, one.tolist(), start=1) for one in tokens[start : start + batch_size]]
-        text = laid_out(held, 0, [0] * len(held))
-        routes = score_live(model, text).routes
-        found += [ids[mask].to(torch.int32).numpy() for ids, mask in zip(routes.ids, text.attention_mask, strict=True)]
-    return found, routes
+def _ids_of(scored: Sequence[Scored], texts: Sequence[TokenBatch]) -> list[np.ndarray]:
+    return [
+        ids[mask].to(torch.int32).numpy()
+        for one, text in zip(scored, texts, strict=True)
+        for ids, mask in zip(one.routes.ids, text.attention_mask, strict=True)
+    ]
 
 
 def page(result: RouteCheck) -> list[str]:
-    """Verdict, findings and a line per site, as text."""
+    """Verdict, findings, a line per site, and what the log-probabilities say, as text."""
     lines = [result.verdict, ""]
     lines += [f"  {'fault' if found.fault else 'note'}: {found.name}: {found.text}" for found in result.findings]
+    more = ["", *gap_lines(result.logprobs)] if result.logprobs else []
     if not result.rows:
-        return lines
+        return lines + more
     width = max(len(row.site) for row in result.rows)
     lines += ["", f"  {'site':{width}}  layer  tokens   slots    sets   floor   limit"]
     for row in result.rows:
@@ -160,4 +188,4 @@ def page(result: RouteCheck) -> list[str]:
         "  model and its copy in other arithmetic share; limit: what three times that floor and the sample allow.",
         f"  With the routes of other tokens {100 * result.chance:.1f} % of slots would agree.",
     ]
-    return lines
+    return lines + more

@@ -51,7 +51,8 @@ class DriftOptions:
 class CheckOptions:
     """Whether captured routes are what a model says when it scores the same tokens; names the fault if they are
     not: all zeros, wrong shape, a shift, permuted layers, physical ids, duplicates, ids out of range, prefix-cache
-    hits. Exit status 0 if they are the model's within its arithmetic, else 1."""
+    hits. Where the file has the engine's log-probabilities, how far the model's are from them, and how much of that is
+    routing. Exit status 0 if the routes are the model's within its arithmetic, else 1."""
 
     file: Annotated[Path, Positional, arg(metavar="FILE")]
     """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line) or .pt (a
@@ -71,6 +72,8 @@ class CheckOptions:
     """cpu, cuda, cuda:1, mps; by default the GPU if there is one."""
     pad_token_id: int | None = None
     """Token that pads, where a padded file has no mask: leading and trailing ones are no part of a sequence."""
+    temperature: float = 1.0
+    """Of the file's log-probabilities, where it has any: that of sampling, or 1 for raw ones (vLLM's default)."""
     json: bool = False
     """Print JSON."""
     trust_remote_code: bool = False

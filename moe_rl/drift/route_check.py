@@ -39,10 +39,30 @@ UNTOLD = "not told apart"
 """The fault of tokens for which a model chooses alike."""
 
 
+Gaps = dict[str, float | int | None]
+"""As `moe_rl.measure.arithmetic.gap_split` names them; None for what is not finite."""
+
+
+@dataclass(frozen=True)
+class EngineGap:
+    """How far the model is from the engine's log-probabilities, over `tokens` of `sequences` at this temperature, and
+    from its own copy in `copy_dtype`; d = log p(model) - log p(other), nats. `impossible`: tokens to which the engine
+    gave -inf, left out. `not_replayed`: why `engine` has nothing of a replay; empty where it has."""
+
+    tokens: int
+    sequences: int
+    impossible: int
+    temperature: float
+    engine: Gaps
+    copy: Gaps
+    copy_dtype: str
+    not_replayed: str = ""
+
+
 @dataclass(frozen=True)
 class RouteCheck:
     """The result. `rows` are under the explanation that was found: its shift, layers and ids. `unseen`: the share of
-    slots that may disagree at the mean site without being called a fault."""
+    slots that may disagree at the mean site without being called a fault. `logprobs`: where the file has any."""
 
     findings: tuple[Finding, ...]
     rows: tuple[SiteRow, ...]
@@ -54,6 +74,7 @@ class RouteCheck:
     chance: float
     unseen: float = 0.0
     shift: int = 0
+    logprobs: EngineGap | None = None
 
     @property
     def faults(self) -> tuple[Finding, ...]:

@@ -75,7 +75,7 @@ class GapSums:
         found: dict[str, float | int] = {}
         for level, (changed, of) in changed_of(counts).items():
             found |= {f"{level}_change": changed / of, f"{level}s_changed": changed, f"{level}s": of}
-        return found | gap_split(*(_joined(part) for part in (self.natural, self.replayed, self.masks)))
+        return found | gap_split(*(joined(part) for part in (self.natural, self.replayed, self.masks)))
 
 
 def changed_of(counts: ChangeCounts) -> dict[str, tuple[int, int]]:
@@ -303,7 +303,7 @@ def _decoded(
     return Scored(logps, own.routes.take(F.pad(place, beyond, value=-1))), replayed, mask
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def joined(parts: Sequence[Tensor]) -> Tensor:
     """Batches of any width as one, padded on the right with 0 or False."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from drift_models import ALPHABET, TEXTS, build, moved, save
+from drift_models import ALPHABET, TEXTS, build, captured, moved, save
 
 from moe_rl.drift import run
 from moe_rl.policy.tiny import char_tokenizer
@@ -27,6 +27,11 @@ def saved(tmp_path_factory, tokenizer):
         return made[family]
 
     return pair
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory):
+    return captured(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

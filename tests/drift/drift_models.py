@@ -4,7 +4,9 @@ import copy
 import errno
 import io
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -19,6 +21,8 @@ from transformers import (
 )
 
 from moe_rl.cli import main
+from moe_rl.measure.noise_floor import rounded_copy
+from moe_rl.measure.scoring import TokenBatch, score_live
 
 ALPHABET = "abcdefghij =+"
 TEXTS = ["abc=def", "ghij+a", "aa bb cc dd", "j=i+h", "fedcba", "a+b=c d+e=f"]
@@ -48,6 +52,36 @@ def build(family, tokenizer, **changes):
         return GraniteMoeForCausalLM(GraniteMoeConfig(**common, num_local_experts=experts))
     del common["num_experts_per_tok"]
     return LlamaForCausalLM(LlamaConfig(**common))
+
+
+LENGTHS, PROMPT = (40, 28), 5
+"""Of the sequences of `captured`, and how many tokens of each were not sampled."""
+
+
+def captured(folder):
+    """A model of which the first of three layers is dense, and what its bf16 copy chose and said, as an engine returns
+    it."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=16, intermediate_size=32, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2,
+        mlp_only_layers=[0], initializer_range=0.3,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    ids = torch.randint(0, 64, (2, LENGTHS[0]))
+    mask = torch.arange(LENGTHS[0]) < torch.tensor(LENGTHS)[:, None]
+    said = score_live(rounded_copy(model), TokenBatch(ids, mask, mask & (torch.arange(LENGTHS[0]) >= PROMPT)))
+    engine = np.zeros((2, LENGTHS[0], 3, 2), np.int32)
+    engine[:, :, 1:] = said.routes.ids.numpy()
+    return SimpleNamespace(
+        model=str(folder), folder=folder, ids=ids, mask=mask, engine=engine, routes=said.routes, logps=said.logps
+    )
+
+
+def captured_rows(place):
+    """Tokens and routes of each sequence; the last token was never fed back."""
+    return [(place.ids[b, :n].tolist(), place.engine[b, : n - 1]) for b, n in enumerate(LENGTHS)]
 
 
 def save(model, tokenizer, folder):

@@ -3,52 +3,20 @@
 import base64
 import io
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from drift_models import LENGTHS, captured_rows
 from safetensors.torch import save_file
-from transformers import LlamaConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import LlamaConfig, Qwen3MoeForCausalLM
 
 from moe_rl.cli import main
 from moe_rl.drift.capture_files import read_capture
 from moe_rl.drift.check import checked
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CheckOptions
-from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.routing import RoutedExperts, record_routes
-
-VOCABULARY, LENGTHS = 64, (40, 28)
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A model of which the first of three layers is dense, and what its bf16 copy chose, as an engine returns it."""
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=16, intermediate_size=32, moe_intermediate_size=16, num_experts=8, num_experts_per_tok=2,
-        mlp_only_layers=[0], initializer_range=0.3,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).eval()
-    folder = tmp_path_factory.mktemp("model")
-    model.save_pretrained(folder)
-    ids = torch.randint(0, VOCABULARY, (2, LENGTHS[0]))
-    mask = torch.arange(LENGTHS[0]) < torch.tensor(LENGTHS)[:, None]
-    copy = rounded_copy(model)
-    with torch.no_grad(), record_routes(copy) as recording:
-        copy(input_ids=ids, attention_mask=mask)
-    engine = np.zeros((2, LENGTHS[0], 3, 2), np.int32)
-    engine[:, :, 1:] = recording.routes.ids.numpy()
-    return SimpleNamespace(model=str(folder), ids=ids, mask=mask, engine=engine, routes=recording.routes, folder=folder)
-
-
-def rows(place):
-    return [
-        (place.ids[b, :n].tolist(), place.engine[b, : n - 1])  # the last token was never fed back
-        for b, n in enumerate(LENGTHS)
-    ]
 
 
 def int32(ids):
@@ -63,7 +31,7 @@ def npy(ids):
 
 def write(place, path, form):
     if form == "lines":
-        lines = [{"tokens": words, "routed_experts": ids.tolist()} for words, ids in rows(place)]
+        lines = [{"tokens": words, "routed_experts": ids.tolist()} for words, ids in captured_rows(place)]
     elif form in ("base64", "vllm"):  # of SGLang, and of vLLM's server
         lines = [
             {
@@ -71,7 +39,7 @@ def write(place, path, form):
                 "token_ids": words[5:],
                 "routed_experts": base64.b64encode((npy if form == "vllm" else int32)(ids)).decode(),
             }
-            for words, ids in rows(place)
+            for words, ids in captured_rows(place)
         ]
     if form in ("lines", "base64", "vllm"):
         path = path / "capture.jsonl"
@@ -90,7 +58,8 @@ def write(place, path, form):
     elif form == "slime":
         path = path / "capture.pt"
         torch.save(
-            {"samples": [{"tokens": w, "rollout_routed_experts": torch.tensor(i)} for w, i in rows(place)]}, path
+            {"samples": [{"tokens": w, "rollout_routed_experts": torch.tensor(i)} for w, i in captured_rows(place)]},
+            path,
         )
     return path
 
@@ -112,7 +81,9 @@ def test_the_command_says_it_in_one_sentence_and_by_its_exit_status(place, tmp_p
     out = capsys.readouterr().out
     assert end.value.code == 0 and out.startswith("These agree with the model's routes: ")
     assert "model.layers.2.mlp.gate" in out
-    late = [{"tokens": words, "routed_experts": np.roll(ids, 1, axis=0).tolist()} for words, ids in rows(place)]
+    late = [
+        {"tokens": words, "routed_experts": np.roll(ids, 1, axis=0).tolist()} for words, ids in captured_rows(place)
+    ]
     file.write_text("\n".join(map(json.dumps, late)))
     with pytest.raises(SystemExit) as end:
         main(["check-routes", str(file), "--model", place.model, "--json"])

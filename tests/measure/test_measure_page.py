@@ -16,6 +16,9 @@ def test_the_script_runs_from_top_to_bottom(capsys):
     assert names["floor"]["repeat"]["slots_changed"] == 0 < names["floor"]["repeat"]["slots"]
     rates = names["change_counts"](names["routes"], names["recording"].routes, names["completion"])
     assert rates.slots_changed > 0
+    gap = names["gap"]
+    assert "% is routing" in said and gap["measured"] == 80 and 0 < gap["gap_mean"] < 0.1
+    assert gap["routing_share_gap_mean"] == 1 - gap["gap_mean_replayed"] / gap["gap_mean"]
 
 
 def test_what_the_table_names_is_there():

@@ -1,0 +1,145 @@
+"""The log-probabilities that an engine gave the tokens which it sampled, as files of captured routes have them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from moe_rl.drift.errors import DriftError
+
+NAMES = ("logprobs", "rollout_log_probs", "output_token_logprobs")
+MASKS = ("response_mask", "loss_mask")
+ROUNDING = 1e-3
+"""Nats above 0 that a log-probability may be."""
+IMPOSSIBLE = -9999.0
+"""What vLLM's server writes in place of -inf."""
+
+
+def name_of(keys: Mapping[str, Any] | Sequence[str]) -> str | None:
+    """Under which name a file or line has log-probabilities."""
+    return next((name for name in NAMES if name in keys), None)
+
+
+def logps_of(row: Mapping[str, Any], tokens: Any, where: str) -> Float[np.ndarray, " n"] | None:
+    """Nats of each of a sequence's `tokens`, NaN where the engine gave none; None where the row has none at all.
+
+    row: a line of JSON or a sample of slime. The log-probabilities end with the last token: of what was sampled
+    (`token_ids`, or the last `response_length` tokens), or of all tokens, with or without the first. A null is none;
+    tokens that `loss_mask` (or `response_mask`) takes out have none.
+
+    Raises DriftError naming `where` and the position: a number of values that fits neither, other tokens, values that
+    are none.
+    """
+    inner = row.get("meta_info")
+    inner = inner if isinstance(inner, Mapping) else {}
+    row = {key: value for key, value in {**inner, **row}.items() if value is not None}
+    name = name_of(row)
+    if name is None:
+        return None
+    try:
+        values, named = _forms(row[name])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DriftError(
+            f"{where}: {name} are in no form that is known ({type(error).__name__}: {error}); expected numbers, "
+            "[number, token id, ...] each (SGLang), or what vLLM's server writes (content, or token_logprobs)"
+        ) from error
+    n, found = len(tokens), len(values)
+    if not found:
+        return None
+    sampled = row.get("response_length", len(row["token_ids"]) if "token_ids" in row else None)
+    if found > n or (sampled is not None and found not in {n, n - 1, sampled}):
+        known = f", {sampled} of them sampled" if sampled is not None else ""
+        raise DriftError(f"{where}: {name} has {found} values for {n} tokens{known}")
+    start = n - found
+    for i, token in enumerate(named):
+        if token != tokens[start + i]:
+            raise DriftError(
+                f"{where}, position {start + i}: {name} is of token {token}, the sequence has {tokens[start + i]} there"
+            )
+    held = [value is not None for value in values]
+    mask = next((row[key] for key in MASKS if key in row), None)
+    if mask is not None:
+        mask = np.asarray(mask).reshape(-1)
+        if len(mask) != found or not ((mask == 0) | (mask == 1)).all():
+            raise DriftError(f"{where}: the mask beside {name} is not {found} of 0 and 1")
+        held = [there and bool(keep) for there, keep in zip(held, mask, strict=True)]
+    whole = np.full(n, np.nan)
+    for i, (value, there) in enumerate(zip(values, held, strict=True)):
+        if there:
+            whole[start + i] = _number(value, f"{where}, position {start + i}", name)
+    return _checked(whole, np.concatenate([np.zeros(start, bool), held]), where, name)
+
+
+def padded_logps(
+    name: str, values: np.ndarray, mask: np.ndarray | None, tokens: Bool[np.ndarray, "B T"], path: str
+) -> Float[np.ndarray, "B T"]:
+    """The same of a padded batch: `values` `[B,T]`, or `[B,R]` of the last R columns, with a mask of that shape.
+
+    tokens: where the batch has tokens. Raises DriftError."""
+    if mask is None:
+        raise DriftError(
+            f"{path}: {name} without {' or '.join(MASKS)} of their shape: what stands at the prompt and the padding "
+            "cannot be told from log-probabilities"
+        )
+    B, T = tokens.shape
+    if values.shape != mask.shape or values.ndim != 2 or len(values) != B or values.shape[1] > T:
+        raise DriftError(
+            f"{path}: {name} {list(values.shape)} and their mask {list(mask.shape)} do not fit tokens {[B, T]}: "
+            "expected [B,T] both, or [B,R] of the last R columns"
+        )
+    if not ((mask == 0) | (mask == 1)).all():
+        raise DriftError(f"{path}: the mask beside {name} holds other values than 0 and 1 (or bool)")
+    if values.dtype.kind not in "fiu":
+        raise DriftError(f"{path}: {name} are {values.dtype}, expected numbers")
+    held = np.concatenate([np.zeros((B, T - values.shape[1]), bool), mask == 1], axis=1)
+    if (held & ~tokens).any():
+        b, t = (int(i) for i in np.argwhere(held & ~tokens)[0])
+        raise DriftError(f"{path}: sequence {b}: the mask beside {name} is 1 on padding, first in column {t}")
+    whole = np.full((B, T), np.nan)
+    whole[:, T - values.shape[1] :] = values
+    for b in range(B):
+        row = tokens[b]
+        whole[b, row] = _checked(whole[b, row], held[b, row], f"{path} sequence {b}", name)
+    return np.where(held, whole, np.nan)
+
+
+def _checked(
+    values: Float[np.ndarray, " n"], held: Bool[np.ndarray, " n"], where: str, name: str
+) -> Float[np.ndarray, " n"]:
+    """The values that are `held`, NaN elsewhere, -inf for no probability. Raises DriftError for what is none."""
+    wrong = held & ~(values <= ROUNDING)
+    if wrong.any():
+        at = int(np.flatnonzero(wrong)[0])
+        raise DriftError(
+            f"{where}, position {at}: {name} is {values[at]:g}; a log-probability is at most 0. Are they probabilities?"
+        )
+    if len(held) and held[0]:
+        raise DriftError(
+            f"{where}, position 0: {name} has a value for the first token, which follows nothing; null belongs there. "
+            "Are they those of the next token?"
+        )
+    return np.where(held, np.where(values <= IMPOSSIBLE, -np.inf, values), np.nan)
+
+
+def _number(value: Any, where: str, name: str) -> float:
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise DriftError(f"{where}: {name} is {value!r}, not a number") from error
+
+
+def _forms(given: Any) -> tuple[list[Any], list[int]]:
+    """Values, and the token ids that some forms name beside each; none where they do not."""
+    if isinstance(given, Mapping):  # vLLM's server, of a completion or else of a chat or of token ids
+        entries = given.get("content")
+        words = given.get("tokens", []) if entries is None else [entry["token"] for entry in entries]
+        values = given["token_logprobs"] if entries is None else [entry["logprob"] for entry in entries]
+        ids = [int(word[9:]) for word in words if word.startswith("token_id:")]
+        return list(values), ids if len(ids) == len(values) else []
+    values = given.tolist() if hasattr(given, "tolist") else list(given)
+    if values and isinstance(values[0], list | tuple):
+        return [entry[0] for entry in values], [int(entry[1]) for entry in values]
+    return values, []
