@@ -34,6 +34,7 @@ def logps_of(row: Mapping[str, Any], tokens: Any, where: str) -> Float[np.ndarra
     inner = row.get("meta_info")
     inner = inner if isinstance(inner, Mapping) else {}
     row = {key: value for key, value in {**inner, **row}.items() if value is not None}
+    row = {k: v for k, v in row.items() if k not in NAMES or not isinstance(v, int)}  # a request repeated: logprobs=1
     name = name_of(row)
     if name is None:
         return None

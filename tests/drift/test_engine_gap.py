@@ -234,6 +234,10 @@ def test_what_is_no_log_probability_is_refused_by_place(place, tmp_path):
     refused(r"line 1: logprobs are in no form that is known \(KeyError: 'token_logprobs'\)", 0, [-1.0], logprobs={})
     with pytest.raises(DriftError, match=r"x: logprobs has 3 values for 2 tokens, 3 of them sampled"):
         logps_of({"logprobs": [-1.0] * 3, "response_length": 3}, [1, 2], "x")
+    for asked in (True, 1):  # the request's parameter beside what came of it
+        assert logps_of({"logprobs": asked}, [1, 2], "x") is None
+        found = logps_of({"logprobs": asked, "output_token_logprobs": [[-1.0, 2, None]]}, [1, 2], "x")
+        np.testing.assert_array_equal(found, [np.nan, -1.0])
     whole = [[-1.0] * n for n in LENGTHS]
     with pytest.raises(
         DriftError, match=r"position 0: logprobs has a value for the first token, which follows nothing"
