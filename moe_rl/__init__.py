@@ -13,7 +13,7 @@ The rooms; each uses those above it, never those below:
 - `moe_rl.drift`       two checkpoints -> tables, figures, a page
 
 The first three are the instrument and need torch, transformers, numpy, safetensors and jaxtyping only; the rest is the
-laboratory, `pip install 'moe_rl[lab]'`.
+laboratory, `pip install '.[lab]'` in the checkout.
 
 Axes everywhere: B sequence, G group, T token, L routing site, K slot, E expert, V vocabulary.
 Tensors `[B,T]` are aligned with the tokens: entry t speaks of token t given the tokens before it.

@@ -55,8 +55,8 @@ def _main(arguments: Sequence[str] | None) -> None:
     missing = [name for name in LABORATORY if importlib.util.find_spec(name) is None]
     if missing:
         fail(
-            f"the commands need the laboratory: pip install 'moe_rl[lab]' (not installed: {', '.join(missing)}). "
-            "moe_rl.routing, moe_rl.objectives and moe_rl.measure work without it."
+            "the commands need the laboratory: pip install '.[lab]' in the checkout of moe_rl (not installed: "
+            f"{', '.join(missing)}). moe_rl.routing, moe_rl.objectives and moe_rl.measure work without it."
         )
     from moe_rl.usage import root_page
 

@@ -110,4 +110,4 @@ def test_the_instrument_works_without_the_laboratory(tmp_path):
     assert "'slot_change': 0" in said
     command = LIGHT + "from moe_rl.cli import main; main(['study'])"
     said = run(sys.executable, "-c", command, cwd=tmp_path, env=here, status=1)
-    assert "pip install 'moe_rl[lab]'" in said and "pandas" in said and "Traceback" not in said
+    assert "pip install '.[lab]'" in said and "pandas" in said and "Traceback" not in said

@@ -38,9 +38,11 @@ class ReplayTrainer(Trainer):
         refuse_other_tolerance(first_change_tolerance)
         self.replay, self.first_change_tolerance = replay, first_change_tolerance
 
-    def _begin(self: Any, run_folder: Any, objective: str, sequence_clip: bool) -> None:
-        """After the trainer is made. Raises RoutingError for settings under which there is nothing to measure."""
-        refuse_one_update(self.args, self.num_iterations)
+    def _begin(self: Any, run_folder: Any, objective: str, sequence_clip: bool, one_update: bool = False) -> None:
+        """After the trainer is made. Raises RoutingError for settings under which there is nothing to measure.
+        one_update: whether there is, though a batch gets one update."""
+        if not one_update:
+            refuse_one_update(self.args, self.num_iterations)
         if run_folder is not None:
             refuse_mixed_updates(self.args, self.num_iterations)
         refuse_random(self.model)

@@ -8,15 +8,19 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from moe_rl.measure.metrics import change_metrics, load_metrics, ratio_metrics, update_ratio_metrics, variance
+from moe_rl.measure.metrics import balance_metrics, change_metrics, ratio_metrics, update_ratio_metrics, variance
+from moe_rl.measure.peer_metrics import engine_metrics
 from moe_rl.objectives import sequence_log_ratio, token_log_ratio
 from moe_rl.routing import ChangeCounts, RoutedExperts, RoutingError, change_counts, record_routes, replay_routes
+from moe_rl.routing.router_stats import active_set_churn, expert_load
 from moe_rl.run_rows import read_rows
 
 CHANGES = ("slot_change", "site_change", "token_change")
 TAKEN = "trainer/global_step"
 """Of an update row: how many steps the optimizer had taken, over all of the training."""
 VARIANCES = ("var_token_natural", "var_token_replayed", "var_sequence_natural", "var_sequence_replayed")
+LOADS = ("load_cv_mean", "load_entropy_min")
+GAPS = ("k3", "gap_mean")
 
 
 class Ranks:
@@ -49,6 +53,7 @@ class Minibatch:
     replayed_rows: int = 0
     routed_rows: int = 0
     first_change: float | None = None
+    clipped_tokens: int = 0  # where the trainer's clip fractions are of sequences
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +104,9 @@ def measure(model: nn.Module, probes: Sequence[ProbeBatch], ranks: Ranks) -> tup
         metrics[f"var_token_{name}"] = variance(log_ratio[mask].double())
         metrics[f"var_sequence_{name}"] = variance(sequence_log_ratio(gathered, old_logps, mask)[mask.any(1)].double())
         metrics |= {f"{key}_{name}": value for key, value in ratio_metrics(log_ratio, mask).items()}
-    if ranks.accelerator.num_processes == 1:  # loads of experts do not add up from their means
-        metrics |= load_metrics(old, routes, tokens)
+    metrics |= balance_metrics(ranks.sums(expert_load(routes, tokens)))
+    churn = ranks.rows(active_set_churn(old, routes, tokens).to(mask.device))
+    metrics["active_set_churn"] = churn[mask.any(1)].mean()
     return counts, metrics
 
 
@@ -147,12 +153,34 @@ class Measures:
             found = {ours: self.log[theirs][-1] for ours, theirs in named.items() if self.log.get(theirs)}
             self.writer.rollout(self.step, reward=self.log["reward"][-1], reward_n=responses, **found)
 
-    def engine(self, counts: ChangeCounts) -> None:
-        """R3: the sampling engine's routes against those of the policy that is trained, at equal weights."""
-        counts = self.ranks.counts(counts)
+    def engine(
+        self,
+        sampled: RoutedExperts,
+        probes: Sequence[ProbeBatch],
+        replayed: Float[Tensor, "b C"],
+        sampling_logps: Float[Tensor, "b C"] | None,
+    ) -> None:
+        """The engine that sampled the probed sequences against the policy that is trained, at equal weights.
+
+        sampled: the engine's routes. replayed: the policy's log-probabilities under them. sampling_logps: the engine's,
+        NaN where it gave none, and the token counts in no gap; None where none are known. Nats.
+        """
+        own, tokens = RoutedExperts.cat([p.routes for p in probes]), torch.cat([p.tokens for p in probes])
+        counts = self.ranks.counts(change_counts(sampled, own, tokens, pair="engines"))
         self.log["routing/engine_slot_change"].append(counts.rates()["slot_change"])
+        rows: dict[str, dict[str, Any]] = {"engines": change_metrics(counts)}
+        if sampling_logps is not None:
+            sampling = self.ranks.rows(sampling_logps)
+            mask = self.ranks.rows(torch.cat([p.mask for p in probes])).bool() & ~sampling.isnan()
+            live = torch.cat([p.logps for p in probes])
+            for pair, suffix, logps in (("engines", "", live), ("engines_replayed", "_replayed", replayed)):
+                gaps = engine_metrics(self.ranks.rows(logps), sampling, mask)
+                rows[pair] = {**gaps, **rows.get(pair, {})}
+                for name in GAPS:
+                    self.log[f"routing/engine_{name}{suffix}"].append(float(gaps[name]))
         if self.writer is not None and self.step is not None:
-            self.writer.engine(self.step, "engines", **change_metrics(counts))
+            for pair, row in rows.items():
+                self.writer.engine(self.step, pair, **row)
 
     def update(self, update: int, taken: int, lr: float) -> None:
         """The optimizer has taken a step on the micro-batches since the last call; `taken`: steps of the training."""
@@ -173,6 +201,7 @@ class Measures:
         old, new, mask = self.ranks.rows(old), self.ranks.rows(new), self.ranks.rows(mask).bool()
         tokens = self.ranks.sums(torch.stack([p.mask.sum() for p in parts]))
         sequences = self.ranks.sums(torch.tensor([len(p.mask) for p in parts]))
+        clipped = self.ranks.sums(torch.tensor([p.clipped_tokens for p in parts]))
         total = float(self.ranks.sums(torch.tensor([loss]))) / self.ranks.accelerator.num_processes
         if self.writer is None or self.step is None:  # None: an earlier train() sampled this batch
             return
@@ -190,12 +219,15 @@ class Measures:
             if len(means) == len(parts):
                 value = float((means * weights).sum())
                 row[ours] = round(value) if ours.startswith("clipped") else value
+        if "clipped_sequences" in row:
+            row["clipped_tokens"] = int(clipped.sum())
         self.writer.update(self.step, update, **row)
 
     def probed(self, update: int, counts: ChangeCounts, metrics: dict[str, Any]) -> None:
         """What `measure` found after the update."""
         rates = counts.rates()
-        found = {name: rates[name] for name in CHANGES} | {name: metrics[name] for name in VARIANCES}
+        found = {name: rates[name] for name in CHANGES} | {name: metrics[name] for name in VARIANCES + LOADS}
+        found["max_vio"] = metrics["site_max_vio"].nanmean()
         tokens = counts.tokens_total
         found["f2_natural"] = int(metrics["extreme_2_natural"]) / tokens if tokens else float("nan")
         for name, value in found.items():

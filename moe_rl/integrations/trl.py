@@ -26,8 +26,9 @@ from moe_rl.integrations.hf_trainer import ReplayTrainer, objective_of
 from moe_rl.integrations.measures import Minibatch, ProbeBatch
 from moe_rl.integrations.old_policy import KINDS, OldPolicy
 from moe_rl.integrations.trl_sampled import SampledRoutes, refuse_unsampled, replayed_in_chunks
+from moe_rl.objectives import sequence_log_ratio
 from moe_rl.objectives.bounds import COUNT_OR_NONE
-from moe_rl.routing import RoutedExperts, RoutingError, attach, change_counts, record_routes
+from moe_rl.routing import RoutedExperts, RoutingError, attach, record_routes, replay_routes
 
 ROWS = "routing_rows"
 """Key of the row numbers in TRL's batch."""
@@ -56,7 +57,9 @@ def routing_replay(trainer_class: type) -> Any:
     - run_folder: rows for `moe_rl.study.load`, `moe-rl figures` and `moe-rl watch`; a study's folder, or a run's
       (`.../ARM/seedN`).
     - probe_sequences: sequences per process that are scored twice more after each update, live and replayed, for the
-      change rates and variances. Default: `per_device_train_batch_size`. 0: no probe.
+      change rates, variances and loads. Default: `per_device_train_batch_size`. 0: no probe.
+    - measure_engine: compare the engine that sampled with the old policy, also without R3: its routes come as for R3,
+      and its log-probabilities must be there. With "none" under vLLM a batch may then get one update
     - first_change_tolerance: share of slots, in [0, 1], that may differ at the first update of a batch, where none
       should (`moe_rl.integrations.old_policy.same_policy`). Default: 0.
 
@@ -72,15 +75,21 @@ def routing_replay(trainer_class: type) -> Any:
     - `routing/f2_natural`: F(2) of R3 (arXiv 2510.11370), the share of the probe's response tokens whose ratio, both
       policies routing live, is above 2 or below 1/2. Run folders hold the count, `extreme_2_natural`
     - `routing/first_change`: `slot_change` at the first update of the batch, before a weight moved: asserted
-    - under R3 `routing/engine_slot_change`: the sampling engine's routes against the old policy's
+    - `routing/max_vio` (mean over sites), `routing/load_cv_mean`, `routing/load_entropy_min` (nats): the load of the
+      experts after the update, live, over the probe's response tokens of all processes
+    - under R3 and `measure_engine`, of the probed sequences, at equal weights: `routing/engine_slot_change`, the
+      sampling engine's routes against the old policy's; and where the engine's log-probabilities are known
+      `routing/engine_k3`, `routing/engine_gap_mean` (nats), the old policy routing live against them, and
+      `routing/engine_k3_replayed`, `routing/engine_gap_mean_replayed`, under the engine's routes: what R3 would leave
 
     The KL of the routers' outputs is not measured here, nor in any other trainer than that of moe_rl.
 
     Raises (when the trainer is made):
         TypeError: not a GRPOTrainer. AsyncGRPOTrainer computes its loss elsewhere.
         RoutingError: a `replay` that is not known; other options out of their ranges; settings under which the ratio is
-            1 by construction; dropout; R3 without a source of routes; and, while it trains, whatever would be a step
-            without replay, or under routes of another policy.
+            1 by construction; dropout; R3 or `measure_engine` without a source of routes; and, while it trains,
+            whatever would be a step without replay, or under routes of another policy, and an engine to be measured
+            that gives no routes or no log-probabilities.
     """
     import trl
 
@@ -103,6 +112,7 @@ class _RoutingReplay(ReplayTrainer):
         replay: str | None = None,
         run_folder: Any = None,
         probe_sequences: int | None = None,
+        measure_engine: bool = False,
         first_change_tolerance: float = 0.0,
         **kwargs: Any,
     ) -> None:
@@ -114,28 +124,34 @@ class _RoutingReplay(ReplayTrainer):
             )
         self._choose(replay, KINDS, first_change_tolerance)
         refusal = None if probe_sequences is None else COUNT_OR_NONE.refusal("probe_sequences", probe_sequences)
+        if measure_engine and probe_sequences == 0:
+            refusal = "measure_engine compares the probed sequences, and probe_sequences=0 probes none: leave one out"
         if refusal is not None:
             raise RoutingError(refusal)
-        self._sampled = SampledRoutes()
-        with self._sampled.asked_of_vllm(replay == "R3"):
+        self._sampled, self._measure_engine = SampledRoutes(), measure_engine
+        self._listening = replay == "R3" or measure_engine
+        with self._sampled.asked_of_vllm(self._listening):
             super().__init__(*args, **kwargs)
         if self._is_vlm:
             raise RoutingError(
                 "models with images are not supported: replay with more than rows of tokens was not tried"
             )
-        if replay == "R3":
+        if self._listening:
             refuse_unsampled(self)
         if self.args.torch_compile:  # the models are compiled in train(), and must carry their hooks by then
             models = (self.model, self.ref_model)
             self._attached = [attach(getattr(model, "_orig_mod", model)) for model in models if model is not None]
         self._probe_sequences = self.args.per_device_train_batch_size if probe_sequences is None else probe_sequences
-        if replay == "R3" and self.use_vllm and self.vllm_mode == "colocate":  # a server has no engine here
+        if self._listening and self.use_vllm and self.vllm_mode == "colocate":  # a server has no engine here
             self._sampled.listen(self.vllm_generation.llm)
         level = self.importance_sampling_level
         gmpo = any("GMPO" in kind.__name__ for kind in self._bare.__mro__)
         objective = "gmpo" if gmpo else objective_of(self.loss_type, level)
         # GMPO does not read the level: what it says is clipped are tokens.
-        self._begin(run_folder, objective, sequence_clip=level == "sequence" and not gmpo)
+        sequence_clip = level == "sequence" and not gmpo
+        # TRL then scores the batch all the same.
+        scored = self.use_vllm and self.vllm_importance_sampling_correction
+        self._begin(run_folder, objective, sequence_clip, one_update=measure_engine and replay == "none" and scored)
         if self.aux_loss_enabled and self.args.router_aux_loss_coef is None and not gmpo:  # GMPO's loss leaves it out
             _LOG.warning(
                 "TRL adds the model's own load-balancing loss (coefficient %g) to the policy loss, in the arm without "
@@ -149,10 +165,12 @@ class _RoutingReplay(ReplayTrainer):
         generated = super()._generate(prompts)
         if not self.model.training:
             self._sampled.forget()
-        elif self.replay == "R3":
-            prompt_ids, completion_ids, *_ = generated
+        elif self._listening:
+            prompt_ids, completion_ids, _, _, logps, *_ = generated
+            if logps is None and self._measure_engine:
+                raise RoutingError("measure_engine compares log-probabilities, and the engine that samples gave none")
             fields = generated[5] if self.rollout_func is not None else {}
-            self._sampled.take(fields, prompt_ids, completion_ids)
+            self._sampled.take(fields, prompt_ids, completion_ids, logps)
         return generated
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
@@ -203,24 +221,34 @@ class _RoutingReplay(ReplayTrainer):
         return found
 
     def _probes_of(self: Any, scoring: Scoring, output: dict[str, Any]) -> list[ProbeBatch]:
-        """Sequences spread over the batch, in chunks as TRL scores them, with what the old policy says of them live."""
+        """Sequences spread over the batch, in chunks as TRL scores them, with what the old policy says of them live.
+        Measures how far it is from the engine that sampled them."""
         size, mask = len(scoring.logps), output["completion_mask"] * output.get("tool_mask", 1)
         if not self._probe_sequences:
             return []
         chosen = torch.linspace(0, size - 1, min(self._probe_sequences, size)).round().long()
+        sampled: RoutedExperts | None = None
+        if self._listening:
+            sampled = scoring.routes if self.replay == "R3" else self._sampled.routes(self.model, **scoring.text)
         probes: list[ProbeBatch] = []
+        forced: list[Tensor] = []
         for rows in chosen.split(self.args.per_device_train_batch_size):
             where, routes = rows.to(mask.device), scoring.routes.rows(rows)
             text = {key: x[where] if isinstance(x, Tensor) else x for key, x in scoring.text.items()}
             score, logps = partial(self._probed, text), scoring.logps[where]
             if self.replay == "R3":  # it was scored under the engine's routes
+                forced.append(logps)
                 with torch.no_grad(), record_routes(self.model) as recording:
                     logps = score()[0]
                 routes = recording.routes
+            elif sampled is not None:
+                with torch.no_grad(), replay_routes(self.model, sampled.rows(rows)):
+                    forced.append(score()[0])
             probes.append(ProbeBatch(score, mask[where], logps, routes))
-        if self.replay == "R3":
-            own, tokens = RoutedExperts.cat([p.routes for p in probes]), torch.cat([p.tokens for p in probes])
-            self._measures.engine(change_counts(scoring.routes.rows(chosen), own, tokens, pair="engines"))
+        if sampled is not None:
+            said = output.get("sampling_per_token_logps")
+            said = None if said is None else said[chosen.to(said.device)]
+            self._measures.engine(sampled.rows(chosen), probes, torch.cat(forced), said)
         return probes
 
     def _probed(self: Any, text: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -237,4 +265,17 @@ class _RoutingReplay(ReplayTrainer):
         found = Minibatch(inputs["old_per_token_logps"], inputs["completion_mask"] * inputs.get("tool_mask", 1))
         real = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         loss_of = partial(super()._compute_loss, model, inputs)
-        return self._replayed_loss(model, self._old.rows(inputs[ROWS]), found, real, loss_of)
+        loss = self._replayed_loss(model, self._old.rows(inputs[ROWS]), found, real, loss_of)
+        if self._measures.sequence_clip:
+            found.clipped_tokens = self._in_clipped_sequences(found, inputs["advantages"])
+        return loss
+
+    def _in_clipped_sequences(self: Any, found: Minibatch, advantages: Tensor) -> int:
+        """Tokens of the sequences whose ratio TRL clips, by its own rule; its log has the share of the sequences."""
+        assert found.logps is not None
+        ratio = sequence_log_ratio(found.logps, found.old_logps, found.mask).exp()[:, None]
+        if self.args.delta is not None:
+            ratio = ratio.clamp(max=self.args.delta)
+        signed = advantages if advantages.ndim == 2 else advantages[:, None]
+        low, high = (ratio < 1 - self.epsilon_low) & (signed < 0), (ratio > 1 + self.epsilon_high) & (signed > 0)
+        return int(((low | high) & found.mask.bool()).sum())

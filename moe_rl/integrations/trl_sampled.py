@@ -1,7 +1,8 @@
-"""R3 in TRL: routes of the engine that sampled a batch, from `rollout_func` or from a colocated vLLM."""
+"""Routes of the engine that sampled a batch of TRL, for R3 or to be measured: of `rollout_func` or colocated vLLM."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -51,16 +52,28 @@ class SampledRoutes:
         self._collected = []
 
     def take(
-        self, fields: Mapping[str, Any], prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+        self,
+        fields: Mapping[str, Any],
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        logps: Sequence[Sequence[float | None]] | None = None,
     ) -> None:
-        """After a batch was sampled; RoutingError where a sequence has no routes."""
+        """After a batch was sampled. RoutingError where a sequence has no routes, or log-probabilities (there need be
+        none) of another length than its answer."""
         found, self._collected = list(fields.get(FIELD, self._collected)), []
         missing = [i for i, one in enumerate(found) if one is None]
         if len(found) != len(answers) or missing:
             raise RoutingError(
-                f"R3 replays the sampling engine's routes, one array [P+G-1, layers, K] for each of {len(answers)} "
-                f"sequences; got {len(found)}, of which {len(missing)} are empty. rollout_func returns them as the "
-                f"field {FIELD!r}; vLLM must be started with enable_return_routed_experts and support it"
+                f"R3 and measure_engine take the sampling engine's routes, one array [P+G-1, layers, K] for each of "
+                f"{len(answers)} sequences; got {len(found)}, of which {len(missing)} are empty. rollout_func returns "
+                f"them as the field {FIELD!r}; vLLM must be started with enable_return_routed_experts and support it"
+            )
+        pairs = [] if logps is None else list(zip_longest(map(len, logps), map(len, answers), fillvalue=0))
+        wrong = next((i for i, (said, tokens) in enumerate(pairs) if said != tokens), None)
+        if wrong is not None:
+            raise RoutingError(
+                f"sequence {wrong} of {len(answers)} has {pairs[wrong][0]} log-probabilities of the sampling engine, "
+                f"for {pairs[wrong][1]} tokens of its answer: rollout_func returns one for each, as 'logprobs'"
             )
         self._batch = found, [len(x) for x in prompts], [len(x) for x in answers]
 
@@ -92,21 +105,23 @@ def replayed_in_chunks(
 
 
 def refuse_unsampled(trainer: Any) -> None:
-    """RoutingError where no engine gives R3 its routes."""
+    """RoutingError where no engine gives the routes that R3 replays and `measure_engine` compares."""
     if trainer.rollout_func is not None:
         return
     if not trainer.use_vllm:
         raise RoutingError(
-            "R3 replays the routes of the engine that samples, and here the trained model itself samples: use "
-            f'replay="R2", or a rollout_func that returns the field {FIELD!r}, or a colocated vLLM'
+            "R3 and measure_engine take the routes of the engine that samples, and here the trained model itself "
+            f'samples: use replay="R2" or "none" alone, or a rollout_func that returns the field {FIELD!r}, or a '
+            "colocated vLLM"
         )
     if trainer.vllm_mode != "colocate":
         raise RoutingError(
-            "R3 with vllm_mode='server': TRL's client drops the routes from the server's answers. Use 'colocate', or a "
-            f"rollout_func that asks a server started with --enable-return-routed-experts and returns {FIELD!r}"
+            "R3 and measure_engine with vllm_mode='server': TRL's client drops the routes from the server's answers. "
+            "Use 'colocate', or a rollout_func that asks a server started with --enable-return-routed-experts and "
+            f"returns {FIELD!r}"
         )
     if trainer.args.vllm_tensor_parallel_size > 1 or trainer.tools:
         raise RoutingError(
-            "R3 with vLLM takes one answer for each sequence of one process: no tensor parallelism and no tools. A "
-            f"rollout_func may return {FIELD!r} for whatever it does"
+            "R3 and measure_engine with vLLM take one answer for each sequence of one process: no tensor parallelism "
+            f"and no tools. A rollout_func may return {FIELD!r} for whatever it does"
         )

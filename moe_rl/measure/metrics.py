@@ -221,13 +221,22 @@ def _shift_over_margin(old: Float[Tensor, "n E"], new: Float[Tensor, "n E"], k: 
 def load_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T"]) -> dict[str, Any]:
     """How the new routes spread the tokens of `mask` over experts: means and worst over sites.
 
-    - `load_cv_mean`, `load_cv_max`: std / mean of the experts' loads (`load_cv`)
-    - `load_entropy_mean`, `load_entropy_min`: nats; ln E is even
-    - `site_max_vio`, `site_min_vio`, `site_avg_vio`: MaxVio of each site and its kin (`load_violation`)
+    - `balance_metrics` of their load
     - `active_set_churn`: share of the experts that a sequence uses and did not use before, mean over sequences and
       sites: the second reading of GSPO's 10 %
     """
-    load = expert_load(new, mask)
+    churn = active_set_churn(old, new, mask)[mask.any(1).to(new.device)].mean()
+    return {**balance_metrics(expert_load(new, mask)), "active_set_churn": churn}
+
+
+def balance_metrics(load: Int[Tensor, "L E"]) -> dict[str, Tensor]:
+    """How even a load is: tokens by site and expert, as `moe_rl.routing.expert_load` counts them. Loads of several
+    processes or batches are added first.
+
+    - `load_cv_mean`, `load_cv_max`: std / mean of the experts' loads (`load_cv`)
+    - `load_entropy_mean`, `load_entropy_min`: nats; ln E is even
+    - `site_max_vio`, `site_min_vio`, `site_avg_vio`: MaxVio of each site and its kin (`load_violation`)
+    """
     cv, entropy = load_cv(load), load_entropy(load)
     return {
         "load_cv_mean": cv.mean(),
@@ -235,7 +244,6 @@ def load_metrics(old: RoutedExperts, new: RoutedExperts, mask: Bool[Tensor, "B T
         "load_entropy_mean": entropy.mean(),
         "load_entropy_min": entropy.min(),
         **{f"site_{name}": by_site for name, by_site in load_violation(load).items()},
-        "active_set_churn": active_set_churn(old, new, mask)[mask.any(1).to(new.device)].mean(),
     }
 
 

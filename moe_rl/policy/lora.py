@@ -15,7 +15,7 @@ from torch import nn
 from moe_rl.policy.tiny import ModelError
 from moe_rl.routing.sites import find_sites
 
-INSTALL = "pip install 'moe_rl[peft]'"
+INSTALL = "pip install '.[peft]' in the checkout of moe_rl"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,8 @@ class ReasoningGym(VerifiableTask):
     def __post_init__(self) -> None:
         if importlib.util.find_spec("reasoning_gym") is None:
             raise TaskError(
-                "task.name: reasoning_gym needs the reasoning-gym package: pip install 'moe_rl[reasoning-gym]'"
+                "task.name: reasoning_gym needs the reasoning-gym package: pip install '.[reasoning-gym]' in the "
+                "checkout of moe_rl"
             )
         for option in ("size", "max_new_tokens"):
             require(getattr(self, option) >= 1, option, "at least 1", getattr(self, option))

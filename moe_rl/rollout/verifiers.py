@@ -98,8 +98,8 @@ class MathVerify:
     def __init__(self) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise TaskError(
-                "task.options.verifier: math_verify needs the math-verify package: pip install 'moe_rl[math-verify]'; "
-                "last_answer compares boxes and numbers without it"
+                "task.options.verifier: math_verify needs the math-verify package: pip install '.[math-verify]' in the "
+                "checkout of moe_rl; last_answer compares boxes and numbers without it"
             )
         self.process: Any = None
 

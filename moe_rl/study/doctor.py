@@ -106,13 +106,14 @@ def check_packages() -> list[Check]:
             extras.setdefault(extra, []).append(requirement)
         elif not marker or 'extra == "lab"' in marker:
             found, fits = installed(requirement)
-            package = "moe_rl[lab]" if marker else f"{requirement.name}{requirement.specifier}"
-            remedy = "" if fits else f"pip install '{package}'"
+            package = "'.[lab]' in the checkout" if marker else f"'{requirement.name}{requirement.specifier}'"
+            remedy = "" if fits else f"pip install {package}"
             checks.append(Check(requirement.name, fits, f"{found} ({requirement.specifier})", remedy))
     for extra, requirements in sorted(extras.items()):
         found = ", ".join(f"{r.name} {installed(r)[0]}" for r in requirements)
         all_fit = all(installed(r)[1] for r in requirements)
-        checks.append(Check(f"extra: {extra}", None, found, "" if all_fit else f"pip install 'moe_rl[{extra}]'"))
+        remedy = "" if all_fit else f"pip install '.[{extra}]' in the checkout"
+        checks.append(Check(f"extra: {extra}", None, found, remedy))
     present = importlib.util.find_spec("megablocks") is not None
     checks.append(Check("megablocks", None, "installed" if present else "not installed", "docs/megablocks.md"))
     return checks
@@ -175,7 +176,7 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
             checks.append(Check(name, False, str(error)))
     checks += check_prompts(run)
     if run.model.lora is not None and importlib.util.find_spec("peft") is None:
-        return [*checks, Check("peft", False, "not installed", "pip install 'moe_rl[peft]'")], None, ""
+        return [*checks, Check("peft", False, "not installed", "pip install '.[peft]' in the checkout")], None, ""
     try:
         plans = {arm: plan(study.resolve(arm, study.seeds[0]), len(machine.devices)) for arm in study.arms}
     except (ValueError, OSError) as error:

@@ -158,7 +158,9 @@ class Jobs:
 def check_submitit(cluster: str) -> None:
     """Raises ConfigError where jobs cannot be started, and says what is missing."""
     if find_spec("submitit") is None:
-        raise ConfigError("--launcher needs submitit, which is not installed: pip install 'moe_rl[slurm]'")
+        raise ConfigError(
+            "--launcher needs submitit, which is not installed: pip install '.[slurm]' in the checkout of moe_rl"
+        )
     missing = [name for name in ("sbatch", "srun", "sacct") if shutil.which(name) is None]
     if cluster == "slurm" and missing:
         raise ConfigError(

@@ -13,7 +13,7 @@ from moe_rl.training.state import Listener
 
 PROJECT = "moe_rl"
 _PACKAGES = {"trackio": ("trackio",), "wandb": ("wandb",), "tensorboard": ("tensorboard", "tensorboardX")}
-_INSTALL = {"trackio": "pip install 'moe_rl[trackers]'", "wandb": "pip install wandb"}
+_INSTALL = {"trackio": "pip install '.[trackers]' in the checkout of moe_rl", "wandb": "pip install wandb"}
 
 
 class TrackerError(ValueError):

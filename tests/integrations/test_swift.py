@@ -108,6 +108,7 @@ def test_measuring_changes_no_bit():
     assert log["routing/first_change"] == [0, 0] and log["routing/replayed_fraction"] == [0.0] * 8
     assert log["routing/slot_change"][3] > 0
     assert len(log["routing/f2_natural"]) == 8 and all(0 <= share <= 1 for share in log["routing/f2_natural"])
+    assert len(log["routing/max_vio"]) == 8 and min(log["routing/max_vio"]) > 0
 
 
 def test_replay_takes_the_experts_of_the_scoring():

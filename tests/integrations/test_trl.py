@@ -9,7 +9,7 @@ import torch
 from moe_rl.measure.randomness import turn_off_randomness
 from moe_rl.routing import RoutedExperts, RoutingError, change_counts, record_routes
 
-pytest.importorskip("trl", reason="needs `pip install moe_rl[trl]`")
+pytest.importorskip("trl", reason="needs `pip install '.[trl]'`")
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
 from routing_helpers import moe

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("trl", reason="needs `pip install moe_rl[trl]`")
+pytest.importorskip("trl", reason="needs `pip install '.[trl]'`")
 
 sys.path.append(str(Path(__file__).parent))
 SEQUENCES = 4  # of a process and an update
@@ -24,9 +24,12 @@ def worker(rank, port, folder):
     from tiny_trl import logged, make, replayed_all, spying
     from trl import GRPOTrainer
 
+    from moe_rl.integrations import measures
     from moe_rl.integrations.trl import routing_replay
     from moe_rl.training.distributed import _leave
 
+    loads, count = [], measures.expert_load
+    measures.expert_load = lambda *args: loads.append(count(*args)) or loads[-1]
     trainer = make(
         routing_replay(spying(GRPOTrainer)),
         folder / "trl",
@@ -39,11 +42,13 @@ def worker(rank, port, folder):
     )
     assert trainer.accelerator.num_processes == 2
     trainer.train()
+    torch.save(loads, folder / f"loads{rank}.pt")
     assert replayed_all(trainer) and len(trainer.used) == 4 * 2 * SEQUENCES
     if trainer.accelerator.is_main_process:
         assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
         assert set(logged(trainer, "routing/first_change").values()) == {0.0}
         assert max(logged(trainer, "routing/slot_change").values()) > 0
+        assert len(logged(trainer, "routing/max_vio")) == 4
     del trainer
     _leave()  # a DDP model that is freed with the interpreter can abort the process
 
@@ -59,4 +64,8 @@ def test_two_processes_replay_exactly_and_are_counted_together(tmp_path):
     updates = [row for row in rows if row["kind"] == "update"]
     assert [row["sequences"] for row in updates] == [2 * 2 * SEQUENCES] * 4  # two micro-batches of each process
     assert all(0 < row["replayed_rows"] == row["routed_rows"] for row in updates)
+    loads = [torch.load(tmp_path / f"loads{rank}.pt") for rank in range(2)]
+    for row, *one in zip((row for row in rows if row["kind"] == "probe"), *loads, strict=True):
+        load = sum(one)
+        assert row["site_max_vio"] == pytest.approx((load.amax(1) / load.double().mean(1) - 1).tolist())
     assert {row["reward_n"] for row in rows if row["kind"] == "rollout"} == {2 * 4 * SEQUENCES}

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_rl.routing import RoutingError, change_counts, record_routes
+from moe_rl.routing import RoutingError, change_counts, expert_load, record_routes
 
-pytest.importorskip("trl", reason="needs `pip install moe_rl[trl]`")
+pytest.importorskip("trl", reason="needs `pip install '.[trl]'`")
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
 from routing_helpers import disturbed, moe
@@ -41,6 +41,12 @@ def test_probe_is_what_one_measures_by_hand(tmp_path):
     assert 0 < expected["slot_change"] < 1
     for name in CHANGES:
         assert logged(trainer, name)[1] == pytest.approx(expected[name.removeprefix("routing/")], abs=1e-12)
+    load = expert_load(routes[1], answers)
+    most = load.amax(1) / load.double().mean(1) - 1
+    assert logged(trainer, "routing/max_vio")[1] == pytest.approx(float(most.mean()), rel=1e-9)
+    shares = load.double() / load.sum(1, keepdim=True)
+    entropy = -(shares * shares.clamp(min=1e-300).log()).sum(1)
+    assert logged(trainer, "routing/load_entropy_min")[1] == pytest.approx(float(entropy.min()), rel=1e-9)
     gap = (logps[1] - logps[0]).double()
     assert logged(trainer, "routing/var_token_natural")[1] == pytest.approx(float(gap[answers[:, 1:]].var()), rel=1e-4)
     far = (gap[answers[:, 1:]].exp() > 2) | (gap[answers[:, 1:]].exp() < 1 / 2)
@@ -87,6 +93,19 @@ def test_run_folder_is_read_by_the_laboratory(replay, tmp_path):
             run_writer(other, tmp_path / "runs", objective).finish()
         arms = pairs_to_compare(study.load(tmp_path / "runs"))
         assert arms == [("gspo", "dapo_r2")], "the same but for the method; the third has another learning rate, too"
+
+
+@pytest.mark.parametrize("delta", [None, 1.0])
+def test_clipped_tokens_of_a_sequence_ratio_are_those_of_the_clipped_sequences(delta, tmp_path):
+    from moe_rl import study
+
+    options = {**MEASURED, "run_folder": tmp_path / "runs", "probe_sequences": 0}
+    gspo = {"importance_sampling_level": "sequence", "epsilon": 3e-4, "loss_type": "grpo", "delta": delta}
+    length = {"max_completion_length": 6, "generation_kwargs": {"min_new_tokens": 6}}
+    trained(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, **gspo, **length)
+    updates = study.load(tmp_path / "runs").updates
+    assert updates.clipped_sequences.max() > 0
+    assert (updates.clipped_tokens == 6 * updates.clipped_sequences).all()
 
 
 def interrupted(trainer, at):

@@ -1,5 +1,6 @@
-"""R3 in TRL: the sampling engine's routes, from `rollout_func` or from vLLM's classes."""
+"""The sampling engine's routes in TRL, replayed (R3) or measured: of `rollout_func` or of vLLM's classes."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from moe_rl.routing import RoutingError, record_routes, replay_routes
+from moe_rl.routing import RoutedExperts, RoutingError, record_routes, replay_routes
 
-pytest.importorskip("trl", reason="needs `pip install moe_rl[trl]`")
+pytest.importorskip("trl", reason="needs `pip install '.[trl]'`")
 
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
 from routing_helpers import moe, routes_of
-from tiny_trl import TINY, TOKENIZER, logged, make, spying
+from tiny_trl import TINY, TOKENIZER, equal, logged, make, spying, trained
 from trl import GRPOTrainer
 
 from moe_rl.integrations.trl import routing_replay
@@ -47,6 +48,86 @@ class Engine:
         return {"prompt_ids": asked, "completion_ids": said, "logprobs": [[-1.0] * len(b) for b in said], field: arrays}
 
 
+class Forced(Engine):
+    """The trained model itself, begun alike, but for other experts of the same scores: the next two in the circle. Its
+    first answer's first log-probability is not known."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.gaps, self.changed = build_tiny(TINY, TOKENIZER), [], []
+
+    def answer(self, prompts, trainer):
+        found = super().answer(prompts, trainer)
+        logprobs, arrays = [], []
+        for a, b in zip(found["prompt_ids"], found["completion_ids"], strict=True):
+            tokens = torch.tensor([a + b])
+            with torch.no_grad():
+                with record_routes(self.model) as recording:
+                    live = self.model(tokens).logits
+                ids = (recording.routes.ids + 2) % TINY.num_experts
+                forced = RoutedExperts(ids, recording.routes.sites, TINY.num_experts)
+                with replay_routes(self.model, forced):
+                    other = self.model(tokens).logits
+            said = [
+                x.log_softmax(-1)[0, len(a) - 1 : -1].gather(1, tokens[0, len(a) :, None])[:, 0] for x in (live, other)
+            ]
+            logprobs.append(said[1].tolist())
+            arrays.append(ids[0, :-1].numpy().astype(np.uint8))
+            self.gaps += (said[0] - said[1]).tolist()
+            same = (recording.routes.ids[..., None] == ids[..., None, :]).any(-1)[0, len(a) : -1]
+            self.changed += (~same).flatten().tolist()
+        logprobs[0][0] = None
+        return {**found, "logprobs": logprobs, "routed_experts": arrays}
+
+
+@pytest.mark.parametrize("replay", ["none", "R2", "R3"])
+def test_the_engine_is_measured_and_what_replay_leaves_of_the_gap(replay, tmp_path):
+    """Of an engine that differs by its routes alone, replaying them leaves nothing."""
+    engine = Forced()
+    options = {"replay": replay, "rollout_func": engine.answer, "probe_sequences": 100, "run_folder": tmp_path / "runs"}
+    options |= {} if replay == "R3" else {"measure_engine": True}
+    trainer = trained(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, max_steps=1)
+    gap = torch.tensor(engine.gaps[1:], dtype=torch.float64)  # of the first none is known
+    by_hand = {"k3": float((gap.exp() - 1 - gap).mean()), "gap_mean": float(gap.abs().mean())}
+    assert by_hand["gap_mean"] > 0.01
+    folder = tmp_path / "runs" / f"dapo{'' if replay == 'none' else f'_{replay.lower()}'}" / "seed1"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = {row["pair"]: row for row in rows if row["kind"] == "engine"}
+    for name, value in by_hand.items():
+        assert logged(trainer, f"routing/engine_{name}")[1] == pytest.approx(value, rel=1e-3)
+        assert rows["engines"][name] == pytest.approx(value, rel=1e-3)
+        assert abs(logged(trainer, f"routing/engine_{name}_replayed")[1]) < 1e-3 * value
+        assert abs(rows["engines_replayed"][name]) < 1e-3 * value
+    change = sum(engine.changed) / len(engine.changed)
+    assert logged(trainer, "routing/engine_slot_change")[1] == pytest.approx(change, abs=1e-12)
+    assert rows["engines"]["slots"] == len(engine.changed)
+
+
+def test_measuring_the_engine_changes_no_bit(tmp_path):
+    options = {"replay": "none", "measure_engine": True}
+    ours = trained(routing_replay(GRPOTrainer), tmp_path, options={**options, "rollout_func": Forced().answer})
+    assert equal(ours, trained(GRPOTrainer, tmp_path, options={"rollout_func": Forced().answer}))
+    assert set(logged(ours, "routing/replayed_fraction").values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "here the trained model itself samples"),
+        ({"probe_sequences": 0}, "probe_sequences=0 probes none"),
+        ({"given": {"logprobs": None}}, "the engine that samples gave none"),
+        ({"given": {"logprobs": [[-1.0]] * 16}}, r"sequence 0 of 16 has 1 log-probabilities .* for 2 tokens"),
+        ({"given": {"routed_experts": []}}, r"for each of 16 sequences; got 0"),
+    ],
+)
+def test_an_engine_that_cannot_be_measured_is_an_error(options, message, tmp_path):
+    engine, given = Engine(), options.pop("given", None)
+    if given is not None:
+        options["rollout_func"] = lambda prompts, trainer: {**engine.answer(prompts, trainer), **given}
+    with pytest.raises(RoutingError, match=message):
+        trained(routing_replay(GRPOTrainer), tmp_path, options={"replay": "none", "measure_engine": True, **options})
+
+
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True, "num_iterations": 2}])
 def test_engines_routes_are_replayed_in_scoring_and_updates(settings, tmp_path):
     engine = Engine()
@@ -77,7 +158,8 @@ def test_the_probe_replays_what_the_old_policy_chose_itself(tmp_path):
     assert min(logged(trainer, "routing/engine_slot_change").values()) > 0.3
 
 
-def test_routes_of_a_server_come_from_rollout_func(monkeypatch, tmp_path):
+@pytest.fixture
+def server(monkeypatch):
     """TRL holds no engine then, only a client, which keeps the server's weights up to date."""
     from trl.trainer import grpo_trainer
 
@@ -91,9 +173,23 @@ def test_routes_of_a_server_come_from_rollout_func(monkeypatch, tmp_path):
             self.synced += 1
 
     monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Client)
-    settings = {"use_vllm": True, "vllm_mode": "server", "max_steps": 2}
+    return {"use_vllm": True, "vllm_mode": "server", "max_steps": 2}
+
+
+def test_one_update_of_a_batch_leaves_the_engine_to_be_measured(server, tmp_path):
+    server |= {"steps_per_generation": 1}
+    options = {"replay": "none", "rollout_func": Forced().answer}
+    with pytest.raises(RoutingError, match="the ratio is 1 by construction"):
+        make(routing_replay(GRPOTrainer), tmp_path, options=options, **server)
+    options["measure_engine"] = True
+    trainer = trained(routing_replay(GRPOTrainer), tmp_path, options=options, **server)
+    assert list(logged(trainer, "routing/engine_gap_mean")) == [1, 2]
+    assert set(logged(trainer, "routing/first_change").values()) == {0.0}
+
+
+def test_routes_of_a_server_come_from_rollout_func(server, tmp_path):
     options = {"replay": "R3", "rollout_func": Engine().answer}
-    trainer = make(routing_replay(GRPOTrainer), tmp_path, options=options, **settings)
+    trainer = make(routing_replay(GRPOTrainer), tmp_path, options=options, **server)
     trainer.train()
     assert trainer.vllm_generation.synced == 1
     assert set(logged(trainer, "routing/replayed_fraction").values()) == {1.0}
@@ -133,6 +229,44 @@ def test_routes_of_another_length_are_an_error(tmp_path):
 def test_without_an_engine_it_is_refused(tmp_path):
     with pytest.raises(RoutingError, match="here the trained model itself samples"):
         make(routing_replay(GRPOTrainer), tmp_path, options={"replay": "R3"})
+
+
+def test_a_colocated_vllm_is_measured(monkeypatch, tmp_path):
+    # vLLM itself is not installed here: stand-ins with the signatures that TRL 1.16 uses
+    from trl.generation import vllm_generation
+    from trl.trainer import grpo_trainer
+
+    class LLM:
+        def __init__(self, **settings):
+            self.settings, self.engine = settings, Forced()
+
+        def generate(self, prompts):
+            found = self.engine.answer(TOKENIZER.batch_decode(prompts), None)
+            names = ("completion_ids", "logprobs", "routed_experts")
+            outputs = [SimpleNamespace(**{name: found[name][i] for name in names}) for i in range(len(prompts))]
+            return [SimpleNamespace(outputs=[one]) for one in outputs]
+
+    class Colocated:
+        def __init__(self, **settings):
+            self.mode, self.llm = settings["mode"], vllm_generation.LLM()
+
+        def sync_weights(self):
+            pass
+
+        def generate(self, prompts, **settings):
+            outputs = [answer.outputs[0] for answer in self.llm.generate(prompts)]
+            return prompts, [one.completion_ids for one in outputs], [[[x] for x in o.logprobs] for o in outputs], None
+
+    monkeypatch.setattr(vllm_generation, "LLM", LLM, raising=False)
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Colocated)
+    settings = {"use_vllm": True, "vllm_mode": "colocate", "max_steps": 1}
+    options = {"replay": "none", "measure_engine": True, "probe_sequences": 100}
+    trainer = trained(routing_replay(GRPOTrainer), tmp_path, options=options, **settings)
+    assert trainer.vllm_generation.llm.settings == {"enable_return_routed_experts": True}
+    gaps = trainer.vllm_generation.llm.engine.gaps[1:]
+    expected = sum(map(abs, gaps)) / len(gaps)
+    assert logged(trainer, "routing/engine_gap_mean")[1] == pytest.approx(expected, rel=1e-3)
+    assert logged(trainer, "routing/engine_gap_mean_replayed")[1] < 1e-3 * expected
 
 
 def test_vllm_is_asked_for_routes_and_heard(monkeypatch):

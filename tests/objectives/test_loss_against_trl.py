@@ -9,7 +9,7 @@ import torch
 
 from moe_rl.objectives import OBJECTIVES, decoupled_advantages, group_advantages, policy_loss
 
-trl_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs `pip install moe_rl[trl]`")
+trl_trainer = pytest.importorskip("trl.trainer.grpo_trainer", reason="needs `pip install '.[trl]'`")
 
 MAX_LENGTH = 7
 

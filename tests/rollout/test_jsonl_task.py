@@ -280,8 +280,8 @@ def test_math_verify_in_a_process_of_its_own(fake_math_verify, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "options", "package", "message"),
     [
-        ("jsonl", {"verifier": "math_verify"}, "math_verify", r"pip install 'moe_rl\[math-verify\]'"),
-        ("reasoning_gym", {}, "reasoning_gym", r"pip install 'moe_rl\[reasoning-gym\]'"),
+        ("jsonl", {"verifier": "math_verify"}, "math_verify", r"pip install '.\[math-verify\]'"),
+        ("reasoning_gym", {}, "reasoning_gym", r"pip install '.\[reasoning-gym\]'"),
     ],
 )
 def test_a_missing_package_is_named_with_its_installation(monkeypatch, sums, name, options, package, message):

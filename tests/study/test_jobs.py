@@ -135,7 +135,7 @@ def test_what_is_missing_or_cannot_be_is_said_before_anything_is_written(folder,
     Path("jobs.yaml").write_text(yaml.safe_dump(unknown))
     assert "--distributed.processes N" in refused(*local)
     monkeypatch.setattr("moe_rl.study.jobs.find_spec", lambda name: None)
-    assert "pip install 'moe_rl[slurm]'" in refused(*local)
+    assert "pip install '.[slurm]'" in refused(*local)
     assert not list(Path("runs").rglob("seed*")) if Path("runs").exists() else True
 
 

@@ -82,7 +82,7 @@ def test_off_by_default(fake, tmp_path):
 
 @pytest.mark.parametrize(
     "name, hint",
-    [("trackio", r"moe_rl\[trackers\]"), ("wandb", "install wandb"), ("tensorboard", "install tensorboard")],
+    [("trackio", r"'.\[trackers\]'"), ("wandb", "install wandb"), ("tensorboard", "install tensorboard")],
 )
 def test_a_missing_package_is_named_before_anything_is_written(monkeypatch, tmp_path, name, hint):
     monkeypatch.setattr(trackers, "find_spec", lambda package: None)
