@@ -262,10 +262,14 @@ def watch_verb(arguments: list[str]) -> None:
         """0: 8765 or the next free one."""
         open: bool = False
         """Open the page in the browser."""
+        once: bool = False
+        """Serve nothing: print the alarms so far. Exit status 3 if one has crossed or a reward collapsed, else 0."""
 
     options = parse(Options, arguments, "moe-rl watch")
-    from moe_rl.study.watch import watch
+    from moe_rl.study.watch import print_alarms, watch
 
+    if options.once:
+        sys.exit(print_alarms(options.folder))
     watch(options.folder, options.port, options.open)
 
 

@@ -78,7 +78,8 @@ def _inside(path: str, alone: bool) -> list[str]:
         return [path]
     if not own and _is_checkpoint(folder / CHECKPOINT):
         return [str(folder / CHECKPOINT)]
-    children = sorted((child for child in folder.iterdir() if _is_checkpoint(child)), key=lambda c: in_order(c.name))
+    inside = (child for child in folder.glob("[!.]*") if _is_checkpoint(child))  # a hidden one is being written
+    children = sorted(inside, key=lambda child: in_order(child.name))
     if own:
         return [*map(str, children), path]
     if not children and not alone:

@@ -25,8 +25,8 @@ def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
 
 
 def alarm_rows(data: StudyData) -> list[dict[str, Any]]:
-    """One row per alarm whose signal any run has: title, rule, source, and by arm `crossed` runs `of` those with the
-    signal and the median `first` step of those that crossed."""
+    """One row per alarm whose signal any run has, and per alarm that the study adds: title, rule, source, and by arm
+    `crossed` runs `of` those with the signal and the median `first` step of those that crossed."""
     runs = study_alarms(data)
     rows = []
     for alarm in alarms_of(data.config.get("alarms")):
@@ -37,8 +37,9 @@ def alarm_rows(data: StudyData) -> list[dict[str, Any]]:
             arms.append(
                 {"arm": str(arm), "crossed": len(first), "of": len(own), "first": median(first) if first else None}
             )
-        if any(row["of"] for row in arms):
-            rows.append({"title": alarm.title, "rule": alarm.rule, "source": alarm.source, "arms": arms})
+        if (heard := any(row["of"] for row in arms)) or alarm.declared:
+            rule = alarm.rule if heard else f"{alarm.rule}: no run recorded it"
+            rows.append({"title": alarm.title, "rule": rule, "source": alarm.source, "arms": arms})
     return rows
 
 

@@ -2,19 +2,23 @@
 """Alarms: at which steps a monitored signal crossed its threshold, and which signals crossed before a collapse.
 
 `ALARMS` is the table: every threshold with where it comes from. A study's file may set its own (`alarms: {ess: 0.5}`;
-null switches one off). An alarm is no verdict: published thresholds are rules of thumb for large models, and no work has
-calibrated one against collapses.
+null switches one off) and add alarms on any metric (`alarms: {low: {metric: rollout.reward, below: 0.2, window: 5}}`).
+An alarm is no verdict: published thresholds are rules of thumb for large models, and no work has calibrated one against
+collapses.
 """
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from moe_rl.names import nearest
+from moe_rl.run_rows import FOREIGN
 from moe_rl.study.cursor import follow
 from moe_rl.study.curves import detect_collapse
+from moe_rl.study.words import not_mathematics
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class Alarm:
         threshold: in units of the value; of a `spike`, in standard deviations.
         spike: the value is compared with the run's own past (`Spikes`).
         source: where the threshold comes from.
+        window: the mean of so many values, the latest, is compared; none is before there are so many.
+        declared: by the study, not of the table; shown also where no run has its metric.
     """
 
     name: str
@@ -42,6 +48,8 @@ class Alarm:
     source: str
     over: str = ""
     spike: bool = False
+    window: int = 1
+    declared: bool = False
 
     def value(self, row: Mapping[str, Any]) -> float | None:
         """What a row says of the signal; None if nothing. A gradient that was not finite, and is null in a row, is infinite."""
@@ -59,6 +67,7 @@ class Alarm:
     def rule(self) -> str:
         """`ess_token of the updates below 0.3`."""
         of = f"{self.metric} / {self.over}" if self.over else self.metric
+        of = f"mean of {self.window} values of {of}" if self.window > 1 else of
         side = "above" if self.above else "below"
         if self.spike:
             return (
@@ -86,35 +95,97 @@ ALARMS: tuple[Alarm, ...] = (
 DECAY, WARM_UP = 0.97, 25  # of ZClip
 
 
+FIELDS = ("metric", "above", "below", "spike", "over", "window", "title")
+"""Of an alarm that a study adds; docs/run_folder.md has what each means."""
+
+
 class AlarmError(ValueError):
     """A study's `alarms` that cannot be used; says which entry and what is known."""
 
 
 def alarms_of(own: Mapping[str, Any] | None) -> tuple[Alarm, ...]:
-    """The table with a study's own thresholds; those that are null are left out.
+    """The table with a study's own thresholds, without those that are null, and the alarms that the study adds.
 
     >>> [alarm.threshold for alarm in alarms_of({"ess": 0.5, "f2": None}) if alarm.name in ("ess", "f2")]
     [0.5]
+    >>> alarms_of({"low": {"metric": "rollout.reward", "below": 0.2, "window": 5}})[-1].rule
+    'mean of 5 values of reward of the rollout rows below 0.2'
 
     Raises:
-        AlarmError: an unknown name, or a threshold that is no number.
+        AlarmError: an unknown name or field, a metric that no row has, a threshold that is no number.
     """
     own = own or {}
     if not isinstance(own, Mapping):
         raise AlarmError(f"alarms: expected a mapping of alarm to threshold, got {own!r}")
-    names = [alarm.name for alarm in ALARMS]
+    table = {alarm.name: alarm for alarm in ALARMS}
     for name, value in own.items():
-        if name not in names:
-            raise AlarmError(f"alarms.{name}: no such alarm; known: {', '.join(names)}{nearest(str(name), names)}")
-        if value is not None and _number(value) is None:
-            raise AlarmError(f"alarms.{name}: expected a finite number, or null to switch it off; got {value!r}")
-    kept = [alarm for alarm in ALARMS if own.get(alarm.name, 0) is not None]
-    return tuple(
-        replace(alarm, threshold=float(own[alarm.name]), source=f"this study ({alarm.threshold:g}: {alarm.source})")
-        if alarm.name in own
-        else alarm
-        for alarm in kept
-    )
+        if name not in table:
+            table[name] = _added(name, value, [*table])
+        elif value is None:
+            del table[name]
+        else:
+            what = "a finite number, or null to switch it off (another definition needs a name of its own)"
+            source = f"this study ({table[name].threshold:g}: {table[name].source})"
+            table[name] = replace(table[name], threshold=_finite(f"alarms.{name}", value, what), source=source)
+    return tuple(table.values())
+
+
+def _added(name: Any, given: Any, known: list[str]) -> Alarm:
+    """An alarm of a study's own, from its fields."""
+    where = f"alarms.{name}"
+    if not isinstance(given, Mapping):
+        raise AlarmError(
+            f"{where}: no such alarm; known: {', '.join(known)}{nearest(str(name), known)}. One of your own says what "
+            "it watches: {metric: KIND.NAME, above: NUMBER}"
+        )
+    for field in given:
+        if field not in FIELDS:
+            raise AlarmError(f"{where}.{field}: no such field; there are {', '.join(FIELDS)}")
+    if len(rules := [field for field in ("above", "below", "spike") if field in given]) != 1:
+        raise AlarmError(f"{where}: expected one of above, below and spike, got {' and '.join(rules) or 'none'}")
+    rule, window, title = rules[0], given.get("window", 1), given.get("title", str(name))
+    threshold = _finite(f"{where}.{rule}", given[rule], "a finite number")
+    if rule == "spike" and threshold <= 0:
+        raise AlarmError(f"{where}.spike: standard deviations above the moving mean, so above 0; got {threshold:g}")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise AlarmError(f"{where}.window: expected a whole number of values from 1 on, got {window!r}")
+    if rule == "spike" and window > 1:
+        raise AlarmError(f"{where}.window: a spike is told from a moving mean of its own; leave window out")
+    if not isinstance(title, str) or not title.strip() or not_mathematics(title):
+        raise AlarmError(f"{where}.title: expected a text that figures can draw, got {title!r}")
+    kind, metric, over = _column(f"{where}.metric", given.get("metric"))
+    if "over" in given:
+        over = "" if given["over"] is None else _column(f"{where}.over", f"{kind}.{given['over']}")[1]
+    spike, own = rule == "spike", "this study"
+    return Alarm(str(name), title, kind, metric, rule != "below", threshold, own, over, spike, window, declared=True)
+
+
+def _column(where: str, name: Any) -> tuple[str, str, str]:
+    """Kind, name and denominator of a metric that is given as KIND.NAME."""
+    from moe_rl.measure.catalogue import find  # torch takes seconds: only where alarms are added
+    from moe_rl.study.shown import KINDS, choosable
+
+    kind, _, column = name.partition(".") if isinstance(name, str) else ("", "", "")
+    if kind not in KINDS or not column:
+        raise AlarmError(f"{where}: expected KIND.NAME, of the kinds {', '.join(KINDS)}; got {name!r}")
+    if FOREIGN in column:  # a trainer's own: nobody knows it before a run has it
+        return kind, column, ""
+    if name in choosable():
+        return kind, column, choosable()[name]["over"]
+    if (pattern := find(kind, column)) is None or "<" not in pattern.name:
+        near = nearest(name, choosable(), listed=False)
+        raise AlarmError(f"{where}: {kind} rows have no number {column!r}{near} (docs/metrics.md has all names)")
+    return kind, column, ""
+
+
+def _finite(where: str, value: Any, what: str) -> float:
+    try:
+        found = _number(float(value) if isinstance(value, str) else value)  # YAML 1.1 reads 1e-3 as a text
+    except ValueError:
+        found = None
+    if found is None:
+        raise AlarmError(f"{where}: expected {what}; got {value!r}")
+    return found
 
 
 class Spikes:
@@ -160,6 +231,7 @@ class RunAlarms:
         self.crossed: dict[str, list[tuple[int, float]]] = {alarm.name: [] for alarm in self.alarms}
         self.rewards: list[tuple[int, float]] = []
         self._spikes = {alarm.name: Spikes(alarm.threshold) for alarm in self.alarms if alarm.spike}
+        self._latest = {alarm.name: deque[float](maxlen=alarm.window) for alarm in self.alarms}
 
     def take(self, row: Mapping[str, Any]) -> None:
         """Look at one row."""
@@ -173,8 +245,11 @@ class RunAlarms:
             if value is None:
                 continue
             self.seen[alarm.name] += 1
-            steps = self.crossed[alarm.name]
-            if self._crosses(alarm, value) and not (steps and steps[-1][0] == step):
+            latest, steps = self._latest[alarm.name], self.crossed[alarm.name]
+            latest.append(value)
+            value = sum(latest) / alarm.window
+            whole = len(latest) == alarm.window
+            if whole and self._crosses(alarm, value) and not (steps and steps[-1][0] == step):
                 steps.append((step, value))
 
     def _crosses(self, alarm: Alarm, value: float) -> bool:

@@ -60,8 +60,9 @@ class StudyConfig:
     arm of a condition with the first, where they differ in one thing; the report says that they were not declared."""
     interest: float = 0.05
     """Smallest difference of final reward that is of interest."""
-    alarms: dict[str, float | None] = field(default_factory=dict)
-    """Thresholds of its own in place of those of `moe_rl.study.alarms`, by name; null switches one off."""
+    alarms: dict[str, Any] = field(default_factory=dict)
+    """Thresholds of its own in place of those of `moe_rl.study.alarms`, by name, null to switch one off; and alarms
+    that it adds, each by its fields (`moe_rl.study.alarms.FIELDS`)."""
 
     def with_arms(self, names: Sequence[str]) -> "StudyConfig":
         """The study of some of its arms, in its own order (the first is the control where nothing is declared), with

@@ -19,6 +19,7 @@ import pandas as pd
 
 from moe_rl.names import ROUNDING, nearest, run_place, seed_of
 from moe_rl.study import shown
+from moe_rl.study.alarms import AlarmError, alarms_of
 from moe_rl.study.folders import (
     KINDS,
     Run,
@@ -329,6 +330,10 @@ def _check_declared(file: Path, config: dict[str, Any]) -> None:
     for pair in pairs or ():
         if not isinstance(pair, list) or len(pair) != 2:
             raise StudyDataError(f"{file}: comparisons: expected a pair [arm, other], got {pair!r:.80}")
+    try:
+        alarms_of(config.get("alarms"))
+    except AlarmError as error:
+        raise StudyDataError(f"{file}: {error}") from error
 
 
 def declared_runs(config: dict[str, Any]) -> list[tuple[str, int]]:

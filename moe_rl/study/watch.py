@@ -25,7 +25,8 @@ from moe_rl.study.cursor import LiveError
 from moe_rl.study.data import StudyDataError
 from moe_rl.study.figures.screen import scales
 from moe_rl.study.live import LiveStudies, LiveStudy
-from moe_rl.study.live_rows import COLUMNS, choosable, expert_counts, new_rows, new_sites
+from moe_rl.study.live_rows import COLUMNS, expert_counts, new_rows, new_sites
+from moe_rl.study.shown import choosable
 from moe_rl.study.token_view import TokenStep, static, stored_steps, tokens_file
 
 ADDRESS = "127.0.0.1"
@@ -77,6 +78,34 @@ def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None
         server.server_close()
 
 
+def print_alarms(folder: str | Path) -> int:
+    """Print the alarms of the runs under a folder (`LiveStudies`) as they are at this moment: a line for each that
+    crossed, for each collapse, and for each metric of the study's own alarms that a run has not recorded. Returns 3 if
+    anything crossed or collapsed, else 0. Raises StudyDataError where there is no study, AlarmError as `alarms_of`."""
+    studies, on = LiveStudies(folder), False
+    for study in studies.names() or [""]:
+        live = studies.study(study)
+        try:
+            table = alarms_of(live.thresholds)
+        except AlarmError as error:
+            raise AlarmError(f"study.yaml of {live.folder}: {error}") from error
+        for run in live.runs():
+            name = f"{study}/{run.name}".lstrip("/")
+            found = LiveAlarms(run.folder / "metrics.jsonl", table).now(live.responses(run.name) == "policy")
+            for alarm in table:
+                if steps := [step for step, _ in found["crossed"][alarm.name]]:
+                    when = f"at {len(steps)} steps, first {steps[0]}, last {steps[-1]}"
+                    print(f"{name}: {alarm.name} crossed {when} ({alarm.rule})")
+                elif alarm.declared and alarm.name in found["lacks"]:
+                    print(f"{name}: {alarm.name} has no value so far ({alarm.rule})")
+            if found["collapse"] is not None:
+                print(f"{name}: the reward collapsed at step {found['collapse']}")
+            on |= any(found["crossed"].values()) or found["collapse"] is not None
+    if not on:
+        print("no alarm has crossed")
+    return 3 if on else 0
+
+
 def make_server(folder: str | Path, port: int = 0) -> "WatchServer":
     """The server, bound but not serving yet."""
     study = LiveStudies(folder)
@@ -124,7 +153,8 @@ class Api:
         live = self._live(query)
         table, problem = _alarm_table(live.thresholds)
         shown = [
-            {"name": a.name, "title": a.title, "rule": a.rule, "source": a.source, "of": [a.kind, a.metric]}
+            {name: getattr(a, name) for name in ("name", "title", "rule", "source", "declared")}
+            | {"of": [a.kind, a.metric]}
             for a in table
         ]
         about = {"alarms": shown, "alarms_problem": problem, "studies": self.studies.names()}
@@ -279,6 +309,8 @@ def _answer(api: Api, name: str, query: str) -> tuple[HTTPStatus, str, bytes]:
 def _alarm_table(own: Any) -> tuple[tuple[Alarm, ...], str]:
     """A study's alarms, and what is wrong with thresholds that it sets itself (then those of the table hold)."""
     try:
+        if isinstance(own, dict) and any(isinstance(value, dict) for value in own.values()):
+            import_torch()
         return alarms_of(own), ""
     except AlarmError as error:
         return ALARMS, str(error)

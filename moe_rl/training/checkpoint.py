@@ -9,12 +9,16 @@ One protocol, so that an interruption at any moment leaves a complete checkpoint
 `settle` brings any state that an interruption can leave back to one `checkpoint`, or none. The policy is in hub format
 (`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model; not under `model.lora`,
 where weights have PEFT's names.
+
+`keep_policy_every` keeps the policies of earlier steps as well, each in a folder of its own (`keep_policy`).
 """
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,8 @@ from moe_rl.training.state import State
 VERSION = 2
 OPTIMIZERS = {"model": "optimizer", "value": "value_optimizer", "reward": "reward_optimizer"}
 """Files of the optimizers, by the module that each trains."""
+KEPT = "checkpoints"
+"""Where a run folder has the policies that stay."""
 
 
 class CheckpointError(RuntimeError):
@@ -52,35 +58,90 @@ def save_checkpoint(state: State) -> None:
     does not say how many ranks there were. Raises OSError naming the folder, with the previous checkpoint in place.
     """
     staging = state.folder / "checkpoint.new"
+    with _staged(state, staging, state.folder / "checkpoint"):
+        write_state(state, staging)
+        if state.ranks.main:
+            put_in_place(state.folder)
+
+
+def keep_policy(state: State) -> None:
+    """Write `<folder>/checkpoints/step_NNNNNN`: the policy after so many steps, in hub format, whole or not at all. One
+    that is there stays as it is. Every rank must call it. Raises OSError naming the folder."""
+    place = state.folder / KEPT / f"step_{state.step:06d}"
+    if state.ranks.first(place.exists):
+        return
+    staging = place.with_name(f".{place.name}.new")
+    with _staged(state, staging, place):
+        _write_policy(state, staging)
+        if state.ranks.main:
+            _seal(staging, {"step": state.step})
+            staging.rename(place)
+            sync_folder(place.parent)
+            sync_folder(state.folder)
+
+
+def drop_policies_after(folder: Path, step: int) -> bool:
+    """Remove kept policies of later steps, which a run that goes on from `step` makes again, and unfinished ones.
+    Whether there were any."""
+    found = {path: re.fullmatch(r"step_(\d+)|\.step_\d+\.new", path.name) for path in (folder / KEPT).glob("*")}
+    later = [path for path, kept in found.items() if kept and (kept[1] is None or int(kept[1]) > step)]
+    for path in later:
+        shutil.rmtree(path)
+    return bool(later)
+
+
+@contextmanager
+def _staged(state: State, staging: Path, target: Path) -> Iterator[None]:
+    """What is written to `staging` on its way to `target`, which an error names; it leaves nothing behind."""
     try:
-        with naming(state.folder / "checkpoint"):
-            write_state(state, staging)
-            if state.ranks.main:
-                put_in_place(state.folder)
+        with naming(target):
+            yield
     except BaseException:
         if state.ranks.main:
             shutil.rmtree(staging, ignore_errors=True)  # a full disk gets its space back
         raise
 
 
-def write_state(state: State, staging: Path) -> None:
-    """Write all of `state` to the folder `staging`, flushed, with a manifest; every rank must call it."""
-    main = state.ranks.main
-    if main:
+def _write_policy(state: State, staging: Path) -> None:
+    """The policy, with its tokenizer and configuration, to a new folder `staging`; every rank must call it."""
+    if state.ranks.main:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
+    _put(state, staging, "model", state.trained["model"][0].state_dict())
+    if not state.ranks.main:
+        return
+    if hasattr(state.tokenizer, "save_pretrained"):
+        state.tokenizer.save_pretrained(staging)
+    hub = hf_model(state.policy)
+    for part in (getattr(hub, "config", None), getattr(hub, "generation_config", None)):
+        if part is not None:
+            part.save_pretrained(staging)
 
-    def put(name: str, tensors: dict[str, Tensor]) -> None:
-        own = _own(tensors, main)
-        if main:
-            write_tensors(staging / f"{name}.safetensors", own)
 
+def _put(state: State, staging: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    own = _own(tensors, state.ranks.main)
+    if state.ranks.main:
+        write_tensors(staging / f"{name}.safetensors", own)
+
+
+def _seal(staging: Path, manifest: Mapping[str, Any]) -> None:
+    """Write `state.json`, with the sum of each file, as the last file; flush all of them."""
+    write_json(staging / "state.json", sealed({**manifest, "files": digests(staging)}))
+    for path in staging.iterdir():
+        _flush(path)
+    sync_folder(staging)
+
+
+def write_state(state: State, staging: Path) -> None:
+    """Write all of `state` to the folder `staging`, flushed, with a manifest; every rank must call it."""
+    _write_policy(state, staging)
     for name, (module, optimizer) in state.trained.items():
-        put(name, module.state_dict())
-        put(OPTIMIZERS[name], _optimizer_tensors(module, optimizer))
+        if name != "model":
+            _put(state, staging, name, module.state_dict())
+        _put(state, staging, OPTIMIZERS[name], _optimizer_tensors(module, optimizer))
     for name, module in state.frozen.items():
-        put(name, module.state_dict())
-    if not main:
+        _put(state, staging, name, module.state_dict())
+    if not state.ranks.main:
         return
     if state.reward_model is not None:
         write_tensors(staging / "comparisons.safetensors", _own(state.reward_model.tensors()))
@@ -96,18 +157,9 @@ def write_state(state: State, staging: Path) -> None:
         about = {"group_size": draft.group_size, "problems": problems, "completions": draft.completions}
         write_json(staging / f"draft_{index}.json", about)
     write_tensors(staging / "rng.safetensors", {"torch": torch.get_rng_state()})
-    if hasattr(state.tokenizer, "save_pretrained"):
-        state.tokenizer.save_pretrained(staging)
-    hub = hf_model(state.policy)
-    for part in (getattr(hub, "config", None), getattr(hub, "generation_config", None)):
-        if part is not None:
-            part.save_pretrained(staging)
     queue = [batch.step for batch in state.waiting]
-    manifest = {"version": VERSION, "step": state.step, "queue_steps": queue, "metrics": state.log.mark()._asdict()}
-    write_json(staging / "state.json", sealed({**manifest, "files": digests(staging)}))
-    for path in staging.iterdir():
-        _flush(path)
-    sync_folder(staging)
+    mark = state.log.mark()._asdict()
+    _seal(staging, {"version": VERSION, "step": state.step, "queue_steps": queue, "metrics": mark})
 
 
 def put_in_place(folder: Path) -> None:

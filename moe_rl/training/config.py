@@ -323,6 +323,10 @@ class RunConfig:
     """Send the metrics to a tracker as well (an optional package each). wandb uses the network unless it is told not
     to; null sends nothing anywhere."""
     checkpoint_every: int = 10
-    """Steps between checkpoints (the last step always writes one)."""
+    """Steps between checkpoints (the last step always writes one). Each takes the place of the one before."""
+    keep_policy_every: int = 0
+    """Steps between policies that stay, from the first one on, in `checkpoints/step_NNNNNN/` in hub format: for
+    `moe-rl drift`, and for a run that starts from one (`model.path`). 0: none. Each takes the disk space of the model,
+    in `model.dtype`."""
     seed: int = 0
     """Prompts, sampling, minibatch order and noise are drawn from it; arms with one seed share these draws."""

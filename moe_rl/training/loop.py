@@ -24,7 +24,7 @@ from moe_rl.rollout import Rollout, TaskError, seeded_random
 from moe_rl.rollout.engine_config import check_routes
 from moe_rl.rollout.task import problems_of
 from moe_rl.training.batch import Batch, minibatches, totals_of
-from moe_rl.training.checkpoint import load_checkpoint, save_checkpoint, settle
+from moe_rl.training.checkpoint import drop_policies_after, keep_policy, load_checkpoint, save_checkpoint, settle
 from moe_rl.training.config import RunConfig
 from moe_rl.training.dpo import pairs_of
 from moe_rl.training.incidents import NotFiniteError, gradient_incident, keep_incident
@@ -55,7 +55,7 @@ def train(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
 
     Args:
         config: what to run.
-        folder: the run folder; `metrics.jsonl`, `tokens/`, `routes/` and `checkpoint/` are written there.
+        folder: the run folder; `metrics.jsonl`, `tokens/`, `routes/`, `checkpoint/`, `checkpoints/` are written there.
         cache_dir: where cold-started models are kept and found; None: not kept.
         listener: called with every row of `metrics.jsonl`.
 
@@ -79,11 +79,12 @@ def train(config: RunConfig, folder: Path, cache_dir: Path | None = None, listen
 
 
 def resume(state: State) -> None:
-    """Continue from the folder's checkpoint, if it has one; rows that will be written again go."""
+    """Continue from the folder's checkpoint, if it has one; rows and policies that will be written again go."""
     ranks, log = state.ranks, state.log
     ranks.first(lambda: settle(state.folder) is not None)
     mark = load_checkpoint(state)
     ranks.first(lambda: log.resume(mark))
+    ranks.first(lambda: drop_policies_after(state.folder, state.step))
     ranks.agree("the checkpoint's step", state.step)
 
 
@@ -101,6 +102,8 @@ def steps(state: State) -> None:
     """All steps that are left."""
     config = state.config
     while state.step < config.optim.steps:
+        if due(config.keep_policy_every, state.step):
+            keep_policy(state)
         if state.step == 0 or due(config.eval.every, state.step):
             evaluate(state)
         started = time.perf_counter()
@@ -127,6 +130,8 @@ def steps(state: State) -> None:
         state.log.append("step", state.step - 1, seconds=seconds, **memory, **retrained)
         if state.step == config.optim.steps or state.step % config.checkpoint_every == 0:
             save_checkpoint(state)
+    if due(config.keep_policy_every, state.step):
+        keep_policy(state)
     evaluate(state)
 
 

@@ -89,6 +89,7 @@ RANGES: dict[str, Range] = {
     "probe.decompose_every": COUNT_OR_NONE,
     "distributed.processes": COUNT,
     "checkpoint_every": COUNT,
+    "keep_policy_every": COUNT_OR_NONE,
     "seed": SEED,
 }
 

@@ -38,6 +38,11 @@ def validate(config: RunConfig) -> None:
         ("method.objective: its loss is of pairs, which halving tears apart", not method.pairs),
     ):
         require(ok or not probe.gradients, f"probe.gradients does not go with this {field}")
+    for field, ok in (
+        ("model.lora, whose weights have PEFT's names", config.model.lora is None),
+        ("optim.expert_bias_rate, whose bias it has no place for", not optim.expert_bias_rate),
+    ):
+        require(ok or not config.keep_policy_every, f"keep_policy_every keeps hub format and does not go with {field}")
     require(
         config.distributed.compute_dtype is None or config.distributed.strategy == "fsdp2",
         "distributed.compute_dtype: only fsdp2 computes in another dtype than it stores; use model.dtype",

@@ -99,6 +99,7 @@ CHOICES: dict[str, list[Any]] = {
     "probe.decompose_every": [1, 2],
     "distributed.router_fp32": [True],
     "checkpoint_every": [2],
+    "keep_policy_every": [1, 2],
 }
 
 

@@ -2,19 +2,23 @@
 
 import math
 import random
+import re
 
 import pytest
+import yaml
 from synthetic import read_rows, write_rows, write_study
 
+from moe_rl.cli import main
 from moe_rl.measure.catalogue import find
-from moe_rl.study import load
+from moe_rl.study import RunWriter, StudyDataError, load
 from moe_rl.study.alarm_table import alarm_rows, collapses, study_alarms
 from moe_rl.study.alarms import ALARMS, DECAY, WARM_UP, AlarmError, LiveAlarms, RunAlarms, Spikes, alarms_of
-from moe_rl.study.config import ConfigError, parse_study
+from moe_rl.study.config import ConfigError, dump_study, parse_study
 from moe_rl.study.figures import FIGURES
 from moe_rl.study.live import LiveStudy
 from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.report import render_report
+from moe_rl.study.watch import make_server
 
 
 def rows(steps=20, **update):
@@ -106,6 +110,104 @@ def test_a_study_sets_its_own_thresholds():
         parse_study({**study, "alarms": {"ess": "low"}})
     with pytest.raises(ConfigError, match="no such alarm"):
         parse_study({**study, "alarms": {"none": 1}})
+    parsed = parse_study({**study, "alarms": ADDED})
+    assert parse_study(yaml.safe_load(dump_study(parsed))).alarms == parsed.alarms == ADDED
+
+
+ADDED = {
+    "low": {"metric": "rollout.reward", "below": 0.5, "window": 3, "title": "Reward"},
+    "runaway": {"metric": "probe.extreme_2_natural", "above": "1e-1"},
+    "theirs": {"metric": "update.trl/kl", "spike": 3},
+}
+
+
+def test_a_study_adds_alarms_on_any_metric():
+    low, runaway, theirs = alarms_of(ADDED)[len(ALARMS) :]
+    assert low.rule == "mean of 3 values of reward of the rollout rows below 0.5" and low.title == "Reward"
+    assert (runaway.over, runaway.threshold) == ("tokens", 0.1), "counts over what the catalogue divides them by"
+    assert theirs.rule == "trl/kl of the update rows more than 3 standard deviations above its moving mean"
+    (count,) = alarms_of({"n": {"metric": "probe.extreme_2_natural", "above": 3, "over": None}})[len(ALARMS) :]
+    assert count.over == "" and count.title == "n"
+    probes = [{"kind": "probe", "step": s, "update": 1, "extreme_2_natural": 11 * s, "tokens": 100} for s in (0, 1)]
+    seen = taken([*rows(), *probes], (low, runaway, theirs))
+    assert seen.crossed["runaway"] == [(1, 0.11)]
+    assert [step for step, _ in seen.crossed["low"]] == list(range(13, 20)), "0.8, 0.8, 0.1 are 0.57 in the mean"
+    assert seen.crossed["low"][0][1] == pytest.approx((0.8 + 0.1 + 0.1) / 3)
+    assert seen.summary()["lacks"] == ["theirs"]
+    assert not taken(rows(1), alarms_of({"low": {**ADDED["low"], "below": 1}})[-1:]).crossed["low"], "one of three"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, r"alarms\.mine: no such alarm; known: ess, .* says what it watches: \{metric: KIND"),
+        ({"metric": "probe.extrem_2_natural", "above": 1}, "metric: probe rows have no number 'extrem_2_natural'; did"),
+        ({"metric": "update.site_names", "above": 1}, "update rows have no number"),
+        ({"metric": "reward", "above": 1}, "expected KIND.NAME, of the kinds rollout"),
+        ({"above": 1}, "metric: expected KIND.NAME"),
+        ({"metric": "update.k3"}, "one of above, below and spike, got none"),
+        ({"metric": "update.k3", "above": 1, "below": 0}, "got above and below"),
+        ({"metric": "update.k3", "above": float("nan")}, r"alarms\.mine\.above: expected a finite number; got nan"),
+        ({"metric": "update.k3", "above": True}, "above: expected a finite number"),
+        ({"metric": "update.k3", "spike": 0}, "spike: .* above 0"),
+        ({"metric": "update.k3", "above": 1, "window": 0}, "window: expected a whole number of values from 1 on"),
+        ({"metric": "update.k3", "spike": 1, "window": 2}, "window: a spike"),
+        ({"metric": "update.k3", "above": 1, "over": "token"}, "over: update rows have no number 'token'"),
+        ({"metric": "update.k3", "above": 1, "title": "$x_{$"}, "title: expected a text that figures can draw"),
+        ({"metric": "update.k3", "abov": 1}, "mine.abov: no such field; there are metric, above"),
+    ],
+)
+def test_an_alarm_that_cannot_be_is_refused_by_its_field(given, said):
+    with pytest.raises(AlarmError, match=said):
+        alarms_of({"mine": given})
+
+
+def test_a_table_row_takes_a_threshold_and_no_other_definition():
+    with pytest.raises(AlarmError, match=r"alarms\.ess: .*another definition needs a name of its own"):
+        alarms_of({"ess": {"metric": "update.ess_token", "below": 0.1}})
+
+
+def test_added_alarms_show_wherever_those_of_the_table_do(tmp_path, capsys):
+    """On the page, in the report and its figure, and in text; where no run has the metric, that is said."""
+    with RunWriter(tmp_path / "s", arm="mine", seed=0, config={"label": "Mine"}) as run:
+        for step in range(4):
+            run.rollout(step, reward=0.2 * step)
+            run.update(step, 1, grad_norm=1.0, **{"trl/kl": 0.01})
+    study = tmp_path / "s" / "study.yaml"
+    study.write_text("alarms: {low: {metric: rollout.reward, below: 0.3}, gone: {metric: update.trl/k, above: 1}}")
+    data = load(tmp_path / "s")
+    found = {row["title"]: row for row in alarm_rows(data)}
+    assert found["low"]["arms"] == [{"arm": "mine", "crossed": 1, "of": 1, "first": 0}]
+    assert found["gone"]["rule"] == "trl/k of the update rows above 1: no run recorded it"
+    page = render_report(data, figures=[])
+    assert "reward of the rollout rows below 0.3" in page and "no run recorded it" in page
+    drawn = FIGURES["alarms"](data)
+    assert drawn.frame["step"].tolist() == [0, 1] and "Never recorded: gone." in drawn.caption
+    server = make_server(tmp_path / "s")
+    try:
+        shown = {alarm["name"]: alarm for alarm in server.api.study({})["alarms"]}
+        assert shown["gone"]["declared"] and not shown["ess"]["declared"]
+        assert server.api.run({"run": "mine/seed0"})["alarms"]["crossed"]["low"] == [[0, 0.0], [1, 0.2]]
+    finally:
+        server.server_close()
+    with pytest.raises(SystemExit) as end:
+        main(["watch", str(tmp_path / "s"), "--once"])
+    assert end.value.code == 3
+    assert capsys.readouterr().out.splitlines() == [
+        "mine/seed0: low crossed at 2 steps, first 0, last 1 (reward of the rollout rows below 0.3)",
+        "mine/seed0: gone has no value so far (trl/k of the update rows above 1)",
+    ]
+    study.write_text("alarms: {}")
+    with pytest.raises(SystemExit) as end:
+        main(["watch", str(tmp_path), "--once"])
+    assert end.value.code == 0 and capsys.readouterr().out == "no alarm has crossed\n"
+    study.write_text("alarms: {low: {metric: rollout.rewards, below: 0.3}}")
+    said = r"study\.yaml.*: alarms\.low\.metric: rollout rows have no number 'rewards'; did you mean 'rollout\.reward'"
+    with pytest.raises(StudyDataError, match=said):
+        load(tmp_path / "s")
+    with pytest.raises(SystemExit) as end:
+        main(["watch", str(tmp_path / "s"), "--once"])
+    assert end.value.code == 1 and re.search(said, capsys.readouterr().err)
 
 
 @pytest.fixture

@@ -210,9 +210,12 @@ def test_the_report_carries_the_token_view(browser, study, tmp_path):
 
 
 def test_alarms_are_listed_marked_and_ordered_before_a_collapse(browser, url, study):
+    with open(study / "study.yaml", "a") as file:
+        file.write("alarms: {gone: {metric: update.trl/k, above: 1, title: Gone}}\n")
     browser.open(url)
     browser.wait("document.querySelectorAll('#alarms tbody tr').length > 0")
     assert text(browser, "#alarms [data-alarm='ess']") == "", "no run recorded it"
+    assert text(browser, "#alarms [data-alarm='gone']") == "Gonenot recorded–", "which of the study's own is said"
     rows = [{"kind": "rollout", "step": step, "reward": 0.8 if step < 10 else 0.05} for step in range(6, 20)]
     rows += [{"kind": "update", "step": s, "update": 1, "ess_token": e, "k3": 0.5} for s, e in ((7, 0.1), (9, 0.2))]
     add_rows(study / "grpo" / "seed0", *sorted(rows, key=lambda row: row["step"]))

@@ -12,7 +12,8 @@ from token_files import routes, write_step
 from moe_rl.study import load
 from moe_rl.study.cursor import LiveError
 from moe_rl.study.live import LiveStudies
-from moe_rl.study.live_rows import choosable, expert_counts, new_rows
+from moe_rl.study.live_rows import expert_counts, new_rows
+from moe_rl.study.shown import choosable
 
 SAVED = (
     "window.saved = []; moeRL.save = async (name, blob) => saved.push([name, blob.type, blob.size, await blob.text()])"

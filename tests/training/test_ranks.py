@@ -67,7 +67,7 @@ CASES = {
     "ddp_replay_lag": until(case("ddp", replay="R2", rollout=RESCORED, kl_coef=0.1), 3),
     "ddp_learned_reward": case("ddp", reward=RewardConfig(model="learned", initial_batches=1, epochs=1)),
     "fsdp2": case("fsdp2", objective="dapo"),
-    "fsdp2_replay_lag": until(case("fsdp2", replay="R2", lag=1, kl_coef=0.1), 3),
+    "fsdp2_replay_lag": until(case("fsdp2", replay="R2", lag=1, kl_coef=0.1, keep_policy_every=3), 3),
     "fsdp2_rollout_replay": case("fsdp2", objective="gspo", replay="R3"),
     "fsdp2_shared_prompts": case("fsdp2", replay="R2", optim=replace(CPU.optim, share_prompts=True)),
     "fsdp2_ppo": case("fsdp2", objective="ppo"),
@@ -283,6 +283,10 @@ def test_two_processes_are_one(tmp_path, random_rewards):
         for name in ("model", "optimizer", "batch_0"):
             ends = [load_file(folder / "checkpoint" / f"{name}.safetensors") for folder in (unbroken, broken)]
             assert ends[0].keys() == ends[1].keys() and all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+    for folder in ("fsdp2_replay_lag", "fsdp2_broken"):  # gathered, as the checkpoint's
+        kept, end = (tmp_path / folder / place for place in ("checkpoints/step_000003", "checkpoint"))
+        assert (kept / "model.safetensors").read_bytes() == (end / "model.safetensors").read_bytes()
+        assert sorted(path.name for path in kept.parent.iterdir()) == ["step_000000", "step_000003"]
     # A checkpoint does not say how many ranks wrote it: one process goes on where two stopped.
     one = begin(until(one_process["fsdp2_replay_lag"], 4), tmp_path / "fsdp2_replay_lag")
     resume(one)

@@ -4,19 +4,19 @@
   const { make } = moeRL;
   const list = (items) => items.length < 2 ? items.join("") : `${items.slice(0, -1).join(", ")} and ${items.at(-1)}`;
 
-  /** host: an element; table: [{name, title, rule, source}]; runs: [{name, title, alarms}], those shown, `alarms` as the
+  /** host: an element; table: [{name, title, rule, source, declared}]; runs: [{name, title, alarms}], those shown, `alarms` as the
    *  server sums them up; problem: what is wrong with the study's own thresholds. */
   moeRL.drawAlarms = (host, table, runs, problem) => {
     const known = runs.filter((run) => run.alarms);
     const rows = table.flatMap((alarm) => {
       const heard = known.filter((run) => !run.alarms.lacks.includes(alarm.name));
-      if (!heard.length) return [];
+      if (!heard.length && !(alarm.declared && known.length)) return [];
       const crossed = heard.filter((run) => run.alarms.crossed[alarm.name]?.length);
       const first = crossed.map((run) => run.alarms.crossed[alarm.name][0][0]);
       const where = crossed.map((run) => `${run.title}: ${run.alarms.crossed[alarm.name].length} steps, first ${run.alarms.crossed[alarm.name][0][0]}`);
       return [make("tr", { "data-alarm": alarm.name, class: crossed.length ? "crossed" : null, title: `${alarm.rule}\nSource: ${alarm.source}${where.length ? "\n" + where.join("\n") : ""}` },
         make("th", { scope: "row" }, alarm.title),
-        make("td", { class: "n" }, `${crossed.length} of ${heard.length}`),
+        make("td", { class: "n" }, heard.length ? `${crossed.length} of ${heard.length}` : "not recorded"),
         make("td", { class: "n" }, first.length ? String(Math.min(...first)) : "–"))];
     });
     const falls = known.filter((run) => run.alarms.collapse !== null).map((run) => {

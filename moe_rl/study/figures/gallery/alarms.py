@@ -42,12 +42,13 @@ def alarms(data: StudyData) -> Drawing:
     frame = pd.DataFrame(rows, columns=["arm", "seed", "alarm", "step", "value", "threshold"])
     crossed = [alarm for alarm in table if (frame["alarm"] == alarm.name).any()]
     steps = 1 + max(int(data.updates["step"].max()), *(step for _, step in falls), 0)
-    silent = [
-        alarm.title for alarm in table if alarm not in crossed and any(seen.seen[alarm.name] for seen in runs.values())
-    ]
-    return Drawing(
-        _maps(data, frame, crossed, steps, falls), frame, f"Never crossed: {', '.join(silent)}." if silent else ""
-    )
+    heard = [alarm for alarm in table if any(seen.seen[alarm.name] for seen in runs.values())]
+    notes = {
+        "Never crossed": [alarm.title for alarm in heard if alarm not in crossed],
+        "Never recorded": [alarm.title for alarm in table if alarm.declared and alarm not in heard],
+    }
+    said = " ".join(f"{what}: {', '.join(titles)}." for what, titles in notes.items() if titles)
+    return Drawing(_maps(data, frame, crossed, steps, falls), frame, said)
 
 
 def _maps(
