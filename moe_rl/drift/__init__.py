@@ -3,6 +3,7 @@
 
 - `prompts`      the text, streamed
 - `checkpoints`  which are meant; checked and loaded
+- `adapters`     those that are LoRA adapters, and the model that each is put on
 - `passes`       the forwards, with both models or one at a time
 - `sums`         what is counted
 - `gates`        routers of one on the body of the other

@@ -15,7 +15,8 @@ class DriftOptions:
     against the one before it."""
 
     checkpoints: tuple[str, ...]
-    """Folders in hub format, run folders or hub ids; a folder that holds several checkpoints stands for them."""
+    """Folders in hub format or of LoRA adapters (PEFT), run folders or hub ids; a folder that holds several checkpoints
+    stands for them."""
     prompts: Path
     """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}; the
     same as columns of a .parquet; or a .txt of one text per line. Completions are measured where there are any, else
@@ -41,6 +42,8 @@ class DriftOptions:
     floor_sequences: int = 64
     """Noise floor: score OLD again in other arithmetic (repeated, other batch shapes, other experts implementation, a
     bf16 copy) on the first batches, until this many sequences; 0 leaves it out."""
+    base: str | None = None
+    """Folder or hub id of the model that LoRA adapters are of; by default the one that each names, if it is here."""
     tokenizer: str | None = None
     """Folder or hub id of a tokenizer that serves both; by default theirs, which must agree."""
     trust_remote_code: bool = False

@@ -12,7 +12,15 @@ from moe_rl.drift import figures as figures_of
 from moe_rl.drift import ratio_figures as ratios_of
 from moe_rl.drift.output import page_of
 from moe_rl.drift.sums import Sums
-from moe_rl.drift.words import floor_text, number, pair_verdict, percent, settings_sentence, swap_sentence
+from moe_rl.drift.words import (
+    adapters_sentence,
+    floor_text,
+    number,
+    pair_verdict,
+    percent,
+    settings_sentence,
+    swap_sentence,
+)
 from moe_rl.measure.moments import PARTS
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import StudyFigure, save_figure
@@ -84,6 +92,8 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if differ := results.get("other_settings"):
         found.append(("Other settings", settings_sentence(differ)))
+    if results["adapters"]:
+        found.append(("Adapters", adapters_sentence(results)))
     if floor := floor_text(results["old_name"], results["floor"]):
         found.append(("Noise floor", floor))
     if swap := swap_sentence(results["gate_swap"]):

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from moe_rl.drift import checkpoints as pair
+from moe_rl.drift.adapters import sources
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions, check_least
@@ -37,14 +38,15 @@ def run_drift(options: DriftOptions) -> Path:
     old, new = options.checkpoints
     names = short_names([old, new])
     output = output_folder(options.output, Path("runs") / "drift" / "_vs_".join(names), "drift.json")
-    found = pair.check({"OLD": old, "NEW": new}, options.tokenizer, options.trust_remote_code)
+    of = sources({"OLD": old, "NEW": new}, options.base)
+    found = pair.check(of, options.tokenizer, options.trust_remote_code)
     text = text_of(options, found)
     alone = options.one_at_a_time or not pair.fits_twice(found.parameters, dtype, device)
     if alone and not options.one_at_a_time:
         console.print("Two models do not fit into memory: one at a time.", style="dim")
     floor = Floor(options.floor_sequences)
     load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
-    load_old, load_new = partial(load, "OLD", old), partial(load, "NEW", new)
+    load_old, load_new = (partial(load, which, source) for which, source in of.items())
     with unfinished(output) as folder, progress(console, (3 if alone else 1) * text.most_batches) as tick:
         wanted = options.per_site, options.gate_swap
         if alone:
@@ -128,6 +130,7 @@ def _results(
         "parameters": found.parameters,
         "routing_sites": len(counts.sites),
         "other_settings": found.other_settings,
+        "adapters": found.adapters,
         "experts_per_token": counts.site_deviation.shape[1] - 1,
         "examples": text.number,
         "measured_sequences": shares.sequences.count,

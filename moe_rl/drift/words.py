@@ -32,6 +32,13 @@ def settings_sentence(differ: Sequence[str]) -> str:
     return f"{'; '.join(differ)}. What that does is counted as weight, though no weight may have moved."
 
 
+def adapters_sentence(results: Mapping[str, Any]) -> str:
+    """What is said of checkpoints that are LoRA adapters."""
+    found, dtype = results["adapters"], results["settings"]["dtype"]
+    of = {base: ", ".join(name for name in found if found[name] == base) for base in found.values()}
+    return f"{'; '.join(f'{names} merged into {base}' for base, names in of.items())}, in {dtype}."
+
+
 def series_verdict(results: Mapping[str, Any]) -> str:
     """Of a series: the last against the first, the floor, and where most of it came."""
     rows = results["rows"]
