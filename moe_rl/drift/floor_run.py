@@ -33,6 +33,7 @@ from moe_rl.drift.output import (
     unfinished,
 )
 from moe_rl.drift.prompts import Text, aligned, in_batches, longest
+from moe_rl.drift.samples import measured
 from moe_rl.files import write_atomic, write_json
 from moe_rl.measure.arithmetic import (
     DECODE,
@@ -107,7 +108,7 @@ def run_floor(options: FloorOptions) -> Path:
     known = checkpoints.check({"MODEL": source}, options.tokenizer, options.trust_remote_code)
     text = Text(options.prompts, known, longest(options.max_tokens, MAX_TOKENS, known.max_length), options.batch_size)
     held = in_batches(islice(text.examples(), options.sequences), options.batch_size)
-    texts = [aligned(examples, known.tokenizer.pad_token_id) for examples in held]
+    texts = [text.laid_out(examples, aligned) for examples in held]
     if not texts:
         raise text.nothing_left()
     about = {
@@ -116,6 +117,7 @@ def run_floor(options: FloorOptions) -> Path:
         "architecture": known.model_type,
         "parameters": known.parameters,
         "routing_sites": len(known.sites),
+        "text": measured(text, options.model),
         "examples": text.number,
         "sequences": sum(len(batch.input_ids) for batch in texts),
         "measured_tokens": int(sum(batch.completion_mask.sum() for batch in texts)),

@@ -18,11 +18,21 @@ class DriftOptions:
     """Folders in hub format or of LoRA adapters (PEFT), run folders or hub ids; a folder that holds several checkpoints
     stands for them."""
     prompts: Path
-    """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}; the
-    same as columns of a .parquet; or a .txt of one text per line. Completions are measured where there are any, else
-    the whole text."""
+    """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]} or
+    tokens (samples.jsonl of an earlier call); the same as columns of a .parquet; or a .txt of one text per line.
+    Completions are measured where there are any, else the whole text."""
     output: Path | None = None
     """Folder to write; by default runs/drift/OLD_vs_NEW. An earlier comparison there is replaced."""
+    sample: int | None = None
+    """Have OLD, of a series the first, write so many responses to each prompt, and measure these instead: then ratios
+    and k3 are those of RL, which samples from the old policy. Completions in the file are not used, of a text all is
+    the prompt. Written to samples.jsonl, which --prompts takes again."""
+    max_new_tokens: int = 256
+    """Longest response, with --sample."""
+    temperature: float = 1.0
+    """Responses are sampled from, and scored under, softmax(logits / temperature), with --sample; 0: greedy."""
+    seed: int = 0
+    """Of the random numbers of --sample."""
     batch_size: int = 8
     """Sequences per forward."""
     max_tokens: int | None = None
@@ -88,9 +98,9 @@ class FloorOptions:
     model: Annotated[str, Positional, arg(metavar="MODEL")]
     """A folder in hub format, a hub id, or a folder of LoRA adapters (PEFT)."""
     prompts: Path
-    """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}; the
-    same as columns of a .parquet; or a .txt of one text per line. Completions are measured where there are any, else
-    the whole text."""
+    """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]} or
+    tokens (samples.jsonl of moe-rl drift); the same as columns of a .parquet; or a .txt of one text per line.
+    Completions are measured where there are any, else the whole text."""
     output: Path | None = None
     """Folder to write; by default runs/floor/MODEL. An earlier one there is replaced."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")

@@ -16,10 +16,12 @@ from moe_rl.drift.words import (
     adapters_sentence,
     floor_text,
     number,
+    own_samples,
     pair_verdict,
     percent,
     settings_sentence,
     swap_sentence,
+    text_sentence,
 )
 from moe_rl.measure.moments import PARTS
 from moe_rl.study.figures.routing import short_sites
@@ -66,7 +68,8 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
     found = [
         (
             "Text",
-            f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences"
+            f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences: "
+            + text_sentence(results["text"], results["old_name"])
             + (
                 f"; {results['truncated']:,} examples cut to {results['settings']['max_tokens']}"
                 if results["truncated"]
@@ -110,7 +113,9 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
             "Log-ratio",
             f"Variance by token {number(natural)} nats² natural, {number(replayed)} under replay of the old routes; "
             f"by sequence mean {number(sequence)} and {number(weight_mean)}. k3 {number(kl['k3_natural'])} and "
-            f"{number(kl['k3_replayed'])} nats per token.",
+            f"{number(kl['k3_replayed'])} nats per token, "
+            + ("the first an estimate" if own_samples(results["text"]) else "averages over this text and no estimate")
+            + f" of KL({results['old_name']} || {results['new_name']}).",
         )
     )
     for level, name in (("token", "Token (GRPO's ratio)"), ("sequence", "Sequence mean (GSPO's ratio)")):
