@@ -146,15 +146,18 @@ def importing() -> Iterator[None]:
 
 
 @contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Inside, transformers draws none: a study has its own."""
+def no_progress_bars(quiet: bool = False) -> Iterator[None]:
+    """Inside, transformers draws none: a study has its own. quiet: nor does it warn of tensors that it did not find."""
     from transformers.utils import logging as hf_logging  # here, for processes that are to start at once
 
-    enabled = hf_logging.is_progress_bar_enabled()
+    enabled, level = hf_logging.is_progress_bar_enabled(), hf_logging.get_verbosity()
     hf_logging.disable_progress_bar()
+    if quiet:
+        hf_logging.set_verbosity_error()
     try:
         yield
     finally:
+        hf_logging.set_verbosity(level)
         if enabled:
             hf_logging.enable_progress_bar()
 

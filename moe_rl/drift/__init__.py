@@ -1,8 +1,11 @@
 """`moe-rl drift OLD NEW [...] --prompts FILE`: what changed in routing between checkpoints, whatever trained them;
 `moe-rl floor MODEL --prompts FILE`: what arithmetic alone changes.
 
-- `prompts`      the text, streamed
+- `prompt_files` the text, read and checked by line
+- `prompts`      tokenised and streamed
+- `samples`      responses of OLD as the text
 - `checkpoints`  which are meant; checked and loaded
+- `adapters`     those that are LoRA adapters, and the model that each is put on
 - `passes`       the forwards, with both models or one at a time
 - `sums`         what is counted
 - `gates`        routers of one on the body of the other

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from moe_rl.drift.adapters import Source
 from moe_rl.drift.capture_files import read_capture
 from moe_rl.drift.captured import Captured, Finding, OwnRoutes
 from moe_rl.drift.checkpoints import check_device, check_dtype, load
@@ -92,7 +93,7 @@ def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
     except (ModelError, ValueError) as error:
         more = "" if isinstance(error, ModelError) else taken_for_hub_id(options.model)
         raise DriftError(f"--model: {str(error).removeprefix('model.path: ')}{more}") from error
-    model: Any = load("--model", options.model, options.dtype, device, options.trust_remote_code)
+    model: Any = load("--model", Source(options.model), options.dtype, device, options.trust_remote_code)
     config = model.config.get_text_config()
     names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k")
     return model, next((int(getattr(config, name)) for name in names if getattr(config, name, None)), 1)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moe_rl.drift.adapters import CONFIG, Source, merged_with, put_on
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.noise_floor import free_bytes
 from moe_rl.policy.models import (
     DTYPES,
     ModelConfig,
-    but_adapters,
     check_path,
     load_model,
     load_tokenizer,
@@ -53,7 +53,7 @@ CHECKPOINT = "checkpoint"
 def chosen(given: Sequence[str]) -> list[str]:
     """Every checkpoint that the arguments mean, in order.
 
-    - a folder with a config.json, or a hub id: itself
+    - a folder with a config.json or of LoRA adapters (adapter_config.json), or a hub id: itself
     - a run folder of ours: its checkpoint
     - any other folder: all checkpoints right inside it, in the order of the numbers in their names (checkpoint-500
       before checkpoint-1000); one argument that is a checkpoint and holds others (a trainer's output folder): these,
@@ -85,9 +85,8 @@ def _inside(path: str, alone: bool) -> list[str]:
     if not children and not alone:
         return [path]  # what is wrong with it is said where it is loaded, by its place
     if not children:
-        adapters = next(filter(None, map(but_adapters, (folder, *folder.iterdir()))), "")
         raise DriftError(
-            f"{folder.absolute()} holds no checkpoint (no config.json in it, nor in a folder right inside){adapters}"
+            f"{folder.absolute()} holds no checkpoint (no config.json or {CONFIG} in it, nor in a folder right inside)"
         )
     return [str(child) for child in children]
 
@@ -116,7 +115,7 @@ def steps_of(names: Sequence[str]) -> list[int] | None:
 
 
 def _is_checkpoint(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
+    return any((folder / name).is_file() for name in ("config.json", CONFIG))
 
 
 @dataclass(frozen=True)
@@ -132,6 +131,8 @@ class Checkpoints:
     max_length: int | None
     other_settings: tuple[str, ...]
     """Where a configuration differs from the first one's in what may change what the weights compute; in words."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """The model that each of those which are adapters is put on."""
 
 
 @contextmanager
@@ -143,16 +144,16 @@ def named(which: str) -> Iterator[None]:
         raise DriftError(str(error).replace("model.path", which)) from error
 
 
-def check(paths: Mapping[str, str], tokenizer: str | None = None, trust_remote_code: bool = False) -> Checkpoints:
+def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_remote_code: bool = False) -> Checkpoints:
     """Whether checkpoints can be compared, from configurations and tokenizers alone. Raises DriftError.
 
-    paths: what each is called in messages (OLD, NEW) -> folder or hub id; all are held against the first.
+    sources: what each is called in messages (OLD, NEW) -> where it is; all are held against the first.
     """
-    (first, path), *others = paths.items()
-    a = _skeleton(first, path, trust_remote_code)
+    (first, source), *others = sources.items()
+    a = _skeleton(first, source.base, trust_remote_code)
     shapes, other_settings = _shapes(a), list[str]()
-    for name, path in others:
-        b = _skeleton(name, path, trust_remote_code)
+    for name, source in others:
+        b = _skeleton(name, source.base, trust_remote_code)
         if type(a) is not type(b):
             raise DriftError(
                 f"two architectures: {first} is {type(a).__name__}, {name} is {type(b).__name__}. Routes can only be "
@@ -176,13 +177,14 @@ def check(paths: Mapping[str, str], tokenizer: str | None = None, trust_remote_c
         ]
     vocabulary = vocabulary_of(a)
     return Checkpoints(
-        pad_within(_tokenizer(paths, tokenizer, trust_remote_code), vocabulary),
+        pad_within(_tokenizer(sources, tokenizer, trust_remote_code), vocabulary),
         vocabulary,
         a.config.model_type,
         tuple(site.name for site in routing_sites(a)),
         sum(parameter.numel() for parameter in a.parameters()),
         getattr(a.config, "max_position_embeddings", None),
         tuple(other_settings),
+        {which: source.base for which, source in sources.items() if source.adapter is not None},
     )
 
 
@@ -227,12 +229,22 @@ def fits_twice(parameters: int, dtype: str, device: torch.device) -> bool:
 
 
 def load(
-    which: str, path: str, dtype: str, device: torch.device, trust_remote_code: bool, experts: str | None = None
+    which: str,
+    source: Source,
+    dtype: str,
+    device: torch.device,
+    trust_remote_code: bool,
+    experts: str | None = None,
+    merge: bool = True,
 ) -> nn.Module:
-    """One of the models, in eval mode on its device; `which` names it in messages. experts: their implementation."""
-    config = ModelConfig(path=path, dtype=dtype, experts_implementation=experts, trust_remote_code=trust_remote_code)
+    """One of the models, in eval mode on its device; `which` names it in messages. experts: their implementation.
+    merge: whether adapters are merged, in `dtype`, or stay beside the weights."""
+    base = source.base
+    config = ModelConfig(path=base, dtype=dtype, experts_implementation=experts, trust_remote_code=trust_remote_code)
     with named(which):
-        model = load_model(path, config)
+        model = load_model(base, config)
+    if source.adapter is not None:
+        model = (merged_with if merge else put_on)(which, model, source)
     return suit_model(model.to(device)).eval()
 
 
@@ -255,18 +267,18 @@ def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:
     return model
 
 
-def _tokenizer(paths: Mapping[str, str], chosen: str | None, trust_remote_code: bool) -> Any:
+def _tokenizer(sources: Mapping[str, Source], chosen: str | None, trust_remote_code: bool) -> Any:
     """The tokenizer of all; one that was named explicitly is taken at the user's word."""
     if chosen is not None:
         with named("--tokenizer"):
             return load_tokenizer(chosen, trust_remote_code)
     first, ours = "", None
-    for which, path in paths.items():
+    for which, source in sources.items():
         with named(which):
             try:
-                theirs = load_tokenizer(path, trust_remote_code)
+                theirs = load_tokenizer(source.tokenizer, trust_remote_code)
             except ModelError as error:
-                whom = "one" if len(paths) == 1 else "one that serves both" if len(paths) == 2 else "one for all"
+                whom = {1: "one", 2: "one that serves both"}.get(len(sources), "one for all")
                 raise ModelError(f"{error} Or name {whom}: --tokenizer PATH.") from error
         if ours is None:
             first, ours = which, theirs

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_rl.drift.output import page_of
-from moe_rl.drift.words import number, percent
+from moe_rl.drift.words import number, percent, text_sentence
 from moe_rl.study.figures.saving import StudyFigure, save_figure, styled
 from moe_rl.study.figures.style import GREY, legend_above, panels
 
@@ -97,6 +97,7 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 def say(results: Mapping[str, Any], console: Console) -> None:
     """The verdict, the table, and what is missing."""
     console.print(results["verdict"], highlight=False)
+    console.print(f"Text: {text_sentence(results['text'], results['model'])}.", highlight=False)
     table = Table(*HEADS, box=None, pad_edge=False, header_style="bold")
     for column in table.columns[2:]:
         column.justify = "right"
@@ -173,4 +174,5 @@ def render(results: Mapping[str, Any], figure: StudyFigure) -> str:
         for row in results["rows"]
     ]
     rows, details = [cells(row) for row in results["rows"]], {label(row): row["detail"] for row in results["rows"]}
-    return page_of("floor", results, [figure], heads=HEADS, rows=rows, counts=counts, details=details)
+    text = text_sentence(results["text"], results["model"])
+    return page_of("floor", results, [figure], heads=HEADS, rows=rows, counts=counts, details=details, text=text)

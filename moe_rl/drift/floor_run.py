@@ -16,9 +16,9 @@ from rich.console import Console
 from torch import nn
 
 from moe_rl.drift import checkpoints
+from moe_rl.drift.adapters import Source, adapters_of, resolve
 from moe_rl.drift.change_tables import site_table
 from moe_rl.drift.errors import DriftError
-from moe_rl.drift.floor_model import Source, check_experts, load, resolve
 from moe_rl.drift.floor_page import draw, render, say, verdict
 from moe_rl.drift.options import FloorOptions, check_least
 from moe_rl.drift.output import (
@@ -33,6 +33,7 @@ from moe_rl.drift.output import (
     unfinished,
 )
 from moe_rl.drift.prompts import Text, aligned, in_batches, longest
+from moe_rl.drift.samples import measured
 from moe_rl.files import write_atomic, write_json
 from moe_rl.measure.arithmetic import (
     DECODE,
@@ -44,6 +45,7 @@ from moe_rl.measure.arithmetic import (
 )
 from moe_rl.measure.noise_floor import experts_implementation, first_line
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
+from moe_rl.policy.models import ModelConfig, check_machine
 from moe_rl.routing import RoutingError
 from moe_rl.routing.errors import UnsupportedExpertsError
 from moe_rl.routing.experts import check_experts_name
@@ -97,14 +99,16 @@ def run_floor(options: FloorOptions) -> Path:
     Everything is checked before a model is loaded. Raises DriftError; KeyboardInterrupt leaves OUTPUT.partial.
     """
     device = _check(options)
-    source = resolve(options.model, options.adapter)
-    check_experts(source, options.experts_implementation)
+    given = options.adapter
+    source = resolve("MODEL", options.model) if given is None else adapters_of("--adapter", given, options.model)
+    with checkpoints.named("MODEL"):
+        check_machine(ModelConfig(path=source.base, experts_implementation=options.experts_implementation))
     (name,) = short_names([options.model])
     output = output_folder(options.output, Path("runs") / "floor" / name, "floor.json")
-    known = checkpoints.check({"MODEL": source.base}, options.tokenizer, options.trust_remote_code)
+    known = checkpoints.check({"MODEL": source}, options.tokenizer, options.trust_remote_code)
     text = Text(options.prompts, known, longest(options.max_tokens, MAX_TOKENS, known.max_length), options.batch_size)
     held = in_batches(islice(text.examples(), options.sequences), options.batch_size)
-    texts = [aligned(examples, known.tokenizer.pad_token_id) for examples in held]
+    texts = [text.laid_out(examples, aligned) for examples in held]
     if not texts:
         raise text.nothing_left()
     about = {
@@ -113,6 +117,7 @@ def run_floor(options: FloorOptions) -> Path:
         "architecture": known.model_type,
         "parameters": known.parameters,
         "routing_sites": len(known.sites),
+        "text": measured(text, options.model),
         "examples": text.number,
         "sequences": sum(len(batch.input_ids) for batch in texts),
         "measured_tokens": int(sum(batch.completion_mask.sum() for batch in texts)),
@@ -151,7 +156,8 @@ def _measure(options: FloorOptions, source: Source, device: torch.device, found:
     """Every dtype's variants; one model in memory at a time."""
     first: tuple[str, list[Scored]] | None = None
     for dtype in options.dtypes:
-        model = load(source, dtype, options.experts_implementation, device, options.trust_remote_code)
+        experts, trusted = options.experts_implementation, options.trust_remote_code
+        model: Any = checkpoints.load("MODEL", source, dtype, device, trusted, experts, merge=False)
         reference = []
         try:
             for text in found.texts:

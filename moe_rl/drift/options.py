@@ -15,13 +15,24 @@ class DriftOptions:
     against the one before it."""
 
     checkpoints: tuple[str, ...]
-    """Folders in hub format, run folders or hub ids; a folder that holds several checkpoints stands for them."""
+    """Folders in hub format or of LoRA adapters (PEFT), run folders or hub ids; a folder that holds several checkpoints
+    stands for them."""
     prompts: Path
-    """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}; the
-    same as columns of a .parquet; or a .txt of one text per line. Completions are measured where there are any, else
-    the whole text."""
+    """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]} or
+    tokens (samples.jsonl of an earlier call); the same as columns of a .parquet; or a .txt of one text per line.
+    Completions are measured where there are any, else the whole text."""
     output: Path | None = None
     """Folder to write; by default runs/drift/OLD_vs_NEW. An earlier comparison there is replaced."""
+    sample: int | None = None
+    """Have OLD, of a series the first, write so many responses to each prompt, and measure these instead: then ratios
+    and k3 are those of RL, which samples from the old policy. Completions in the file are not used, of a text all is
+    the prompt. Written to samples.jsonl, which --prompts takes again."""
+    max_new_tokens: int = 256
+    """Longest response, with --sample."""
+    temperature: float = 1.0
+    """Responses are sampled from, and scored under, softmax(logits / temperature), with --sample; 0: greedy."""
+    seed: int = 0
+    """Of the random numbers of --sample."""
     batch_size: int = 8
     """Sequences per forward."""
     max_tokens: int | None = None
@@ -41,6 +52,8 @@ class DriftOptions:
     floor_sequences: int = 64
     """Noise floor: score OLD again in other arithmetic (repeated, other batch shapes, other experts implementation, a
     bf16 copy) on the first batches, until this many sequences; 0 leaves it out."""
+    base: str | None = None
+    """Folder or hub id of the model that LoRA adapters are of; by default the one that each names, if it is here."""
     tokenizer: str | None = None
     """Folder or hub id of a tokenizer that serves both; by default theirs, which must agree."""
     trust_remote_code: bool = False
@@ -88,9 +101,9 @@ class FloorOptions:
     model: Annotated[str, Positional, arg(metavar="MODEL")]
     """A folder in hub format, a hub id, or a folder of LoRA adapters (PEFT)."""
     prompts: Path
-    """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or {"messages": [...]}; the
-    same as columns of a .parquet; or a .txt of one text per line. Completions are measured where there are any, else
-    the whole text."""
+    """JSONL, each line {"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...}, {"messages": [...]} or
+    tokens (samples.jsonl of moe-rl drift); the same as columns of a .parquet; or a .txt of one text per line.
+    Completions are measured where there are any, else the whole text."""
     output: Path | None = None
     """Folder to write; by default runs/floor/MODEL. An earlier one there is replaced."""
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")

@@ -56,12 +56,18 @@ def _short(place: Path, parts: int) -> str:
     return re.sub(r"[^\w.-]+", "-", "-".join(place.parts[-parts:])).strip("-") or "model"
 
 
+def partial_of(output: Path) -> Path:
+    """Where a result is made, and what is left of one that was stopped lies."""
+    output = output.resolve()
+    return output.parent / f"{output.name}.partial"
+
+
 @contextmanager
 def unfinished(output: Path) -> Iterator[Path]:
     """OUTPUT.partial, which takes the place of the output at the end. Where it does not come to that, it stays with
     what was measured (its CSV files), or goes if that is nothing. Raises InUseError where another process has it."""
     output = output.resolve()  # a link stays, and what it names is replaced
-    partial = output.parent / f"{output.name}.partial"
+    partial = partial_of(output)
     partial.mkdir(parents=True, exist_ok=True)
     with sole_writer(partial, "moe-rl"):
         for old in partial.iterdir():

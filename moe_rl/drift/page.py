@@ -12,7 +12,17 @@ from moe_rl.drift import figures as figures_of
 from moe_rl.drift import ratio_figures as ratios_of
 from moe_rl.drift.output import page_of
 from moe_rl.drift.sums import Sums
-from moe_rl.drift.words import floor_text, number, pair_verdict, percent, settings_sentence, swap_sentence
+from moe_rl.drift.words import (
+    adapters_sentence,
+    floor_text,
+    number,
+    own_samples,
+    pair_verdict,
+    percent,
+    settings_sentence,
+    swap_sentence,
+    text_sentence,
+)
 from moe_rl.measure.moments import PARTS
 from moe_rl.study.figures.routing import short_sites
 from moe_rl.study.figures.saving import StudyFigure, save_figure
@@ -58,7 +68,8 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
     found = [
         (
             "Text",
-            f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences"
+            f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences: "
+            + text_sentence(results["text"], results["old_name"])
             + (
                 f"; {results['truncated']:,} examples cut to {results['settings']['max_tokens']}"
                 if results["truncated"]
@@ -84,6 +95,8 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if differ := results.get("other_settings"):
         found.append(("Other settings", settings_sentence(differ)))
+    if results["adapters"]:
+        found.append(("Adapters", adapters_sentence(results)))
     if floor := floor_text(results["old_name"], results["floor"]):
         found.append(("Noise floor", floor))
     if swap := swap_sentence(results["gate_swap"]):
@@ -100,7 +113,9 @@ def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
             "Log-ratio",
             f"Variance by token {number(natural)} nats² natural, {number(replayed)} under replay of the old routes; "
             f"by sequence mean {number(sequence)} and {number(weight_mean)}. k3 {number(kl['k3_natural'])} and "
-            f"{number(kl['k3_replayed'])} nats per token.",
+            f"{number(kl['k3_replayed'])} nats per token, "
+            + ("the first an estimate" if own_samples(results["text"]) else "averages over this text and no estimate")
+            + f" of KL({results['old_name']} || {results['new_name']}).",
         )
     )
     for level, name in (("token", "Token (GRPO's ratio)"), ("sequence", "Sequence mean (GSPO's ratio)")):

@@ -1,26 +1,18 @@
-"""The text that is measured on: JSONL, Parquet or plain text, checked whole before a model is loaded, then streamed."""
+"""The text that is measured on: a file, checked whole before a model is loaded, then streamed."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
-from moe_rl.checks import parse_json
 from moe_rl.drift.checkpoints import Checkpoints
 from moe_rl.drift.errors import DriftError
+from moe_rl.drift.prompt_files import FORMS, is_chat, kind_of, rows
 from moe_rl.measure.scoring import TokenBatch
-
-FORMS = (
-    '{"text": ...}, {"prompt": ...}, {"prompt": ..., "completion": ...} or '
-    '{"messages": [{"role": ..., "content": ...}]}'
-)
-KEYS = ("text", "prompt", "completion", "messages")
-TABLES = (".parquet", ".pq")
 
 
 @dataclass(frozen=True)
@@ -30,6 +22,16 @@ class Example:
     line: int
     ids: list[int]
     start: int
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What a file holds: examples by what of them is measured (`kind_of`); the temperature at which all tokens were
+    sampled, 1 where none is given; who sampled them, by one name in every example, else None."""
+
+    kinds: dict[str, int]
+    temperature: float
+    sampled_from: str | None
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Text:
     """The examples of a file, from the beginning as often as they are wanted.
 
     known: the model's tokenizer, and how many tokens and positions it has. number: how many examples there are.
+    holds: of what kind. Sampled tokens are scored at the temperature at which they were sampled (greedy ones at 1).
     truncated, empty: of the latest pass, those that were cut, and those without a token to measure; all passes are
     alike.
 
@@ -52,7 +55,8 @@ class Text:
 
     def __init__(self, path: Path, known: Checkpoints, max_tokens: int, batch_size: int) -> None:
         self.path, self.known, self.max_tokens, self.batch_size = path, known, max_tokens, batch_size
-        self.number, self.truncated, self.empty = check_file(path, known.tokenizer), 0, 0
+        self.holds = check_file(path, known.tokenizer)
+        self.number, self.truncated, self.empty = sum(self.holds.kinds.values()), 0, 0
 
     @property
     def most_batches(self) -> int:
@@ -69,30 +73,52 @@ class Text:
         Raises DriftError naming a line that cannot be tokenised, or has a token that is none of the model's.
         """
         self.truncated = self.empty = 0
-        tokenizer, vocabulary = self.known.tokenizer, self.known.vocabulary
-        for line, row in _rows(self.path):
-            try:
-                ids, start = tokenised(row, tokenizer)
-            except Exception as error:  # tokenizers and chat templates raise many kinds
-                raise DriftError(f"{self.path} line {line} cannot be tokenised: {error}") from error
-            self.truncated += len(ids) > self.max_tokens
-            ids = ids[: self.max_tokens]
-            if ids and max(ids) >= vocabulary:
-                name = tokenizer.convert_ids_to_tokens(max(ids))
-                raise DriftError(
-                    f"{self.path} line {line} has token {max(ids)} ({name!r}), and the model embeds {vocabulary} "
-                    "tokens: a tokenizer of another model? --tokenizer names one"
-                )
-            if start >= len(ids):
+        for whole in self._tokenised(tokenised):
+            self.truncated += len(whole.ids) > self.max_tokens
+            if whole.start >= min(len(whole.ids), self.max_tokens):
                 self.empty += 1
             else:
-                yield Example(line, ids, start)
+                yield Example(whole.line, whole.ids[: self.max_tokens], whole.start)
+
+    def questions(self, new: int) -> Iterator[Example]:
+        """What each example asks, without the completion that it may have; `start` is its length.
+
+        Raises DriftError naming a line that asks nothing, or leaves no room for `new` tokens in `max_tokens`.
+        """
+        for asked in self._tokenised(question):
+            if not asked.ids:
+                raise DriftError(f"{self.path} line {asked.line}: the prompt has no tokens: nothing to sample after")
+            if asked.start + new > self.max_tokens:
+                raise DriftError(
+                    f"{self.path} line {asked.line}: a prompt of {asked.start} tokens and {new} new ones "
+                    f"(--max-new-tokens) are more than the {self.max_tokens} that count (--max-tokens; the model has "
+                    f"{self.known.max_length or 'no fixed number of'} positions)"
+                )
+            yield asked
+
+    def _tokenised(self, how: Callable[[dict[str, Any], Any], tuple[list[int], int]]) -> Iterator[Example]:
+        tokenizer, vocabulary = self.known.tokenizer, self.known.vocabulary
+        for line, row in rows(self.path):
+            try:
+                ids, start = how(row, tokenizer)
+            except Exception as error:  # tokenizers and chat templates raise many kinds
+                raise DriftError(f"{self.path} line {line} cannot be tokenised: {error}") from error
+            if (largest := max(ids[: self.max_tokens], default=0)) >= vocabulary:
+                name = tokenizer.convert_ids_to_tokens(largest)
+                raise DriftError(
+                    f"{self.path} line {line} has token {largest} ({name!r}), and the model embeds {vocabulary} "
+                    "tokens: a tokenizer of another model? --tokenizer names one"
+                )
+            yield Example(line, ids, start)
+
+    def laid_out(self, held: Sequence[Example], lay: Callable[[Sequence[Example], int], TokenBatch]) -> TokenBatch:
+        """Examples by `padded` or `aligned`, to be scored at the temperature of the text."""
+        return replace(lay(held, self.known.tokenizer.pad_token_id), temperature=self.holds.temperature or 1.0)
 
     def batches(self) -> Iterator[TextBatch]:
         """`batch_size` examples at a time, in the order of the file."""
         for held in in_batches(self.examples(), self.batch_size):
-            batch = laid_out(held, self.known.tokenizer.pad_token_id, [0] * len(held))
-            yield TextBatch([example.line for example in held], batch)
+            yield TextBatch([example.line for example in held], self.laid_out(held, padded))
 
     def nothing_left(self) -> DriftError:
         """The error where no example has a token to measure."""
@@ -118,42 +144,71 @@ def in_batches(source: Iterator[Example], size: int) -> Iterator[list[Example]]:
         yield held
 
 
-def check_file(path: Path, tokenizer: Any) -> int:
-    """Read every line once, keep none: the number of examples. Raises DriftError naming the line that is wrong."""
-    number = 0
-    for line, row in _rows(path):
-        number += 1
-        if _is_chat(row) and not getattr(tokenizer, "chat_template", None):
+def check_file(path: Path, tokenizer: Any) -> Holds:
+    """Read every line once, keep none: what there is. Raises DriftError naming the line that is wrong."""
+    kinds, temperatures, samplers = Counter[str](), set[float](), set[str | None]()
+    for line, row in rows(path):
+        kind = kind_of(row)
+        kinds[kind] += 1
+        temperatures.add(row.get("temperature", 1.0) if kind == "samples" else 1.0)
+        samplers.add(row.get("sampled_from") if kind == "samples" else None)
+        if len(temperatures) > 1:
+            raise DriftError(
+                f"{path} line {line}: tokens sampled at another temperature than those before "
+                f"({', '.join(map(str, sorted(temperatures)))}); all are scored at one. Split the file"
+            )
+        if is_chat(row) and not getattr(tokenizer, "chat_template", None):
             raise DriftError(
                 f"{path} line {line} holds chat messages, and the tokenizer has no chat template to turn them "
                 "into text. Write them out as prompt and completion, or name a tokenizer that has one (--tokenizer)."
             )
-    if not number:
+    if not kinds:
         raise DriftError(
             f"{path} holds no examples; expected one JSON object per line ({FORMS}), the same as columns of a "
             ".parquet, or a .txt of one text per line"
         )
-    return number
+    return Holds(dict(kinds), temperatures.pop(), samplers.pop() if len(samplers) == 1 else None)
+
+
+def question(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
+    """Token ids of what a line asks (of a chat, all before the last turn of the assistant; of a text, the text), and
+    how many."""
+    if "prompt_ids" in row:
+        ids = list(row["prompt_ids"])
+    elif is_chat(row):
+        asked = row["messages"] if "messages" in row else row["prompt"]
+        asked = asked[:-1] if asked[-1]["role"] == "assistant" else asked
+        text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        ids = _ids(tokenizer, text, special=False)
+    else:
+        ids = _open_ids(tokenizer, row["prompt"] if "prompt" in row else row["text"])
+    return ids, len(ids)
 
 
 def tokenised(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:
     """Token ids of a line and where its measured tokens start."""
-    if _is_chat(row):
+    if "completion_ids" in row:
+        return [*row["prompt_ids"], *row["completion_ids"]], len(row["prompt_ids"])
+    if is_chat(row):
         before, whole = _chat(row, tokenizer)
         if not before:
             return _ids(tokenizer, whole, special=False), 1
         prompt = _ids(tokenizer, before, special=False)
         return prompt + _ids(tokenizer, whole[len(before) :], special=False), max(1, len(prompt))
     if "completion" in row:
-        prompt = _ids(tokenizer, row["prompt"])
-        if len(prompt) > 1 and prompt[-1] == tokenizer.eos_token_id:  # some tokenizers end every text
-            prompt = prompt[:-1]
+        prompt = _open_ids(tokenizer, row["prompt"])
         return prompt + _ids(tokenizer, row["completion"], special=False), max(1, len(prompt))
     return _ids(tokenizer, row["text"] if "text" in row else row["prompt"]), 1
 
 
 def _ids(tokenizer: Any, text: str, special: bool = True) -> list[int]:
     return list(tokenizer(text, add_special_tokens=special)["input_ids"]) if text else []
+
+
+def _open_ids(tokenizer: Any, prompt: str) -> list[int]:
+    """Of a text that goes on: some tokenizers end every text."""
+    ids = _ids(tokenizer, prompt)
+    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
 
 def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
@@ -179,81 +234,9 @@ def _chat(row: dict[str, Any], tokenizer: Any) -> tuple[str, str]:
     )
 
 
-def _is_chat(row: dict[str, Any]) -> bool:
-    return "messages" in row or isinstance(row.get("prompt"), list)
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line or row from 1, example) of a file: `.txt` a text per line, `.parquet` a row each, any other JSONL."""
-    if not path.is_file():
-        raise DriftError(f"--prompts: there is no file {path}")
-    kind = path.suffix.lower()
-    if kind in (".csv", ".tsv"):
-        raise DriftError(
-            f"--prompts: {path}: {kind} is not read; write JSON lines, or a .parquet with such columns: {FORMS}"
-        )
-    for number, row in _table(path) if kind in TABLES else _lines(path, plain=kind == ".txt"):
-        problem = _problem(row)
-        if problem:
-            unit = "row" if kind in TABLES else "line"
-            raise DriftError(f"{path} {unit} {number}: {problem}; expected {FORMS}")
-        yield number, row
-
-
-def _lines(path: Path, plain: bool) -> Iterator[tuple[int, Any]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                text = line.decode("utf-8-sig")
-                row = {"text": text.rstrip("\r\n")} if plain else parse_json(text)
-            except ValueError as error:  # json's and unicode's errors are ValueErrors
-                what, wanted = ("UTF-8 text", "one text per line") if plain else ("JSON", FORMS)
-                raise DriftError(f"{path} line {number} is not {what} ({error}); expected {wanted}") from error
-            yield number, row
-
-
-def _table(path: Path) -> Iterator[tuple[int, Any]]:
-    """Rows of a Parquet file; a column without a value in a row is not there."""
-    number = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            columns = [name for name in file.schema_arrow.names if name in KEYS]
-            if not columns:
-                names = ", ".join(map(repr, file.schema_arrow.names[:5]))
-                raise DriftError(f"{path} has none of the columns {', '.join(KEYS)} ({names}); expected {FORMS}")
-            for batch in file.iter_batches(batch_size=256, columns=columns):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield number, {name: value for name, value in row.items() if value is not None}
-    except pa.ArrowException as error:
-        raise DriftError(f"{path} is no Parquet file: {error}") from error
-
-
-def _problem(row: Any) -> str | None:
-    if not isinstance(row, dict):
-        return f"a JSON {type(row).__name__} instead of an object"
-    if not {"text", "prompt", "messages"} & row.keys():
-        keys = ", ".join(map(repr, list(row)[:5])) or "no keys"
-        return f"none of the keys text, prompt and messages ({keys})"
-    if "completion" in row and not {"prompt", "messages"} & row.keys():
-        return "a completion without a prompt"
-    chat = [row[key] for key in ("messages", "prompt", "completion") if isinstance(row.get(key), list)]
-    for messages in chat:
-        if not messages or not all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and "content" in m for m in messages
-        ):
-            return "messages must be a list of objects with role and content, not empty"
-    for key in KEYS:
-        wanted = list if key == "messages" else str
-        if key in row and row[key] not in chat and not isinstance(row[key], wanted):
-            return f"{key} is a {type(row[key]).__name__}"
-    if isinstance(row.get("completion"), list) and not isinstance(row.get("messages", row.get("prompt")), list):
-        return "a completion of messages needs a prompt of messages"
-    if "completion" in row and "prompt" not in row and row["messages"][-1]["role"] == "assistant":
-        return "a completion after messages that end with a turn of the assistant"
-    return None
+def padded(held: Sequence[Example], pad: int) -> TokenBatch:
+    """Examples padded on the right."""
+    return laid_out(held, pad, [0] * len(held))
 
 
 def aligned(held: Sequence[Example], pad: int) -> TokenBatch:

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from moe_rl.drift import checkpoints as pair
+from moe_rl.drift.adapters import sources
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions, check_least
@@ -20,6 +21,8 @@ from moe_rl.drift.output import environment, finite, output_folder, progress, se
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Text, longest
+from moe_rl.drift.samples import check_sampling, to_measure
+from moe_rl.drift.samples import measured as measured_of
 from moe_rl.drift.sums import Sums, count
 from moe_rl.drift.words import pair_verdict
 from moe_rl.files import write_atomic, write_json
@@ -37,21 +40,24 @@ def run_drift(options: DriftOptions) -> Path:
     old, new = options.checkpoints
     names = short_names([old, new])
     output = output_folder(options.output, Path("runs") / "drift" / "_vs_".join(names), "drift.json")
-    found = pair.check({"OLD": old, "NEW": new}, options.tokenizer, options.trust_remote_code)
-    text = text_of(options, found)
+    of = sources({"OLD": old, "NEW": new}, options.base)
+    found = pair.check(of, options.tokenizer, options.trust_remote_code)
+    given = text_of(options, found, output)
     alone = options.one_at_a_time or not pair.fits_twice(found.parameters, dtype, device)
     if alone and not options.one_at_a_time:
         console.print("Two models do not fit into memory: one at a time.", style="dim")
     floor = Floor(options.floor_sequences)
     load = partial(pair.load, dtype=dtype, device=device, trust_remote_code=options.trust_remote_code)
-    load_old, load_new = partial(load, "OLD", old), partial(load, "NEW", new)
-    with unfinished(output) as folder, progress(console, (3 if alone else 1) * text.most_batches) as tick:
+    load_old, load_new = (partial(load, which, source) for which, source in of.items())
+    with unfinished(output) as folder:
+        text = to_measure(options, given, load_old, folder, output)
         wanted = options.per_site, options.gate_swap
-        if alone:
-            measured = one_at_a_time(load_old, load_new, text, *wanted, folder / "cache", floor, tick)
-        else:
-            measured = with_both(load_old(), load_new(), text, *wanted, floor, tick)
-        sums = _counted(measured, folder / "tokens.parquet")
+        with progress(console, (3 if alone else 1) * text.most_batches) as tick:
+            if alone:
+                measured = one_at_a_time(load_old, load_new, text, *wanted, folder / "cache", floor, tick)
+            else:
+                measured = with_both(load_old(), load_new(), text, *wanted, floor, tick)
+            sums = _counted(measured, folder / "tokens.parquet")
         if sums is None:
             raise text.nothing_left()
         shutil.rmtree(folder / "cache", ignore_errors=True)
@@ -75,10 +81,12 @@ def check_options(options: DriftOptions) -> tuple[str, torch.device]:
     return dtype, device
 
 
-def text_of(options: DriftOptions, known: pair.Checkpoints) -> Text:
-    """The text of a comparison, checked. Raises DriftError."""
+def text_of(options: DriftOptions, known: pair.Checkpoints, output: Path) -> Text:
+    """The text of a comparison, or of its prompts, checked. Raises DriftError."""
     most = longest(options.max_tokens, MAX_TOKENS, known.max_length)
-    return Text(options.prompts, known, most, options.batch_size)
+    text = Text(options.prompts, known, most, options.batch_size)
+    check_sampling(options, text, output)
+    return text
 
 
 def say(folder: Path) -> None:
@@ -128,7 +136,9 @@ def _results(
         "parameters": found.parameters,
         "routing_sites": len(counts.sites),
         "other_settings": found.other_settings,
+        "adapters": found.adapters,
         "experts_per_token": counts.site_deviation.shape[1] - 1,
+        "text": measured_of(text, old),
         "examples": text.number,
         "measured_sequences": shares.sequences.count,
         "measured_tokens": shares.tokens.count,

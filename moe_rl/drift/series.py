@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from moe_rl.drift import checkpoints
+from moe_rl.drift.adapters import sources
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.floor import Floor
 from moe_rl.drift.options import DriftOptions
@@ -29,9 +30,10 @@ from moe_rl.drift.output import (
     unfinished,
 )
 from moe_rl.drift.run import check_options, text_of
+from moe_rl.drift.samples import measured, to_measure
 from moe_rl.drift.series_page import draw, render, series_table
 from moe_rl.drift.series_passes import Held, Passes
-from moe_rl.drift.words import series_verdict, settings_sentence, swap_sentence
+from moe_rl.drift.words import adapters_sentence, series_verdict, settings_sentence, swap_sentence, text_sentence
 from moe_rl.files import write_atomic, write_json
 
 
@@ -49,13 +51,14 @@ def run_series(options: DriftOptions) -> Path:
     default = Path("runs") / "drift" / f"{names[0]}_to_{names[-1]}"
     output = output_folder(options.output, default, "series.json")
     labels = [f"checkpoint {i} ({name})" for i, name in enumerate(names, start=1)]
-    known = checkpoints.check(dict(zip(labels, paths, strict=True)), options.tokenizer, options.trust_remote_code)
-    text, floor = text_of(options, known), Floor(options.floor_sequences)
+    of = sources(dict(zip(labels, paths, strict=True)), options.base)
+    known = checkpoints.check(of, options.tokenizer, options.trust_remote_code)
+    given, floor = text_of(options, known, output), Floor(options.floor_sequences)
     settings = settings_of(options, "per_site", "one_at_a_time")  # of pairs alone
     helds: list[Held] = []
 
     def load(index: int) -> nn.Module:
-        return checkpoints.load(labels[index], paths[index], dtype, device, options.trust_remote_code)
+        return checkpoints.load(labels[index], of[labels[index]], dtype, device, options.trust_remote_code)
 
     def results_now() -> dict[str, Any]:
         return {
@@ -65,6 +68,8 @@ def run_series(options: DriftOptions) -> Path:
             "parameters": known.parameters,
             "routing_sites": len(known.sites),
             "other_settings": known.other_settings,
+            "adapters": known.adapters,
+            "text": measured(text, paths[0]),
             "examples": text.number,
             "truncated": text.truncated,
             "empty": text.empty,
@@ -74,18 +79,20 @@ def run_series(options: DriftOptions) -> Path:
             "environment": environment(device),
         }
 
-    total = (len(paths) + (1 if options.gate_swap else 0)) * text.most_batches
-    with unfinished(output) as folder, progress(Console(stderr=True), total) as tick:
-        passes = Passes(names, load, text, folder / "cache", tick)
-        first = passes.first(floor)
-        if not first.tokens:
-            raise text.nothing_left()
-        helds.append(first)
-        for index in range(1, len(paths)):
-            helds.append(passes.other(index, first.gates if options.gate_swap else None))
-            _write(folder, results_now(), helds, complete=False)
-        if options.gate_swap:
-            passes.swapped(helds[1:])
+    with unfinished(output) as folder:
+        text = to_measure(options, given, lambda: load(0), folder, output)
+        total = (len(paths) + (1 if options.gate_swap else 0)) * text.most_batches
+        with progress(Console(stderr=True), total) as tick:
+            passes = Passes(names, load, text, folder / "cache", tick)
+            first = passes.first(floor)
+            if not first.tokens:
+                raise text.nothing_left()
+            helds.append(first)
+            for index in range(1, len(paths)):
+                helds.append(passes.other(index, first.gates if options.gate_swap else None))
+                _write(folder, results_now(), helds, complete=False)
+            if options.gate_swap:
+                passes.swapped(helds[1:])
         shutil.rmtree(folder / "cache", ignore_errors=True)
         results = _write(folder, results_now(), helds, complete=True)
         figures = draw(results, pd.read_csv(folder / "sites.csv"), folder / "figures")
@@ -97,10 +104,13 @@ def say_series(folder: Path) -> None:
     """Print what a finished series says."""
     results = json.loads((folder / "series.json").read_text())
     print(results["verdict"])
+    print(f"Text: {text_sentence(results['text'], results['rows'][0]['name'])}.")
     if results["swap"]:
         print(results["swap"])
     if results["other_settings"]:
         print(f"Other settings: {settings_sentence(results['other_settings'])}")
+    if results["adapters"]:
+        print(f"Adapters: {adapters_sentence(results)}")
     shown = series_table(results["rows"])[["name", "slot_change", "token_change", "step_slot_change", "gap_mean"]]
     print(shown.to_string(index=False, float_format="%.3g"))
     print(f"report: {folder / 'report.html'}")

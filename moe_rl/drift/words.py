@@ -32,6 +32,36 @@ def settings_sentence(differ: Sequence[str]) -> str:
     return f"{'; '.join(differ)}. What that does is counted as weight, though no weight may have moved."
 
 
+KINDS = {
+    "completions": "completions as given",
+    "texts": "whole texts",
+    "prompts": "prompts without responses (what RL sees are responses: drift --sample)",
+}
+"""What is measured of an example (`kind_of`), in words; of samples see `text_sentence`."""
+
+
+def text_sentence(text: Mapping[str, Any], old: str) -> str:
+    """Which text was measured. old: the name of the checkpoint that is the first."""
+    whom = old if text["of_old"] else text["sampled_from"] or "another program"
+    heat = f"at temperature {text['temperature']:g}" if text["temperature"] else "greedily"
+    words = KINDS | {"samples": f"responses sampled from {whom} {heat}"}
+    if len(text["kinds"]) == 1:
+        return words[next(iter(text["kinds"]))]
+    return ", ".join(f"{words[kind]} ({number:,} examples)" for kind, number in text["kinds"].items())
+
+
+def own_samples(text: Mapping[str, Any]) -> bool:
+    """Whether all that was measured was drawn from the old checkpoint, so that averages over it are expectations."""
+    return bool(text["of_old"] and text["temperature"])
+
+
+def adapters_sentence(results: Mapping[str, Any]) -> str:
+    """What is said of checkpoints that are LoRA adapters."""
+    found, dtype = results["adapters"], results["settings"]["dtype"]
+    of = {base: ", ".join(name for name in found if found[name] == base) for base in found.values()}
+    return f"{'; '.join(f'{names} merged into {base}' for base, names in of.items())}, in {dtype}."
+
+
 def series_verdict(results: Mapping[str, Any]) -> str:
     """Of a series: the last against the first, the floor, and where most of it came."""
     rows = results["rows"]

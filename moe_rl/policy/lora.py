@@ -6,14 +6,20 @@ The routers' selection moves all the same, since the hidden states that they see
 import copy
 import importlib.util
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import nn
 
 from moe_rl.policy.tiny import ModelError
 from moe_rl.routing.sites import find_sites
+from moe_rl.yaml_files import parse_yaml
 
 INSTALL = "pip install '.[peft]' in the checkout of moe_rl"
 
@@ -63,12 +69,55 @@ def add_lora(model: Any, config: LoraConfig) -> Any:
         modules_to_save=routers,
     )
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by names that it renamed
+        with torch.random.fork_rng(devices=[]), peft_warnings():
             torch.manual_seed(config.seed)
             return peft.get_peft_model(model, settings)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ModelError(f"model.lora: PEFT cannot adapt {type(model).__name__}: {error}") from error
+
+
+@contextmanager
+def peft_warnings() -> Iterator[None]:
+    """Inside, PEFT does not warn of names that transformers renamed, nor of what is refused behind it; but of settings
+    that it does not know, of a later version."""
+    with warnings.catch_warnings():
+        for kind in (FutureWarning, UserWarning):
+            warnings.simplefilter("ignore", kind)
+        warnings.filterwarnings("default", "Unexpected keyword arguments")
+        yield
+
+
+def merged(policy: Any) -> Any:
+    """The model of a policy with adapters, these in its weights: W + (alpha / rank) B A, rounded to W's dtype, and the
+    trained copies of routers in their places. Raises ModelError for adapters of a kind that cannot be merged."""
+    try:
+        with peft_warnings():
+            return policy.merge_and_unload(safe_merge=True)
+    except (ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
+        raise ModelError(f"PEFT's merge_and_unload refuses: {error}") from error
+
+
+def of_lora_run(checkpoint: Path) -> bool:
+    """Whether a run with `model.lora` wrote the folder's weights: a model and adapters, by PEFT's names."""
+    try:
+        with safe_open(checkpoint / "model.safetensors", "pt") as file:
+            return any(".lora_A." in name for name in file.keys())  # noqa: SIM118  # no mapping
+    except (OSError, SafetensorError):  # not there, or damaged, which is said where it is loaded
+        return False
+
+
+def merged_run(model: Any, checkpoint: Path) -> Any:
+    """The model of a checkpoint that a run with `model.lora` wrote, its adapters merged. model: of its configuration,
+    with any weights; changed. Raises ModelError: no settings of the run beside the folder, or they do not fit."""
+    settings = checkpoint.absolute().parent / "config.yaml"
+    where = f"model.path: {checkpoint} is of a run with model.lora"
+    try:
+        policy = add_lora(model, LoraConfig(**parse_yaml(settings.read_bytes())["model"]["lora"]))
+        policy.load_state_dict(load_file(checkpoint / "model.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, ModelError) as error:
+        why = " ".join(str(error).split())
+        raise ModelError(f"{where}, and with the settings in {settings} it makes no model: {why[:300]}") from error
+    return merged(policy)
 
 
 def frozen_reference(model: Any, replaceable: bool = False) -> nn.Module:

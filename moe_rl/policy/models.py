@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moe_rl.checks import changed_since, unreadable_weights
 from moe_rl.measure.randomness import turn_off_randomness
 from moe_rl.policy.kept import COLD_START, REMEDY, kept_cold_start
-from moe_rl.policy.lora import LoraConfig, add_lora
+from moe_rl.policy.lora import LoraConfig, add_lora, merged_run, of_lora_run
 from moe_rl.policy.tiny import (
     TINY_EXPERTS,
     ColdStartConfig,
@@ -230,15 +230,16 @@ def taken_for_hub_id(path: str) -> str:
 
 def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
     """The model of a folder in hub format or of a hub id, on the CPU, or without `weights` on the meta device; its
-    dropout and router jitter are off, which a warning says.
+    dropout and router jitter are off, which a warning says. Of a run with `model.lora`: with its adapters merged.
 
     Raises ModelError, also for missing weights, and for a run's checkpoint that is not what was written."""
     path = check_path(path)
     wrong = changed_since(Path(path), "state.json", COLD_START)
     if wrong:
         raise ModelError(f"model.path: {wrong}")
+    of_lora = of_lora_run(Path(path))
     try:
-        with no_progress_bars():
+        with no_progress_bars(quiet=of_lora):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=DTYPES[config.dtype],
@@ -251,12 +252,8 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
         why = unreadable_weights(Path(path)) or f"{_brief(error)}{taken_for_hub_id(path)}"
         raise ModelError(f"model.path: cannot load {path}: {why}") from error
     model, report = loaded
-    if any(".lora_A." in name for name in report.get("unexpected_keys") or ()):
-        raise ModelError(
-            f"model.path: {path} is of a run with model.lora: it holds a model and adapters by PEFT's names. To make "
-            "them one model: load_policy as that run did, load_state_dict of this model.safetensors, then "
-            "merge_and_unload() and save_pretrained(), of the tokenizer, too"
-        )
+    if of_lora:
+        model, report = merged_run(model, Path(path)) if weights else model, {}
     for problem in ("missing_keys", "mismatched_keys"):
         if report.get(problem):
             raise ModelError(
@@ -278,11 +275,15 @@ def load_model(path: str, config: ModelConfig, weights: bool = True) -> Any:
     return model
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a tokenizer is saved there, with a model or without."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> Any:
     """Its tokenizer, padding on the left, with a padding token. Raises ModelError where there is no usable one."""
     folder = Path(path).expanduser()
-    alone = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    path = str(folder) if alone else check_path(path)
+    path = str(folder) if has_tokenizer(folder) else check_path(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, padding_side="left")
         if len(tokenizer) <= len(set(tokenizer.all_special_ids)):  # some classes come up empty without their files

@@ -8,7 +8,7 @@ One protocol, so that an interruption at any moment leaves a complete checkpoint
 
 `settle` brings any state that an interruption can leave back to one `checkpoint`, or none. The policy is in hub format
 (`config.json`, `model.safetensors`, tokenizer), so that any tool opens a checkpoint as a model; not under `model.lora`,
-where weights have PEFT's names.
+where weights have PEFT's names (`policy.models.load_model` merges them).
 
 `keep_policy_every` keeps the policies of earlier steps as well, each in a folder of its own (`keep_policy`).
 """

@@ -65,7 +65,7 @@ def odd(tmp_path_factory, tokenizer, saved):
         ("dense", "NEW: .*dense is no Mixture-of-Experts"),
         ("missing", "NEW: there is no folder .*missing"),
         ("empty", r"NEW: .*empty holds no model \(no config.json\)\n"),
-        ("adapters", r"NEW: .*adapters holds no model \(no config.json\) but LoRA adapters: merge them"),
+        ("adapters", r"NEW: .*adapters has no adapter_model.safetensors \(pickled adapters are not read\)"),
     ],
 )
 def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(

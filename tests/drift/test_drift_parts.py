@@ -11,7 +11,8 @@ import torch
 from moe_rl.drift.checkpoints import Checkpoints
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.passes import Measured
-from moe_rl.drift.prompts import KEYS, Example, Text, TextBatch, aligned, check_file, tokenised
+from moe_rl.drift.prompt_files import KEYS, kind_of
+from moe_rl.drift.prompts import Example, Text, TextBatch, aligned, check_file, tokenised
 from moe_rl.drift.sums import _median, count
 from moe_rl.measure.decompose import Decomposition
 from moe_rl.measure.scoring import TokenBatch
@@ -65,7 +66,7 @@ def test_every_form_of_a_line_and_what_is_measured_of_it(row, before, measured, 
     assert (spelled(tokenizer, ids[:start]), spelled(tokenizer, ids[start:])) == (before, measured)
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps(row))
-    assert check_file(path, tokenizer) == 1
+    assert check_file(path, tokenizer).kinds == {kind_of(row): 1}
 
 
 def test_of_a_template_that_leaves_out_past_thoughts_the_answer_alone_is_measured(tokenizer):
@@ -114,7 +115,8 @@ def test_plain_text_and_parquet_are_read_as_their_jsonl(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pq.write_table(pa.Table.from_pylist([dict.fromkeys(KEYS) | row for row in rows]), tmp_path / "a.parquet")
     found = [list(text_of(tmp_path / name, tokenizer).examples()) for name in ("a.jsonl", "a.parquet")]
-    assert found[0] == found[1] and len(found[0]) == 3 == check_file(tmp_path / "a.parquet", tokenizer)
+    assert found[0] == found[1] and len(found[0]) == 3
+    assert sum(check_file(tmp_path / "a.parquet", tokenizer).kinds.values()) == 3
     (tmp_path / "a.txt").write_bytes("\ufeffabcd\r\n\n{bc\n".encode())  # a brace makes no JSON of it
     with pytest.raises(DriftError, match=r"a\.txt line 3 cannot be tokenised"):
         list(text_of(tmp_path / "a.txt", tokenizer).examples())
@@ -129,7 +131,7 @@ def test_tables_that_cannot_be_read_are_named(tokenizer, tmp_path):
     with pytest.raises(DriftError, match=r"a\.parquet is no Parquet file"):
         check_file(path, tokenizer)
     pq.write_table(pa.table({"question": ["ab"]}), path)
-    with pytest.raises(DriftError, match=r"none of the columns text, prompt, completion, messages \('question'\)"):
+    with pytest.raises(DriftError, match=r"none of the columns text, prompt, completion, messages, .* \('question'\)"):
         check_file(path, tokenizer)
     pq.write_table(pa.table({"text": ["ab", None]}), path)
     with pytest.raises(DriftError, match="row 2: none of the keys"):

@@ -126,10 +126,10 @@ def test_other_routers_are_in_place_inside_the_block_only(tokenizer):
 def test_a_series_that_is_stopped_keeps_what_it_measured(folder, prompts, tmp_path, undrawn, monkeypatch, capsys):
     load = series.checkpoints.load
 
-    def stops(label, path, *rest):
-        if path.endswith("-100"):
+    def stops(label, source, *rest):
+        if source.base.endswith("-100"):
             raise KeyboardInterrupt
-        return load(label, path, *rest)
+        return load(label, source, *rest)
 
     monkeypatch.setattr(series.checkpoints, "load", stops)
     error = refused(capsys, "drift", folder, "--prompts", prompts, "--output", tmp_path / "out", status=130)
@@ -154,11 +154,14 @@ def test_what_the_arguments_mean(folder, tmp_path, tokenizer, prompts, capsys):
     save(build("granitemoe", tokenizer), tokenizer, ours / "checkpoint")
     assert chosen([str(ours), inside[0]]) == [str(ours / "checkpoint"), inside[0]]
     (tmp_path / "empty").mkdir()
-    (tmp_path / "lora" / "checkpoint-1").mkdir(parents=True)
-    (tmp_path / "lora" / "checkpoint-1" / "adapter_config.json").write_text("{}")
+    lora = [tmp_path / "lora" / f"checkpoint-{step}" for step in (9, 10)]
+    for adapters in lora:
+        adapters.mkdir(parents=True)
+        (adapters / "adapter_config.json").write_text("{}")
+    assert chosen([str(tmp_path / "lora")]) == [*map(str, lora)]
+    assert chosen([inside[0], str(tmp_path / "lora")]) == [inside[0], *map(str, lora)]
     for given, message in (
         ([str(tmp_path / "empty")], r"holds no checkpoint .*right inside\)$"),
-        ([str(tmp_path / "lora")], r"right inside\) but LoRA adapters: merge them"),
         ([inside[0]], "there is only"),
         ([], "none"),
     ):

@@ -102,6 +102,7 @@ PROMPTS = (
     {"prompt": "12+34=", "completion": "46"},
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
     {"prompt": [{"role": "user", "content": "hi"}], "completion": "ho"},
+    {"prompt_ids": [5, 6], "completion_ids": [7, 8], "temperature": 1.0, "sampled_from": "old"},
 )
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
@@ -121,7 +122,8 @@ def prompt_files(root: Path) -> Case:
         path.write_bytes(data if rng.random() < 0.8 else damaged_bytes(rng, data))
         chosen = tokenizer if rng.random() < 0.9 else plain
         known = Checkpoints(chosen, len(chosen), "", (), 0, None, ())
-        list(Text(path, known, rng.choice([2, 64]), 8).examples())
+        text = Text(path, known, rng.choice([2, 64]), 8)
+        list(text.examples() if rng.random() < 0.5 else text.questions(2))
         return "answered"
 
     return case

@@ -17,6 +17,7 @@ from fuzz_files import metrics_lines, prompt_files, route_files, study_files, ta
 from small_study import Case, Wrong, small_study
 
 from moe_rl.cli import main
+from moe_rl.drift.adapters import sources
 from moe_rl.drift.checkpoints import check
 from moe_rl.drift.checkpoints import load as load_checkpoint_of
 from moe_rl.drift.errors import DriftError
@@ -151,9 +152,9 @@ def damaged_folders(root: Path) -> Case:
         said_by(["study", str(folder / "study.yaml"), "--output", str(folder), "--no-figures"])
 
     def drift(folder: Path) -> None:
-        pair = [str(folder / arm / "seed0") for arm in ("grpo", "gspo")]
-        check(dict(zip(("OLD", "NEW"), pair, strict=True)))
-        load_checkpoint_of("NEW", pair[1], "float32", torch.device("cpu"), False)
+        pair = sources({name: str(folder / arm / "seed0") for name, arm in (("OLD", "grpo"), ("NEW", "gspo"))})
+        check(pair)
+        load_checkpoint_of("NEW", pair["NEW"], "float32", torch.device("cpu"), False)
 
     def page(folder: Path) -> None:
         api = watch.Api(watch.LiveStudies(folder))

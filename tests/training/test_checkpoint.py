@@ -14,12 +14,14 @@ from safetensors.torch import load_file
 
 from moe_rl.checks import changed_since
 from moe_rl.drift.checkpoints import chosen
+from moe_rl.files import write_atomic
 from moe_rl.policy.lora import LoraConfig
-from moe_rl.policy.models import ModelConfig, load_model, load_policy
+from moe_rl.policy.models import ModelConfig, load_model
 from moe_rl.policy.tiny import ModelError
 from moe_rl.rollout.engine import ModelEngine
 from moe_rl.routing import RoutedExperts
 from moe_rl.runlog import DamagedMetricsError, RunLog
+from moe_rl.study.config import dump_run
 from moe_rl.tables import write_table
 from moe_rl.training import MethodConfig, run, train, validate
 from moe_rl.training.batch import Batch
@@ -264,22 +266,24 @@ def test_any_tool_opens_a_checkpoint_as_a_model(state_of, tmp_path):
         load_model(str(tmp_path), ModelConfig())
 
 
-def test_a_checkpoint_of_adapters_says_how_it_becomes_a_model(state_of, tmp_path):
+def test_a_checkpoint_of_adapters_is_loaded_as_one_model_with_the_settings_of_its_run(state_of, tmp_path):
     pytest.importorskip("peft")
     lora = LoraConfig(rank=2, target_parameters=("mlp.experts.gate_up_proj",), train_router=True)
     config = replace(MICRO, model=replace(MICRO.model, lora=lora), optim=replace(MICRO.optim, steps=1))
     state = state_of(config, tmp_path / "run")
     run(state)
-    with pytest.raises(ModelError, match=r"of a run with model\.lora: .* load_policy .* merge_and_unload"):
+    settings = tmp_path / "run" / "config.yaml"
+    with pytest.raises(ModelError, match=r"of a run with model\.lora, and with the settings in .*run/config\.yaml"):
         load_model(str(tmp_path / "run"), ModelConfig())
-    policy, tokenizer = load_policy(config.model, state.task)
-    policy.load_state_dict(load_file(tmp_path / "run" / "checkpoint" / "model.safetensors"))
-    policy.merge_and_unload().save_pretrained(tmp_path / "merged")
-    tokenizer.save_pretrained(tmp_path / "merged")
+    write_atomic(settings, dump_run(config))
     ids = torch.tensor([[3, 4, 5]])
-    merged = load_model(str(tmp_path / "merged"), ModelConfig())
+    merged = load_model(str(tmp_path / "run"), ModelConfig())
+    assert not any("lora" in name or "modules_to_save" in name for name in merged.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, state.policy(ids).logits, atol=1e-5, rtol=1e-4)
+    write_atomic(settings, dump_run(replace(config, model=replace(config.model, lora=LoraConfig(rank=3)))))
+    with pytest.raises(ModelError, match=r"it makes no model: .*Missing key"):
+        load_model(str(tmp_path / "run"), ModelConfig())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["AdamW", "MasterAdamW"])

@@ -1,0 +1,126 @@
+"""Checkpoints that are LoRA adapters (PEFT): which model they are of, and how they are put on it."""
+
+import importlib.util
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from moe_rl.checks import parse_json
+from moe_rl.drift.errors import DriftError
+from moe_rl.policy.lora import INSTALL, merged, peft_warnings
+from moe_rl.policy.models import has_tokenizer
+from moe_rl.policy.tiny import ModelError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights are: a checkpoint (folder or hub id), and a folder of adapters to put on it."""
+
+    base: str
+    adapter: Path | None = None
+
+    @property
+    def tokenizer(self) -> str:
+        """Trainers save the tokenizer beside the adapters; where they did not, it is the model's."""
+        return str(self.adapter) if self.adapter is not None and has_tokenizer(self.adapter) else self.base
+
+
+def sources(paths: Mapping[str, str], base: str | None = None) -> dict[str, Source]:
+    """What each checkpoint is, by its name in messages. base: the model of those that are adapters; None: the one that
+    each names. Raises DriftError."""
+    found = {which: resolve(which, path, base) for which, path in paths.items()}
+    if base is not None and all(source.adapter is None for source in found.values()):
+        raise DriftError(f"--base: no folder of LoRA adapters ({CONFIG}) is among the checkpoints; leave it out")
+    return found
+
+
+def resolve(which: str, path: str, base: str | None = None) -> Source:
+    """Tell a checkpoint from a folder of adapters. Raises DriftError."""
+    folder = Path(path).expanduser()
+    if not (folder / CONFIG).is_file():
+        return Source(path)
+    if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        raise DriftError(
+            f"{which}: {folder} holds a model and LoRA adapters, and which is meant is not known. Move one of them to "
+            f"a folder of its own (merged adapters: remove {CONFIG} and {WEIGHTS})"
+        )
+    return adapters_of(which, folder, base)
+
+
+def adapters_of(which: str, folder: Path, base: str | None = None) -> Source:
+    """The adapters of a folder, and their model: `base`, or else the one that the folder names. A hub model that only
+    the folder names is taken from what is downloaded; nothing is fetched. Raises DriftError."""
+    folder = folder.expanduser()
+    try:
+        config = parse_json((folder / CONFIG).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DriftError(f"{which}: {folder} holds no LoRA adapters ({CONFIG}): {error}") from error
+    if not (folder / WEIGHTS).is_file():
+        raise DriftError(f"{which}: {folder} has no {WEIGHTS} (pickled adapters are not read)")
+    if importlib.util.find_spec("peft") is None:
+        raise DriftError(f"{which}: {folder} holds LoRA adapters, and the peft package is not installed. {INSTALL}")
+    remedy = f"Name the model: drift --base MODEL, floor MODEL --adapter {folder}"
+    if base is None:
+        named = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+        if not isinstance(named, str) or not named:
+            raise DriftError(f"{which}: {folder} holds adapters and does not say of what. {remedy}")
+        base = named if Path(named).expanduser().is_dir() else _downloaded(named, config.get("revision"))
+        if base is None:
+            raise DriftError(
+                f"{which}: {folder} holds adapters of {named}, which is neither a folder here nor a hub model that is "
+                f"downloaded. {remedy}"
+            )
+    if (Path(base).expanduser() / CONFIG).is_file():
+        raise DriftError(f"{which}: {base}, the model of the adapters in {folder}, holds adapters itself. {remedy}")
+    return Source(base, folder)
+
+
+def _downloaded(hub_id: str, revision: str | None) -> str | None:
+    """The folder of a hub model that is on this machine; None where it is not, or this is no hub id."""
+    try:
+        return str(Path(str(cached_file(hub_id, "config.json", revision=revision, local_files_only=True))).parent)
+    except Exception:  # of settings that are none, too
+        return None
+
+
+def put_on(which: str, model: Any, source: Source) -> Any:
+    """The model with the adapters beside its weights, as PEFT trains them. Raises DriftError: they do not fit."""
+    import peft
+
+    where = f"{which}: {source.adapter} does not fit {source.base}"
+    try:
+        with peft_warnings():
+            model = peft.PeftModel.from_pretrained(model, str(source.adapter))
+            found = model.load_adapter(str(source.adapter), model.active_adapter)  # says what it could not place
+    except Exception as error:  # PEFT's, safetensors' and those of damaged settings share no base class
+        raise DriftError(f"{where}: {type(error).__name__}: {error}") from error
+    for names, what in ((found.unexpected_keys, "has no place for"), (found.missing_keys, "is not given")):
+        if names:
+            raise DriftError(f"{where}: the model {what} {len(names)} tensors, first {names[0]}")
+    return model
+
+
+def merged_with(which: str, model: Any, source: Source) -> Any:
+    """The model with the adapters, and modules that were trained whole, in its weights: what PEFT's `merge_and_unload`
+    leaves. Raises DriftError: they do not fit, or no weights of this architecture compute the same."""
+    before = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    policy = put_on(which, model, source)
+    where = f"{which}: {source.adapter} cannot be merged into {source.base}"
+    weights = list(policy.named_parameters(remove_duplicate=False))
+    places = Counter(id(weight) for _, weight in weights)
+    for name, weight in weights:
+        if places[id(weight)] > 1 and (".base_layer." in name or ".original_module." in name):
+            raise DriftError(f"{where}: it adapts {name}, a weight that the model uses in two places (tied)")
+    try:
+        model = merged(policy)
+    except ModelError as error:
+        raise DriftError(f"{where}: {error}") from error
+    if {name: tensor.shape for name, tensor in model.state_dict().items()} != before:
+        raise DriftError(f"{where}: the result is of another architecture")
+    return model

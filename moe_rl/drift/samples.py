@@ -1,0 +1,89 @@
+"""Responses that OLD itself writes to the prompts: the text on which ratios and k3 are those of a policy update."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from moe_rl.drift.errors import DriftError
+from moe_rl.drift.options import DriftOptions, check_least
+from moe_rl.drift.output import partial_of, place_of, progress
+from moe_rl.drift.prompts import Text, aligned, in_batches
+from moe_rl.files import write_atomic
+from moe_rl.rollout.completions import UNWRITTEN, end_tokens
+from moe_rl.rollout.engine import ModelEngine, seeded_generator
+
+FILE = "samples.jsonl"
+"""Beside the results; `--prompts` takes it again."""
+
+
+def check_sampling(options: DriftOptions, text: Text, output: Path) -> None:
+    """Everything that can be wrong with sampling before a model is loaded. Raises DriftError."""
+    if text.path.resolve().is_relative_to(partial_of(output)):
+        raise DriftError(f"--prompts: {text.path} lies in a folder that is emptied first; move it elsewhere")
+    if options.sample is None:
+        for name in ("max_new_tokens", "temperature", "seed"):
+            if getattr(options, name) != getattr(DriftOptions, name):
+                raise DriftError(f"--{name.replace('_', '-')} is of --sample G, which was not given")
+        return
+    check_least(options, sample=1, max_new_tokens=1)
+    if not 0 <= options.temperature < float("inf"):
+        raise DriftError(f"--temperature: 0 (greedy) or a positive number, got {options.temperature}")
+    for _ in text.questions(options.max_new_tokens):
+        pass
+
+
+def to_measure(options: DriftOptions, text: Text, load: Callable[[], nn.Module], folder: Path, output: Path) -> Text:
+    """`text` as it stands or, under `sample`, the responses of the model that `load` gives, written to `folder`. A file
+    that lies in `output`, which `folder` will replace, is taken over."""
+    if text.path.resolve().is_relative_to(output.resolve()):
+        shutil.copyfile(text.path, folder / text.path.name)
+    if options.sample is None:
+        return text
+    size = max(1, options.batch_size // options.sample)
+    with progress(Console(stderr=True), -(-text.number // size)) as tick:
+        model = load()
+        rows = []
+        for lines in _sampled(model, text, options, size):
+            rows += lines
+            tick()
+    write_atomic(folder / FILE, "".join(rows))
+    return Text(folder / FILE, text.known, text.max_tokens, text.batch_size)
+
+
+def measured(text: Text, old: str) -> dict[str, Any]:
+    """What a text is, for the record and in words (`words.text_sentence`). old: the checkpoint that is the first."""
+    return {**asdict(text.holds), "of_old": text.holds.sampled_from == sampler_name(old)}
+
+
+def sampler_name(path: str) -> str:
+    """A checkpoint as the file of samples names it: a hub id, or a folder wherever the command is called."""
+    return str(place_of(path)) if Path(path).expanduser().exists() else path
+
+
+def _sampled(model: nn.Module, text: Text, options: DriftOptions, size: int) -> Iterator[list[str]]:
+    """The lines of the file, of `size` prompts at a time. What is drawn for a prompt follows from seed and line."""
+    G, N, tokenizer = options.sample or 0, options.max_new_tokens, text.known.tokenizer
+    device = next(model.parameters()).device
+    engine, ends = ModelEngine(model, tokenizer, options.batch_size), end_tokens(model, tokenizer).to(device)
+    common = {"temperature": options.temperature, "sampled_from": sampler_name(options.checkpoints[0])}
+    for held in in_batches(text.questions(N), size):
+        laid = aligned(held, tokenizer.pad_token_id)
+        drawn = [seeded_generator(options.seed, "drift", example.line) for example in held]
+        uniform = torch.cat([torch.rand(G, N, generator=one, dtype=torch.float64) for one in drawn]).to(device)
+        ids, mask = laid.input_ids.to(device), laid.attention_mask.to(device)
+        prompt = torch.arange(len(held) * G, device=device) // G
+        tokens, _, _ = engine.decode(ids, mask, prompt, uniform, ends, options.temperature, record=False)
+        lines = []
+        for row, of in zip(tokens.tolist(), prompt.tolist(), strict=True):
+            parts = {"prompt": held[of].ids, "completion": [token for token in row if token != UNWRITTEN]}
+            texts = {name: tokenizer.decode(part) for name, part in parts.items()}
+            whole = {**texts, **{f"{name}_ids": part for name, part in parts.items()}, **common}
+            lines.append(json.dumps(whole, ensure_ascii=False) + "\n")
+        yield lines
