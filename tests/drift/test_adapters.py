@@ -133,7 +133,7 @@ def test_adapters_that_are_not_what_they_seem_are_refused(
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
     error = refused(capsys, "drift", base, lora["whole"][0], "--prompts", prompts)
-    assert "the peft package is not installed. pip install 'moe_rl[peft]'" in error
+    assert "the peft package is not installed. pip install '.[peft]' in the checkout" in error
 
 
 def test_a_model_that_only_the_adapters_name_is_not_fetched(lora, tmp_path, monkeypatch):
