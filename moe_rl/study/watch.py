@@ -94,7 +94,9 @@ def print_alarms(folder: str | Path) -> int:
             found = LiveAlarms(run.folder / "metrics.jsonl", table).now(live.responses(run.name) == "policy")
             for alarm in table:
                 if steps := [step for step, _ in found["crossed"][alarm.name]]:
-                    when = f"at {len(steps)} steps, first {steps[0]}, last {steps[-1]}"
+                    when = f"at step {steps[0]}"
+                    if len(steps) > 1:
+                        when = f"at {len(steps)} steps, first {steps[0]}, last {steps[-1]}"
                     print(f"{name}: {alarm.name} crossed {when} ({alarm.rule})")
                 elif alarm.declared and alarm.name in found["lacks"]:
                     print(f"{name}: {alarm.name} has no value so far ({alarm.rule})")

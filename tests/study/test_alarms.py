@@ -197,6 +197,10 @@ def test_added_alarms_show_wherever_those_of_the_table_do(tmp_path, capsys):
         "mine/seed0: low crossed at 2 steps, first 0, last 1 (reward of the rollout rows below 0.3)",
         "mine/seed0: gone has no value so far (trl/k of the update rows above 1)",
     ]
+    study.write_text("alarms: {low: {metric: rollout.reward, below: 0.1}}")
+    with pytest.raises(SystemExit):
+        main(["watch", str(tmp_path / "s"), "--once"])
+    assert capsys.readouterr().out == "mine/seed0: low crossed at step 0 (reward of the rollout rows below 0.1)\n"
     study.write_text("alarms: {}")
     with pytest.raises(SystemExit) as end:
         main(["watch", str(tmp_path), "--once"])
