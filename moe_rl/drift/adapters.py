@@ -1,7 +1,6 @@
 """Checkpoints that are LoRA adapters (PEFT): which model they are of, and how they are put on it."""
 
 import importlib.util
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,12 +64,20 @@ def adapters_of(which: str, folder: Path, base: str | None = None) -> Source:
         raise DriftError(f"{which}: {folder} has no {WEIGHTS} (pickled adapters are not read)")
     if importlib.util.find_spec("peft") is None:
         raise DriftError(f"{which}: {folder} holds LoRA adapters, and the peft package is not installed. {INSTALL}")
+    kind = config.get("peft_type") if isinstance(config, dict) else None
+    if kind != "LORA":
+        raise DriftError(f"{which}: {folder} holds adapters of the kind {kind!r}; LoRA (peft_type LORA) is read")
     remedy = f"Name the model: drift --base MODEL, floor MODEL --adapter {folder}"
+    named, revision = config.get("base_model_name_or_path"), config.get("revision")
+    if revision and base == named and not Path(str(base)).expanduser().is_dir():
+        raise DriftError(
+            f"{which}: the adapters in {folder} are of revision {revision} of {base}. Download it (hf download {base} "
+            f"--revision {revision}) and leave the name out, or give its folder"
+        )
     if base is None:
-        named = config.get("base_model_name_or_path") if isinstance(config, dict) else None
         if not isinstance(named, str) or not named:
             raise DriftError(f"{which}: {folder} holds adapters and does not say of what. {remedy}")
-        base = named if Path(named).expanduser().is_dir() else _downloaded(named, config.get("revision"))
+        base = named if Path(named).expanduser().is_dir() else _downloaded(named, revision)
         if base is None:
             raise DriftError(
                 f"{which}: {folder} holds adapters of {named}, which is neither a folder here nor a hub model that is "
@@ -112,11 +119,6 @@ def merged_with(which: str, model: Any, source: Source) -> Any:
     before = {name: tensor.shape for name, tensor in model.state_dict().items()}
     policy = put_on(which, model, source)
     where = f"{which}: {source.adapter} cannot be merged into {source.base}"
-    weights = list(policy.named_parameters(remove_duplicate=False))
-    places = Counter(id(weight) for _, weight in weights)
-    for name, weight in weights:
-        if places[id(weight)] > 1 and (".base_layer." in name or ".original_module." in name):
-            raise DriftError(f"{where}: it adapts {name}, a weight that the model uses in two places (tied)")
     try:
         model = merged(policy)
     except ModelError as error:

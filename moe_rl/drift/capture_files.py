@@ -133,7 +133,10 @@ def _padded(
         )
     logps, name = None, name_of(names)
     if name is not None:
-        measured = next((read(key) for key in MASKS if key in names), None)
+        masks = [read(key) for key in MASKS if key in names]
+        measured = next(iter(masks), None)
+        if len(masks) > 1 and masks[0].shape == masks[1].shape:  # what was sampled, and of it what is in the loss
+            measured = masks[0] * masks[1]
         logps = padded_logps(name, read(name), measured, mask, str(path))
     rows = [b for b in range(len(tokens)) if mask[b].any()]
     return [(tokens[b, mask[b]], ids[b, mask[b]], None if logps is None else logps[b, mask[b]]) for b in rows]

@@ -40,7 +40,7 @@ def logps_of(row: Mapping[str, Any], tokens: Any, where: str) -> Float[np.ndarra
         return None
     try:
         values, named = _forms(row[name])
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         raise DriftError(
             f"{where}: {name} are in no form that is known ({type(error).__name__}: {error}); expected numbers, "
             "[number, token id, ...] each (SGLang), or what vLLM's server writes (content, or token_logprobs)"
@@ -59,9 +59,7 @@ def logps_of(row: Mapping[str, Any], tokens: Any, where: str) -> Float[np.ndarra
                 f"{where}, position {start + i}: {name} is of token {token}, the sequence has {tokens[start + i]} there"
             )
     held = [value is not None for value in values]
-    mask = next((row[key] for key in MASKS if key in row), None)
-    if mask is not None:
-        mask = np.asarray(mask).reshape(-1)
+    for mask in (np.asarray(row[key]).reshape(-1) for key in MASKS if key in row):
         if len(mask) != found or not ((mask == 0) | (mask == 1)).all():
             raise DriftError(f"{where}: the mask beside {name} is not {found} of 0 and 1")
         held = [there and bool(keep) for there, keep in zip(held, mask, strict=True)]
@@ -128,8 +126,8 @@ def _number(value: Any, where: str, name: str) -> float:
         if isinstance(value, bool | str):
             raise TypeError
         return float(value)
-    except (TypeError, ValueError) as error:
-        raise DriftError(f"{where}: {name} is {value!r}, not a number") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise DriftError(f"{where}: {name} is {repr(value)[:40]}, not a number") from error
 
 
 def _forms(given: Any) -> tuple[list[Any], list[int]]:
@@ -138,7 +136,9 @@ def _forms(given: Any) -> tuple[list[Any], list[int]]:
         entries = given.get("content")
         words = given.get("tokens", []) if entries is None else [entry["token"] for entry in entries]
         values = given["token_logprobs"] if entries is None else [entry["logprob"] for entry in entries]
-        ids = [int(word[9:]) for word in words if word.startswith("token_id:")]
+        ids = [
+            int(str(word).removeprefix("token_id:")) for word in words if isinstance(word, int) or "token_id:" in word
+        ]
         return list(values), ids if len(ids) == len(values) else []
     values = given.tolist() if hasattr(given, "tolist") else list(given)
     if values and isinstance(values[0], list | tuple):

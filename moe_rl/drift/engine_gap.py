@@ -55,7 +55,7 @@ def engine_gap(
         engines.append(Scored(pad_left_aligned(given[rows], 0), routes))
         start = rows.stop
     engine = _gaps(texts, live, engines)
-    why = FAULTY if result.faults else FAR if (engine["gap_mean"] or 0) > MOST else ""
+    why = FAULTY if result.faults else FAR if (engine["gap_mean"] or 0) > MOST else _missing(captured)
     return EngineGap(
         tokens=sum(measured),
         sequences=sum(tokens > 0 for tokens in measured),
@@ -66,6 +66,13 @@ def engine_gap(
         copy_dtype=str(other_arithmetic(model)).removeprefix("torch."),
         not_replayed=why,
     )
+
+
+def _missing(captured: Captured) -> str:
+    """Why nothing is replayed where rows have no route: tokens behind them inherit what the model chooses there."""
+    pairs = zip(captured.tokens, captured.ids, strict=True)
+    holes = sum(int((ids[: len(tokens) - 1] < 0).any((1, 2)).sum()) for tokens, ids in pairs)
+    return f"{count(holes, 'token')} without all of {'its' if holes == 1 else 'their'} routes." if holes else ""
 
 
 def other_arithmetic(model: nn.Module) -> torch.dtype:

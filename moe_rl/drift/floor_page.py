@@ -96,8 +96,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
 
 def say(results: Mapping[str, Any], console: Console) -> None:
     """The verdict, the table, and what is missing."""
-    console.print(results["verdict"], highlight=False)
-    console.print(f"Text: {text_sentence(results['text'], results['model'])}.", highlight=False)
+    console.print(results["verdict"], highlight=False, markup=False)
+    console.print(f"Text: {text_sentence(results['text'], results['model'])}.", highlight=False, markup=False)
     table = Table(*HEADS, box=None, pad_edge=False, header_style="bold")
     for column in table.columns[2:]:
         column.justify = "right"

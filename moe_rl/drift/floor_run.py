@@ -45,7 +45,9 @@ from moe_rl.measure.arithmetic import (
 )
 from moe_rl.measure.noise_floor import experts_implementation, first_line
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
+from moe_rl.policy.lora import refuse_tied
 from moe_rl.policy.models import ModelConfig, check_machine
+from moe_rl.policy.tiny import ModelError
 from moe_rl.routing import RoutingError
 from moe_rl.routing.errors import UnsupportedExpertsError
 from moe_rl.routing.experts import check_experts_name
@@ -175,9 +177,15 @@ def _measure(options: FloorOptions, source: Source, device: torch.device, found:
             found.measure(model, reference, dtype, variant, detail)
         if source.adapter is not None:  # last: in 16 bits merging rounds the weights for good
             try:
+                refuse_tied(model)
                 model.merge_adapter()
                 found.measure(model, reference, dtype, "merged", "adapters beside and in the weights")
-            except (RuntimeError, ValueError, NotImplementedError) as error:  # PEFT's, of kinds that do not merge
+            except (
+                ModelError,
+                RuntimeError,
+                ValueError,
+                NotImplementedError,
+            ) as error:  # PEFT's, of what does not merge
                 found.skip(dtype, "merged", first_line(error))
         first = first or (dtype, reference)
         del model

@@ -82,7 +82,7 @@ def unfinished(output: Path) -> Iterator[Path]:
         finally:
             (partial / ".lock").unlink(missing_ok=True)
             shutil.rmtree(partial / "cache", ignore_errors=True)
-            if partial.exists() and not any(partial.glob("*.csv")):
+            if partial.exists() and not any((*partial.glob("*.csv"), *partial.glob("samples.jsonl"))):
                 shutil.rmtree(partial)
 
 

@@ -15,7 +15,6 @@ from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import DriftOptions, check_least
 from moe_rl.drift.output import partial_of, place_of, progress
 from moe_rl.drift.prompts import Text, aligned, in_batches
-from moe_rl.files import write_atomic
 from moe_rl.rollout.completions import UNWRITTEN, end_tokens
 from moe_rl.rollout.engine import ModelEngine, seeded_generator
 
@@ -33,6 +32,13 @@ def check_sampling(options: DriftOptions, text: Text, output: Path) -> None:
                 raise DriftError(f"--{name.replace('_', '-')} is of --sample G, which was not given")
         return
     check_least(options, sample=1, max_new_tokens=1)
+    if "samples" in text.holds.kinds:
+        raise DriftError(
+            f"--sample: {text.path} holds responses already, several to a prompt. Measure them as they are, or "
+            "give the prompts that they were sampled for"
+        )
+    if options.device is not None and str(options.device).startswith("mps"):
+        raise DriftError("--sample: mps has no float64, which sampling draws with; take --device cpu")
     if not 0 <= options.temperature < float("inf"):
         raise DriftError(f"--temperature: 0 (greedy) or a positive number, got {options.temperature}")
     for _ in text.questions(options.max_new_tokens):
@@ -47,13 +53,14 @@ def to_measure(options: DriftOptions, text: Text, load: Callable[[], nn.Module],
     if options.sample is None:
         return text
     size = max(1, options.batch_size // options.sample)
-    with progress(Console(stderr=True), -(-text.number // size)) as tick:
-        model = load()
-        rows = []
-        for lines in _sampled(model, text, options, size):
-            rows += lines
+    with (
+        progress(Console(stderr=True), -(-text.number // size)) as tick,
+        open(folder / FILE, "w", encoding="utf-8") as file,
+    ):
+        for lines in _sampled(load(), text, options, size):
+            file.writelines(lines)
+            file.flush()  # what goes wrong afterwards does not take it along
             tick()
-    write_atomic(folder / FILE, "".join(rows))
     return Text(folder / FILE, text.known, text.max_tokens, text.batch_size)
 
 

@@ -167,10 +167,10 @@ class _RoutingReplay(ReplayTrainer):
             self._sampled.forget()
         elif self._listening:
             prompt_ids, completion_ids, _, _, logps, *_ = generated
-            if logps is None and self._measure_engine:
-                raise RoutingError("measure_engine compares log-probabilities, and the engine that samples gave none")
             fields = generated[5] if self.rollout_func is not None else {}
             self._sampled.take(fields, prompt_ids, completion_ids, logps)
+            if self._measure_engine and self._sampled.problem:
+                raise RoutingError(f"measure_engine compares log-probabilities: {self._sampled.problem}")
         return generated
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
@@ -247,7 +247,7 @@ class _RoutingReplay(ReplayTrainer):
             probes.append(ProbeBatch(score, mask[where], logps, routes))
         if sampled is not None:
             said = output.get("sampling_per_token_logps")
-            said = None if said is None else said[chosen.to(said.device)]
+            said = None if said is None or self._sampled.problem else said[chosen.to(said.device)]
             self._measures.engine(sampled.rows(chosen), probes, torch.cat(forced), said)
         return probes
 

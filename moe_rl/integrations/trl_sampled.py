@@ -20,6 +20,7 @@ class SampledRoutes:
     def __init__(self) -> None:
         self._collected: list[Any] = []  # of vLLM, in the order of its answers
         self._batch: tuple[list[Any], list[int], list[int]] | None = None
+        self.problem = ""  # of the batch's log-probabilities
 
     @contextmanager
     def asked_of_vllm(self, wanted: bool) -> Iterator[None]:
@@ -58,8 +59,8 @@ class SampledRoutes:
         answers: Sequence[Sequence[int]],
         logps: Sequence[Sequence[float | None]] | None = None,
     ) -> None:
-        """After a batch was sampled. RoutingError where a sequence has no routes, or log-probabilities (there need be
-        none) of another length than its answer."""
+        """After a batch was sampled. RoutingError where a sequence has no routes. `problem` then says why the engine's
+        log-probabilities cannot be compared; empty where they can."""
         found, self._collected = list(fields.get(FIELD, self._collected)), []
         missing = [i for i, one in enumerate(found) if one is None]
         if len(found) != len(answers) or missing:
@@ -68,13 +69,7 @@ class SampledRoutes:
                 f"{len(answers)} sequences; got {len(found)}, of which {len(missing)} are empty. rollout_func returns "
                 f"them as the field {FIELD!r}; vLLM must be started with enable_return_routed_experts and support it"
             )
-        pairs = [] if logps is None else list(zip_longest(map(len, logps), map(len, answers), fillvalue=0))
-        wrong = next((i for i, (said, tokens) in enumerate(pairs) if said != tokens), None)
-        if wrong is not None:
-            raise RoutingError(
-                f"sequence {wrong} of {len(answers)} has {pairs[wrong][0]} log-probabilities of the sampling engine, "
-                f"for {pairs[wrong][1]} tokens of its answer: rollout_func returns one for each, as 'logprobs'"
-            )
+        self.problem = _problem(logps, answers)
         self._batch = found, [len(x) for x in prompts], [len(x) for x in answers]
 
     def routes(self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int) -> RoutedExperts:
@@ -87,6 +82,23 @@ class SampledRoutes:
         mask = (position >= begin - first) & (position < begin + last)
         tokens = torch.where(mask, input_ids.cpu(), -1)
         return RoutedExperts.from_vllm(arrays, model, mask=mask, tokens=tokens).to(input_ids.device)
+
+
+def _problem(logps: Sequence[Sequence[float | None]] | None, answers: Sequence[Sequence[int]]) -> str:
+    """Why the log-probabilities of an engine are not one number (or None) for each token that it sampled."""
+    if logps is None:
+        return "the engine that samples gave none"
+    pairs = list(zip_longest(map(len, logps), map(len, answers), fillvalue=0))
+    wrong = next((i for i, (said, tokens) in enumerate(pairs) if said != tokens), None)
+    if wrong is not None:
+        return (
+            f"sequence {wrong} of {len(answers)} has {pairs[wrong][0]} log-probabilities of the sampling engine, "
+            f"for {pairs[wrong][1]} tokens of its answer: rollout_func returns one for each, as 'logprobs'"
+        )
+    values = [value for one in logps for value in one if value is not None]
+    if any(not isinstance(value, float | int) for value in values):
+        return f"rollout_func returns a {type(values[0]).__name__} for a token as 'logprobs', expected a number"
+    return "" if values or not any(answers) else "the engine that samples gave no token a log-probability"
 
 
 def replayed_in_chunks(

@@ -6,6 +6,7 @@ The routers' selection moves all the same, since the hidden states that they see
 import copy
 import importlib.util
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -87,9 +88,19 @@ def peft_warnings() -> Iterator[None]:
         yield
 
 
+def refuse_tied(policy: Any) -> None:
+    """Raises ModelError for an adapted weight that the model uses in two places: merging would move both."""
+    weights = list(policy.named_parameters(remove_duplicate=False))
+    places = Counter(id(weight) for _, weight in weights)
+    for name, weight in weights:
+        if places[id(weight)] > 1 and (".base_layer." in name or ".original_module." in name):
+            raise ModelError(f"it adapts {name}, a weight that the model uses in two places (tied)")
+
+
 def merged(policy: Any) -> Any:
     """The model of a policy with adapters, these in its weights: W + (alpha / rank) B A, rounded to W's dtype, and the
-    trained copies of routers in their places. Raises ModelError for adapters of a kind that cannot be merged."""
+    trained copies of routers in their places. Raises ModelError for adapters that cannot be merged."""
+    refuse_tied(policy)
     try:
         with peft_warnings():
             return policy.merge_and_unload(safe_merge=True)
@@ -117,7 +128,10 @@ def merged_run(model: Any, checkpoint: Path) -> Any:
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError, ModelError) as error:
         why = " ".join(str(error).split())
         raise ModelError(f"{where}, and with the settings in {settings} it makes no model: {why[:300]}") from error
-    return merged(policy)
+    try:
+        return merged(policy).requires_grad_(True)  # PEFT leaves it frozen, as it is beside adapters
+    except ModelError as error:
+        raise ModelError(f"{where}, which cannot be merged: {error}") from error
 
 
 def frozen_reference(model: Any, replaceable: bool = False) -> nn.Module:

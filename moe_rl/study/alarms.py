@@ -95,6 +95,8 @@ ALARMS: tuple[Alarm, ...] = (
 DECAY, WARM_UP = 0.97, 25  # of ZClip
 
 
+MOST = 10_000
+"""Values that a window may have."""
 FIELDS = ("metric", "above", "below", "spike", "over", "window", "title")
 """Of an alarm that a study adds; docs/run_folder.md has what each means."""
 
@@ -119,6 +121,8 @@ def alarms_of(own: Mapping[str, Any] | None) -> tuple[Alarm, ...]:
         raise AlarmError(f"alarms: expected a mapping of alarm to threshold, got {own!r}")
     table = {alarm.name: alarm for alarm in ALARMS}
     for name, value in own.items():
+        if not isinstance(name, str):
+            raise AlarmError(f"alarms: {name!r} is no name; put it in quotes")
         if name not in table:
             table[name] = _added(name, value, [*table])
         elif value is None:
@@ -147,8 +151,8 @@ def _added(name: Any, given: Any, known: list[str]) -> Alarm:
     threshold = _finite(f"{where}.{rule}", given[rule], "a finite number")
     if rule == "spike" and threshold <= 0:
         raise AlarmError(f"{where}.spike: standard deviations above the moving mean, so above 0; got {threshold:g}")
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise AlarmError(f"{where}.window: expected a whole number of values from 1 on, got {window!r}")
+    if isinstance(window, bool) or not isinstance(window, int) or not 1 <= window <= MOST:
+        raise AlarmError(f"{where}.window: expected a whole number of values from 1 to {MOST}, got {window!r}")
     if rule == "spike" and window > 1:
         raise AlarmError(f"{where}.window: a spike is told from a moving mean of its own; leave window out")
     if not isinstance(title, str) or not title.strip() or not_mathematics(title):
@@ -181,7 +185,7 @@ def _column(where: str, name: Any) -> tuple[str, str, str]:
 def _finite(where: str, value: Any, what: str) -> float:
     try:
         found = _number(float(value) if isinstance(value, str) else value)  # YAML 1.1 reads 1e-3 as a text
-    except ValueError:
+    except (ValueError, OverflowError):
         found = None
     if found is None:
         raise AlarmError(f"{where}: expected {what}; got {value!r}")
@@ -229,6 +233,7 @@ class RunAlarms:
         self.alarms, self.own = tuple(alarms), own
         self.seen = {alarm.name: 0 for alarm in self.alarms}
         self.crossed: dict[str, list[tuple[int, float]]] = {alarm.name: [] for alarm in self.alarms}
+        self.nulls: dict[str, int] = {}  # the first step at which a metric was null: not finite, or not to be had
         self.rewards: list[tuple[int, float]] = []
         self._spikes = {alarm.name: Spikes(alarm.threshold) for alarm in self.alarms if alarm.spike}
         self._latest = {alarm.name: deque[float](maxlen=alarm.window) for alarm in self.alarms}
@@ -243,6 +248,8 @@ class RunAlarms:
         for alarm in self.alarms:
             value = alarm.value(row)
             if value is None:
+                if row.get("kind") == alarm.kind and alarm.metric in row and row[alarm.metric] is None:
+                    self.nulls.setdefault(alarm.name, step)
                 continue
             self.seen[alarm.name] += 1
             latest, steps = self._latest[alarm.name], self.crossed[alarm.name]
@@ -273,10 +280,11 @@ class RunAlarms:
         return sorted((pair for pair in first if pair[1] <= end), key=lambda pair: pair[1])
 
     def summary(self) -> dict[str, Any]:
-        """As JSON: `crossed` ({alarm: [[step, value], ...]}, null for what is infinite), alarms whose signal the run `lacks`, `collapse`, `first`."""
+        """As JSON: `crossed` ({alarm: [[step, value], ...]}, null for what is infinite), alarms whose signal the run `lacks`, `nulls`, `collapse`, `first`."""
         return {
             "crossed": {name: [[step, _short(v)] for step, v in found] for name, found in self.crossed.items()},
             "lacks": [name for name, count in self.seen.items() if not count],
+            "nulls": self.nulls,
             "collapse": self.collapse,
             "first": [[alarm.name, step] for alarm, step in self.before_collapse()],
         }

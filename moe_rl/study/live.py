@@ -95,6 +95,16 @@ class LiveStudy:
         """Alarm thresholds that the study sets itself."""
         return self._config().get("alarms")
 
+    def check(self) -> None:
+        """Raises StudyDataError for a study.yaml that cannot be read; the page passes over one while it is written."""
+        path = self._study / "study.yaml"
+        try:
+            content = parse_yaml(path.read_bytes()) if path.exists() else {}
+        except (OSError, ValueError) as error:
+            raise StudyDataError(f"{path} cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            raise StudyDataError(f"{path} holds a {type(content).__name__}, expected a mapping")
+
     @property
     def _study(self) -> Path:
         """The folder of the study, of which `folder` may be one run."""

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from moe_rl.cli import main
 from moe_rl.drift import run, series
 from moe_rl.drift.adapters import Source, resolve
+from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import DriftOptions
 from moe_rl.drift.run import run_drift
 
@@ -148,9 +149,15 @@ def test_a_model_that_only_the_adapters_name_is_not_fetched(lora, tmp_path, monk
 
     folder = tmp_path / "hub"
     folder.mkdir()
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "o/name", "revision": "abc"}))
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "o/name", "revision": "abc"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
     (folder / "adapter_model.safetensors").write_bytes(b"")
     monkeypatch.setattr(adapters, "cached_file", cached)
     assert resolve("NEW", str(folder)) == Source(str(tmp_path / "snapshot"), folder)
     assert asked == [("o/name", {"revision": "abc", "local_files_only": True})]
     assert resolve("NEW", str(folder), "o/other") == Source("o/other", folder), "what the user names may be"
+    with pytest.raises(DriftError, match=r"are of revision abc of o/name\. Download it"):
+        resolve("NEW", str(folder), "o/name")
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "peft_type": "XLORA"}))
+    with pytest.raises(DriftError, match="adapters of the kind 'XLORA'"):  # PEFT fetches the adapters that it names
+        resolve("NEW", str(folder))

@@ -1,5 +1,6 @@
 """Alarms: what crosses a threshold, when, and what crossed before a collapse."""
 
+import json
 import math
 import random
 import re
@@ -150,7 +151,7 @@ def test_a_study_adds_alarms_on_any_metric():
         ({"metric": "update.k3", "above": float("nan")}, r"alarms\.mine\.above: expected a finite number; got nan"),
         ({"metric": "update.k3", "above": True}, "above: expected a finite number"),
         ({"metric": "update.k3", "spike": 0}, "spike: .* above 0"),
-        ({"metric": "update.k3", "above": 1, "window": 0}, "window: expected a whole number of values from 1 on"),
+        ({"metric": "update.k3", "above": 1, "window": 0}, "window: expected a whole number of values from 1 to 10000"),
         ({"metric": "update.k3", "spike": 1, "window": 2}, "window: a spike"),
         ({"metric": "update.k3", "above": 1, "over": "token"}, "over: update rows have no number 'token'"),
         ({"metric": "update.k3", "above": 1, "title": "$x_{$"}, "title: expected a text that figures can draw"),
@@ -201,6 +202,19 @@ def test_added_alarms_show_wherever_those_of_the_table_do(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["watch", str(tmp_path / "s"), "--once"])
     assert capsys.readouterr().out == "mine/seed0: low crossed at step 0 (reward of the rollout rows below 0.1)\n"
+    study.write_text("alarms: {high: {metric: rollout.reward, above: 9}}")
+    rows = tmp_path / "s" / "mine" / "seed0" / "metrics.jsonl"
+    was = rows.read_bytes()
+    rows.write_bytes(was + json.dumps({"kind": "rollout", "step": 7, "reward": None}).encode() + b"\n")
+    with pytest.raises(SystemExit) as end:
+        main(["watch", str(tmp_path / "s"), "--once"])
+    said = capsys.readouterr().out
+    assert end.value.code == 3 and said == "mine/seed0: rollout.reward is null from step 7 on (high)\n"
+    rows.write_bytes(was)
+    study.write_text("alarms: {high: ")
+    with pytest.raises(SystemExit) as end:
+        main(["watch", str(tmp_path / "s"), "--once"])
+    assert end.value.code == 1 and "study.yaml cannot be read" in capsys.readouterr().err
     study.write_text("alarms: {}")
     with pytest.raises(SystemExit) as end:
         main(["watch", str(tmp_path), "--once"])

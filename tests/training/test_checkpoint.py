@@ -279,6 +279,7 @@ def test_a_checkpoint_of_adapters_is_loaded_as_one_model_with_the_settings_of_it
     ids = torch.tensor([[3, 4, 5]])
     merged = load_model(str(tmp_path / "run"), ModelConfig())
     assert not any("lora" in name or "modules_to_save" in name for name in merged.state_dict())
+    assert all(parameter.requires_grad for parameter in merged.parameters()), "a run that begins here trains all of it"
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, state.policy(ids).logits, atol=1e-5, rtol=1e-4)
     write_atomic(settings, dump_run(replace(config, model=replace(config.model, lora=LoraConfig(rank=3)))))

@@ -41,7 +41,7 @@ def alarms(data: StudyData) -> Drawing:
         raise NothingToDraw("alarms: no signal crossed its threshold, and no run collapsed")
     frame = pd.DataFrame(rows, columns=["arm", "seed", "alarm", "step", "value", "threshold"])
     crossed = [alarm for alarm in table if (frame["alarm"] == alarm.name).any()]
-    steps = 1 + max(int(data.updates["step"].max()), *(step for _, step in falls), 0)
+    steps = 1 + max(int(data.updates["step"].max()), *frame["step"], *(step for _, step in falls), 0)
     heard = [alarm for alarm in table if any(seen.seen[alarm.name] for seen in runs.values())]
     notes = {
         "Never crossed": [alarm.title for alarm in heard if alarm not in crossed],
