@@ -172,6 +172,15 @@ def test_routes_with_a_fault_are_not_replayed(rerouted, tmp_path, capsys):
     assert "engine, routes replayed" not in said and "bfloat16 copy, routes replayed" in said
 
 
+def test_where_a_token_has_no_route_nothing_is_taken_apart(rerouted, tmp_path):
+    ids = [ids.astype(np.int64) for _, ids in captured_rows(rerouted)]
+    ids[1][3] = -1
+    path = lines(tmp_path / "x.jsonl", rerouted, sampled(rerouted), ids)
+    found = checked(CheckOptions(path, rerouted.model))
+    assert not found.faults and found.logprobs.not_replayed == "1 token without all of its routes."
+    assert "gap_mean_replayed" not in found.logprobs.engine
+
+
 def test_the_command_says_what_routing_makes(rerouted, tmp_path, capsys):
     path = lines(tmp_path / "x.jsonl", rerouted, sampled(rerouted))
     with pytest.raises(SystemExit, match="0"):

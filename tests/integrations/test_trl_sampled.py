@@ -110,6 +110,24 @@ def test_measuring_the_engine_changes_no_bit(tmp_path):
     assert set(logged(ours, "routing/replayed_fraction").values()) == {0.0}
 
 
+def saying(engine, per_token):
+    """The engine's answers with this as the log-probability of each token."""
+
+    def answer(prompts, trainer):
+        found = engine.answer(prompts, trainer)
+        return {**found, "logprobs": [[per_token] * len(said) for said in found["completion_ids"]]}
+
+    return answer
+
+
+@pytest.mark.parametrize("per_token", [None, [-1.0]])
+def test_r3_goes_on_without_log_probabilities_that_cannot_be_compared(per_token, tmp_path):
+    options = {"replay": "R3", "rollout_func": saying(Engine(), per_token)}
+    trainer = trained(routing_replay(GRPOTrainer), tmp_path, options=options)
+    assert min(logged(trainer, "routing/engine_slot_change").values()) > 0.3
+    assert not logged(trainer, "routing/engine_k3")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -117,11 +135,15 @@ def test_measuring_the_engine_changes_no_bit(tmp_path):
         ({"probe_sequences": 0}, "probe_sequences=0 probes none"),
         ({"given": {"logprobs": None}}, "the engine that samples gave none"),
         ({"given": {"logprobs": [[-1.0]] * 16}}, r"sequence 0 of 16 has 1 log-probabilities .* for 2 tokens"),
+        ({"per_token": None}, "gave no token a log-probability"),
+        ({"per_token": [-1.0]}, "a list for a token as 'logprobs', expected a number"),
         ({"given": {"routed_experts": []}}, r"for each of 16 sequences; got 0"),
     ],
 )
 def test_an_engine_that_cannot_be_measured_is_an_error(options, message, tmp_path):
     engine, given = Engine(), options.pop("given", None)
+    if "per_token" in options:
+        options["rollout_func"] = saying(engine, options.pop("per_token"))
     if given is not None:
         options["rollout_func"] = lambda prompts, trainer: {**engine.answer(prompts, trainer), **given}
     with pytest.raises(RoutingError, match=message):
