@@ -168,6 +168,23 @@ def test_a_table_row_takes_a_threshold_and_no_other_definition():
         alarms_of({"ess": {"metric": "update.ess_token", "below": 0.1}})
 
 
+def test_an_alarm_behind_the_last_update_is_drawn(tmp_path):
+    with RunWriter(tmp_path / "s", arm="mine", seed=0, config={"label": "Mine"}) as run:
+        for step in range(3):
+            run.rollout(step, reward=0.5)
+            run.update(step, 1, grad_norm=1.0)
+        run.eval(3, reward=0.1)
+    (tmp_path / "s" / "study.yaml").write_text("alarms: {low: {metric: eval.reward, below: 0.2}}")
+    assert FIGURES["alarms"](load(tmp_path / "s")).frame["step"].tolist() == [3]
+
+
+def test_an_alarm_needs_a_name_that_is_a_text():
+    with pytest.raises(AlarmError, match="False is no name; put it in quotes"):
+        alarms_of({False: {"metric": "rollout.reward", "below": 1}})
+    with pytest.raises(AlarmError, match="above: expected a finite number"):
+        alarms_of({"mine": {"metric": "rollout.reward", "above": 10**400}})
+
+
 def test_added_alarms_show_wherever_those_of_the_table_do(tmp_path, capsys):
     """On the page, in the report and its figure, and in text; where no run has the metric, that is said."""
     with RunWriter(tmp_path / "s", arm="mine", seed=0, config={"label": "Mine"}) as run:
