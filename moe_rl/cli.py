@@ -289,8 +289,7 @@ def drift_verb(arguments: list[str]) -> None:
             tyro.conf.Positional,
             tyro.conf.arg(metavar="OLD NEW [...]", help_behavior_hint="(two or more)"),
         ] = ()
-        """Folders in hub format or of LoRA adapters (PEFT), run folders or hub ids; a folder that holds several
-        checkpoints stands for them."""
+        """Folders in hub format or of LoRA adapters, run folders, hub ids; a folder of several stands for them."""
 
     options = parse(Options, arguments, "moe-rl drift")
     from moe_rl.drift.checkpoints import chosen

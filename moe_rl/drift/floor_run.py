@@ -180,12 +180,7 @@ def _measure(options: FloorOptions, source: Source, device: torch.device, found:
                 refuse_tied(model)
                 model.merge_adapter()
                 found.measure(model, reference, dtype, "merged", "adapters beside and in the weights")
-            except (
-                ModelError,
-                RuntimeError,
-                ValueError,
-                NotImplementedError,
-            ) as error:  # PEFT's, of what does not merge
+            except (ModelError, RuntimeError, ValueError, NotImplementedError) as error:  # PEFT raises many kinds
                 found.skip(dtype, "merged", first_line(error))
         first = first or (dtype, reference)
         del model
