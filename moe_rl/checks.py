@@ -99,16 +99,37 @@ def other_size(folder: Path, written: Mapping[str, int]) -> str:
 
 
 def unreadable_weights(folder: Path) -> str:
-    """The first file of a model's weights in a folder that cannot be read, and why, in words; empty if there is none.
-    safetensors names no file, and says of one that may not be read that there is none."""
+    """The first file of a model's weights in a folder that is missing or cannot be read, and why, in words; empty if
+    there is none, or no such folder."""
+    if not folder.is_dir():
+        return ""
+    for whole in ("model.safetensors", "pytorch_model.bin"):  # in transformers' order
+        if (folder / whole).is_file():
+            break
+        if (index := folder / f"{whole}.index.json").is_file():
+            try:
+                shards = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # of JSON that is no index
+                return f"{index} cannot be read ({error})"
+            missing = [name for name in shards if not (folder / str(name)).is_file()]
+            if missing:
+                return f"{folder / str(missing[0])} is missing, which {index.name} names"
+            break
+    else:
+        if not any((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+            return f"{folder} holds no weights (no model.safetensors)"
+    return next(filter(None, map(unreadable, sorted(folder.glob("model*.safetensors")))), "")
+
+
+def unreadable(path: Path) -> str:
+    """Why a safetensors file cannot be read, in words, from its header and its size; empty if it can. safetensors names
+    no file, and says of one that may not be read that there is none."""
     from safetensors import SafetensorError, safe_open
 
-    for path in sorted(folder.glob("model*.safetensors")):
-        try:
-            with open(path, "rb"), safe_open(path, "pt"):
-                pass
-        except OSError as error:
-            return f"{path} cannot be read ({error.strerror or error})"
-        except SafetensorError as error:
-            return f"{path} is damaged ({error})"
-    return ""
+    try:
+        with open(path, "rb"), safe_open(path, "pt"):
+            return ""
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror or error})"
+    except SafetensorError as error:
+        return f"{path} is damaged ({error})"

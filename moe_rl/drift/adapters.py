@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.utils import cached_file
 
-from moe_rl.checks import parse_json
+from moe_rl.checks import parse_json, unreadable
 from moe_rl.drift.errors import DriftError
 from moe_rl.policy.lora import INSTALL, merged, peft_warnings
 from moe_rl.policy.models import has_tokenizer
@@ -62,6 +62,8 @@ def adapters_of(which: str, folder: Path, base: str | None = None) -> Source:
         raise DriftError(f"{which}: {folder} holds no LoRA adapters ({CONFIG}): {error}") from error
     if not (folder / WEIGHTS).is_file():
         raise DriftError(f"{which}: {folder} has no {WEIGHTS} (pickled adapters are not read)")
+    if why := unreadable(folder / WEIGHTS):
+        raise DriftError(f"{which}: {why}")
     if importlib.util.find_spec("peft") is None:
         raise DriftError(f"{which}: {folder} holds LoRA adapters, and the peft package is not installed. {INSTALL}")
     kind = config.get("peft_type") if isinstance(config, dict) else None

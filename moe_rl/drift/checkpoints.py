@@ -1,5 +1,6 @@
 """Checkpoints of one architecture: which are meant, whether they can be compared, and the models in them."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from transformers.utils.hub import has_file
 
+from moe_rl.checks import sha256_of_bytes, unreadable_weights
 from moe_rl.drift.adapters import CONFIG, Source, merged_with, put_on
 from moe_rl.drift.errors import DriftError
 from moe_rl.measure.noise_floor import free_bytes
@@ -24,6 +28,7 @@ from moe_rl.policy.models import (
     pad_within,
     taken_for_hub_id,
     vocabulary_of,
+    weights_sha256,
 )
 from moe_rl.policy.tiny import ModelError
 from moe_rl.processes import suit_model
@@ -145,7 +150,8 @@ def named(which: str) -> Iterator[None]:
 
 
 def check(sources: Mapping[str, Source], tokenizer: str | None = None, trust_remote_code: bool = False) -> Checkpoints:
-    """Whether checkpoints can be compared, from configurations and tokenizers alone. Raises DriftError.
+    """Whether checkpoints can be compared, from configurations, tokenizers and what files there are; no weights are
+    read. Raises DriftError.
 
     sources: what each is called in messages (OLD, NEW) -> where it is; all are held against the first.
     """
@@ -248,8 +254,30 @@ def load(
     return suit_model(model.to(device)).eval()
 
 
+def fingerprint(model: Any) -> str:
+    """SHA-256 of a model's weights in their dtype and of the settings that its forward depends on: two models of which
+    it is equal say the same of every text, but for kernels."""
+    settings = json.dumps(_settings(model.config.to_dict()), sort_keys=True, default=str)
+    return sha256_of_bytes(f"{weights_sha256(model)} {settings}".encode())
+
+
+def _check_weights(which: str, path: str, name: str | None = None) -> None:
+    """Raises DriftError where weights are missing, cut off or may not be read, as far as names and headers tell. name:
+    of their file, where it is not one of transformers'."""
+    names = [name] if name else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
+    folder = Path(path)
+    try:
+        asked = ((name, local) for local in (True, False) for name in names)  # what is downloaded may be gated since
+        there = folder.is_dir() or any(has_file(path, name, local_files_only=local) for name, local in asked)
+        why = unreadable_weights(folder) if there else "there are none, neither on the hub nor downloaded"
+    except OSError as error:  # a gated model, and one that is gone
+        why = " ".join(str(error).split())
+    if why:
+        raise DriftError(f"{which}: the weights of {path} cannot be loaded: {why}")
+
+
 def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:
-    """The model without weights."""
+    """The model without weights, which are there."""
     with named(which):
         path = check_path(path)
     try:
@@ -264,6 +292,7 @@ def _skeleton(which: str, path: str, trust_remote_code: bool) -> Any:
         routing_sites(model)
     except UnsupportedModelError as error:
         raise DriftError(f"{which}: {path} is no Mixture-of-Experts: {error}") from error
+    _check_weights(which, path, getattr(config, "transformers_weights", None))
     return model
 
 

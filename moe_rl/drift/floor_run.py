@@ -119,7 +119,7 @@ def run_floor(options: FloorOptions) -> Path:
         "architecture": known.model_type,
         "parameters": known.parameters,
         "routing_sites": len(known.sites),
-        "text": measured(text, options.model),
+        "text": measured(text),
         "examples": text.number,
         "sequences": sum(len(batch.input_ids) for batch in texts),
         "measured_tokens": int(sum(batch.completion_mask.sum() for batch in texts)),

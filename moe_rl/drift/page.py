@@ -65,10 +65,13 @@ def draw(
 def summary(results: dict[str, Any]) -> list[tuple[str, str]]:
     """What the numbers say, topic by topic; the same sentences on the terminal and on the page."""
     change, parts, kl = results["change"], results["decomposition"], results["kl"]
+    prompts = results["measured_prompts"]
     found = [
         (
             "Text",
-            f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences: "
+            f"{results['measured_tokens']:,} tokens of {results['measured_sequences']:,} sequences"
+            + (f" ({count(prompts, 'prompt')})" if prompts < results["measured_sequences"] else "")
+            + ": "
             + text_sentence(results["text"], results["old_name"])
             + (
                 f"; {results['truncated']:,} examples cut to {results['settings']['max_tokens']}"

@@ -15,7 +15,7 @@ FORMS = (
     'or {"prompt_ids": [...], "completion_ids": [...]}'
 )
 IDS = ("prompt_ids", "completion_ids")
-KEYS = ("text", "prompt", "completion", "messages", *IDS, "temperature", "sampled_from")
+KEYS = ("text", "prompt", "completion", "messages", *IDS, "temperature", "sampled_from", "sampler_sha256")
 TABLES = (".parquet", ".pq")
 
 
@@ -119,4 +119,5 @@ def _problem_of_ids(row: dict[str, Any]) -> str | None:
     temperature = row.get("temperature", 1.0)
     if type(temperature) not in (int, float) or not 0 <= temperature < float("inf"):
         return "temperature must be 0 (greedy) or a positive number"
-    return None if isinstance(row.get("sampled_from", ""), str) else "sampled_from must be a text"
+    wrong = [key for key in ("sampled_from", "sampler_sha256") if not isinstance(row.get(key, ""), str)]
+    return f"{wrong[0]} must be a text" if wrong else None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from moe_rl.checks import sha256_of_bytes
 from moe_rl.drift.checkpoints import Checkpoints
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.prompt_files import FORMS, is_chat, kind_of, rows
@@ -17,21 +18,25 @@ from moe_rl.measure.scoring import TokenBatch
 
 @dataclass(frozen=True)
 class Example:
-    """One line, tokenised. Its measured tokens are `ids[start:]`."""
+    """One line, tokenised. Its measured tokens are `ids[start:]`. prompt: the first line with the same prompt, or the
+    same text where all of it is measured; 0 where none was looked for."""
 
     line: int
     ids: list[int]
     start: int
+    prompt: int = 0
 
 
 @dataclass(frozen=True)
 class Holds:
     """What a file holds: examples by what of them is measured (`kind_of`); the temperature at which all tokens were
-    sampled, 1 where none is given; who sampled them, by one name in every example, else None."""
+    sampled, 1 where none is given; where their sampler lay, and its `fingerprint`, if one in every example, else
+    None."""
 
     kinds: dict[str, int]
     temperature: float
     sampled_from: str | None
+    sampler_sha256: str | None
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class TextBatch:
     """Examples as tensors, padded on the right."""
 
     lines: list[int]
+    prompts: list[int]
     text: TokenBatch
 
 
@@ -46,7 +52,8 @@ class Text:
     """The examples of a file, from the beginning as often as they are wanted.
 
     known: the model's tokenizer, and how many tokens and positions it has. number: how many examples there are.
-    holds: of what kind. Sampled tokens are scored at the temperature at which they were sampled (greedy ones at 1).
+    holds: of what kind. of_old: whether the checkpoint that is the first wrote them (`samples.recognising`), None where
+    that is not known. Sampled tokens are scored at the temperature at which they were sampled (greedy ones at 1).
     truncated, empty: of the latest pass, those that were cut, and those without a token to measure; all passes are
     alike.
 
@@ -57,6 +64,7 @@ class Text:
         self.path, self.known, self.max_tokens, self.batch_size = path, known, max_tokens, batch_size
         self.holds = check_file(path, known.tokenizer)
         self.number, self.truncated, self.empty = sum(self.holds.kinds.values()), 0, 0
+        self.of_old: bool | None = None
 
     @property
     def most_batches(self) -> int:
@@ -78,7 +86,7 @@ class Text:
             if whole.start >= min(len(whole.ids), self.max_tokens):
                 self.empty += 1
             else:
-                yield Example(whole.line, whole.ids[: self.max_tokens], whole.start)
+                yield replace(whole, ids=whole.ids[: self.max_tokens])
 
     def questions(self, new: int) -> Iterator[Example]:
         """What each example asks, without the completion that it may have; `start` is its length.
@@ -98,6 +106,7 @@ class Text:
 
     def _tokenised(self, how: Callable[[dict[str, Any], Any], tuple[list[int], int]]) -> Iterator[Example]:
         tokenizer, vocabulary = self.known.tokenizer, self.known.vocabulary
+        first = dict[str, int]()
         for line, row in rows(self.path):
             try:
                 ids, start = how(row, tokenizer)
@@ -109,7 +118,8 @@ class Text:
                     f"{self.path} line {line} has token {largest} ({name!r}), and the model embeds {vocabulary} "
                     "tokens: a tokenizer of another model? --tokenizer names one"
                 )
-            yield Example(line, ids, start)
+            prompt = ids if kind_of(row) in ("texts", "prompts") else ids[:start]
+            yield Example(line, ids, start, first.setdefault(sha256_of_bytes(repr(prompt).encode()), line))
 
     def laid_out(self, held: Sequence[Example], lay: Callable[[Sequence[Example], int], TokenBatch]) -> TokenBatch:
         """Examples by `padded` or `aligned`, to be scored at the temperature of the text."""
@@ -118,7 +128,8 @@ class Text:
     def batches(self) -> Iterator[TextBatch]:
         """`batch_size` examples at a time, in the order of the file."""
         for held in in_batches(self.examples(), self.batch_size):
-            yield TextBatch([example.line for example in held], self.laid_out(held, padded))
+            lines, prompts = [example.line for example in held], [example.prompt for example in held]
+            yield TextBatch(lines, prompts, self.laid_out(held, padded))
 
     def nothing_left(self) -> DriftError:
         """The error where no example has a token to measure."""
@@ -146,12 +157,14 @@ def in_batches(source: Iterator[Example], size: int) -> Iterator[list[Example]]:
 
 def check_file(path: Path, tokenizer: Any) -> Holds:
     """Read every line once, keep none: what there is. Raises DriftError naming the line that is wrong."""
-    kinds, temperatures, samplers = Counter[str](), set[float](), set[str | None]()
+    kinds, temperatures = Counter[str](), set[float]()
+    samplers: dict[str, set[str | None]] = {"sampled_from": set(), "sampler_sha256": set()}
     for line, row in rows(path):
         kind = kind_of(row)
         kinds[kind] += 1
         temperatures.add(row.get("temperature", 1.0) if kind == "samples" else 1.0)
-        samplers.add(row.get("sampled_from") if kind == "samples" else None)
+        for key, found in samplers.items():
+            found.add(row.get(key) if kind == "samples" else None)
         if len(temperatures) > 1:
             raise DriftError(
                 f"{path} line {line}: tokens sampled at another temperature than those before "
@@ -167,7 +180,8 @@ def check_file(path: Path, tokenizer: Any) -> Holds:
             f"{path} holds no examples; expected one JSON object per line ({FORMS}), the same as columns of a "
             ".parquet, or a .txt of one text per line"
         )
-    return Holds(dict(kinds), temperatures.pop(), samplers.pop() if len(samplers) == 1 else None)
+    of = {key: found.pop() if len(found) == 1 else None for key, found in samplers.items()}
+    return Holds(dict(kinds), temperatures.pop(), **of)
 
 
 def question(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], int]:

@@ -21,7 +21,7 @@ from moe_rl.drift.output import environment, finite, output_folder, progress, se
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Text, longest
-from moe_rl.drift.samples import check_sampling, to_measure
+from moe_rl.drift.samples import check_sampling, recognising, to_measure
 from moe_rl.drift.samples import measured as measured_of
 from moe_rl.drift.sums import Sums, count
 from moe_rl.drift.words import pair_verdict
@@ -51,12 +51,13 @@ def run_drift(options: DriftOptions) -> Path:
     load_old, load_new = (partial(load, which, source) for which, source in of.items())
     with unfinished(output) as folder:
         text = to_measure(options, given, load_old, folder, output)
+        load_first = recognising(text, load_old)
         wanted = options.per_site, options.gate_swap
         with progress(console, (3 if alone else 1) * text.most_batches) as tick:
             if alone:
-                measured = one_at_a_time(load_old, load_new, text, *wanted, folder / "cache", floor, tick)
+                measured = one_at_a_time(load_first, load_new, text, *wanted, folder / "cache", floor, tick)
             else:
-                measured = with_both(load_old(), load_new(), text, *wanted, floor, tick)
+                measured = with_both(load_first(), load_new(), text, *wanted, floor, tick)
             sums = _counted(measured, folder / "tokens.parquet")
         if sums is None:
             raise text.nothing_left()
@@ -138,9 +139,10 @@ def _results(
         "other_settings": found.other_settings,
         "adapters": found.adapters,
         "experts_per_token": counts.site_deviation.shape[1] - 1,
-        "text": measured_of(text, old),
+        "text": measured_of(text),
         "examples": text.number,
         "measured_sequences": shares.sequences.count,
+        "measured_prompts": sums.prompts.count,
         "measured_tokens": shares.tokens.count,
         "truncated": text.truncated,
         "empty": text.empty,

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from moe_rl.drift.checkpoints import fingerprint
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import DriftOptions, check_least
 from moe_rl.drift.output import partial_of, place_of, progress
@@ -64,14 +65,22 @@ def to_measure(options: DriftOptions, text: Text, load: Callable[[], nn.Module],
     return Text(folder / FILE, text.known, text.max_tokens, text.batch_size)
 
 
-def measured(text: Text, old: str) -> dict[str, Any]:
-    """What a text is, for the record and in words (`words.text_sentence`). old: the checkpoint that is the first."""
-    return {**asdict(text.holds), "of_old": text.holds.sampled_from == sampler_name(old)}
+def recognising(text: Text, load: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """`load`, of the checkpoint that is the first; after it `text.of_old` says whether that wrote the samples: a folder
+    may hold other weights by now, or be read with another base or dtype."""
+
+    def loaded() -> nn.Module:
+        model = load()
+        if text.holds.sampler_sha256 is not None:
+            text.of_old = text.of_old is not False and text.holds.sampler_sha256 == fingerprint(model)
+        return model
+
+    return loaded
 
 
-def sampler_name(path: str) -> str:
-    """A checkpoint as the file of samples names it: a hub id, or a folder wherever the command is called."""
-    return str(place_of(path)) if Path(path).expanduser().exists() else path
+def measured(text: Text) -> dict[str, Any]:
+    """What a text is, for the record and in words (`words.text_sentence`)."""
+    return {**asdict(text.holds), "of_old": text.of_old}
 
 
 def _sampled(model: nn.Module, text: Text, options: DriftOptions, size: int) -> Iterator[list[str]]:
@@ -79,7 +88,9 @@ def _sampled(model: nn.Module, text: Text, options: DriftOptions, size: int) -> 
     G, N, tokenizer = options.sample or 0, options.max_new_tokens, text.known.tokenizer
     device = next(model.parameters()).device
     engine, ends = ModelEngine(model, tokenizer, options.batch_size), end_tokens(model, tokenizer).to(device)
-    common = {"temperature": options.temperature, "sampled_from": sampler_name(options.checkpoints[0])}
+    old = options.checkpoints[0]
+    place = str(place_of(old)) if Path(old).expanduser().exists() else old  # wherever the command is called
+    common = {"temperature": options.temperature, "sampled_from": place, "sampler_sha256": fingerprint(model)}
     for held in in_batches(text.questions(N), size):
         laid = aligned(held, tokenizer.pad_token_id)
         drawn = [seeded_generator(options.seed, "drift", example.line) for example in held]

@@ -30,7 +30,7 @@ from moe_rl.drift.output import (
     unfinished,
 )
 from moe_rl.drift.run import check_options, text_of
-from moe_rl.drift.samples import measured, to_measure
+from moe_rl.drift.samples import measured, recognising, to_measure
 from moe_rl.drift.series_page import draw, render, series_table
 from moe_rl.drift.series_passes import Held, Passes
 from moe_rl.drift.words import adapters_sentence, series_verdict, settings_sentence, swap_sentence, text_sentence
@@ -69,7 +69,7 @@ def run_series(options: DriftOptions) -> Path:
             "routing_sites": len(known.sites),
             "other_settings": known.other_settings,
             "adapters": known.adapters,
-            "text": measured(text, paths[0]),
+            "text": measured(text),
             "examples": text.number,
             "truncated": text.truncated,
             "empty": text.empty,
@@ -83,7 +83,8 @@ def run_series(options: DriftOptions) -> Path:
         text = to_measure(options, given, lambda: load(0), folder, output)
         total = (len(paths) + (1 if options.gate_swap else 0)) * text.most_batches
         with progress(Console(stderr=True), total) as tick:
-            passes = Passes(names, load, text, folder / "cache", tick)
+            first_of = recognising(text, lambda: load(0))
+            passes = Passes(names, lambda i: load(i) if i else first_of(), text, folder / "cache", tick)
             first = passes.first(floor)
             if not first.tokens:
                 raise text.nothing_left()

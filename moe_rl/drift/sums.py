@@ -1,4 +1,5 @@
-"""What is counted while the text streams by: sums of fixed size, whatever the length of the text."""
+"""What is counted while the text streams by: sums of fixed size, whatever the length of the text, and five numbers of
+each sequence."""
 
 import math
 from dataclasses import dataclass, fields
@@ -30,7 +31,8 @@ class Sums:
 
     counts: ChangeCounts
     shares: Shares
-    clusters: Moments
+    sequences: list[Tensor]
+    """[B, 5] of every batch: slots, sites and tokens changed, tokens, and the number of the prompt."""
     load: Tensor
     sizes: Tensor
     divergence: Tensor
@@ -49,9 +51,9 @@ class Sums:
     # -- what it comes to -----------------------------------------------------------------------------------------
 
     def rates(self) -> dict[str, dict[str, float]]:
-        """Slot, site and token change: rate, numerator, denominator, and a 95 % interval over sequences (a ratio
-        estimator's, Student's with sequences as clusters; NaN with one sequence)."""
-        counts, clusters = self.counts, self.clusters
+        """Slot, site and token change: rate, numerator, denominator, and a 95 % interval over prompts (a ratio
+        estimator's, Student's with the sequences of a prompt as a cluster; NaN with one prompt)."""
+        counts, clusters = self.counts, self.prompts
         n, covariance = clusters.count, clusters.covariance
         student = float(stdtrit(n - 1, 0.975)) if n > 1 else math.nan  # of two sequences 12.7, of many 1.96
         found = rates_of(counts)
@@ -64,6 +66,14 @@ class Sums:
             low, high = (half, half) if math.isnan(half) else (max(0.0, rate - half), min(1.0, rate + half))
             found[level] = {"rate": rate, "low": low, "high": high, "changed": row["changed"], "of": row["of"]}
         return found
+
+    @property
+    def prompts(self) -> Moments:
+        """Of slots, sites and tokens changed, and of tokens, over prompts: of each the sum of its sequences, which vary
+        together."""
+        rows = torch.cat(self.sequences)
+        _, place = rows[:, 4].unique(return_inverse=True)
+        return Moments.of(rows.new_zeros(int(place.max()) + 1, 4).index_add_(0, place, rows[:, :4]))
 
     def swaps(self) -> dict[str, dict[str, dict[str, float]]] | None:
         """Slot, site and token change by new routers on the old body (`routers`) and by old routers on the new body
@@ -145,10 +155,11 @@ def count(measured: Measured) -> tuple[Sums, dict[str, np.ndarray]]:
     log_ratios = torch.stack([parts.log_ratio, parts.weight, parts.routing])[:, mask]
     before = flips.roll(1, 1)  # token t is predicted at t - 1; the first of a row follows nothing and is 0
     routers, body = (change_counts(old, own, mask) for own in measured.swapped) if measured.swapped else (None, None)
+    prompts = torch.tensor(measured.batch.prompts)
     sums = Sums(
         counts=change_counts(old, new, mask),
         shares=parts.shares(),
-        clusters=Moments.of(torch.cat([numerators.sum(1), mask.sum(1, keepdim=True)], 1).double()),
+        sequences=[torch.cat([numerators.sum(1), mask.sum(1, keepdim=True), prompts[:, None]], 1).double()],
         load=torch.stack([expert_load(old, mask), expert_load(new, mask)]),
         sizes=torch.stack([_bins(row.abs(), SIZES) for row in log_ratios]),
         divergence=torch.stack([-log_ratios, log_ratios.expm1() - log_ratios]).sum(-1),

@@ -34,11 +34,13 @@ OF_RATIOS = ("gap_mean", "gap_p99", "gap_max", "k3", "chi2_token", "chi2_sequenc
 def engine_metrics(
     logps: Float[Tensor, "B T"], rollout_logps: Float[Tensor, "B T"], mask: Shaped[Tensor, "B T"]
 ) -> dict[str, Tensor]:
-    """All that is said of two engines' scores of the same tokens: `gap_metrics` with chi2 and effective sample size, and
-    the peers' `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics` of w."""
+    """All that is said of two engines' scores of the same tokens: how many (`measured`), `gap_metrics` with chi2 and
+    effective sample size, and the peers' `mismatch_metrics`, `importance_weight_metrics` and `ratio_range_metrics` of w.
+    """
     mask = as_bool_mask(mask)
     d = token_log_ratio(logps, rollout_logps, mask).detach()
     return {
+        "measured": mask.sum(),
         **gap_metrics(logps, rollout_logps, mask, names=OF_RATIOS),
         **mismatch_metrics(logps, rollout_logps, mask),
         **importance_weight_metrics(d, mask),

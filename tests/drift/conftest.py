@@ -5,7 +5,7 @@ import json
 import pytest
 from drift_models import ALPHABET, TEXTS, build, captured, moved, save
 
-from moe_rl.drift import run
+from moe_rl.drift import run, series
 from moe_rl.policy.tiny import char_tokenizer
 
 
@@ -44,3 +44,4 @@ def prompts(tmp_path):
 @pytest.fixture
 def undrawn(monkeypatch):
     monkeypatch.setattr(run, "draw", lambda *_: [])
+    monkeypatch.setattr(series, "draw", lambda *_: [])

@@ -3,6 +3,7 @@
 import copy
 import errno
 import io
+import json
 import re
 from types import SimpleNamespace
 
@@ -21,6 +22,8 @@ from transformers import (
 )
 
 from moe_rl.cli import main
+from moe_rl.drift.options import DriftOptions
+from moe_rl.drift.run import run_drift
 from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
 
@@ -96,6 +99,12 @@ def padded(texts, tokenizer):
     width = max(map(len, texts))
     ids = torch.tensor([tokenizer(text)["input_ids"] + [0] * (width - len(text)) for text in texts])
     return ids, torch.arange(width) < torch.tensor([[len(text)] for text in texts])
+
+
+def compared(output, prompts, *paths, **options):
+    """The results of two checkpoints on a text, without a noise floor."""
+    options = DriftOptions(tuple(map(str, paths)), prompts, output, floor_sequences=0, **options)
+    return json.loads((run_drift(options) / "drift.json").read_text())
 
 
 def refused(capsys, *arguments, status=1):

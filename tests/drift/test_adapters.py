@@ -7,15 +7,14 @@ import shutil
 
 import pytest
 import torch
-from drift_models import build, refused, save
+from drift_models import build, compared, refused, save
 from safetensors.torch import load_file, save_file
 
 from moe_rl.cli import main
-from moe_rl.drift import run, series
 from moe_rl.drift.adapters import Source, resolve
 from moe_rl.drift.errors import DriftError
-from moe_rl.drift.options import DriftOptions
-from moe_rl.drift.run import run_drift
+from moe_rl.policy import lora as policy_lora
+from moe_rl.policy.tiny import ModelError
 
 peft = pytest.importorskip("peft")
 
@@ -48,17 +47,6 @@ def lora(tmp_path_factory, tokenizer, saved):
         policy.save_pretrained(root / name)
         found[name] = root / name, save(policy.merge_and_unload(), tokenizer, root / f"{name}_merged")
     return found
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    monkeypatch.setattr(run, "draw", lambda *_: [])
-    monkeypatch.setattr(series, "draw", lambda *_: [])
-
-
-def compared(output, prompts, *paths, **options):
-    options = DriftOptions(tuple(map(str, paths)), prompts, output, floor_sequences=0, **options)
-    return json.loads((run_drift(options) / "drift.json").read_text())
 
 
 @pytest.mark.parametrize("routers", ROUTERS)
@@ -137,6 +125,16 @@ def test_adapters_that_are_not_what_they_seem_are_refused(
     assert "the peft package is not installed. pip install '.[peft]' in the checkout" in error
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [({"lora_bias": True}, "base layer has no bias"), ({"alora_invocation_tokens": [3]}, "not support safe merging")],
+)
+def test_what_peft_does_not_merge_is_refused(settings, said, tokenizer):
+    policy = adapted("base", build("qwen3_moe", tokenizer), target_modules=["q_proj"], **settings)
+    with pytest.raises(ModelError, match=f"PEFT's merge_and_unload refuses: .*{said}"):
+        policy_lora.merged(policy)
+
+
 def test_a_model_that_only_the_adapters_name_is_not_fetched(lora, tmp_path, monkeypatch):
     """A hub model comes from what is downloaded, in the revision that the adapters were trained on."""
     from moe_rl.drift import adapters
@@ -151,7 +149,7 @@ def test_a_model_that_only_the_adapters_name_is_not_fetched(lora, tmp_path, monk
     folder.mkdir()
     settings = {"peft_type": "LORA", "base_model_name_or_path": "o/name", "revision": "abc"}
     (folder / "adapter_config.json").write_text(json.dumps(settings))
-    (folder / "adapter_model.safetensors").write_bytes(b"")
+    save_file({}, folder / "adapter_model.safetensors")
     monkeypatch.setattr(adapters, "cached_file", cached)
     assert resolve("NEW", str(folder)) == Source(str(tmp_path / "snapshot"), folder)
     assert asked == [("o/name", {"revision": "abc", "local_files_only": True})]
@@ -160,4 +158,7 @@ def test_a_model_that_only_the_adapters_name_is_not_fetched(lora, tmp_path, monk
         resolve("NEW", str(folder), "o/name")
     (folder / "adapter_config.json").write_text(json.dumps({**settings, "peft_type": "XLORA"}))
     with pytest.raises(DriftError, match="adapters of the kind 'XLORA'"):  # PEFT fetches the adapters that it names
+        resolve("NEW", str(folder))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(DriftError, match=r"NEW: .*adapter_model\.safetensors is damaged"):
         resolve("NEW", str(folder))

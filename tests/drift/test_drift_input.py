@@ -7,10 +7,12 @@ import shutil
 import pytest
 import torch
 from drift_models import ALPHABET, build, refused, save
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from moe_rl.checks import unreadable_weights
 from moe_rl.cli import main
-from moe_rl.drift.checkpoints import _settings, check_device
+from moe_rl.drift import checkpoints
+from moe_rl.drift.checkpoints import _check_weights, _settings, check_device
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.run import DriftOptions, run_drift
 from moe_rl.policy.tiny import char_tokenizer
@@ -76,6 +78,58 @@ def test_a_pair_that_does_not_go_together_is_one_message_and_nothing_written(
     assert re.search(message, error), error
     assert error.count("moe-rl: error") == 1 and "Traceback" not in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("none", r"holds no weights \(no model.safetensors\)"),
+        ("a shard", r"model-00002-of-0000\d.safetensors is missing, which model.safetensors.index.json names"),
+        ("the end", "model-00002-of-.* is damaged"),
+        ("an index", "model.safetensors.index.json cannot be read"),
+    ],
+)
+def test_weights_that_are_not_there_are_told_before_a_model_is_loaded(
+    wrong, message, saved, prompts, tmp_path, capsys, monkeypatch
+):
+    old, _ = saved("qwen3_moe")
+    new = tmp_path / "new"
+    AutoModelForCausalLM.from_pretrained(old).save_pretrained(new, max_shard_size="8KB")
+    AutoTokenizer.from_pretrained(old).save_pretrained(new)
+    assert unreadable_weights(new) == "" == unreadable_weights(tmp_path / "nowhere")
+    shard = sorted(new.glob("*.safetensors"))[1]
+    if wrong == "none":
+        for path in new.glob("model*"):
+            path.unlink()
+    elif wrong == "a shard":
+        shard.unlink()
+    elif wrong == "the end":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    else:
+        (new / "model.safetensors.index.json").write_text("[]")
+    monkeypatch.setattr(checkpoints, "load", None)
+    options = ["--prompts", prompts, "--sample", "1", "--max-new-tokens", "2", "--output", tmp_path / "out"]
+    error = refused(capsys, "drift", old, new, *options)
+    assert re.search(f"NEW: the weights of {new} cannot be loaded: .*{message}", error), error
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_weights_on_the_hub_are_asked_for_before_a_model_is_loaded(monkeypatch):
+    asked = []
+
+    def gated(name, file, local_files_only):
+        if not local_files_only:
+            raise OSError(f"{name} is a gated repository.\nMake sure to request access")
+
+    monkeypatch.setattr(checkpoints, "has_file", lambda name, file, local_files_only: asked.append(file))
+    with pytest.raises(DriftError, match="NEW: the weights of o/name cannot be loaded: there are none, neither on"):
+        _check_weights("NEW", "o/name")
+    assert asked[:2] == ["model.safetensors", "model.safetensors.index.json"] and len(asked) == 8
+    monkeypatch.setattr(checkpoints, "has_file", lambda name, file, local_files_only: file.endswith("index.json"))
+    _check_weights("NEW", "o/name")
+    monkeypatch.setattr(checkpoints, "has_file", gated)
+    with pytest.raises(DriftError, match=r"NEW: .*o/name is a gated repository\. Make sure"):
+        _check_weights("NEW", "o/name")
 
 
 def test_a_chunk_of_attention_is_a_setting_and_one_of_memory_is_none():

@@ -110,6 +110,24 @@ def test_lines_are_cut_counted_and_padded_on_the_right(tokenizer, tmp_path):
         check_file(tmp_path / "nowhere", tokenizer)
 
 
+def test_a_prompt_is_known_again_wherever_it_stands(tokenizer, tmp_path):
+    path = tmp_path / "text.jsonl"
+    rows = [
+        {"prompt": "ab", "completion": "c"},
+        {"text": "abc"},
+        {"prompt": "ab", "completion": "dd"},
+        {"text": "abd"},
+        {"prompt_ids": tokenizer("ab")["input_ids"], "completion_ids": [3]},
+        {"prompt": "abc"},
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    read = text_of(path, tokenizer)
+    read.batch_size = 4
+    first, second = read.batches()
+    assert first.prompts == [1, 2, 1, 4] and second.prompts == [1, 2], "of a text all is what is asked"
+    assert [example.prompt for example in read.questions(1)] == [1, 2, 1, 4, 1, 2]
+
+
 def test_plain_text_and_parquet_are_read_as_their_jsonl(tokenizer, tmp_path):
     rows = [{"text": "abcd"}, {"prompt": "ab", "completion": "c"}, {"messages": [{"role": "user", "content": "ab"}]}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -145,8 +163,8 @@ def test_a_trainers_layout_ends_all_prompts_in_one_column(tokenizer):
     assert text.completion_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 0, 1, 0, 0]]
 
 
-def measured_by_hand():
-    """Two sequences, two sites, K = 2 of 4 experts. `.` is a prompt token or padding.
+def measured_by_hand(*prompts):
+    """Two sequences, of these two prompts, two sites, K = 2 of 4 experts. `.` is a prompt token or padding.
 
     sequence 0 (tokens 1, 2 measured): token 0 changes one slot at site 0; token 1 changes one at each site;
                                        token 2 changes both slots at site 1
@@ -168,20 +186,27 @@ def measured_by_hand():
     margins = torch.full((2, 3, 2), 0.5)
     margins[0, 1] = 0.001
     ids = torch.arange(6).view(2, 3)
-    return Measured(TextBatch([3, 8], TokenBatch(ids, torch.ones(2, 3, dtype=torch.bool), mask)), parts, margins)
+    return Measured(
+        TextBatch([3, 8], prompts, TokenBatch(ids, torch.ones(2, 3, dtype=torch.bool), mask)), parts, margins
+    )
 
 
 def test_counts_and_rates_by_hand():
-    sums, rows = count(measured_by_hand())
+    sums, rows = count(measured_by_hand(3, 8))
     # measured tokens 3, slots 12, sites 6; slots changed 1 + 1 + 2 = 4, sites 2 + 1 = 3, tokens 2
     rates = sums.rates()
     assert [(rates[n]["changed"], rates[n]["of"]) for n in ("slot", "site", "token")] == [(4, 12), (3, 6), (2, 3)]
     # Two clusters, (slots, tokens) = (4, 2), (0, 1), say next to nothing: Student's t of one degree of freedom is 12.7.
     assert (rates["slot"]["low"], rates["slot"]["high"]) == (0, 1)
-    # The same text twice, four clusters: mean tokens 1.5, slope 4/3; residuals 4 - 8/3 and 0 - 4/3, so ±4/3; their
-    # variance 4 * 16/9 / 3; half width 3.1824 * sqrt(64/27 / 4) / 1.5 per token, / 4 slots = 0.408.
-    twice = sums + sums
+    # The same again of two other prompts, four clusters: mean tokens 1.5, slope 4/3; residuals 4 - 8/3 and 0 - 4/3, so
+    # ±4/3; their variance 4 * 16/9 / 3; half width 3.1824 * sqrt(64/27 / 4) / 1.5 per token, / 4 slots = 0.408.
+    twice = sums + count(measured_by_hand(9, 10))[0]
     assert twice.rates()["slot"]["high"] == pytest.approx(4 / 12 + 3.18245 * (16 / 27) ** 0.5 / 1.5 / 4, rel=1e-5)
+    # Sequences of one prompt are one cluster: (12, 6), (0, 3), (4, 3), with residuals 4, -4, 0 and mean tokens 4.
+    three = sums + sums + sums + count(measured_by_hand(9, 9))[0]
+    assert three.prompts.count == 3
+    assert three.rates()["slot"]["high"] == pytest.approx(4 / 12 + 4.30265 * (16 / 3) ** 0.5 / 4 / 4, rel=1e-5)
+    assert np.isnan(count(measured_by_hand(3, 3))[0].rates()["slot"]["high"])
     assert rows["line"].tolist() == [3, 3, 8] and rows["position"].tolist() == [0, 1, 0]
     assert rows["token"].tolist() == [1, 2, 4] and rows["slots_changed"].tolist() == [2, 2, 0]
     assert rows["flips"].tolist() == [2, 1, 0] and rows["flips_before"].tolist() == [1, 2, 0]
@@ -201,7 +226,7 @@ def test_counts_and_rates_by_hand():
 
 
 def test_log_ratios_by_hand():
-    sums, _ = count(measured_by_hand())
+    sums, _ = count(measured_by_hand(3, 8))
     # log r = 4, -1, 0; k1 = -1; k3 = mean(e^4 - 5, e^-1, 0)
     kl = sums.kl()
     assert kl["k1_natural"] == pytest.approx(-1)
@@ -216,8 +241,8 @@ def test_log_ratios_by_hand():
 
 
 def test_batches_add_up_whatever_their_length():
-    once, _ = count(measured_by_hand())
-    short = measured_by_hand()
+    once, _ = count(measured_by_hand(3, 8))
+    short = measured_by_hand(3, 8)
     parts = short.parts
     cut = Decomposition(
         *(getattr(parts, name)[:, :2] for name in ("old", "new_weights", "new_routes", "new", "mask")),
@@ -226,7 +251,7 @@ def test_batches_add_up_whatever_their_length():
     )
     whole = short.batch.text
     text = TokenBatch(whole.input_ids[:, :2], whole.attention_mask[:, :2], whole.completion_mask[:, :2])
-    twice = once + count(Measured(TextBatch([1, 2], text), cut, short.margins[:, :2]))[0]
+    twice = once + count(Measured(TextBatch([1, 2], [1, 2], text), cut, short.margins[:, :2]))[0]
     assert twice.by_position()["tokens"].tolist() == [4, 1]
     assert twice.rates()["slot"]["changed"] == 6 and twice.shares.tokens.count == 5
     assert twice.experts()["old"].sum() == once.experts()["old"].sum() + 2 * 2 * 2

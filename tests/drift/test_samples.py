@@ -3,17 +3,17 @@
 import json
 import math
 import re
+import shutil
 
 import pytest
 import torch
-from drift_models import ALPHABET, refused
+from drift_models import ALPHABET, compared, refused
 from transformers import AutoModelForCausalLM
 
 from moe_rl.cli import main
-from moe_rl.drift import run, series
-from moe_rl.drift.options import DriftOptions
+from moe_rl.drift import run
+from moe_rl.drift.checkpoints import fingerprint
 from moe_rl.drift.prompts import question, tokenised
-from moe_rl.drift.run import run_drift
 from moe_rl.drift.words import own_samples, text_sentence
 from moe_rl.policy.tiny import char_tokenizer
 
@@ -26,18 +26,6 @@ def prompts(tmp_path):
     rows = [{"prompt": "abc=", "completion": "d"}, {"prompt": "j+i"}, {"text": "a b c d"}]
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    monkeypatch.setattr(run, "draw", lambda *_: [])
-    monkeypatch.setattr(series, "draw", lambda *_: [])
-
-
-def compared(output, prompts, *paths, **options):
-    options = {"floor_sequences": 0, "per_site": False, **options}
-    folder = run_drift(DriftOptions(tuple(map(str, paths)), prompts, output, **options))
-    return json.loads((folder / "drift.json").read_text())
 
 
 def samples_of(folder):
@@ -54,7 +42,9 @@ def test_responses_of_old_are_measured_kept_and_taken_again(saved, prompts, tmp_
     assert [row["prompt"] for row in rows] == ["abc="] * 3 + ["j+i"] * 3 + ["a b c d"] * 3
     assert all(row["prompt_ids"] == tokenizer(row["prompt"])["input_ids"] for row in rows)
     assert found["measured_tokens"] == sum(len(row["completion_ids"]) for row in rows)
-    sentence = f"{found['measured_tokens']} tokens of 9 sequences: responses sampled from old at temperature 0.7. "
+    sentence = (
+        f"{found['measured_tokens']} tokens of 9 sequences (3 prompts): responses sampled from old at temperature 0.7. "
+    )
     assert sentence in said and sentence in (tmp_path / "a" / "report.html").read_text()
     assert "nats per token, the first an estimate of KL(old || new)" in said
 
@@ -63,8 +53,9 @@ def test_responses_of_old_are_measured_kept_and_taken_again(saved, prompts, tmp_
     assert samples_of(tmp_path / "a") == rows, "what is replaced is kept where it is the text"
     assert {name: again[name] for name in MEASURED} == {name: found[name] for name in MEASURED}
     assert again["text"] == found["text"] and sentence in capsys.readouterr().out
-    other = compared(tmp_path / "c", tmp_path / "a" / "samples.jsonl", new, old)
-    assert text_sentence(other["text"], "new") == f"responses sampled from {old} at temperature 0.7"
+    other = compared(tmp_path / "c", tmp_path / "a" / "samples.jsonl", new, old, per_site=False)
+    said = f"responses sampled from {old}, with other weights, settings or dtype than new's, at temperature 0.7"
+    assert text_sentence(other["text"], "new") == said
     assert not own_samples(other["text"]), "they are not the text of the model that is OLD now"
 
     main(["drift", old, new, "--prompts", str(prompts), *common, str(tmp_path / "d")])
@@ -74,12 +65,61 @@ def test_responses_of_old_are_measured_kept_and_taken_again(saved, prompts, tmp_
     assert not (tmp_path / "d" / "samples.jsonl").exists()
 
 
+def test_k3_is_a_kl_only_of_the_weights_that_wrote_the_samples(saved, prompts, tmp_path, undrawn, monkeypatch, capsys):
+    old, new = saved("qwen3_moe")
+    before, now = tmp_path / "before", tmp_path / "checkpoint"
+    shutil.copytree(old, before)
+    shutil.copytree(old, now)
+    quick = {"per_site": False, "gate_swap": False}
+    compared(tmp_path / "a", prompts, now, new, sample=1, max_new_tokens=4, **quick)
+    samples = tmp_path / "samples.jsonl"
+    shutil.copy(tmp_path / "a" / "samples.jsonl", samples)
+
+    def text(number, first=now, **options):
+        return compared(tmp_path / f"{number}", samples, first, new, **quick, **options)["text"]
+
+    assert text(1)["of_old"] is text(2, before)["of_old"] is text(3, one_at_a_time=True)["of_old"] is True, "by weights"
+    dtypes = (torch.float32, torch.bfloat16)
+    loaded = [fingerprint(AutoModelForCausalLM.from_pretrained(now, dtype=dtype)) for dtype in dtypes]
+    assert loaded[0] == samples_of(tmp_path / "a")[0]["sampler_sha256"] != loaded[1]
+    config = json.loads((now / "config.json").read_text())
+    (now / "config.json").write_text(json.dumps(config | {"norm_topk_prob": True}))
+    assert text(5)["of_old"] is False, "equal weights, and another distribution"
+    (now / "config.json").write_text(json.dumps(config))
+    shutil.copy(new / "model.safetensors", now)  # a later step
+    assert text(6)["of_old"] is False
+    main(["drift", str(now), str(old), "--prompts", str(samples), "--no-per-site", "--output", str(tmp_path / "7")])
+    said = capsys.readouterr().out
+    assert f"sampled from {now}, with other weights, settings or dtype than checkpoint's, at temperature 1. " in said
+    assert "averages over this text and no estimate of KL(checkpoint || old)" in said
+
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    samples.write_text("\n".join(json.dumps(row | {"sampler_sha256": None}) for row in rows))
+    assert "line 1: sampler_sha256 must be a text" in refused(capsys, "drift", old, new, "--prompts", samples)
+    for row in rows:
+        del row["sampler_sha256"]
+    samples.write_text("\n".join(map(json.dumps, rows)))
+    unsaid = text(8, before)
+    assert unsaid["of_old"] is None and not own_samples(unsaid)
+    assert text_sentence(unsaid, "before").startswith(f"responses sampled from {now}, with which weights is not known,")
+
+    def rewritten(*args, **kwargs):
+        model = load(*args, **kwargs)
+        shutil.copy(new / "model.safetensors", before)
+        return model
+
+    load = run.pair.load
+    monkeypatch.setattr(run.pair, "load", rewritten)
+    found = compared(tmp_path / "b", prompts, before, new, sample=1, max_new_tokens=4, **quick)
+    assert found["text"]["of_old"] is False, "while they were written"
+
+
 def test_greedy_responses_are_those_of_generate_and_a_seed_holds_for_every_batch_size(
     saved, prompts, tmp_path, tokenizer, undrawn
 ):
     old, new = saved("qwen3_moe")
     options = {"sample": 1, "max_new_tokens": 6}
-    found = compared(tmp_path / "a", prompts, old, new, temperature=0.0, **options)
+    found = compared(tmp_path / "a", prompts, old, new, temperature=0.0, per_site=False, **options)
     model, ends = AutoModelForCausalLM.from_pretrained(old), tokenizer.eos_token_id
     for row in samples_of(tmp_path / "a"):
         ids = torch.tensor([row["prompt_ids"]])
@@ -88,7 +128,7 @@ def test_greedy_responses_are_those_of_generate_and_a_seed_holds_for_every_batch
     assert text_sentence(found["text"], "old") == "responses sampled from old greedily"
     assert not own_samples(found["text"]), "no average over them is an expectation under OLD"
     for batch, folder in ((1, "b"), (3, "c")):
-        compared(tmp_path / folder, prompts, old, new, batch_size=batch, **options)
+        compared(tmp_path / folder, prompts, old, new, batch_size=batch, per_site=False, **options)
     assert samples_of(tmp_path / "b") == samples_of(tmp_path / "c")
 
 
@@ -98,7 +138,7 @@ def test_k3_on_samples_is_the_kl_of_what_was_sampled(saved, tmp_path, undrawn):
     path = tmp_path / "one.txt"
     path.write_text("abc=")
     options = {"sample": G, "max_new_tokens": 1, "temperature": heat, "batch_size": G, "gate_swap": False}
-    found = compared(tmp_path / "out", path, *folders, **options)
+    found = compared(tmp_path / "out", path, *folders, per_site=False, **options)
     ids = torch.tensor([samples_of(tmp_path / "out")[0]["prompt_ids"]])
     with torch.no_grad():
         old, new = (

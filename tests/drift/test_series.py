@@ -12,7 +12,7 @@ from drift_models import TEXTS, build, moved, padded, refused, save, stands_alon
 from matplotlib.figure import Figure
 
 from moe_rl.cli import main
-from moe_rl.drift import plot, run, series
+from moe_rl.drift import plot, series
 from moe_rl.drift.checkpoints import chosen
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.gates import gates_of, with_gates
@@ -51,12 +51,6 @@ def prompts(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("\n".join(TEXTS) + "\n")
     return path
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    monkeypatch.setattr(run, "draw", lambda *_: [])
-    monkeypatch.setattr(series, "draw", lambda *_: [])
 
 
 def routes_of(model, tokenizer):

@@ -101,6 +101,7 @@ def test_the_engine_is_measured_and_what_replay_leaves_of_the_gap(replay, tmp_pa
     change = sum(engine.changed) / len(engine.changed)
     assert logged(trainer, "routing/engine_slot_change")[1] == pytest.approx(change, abs=1e-12)
     assert rows["engines"]["slots"] == len(engine.changed)
+    assert rows["engines"]["measured"] == rows["engines_replayed"]["measured"] == len(gap) != rows["engines"]["tokens"]
 
 
 def test_measuring_the_engine_changes_no_bit(tmp_path):

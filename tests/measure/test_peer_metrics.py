@@ -176,6 +176,7 @@ def test_routing_confidence_is_that_of_prime_rl(score):
 def test_of_two_engines_everything_is_said_once():
     new, old, mask = scores(spread=0.2)
     found, gap = engine_metrics(new, old, mask), gap_metrics(new, old, mask)
+    assert int(found["measured"]) == mask.sum() < mask.numel()
     assert {name: float(found[name]) for name in gap} == {name: float(value) for name, value in gap.items()}
     w = (new - old).exp()[mask]
     assert float(found["chi2_token"]) == pytest.approx(float(w.square().mean() - 1))

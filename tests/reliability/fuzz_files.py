@@ -102,7 +102,7 @@ PROMPTS = (
     {"prompt": "12+34=", "completion": "46"},
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
     {"prompt": [{"role": "user", "content": "hi"}], "completion": "ho"},
-    {"prompt_ids": [5, 6], "completion_ids": [7, 8], "temperature": 1.0, "sampled_from": "old"},
+    {"prompt_ids": [5, 6], "completion_ids": [7, 8], "temperature": 1.0, "sampled_from": "old", "sampler_sha256": "0"},
 )
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 

@@ -124,6 +124,8 @@ def test_the_gap_does_not_depend_on_the_method_and_replay_narrows_it(state_of, t
         assert rows(tmp_path / "a", "engine", pair=pair) == rows(tmp_path / "b", "engine", pair=pair)
     (live,), (forced,) = (rows(tmp_path / "a", "engine", pair=p) for p in ("engines", "engines_replayed"))
     assert live["sites_changed"] > 0 and forced["var_token"] < live["var_token"]
+    sampled = rows(tmp_path / "a", "update")[0]["tokens"] + rows(tmp_path / "a", "update")[1]["tokens"]
+    assert live["measured"] == forced["measured"] == sampled > live["tokens"] and "tokens" not in forced
     new = rows(tmp_path / "a", "engine", pair="rollout_to_new")
     assert [r["update"] for r in new] == [1, 2] and new[1]["k3"] > 0
     probes = rows(tmp_path / "a", "probe")
