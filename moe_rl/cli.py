@@ -7,6 +7,7 @@ watch DIR        follow a study in the browser
 drift OLD NEW    how the routing of two or more checkpoints differs
 floor MODEL      what arithmetic alone changes at equal weights
 check-routes     whether captured routes are those that a model chooses
+compare-routes   how two captures of the routes of the same tokens differ
 doctor [FILE]    what this machine can run, and what a study would need
 
 Help and mistakes answer before torch is imported.
@@ -16,13 +17,13 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 from moe_rl.arguments import Given, arm_and_seed, fail, load, parse, study_file
+from moe_rl.drift.commands import check_routes, compare_routes, drift, floor
 from moe_rl.names import nearest
 from moe_rl.processes import ends_with_its_reader, importing, interrupts, waiting_threads_sleep
 
@@ -87,18 +88,6 @@ def _main(arguments: Sequence[str] | None) -> None:
         if os.environ.get("MOE_RL_TRACEBACK"):
             raise
         fail(str(error))
-
-
-@contextmanager
-def ending(left: str, always: bool = False) -> Iterator[None]:
-    """Say what is left of a comparison that is interrupted or, `always`, ends with any error of the system's."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        fail(f"interrupted; {left}", 130)
-    except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""
-        fail(f"{error.strerror or error}{where}{f'; {left}' if always else ''}")
 
 
 @verb
@@ -273,61 +262,8 @@ def watch_verb(arguments: list[str]) -> None:
     watch(options.folder, options.port, options.open)
 
 
-@verb
-def drift_verb(arguments: list[str]) -> None:
-    import tyro
-
-    from moe_rl.drift.options import DriftOptions
-
-    @dataclass(frozen=True, kw_only=True)
-    class Options(DriftOptions):
-        """Compare the routing of checkpoints of one architecture on a text: OLD and NEW, or a series, each against the
-        first."""
-
-        checkpoints: Annotated[
-            tuple[str, ...],
-            tyro.conf.Positional,
-            tyro.conf.arg(metavar="OLD NEW [...]", help_behavior_hint="(two or more)"),
-        ] = ()
-        """Folders in hub format or of LoRA adapters, run folders, hub ids; a folder of several stands for them."""
-
-    options = parse(Options, arguments, "moe-rl drift")
-    from moe_rl.drift.checkpoints import chosen
-    from moe_rl.drift.run import run_drift, say
-    from moe_rl.drift.series import run_series, say_series
-
-    paths = chosen(options.checkpoints)
-    options = replace(options, checkpoints=tuple(paths))
-    if len(paths) == 2:
-        with ending("nothing was written", always=True):
-            folder = run_drift(options)
-        say(folder)
-    else:
-        with ending("what a series had measured is in OUTPUT.partial", always=True):
-            folder = run_series(options)
-        say_series(folder)
-
-
-@verb
-def floor_verb(arguments: list[str]) -> None:
-    from moe_rl.drift.options import FloorOptions
-
-    options = parse(FloorOptions, arguments, "moe-rl floor")
-    from moe_rl.drift.floor_run import report, run_floor
-
-    with ending("what was measured is in the folder OUTPUT.partial (floor.json, floor.csv)"):
-        folder = run_floor(options)
-    report(folder, options.json)
-
-
-@verb
-def check_routes_verb(arguments: list[str]) -> None:
-    from moe_rl.drift.options import CheckOptions
-
-    options = parse(CheckOptions, arguments, "moe-rl check-routes")
-    from moe_rl.drift.check import run_check
-
-    sys.exit(run_check(options))
+for command in (drift, floor, check_routes, compare_routes):
+    verb(command)
 
 
 @verb

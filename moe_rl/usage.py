@@ -19,6 +19,7 @@ SUMMARY = {
     "drift": "how the routing of two or more checkpoints differs, whatever trained them",
     "floor": "what arithmetic alone does to a model's routes and log-probabilities, and how much is routing",
     "check-routes": "whether captured routes are those that a model chooses, and what is wrong with them",
+    "compare-routes": "how two files of routes of the same tokens differ, e.g. of the rollout and the training engine",
     "doctor": "what this machine can run, and what a study would need",
 }
 """The commands, in the order of the help."""

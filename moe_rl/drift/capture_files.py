@@ -6,6 +6,7 @@
 - `.jsonl`: a sequence per line, `tokens` (or `prompt_token_ids` and `token_ids`) and `routed_experts`, nested lists
   `[rows, layers, K]` or base64, of int32 as SGLang sends them or of a .npy file as vLLM's server does
 - `.pt`: a dump of slime's `--save-debug-rollout-data`
+- `.parquet`: `routes/*` of a run folder, or others of `moe_rl.training.route_tables`
 
 The engine's log-probabilities, where they stand beside: `logprobs`, `rollout_log_probs` or SGLang's
 `output_token_logprobs` (`moe_rl.drift.capture_logps`); in arrays with a `response_mask` or `loss_mask` of their shape.
@@ -35,11 +36,15 @@ from moe_rl.routing.traces import read_slime
 KEYS = ("tokens", "input_ids")
 # A file that is cut off, damaged, of another kind (an array under the name .npz), or of a dtype that numpy lacks.
 UNREADABLE = (SafetensorError, KeyError, ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile, zlib.error)
-FORMS = "expected .safetensors, .npz or .jsonl with tokens and routed_experts, or a .pt that slime dumped"
+FORMS = (
+    "expected .safetensors, .npz or .jsonl with tokens and routed_experts, a .pt that slime dumped, or a .parquet of a "
+    "run folder's routes"
+)
 
 
-def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -> Captured:
-    """The sequences of a file, without leading and trailing tokens `pad` where it has no mask.
+def read_capture(path: Path, num_experts_per_tok: int | None, pad: int | None = None) -> Captured:
+    """The sequences of a file, without leading and trailing tokens `pad` where it has no mask. `num_experts_per_tok` is
+    asked for only by base64 of int32, which has no shape.
 
     Raises DriftError naming the file, the line or sequence, and what it lacks."""
     if not path.is_file():
@@ -52,13 +57,17 @@ def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -
                 (s["tokens"], s["rollout_routed_experts"], logps_of(s, s["tokens"], f"{path} sequence {b}"))
                 for b, s in enumerate(read_slime(path))
             ]
+        elif path.suffix == ".parquet":
+            from moe_rl.training.route_tables import read_route_table
+
+            return _own(read_route_table(path), path, pad)
         elif path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
                 found = _padded(path, arrays.files, arrays.__getitem__, pad)
         elif path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 if (file.metadata() or {}).get("format") == FORMAT:
-                    return _own(path, pad)
+                    return _own(RoutedExperts.load(path), path, pad)
                 found = _padded(path, list(file.keys()), lambda name: file.get_tensor(name).numpy(), pad)
         else:
             raise DriftError(f"{path}: {path.suffix or 'no ending'}; {FORMS}")
@@ -84,16 +93,16 @@ def read_capture(path: Path, num_experts_per_tok: int, pad: int | None = None) -
     return Captured(tokens, ids, logps=[n if x is None else x for x, n in zip(given, none, strict=True)])
 
 
-def _own(path: Path, pad: int | None) -> Captured:
-    routes = RoutedExperts.load(path)
+def _own(routes: RoutedExperts, path: Path, pad: int | None) -> Captured:
     if routes.tokens is None:
-        raise DriftError(f"{path}: these routes were saved without their tokens, so no model can be asked about them")
+        raise DriftError(f"{path}: these routes were saved without their tokens, so nothing says what they are of")
     rows = _tokens_of(routes.tokens, pad)
-    ids, tokens = routes.ids, routes.tokens
+    ids, tokens, experts = routes.ids, routes.tokens, routes.num_experts
     return Captured(
         [tokens[b, rows[b]].numpy() for b in range(len(rows))],
         [ids[b, rows[b]].numpy() for b in range(len(rows))],
         routes.sites,
+        experts=(experts,) * len(routes.sites) if isinstance(experts, int) else experts,
     )
 
 
@@ -142,7 +151,7 @@ def _padded(
     return [(tokens[b, mask[b]], ids[b, mask[b]], None if logps is None else logps[b, mask[b]]) for b in rows]
 
 
-def _lines(path: Path, K: int) -> list[tuple[Any, Any, np.ndarray | None]]:
+def _lines(path: Path, K: int | None) -> list[tuple[Any, Any, np.ndarray | None]]:
     found = []
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -169,13 +178,15 @@ def _lines(path: Path, K: int) -> list[tuple[Any, Any, np.ndarray | None]]:
     return found
 
 
-def _decoded(payload: str, tokens: int, K: int) -> np.ndarray:
+def _decoded(payload: str, tokens: int, K: int | None) -> np.ndarray:
     try:
         raw = base64.b64decode(payload, validate=True)
     except binascii.Error as error:
         raise ValueError(f"routed_experts are no base64: {error}") from error
     if raw.startswith(NPY):
         return decode_npy(payload)
+    if K is None:
+        raise ValueError("base64 of int32 does not say how many experts a token has: give --top-k")
     flat = np.frombuffer(raw, dtype="<i4")
     for rows in (tokens - 1, tokens):
         if rows > 0 and len(flat) % (rows * K) == 0:

@@ -6,17 +6,33 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
+PREFIXES, UNROUTED = "prefix-cache hits without routes", "tokens without routes"
+"""Faults of tokens that have none: those of the others may be right."""
+
 
 @dataclass(frozen=True)
 class Captured:
     """Sequences as another program captured them, nothing checked: token ids `[n]`, expert ids `[rows, layers, K]`.
-    `sites`: names of the layers, where the file has them. `logps`: what the engine gave each token, nats `[n]`, NaN for
-    nothing."""
+    `sites`, `experts`: names of the layers and their numbers of experts, where the file has them. `logps`: what the
+    engine gave each token, nats `[n]`, NaN for nothing."""
 
     tokens: Sequence[np.ndarray]
     ids: Sequence[np.ndarray]
     sites: tuple[str, ...] | None = None
     logps: Sequence[np.ndarray] | None = None
+    experts: tuple[int, ...] | None = None
+
+    def shape(self) -> tuple[int, int]:
+        """Layers and experts per token. Raises ValueError: ids of a sequence are no integers `[rows, layers, K]`, or
+        sequences differ in layers or K."""
+        shapes = {ids.shape[1:] for ids in self.ids}
+        if any(ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) for ids in self.ids) or len(shapes) > 1:
+            kinds = sorted({f"{ids.dtype} {list(ids.shape)}" for ids in self.ids})[:4]
+            raise ValueError(
+                f"expected integer ids [rows, layers, K], layers and K alike in all sequences; got {kinds}"
+            )
+        layers, slots = next(iter(shapes))
+        return layers, slots
 
 
 @dataclass(frozen=True)
@@ -82,7 +98,7 @@ def rows_of(captured: Captured, own: OwnRoutes) -> Work:
     if short:
         b = short[0]
         first = int(position[b][0]) if len(position[b]) else 0
-        name = "prefix-cache hits without routes" if first else "wrong shape"
+        name = PREFIXES if first else "wrong shape"
         why = f"the first {first} tokens have none (cache hits, or the prompt was left out)" if first else "cut off"
         work.found(
             name, f"{len(short)} sequences, first {b}: {len(captured.ids[b])} rows for {len(own.ids[b])} tokens; {why}"
@@ -134,11 +150,11 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
     if start.any():
         many = len(np.unique(work.sequence[start]))
         text = f"{start.sum()} tokens at the start of {many} sequences are zeros at every layer"
-        work.found("prefix-cache hits without routes", text)
+        work.found(PREFIXES, text)
     if (inside & ~start).any():
         at = int(np.flatnonzero(inside & ~start)[0])
         text = f"{(inside & ~start).sum()} tokens are zeros at every layer, first {_at(work, at)}"
-        work.found("tokens without routes", text)
+        work.found(UNROUTED, text)
     if live.any():
         work.found("live rows", f"{live.sum()} tokens are -1: their routers decide for themselves", fault=False)
     used = [layer for layer in expected if layer >= 0]
@@ -176,7 +192,8 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
 def _tables(own: OwnRoutes, expected: tuple[int, ...]) -> list[int]:
     """Captured layers of hash-routed sites, whose table may name an expert twice."""
     ids = np.sort(np.concatenate(own.ids), -1)
-    repeats = (ids[..., 1:] == ids[..., :-1]).any((0, 2))
+    twice = ((ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] >= 0)).any(-1)  # no route is -1, or zeros
+    repeats = (twice & ids.any(-1)).any(0)
     return [layer for layer, twice in zip(expected, repeats, strict=True) if twice and layer >= 0]
 
 

@@ -1,15 +1,18 @@
 """Change counts as rates, and as tables by routing site and by position in the measured text."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
+from scipy.special import stdtrit
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from moe_rl.measure.arithmetic import changed_of
+from moe_rl.measure.moments import Moments
 from moe_rl.routing import ChangeCounts, RoutedExperts, flips_per_token, slot_change
 
 
@@ -19,6 +22,32 @@ def rates_of(counts: ChangeCounts) -> dict[str, dict[str, float]]:
         level: {"rate": changed / of if of else float("nan"), "changed": changed, "of": of}
         for level, (changed, of) in changed_of(counts).items()
     }
+
+
+def intervals_of(counts: ChangeCounts, clusters: Moments) -> dict[str, dict[str, float]]:
+    """`rates_of` with a 95 % interval over clusters of tokens (a ratio estimator's, Student's; NaN with one cluster).
+    clusters: of the slots, sites and tokens changed and of the tokens in each, as in `changed_in`."""
+    n, covariance = clusters.count, clusters.covariance
+    student = float(stdtrit(n - 1, 0.975)) if n > 1 else math.nan  # of two sequences 12.7, of many 1.96
+    found = rates_of(counts)
+    for i, (level, row) in enumerate(found.items()):
+        per_token = row["of"] / counts.tokens_total
+        slope = row["changed"] / counts.tokens_total
+        spread = covariance[i, i] - 2 * slope * covariance[i, 3] + slope**2 * covariance[3, 3]
+        half = student * float((spread / n).clamp(min=0).sqrt() / clusters.mean[3]) / per_token
+        rate = row["rate"]
+        low, high = (half, half) if math.isnan(half) else (max(0.0, rate - half), min(1.0, rate + half))
+        found[level] = {"rate": rate, "low": low, "high": high, "changed": row["changed"], "of": row["of"]}
+    return found
+
+
+def changed_in(
+    slots: Int[Tensor, "B T L"], flips: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> Float[Tensor, "B 4"]:
+    """Slots, sites and tokens changed, and tokens, of each sequence. slots: changed at each site; flips: sites that
+    changed."""
+    numerators = torch.stack([slots.sum(-1), flips, (flips > 0).int()], -1) * mask[..., None]
+    return torch.cat([numerators.sum(1), mask.sum(1, keepdim=True)], 1).double()
 
 
 def site_table(counts: ChangeCounts, **labels: str) -> pd.DataFrame:

@@ -1,4 +1,5 @@
-"""What `moe-rl drift`, `floor` and `check-routes` can be told; imports no torch, so that their help answers at once."""
+"""What `moe-rl drift`, `floor`, `check-routes` and `compare-routes` can be told; imports no torch, so that their help
+answers at once."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,8 +69,8 @@ class CheckOptions:
     routing. Exit status 0 if the routes are the model's within its arithmetic, else 1."""
 
     file: Annotated[Path, Positional, arg(metavar="FILE")]
-    """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line) or .pt (a
-    dump of slime)."""
+    """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line), .pt (a dump
+    of slime) or .parquet (routes of a run folder)."""
     model: str
     """The model that the routes are said to be of: a folder in hub format or a hub id."""
     batch_size: int = 4
@@ -91,6 +92,31 @@ class CheckOptions:
     """Print JSON."""
     trust_remote_code: bool = False
     """Run code that comes with the model. Leave it off unless you trust its author."""
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """How two files of routes of the same tokens differ: those of the rollout and of the training engine, say, or from
+    before and after an update. No model is loaded. Says how many slots, sites and tokens changed, how even the load of
+    the experts is on both sides and, where both files have log-probabilities, how far these are apart; names what is no
+    change of routing: all zeros, a shift, permuted layers, physical ids, duplicates, prefix-cache hits. Exit status 1
+    if it finds such a fault, else 0."""
+
+    old: Annotated[Path, Positional, arg(metavar="OLD")]
+    """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line), .pt (a dump
+    of slime) or .parquet (routes of a run folder)."""
+    new: Annotated[Path, Positional, arg(metavar="NEW")]
+    """A file of any of these kinds, of the same tokens."""
+    output: Path | None = None
+    """Folder to write compare.json and sites.csv to. An earlier comparison there is replaced."""
+    experts: int | None = None
+    """How many experts a layer has, for their load; by default what the files say, if they do."""
+    top_k: int | None = None
+    """Experts per token. Only the base64 of SGLang, which does not say it, needs this."""
+    pad_token_id: int | None = None
+    """Token that pads, where a padded file has no mask: leading and trailing ones are no part of a sequence."""
+    json: bool = False
+    """Print JSON."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
-from moe_rl.drift.captured import Captured, Finding, OwnRoutes, Work, expected_layers, find_invalid, rows_of
+from moe_rl.drift.captured import PREFIXES, Captured, Finding, OwnRoutes, Work, expected_layers, find_invalid, rows_of
 from moe_rl.drift.route_search import PENALTY, SEARCHED, Explanation, explanations, pairs_of, slots_of
 
 PREFIX = 4
@@ -105,11 +105,7 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     Raises ValueError: ids of a sequence are no integers `[rows, layers, K]`, or sequences differ in layers or K.
     """
     K = own.ids[0].shape[2]
-    shapes = {ids.shape[1:] for ids in captured.ids}
-    if any(ids.ndim != 3 or not np.issubdtype(ids.dtype, np.integer) for ids in captured.ids) or len(shapes) > 1:
-        kinds = sorted({f"{ids.dtype} {list(ids.shape)}" for ids in captured.ids})[:4]
-        raise ValueError(f"expected integer ids [rows, layers, K], layers and K alike in all sequences; got {kinds}")
-    layers, slots = next(iter(shapes))
+    layers, slots = captured.shape()
     if slots != K:
         more = "fused shared experts add columns" if slots > K else "was another num_experts_per_tok configured?"
         return _nothing(
@@ -120,22 +116,7 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     find_invalid(work, own, expected)
     if not work.usable.any():
         return _nothing(captured, own, *work.findings)
-    simple, *others = explanations(work, own, expected)
-    best = _best(work, own, simple, others)
-    _explain(work, own, simple, best)
-    agree = _by_token(work, own, best)
-    kept = agree >= 0
-    good = float(np.median(agree[kept])) if kept.any() else 0.0
-    chance = _chance(work, own, best)
-    early = _prefixes(work, agree, (good + chance) / 2)
-    if early.any() and good > chance + CLEAR:
-        many = len(np.unique(work.sequence[early]))
-        work.found(
-            "prefix-cache hits without routes",
-            f"{early.sum()} tokens at the start of {many} sequences agree by {_percent(agree[early].mean())} only, "
-            f"the others by {_percent(agree[kept & ~early].mean())}: routes of other requests, from reused slots?",
-        )
-        work.usable &= ~early
+    simple, best, compared, chance = search(work, own, expected)
     rows = _table(work, own, best)
     odd = [row for row in rows if row.layer >= 0 and row.layer not in work.dark and not row.fits]
     if odd:
@@ -156,12 +137,40 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
             f"({_percent(limit)}): it chooses nearly the same experts for all of these tokens. Take "
             "other tokens, or more of them",
         )
-    if kept.sum() < 32:
-        work.found("few tokens", f"{kept.sum()} tokens can be compared: too few to be sure", fault=False)
     return RouteCheck(
-        tuple(work.findings), tuple(rows), len(captured.ids), int(kept.sum()), simple.agreement, explained,
+        tuple(work.findings), tuple(rows), len(captured.ids), compared, simple.agreement, explained,
         float(np.mean([row.floor_slots for row in rows])), chance, 1 - limit, best.shift,
     )  # fmt: skip
+
+
+def search(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> tuple[Explanation, Explanation, int, float]:
+    """The capture as it stands, its best explanation, how many rows can be compared under that, and how much agrees
+    with the routes of other tokens. Notes the faults, and takes out prefixes of other requests."""
+    simple, *others = explanations(work, own, expected)
+    best = _best(work, own, simple, others)
+    _explain(work, own, simple, best)
+    agree = _by_token(work, own, best)
+    kept = agree >= 0
+    good = float(np.median(agree[kept])) if kept.any() else 0.0
+    chance = _chance(work, own, best)
+    early = _prefixes(work, agree, (good + chance) / 2)
+    if early.any() and good > chance + CLEAR:
+        many = len(np.unique(work.sequence[early]))
+        work.found(
+            PREFIXES,
+            f"{early.sum()} tokens at the start of {many} sequences agree by {_percent(agree[early].mean())} only, "
+            f"the others by {_percent(agree[kept & ~early].mean())}: routes of other requests, from reused slots?",
+        )
+        work.usable &= ~early
+    compared = int(kept.sum())
+    if compared < 32:
+        work.found("few tokens", f"{compared} tokens can be compared: too few to be sure", fault=False)
+    return simple, best, compared, chance
+
+
+def clearly(agreement: float, chance: float) -> bool:
+    """Whether so much agrees clearly better than with the routes of other tokens."""
+    return agreement > chance + min(CLEAR, (1 - chance) / 2)
 
 
 def _best(work: Work, own: OwnRoutes, simple: Explanation, others: list[Explanation]) -> Explanation:
@@ -171,7 +180,7 @@ def _best(work: Work, own: OwnRoutes, simple: Explanation, others: list[Explanat
         if other.score <= simple.score:
             break
         chance = _chance(work, own, other)
-        if other.agreement > chance + min(CLEAR, (1 - chance) / 2):
+        if clearly(other.agreement, chance):
             return other
     return simple
 

@@ -1,17 +1,15 @@
 """What is counted while the text streams by: sums of fixed size, whatever the length of the text, and five numbers of
 each sequence."""
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
-from moe_rl.drift.change_tables import Positions, rates_of, site_table
+from moe_rl.drift.change_tables import Positions, changed_in, intervals_of, rates_of, site_table
 from moe_rl.drift.passes import Measured
 from moe_rl.measure.moments import Moments, Shares, SiteShares
 from moe_rl.routing import ChangeCounts, change_counts, flips_per_token, site_change, slot_change
@@ -51,21 +49,8 @@ class Sums:
     # -- what it comes to -----------------------------------------------------------------------------------------
 
     def rates(self) -> dict[str, dict[str, float]]:
-        """Slot, site and token change: rate, numerator, denominator, and a 95 % interval over prompts (a ratio
-        estimator's, Student's with the sequences of a prompt as a cluster; NaN with one prompt)."""
-        counts, clusters = self.counts, self.prompts
-        n, covariance = clusters.count, clusters.covariance
-        student = float(stdtrit(n - 1, 0.975)) if n > 1 else math.nan  # of two sequences 12.7, of many 1.96
-        found = rates_of(counts)
-        for i, (level, row) in enumerate(found.items()):
-            per_token = row["of"] / counts.tokens_total
-            slope = row["changed"] / counts.tokens_total
-            spread = covariance[i, i] - 2 * slope * covariance[i, 3] + slope**2 * covariance[3, 3]
-            half = student * float((spread / n).clamp(min=0).sqrt() / clusters.mean[3]) / per_token
-            rate = row["rate"]
-            low, high = (half, half) if math.isnan(half) else (max(0.0, rate - half), min(1.0, rate + half))
-            found[level] = {"rate": rate, "low": low, "high": high, "changed": row["changed"], "of": row["of"]}
-        return found
+        """Slot, site and token change: rate, numerator, denominator, and a 95 % interval over prompts."""
+        return intervals_of(self.counts, self.prompts)
 
     @property
     def prompts(self) -> Moments:
@@ -151,7 +136,6 @@ def count(measured: Measured) -> tuple[Sums, dict[str, np.ndarray]]:
     old, new = parts.old_routes, parts.new_routes_taken
     slots = (slot_change(old, new) * old.shape[-1]).round().long()
     flips = flips_per_token(old, new)
-    numerators = torch.stack([slots.sum(-1), flips, (flips > 0).int()], -1) * mask[..., None]
     log_ratios = torch.stack([parts.log_ratio, parts.weight, parts.routing])[:, mask]
     before = flips.roll(1, 1)  # token t is predicted at t - 1; the first of a row follows nothing and is 0
     routers, body = (change_counts(old, own, mask) for own in measured.swapped) if measured.swapped else (None, None)
@@ -159,7 +143,7 @@ def count(measured: Measured) -> tuple[Sums, dict[str, np.ndarray]]:
     sums = Sums(
         counts=change_counts(old, new, mask),
         shares=parts.shares(),
-        sequences=[torch.cat([numerators.sum(1), mask.sum(1, keepdim=True), prompts[:, None]], 1).double()],
+        sequences=[torch.cat([changed_in(slots, flips, mask), prompts[:, None]], 1)],
         load=torch.stack([expert_load(old, mask), expert_load(new, mask)]),
         sizes=torch.stack([_bins(row.abs(), SIZES) for row in log_ratios]),
         divergence=torch.stack([-log_ratios, log_ratios.expm1() - log_ratios]).sum(-1),

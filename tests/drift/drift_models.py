@@ -1,5 +1,6 @@
 """Tiny checkpoints of several families, saved as a person would have them."""
 
+import base64
 import copy
 import errno
 import io
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import (
     GraniteMoeConfig,
     GraniteMoeForCausalLM,
@@ -26,6 +28,8 @@ from moe_rl.drift.options import DriftOptions
 from moe_rl.drift.run import run_drift
 from moe_rl.measure.noise_floor import rounded_copy
 from moe_rl.measure.scoring import TokenBatch, score_live
+from moe_rl.routing import RoutedExperts
+from moe_rl.training.route_tables import write_route_table
 
 ALPHABET = "abcdefghij =+"
 TEXTS = ["abc=def", "ghij+a", "aa bb cc dd", "j=i+h", "fedcba", "a+b=c d+e=f"]
@@ -85,6 +89,59 @@ def captured(folder):
 def captured_rows(place):
     """Tokens and routes of each sequence; the last token was never fed back."""
     return [(place.ids[b, :n].tolist(), place.engine[b, : n - 1]) for b, n in enumerate(LENGTHS)]
+
+
+def int32(ids):
+    return ids.astype("<i4").tobytes()
+
+
+def npy(ids):
+    file = io.BytesIO()
+    np.save(file, ids.astype(np.uint8))
+    return file.getvalue()
+
+
+FORMS = ("lines", "base64", "vllm", "npz", "tensors", "own", "slime", "parquet")
+
+
+def write(place, path, form):
+    """A file of one of the kinds that captures have."""
+    if form == "lines":
+        lines = [{"tokens": words, "routed_experts": ids.tolist()} for words, ids in captured_rows(place)]
+    elif form in ("base64", "vllm"):  # of SGLang, and of vLLM's server
+        lines = [
+            {
+                "prompt_token_ids": words[:5],
+                "token_ids": words[5:],
+                "routed_experts": base64.b64encode((npy if form == "vllm" else int32)(ids)).decode(),
+            }
+            for words, ids in captured_rows(place)
+        ]
+    if form in ("lines", "base64", "vllm"):
+        path = path / "capture.jsonl"
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    elif form == "npz":
+        path = path / "capture.npz"
+        np.savez(path, input_ids=place.ids, routed_experts=place.engine, attention_mask=place.mask)
+    elif form == "tensors":
+        path = path / "capture.safetensors"
+        tokens = place.ids.masked_fill(~place.mask, -1)
+        save_file({"tokens": tokens, "routed_experts": torch.from_numpy(place.engine)}, path)
+    elif form == "own":
+        path = path / "capture.safetensors"
+        tokens = place.ids.masked_fill(~place.mask, -1)
+        RoutedExperts(place.routes.ids, place.routes.sites, 8, tokens=tokens).save(path)
+    elif form == "parquet":
+        path = path / "capture.parquet"
+        tokens = place.ids.masked_fill(~place.mask, -1)
+        write_route_table(path, RoutedExperts(place.routes.ids, place.routes.sites, 8, tokens=tokens))
+    elif form == "slime":
+        path = path / "capture.pt"
+        torch.save(
+            {"samples": [{"tokens": w, "rollout_routed_experts": torch.tensor(i)} for w, i in captured_rows(place)]},
+            path,
+        )
+    return path
 
 
 def save(model, tokenizer, folder):

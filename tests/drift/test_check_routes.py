@@ -1,13 +1,11 @@
 """moe-rl check-routes, as a person calls it: a real model, captures in every kind of file."""
 
-import base64
-import io
 import json
 
 import numpy as np
 import pytest
 import torch
-from drift_models import LENGTHS, captured_rows
+from drift_models import FORMS, LENGTHS, captured_rows, write
 from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen3MoeForCausalLM
 
@@ -19,52 +17,7 @@ from moe_rl.drift.options import CheckOptions
 from moe_rl.routing import RoutedExperts, record_routes
 
 
-def int32(ids):
-    return ids.astype("<i4").tobytes()
-
-
-def npy(ids):
-    file = io.BytesIO()
-    np.save(file, ids.astype(np.uint8))
-    return file.getvalue()
-
-
-def write(place, path, form):
-    if form == "lines":
-        lines = [{"tokens": words, "routed_experts": ids.tolist()} for words, ids in captured_rows(place)]
-    elif form in ("base64", "vllm"):  # of SGLang, and of vLLM's server
-        lines = [
-            {
-                "prompt_token_ids": words[:5],
-                "token_ids": words[5:],
-                "routed_experts": base64.b64encode((npy if form == "vllm" else int32)(ids)).decode(),
-            }
-            for words, ids in captured_rows(place)
-        ]
-    if form in ("lines", "base64", "vllm"):
-        path = path / "capture.jsonl"
-        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    elif form == "npz":
-        path = path / "capture.npz"
-        np.savez(path, input_ids=place.ids, routed_experts=place.engine, attention_mask=place.mask)
-    elif form == "tensors":
-        path = path / "capture.safetensors"
-        tokens = place.ids.masked_fill(~place.mask, -1)
-        save_file({"tokens": tokens, "routed_experts": torch.from_numpy(place.engine)}, path)
-    elif form == "own":
-        path = path / "capture.safetensors"
-        tokens = place.ids.masked_fill(~place.mask, -1)
-        RoutedExperts(place.routes.ids, place.routes.sites, 8, tokens=tokens).save(path)
-    elif form == "slime":
-        path = path / "capture.pt"
-        torch.save(
-            {"samples": [{"tokens": w, "rollout_routed_experts": torch.tensor(i)} for w, i in captured_rows(place)]},
-            path,
-        )
-    return path
-
-
-@pytest.mark.parametrize("form", ["lines", "base64", "vllm", "npz", "tensors", "own", "slime"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_bf16_capture_is_the_models_in_every_kind_of_file(place, tmp_path, form):
     result = checked(CheckOptions(write(place, tmp_path, form), place.model))
     assert result.faults == (), result.verdict

@@ -1,0 +1,304 @@
+"""`moe-rl compare-routes OLD NEW`: two captures of the routes of the same tokens, against each other and without a
+model: what changed, by the definitions of `moe_rl.routing.change`, and which fault is no change of routing."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from moe_rl.drift.capture_files import read_capture
+from moe_rl.drift.captured import PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, Work, find_invalid, rows_of
+from moe_rl.drift.change_tables import changed_in, intervals_of, site_table
+from moe_rl.drift.errors import DriftError
+from moe_rl.drift.options import CompareOptions, check_least
+from moe_rl.drift.output import finite, output_folder, unfinished
+from moe_rl.drift.route_check import UNTOLD, clearly, search
+from moe_rl.drift.words import number, percent
+from moe_rl.files import write_atomic, write_json
+from moe_rl.measure.metrics import balance_metrics, ratio_metrics, ratio_range_metrics
+from moe_rl.measure.moments import Moments
+from moe_rl.routing import RoutedExperts, RoutingError, change_counts, expert_load, flips_per_token, slot_change
+from moe_rl.study.words import count
+
+LAYERS = "layers without routes"
+LARGEST = 65534
+"""Largest id of an expert that can be packed."""
+
+
+def run_compare(options: CompareOptions) -> int:
+    """Print the comparison, and write it where that is asked for; 0, or 1 if a fault was found. Raises DriftError."""
+    output = None if options.output is None else output_folder(options.output, options.output, "compare.json")
+    results = compared(options)
+    if output is not None:
+        with unfinished(output) as folder:
+            write_json(folder / "compare.json", results)
+            write_atomic(folder / "sites.csv", pd.DataFrame(results["by_site"]).to_csv(index=False))
+    print(json.dumps(results, indent=1) if options.json else "\n".join(page(results)))
+    return 0 if results["ok"] else 1
+
+
+def compared(options: CompareOptions) -> dict[str, Any]:
+    """All that compare.json holds; null where a number does not exist. A token is compared if it has a route at every
+    site in both files.
+
+    Raises DriftError: a file that cannot be read, or files of other sequences, tokens, layers, top-k or experts.
+    """
+    check_least(options, experts=1, top_k=1)
+    paths = options.old, options.new
+    old, new = files = [read_capture(path, options.top_k, options.pad_token_id) for path in paths]
+    K = _check_alike(paths, files)
+    layers, sites, findings = _paired(paths, files)
+    known = _experts(options, files, layers)
+    largest = max(int(ids.max(initial=0)) for file in files for ids in file.ids)
+    lengths = [len(tokens) for tokens in old.tokens]
+    owns = []  # each file as what the other one is compared with
+    for file, chosen in zip(files, layers, strict=True):
+        laid = [_whole(ids, n)[:, chosen] for ids, n in zip(file.ids, lengths, strict=True)]
+        experts = known or (largest + 1,) * len(sites)
+        owns.append(OwnRoutes(laid, laid, sites, experts, tuple(range(len(sites))), len(sites)))
+    works = [rows_of(old, owns[1]), rows_of(new, owns[0])]
+    for side, work, other, chosen in zip(("OLD", "NEW"), works, reversed(owns), layers, strict=True):
+        find_invalid(work, other, chosen)
+        findings += _said_of(side, work)
+    ids = [_ids(work, lengths, chosen) for work, chosen in zip(works, layers, strict=True)]
+    routed = [np.all(side >= 0, axis=(2, 3)) for side in ids]
+    work, held = works[1], np.logical_and(*routed)
+    work.usable &= held[work.sequence, work.position]
+    found: dict[str, Any] = {"change": None, "loads": None, "by_site": []}
+    if held.any():
+        own = dataclasses.replace(owns[0], ids=[side[:n] for side, n in zip(ids[0], lengths, strict=True)])
+        simple, best, _, chance = search(work, own, layers[1])
+        if not clearly(best.agreement, chance):
+            text = f"routes of other tokens agree by {percent(chance)}, those of the same by {percent(best.agreement)}"
+            work.found(UNTOLD, f"{text}: nothing shows that these are of the same tokens and layers")
+        findings += _said_of("NEW against OLD", work)
+        held[...] = False  # again, without the prefixes that the search took out
+        held[work.sequence[work.usable], work.position[work.usable]] = True
+        found = _counted(torch.from_numpy(ids[0]), torch.from_numpy(ids[1]), torch.from_numpy(held), sites, known)
+        found |= {"slot_change_of_other_tokens": 1 - chance}
+        found |= {"slot_change_once_undone": None if best is simple else 1 - best.agreement}
+    faults = list(dict.fromkeys(finding.name for finding in findings if finding.fault))
+    results = {
+        "verdict": _verdict(found, faults),
+        "ok": bool(held.any()) and not faults,
+        "findings": [dataclasses.asdict(finding) for finding in findings],
+        "old": str(options.old),
+        "new": str(options.new),
+        "sequences": len(lengths),
+        "tokens": sum(lengths),
+        "compared": int(held.sum()),
+        "without_route": {side: sum(lengths) - int(x.sum()) for side, x in zip(("old", "new"), routed, strict=True)},
+        "experts_per_token": K,
+        "experts": known,
+        **found,
+        "logprobs": _gaps(old, new),
+    }
+    return finite(results)
+
+
+def _said_of(side: str, work: Work) -> list[Finding]:
+    """What was found since the last call."""
+    said = [dataclasses.replace(finding, text=f"{side}: {finding.text}") for finding in work.findings]
+    work.findings.clear()
+    return said
+
+
+def _check_alike(paths: Sequence[Path], files: Sequence[Captured]) -> int:
+    """K of both. Raises DriftError where they are not of the same tokens, or hold what cannot be compared."""
+    slots = []
+    for path, file in zip(paths, files, strict=True):
+        try:
+            slots.append(file.shape()[1])
+        except ValueError as error:
+            raise DriftError(f"{path}: {error}") from error
+        for b, ids in enumerate(file.ids):
+            if len(odd := ids[(ids < -1) | (ids > LARGEST)]):
+                raise DriftError(f"{path}: sequence {b} has id {odd[0]}; expected 0..{LARGEST}, or -1 for no route")
+    (old, new), (first, second) = files, paths
+    if len(old.tokens) != len(new.tokens):
+        raise DriftError(f"{second} holds {count(len(new.tokens), 'sequence')}, {first} {len(old.tokens)}")
+    for b, (words, others) in enumerate(zip(old.tokens, new.tokens, strict=True)):
+        n, m = len(words), len(others)
+        where = f"{second}: sequence {b}"
+        if len(differ := np.flatnonzero(words[:m] != others[:n])):
+            t = int(differ[0])
+            raise DriftError(
+                f"{where}, token {t} is {others[t]}, in {first} it is {words[t]}: are the sequences in another order, "
+                "or padded (--pad-token-id)?"
+            )
+        if n != m:
+            raise DriftError(f"{where} has {m} tokens, in {first} {n}; if it is padding: --pad-token-id")
+        rows = len(old.ids[b]), len(new.ids[b])
+        if max(rows) < n - 1:
+            raise DriftError(
+                f"{where} has {rows[1]} rows for {n} tokens, in {first} {rows[0]}: nothing says which tokens these are "
+                "of. Give every token a row, of -1 where it has no route"
+            )
+    if slots[0] != slots[1]:
+        more = "fused shared experts add columns; or was another num_experts_per_tok configured?"
+        raise DriftError(f"{second} has {slots[1]} experts for a token, {first} {slots[0]}: {more}")
+    return slots[0]
+
+
+def _paired(
+    paths: Sequence[Path], files: Sequence[Captured]
+) -> tuple[list[tuple[int, ...]], tuple[str, ...], list[Finding]]:
+    """The layers of each file that are compared, their names, and what is left out: layers that hold nothing, a fault
+    where the other file has routes there."""
+    old, new = (file.sites for file in files)
+    if old is not None and new is not None:
+        if alone := sorted(set(old) ^ set(new)):
+            where = paths[0] if alone[0] in old else paths[1]
+            raise DriftError(f"site {alone[0]} is only in {where} (one of {len(alone)}): routes of different models?")
+        return [tuple(range(len(old))), tuple(new.index(site) for site in old)], old, []
+    depths = [file.shape()[0] for file in files]
+    held = [
+        tuple(c for c in range(depth) if any((ids[:, c] > 0).any() for ids in file.ids))
+        for file, depth in zip(files, depths, strict=True)
+    ]
+    said = [f"{len(c)} of {depth} layers" for c, depth in zip(held, depths, strict=True)]
+    text, notes = f"OLD has routes in {said[0]}, NEW in {said[1]}", []
+    if depths[0] == depths[1]:
+        both, either = {*held[0]} & {*held[1]}, {*held[0]} | {*held[1]}
+        if both and both != either:
+            notes = [Finding(LAYERS, f"{text}: {sorted(either - both)} in one file only, which are in no rate")]
+        held = [tuple(sorted(both or either or range(depths[0])))] * 2  # of a file without any, all: that is said
+    if len(held[0]) != len(held[1]) or not held[0]:
+        raise DriftError(f"{paths[1]} has routes in {said[1]}, {paths[0]} in {said[0]}: capture the same layers")
+    if not notes and len(held[0]) < max(depths):
+        notes = [Finding("dense layers left out", f"{text}; these are compared in their order", fault=False)]
+    named = [tuple(f.sites[c] for c in chosen) for f, chosen in zip(files, held, strict=True) if f.sites is not None]
+    return held, named[0] if named else tuple(f"layer {c}" for c in held[0]), notes
+
+
+def _experts(
+    options: CompareOptions, files: Sequence[Captured], layers: Sequence[Sequence[int]]
+) -> tuple[int, ...] | None:
+    """Of each site, where the files or `--experts` say it."""
+    pairs = zip(files, layers, strict=True)
+    known = {tuple(file.experts[c] for c in chosen) for file, chosen in pairs if file.experts is not None}
+    if options.experts is not None:
+        known.add((options.experts,) * len(layers[0]))
+    if len(known) > 1:
+        each = " and ".join(", ".join(map(str, sorted(set(experts)))) for experts in sorted(known))
+        raise DriftError(f"the files and --experts name different numbers of experts: {each}")
+    return next(iter(known), None)
+
+
+def _whole(ids: np.ndarray, tokens: int) -> np.ndarray:
+    """A row for each token, of -1 behind the last one that there is."""
+    rows = ids[:tokens].astype(np.int32)
+    return np.pad(rows, ((0, tokens - len(rows)), (0, 0), (0, 0)), constant_values=-1)
+
+
+def _ids(work: Work, lengths: Sequence[int], layers: Sequence[int]) -> Int[np.ndarray, "B T L K"]:
+    """The rows that can be used where they belong, -1 elsewhere."""
+    found = np.full((len(lengths), max(lengths), len(layers), work.ids.shape[2]), -1, np.int32)
+    found[work.sequence[work.usable], work.position[work.usable]] = work.ids[work.usable][:, list(layers)]
+    return found
+
+
+def _counted(
+    old: Int[Tensor, "B T L K"],
+    new: Int[Tensor, "B T L K"],
+    mask: Bool[Tensor, "B T"],
+    sites: tuple[str, ...],
+    experts: tuple[int, ...] | None,
+) -> dict[str, Any]:
+    """Change and load over the tokens of `mask`, and by site."""
+    old, new, mask = (part[mask.any(1)] for part in (old, new, mask))
+    slots = (slot_change(old, new) * old.shape[-1]).round().long()
+    counts = dataclasses.replace(change_counts(old, new, mask), sites=sites)
+    change = intervals_of(counts, Moments.of(changed_in(slots, flips_per_token(old, new), mask)))
+    table, loads, why = site_table(counts), {}, ""
+    try:
+        if experts is None:
+            raise RoutingError("neither file says how many experts there are (--experts)")
+        for side, ids in (("old", old), ("new", new)):
+            balance = balance_metrics(expert_load(RoutedExperts(ids, sites, experts), mask))
+            table[f"max_vio_{side}"] = vio = balance["site_max_vio"].numpy()
+            loads[side] = {"max_vio_mean": vio.mean(), "max_vio_max": vio.max()}
+            loads[side] |= {name: balance[name].item() for name in ("load_entropy_mean", "load_entropy_min")}
+    except RoutingError as error:
+        loads, why = {}, str(error)
+    return {"change": change, "loads": loads or None, "loads_left_out": why, "by_site": table.to_dict("records")}
+
+
+def _gaps(old: Captured, new: Captured) -> dict[str, Any] | None:
+    """How far the log-probabilities are apart, d = NEW - OLD, over tokens with a finite one in both files; None where
+    no token has. `left_out`: tokens with one that is not finite, or in one file only."""
+    if old.logps is None or new.logps is None:
+        return None
+    a, b = (np.concatenate(logps) for logps in (old.logps, new.logps))
+    both = np.isfinite(a) & np.isfinite(b)
+    if not both.any():
+        return None
+    d, mask = torch.from_numpy(b[both] - a[both])[None], torch.ones(1, int(both.sum()), dtype=torch.bool)
+    found = {**ratio_metrics(d, mask), **ratio_range_metrics(d, mask), "log_ratio_mean": d.mean()}
+    names = ("log_ratio_mean", "gap_mean", "gap_p99", "gap_max", "k3", "outside_fraction")
+    counts = {"tokens": d.numel(), "left_out": int((~np.isnan(a) | ~np.isnan(b)).sum()) - d.numel()}
+    return counts | {name: float(found[name]) for name in names}
+
+
+def _verdict(found: dict[str, Any], faults: Sequence[str]) -> str:
+    """One sentence."""
+    if not found["change"]:
+        return f"Nothing can be compared: no token has routes in both files{': ' * bool(faults)}{', '.join(faults)}."
+    parts = []
+    for level, row in found["change"].items():
+        low, high = (percent(row[end]).removesuffix(" %") for end in ("low", "high"))
+        parts.append(f"{percent(row['rate'])} of {level}s{'' if math.isnan(row['low']) else f' [{low}, {high}]'}")
+    said = f"{', '.join(parts[:-1])} and {parts[-1]} changed from OLD to NEW"
+    wrong = [name for name in faults if name not in (PREFIXES, UNROUTED, LAYERS)]
+    if not wrong:
+        return f"{said}{'. Left out: ' * bool(faults)}{', '.join(faults)}."
+    undone = found["slot_change_once_undone"]
+    more = "" if undone is None else f"; {percent(undone)} of slots once that is undone"
+    return f"This is no change of routing: {', '.join(wrong)}. As they stand, {said}{more}."
+
+
+def page(results: dict[str, Any]) -> list[str]:
+    """Verdict, findings, what was compared, and a line per site, as text."""
+    without, loads, gaps, rows = (results[name] for name in ("without_route", "loads", "logprobs", "by_site"))
+    lines = [results["verdict"], ""]
+    lines += [f"  {'fault' if f['fault'] else 'note'}: {f['name']}: {f['text']}" for f in results["findings"]]
+    lines.append(
+        f"Compared: {results['compared']} of {count(results['tokens'], 'token')} of "
+        f"{count(results['sequences'], 'sequence')}, {count(len(rows), 'site')}, top-{results['experts_per_token']}. "
+        f"Tokens without a route at every site, in no rate: {without['old']} in OLD, {without['new']} in NEW."
+    )
+    if gaps:
+        lines.append(
+            f"Log-probabilities, d = NEW - OLD over {count(gaps['tokens'], 'token')}: mean |d| "
+            f"{number(gaps['gap_mean'])} nats, k3 {number(gaps['k3'])}, ratio e^d outside [0.9, 1.1] for "
+            f"{percent(gaps['outside_fraction'])}; {gaps['left_out']} left out (in one file only, or not finite)."
+        )
+    if not rows:
+        return lines
+    lines.append(
+        f"With routes of other tokens {percent(results['slot_change_of_other_tokens'])} of slots would differ."
+    )
+    for side, load in (loads or {}).items():
+        vio, most, entropy = (number(load[name]) for name in ("max_vio_mean", "max_vio_max", "load_entropy_mean"))
+        lines.append(f"Load of experts, {side.upper()}: MaxVio {vio} (largest {most}), entropy {entropy} nats.")
+    if not loads:
+        lines.append(f"Load of experts: not said; {results['loads_left_out']}")
+    width = max(len(row["site"]) for row in rows)
+    lines += ["", f"  {'site':{width}}  tokens   slots    sets{'  MaxVio OLD     NEW' if loads else ''}"]
+    for row in rows:
+        cells = f"{percent(row['slots_changed'] / row['slots']):>8}{percent(row['tokens_changed'] / row['tokens']):>8}"
+        more = f"{number(row['max_vio_old']):>12}{number(row['max_vio_new']):>8}" if loads else ""
+        lines.append(f"  {row['site']:{width}}  {row['tokens']:6}{cells}{more}")
+    return [
+        *lines,
+        "",
+        "  slots: share of experts that changed; sets: of tokens whose set of experts did, in any order",
+    ]
