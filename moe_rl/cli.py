@@ -252,14 +252,16 @@ def watch_verb(arguments: list[str]) -> None:
         open: bool = False
         """Open the page in the browser."""
         once: bool = False
-        """Serve nothing: print the alarms so far. Exit status 3 if one has crossed or a reward collapsed, else 0."""
+        """Serve nothing: print the alarms so far. Exit status 3: one crossed, or a reward collapsed; 1: an error."""
 
     options = parse(Options, arguments, "moe-rl watch")
-    from moe_rl.study.watch import print_alarms, watch
+    if options.once and (options.port or options.open):
+        fail("moe-rl watch: --once serves nothing; leave --port and --open out", 2)
+    from moe_rl.study import watch, watch_once
 
     if options.once:
-        sys.exit(print_alarms(options.folder))
-    watch(options.folder, options.port, options.open)
+        sys.exit(watch_once.print_alarms(options.folder))
+    watch.watch(options.folder, options.port, options.open)
 
 
 for command in (drift, floor, check_routes, compare_routes):
@@ -296,8 +298,7 @@ def doctor_verb(arguments: list[str]) -> None:
     from moe_rl.study.config import load_study
     from moe_rl.study.doctor import doctor, planned
 
-    study = None if path is None else load_study(path)
-    sys.exit(doctor(study, planned(options.devices, options.memory), options.json))
+    sys.exit(doctor(load_study(path) if path else None, planned(options.devices, options.memory), options.json))
 
 
 def run_listed(given: Given) -> None:

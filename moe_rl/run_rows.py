@@ -23,6 +23,9 @@ ROWS: dict[str, tuple[str, ...]] = {
 }
 """Kind of row in metrics.jsonl -> what tells rows of one step apart."""
 
+_TYPES: dict[str, Any] = {"step": int, "update": int, "pair": str, "variant": str, "reward": int | float | None}
+"""What these must be where they are; the others are numbers, texts and lists."""
+
 OTHER_NAMES = {
     "clip_fraction": "clipped_tokens over tokens",
     "clip_frac": "clipped_tokens over tokens",
@@ -40,6 +43,30 @@ OTHER_NAMES = {
 
 FOREIGN = "/"
 """A metric whose name has a slash is not ours: it is kept as it is (`mine/kl`)."""
+
+
+def row_problem(row: Any) -> str:
+    """Why a value that JSON held cannot be a row that a run wrote; empty if it can. One of an unknown kind can."""
+    if not isinstance(row, dict):
+        return f"expected an object, got {type(row).__name__}"
+    kind = row.get("kind")
+    if not isinstance(kind, str):
+        return "lacks kind"
+    missing = [name for name in ("step", *ROWS.get(kind, ())) if row.get(name) is None]
+    if kind == "rollout" and "reward" not in row:
+        missing.append("reward")
+    if missing:
+        return f"lacks {', '.join(missing)}"
+    for name, wanted in _TYPES.items():
+        if name in row and (not isinstance(row[name], wanted) or isinstance(row[name], bool)):
+            return f"{name} cannot be {row[name]!r:.80}"
+    return next((f"{name} cannot be {value!r:.80}" for name, value in row.items() if type(value) is dict), "")
+
+
+def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What tells a row from the others of its kind in a run: its step first. Of rows with one key the last counts: a
+    run that went on wrote them again, or `rollout.lag` sampled several batches in the first step."""
+    return (row["step"], *(row[name] for name in ROWS.get(row["kind"], ())))
 
 
 def checked(kind: str, name: str, value: Any) -> Any:

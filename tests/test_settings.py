@@ -44,7 +44,7 @@ def test_dpo_which_has_no_objective_too(tmp_path):
 @pytest.mark.parametrize(
     ("config", "without", "said"),
     [
-        (replace(RunConfig(), checkpoint_every=3), "checkpoint_every", "checkpoint_every: 10 there, 3 now"),
+        (replace(RunConfig(), seed=3), "seed", "seed: 0 there, 3 now"),
         (replace(RunConfig(), reward=LEARNED), "reward", "reward.model: 'verifier' there, 'learned' now"),
         (replace(RunConfig(), method=GSPO), "objective.ratio", "objective.ratio: 'token' there, 'sequence' now"),
     ],
@@ -56,15 +56,15 @@ def test_but_no_other_value(tmp_path, config, without, said):
 
 def test_settings_of_a_run_that_never_began_may_be_corrected(tmp_path):
     """A wrong model path fails before the first row; the file put right, the same command must go on."""
-    folder = written(tmp_path / "run", replace(RunConfig(), checkpoint_every=3), "rollout.lag")
+    folder = written(tmp_path / "run", replace(RunConfig(), seed=3), "rollout.lag")
     (folder / "metrics.jsonl").unlink()
     (folder / "env.json").write_text("{}")
     assert check_folder(RunConfig(), folder)
 
 
 def test_what_is_there_is_compared_as_it_is(tmp_path):
-    folder = written(tmp_path / "run", replace(RunConfig(), checkpoint_every=3), "rollout.lag")
-    with pytest.raises(ConfigError, match="checkpoint_every: 3 there, 10 now"):
+    folder = written(tmp_path / "run", replace(RunConfig(), seed=3), "rollout.lag")
+    with pytest.raises(ConfigError, match="seed: 3 there, 0 now"):
         check_folder(RunConfig(), folder)
 
 

@@ -3,6 +3,7 @@
 from statistics import median
 from typing import Any
 
+from moe_rl.run_rows import ROWS
 from moe_rl.study.alarms import RunAlarms, alarms_of
 from moe_rl.study.arms import full_label, per_study
 from moe_rl.study.data import FIELDS, StudyData
@@ -18,7 +19,9 @@ def study_alarms(data: StudyData) -> dict[tuple[str, int], RunAlarms]:
         wanted.setdefault(alarm.kind, {"skipped"}).update(name for name in (alarm.metric, alarm.over) if name)
     for kind, names in wanted.items():
         frame = getattr(data, FIELDS[kind])
-        columns = [name for name in ("arm", "seed", "step", "pair", *sorted(names)) if name in frame]
+        columns = [
+            name for name in dict.fromkeys(("arm", "seed", "step", *ROWS[kind], *sorted(names))) if name in frame
+        ]
         for row in frame[columns].to_dict("records"):
             found[str(row["arm"]), int(row["seed"])].take({**row, "kind": kind, "step": int(row["step"])})
     return found

@@ -11,11 +11,12 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from moe_rl.names import nearest
-from moe_rl.run_rows import FOREIGN
+from moe_rl.run_rows import FOREIGN, row_key, row_problem
 from moe_rl.study.cursor import follow
 from moe_rl.study.curves import detect_collapse
 from moe_rl.study.words import not_mathematics
@@ -51,10 +52,12 @@ class Alarm:
     window: int = 1
     declared: bool = False
 
+    def reads(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row is one of those that may have the signal."""
+        return row.get("kind") == self.kind and (self.kind != "engine" or row.get("pair") == "engines")
+
     def value(self, row: Mapping[str, Any]) -> float | None:
-        """What a row says of the signal; None if nothing. A gradient that was not finite, and is null in a row, is infinite."""
-        if row.get("kind") != self.kind or (self.kind == "engine" and row.get("pair") != "engines"):
-            return None
+        """What a row that it reads says of the signal; None if nothing. A gradient that was not finite, and is null in a row, is infinite."""
         if self.metric == "grad_norm" and row.get("skipped") == 1:
             return math.inf
         found = _number(row.get(self.metric))
@@ -221,53 +224,54 @@ class Spikes:
 
 
 class RunAlarms:
-    """The alarms of one run, row by row in the order of its metrics.jsonl.
+    """The alarms of one run. Of rows with one key the last counts (`row_key`), as in `moe_rl.study.load`; a row that cannot be one is left out.
 
     Attributes:
-        seen: by alarm, how many values of its signal there were.
-        crossed: by alarm, the steps with a crossing, each once, with the first value that crossed there.
         own: whether the rewards are of the policy's own responses; those of others' collapse nothing.
     """
 
     def __init__(self, alarms: Iterable[Alarm] = ALARMS, own: bool = True):
         self.alarms, self.own = tuple(alarms), own
-        self.seen = {alarm.name: 0 for alarm in self.alarms}
-        self.crossed: dict[str, list[tuple[int, float]]] = {alarm.name: [] for alarm in self.alarms}
-        self.nulls: dict[str, int] = {}  # the first step at which a metric was null: not finite, or not to be had
-        self.rewards: list[tuple[int, float]] = []
-        self._spikes = {alarm.name: Spikes(alarm.threshold) for alarm in self.alarms if alarm.spike}
-        self._latest = {alarm.name: deque[float](maxlen=alarm.window) for alarm in self.alarms}
+        self._rewards: dict[tuple[Any, ...], float | None] = {}
+        self._values: dict[str, dict[tuple[Any, ...], float | None]] = {alarm.name: {} for alarm in self.alarms}
 
     def take(self, row: Mapping[str, Any]) -> None:
         """Look at one row."""
-        step = row.get("step")
-        if not isinstance(step, int):
+        if row_problem(row):
             return
-        if row.get("kind") == "rollout" and (reward := _number(row.get("reward"))) is not None:
-            self.rewards.append((step, reward))
+        key = row_key(row)
+        for told in ("seen", "crossed"):
+            vars(self).pop(told, None)
+        if row["kind"] == "rollout":
+            self._rewards[key] = _number(row["reward"])
         for alarm in self.alarms:
-            value = alarm.value(row)
-            if value is None:
-                if row.get("kind") == alarm.kind and alarm.metric in row and row[alarm.metric] is None:
-                    self.nulls.setdefault(alarm.name, step)
-                continue
-            self.seen[alarm.name] += 1
-            latest, steps = self._latest[alarm.name], self.crossed[alarm.name]
-            latest.append(value)
-            value = sum(latest) / alarm.window
-            whole = len(latest) == alarm.window
-            if whole and self._crosses(alarm, value) and not (steps and steps[-1][0] == step):
-                steps.append((step, value))
+            if alarm.reads(row):
+                values, value = self._values[alarm.name], alarm.value(row)
+                values.pop(key, None)
+                if value is not None or row.get(alarm.metric, 0) is None:
+                    values[key] = value
 
-    def _crosses(self, alarm: Alarm, value: float) -> bool:
-        if alarm.spike and value < math.inf:
-            return self._spikes[alarm.name].crosses(value)
-        return value > alarm.threshold if alarm.above else value < alarm.threshold
+    @cached_property
+    def seen(self) -> dict[str, int]:
+        """By alarm, how many values of its signal there were."""
+        return {name: sum(value is not None for value in values.values()) for name, values in self._values.items()}
+
+    @property
+    def nulls(self) -> dict[str, int]:
+        """By alarm, the first step at which its metric was null (not finite, or not to be had), where it was."""
+        found = {n: [key[0] for key, value in values.items() if value is None] for n, values in self._values.items()}
+        return {name: min(steps) for name, steps in found.items() if steps}
+
+    @cached_property
+    def crossed(self) -> dict[str, list[tuple[int, float]]]:
+        """By alarm, the steps with a crossing, each once, with the first value that crossed there."""
+        return {alarm.name: _crossings(alarm, self._values[alarm.name]) for alarm in self.alarms}
 
     @property
     def collapse(self) -> int | None:
         """The step at which the run's reward collapsed (`moe_rl.study.curves.COLLAPSE_RULE`); None if it did not."""
-        found = detect_collapse([s for s, _ in self.rewards], [r for _, r in self.rewards])
+        rewards = [(key[0], reward) for key, reward in sorted(self._rewards.items()) if reward is not None]
+        found = detect_collapse([step for step, _ in rewards], [reward for _, reward in rewards])
         return int(found.step) if self.own and found.collapsed else None
 
     def before_collapse(self) -> list[tuple[Alarm, int]]:
@@ -305,6 +309,22 @@ class LiveAlarms:
 
     def _forget(self) -> None:
         self.state = RunAlarms(self.alarms)
+
+
+def _crossings(alarm: Alarm, values: Mapping[tuple[Any, ...], float | None]) -> list[tuple[int, float]]:
+    spikes, latest, found = Spikes(alarm.threshold), deque[float](maxlen=alarm.window), dict[int, float]()
+    for key, value in sorted(values.items()):
+        if value is None:
+            continue
+        latest.append(value)
+        mean = sum(latest) / alarm.window
+        if alarm.spike and mean < math.inf:
+            crosses = spikes.crosses(mean)
+        else:
+            crosses = mean > alarm.threshold if alarm.above else mean < alarm.threshold
+        if crosses and len(latest) == alarm.window:
+            found.setdefault(key[0], mean)
+    return list(found.items())
 
 
 def _number(value: Any) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import pandas as pd
 
-from moe_rl.settings import flatten
+from moe_rl.settings import FREE, differences, flatten
 from moe_rl.study.data import StudyData, pooled_rate
 
 Result = TypeVar("Result")
@@ -32,13 +32,14 @@ def per_study(compute: Callable[[StudyData], Result]) -> Callable[[StudyData], R
 
 
 def arm_settings(data: StudyData) -> tuple[pd.DataFrame, dict[str, Any]]:
-    """(settings in which arms differ: rows dotted setting, columns arm; settings that all arms share)."""
+    """(settings in which arms differ, but for those that change no number (`FREE`): rows dotted setting, columns arm;
+    settings that all arms share)."""
     by_arm = {str(arm): flatten(data.runs_of(str(arm))[0].config) for arm in data.arms.index}
     names = list(dict.fromkeys(name for settings in by_arm.values() for name in settings if name != "seed"))
     table = pd.DataFrame({arm: [settings.get(name) for name in names] for arm, settings in by_arm.items()}, index=names)
     differ = [len({str(value) for value in row}) > 1 for row in table.to_numpy()]
     shared = {name: table.loc[name].iloc[0] for name, d in zip(names, differ, strict=True) if not d}
-    return table.loc[np.array(differ, dtype=bool)], shared
+    return table.loc[np.array(differ, dtype=bool) & ~table.index.isin(FREE)], shared
 
 
 def full_label(data: StudyData, arm: str) -> str:
@@ -86,9 +87,8 @@ def replay_identity(data: StudyData) -> pd.DataFrame:
 
 def same_but_for_method(data: StudyData, arm: str, other: str) -> bool:
     """Whether two arms have all settings outside the method in common."""
-    configs = [data.runs_of(name)[0].config for name in (arm, other)]
-    one, two = ({name: value for name, value in own.items() if name not in METHOD_FIELDS} for own in configs)
-    return one == two
+    one, two = (data.runs_of(name)[0].config for name in (arm, other))
+    return all(name in FREE or name.split(".")[0] in METHOD_FIELDS for name in differences(one, two))
 
 
 @per_study

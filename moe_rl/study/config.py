@@ -14,7 +14,7 @@ import yaml
 from moe_rl.names import LONGEST, arm_refusal, nearest
 from moe_rl.objectives.bounds import unknown
 from moe_rl.policy.models import seeded
-from moe_rl.settings import differences, laid_over, plain, with_defaults
+from moe_rl.settings import FREE, differences, laid_over, plain, with_defaults
 from moe_rl.study.alarms import AlarmError, alarms_of
 from moe_rl.training import RunConfig, validate
 from moe_rl.training.config import DPO
@@ -244,15 +244,14 @@ def run_settings(config: RunConfig) -> dict[str, Any]:
 
 def changed_settings(stored: Any, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Settings in which a run's `config.yaml`, read as plain data, differs from `config`, with both values. One that
-    the version which wrote the file did not know counts as its default. How many processes are expected is said of one
-    start (`distributed.processes`): another number of them may go on."""
+    the version which wrote the file did not know counts as its default. Those that change no number (`FREE`) are said
+    of one start: a run may go on with others."""
     stored = with_defaults(stored, config)
     if isinstance(stored, dict) and config.method.objective != DPO:
         objective = resolve_method(config, budget=1).objective
         stored["objective"] = with_defaults(stored.get("objective"), objective)
     changed = differences(stored, run_settings(config))
-    changed.pop("distributed.processes", None)
-    return changed
+    return {name: values for name, values in changed.items() if name not in FREE}
 
 
 def dump_study(study: StudyConfig) -> str:

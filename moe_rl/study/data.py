@@ -225,7 +225,7 @@ def load(path: str | Path) -> StudyData:
     """
     path = Path(path).expanduser()
     if not path.is_dir():
-        raise StudyDataError(f"{path}: no such folder; expected runs/<study> or runs/<study>/<arm>/seed<k>")
+        raise StudyDataError(no_folder(path))
     if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
         place = run_place(path)
         folders, above, again = [path], place.parent.parent / "study.yaml", False
@@ -236,9 +236,10 @@ def load(path: str | Path) -> StudyData:
         own, above = path / "study.yaml", path.resolve().parent / "study.yaml"
         config = read_yaml(own) if own.exists() else {}
         _check_readable(path, config)
-        _check_declared(own, config)
+        check_declared(own, config)
         if not folders:
-            raise StudyDataError(_nothing_here(path, bool(config)))
+            started = f"a study without runs yet; start it with: moe-rl study {own}"
+            raise StudyDataError(f"{path}: {started}" if config else nothing_here(path))
         again = not config and path.resolve().name.startswith(ROUNDING) and above.exists()
         if again:
             config = read_yaml(above)
@@ -253,7 +254,7 @@ def load(path: str | Path) -> StudyData:
     notes = tuple(f"{run.name}: {note}" for run in runs for note in run.notes)
     name = str(config.get("name") or path.resolve().name)
     there = {(run.arm, run.seed) for run in runs}
-    wanted = [] if folders == [path] or again else declared_runs(config)
+    wanted = [] if folders == [path] or again else declared_runs(own, config)
     waiting = tuple(f"{arm}/seed{seed}" for arm, seed in wanted if (arm, seed) not in there)
     return StudyData(name, path, config, tuple(runs), notes=notes, not_started=waiting, **tables)
 
@@ -320,7 +321,7 @@ def _check_readable(path: Path, config: dict[str, Any]) -> None:
             raise StudyDataError(f"{path / arm}: you may not read this folder, and its runs belong to the study")
 
 
-def _check_declared(file: Path, config: dict[str, Any]) -> None:
+def check_declared(file: Path, config: dict[str, Any]) -> None:
     """Raises StudyDataError for declarations that cannot be followed, as those of a file written by hand may be."""
     pairs, least = config.get("comparisons"), config.get("interest")
     if least is not None and (isinstance(least, bool) or not isinstance(least, int | float) or not least > 0):
@@ -330,24 +331,35 @@ def _check_declared(file: Path, config: dict[str, Any]) -> None:
     for pair in pairs or ():
         if not isinstance(pair, list) or len(pair) != 2:
             raise StudyDataError(f"{file}: comparisons: expected a pair [arm, other], got {pair!r:.80}")
+    declared_runs(file, config)
     try:
         alarms_of(config.get("alarms"))
     except AlarmError as error:
         raise StudyDataError(f"{file}: {error}") from error
 
 
-def declared_runs(config: dict[str, Any]) -> list[tuple[str, int]]:
-    """(arm, seed) of every run that a study's configuration declares, arm by arm."""
-    arms = declared_arms(config).items()
-    return [(arm, seed) for arm, about in arms for seed in about.get("seeds") or config.get("seeds") or ()]
+def declared_runs(file: Path, config: dict[str, Any]) -> list[tuple[str, int]]:
+    """(arm, seed) of every run that a study's configuration, of this file, declares, arm by arm. Raises StudyDataError
+    for seeds that are no list of whole numbers."""
+    arms = declared_arms(config)
+    seeds = {"seeds": config.get("seeds"), **{f"arms.{arm}.seeds": about.get("seeds") for arm, about in arms.items()}}
+    for name, given in seeds.items():
+        if given is not None and not (isinstance(given, list) and all(type(seed) is int for seed in given)):
+            raise StudyDataError(f"{file}: {name}: expected a list of whole numbers, got {given!r:.80}")
+    return [(arm, seed) for arm in arms for seed in seeds[f"arms.{arm}.seeds"] or seeds["seeds"] or ()]
 
 
-def _nothing_here(path: Path, is_study: bool) -> str:
-    if is_study:
-        return f"{path}: a study without runs yet; start it with: moe-rl study {path / 'study.yaml'}"
+def no_folder(path: Path) -> str:
+    """Why a path is no folder of runs, and what is one."""
+    what = "a file" if path.exists() else "no such folder"
+    return f"{path}: {what}; expected runs/STUDY or runs/STUDY/ARM/seedN"
+
+
+def nothing_here(path: Path) -> str:
+    """Why a folder without study.yaml and run is none of a study, and which may be meant."""
     if seeds_in(path):
-        return f"{path}: the runs of one arm; load their study, {path.resolve().parent}, or one of them"
-    return f"{path}: no run found; expected <arm>/seed<k>/metrics.jsonl below it.{studies_inside(path)}"
+        return f"{path}: the runs of one arm; name their study, {path.resolve().parent}, or one of them"
+    return f"{path}: no study and no run found; expected ARM/seedN/metrics.jsonl in it.{studies_inside(path)}"
 
 
 def study_names(path: Path) -> set[str]:

@@ -194,10 +194,11 @@ def check_study(study: StudyConfig, machine: Machine) -> tuple[list[Check], Plan
     )
     if machine.accelerator != "cpu":
         checks.append(fits("host memory", worst.host_bytes, machine.host_bytes, "to load models and write checkpoints"))
-    runs = len(study.runs())
-    checks.append(
-        fits("disk", (runs + 1) * worst.checkpoint_bytes, machine.disk_bytes, f"for the checkpoints of {runs} runs")
-    )
+    runs = [plans[arm] for arm, _ in study.runs()]
+    kept = sum(one.kept_bytes for one in runs)
+    disk = kept + sum(one.checkpoint_bytes for one in runs) + max(one.checkpoint_bytes for one in runs)
+    where = f"for the checkpoints of {len(runs)} runs" + (f", {gb(kept)} of it for policies that stay" if kept else "")
+    checks.append(fits("disk", disk, machine.disk_bytes, where))
     if run.model.dtype == "bfloat16" and not machine.bf16:
         checks.append(Check("bf16", False, "the device has no native bf16", "model.dtype float32, or another device"))
     if run.model.dtype == "bfloat16" and machine.accelerator == "cpu":

@@ -13,7 +13,7 @@ from pandas.api.types import is_object_dtype
 from moe_rl.checks import parse_json
 from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.names import run_place, seed_of
-from moe_rl.run_rows import ROWS
+from moe_rl.run_rows import ROWS, row_problem
 from moe_rl.tables import DamagedTableError, read_table
 from moe_rl.yaml_files import YamlError, parse_yaml
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 KINDS = tuple(ROWS)
 _KEYS = {kind: ["arm", "seed", "step", *more] for kind, more in ROWS.items()}
-_NEEDED = {kind: ("step", *more) for kind, more in ROWS.items()}
-_TYPES: dict[str, Any] = {"step": int, "update": int, "pair": str, "variant": str, "reward": int | float | None}
-"""What these must be where they are; the others are numbers, texts and lists."""
 SOURCES = {"sft": "demonstrations", "rft": "initial", "dpo": "initial"}
 """Objectives that learn from others' responses than their own policy's, unless `method.source` says otherwise."""
 
@@ -131,7 +128,7 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
         raise StudyDataError(f"{lost}. {remedy(folder)}")
     metrics = folder / "metrics.jsonl"
     if metrics.exists():
-        for row in _read_lines(metrics, notes):
+        for row in read_lines(metrics, notes):
             row[_RUN] = number
             rows[row.pop("kind")].append(row)
     else:
@@ -176,7 +173,14 @@ def _sampled_ahead(run: Run, rows: pd.DataFrame, keys: list[str]) -> bool:
     return bool((again["step"] == rows["step"].min()).all()) and int(again.groupby(keys).size().max()) <= lag
 
 
-def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, notes: list[str], damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a `metrics.jsonl`, of known kinds.
+
+    Args:
+        notes: takes what is said of the file.
+        damaged: takes what is wrong with lines that are no rows, which are then left out; the last line without a word,
+            for it may still be being written. None: of such a last line there is a note, any other is a StudyDataError.
+    """
     lines = path.read_bytes().split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -184,41 +188,27 @@ def _read_lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = parse_json(line)
-            if not isinstance(row, dict):
-                raise ValueError(f"expected an object, got {type(row).__name__}")
-            problem = _problem(row)
-            if problem:
+            if problem := row_problem(row):
                 raise ValueError(problem)
         except ValueError as error:  # json's and unicode's errors are ValueErrors
+            wrong = f"{path} line {number}: not a metrics row ({error})"
             if number == len(lines):
-                notes.append(f"{path.name} line {number} is cut off (interrupted write) and was left out")
-                return
-            raise StudyDataError(
-                f"{path} line {number}: not a metrics row ({error}). The file was damaged after it was "
-                "written: restore it, or delete this run's folder and run the study again (the rest is kept)."
-            ) from error
+                if damaged is None:
+                    notes.append(f"{path.name} line {number} is cut off (interrupted write) and was left out")
+            elif damaged is None:
+                raise StudyDataError(
+                    f"{wrong}. The file was damaged after it was written: restore it, or delete this run's folder and "
+                    "run the study again (the rest is kept)."
+                ) from error
+            else:
+                damaged.append(wrong)
+            continue
         kind = row["kind"]
         if kind in KINDS:
             yield row
         elif kind not in unknown:
             unknown.add(kind)
             notes.append(f"rows of kind {kind!r} were left out (written by another version?)")
-
-
-def _problem(row: dict[str, Any]) -> str:
-    """Why a row cannot be one that a run wrote; empty if it can."""
-    kind = row.get("kind")
-    if not isinstance(kind, str):
-        return "lacks kind"
-    missing = [name for name in _NEEDED.get(kind, ("step",)) if row.get(name) is None]
-    if kind == "rollout" and "reward" not in row:
-        missing.append("reward")
-    if missing:
-        return f"lacks {', '.join(missing)}"
-    for name, wanted in _TYPES.items():
-        if name in row and (not isinstance(row[name], wanted) or isinstance(row[name], bool)):
-            return f"{name} cannot be {row[name]!r:.80}"
-    return next((f"{name} cannot be {value!r:.80}" for name, value in row.items() if type(value) is dict), "")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

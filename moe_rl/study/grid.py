@@ -10,6 +10,7 @@ import torch
 
 from moe_rl.files import sole_writer, write_atomic, write_json
 from moe_rl.names import RESERVED, ROUNDING
+from moe_rl.settings import FREE, differences, plain
 from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study, load_study
 from moe_rl.study.display import show
 from moe_rl.study.folders import StudyDataError, read_yaml, seeds_in
@@ -111,7 +112,7 @@ def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyCo
         earlier = load_study(place / "study.yaml", merged=True)
     except ConfigError:  # none yet, or one of another version
         return study
-    if (earlier.name, earlier.base) != (study.name, study.base):
+    if earlier.name != study.name or set(differences(plain(earlier.base), plain(study.base))) - set(FREE):
         return study
     there = {name: seeds_in(place / name) for name in (*study.arms, *earlier.arms)}
     changes = [arm.changes for arm in study.arms.values()]

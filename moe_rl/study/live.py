@@ -20,14 +20,16 @@ from moe_rl.study.data import (
     Run,
     StudyData,
     StudyDataError,
+    check_declared,
     declared_arms,
     declared_runs,
-    studies_inside,
+    no_folder,
+    nothing_here,
     study_names,
 )
 from moe_rl.study.figures.screen import on_dark
 from moe_rl.study.figures.style import arm_looks, conditions
-from moe_rl.study.folders import folder_order, run_folders, section
+from moe_rl.study.folders import folder_order, read_yaml, run_folders, section
 from moe_rl.yaml_files import parse_yaml
 
 
@@ -41,15 +43,11 @@ class LiveStudy:
         self.folder = Path(folder).expanduser()
         if not self.folder.is_dir():
             raise StudyDataError(
-                f"{self.folder}: no such folder; expected runs/STUDY or runs/STUDY/ARM/seedN. Start the study first "
-                "(moe-rl study FILE), then watch its folder."
+                f"{no_folder(self.folder)}. Start the study first (moe-rl study FILE), then watch its folder."
             )
         self.single = any((self.folder / name).exists() for name in ("metrics.jsonl", "config.yaml"))
         if not self.single and not (self.folder / "study.yaml").exists() and not self._found():
-            raise StudyDataError(
-                f"{self.folder}: neither a study (study.yaml) nor a run (ARM/seedN/metrics.jsonl) is in it."
-                f"{studies_inside(self.folder)}"
-            )
+            raise StudyDataError(nothing_here(self.folder))
 
     def overview(self) -> dict[str, Any]:
         """Runs with state and size, arms with their looks: what changes while a study runs, without its numbers."""
@@ -73,8 +71,8 @@ class LiveStudy:
             return [Run(*folder_order(run_place(self.folder)), self.folder)]
         config = self._config()
         found = {(run.arm, run.seed): run for run in self._found()}
-        for arm, seed in declared_runs(config):
-            found.setdefault((arm, int(seed)), Run(arm, int(seed), self.folder / arm / f"seed{seed}"))
+        for arm, seed in declared_runs(self._study / "study.yaml", config):
+            found.setdefault((arm, seed), Run(arm, seed, self.folder / arm / f"seed{seed}"))
         order = {arm: i for i, arm in enumerate(declared_arms(config))}
         return sorted(found.values(), key=lambda run: (order.get(run.arm, len(order)), run.arm, run.seed))
 
@@ -96,14 +94,11 @@ class LiveStudy:
         return self._config().get("alarms")
 
     def check(self) -> None:
-        """Raises StudyDataError for a study.yaml that cannot be read; the page passes over one while it is written."""
+        """Raises StudyDataError for a study.yaml that cannot be read or followed; the page passes over one while it is
+        written."""
         path = self._study / "study.yaml"
-        try:
-            content = parse_yaml(path.read_bytes()) if path.exists() else {}
-        except (OSError, ValueError) as error:
-            raise StudyDataError(f"{path} cannot be read: {error}") from error
-        if not isinstance(content, dict):
-            raise StudyDataError(f"{path} holds a {type(content).__name__}, expected a mapping")
+        if path.exists():
+            check_declared(path, read_yaml(path))
 
     @property
     def _study(self) -> Path:

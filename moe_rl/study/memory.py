@@ -111,6 +111,8 @@ class Plan:
     needs: tuple[Need, ...]
     host_bytes: int
     checkpoint_bytes: int
+    kept_bytes: int
+    """Of all policies that stay (`keep_policy_every`)."""
 
     @property
     def peak(self) -> int:
@@ -265,6 +267,7 @@ def plan(run: RunConfig, devices: int = 1) -> Plan:
             sharded=sharded,
         ),
         checkpoint_bytes=weights + states + kept + scorers * (weights + whole),
+        kept_bytes=weights * (1 + run.optim.steps // run.keep_policy_every) if run.keep_policy_every else 0,
     )
 
 

@@ -96,8 +96,7 @@ def run_one(
                 "since. Nothing was overwritten: put them back to go on, or move the folder away to begin again."
             )
         about.update(before)
-        if not begun(folder):
-            write_atomic(folder / "config.yaml", dump_run(config))
+        write_atomic(folder / "config.yaml", dump_run(config))  # what differs, if anything, is said of this start
         write_json(folder / "env.json", about)
         return True
 

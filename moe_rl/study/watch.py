@@ -78,42 +78,6 @@ def watch(folder: str | Path, port: int = 0, open_browser: bool = False) -> None
         server.server_close()
 
 
-def print_alarms(folder: str | Path) -> int:
-    """Print the alarms of the runs under a folder (`LiveStudies`) as they are at this moment: a line for each that
-    crossed, for each collapse, and for each metric of the study's own alarms that a run has not recorded or wrote as
-    null. Returns 3 if anything crossed, collapsed or is null, else 0. Raises StudyDataError where there is no study or
-    its file cannot be read, AlarmError as `alarms_of`."""
-    studies, on = LiveStudies(folder), False
-    for study in studies.names() or [""]:
-        live = studies.study(study)
-        live.check()
-        try:
-            table = alarms_of(live.thresholds)
-        except AlarmError as error:
-            raise AlarmError(f"study.yaml of {live.folder}: {error}") from error
-        for run in live.runs():
-            name = f"{study}/{run.name}".lstrip("/")
-            found = LiveAlarms(run.folder / "metrics.jsonl", table).now(live.responses(run.name) == "policy")
-            for alarm in table:
-                if steps := [step for step, _ in found["crossed"][alarm.name]]:
-                    when = f"at step {steps[0]}"
-                    if len(steps) > 1:
-                        when = f"at {len(steps)} steps, first {steps[0]}, last {steps[-1]}"
-                    print(f"{name}: {alarm.name} crossed {when} ({alarm.rule})")
-                if alarm.declared and alarm.name in found["nulls"]:
-                    on = True  # a number that is not finite is written as null, and is beyond every threshold
-                    first = found["nulls"][alarm.name]
-                    print(f"{name}: {alarm.kind}.{alarm.metric} is null from step {first} on ({alarm.name})")
-                elif alarm.declared and alarm.name in found["lacks"]:
-                    print(f"{name}: {alarm.name} has no value so far ({alarm.rule})")
-            if found["collapse"] is not None:
-                print(f"{name}: the reward collapsed at step {found['collapse']}")
-            on |= any(found["crossed"].values()) or found["collapse"] is not None
-    if not on:
-        print("no alarm has crossed")
-    return 3 if on else 0
-
-
 def make_server(folder: str | Path, port: int = 0) -> "WatchServer":
     """The server, bound but not serving yet."""
     study = LiveStudies(folder)

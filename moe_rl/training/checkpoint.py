@@ -68,7 +68,7 @@ def keep_policy(state: State) -> None:
     """Write `<folder>/checkpoints/step_NNNNNN`: the policy after so many steps, in hub format, whole or not at all. One
     that is there stays as it is. Every rank must call it. Raises OSError naming the folder."""
     place = state.folder / KEPT / f"step_{state.step:06d}"
-    if state.ranks.first(place.exists):
+    if state.ranks.first(lambda: os.path.lexists(place)):  # also a link to a disk that is not there now
         return
     staging = place.with_name(f".{place.name}.new")
     with _staged(state, staging, place):
@@ -81,13 +81,21 @@ def keep_policy(state: State) -> None:
 
 
 def drop_policies_after(folder: Path, step: int) -> bool:
-    """Remove kept policies of later steps, which a run that goes on from `step` makes again, and unfinished ones.
-    Whether there were any."""
+    """Remove kept policies of later steps, which a run that goes on from `step` makes again, and unfinished ones; of a
+    link the link alone. Whether there were any."""
     found = {path: re.fullmatch(r"step_(\d+)|\.step_\d+\.new", path.name) for path in (folder / KEPT).glob("*")}
     later = [path for path, kept in found.items() if kept and (kept[1] is None or int(kept[1]) > step)]
     for path in later:
-        shutil.rmtree(path)
+        _remove(path)
     return bool(later)
+
+
+def _remove(path: Path, ignore_errors: bool = False) -> None:
+    """Remove a folder; of one that was moved to another disk and linked the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors)
 
 
 @contextmanager
@@ -167,24 +175,29 @@ def put_in_place(folder: Path) -> None:
     which the other lies beside it, complete."""
     new, target, old = (folder / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
     if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(old, ignore_errors=True)
         target.rename(old)
     new.rename(target)
     sync_folder(folder)
-    shutil.rmtree(old, ignore_errors=True)
+    _remove(old, ignore_errors=True)
 
 
 def settle(folder: Path) -> Path | None:
-    """The run's checkpoint after any interruption, with what lies beside it removed; None if there is none yet."""
+    """The run's checkpoint after any interruption, with what lies beside it removed; None if there is none yet. Raises
+    CheckpointError for a link to one that is not there."""
     new, target, old = (folder / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
+    if target.is_symlink() and not target.exists():
+        raise CheckpointError(
+            f"{target} links to {os.readlink(target)}, which is not there: mount that disk, or link it"
+        )
     if not target.exists():  # interrupted between the renames: the new one is complete then
         rest = next((path for path in (new, old) if _complete(path)), None)
         if rest is not None:
             rest.rename(target)
             sync_folder(folder)
     if target.exists():
-        shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+        _remove(new, ignore_errors=True)
+        _remove(old, ignore_errors=True)
     return target if target.exists() else None
 
 
@@ -229,7 +242,10 @@ def load_checkpoint(state: State) -> Mark | None:
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    remedy = f"Delete {folder} to start this run again, or restore the folder from a copy."
+    remedy = (
+        f"Delete {folder} to start this run again from step 0 (what it wrote since goes, the policies in {KEPT}/ too: "
+        "move away what you want to keep), or restore the folder from a copy."
+    )
     try:
         state = parse_json((folder / "state.json").read_bytes())
     except (OSError, ValueError) as error:

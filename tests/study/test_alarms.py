@@ -15,7 +15,7 @@ from moe_rl.study import RunWriter, StudyDataError, load
 from moe_rl.study.alarm_table import alarm_rows, collapses, study_alarms
 from moe_rl.study.alarms import ALARMS, DECAY, WARM_UP, AlarmError, LiveAlarms, RunAlarms, Spikes, alarms_of
 from moe_rl.study.config import ConfigError, dump_study, parse_study
-from moe_rl.study.figures import FIGURES
+from moe_rl.study.figures import FIGURES, NothingToDraw
 from moe_rl.study.live import LiveStudy
 from moe_rl.study.outcomes import run_outcomes
 from moe_rl.study.report import render_report
@@ -52,14 +52,38 @@ def test_levels_are_crossed_on_their_side_and_counts_are_divided():
 
 def test_a_step_is_listed_once_and_rows_of_other_pairs_and_broken_values_are_not_looked_at():
     seen = RunAlarms()
-    for pair in ("engines_replayed", "rollout_to_new"):
-        seen.take({"kind": "engine", "step": 0, "pair": pair, "k3": 1.0})
-    for value in (None, True, "2", float("nan")):
-        seen.take({"kind": "engine", "step": 0, "pair": "engines", "k3": value})
-    assert seen.seen["engine_k3"] == 0
-    for value in (0.5, 0.7):
-        seen.take({"kind": "engine", "step": 1, "pair": "engines", "k3": value})
+    row = {"kind": "engine", "step": 0, "pair": "engines"}
+    for update, pair in enumerate(("engines_replayed", "rollout_to_new")):
+        seen.take({**row, "pair": pair, "update": update, "k3": (1.0, None)[update]})
+    assert seen.nulls == {}
+    for update, value in enumerate((None, True, "2", float("nan"))):
+        seen.take({**row, "update": update, "k3": value})
+    seen.take({**row, "k3": 1.0})  # of no update: no row
+    assert seen.seen["engine_k3"] == 0 and seen.nulls == {"engine_k3": 0}
+    for update, value in enumerate((0.5, 0.7)):
+        seen.take({**row, "step": 1, "update": update, "k3": value})
     assert seen.crossed["engine_k3"] == [(1, 0.5)]
+
+
+def test_rows_that_repeat_a_key_count_once_and_the_last_counts(tmp_path, capsys):
+    """The batches that a lag samples in the first step, and rows written again after a resume; the same in the report,
+    on the page and in text."""
+    rewards = [(0, 0.1), (0, 0.1), (0, 0.9), (1, 0.1), (2, 0.0), (3, 0.0), (2, 0.9), (3, None)]
+    found = [{"kind": "rollout", "step": step, "reward": reward} for step, reward in rewards]
+    found.insert(1, {"kind": "update", "step": 0, "update": 1, "k3": 1.0})
+    found.insert(2, {"kind": "update", "step": 0, "update": 2, "k3": 0.0})
+    write_rows(tmp_path / "s" / "a" / "seed0", found, {})
+    (tmp_path / "s" / "study.yaml").write_text("alarms: {low: {metric: rollout.reward, below: 0.51, window: 2}}")
+    alarms = alarms_of({"low": {"metric": "rollout.reward", "below": 0.51, "window": 2}})
+    seen = taken(found, alarms)
+    assert seen.crossed["low"] == [(1, 0.5), (2, 0.5)], "0.9, 0.1, 0.9 and nothing: two means of two"
+    assert seen.crossed["k3"] == [(0, 1.0)] and seen.seen["low"] == 3 and seen.nulls == {"low": 3}
+    (of_report,) = study_alarms(load(tmp_path / "s")).values()
+    assert of_report.crossed == seen.crossed and of_report.seen == seen.seen
+    assert LiveAlarms(tmp_path / "s" / "a" / "seed0" / "metrics.jsonl", alarms).now() == seen.summary()
+    with pytest.raises(SystemExit):
+        main(["watch", str(tmp_path / "s"), "--once"])
+    assert "low crossed at 2 steps, first 1, last 2 (" in capsys.readouterr().out
 
 
 def test_what_crossed_before_a_collapse_comes_in_the_order_of_its_first_steps():
@@ -178,6 +202,22 @@ def test_an_alarm_behind_the_last_update_is_drawn(tmp_path):
     assert FIGURES["alarms"](load(tmp_path / "s")).frame["step"].tolist() == [3]
 
 
+def test_a_figure_of_alarms_needs_what_they_read_and_no_more(tmp_path):
+    with RunWriter(tmp_path / "s", arm="mine", seed=0) as run:
+        for step in range(3):
+            run.rollout(step, reward=0.5 - 0.2 * step)
+    with pytest.raises(NothingToDraw, match=r"no signal crossed .*, and no run collapsed\. None was recorded\."):
+        FIGURES["alarms"](load(tmp_path / "s"))
+    (tmp_path / "s" / "study.yaml").write_text("alarms: {low: {metric: rollout.reward, below: 0.2}}")
+    drawn = FIGURES["alarms"](load(tmp_path / "s"))
+    assert drawn.frame[["alarm", "step"]].values.tolist() == [["low", 2]] and "n = 1 seed" in drawn.caption
+    (tmp_path / "s" / "study.yaml").write_text(
+        "alarms: {low: {metric: rollout.reward, below: 0}, gone: {metric: update.trl/kl, above: 1}}"
+    )
+    with pytest.raises(NothingToDraw, match=r"collapsed\. Never crossed: low\. Never recorded: gone\."):
+        FIGURES["alarms"](load(tmp_path / "s"))
+
+
 def test_an_alarm_needs_a_name_that_is_a_text():
     with pytest.raises(AlarmError, match="False is no name; put it in quotes"):
         alarms_of({False: {"metric": "rollout.reward", "below": 1}})
@@ -231,7 +271,7 @@ def test_added_alarms_show_wherever_those_of_the_table_do(tmp_path, capsys):
     study.write_text("alarms: {high: ")
     with pytest.raises(SystemExit) as end:
         main(["watch", str(tmp_path / "s"), "--once"])
-    assert end.value.code == 1 and "study.yaml cannot be read" in capsys.readouterr().err
+    assert end.value.code == 1 and "study.yaml: not valid YAML" in capsys.readouterr().err
     study.write_text("alarms: {}")
     with pytest.raises(SystemExit) as end:
         main(["watch", str(tmp_path), "--once"])

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from moe_rl.cli import main
-from moe_rl.settings import differences
+from moe_rl.settings import FREE, differences, flatten, plain
 from moe_rl.study.config import ConfigError, changed_settings, dump_run, dump_study, load_study, parse_study
 from moe_rl.training import RunConfig
 from moe_rl.training.config import DistributedConfig
@@ -46,11 +46,13 @@ def test_every_shipped_study_resolves_and_survives_a_round_trip(path, tmp_path):
         assert changed_settings(parse_yaml(dump_run(config)), config) == {}
 
 
-def test_another_number_of_processes_may_go_on_with_a_run_and_another_strategy_may_not():
+def test_what_changes_no_number_may_be_another_when_a_run_goes_on_and_another_strategy_may_not():
     config = parse_study(changed(base={"distributed": {"strategy": "ddp"}})).resolve("grpo", 0)
     stored = parse_yaml(dump_run(config))
-    assert changed_settings(stored, replace(config, distributed=DistributedConfig("ddp", processes=1))) == {}
-    other = replace(config, distributed=DistributedConfig("fsdp2", processes=1))
+    now = replace(config, keep_policy_every=3, checkpoint_every=7, tracker="wandb")
+    assert changed_settings(stored, replace(now, distributed=DistributedConfig("ddp", processes=1))) == {}
+    assert {name for name, _ in flatten(plain(config)).items() if name in FREE} == set(FREE), "all are settings"
+    other = replace(now, distributed=DistributedConfig("fsdp2", processes=1))
     assert changed_settings(stored, other) == {"distributed.strategy": ("ddp", "fsdp2")}
 
 

@@ -373,6 +373,6 @@ def test_one_run_is_not_two_seeds(copy):
 
 
 def test_an_arm_is_neither_a_study_nor_a_run(copy):
-    remedy = f"gspo: the runs of one arm; load their study, {re.escape(str(copy))}, or one of them"
+    remedy = f"gspo: the runs of one arm; name their study, {re.escape(str(copy))}, or one of them"
     with pytest.raises(StudyDataError, match=remedy):
         load(copy / "gspo")

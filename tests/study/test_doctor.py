@@ -174,8 +174,17 @@ def test_the_verdict_is_that_of_the_most_demanding_arm():
     eight = replace(H200, devices=("H200",) * 8)
     checks = {check["name"]: check for check in examine(parse_study(STUDY), eight)["study"]["checks"]}
     assert checks["device memory"]["ok"] and "on each of 8, sharded" in checks["device memory"]["found"]
-    # Four runs, 2 arms x 2 seeds, and one more while a checkpoint is replaced; weights, Adam, reference
-    assert f"needs {5 * 16 * 30_532_122_624 / 1e9:.0f} GB" in checks["disk"]["found"]
+    # Two runs of each arm, and one more while a checkpoint is replaced: weights and Adam, and of one arm its reference
+    P = 30_532_122_624
+    assert f"needs {(2 * 14 + 3 * 16) * P / 1e9:.0f} GB for the checkpoints of 4 runs, " in checks["disk"]["found"]
+    # The other has three runs, which keep the policies after 0, 10, 20 and 30 of 31 steps
+    more = STUDY | {"arms": {**STUDY["arms"], "plain": {"keep_policy_every": 10, "seeds": [0, 1, 2]}}}
+    checks = {check["name"]: check for check in examine(parse_study(more), eight)["study"]["checks"]}
+    needed, kept = (3 * 14 + 3 * 16 + 3 * 4 * 2) * P, 3 * 4 * 2 * P
+    said = (
+        f"needs {needed / 1e9:.0f} GB for the checkpoints of 5 runs, {kept / 1e9:.0f} GB of it for policies that stay"
+    )
+    assert said in checks["disk"]["found"]
 
 
 def test_what_is_wrong_with_a_study_is_said_in_words(monkeypatch):

@@ -172,6 +172,8 @@ def test_a_folder_keeps_what_a_command_for_some_of_its_arms_leaves_out(tmp_path)
     assert again.arms.keys() == kept.arms.keys() and again.comparisons == kept.comparisons
     renamed = dataclasses.replace(some, arms={**some.arms, "better": whole.arms["gspo"]})
     assert "gspo" not in with_earlier(renamed, tmp_path, renamed).arms
+    keeps = dataclasses.replace(some, base=dataclasses.replace(some.base, keep_policy_every=5))
+    assert with_earlier(keeps, tmp_path, whole).arms == kept.arms, "the same study, of which more is kept"
     other = dataclasses.replace(some, base=dataclasses.replace(some.base, seed=9))
     assert with_earlier(other, tmp_path, whole) == other, "of another base"
 

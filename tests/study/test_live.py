@@ -66,7 +66,7 @@ def test_overview_tells_states_looks_and_conditions(folder):
 def test_a_study_that_has_not_written_is_waited_for_and_a_wrong_folder_is_named(folder, tmp_path):
     fresh = tmp_path / "fresh"
     fresh.mkdir()
-    with pytest.raises(StudyDataError, match="neither a study"):
+    with pytest.raises(StudyDataError, match="no study and no run found"):
         LiveStudy(fresh)
     with pytest.raises(StudyDataError, match="no such folder"):
         LiveStudy(tmp_path / "none")

@@ -57,6 +57,7 @@ def test_replay_stands_in_under_noise_only_if_nothing_else_differs():
     arms = {"grpo_replay": (0.8, 0.8, 0.8), "grpo_noise": (0.4, 0.41, 0.4)}
     assert "GRPO + Routing Replay (natural): 0.80" in reward_texts(arms)
     assert "(natural)" not in reward_texts(arms, grpo_noise={"optim": {"learning_rate": 5e-4}})
+    assert "(natural): 0.80" in reward_texts(arms, grpo_noise={"keep_policy_every": 5})
 
 
 def test_only_arms_that_differ_in_one_thing_are_compared():
@@ -64,6 +65,8 @@ def test_only_arms_that_differ_in_one_thing_are_compared():
     more = {"gspo": {"optim": {"learning_rate": 5e-4}}}
     pairs = {(pair.arm, pair.other) for pair in comparisons(study_of(finals, more))}
     assert pairs == {("grpo_replay", "grpo")}, "gspo differs in method and learning rate from both"
+    kept = {arm: {"keep_policy_every": int(arm == "gspo")} for arm in finals}
+    assert len(comparisons(study_of(finals, kept))) == 2, "what one keeps besides is no difference"
     same = {arm: {"optim": {"learning_rate": rate}} for arm, rate in (("grpo", 1e-3), ("gspo", 5e-4))}
     study = study_of({"grpo": (0.5, 0.6, 0.7), "gspo": (0.5, 0.6, 0.7)}, same)
     runs = [replace(run, config={**run.config, "method": {"objective": "grpo"}}) for run in study.runs]

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from synthetic import write_study
+from synthetic import read_rows, write_study
 
 from moe_rl.policy import ColdStartConfig, ModelConfig, TinyConfig, models
 from moe_rl.rollout import TaskConfig
@@ -67,6 +67,21 @@ def test_a_run_of_which_nothing_is_left_begins_where_it_is(tmp_path, monkeypatch
     run.run_one(replace(CONFIG, checkpoint_every=10), tmp_path / "run", tmp_path / "starts")
     last = json.loads((tmp_path / "run" / "env.json").read_text())
     assert last["weights_sha256"] == "0" * 64 and "earlier" not in last
+
+
+def test_a_stopped_run_goes_on_and_keeps_its_policies_from_there(tmp_path):
+    """Its rows are those of a run that kept none; its folder says what it was asked for last."""
+    run.run_one(CONFIG, tmp_path / "whole", tmp_path / "starts")
+    interrupted(tmp_path / "run", at=1)
+    keeps = replace(CONFIG, keep_policy_every=2, checkpoint_every=5)
+    for config in (keeps, replace(keeps, keep_policy_every=1)):  # it is done by then
+        run.run_one(config, tmp_path / "run", tmp_path / "starts")
+        assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
+        assert load(tmp_path / "run").runs[0].setting("keep_policy_every") == 2
+    whole, halved = (read_rows(tmp_path / name) for name in ("whole", "run"))
+    for row in (*whole, *halved):
+        row.pop("seconds", None)
+    assert halved == whole
 
 
 def test_a_run_does_not_go_on_with_other_problems(tmp_path, monkeypatch):

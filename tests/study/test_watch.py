@@ -135,7 +135,7 @@ def test_a_taken_port_is_said_and_the_default_moves_on(server):
 
 
 def test_the_command_names_a_wrong_folder(tmp_path, capsys):
-    for folder, message in ((tmp_path / "none", "no such folder"), (tmp_path, "neither a study")):
+    for folder, message in ((tmp_path / "none", "no such folder"), (tmp_path, "no study and no run found")):
         with pytest.raises(SystemExit) as stop:
             main(["watch", str(folder)])
         assert stop.value.code == 1 and message in capsys.readouterr().err

@@ -329,6 +329,33 @@ def test_a_kill_at_every_file_operation_leaves_a_kept_policy_whole_or_not_there(
     assert there[False] > 5 and there[True] > 1
 
 
+def test_what_was_moved_to_another_disk_and_linked_is_gone_on_with(tmp_path):
+    """Of what is replaced or made again the link alone goes. A link to nothing is no run without a checkpoint."""
+    folder, disk = tmp_path / "run", tmp_path / "disk"
+    folder.mkdir()
+    disk.mkdir()
+    save_checkpoint(small_state(folder, 1, 1.0))
+    for step in (1, 2):
+        keep_policy(small_state(folder, step, 1.0))
+    for name in ("checkpoint", "checkpoints/step_000001", "checkpoints/step_000002"):
+        moved = (folder / name).rename(disk / os.path.basename(name))
+        (folder / name).symlink_to(moved)
+    settle(folder)
+    drop_policies_after(folder, 1)
+    assert os.listdir(folder / "checkpoints") == ["step_000001"] and len(os.listdir(disk)) == 3
+    (disk / "step_000001").rename(disk / "away")
+    keep_policy(small_state(folder, 1, 1.0))
+    assert (folder / "checkpoints" / "step_000001").is_symlink(), "stays as it is"
+    (disk / "checkpoint").rename(disk / "away_too")
+    with pytest.raises(CheckpointError, match=r"run/checkpoint links to .*disk/checkpoint, which is not there"):
+        settle(folder)
+    (disk / "away_too").rename(disk / "checkpoint")
+    for step in (2, 3):
+        save_checkpoint(small_state(folder, step, 2.0))
+    assert load_file(folder / "checkpoint" / "model.safetensors")["weight"][0, 0] == 2
+    assert os.listdir(folder / "checkpoint") and not (folder / "checkpoint.old").is_symlink()
+
+
 KEEPS = replace(MICRO, optim=replace(MICRO.optim, steps=4), checkpoint_every=3, keep_policy_every=2)
 
 

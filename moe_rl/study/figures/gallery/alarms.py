@@ -23,7 +23,7 @@ from moe_rl.study.figures.style import INK, PAGE, NothingToDraw, bare, label_bar
         "which the reward of a run collapsed. The thresholds are rules of thumb from the sources that the report's "
         "table names, mostly for large models; none was calibrated against collapses."
     ),
-    needs={"updates": ["grad_norm"]},
+    needs={},
     rank=195,
 )
 def alarms(data: StudyData) -> Drawing:
@@ -37,17 +37,20 @@ def alarms(data: StudyData) -> Drawing:
         for step, value in seen.crossed[alarm.name]
     ]
     falls = [(arm, seen.collapse) for (arm, _), seen in runs.items() if seen.collapse is not None]
-    if not rows and not falls:
-        raise NothingToDraw("alarms: no signal crossed its threshold, and no run collapsed")
-    frame = pd.DataFrame(rows, columns=["arm", "seed", "alarm", "step", "value", "threshold"])
-    crossed = [alarm for alarm in table if (frame["alarm"] == alarm.name).any()]
-    steps = 1 + max(int(data.updates["step"].max()), *frame["step"], *(step for _, step in falls), 0)
     heard = [alarm for alarm in table if any(seen.seen[alarm.name] for seen in runs.values())]
+    crossed = [alarm for alarm in table if any(row["alarm"] == alarm.name for row in rows)]
     notes = {
         "Never crossed": [alarm.title for alarm in heard if alarm not in crossed],
         "Never recorded": [alarm.title for alarm in table if alarm.declared and alarm not in heard],
     }
     said = " ".join(f"{what}: {', '.join(titles)}." for what, titles in notes.items() if titles)
+    if not rows and not falls:
+        raise NothingToDraw(
+            f"alarms: no signal crossed its threshold, and no run collapsed. {said or 'None was recorded.'}"
+        )
+    frame = pd.DataFrame(rows, columns=["arm", "seed", "alarm", "step", "value", "threshold"])
+    ends = [int(part["step"].max()) for part in (data.rollouts, data.updates) if len(part)]
+    steps = 1 + max(*ends, *frame["step"], *(step for _, step in falls), 0)
     return Drawing(_maps(data, frame, crossed, steps, falls), frame, said)
 
 
