@@ -14,6 +14,7 @@ The engine's log-probabilities, where they stand beside: `logprobs`, `rollout_lo
 
 import base64
 import binascii
+import json
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ from moe_rl.routing import RoutedExperts
 from moe_rl.routing.arrays import NPY, decode_npy
 from moe_rl.routing.formats import FORMAT
 from moe_rl.routing.traces import read_slime
+from moe_rl.study.words import count
 
 KEYS = ("tokens", "input_ids")
 # A file that is cut off, damaged, of another kind (an array under the name .npz), or of a dtype that numpy lacks.
@@ -47,11 +49,15 @@ def read_capture(path: Path, num_experts_per_tok: int | None, pad: int | None = 
     asked for only by base64 of int32, which has no shape.
 
     Raises DriftError naming the file, the line or sequence, and what it lacks."""
+    if path.is_dir():
+        raise DriftError(f"{path} is a folder; name a file")
     if not path.is_file():
         raise DriftError(f"there is no file {path}")
+    prompts: list[str] | None = None
+    notes = [] if pad is None or path.suffix not in (".jsonl", ".pt") else [f"--pad-token-id is not of {path.suffix}"]
     try:
         if path.suffix == ".jsonl":
-            found = _lines(path, num_experts_per_tok)
+            found, prompts = _lines(path, num_experts_per_tok, notes)
         elif path.suffix == ".pt":
             found = [
                 (s["tokens"], s["rollout_routed_experts"], logps_of(s, s["tokens"], f"{path} sequence {b}"))
@@ -63,12 +69,12 @@ def read_capture(path: Path, num_experts_per_tok: int | None, pad: int | None = 
             return _own(read_route_table(path), path, pad)
         elif path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as arrays:
-                found = _padded(path, arrays.files, arrays.__getitem__, pad)
+                found = _padded(path, arrays.files, arrays.__getitem__, pad, notes)
         elif path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
                 if (file.metadata() or {}).get("format") == FORMAT:
                     return _own(RoutedExperts.load(path), path, pad)
-                found = _padded(path, list(file.keys()), lambda name: file.get_tensor(name).numpy(), pad)
+                found = _padded(path, list(file.keys()), lambda name: file.get_tensor(name).numpy(), pad, notes)
         else:
             raise DriftError(f"{path}: {path.suffix or 'no ending'}; {FORMS}")
     except UNREADABLE as error:
@@ -87,36 +93,44 @@ def read_capture(path: Path, num_experts_per_tok: int | None, pad: int | None = 
         if not np.issubdtype(tokens[-1].dtype, np.integer) or not len(tokens[-1]) or (tokens[-1] < 0).any():
             raise DriftError(f"{path}: sequence {b} has no token ids, but {tokens[-1][:4].tolist()}")
     given = [logps for _, _, logps in found]
-    if all(logps is None for logps in given):
-        return Captured(tokens, ids)
-    none = [np.full(len(words), np.nan) for words in tokens]
-    return Captured(tokens, ids, logps=[n if x is None else x for x, n in zip(given, none, strict=True)])
+    logps = None
+    if not all(each is None for each in given):
+        none = [np.full(len(words), np.nan) for words in tokens]
+        logps = [n if x is None else x for x, n in zip(given, none, strict=True)]
+    return Captured(tokens, ids, logps=logps, prompts=prompts, notes=tuple(notes))
 
 
 def _own(routes: RoutedExperts, path: Path, pad: int | None) -> Captured:
-    if routes.tokens is None:
+    if routes.tokens is None or routes.attended is None:
         raise DriftError(f"{path}: these routes were saved without their tokens, so nothing says what they are of")
-    rows = _tokens_of(routes.tokens, pad)
+    notes: list[str] = []
+    rows = _tokens_of(routes.tokens.where(routes.attended, -1), pad, notes)
+    held = [b for b in range(len(rows)) if rows[b].any()]
+    if not held:
+        raise DriftError(f"{path} holds no sequence")
     ids, tokens, experts = routes.ids, routes.tokens, routes.num_experts
     return Captured(
-        [tokens[b, rows[b]].numpy() for b in range(len(rows))],
-        [ids[b, rows[b]].numpy() for b in range(len(rows))],
+        [tokens[b, rows[b]].numpy() for b in held],
+        [ids[b, rows[b]].numpy() for b in held],
         routes.sites,
         experts=(experts,) * len(routes.sites) if isinstance(experts, int) else experts,
+        notes=tuple(notes),
     )
 
 
-def _tokens_of(tokens: torch.Tensor, pad: int | None) -> torch.Tensor:
+def _tokens_of(tokens: torch.Tensor, pad: int | None, notes: list[str]) -> torch.Tensor:
     """Where a padded batch has tokens: not -1, nor `pad` before the first or behind the last other one."""
     there = tokens >= 0
     if pad is None:
         return there
     other = there & (tokens != pad)
-    return there & (other.cumsum(1) > 0) & (other.flip(1).cumsum(1).flip(1) > 0)
+    kept = there & (other.cumsum(1) > 0) & (other.flip(1).cumsum(1).flip(1) > 0)
+    notes.append(f"--pad-token-id {pad} took out {count(int((there & ~kept).sum()), 'token')}")
+    return kept
 
 
 def _padded(
-    path: Path, names: Sequence[str], read: Callable[[str], np.ndarray], pad: int | None
+    path: Path, names: Sequence[str], read: Callable[[str], np.ndarray], pad: int | None, notes: list[str]
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
     """Sequences of a file of arrays with these names, of which only those that are needed are read."""
     held = next((key for key in KEYS if key in names), None)
@@ -133,8 +147,9 @@ def _padded(
         if not ((mask == 0) | (mask == 1)).all():  # labels (-100) or weights would all count as tokens
             raise DriftError(f"{path}: attention_mask holds other values than 0 and 1 (or bool)")
         mask = mask.astype(bool)
+        notes += [] if pad is None else ["attention_mask says what is padding, --pad-token-id nothing"]
     else:
-        mask = _tokens_of(torch.from_numpy(tokens), pad).numpy()
+        mask = _tokens_of(torch.from_numpy(tokens), pad, notes).numpy()
     if mask.shape != tokens.shape or ids.shape[:2] != tokens.shape:
         raise DriftError(
             f"{path}: tokens {list(tokens.shape)}, attention_mask {list(mask.shape)} and routed_experts "
@@ -151,8 +166,12 @@ def _padded(
     return [(tokens[b, mask[b]], ids[b, mask[b]], None if logps is None else logps[b, mask[b]]) for b in rows]
 
 
-def _lines(path: Path, K: int | None) -> list[tuple[Any, Any, np.ndarray | None]]:
-    found = []
+def _lines(
+    path: Path, K: int | None, notes: list[str]
+) -> tuple[list[tuple[Any, Any, np.ndarray | None]], list[str] | None]:
+    """Sequences, and what is the same in those of one prompt, where every line has one."""
+    found: list[tuple[Any, Any, np.ndarray | None]] = []
+    prompts, flat = [], {}  # of int32, whose number of layers all lines say together
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -164,7 +183,11 @@ def _lines(path: Path, K: int | None) -> list[tuple[Any, Any, np.ndarray | None]
                 if tokens is None:
                     tokens = [*row["prompt_token_ids"], *row["token_ids"]]
                 ids = row["routed_experts"]
-                ids = _decoded(ids, len(tokens), K) if isinstance(ids, str) else np.array(ids)
+                if not ids:
+                    raise ValueError(f"no routes: routed_experts are {ids!r}")
+                ids, shaped = _decoded(ids, K) if isinstance(ids, str) else (np.array(ids), True)
+                if not shaped:
+                    flat[len(found)] = where
             except (ValueError, KeyError, TypeError) as error:
                 raise DriftError(
                     f"{where}: {type(error).__name__}: {error}; expected tokens (or prompt_token_ids and token_ids) "
@@ -175,20 +198,40 @@ def _lines(path: Path, K: int | None) -> list[tuple[Any, Any, np.ndarray | None]
                     f"{where}: routed_experts are {ids.dtype} {list(ids.shape)}, expected [rows, layers, K]"
                 )
             found.append((tokens, ids, logps_of(row, tokens, where)))
-    return found
+            prompts += [json.dumps(row["prompt_token_ids"])] if "prompt_token_ids" in row else []
+    if flat and K is not None:
+        layers = _layers({where: (found[b][1].size, len(found[b][0])) for b, where in flat.items()}, K)
+        found = [(t, ids.reshape(-1, layers, K) if b in flat else ids, x) for b, (t, ids, x) in enumerate(found)]
+        notes.append(f"base64 of int32 was read as {count(layers, 'layer')} of {count(K, 'expert')} (--top-k)")
+    return found, prompts if len(prompts) == len(found) else None
 
 
-def _decoded(payload: str, tokens: int, K: int | None) -> np.ndarray:
+def _layers(sizes: dict[str, tuple[int, int]], K: int) -> int:
+    """Layers of ids without a shape, by line their number and that of the tokens: as many as fit every line with a row
+    for each token, or for each but the last. Raises DriftError where not one number does."""
+    fit: set[int] | None = None
+    for where, (ids, tokens) in sizes.items():
+        here = {ids // (rows * K) for rows in (tokens - 1, tokens) if rows and ids and ids % (rows * K) == 0}
+        fit = here if fit is None else fit & here
+        if not fit:
+            raise DriftError(
+                f"{where}: {ids} ids are no whole number of layers of {K} experts for {tokens} tokens, or another than "
+                "in the lines before"
+            )
+    first = next(iter(sizes))
+    if fit is None or len(fit) > 1:
+        raise DriftError(f"{first}: {sizes[first][0]} ids may be of {sorted(fit or ())} layers: give nested lists")
+    return fit.pop()
+
+
+def _decoded(payload: str, K: int | None) -> tuple[np.ndarray, bool]:
+    """A .npy file as it is, or int32 that have no shape yet."""
     try:
         raw = base64.b64decode(payload, validate=True)
     except binascii.Error as error:
         raise ValueError(f"routed_experts are no base64: {error}") from error
     if raw.startswith(NPY):
-        return decode_npy(payload)
+        return decode_npy(payload), True
     if K is None:
         raise ValueError("base64 of int32 does not say how many experts a token has: give --top-k")
-    flat = np.frombuffer(raw, dtype="<i4")
-    for rows in (tokens - 1, tokens):
-        if rows > 0 and len(flat) % (rows * K) == 0:
-            return flat.reshape(rows, -1, K)
-    raise ValueError(f"{len(flat)} ids are no whole number of layers of {K} experts for {tokens} tokens")
+    return np.frombuffer(raw, dtype="<i4")[:, None, None], False

@@ -14,13 +14,16 @@ PREFIXES, UNROUTED = "prefix-cache hits without routes", "tokens without routes"
 class Captured:
     """Sequences as another program captured them, nothing checked: token ids `[n]`, expert ids `[rows, layers, K]`.
     `sites`, `experts`: names of the layers and their numbers of experts, where the file has them. `logps`: what the
-    engine gave each token, nats `[n]`, NaN for nothing."""
+    engine gave each token, nats `[n]`, NaN for nothing. `prompts`: alike in responses to one prompt, where the
+    file says which that is. `notes`: how it was read."""
 
     tokens: Sequence[np.ndarray]
     ids: Sequence[np.ndarray]
     sites: tuple[str, ...] | None = None
     logps: Sequence[np.ndarray] | None = None
     experts: tuple[int, ...] | None = None
+    prompts: Sequence[str] | None = None
+    notes: tuple[str, ...] = ()
 
     def shape(self) -> tuple[int, int]:
         """Layers and experts per token. Raises ValueError: ids of a sequence are no integers `[rows, layers, K]`, or
@@ -32,6 +35,8 @@ class Captured:
                 f"expected integer ids [rows, layers, K], layers and K alike in all sequences; got {kinds}"
             )
         layers, slots = next(iter(shapes))
+        if not layers or not slots:
+            raise ValueError(f"routes of {layers} layers and {slots} experts for a token: there are none")
         return layers, slots
 
 
@@ -86,7 +91,8 @@ def rows_of(captured: Captured, own: OwnRoutes) -> Work:
         elif len(rows) < n - 1:
             short.append(b)
             starts = [0, n - 1 - len(rows), n - len(rows)]
-            start = max(starts, key=lambda s: _overlap_anywhere(rows, model[s : s + len(rows)]))
+            if len(rows):
+                start = max(starts, key=lambda s: _overlap_anywhere(rows, model[s : s + len(rows)]))
         ids.append(rows)
         sequence.append(np.full(len(rows), b))
         position.append(start + np.arange(len(rows)))
@@ -140,6 +146,9 @@ def find_invalid(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> None:
     lost = zero.all(1) if K > 1 else np.zeros(len(ids), bool)
     live = (ids == -1).any(-1).all(1)
     work.usable = ~lost & ~live
+    if not len(ids):
+        work.found(UNROUTED, "no token has a row")
+        return
     if lost.all():
         work.found("all zeros", "no layer of any token was captured (a kernel that bypasses the router?)")
         return

@@ -3,7 +3,7 @@ model: what changed, by the definitions of `moe_rl.routing.change`, and which fa
 
 import dataclasses
 import json
-import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from moe_rl.drift.capture_files import read_capture
-from moe_rl.drift.captured import PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, Work, find_invalid, rows_of
+from moe_rl.drift.captured import PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, Work
 from moe_rl.drift.change_tables import changed_in, intervals_of, site_table
+from moe_rl.drift.compare_rows import PARTS, hash_routed, parts_apart, placed, routed
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CompareOptions, check_least
 from moe_rl.drift.output import finite, output_folder, unfinished
-from moe_rl.drift.route_check import UNTOLD, clearly, search
+from moe_rl.drift.route_check import UNTOLD, by_chance, clearly, mean_of, search
+from moe_rl.drift.route_search import pairs_of
 from moe_rl.drift.words import number, percent
 from moe_rl.files import write_atomic, write_json
 from moe_rl.measure.metrics import balance_metrics, ratio_metrics, ratio_range_metrics
@@ -31,16 +33,17 @@ from moe_rl.study.words import count
 LAYERS = "layers without routes"
 LARGEST = 65534
 """Largest id of an expert that can be packed."""
+WRITTEN = "compare.json", "sites.csv"
 
 
 def run_compare(options: CompareOptions) -> int:
     """Print the comparison, and write it where that is asked for; 0, or 1 if a fault was found. Raises DriftError."""
-    output = None if options.output is None else output_folder(options.output, options.output, "compare.json")
+    output = None if options.output is None else output_folder(options.output, options.output, WRITTEN)
     results = compared(options)
     if output is not None:
         with unfinished(output) as folder:
-            write_json(folder / "compare.json", results)
-            write_atomic(folder / "sites.csv", pd.DataFrame(results["by_site"]).to_csv(index=False))
+            write_json(folder / WRITTEN[0], results)
+            write_atomic(folder / WRITTEN[1], pd.DataFrame(results["by_site"]).to_csv(index=False))
     print(json.dumps(results, indent=1) if options.json else "\n".join(page(results)))
     return 0 if results["ok"] else 1
 
@@ -51,40 +54,43 @@ def compared(options: CompareOptions) -> dict[str, Any]:
 
     Raises DriftError: a file that cannot be read, or files of other sequences, tokens, layers, top-k or experts.
     """
-    check_least(options, experts=1, top_k=1)
+    check_least(options, experts=1, top_k=1, pad_token_id=0)
     paths = options.old, options.new
     old, new = files = [read_capture(path, options.top_k, options.pad_token_id) for path in paths]
-    K = _check_alike(paths, files)
+    K = _check_alike(paths, files, options.top_k)
     layers, sites, findings = _paired(paths, files)
+    findings = _notes(paths, files) + findings
     known = _experts(options, files, layers)
-    largest = max(int(ids.max(initial=0)) for file in files for ids in file.ids)
+    _check_unsigned(paths, files, known)
     lengths = [len(tokens) for tokens in old.tokens]
-    owns = []  # each file as what the other one is compared with
-    for file, chosen in zip(files, layers, strict=True):
-        laid = [_whole(ids, n)[:, chosen] for ids, n in zip(file.ids, lengths, strict=True)]
-        experts = known or (largest + 1,) * len(sites)
-        owns.append(OwnRoutes(laid, laid, sites, experts, tuple(range(len(sites))), len(sites)))
-    works = [rows_of(old, owns[1]), rows_of(new, owns[0])]
-    for side, work, other, chosen in zip(("OLD", "NEW"), works, reversed(owns), layers, strict=True):
-        find_invalid(work, other, chosen)
-        findings += _said_of(side, work)
-    ids = [_ids(work, lengths, chosen) for work, chosen in zip(works, layers, strict=True)]
-    routed = [np.all(side >= 0, axis=(2, 3)) for side in ids]
-    work, held = works[1], np.logical_and(*routed)
-    work.usable &= held[work.sequence, work.position]
+    words = _padded(old.tokens, lengths)
+    cut = [[ids[:, chosen] for ids in file.ids] for file, chosen in zip(files, layers, strict=True)]
+    laid = [placed(one, other, lengths, str(path)) for one, other, path in zip(cut, cut[::-1], paths, strict=True)]
+    tables = hash_routed([ids for ids, _, _ in laid], words)
+    experts = known or (LARGEST + 1,) * len(sites)
+    ids, held_by = [], []
+    for side, (one, rows, said) in zip(("OLD", "NEW"), laid, strict=True):
+        there, more = routed(one, rows, lengths, tables, sites, experts)
+        findings += _of(side, said + more)
+        held_by.append(there)
+        ids.append(np.where(there[..., None, None], one, -1))
+    held = np.logical_and(*held_by)
     found: dict[str, Any] = {"change": None, "loads": None, "by_site": []}
     if held.any():
-        own = dataclasses.replace(owns[0], ids=[side[:n] for side, n in zip(ids[0], lengths, strict=True)])
-        simple, best, _, chance = search(work, own, layers[1])
-        if not clearly(best.agreement, chance):
-            text = f"routes of other tokens agree by {percent(chance)}, those of the same by {percent(best.agreement)}"
-            work.found(UNTOLD, f"{text}: nothing shows that these are of the same tokens and layers")
-        findings += _said_of("NEW against OLD", work)
-        held[...] = False  # again, without the prefixes that the search took out
-        held[work.sequence[work.usable], work.position[work.usable]] = True
-        found = _counted(torch.from_numpy(ids[0]), torch.from_numpy(ids[1]), torch.from_numpy(held), sites, known)
-        found |= {"slot_change_of_other_tokens": 1 - chance}
-        found |= {"slot_change_once_undone": None if best is simple else 1 - best.agreement}
+        sequence, position = np.nonzero(held_by[1])
+        work = Work(ids[1][sequence, position], sequence, position, np.ones(len(sequence), bool))
+        theirs = [side[:n] for side, n in zip(ids[0], lengths, strict=True)]
+        most = known or (int(max(side.max() for side in ids)) + 1,) * len(sites)
+        own = OwnRoutes(theirs, theirs, sites, most, tuple(range(len(sites))), len(sites))
+        chance, undone = _explained(work, own)
+        findings += _of("NEW against OLD", work.findings)
+        keys = old.prompts or new.prompts or [str(tokens.tolist()) for tokens in old.tokens]
+        clusters = torch.from_numpy(np.unique(np.array(keys), return_inverse=True)[1])
+        found = _counted(
+            torch.from_numpy(ids[0]), torch.from_numpy(ids[1]), torch.from_numpy(held), sites, known, clusters
+        )
+        found |= {"clusters_are_prompts": bool(old.prompts or new.prompts)}
+        found |= {"slot_change_of_other_tokens": 1 - chance, "slot_change_once_undone": undone}
     faults = list(dict.fromkeys(finding.name for finding in findings if finding.fault))
     results = {
         "verdict": _verdict(found, faults),
@@ -95,7 +101,7 @@ def compared(options: CompareOptions) -> dict[str, Any]:
         "sequences": len(lengths),
         "tokens": sum(lengths),
         "compared": int(held.sum()),
-        "without_route": {side: sum(lengths) - int(x.sum()) for side, x in zip(("old", "new"), routed, strict=True)},
+        "without_route": {side: sum(lengths) - int(x.sum()) for side, x in zip(("old", "new"), held_by, strict=True)},
         "experts_per_token": K,
         "experts": known,
         **found,
@@ -104,14 +110,74 @@ def compared(options: CompareOptions) -> dict[str, Any]:
     return finite(results)
 
 
-def _said_of(side: str, work: Work) -> list[Finding]:
-    """What was found since the last call."""
-    said = [dataclasses.replace(finding, text=f"{side}: {finding.text}") for finding in work.findings]
-    work.findings.clear()
+def _of(side: str, findings: Sequence[Finding]) -> list[Finding]:
+    return [dataclasses.replace(finding, text=f"{side}: {finding.text}") for finding in findings]
+
+
+def _explained(work: Work, own: OwnRoutes) -> tuple[float, float | None]:
+    """How much agrees with routes of other tokens, and the change of slots once a shift or an order of layers is
+    undone, over all tokens that it leaves; None where there is neither, of renamed ids, which were found on some tokens
+    only, and where a part is of other tokens. Notes the faults."""
+    simple, best = search(work, own, tuple(range(len(own.sites))))
+    a, b, rows = pairs_of(work, own, best.shift)
+    agree, chance = best.slots(a, b), by_chance(work, own, best)
+    usual, parts = mean_of(chance), []
+    if not clearly(best.agreement, usual):
+        text = f"routes of other tokens agree by {percent(usual)}, those of the same by {percent(best.agreement)}"
+        work.found(UNTOLD, f"{text}: nothing shows that these are of the same tokens and layers")
+    elif best.maps is None:
+        where = work.sequence[rows], work.position[rows]
+        parts = parts_apart(agree, chance, *where, own.sites, work.ids.shape[2])
+    work.findings += parts
+    if len(rows) < 32:
+        work.found("few tokens", f"{count(len(rows), 'token')} can be compared: too few to be sure", fault=False)
+    known = best is not simple and best.maps is None and not parts
+    return usual, 1 - float(np.mean([each.mean() for each in agree.values()])) if known else None
+
+
+def _notes(paths: Sequence[Path], files: Sequence[Captured]) -> list[Finding]:
+    """How the files were read, and what about them may be meant otherwise."""
+    said = [
+        Finding("as read", f"{side}: {text}", False)
+        for side, f in zip(("OLD", "NEW"), files, strict=True)
+        for text in f.notes
+    ]
+    if paths[0].resolve() == paths[1].resolve():
+        said.append(Finding("one file", "OLD and NEW are the same file", False))
+    if len(lacking := [side for side, f in zip(("OLD", "NEW"), files, strict=True) if f.logps is None]) == 1:
+        said.append(Finding("log-probabilities", f"{lacking[0]} has none: they are not compared", False))
+    runs = Counter(
+        int(token)
+        for words in files[0].tokens
+        for token in {end[0] for end in (words[:3], words[-3:]) if len(words) > 3 and (end == end[0]).all()}
+    )
+    for token, many in runs.most_common(1):
+        if many > 1:
+            text = f"{many} sequences begin or end with a run of token {token}, and these tokens count"
+            said.append(Finding("padding?", f"{text}: if it is padding of arrays, --pad-token-id {token}", False))
     return said
 
 
-def _check_alike(paths: Sequence[Path], files: Sequence[Captured]) -> int:
+def _check_unsigned(paths: Sequence[Path], files: Sequence[Captured], experts: tuple[int, ...] | None) -> None:
+    """Raises DriftError for the largest number of an unsigned kind, which a -1 becomes, unless there are so many
+    experts."""
+    for path, file in zip(paths, files, strict=True):
+        for b, ids in enumerate(file.ids):
+            if experts is None and ids.dtype.kind == "u" and ids.size and ids.max() == np.iinfo(ids.dtype).max:
+                raise DriftError(
+                    f"{path}: sequence {b} has id {ids.max()}, the largest {ids.dtype}: a -1 that wrapped? If there "
+                    f"are so many experts: --experts {int(ids.max()) + 1}"
+                )
+
+
+def _padded(tokens: Sequence[np.ndarray], lengths: Sequence[int]) -> Int[np.ndarray, "B T"]:
+    found = np.full((len(tokens), max(lengths)), -1, np.int64)
+    for row, words, n in zip(found, tokens, lengths, strict=True):
+        row[:n] = words
+    return found
+
+
+def _check_alike(paths: Sequence[Path], files: Sequence[Captured], top_k: int | None) -> int:
     """K of both. Raises DriftError where they are not of the same tokens, or hold what cannot be compared."""
     slots = []
     for path, file in zip(paths, files, strict=True):
@@ -119,6 +185,8 @@ def _check_alike(paths: Sequence[Path], files: Sequence[Captured]) -> int:
             slots.append(file.shape()[1])
         except ValueError as error:
             raise DriftError(f"{path}: {error}") from error
+        if top_k not in (None, slots[-1]):
+            raise DriftError(f"--top-k {top_k}: {path} has {count(slots[-1], 'expert')} for a token")
         for b, ids in enumerate(file.ids):
             if len(odd := ids[(ids < -1) | (ids > LARGEST)]):
                 raise DriftError(f"{path}: sequence {b} has id {odd[0]}; expected 0..{LARGEST}, or -1 for no route")
@@ -159,22 +227,25 @@ def _paired(
             where = paths[0] if alone[0] in old else paths[1]
             raise DriftError(f"site {alone[0]} is only in {where} (one of {len(alone)}): routes of different models?")
         return [tuple(range(len(old))), tuple(new.index(site) for site in old)], old, []
-    depths = [file.shape()[0] for file in files]
+    depths, alike = [file.shape()[0] for file in files], len({file.shape()[0] for file in files}) == 1
     held = [
         tuple(c for c in range(depth) if any((ids[:, c] > 0).any() for ids in file.ids))
         for file, depth in zip(files, depths, strict=True)
     ]
     said = [f"{len(c)} of {depth} layers" for c, depth in zip(held, depths, strict=True)]
     text, notes = f"OLD has routes in {said[0]}, NEW in {said[1]}", []
-    if depths[0] == depths[1]:
+    if alike:
         both, either = {*held[0]} & {*held[1]}, {*held[0]} | {*held[1]}
         if both and both != either:
             notes = [Finding(LAYERS, f"{text}: {sorted(either - both)} in one file only, which are in no rate")]
+        if zeros := sorted({*range(depths[0])} - either if either else ()):
+            text = f"layers {zeros} are all zeros (or -1) in both files: dense, or not captured; they are in no rate"
+            notes.append(Finding("layers of zeros", text, fault=False))
         held = [tuple(sorted(both or either or range(depths[0])))] * 2  # of a file without any, all: that is said
     if len(held[0]) != len(held[1]) or not held[0]:
         raise DriftError(f"{paths[1]} has routes in {said[1]}, {paths[0]} in {said[0]}: capture the same layers")
-    if not notes and len(held[0]) < max(depths):
-        notes = [Finding("dense layers left out", f"{text}; these are compared in their order", fault=False)]
+    if not alike:
+        notes += [Finding("dense layers left out", f"{text}; these are compared in their order", fault=False)]
     named = [tuple(f.sites[c] for c in chosen) for f, chosen in zip(files, held, strict=True) if f.sites is not None]
     return held, named[0] if named else tuple(f"layer {c}" for c in held[0]), notes
 
@@ -193,31 +264,22 @@ def _experts(
     return next(iter(known), None)
 
 
-def _whole(ids: np.ndarray, tokens: int) -> np.ndarray:
-    """A row for each token, of -1 behind the last one that there is."""
-    rows = ids[:tokens].astype(np.int32)
-    return np.pad(rows, ((0, tokens - len(rows)), (0, 0), (0, 0)), constant_values=-1)
-
-
-def _ids(work: Work, lengths: Sequence[int], layers: Sequence[int]) -> Int[np.ndarray, "B T L K"]:
-    """The rows that can be used where they belong, -1 elsewhere."""
-    found = np.full((len(lengths), max(lengths), len(layers), work.ids.shape[2]), -1, np.int32)
-    found[work.sequence[work.usable], work.position[work.usable]] = work.ids[work.usable][:, list(layers)]
-    return found
-
-
 def _counted(
     old: Int[Tensor, "B T L K"],
     new: Int[Tensor, "B T L K"],
     mask: Bool[Tensor, "B T"],
     sites: tuple[str, ...],
     experts: tuple[int, ...] | None,
+    clusters: Int[Tensor, " B"],
 ) -> dict[str, Any]:
-    """Change and load over the tokens of `mask`, and by site."""
-    old, new, mask = (part[mask.any(1)] for part in (old, new, mask))
+    """Change and load over the tokens of `mask`, and by site. Intervals are over `clusters`, of equal numbers."""
+    old, new, mask, clusters = (part[mask.any(1)] for part in (old, new, mask, clusters))
     slots = (slot_change(old, new) * old.shape[-1]).round().long()
     counts = dataclasses.replace(change_counts(old, new, mask), sites=sites)
-    change = intervals_of(counts, Moments.of(changed_in(slots, flips_per_token(old, new), mask)))
+    numbers, where = clusters.unique(return_inverse=True)
+    by_sequence = changed_in(slots, flips_per_token(old, new), mask)
+    summed = by_sequence.new_zeros(len(numbers), by_sequence.shape[1]).index_add_(0, where, by_sequence)
+    change = intervals_of(counts, Moments.of(summed))
     table, loads, why = site_table(counts), {}, ""
     try:
         if experts is None:
@@ -229,7 +291,13 @@ def _counted(
             loads[side] |= {name: balance[name].item() for name in ("load_entropy_mean", "load_entropy_min")}
     except RoutingError as error:
         loads, why = {}, str(error)
-    return {"change": change, "loads": loads or None, "loads_left_out": why, "by_site": table.to_dict("records")}
+    return {
+        "change": change,
+        "clusters": len(numbers),
+        "loads": loads or None,
+        "loads_left_out": why,
+        "by_site": table.to_dict("records"),
+    }
 
 
 def _gaps(old: Captured, new: Captured) -> dict[str, Any] | None:
@@ -245,6 +313,7 @@ def _gaps(old: Captured, new: Captured) -> dict[str, Any] | None:
     found = {**ratio_metrics(d, mask), **ratio_range_metrics(d, mask), "log_ratio_mean": d.mean()}
     names = ("log_ratio_mean", "gap_mean", "gap_p99", "gap_max", "k3", "outside_fraction")
     counts = {"tokens": d.numel(), "left_out": int((~np.isnan(a) | ~np.isnan(b)).sum()) - d.numel()}
+    counts["zero_in_both"] = int(((a == 0) & (b == 0)).sum())
     return counts | {name: float(found[name]) for name in names}
 
 
@@ -255,14 +324,17 @@ def _verdict(found: dict[str, Any], faults: Sequence[str]) -> str:
     parts = []
     for level, row in found["change"].items():
         low, high = (percent(row[end]).removesuffix(" %") for end in ("low", "high"))
-        parts.append(f"{percent(row['rate'])} of {level}s{'' if math.isnan(row['low']) else f' [{low}, {high}]'}")
+        parts.append(f"{percent(row['rate'])} of {level}s{f' [{low}, {high}]' if row['low'] < row['high'] else ''}")
     said = f"{', '.join(parts[:-1])} and {parts[-1]} changed from OLD to NEW"
     wrong = [name for name in faults if name not in (PREFIXES, UNROUTED, LAYERS)]
     if not wrong:
         return f"{said}{'. Left out: ' * bool(faults)}{', '.join(faults)}."
+    if not (other := [name for name in wrong if name not in (UNTOLD, PARTS)]):
+        these = "these are" if UNTOLD in wrong else "all of these are"
+        return f"Nothing shows that {these} of the same tokens and layers. As they stand, {said}."
     undone = found["slot_change_once_undone"]
     more = "" if undone is None else f"; {percent(undone)} of slots once that is undone"
-    return f"This is no change of routing: {', '.join(wrong)}. As they stand, {said}{more}."
+    return f"This is no change of routing: {', '.join(other)}. As they stand, {said}{more}."
 
 
 def page(results: dict[str, Any]) -> list[str]:
@@ -281,11 +353,16 @@ def page(results: dict[str, Any]) -> list[str]:
             f"{number(gaps['gap_mean'])} nats, k3 {number(gaps['k3'])}, ratio e^d outside [0.9, 1.1] for "
             f"{percent(gaps['outside_fraction'])}; {gaps['left_out']} left out (in one file only, or not finite)."
         )
+        if gaps["zero_in_both"]:
+            lines.append(f"  {gaps['zero_in_both']} of these are exactly 0 in both files: filled in, of a prompt?")
     if not rows:
         return lines
     lines.append(
         f"With routes of other tokens {percent(results['slot_change_of_other_tokens'])} of slots would differ."
     )
+    whose = "prompt" if results["clusters_are_prompts"] else "sequence of other tokens"
+    alone = "" if results["clusters_are_prompts"] else "; responses to one prompt are taken as independent"
+    lines.append(f"Intervals are over {results['clusters']} clusters, one for each {whose}{alone}.")
     for side, load in (loads or {}).items():
         vio, most, entropy = (number(load[name]) for name in ("max_vio_mean", "max_vio_max", "load_entropy_mean"))
         lines.append(f"Load of experts, {side.upper()}: MaxVio {vio} (largest {most}), entropy {entropy} nats.")

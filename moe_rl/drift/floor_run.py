@@ -53,6 +53,7 @@ from moe_rl.routing.errors import UnsupportedExpertsError
 from moe_rl.routing.experts import check_experts_name
 
 MAX_TOKENS = 1024
+WRITTEN = "floor.json", "floor.csv", "sites.csv", "report.html", "figures"
 
 
 @dataclass
@@ -106,7 +107,7 @@ def run_floor(options: FloorOptions) -> Path:
     with checkpoints.named("MODEL"):
         check_machine(ModelConfig(path=source.base, experts_implementation=options.experts_implementation))
     (name,) = short_names([options.model])
-    output = output_folder(options.output, Path("runs") / "floor" / name, "floor.json")
+    output = output_folder(options.output, Path("runs") / "floor" / name, WRITTEN)
     known = checkpoints.check({"MODEL": source}, options.tokenizer, options.trust_remote_code)
     text = Text(options.prompts, known, longest(options.max_tokens, MAX_TOKENS, known.max_length), options.batch_size)
     held = in_batches(islice(text.examples(), options.sequences), options.batch_size)

@@ -99,8 +99,8 @@ class CompareOptions:
     """How two files of routes of the same tokens differ: those of the rollout and of the training engine, say, or from
     before and after an update. No model is loaded. Says how many slots, sites and tokens changed, how even the load of
     the experts is on both sides and, where both files have log-probabilities, how far these are apart; names what is no
-    change of routing: all zeros, a shift, permuted layers, physical ids, duplicates, prefix-cache hits. Exit status 1
-    if it finds such a fault, else 0."""
+    change of routing: all zeros, a shift, permuted layers, physical ids, duplicates, routes of other tokens. Exit
+    status 1 if it finds such a fault, else 0."""
 
     old: Annotated[Path, Positional, arg(metavar="OLD")]
     """.safetensors (RoutedExperts.save, or tokens and routed_experts), .npz, .jsonl (a sequence per line), .pt (a dump
@@ -108,7 +108,7 @@ class CompareOptions:
     new: Annotated[Path, Positional, arg(metavar="NEW")]
     """A file of any of these kinds, of the same tokens."""
     output: Path | None = None
-    """Folder to write compare.json and sites.csv to. An earlier comparison there is replaced."""
+    """Folder to write compare.json and sites.csv to. An earlier comparison there is replaced, other files are not."""
     experts: int | None = None
     """How many experts a layer has, for their load; by default what the files say, if they do."""
     top_k: int | None = None

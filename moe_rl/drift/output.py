@@ -25,13 +25,22 @@ from moe_rl.study.figures.screen import inline_svg
 Tick = Callable[[], None]
 
 
-def output_folder(given: Path | None, default: Path, marker: str) -> Path:
-    """The folder to write: one that is not there, is empty, or holds an earlier result (`marker`)."""
+def output_folder(given: Path | None, default: Path, names: Sequence[str], kept: Path | None = None) -> Path:
+    """The folder to write: one that is not there, is empty, or holds an earlier result and nothing else, for all in it
+    will be gone. names: of what the command writes, first what marks a result; kept: a file that it takes over. Raises
+    DriftError."""
     output = default if given is None else given.expanduser()
     if Path.cwd().is_relative_to(output.resolve()):
         raise DriftError(f"--output: {output} is the folder you are in, or above it; name one inside it")
-    if output.exists() and not (output / marker).exists() and (not output.is_dir() or any(output.iterdir())):
+    held = list(output.iterdir()) if output.is_dir() else []
+    if output.exists() and not (output / names[0]).exists() and (held or not output.is_dir()):
         raise DriftError(f"--output: {output} is there and is no earlier comparison; name another folder")
+    taken = None if kept is None else kept.expanduser().resolve()
+    if others := sorted(path.name for path in held if path.name not in names and path.resolve() != taken):
+        raise DriftError(
+            f"--output: {output} is replaced as a whole, and holds {others[0]}, which this command does not write; "
+            "move it, or name another folder"
+        )
     return output
 
 

@@ -116,7 +116,8 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     find_invalid(work, own, expected)
     if not work.usable.any():
         return _nothing(captured, own, *work.findings)
-    simple, best, compared, chance = search(work, own, expected)
+    simple, best = search(work, own, expected)
+    compared, chance = _other_requests(work, own, best)
     rows = _table(work, own, best)
     odd = [row for row in rows if row.layer >= 0 and row.layer not in work.dark and not row.fits]
     if odd:
@@ -143,16 +144,21 @@ def check_routes(captured: Captured, own: OwnRoutes) -> RouteCheck:
     )  # fmt: skip
 
 
-def search(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> tuple[Explanation, Explanation, int, float]:
-    """The capture as it stands, its best explanation, how many rows can be compared under that, and how much agrees
-    with the routes of other tokens. Notes the faults, and takes out prefixes of other requests."""
+def search(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> tuple[Explanation, Explanation]:
+    """The capture as it stands, and its best explanation, whose faults are noted."""
     simple, *others = explanations(work, own, expected)
     best = _best(work, own, simple, others)
     _explain(work, own, simple, best)
+    return simple, best
+
+
+def _other_requests(work: Work, own: OwnRoutes, best: Explanation) -> tuple[int, float]:
+    """How many rows can be compared, and how much agrees with the routes of other tokens. Takes out prefixes of other
+    requests, and notes them."""
     agree = _by_token(work, own, best)
     kept = agree >= 0
     good = float(np.median(agree[kept])) if kept.any() else 0.0
-    chance = _chance(work, own, best)
+    chance = mean_of(by_chance(work, own, best))
     early = _prefixes(work, agree, (good + chance) / 2)
     if early.any() and good > chance + CLEAR:
         many = len(np.unique(work.sequence[early]))
@@ -165,7 +171,7 @@ def search(work: Work, own: OwnRoutes, expected: tuple[int, ...]) -> tuple[Expla
     compared = int(kept.sum())
     if compared < 32:
         work.found("few tokens", f"{compared} tokens can be compared: too few to be sure", fault=False)
-    return simple, best, compared, chance
+    return compared, chance
 
 
 def clearly(agreement: float, chance: float) -> bool:
@@ -179,7 +185,7 @@ def _best(work: Work, own: OwnRoutes, simple: Explanation, others: list[Explanat
     for other in sorted(others, key=lambda e: e.score, reverse=True):
         if other.score <= simple.score:
             break
-        chance = _chance(work, own, other)
+        chance = mean_of(by_chance(work, own, other))
         if clearly(other.agreement, chance):
             return other
     return simple
@@ -198,9 +204,10 @@ def _explain(work: Work, own: OwnRoutes, simple: Explanation, best: Explanation)
         name = "dense layers left out" if compact else "layers permuted"
         work.found(name, f"{first}{', ...' if len(moved) > 3 else ''}")
     if best.maps is not None:
-        table = best.maps[0]
-        some = ", ".join([f"{p} is expert {e}" for p, e in enumerate(table) if e >= 0 and e != p][:3])
-        work.found("physical ids", f"ids are renamed one by one, at {own.sites[0]}: {some}, ... (load balancing?)")
+        named = [[f"{p} is expert {e}" for p, e in enumerate(table) if e >= 0 and e != p] for table in best.maps]
+        site = next((site for site, some in enumerate(named) if some), 0)
+        some = ", ".join(named[site][:3])
+        work.found("physical ids", f"ids are renamed one by one, at {own.sites[site]}: {some}, ... (load balancing?)")
 
 
 def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray, " n"]:
@@ -212,11 +219,16 @@ def _by_token(work: Work, own: OwnRoutes, best: Explanation) -> Float[np.ndarray
     return found
 
 
-def _chance(work: Work, own: OwnRoutes, best: Explanation) -> float:
-    """The same agreement with the model's routes of other tokens, in random order: files hold some sequences twice."""
+def by_chance(work: Work, own: OwnRoutes, best: Explanation) -> dict[int, float]:
+    """Mean agreement at each site with the routes of other tokens, in random order: files hold some sequences twice."""
     a, b, _ = pairs_of(work, own, best.shift, SEARCHED)
-    slots = best.slots(a, np.random.default_rng(0).permutation(b)).values()
-    return float(np.mean([each.mean() for each in slots])) if len(a) and slots else 0.0
+    slots = best.slots(a, np.random.default_rng(0).permutation(b))
+    return {site: float(each.mean()) for site, each in slots.items()} if len(a) else {}
+
+
+def mean_of(rates: dict[int, float]) -> float:
+    """0 of none."""
+    return float(np.mean(list(rates.values()))) if rates else 0.0
 
 
 def _prefixes(work: Work, agree: Float[np.ndarray, " n"], middle: float) -> Bool[np.ndarray, " n"]:

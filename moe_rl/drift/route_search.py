@@ -73,14 +73,17 @@ def agreement(a: np.ndarray, b: np.ndarray, layers: tuple[int, ...]) -> float:
 def pairs_of(
     work: Work, own: OwnRoutes, shift: int, most: int | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Usable rows of the capture, the model's rows `shift` tokens later, and which rows these are."""
+    """Usable rows of the capture, the model's rows `shift` tokens later where these are routes, and which rows these
+    are."""
     lengths = np.array([len(ids) for ids in own.ids])
     offset = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     target = work.position + shift
     rows = np.flatnonzero(work.usable & (target >= 0) & (target < lengths[work.sequence]))
+    every, at = np.concatenate(own.ids), offset[work.sequence] + target
+    rows = rows[(every[at[rows]] >= 0).all((1, 2))]
     if most is not None and len(rows) > most:
         rows = rows[np.linspace(0, len(rows) - 1, most).astype(int)]
-    return work.ids[rows], np.concatenate(own.ids)[offset[work.sequence[rows]] + target[rows]], rows
+    return work.ids[rows], every[at[rows]], rows
 
 
 def _overlaps(a: np.ndarray, b: np.ndarray, width: int) -> Float[np.ndarray, "layers L"]:
@@ -116,4 +119,4 @@ def slots_of(a: Integer[np.ndarray, "n K"], b: Integer[np.ndarray, "n K"]) -> Fl
 
 
 def _width(work: Work, own: OwnRoutes) -> int:
-    return int(min(max(max(own.experts), work.ids.max() + 1), 4096))
+    return int(min(max(max(own.experts), int(work.ids.max()) + 1), 4096))

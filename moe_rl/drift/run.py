@@ -21,13 +21,17 @@ from moe_rl.drift.output import environment, finite, output_folder, progress, se
 from moe_rl.drift.page import draw, render, summary
 from moe_rl.drift.passes import Measured, one_at_a_time, with_both
 from moe_rl.drift.prompts import Text, longest
-from moe_rl.drift.samples import check_sampling, recognising, to_measure
+from moe_rl.drift.samples import FILE, check_sampling, recognising, to_measure
 from moe_rl.drift.samples import measured as measured_of
 from moe_rl.drift.sums import Sums, count
 from moe_rl.drift.words import pair_verdict
 from moe_rl.files import write_atomic, write_json
 
 MAX_TOKENS = 2048
+TABLES = "sites", "experts", "positions", "floor_sites", "floor_positions"
+WRITTEN = (
+    "drift.json", "report.html", "figures", FILE, "tokens.parquet", *(f"{name}.parquet" for name in TABLES)
+)  # fmt: skip
 
 
 def run_drift(options: DriftOptions) -> Path:
@@ -39,7 +43,7 @@ def run_drift(options: DriftOptions) -> Path:
     dtype, device = check_options(options)
     old, new = options.checkpoints
     names = short_names([old, new])
-    output = output_folder(options.output, Path("runs") / "drift" / "_vs_".join(names), "drift.json")
+    output = output_folder(options.output, Path("runs") / "drift" / "_vs_".join(names), WRITTEN, options.prompts)
     of = sources({"OLD": old, "NEW": new}, options.base)
     found = pair.check(of, options.tokenizer, options.trust_remote_code)
     given = text_of(options, found, output)
@@ -63,8 +67,8 @@ def run_drift(options: DriftOptions) -> Path:
             raise text.nothing_left()
         shutil.rmtree(folder / "cache", ignore_errors=True)
         results = _results(options, names, found, text, sums, floor, device, alone)
-        tables = {"sites": sums.sites(), "experts": sums.experts(), "positions": sums.by_position()}
-        tables |= {"floor_sites": floor.sites(), "floor_positions": floor.positions()}
+        made = sums.sites(), sums.experts(), sums.by_position(), floor.sites(), floor.positions()
+        tables = dict(zip(TABLES, made, strict=True))
         for name, table in tables.items():
             table.to_parquet(folder / f"{name}.parquet", index=False)
         figures = draw(sums, tables, floor.histograms(), results, folder / "figures")

@@ -30,11 +30,13 @@ from moe_rl.drift.output import (
     unfinished,
 )
 from moe_rl.drift.run import check_options, text_of
-from moe_rl.drift.samples import measured, recognising, to_measure
+from moe_rl.drift.samples import FILE, measured, recognising, to_measure
 from moe_rl.drift.series_page import draw, render, series_table
 from moe_rl.drift.series_passes import Held, Passes
 from moe_rl.drift.words import adapters_sentence, series_verdict, settings_sentence, swap_sentence, text_sentence
 from moe_rl.files import write_atomic, write_json
+
+WRITTEN = "series.json", "series.csv", "sites.csv", "report.html", "figures", FILE
 
 
 def run_series(options: DriftOptions) -> Path:
@@ -49,7 +51,7 @@ def run_series(options: DriftOptions) -> Path:
         raise DriftError(f"the series names {next(p for p in places if places.count(p) > 1)} twice")
     names = short_names(paths)
     default = Path("runs") / "drift" / f"{names[0]}_to_{names[-1]}"
-    output = output_folder(options.output, default, "series.json")
+    output = output_folder(options.output, default, WRITTEN, options.prompts)
     labels = [f"checkpoint {i} ({name})" for i, name in enumerate(names, start=1)]
     of = sources(dict(zip(labels, paths, strict=True)), options.base)
     known = checkpoints.check(of, options.tokenizer, options.trust_remote_code)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe_rl.files import write_tensors
 from moe_rl.routing.errors import RoutingError
-from moe_rl.routing.packing import token_mask
+from moe_rl.routing.packing import LIVE, hide, token_mask
 from moe_rl.routing.validity import check_packed, checked_tokens, experts_per_site
 
 if TYPE_CHECKING:
@@ -55,6 +55,8 @@ class Stored:
                 stacklevel=2,
             )
         tensors = {"ids": self.packed} | ({} if self.tokens is None else {"tokens": self.tokens})
+        if self.tokens is not None and bool((self._tokens < LIVE).any()):
+            tensors["attended"] = self.attended
         header = {
             "sites": self.sites,
             "num_experts": self._experts,
@@ -77,6 +79,8 @@ class Stored:
             experts = experts_per_site(header["num_experts"], sites)
             check_packed(packed, sites, experts, header["meta"].get("hash_routed", ()))
             tokens = None if tokens is None else checked_tokens(tokens, packed)
+            if tokens is not None and "attended" in tensors:
+                tokens = hide(tokens, tensors["attended"] | (tokens < 0))
             meta = {**header["meta"], "written_by": header["written_by"]}
             expected = header["token_hash"], header["num_experts_per_tok"]
         except (AttributeError, KeyError, TypeError, RoutingError) as error:

@@ -107,6 +107,11 @@ class RoutedExperts(FromOthers, Moved, Stored):
         return None if self._tokens is None else shown(self._tokens)
 
     @property
+    def attended(self) -> Bool[Tensor, "B T"] | None:
+        """Where tokens are known and, of a recording, its attention mask does not hide them; None without tokens."""
+        return None if self._tokens is None else self._tokens >= 0
+
+    @property
     def ids(self) -> Int[Tensor, "B T L K"]:
         """`[B,T,L,K]` int64, -1 = live. Decoded anew at every access."""
         return unpack_ids(self.packed)

@@ -172,8 +172,9 @@ def read_slime(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
     except FileNotFoundError:
         raise
     except Exception as error:  # whatever torch says of a file of others: nothing in it has run
+        why = (str(error) or type(error).__name__).splitlines()[0]
         raise RoutingError(
-            f"{path}: not read, damaged or with objects that could run code ({str(error).splitlines()[0]}). "
+            f"{path}: not read, damaged or with objects that could run code ({why}). "
             "Save tokens and rollout_routed_experts alone, as tensors, in slime's own process"
         ) from error
     if not isinstance(content, Mapping) or not isinstance(content.get("samples"), list):

@@ -44,25 +44,31 @@ def write_probe_tables(
     folder: Path, step: int, tokenizer: Any, part: Batch, rows: Tensor, observations: list[Observation]
 ) -> None:
     """`tokens/step_NNNNNN.parquet` and `routes/step_NNNNNN_update_U.parquet`: the routes of the old policy (update 0),
-    and what has changed since then after each update. Padding has no route.
+    and what has changed since then after each update. Padding has no route and token -1.
 
     Args:
         part: the probed responses, which are the rows `rows` of the step's batch.
     """
     name = f"step_{step:06d}"
     old = folder / "routes" / f"{name}_update_0.parquet"
-    tokens = part.attention_mask[..., None]
-    routes = only(part.routes, tokens)
+    routes = _without_padding(part.routes, part.attention_mask)
     write_route_table(old, routes)
     for seen in observations:
         path = old.with_name(f"{name}_update_{seen.update}.parquet")
-        write_route_changes(path, only(seen.routes, tokens), old, routes)
+        write_route_changes(path, _without_padding(seen.routes, part.attention_mask), old, routes)
     columns = [token_columns(part, seen, rows) for seen in observations]
     table: dict[str, Any] = {key: _column(torch.cat([c[key] for c in columns])) for key in columns[0]}
     written = table["token"].tolist()
     pieces = token_pieces(tokenizer, written)
     table["text"] = [pieces[token] for token in written]
     write_table(folder / "tokens" / f"{name}.parquet", table, prompt_texts(tokenizer, part, rows))
+
+
+def _without_padding(routes: RoutedExperts, mask: Bool[Tensor, "B T"]) -> RoutedExperts:
+    """Padding has no route and no token (-1)."""
+    routes = only(routes, mask[..., None])
+    tokens = routes.tokens
+    return routes if tokens is None else routes._with(routes.packed, tokens.where(mask.to(tokens.device).bool(), -1))
 
 
 def token_pieces(tokenizer: Any, tokens: Iterable[int]) -> dict[int, str]:

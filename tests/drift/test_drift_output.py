@@ -21,8 +21,11 @@ def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
     pair = [str(folder) for folder in saved("olmoe")]
     output = run_drift(DriftOptions(tuple(pair), prompts))
     assert output.as_posix() == "runs/drift/old_vs_new"
-    (output / "stale").write_text("")
-    assert run_drift(DriftOptions(tuple(pair), prompts)) == output and not (output / "stale").exists()
+    (output / "experts.parquet").write_text("")
+    assert run_drift(DriftOptions(tuple(pair), prompts)) == output and (output / "experts.parquet").stat().st_size
+    (output / "notes.txt").write_text("mine")
+    assert "holds notes.txt, which this command does not write" in refused(capsys, "drift", *pair, "--prompts", prompts)
+    assert (output / "notes.txt").read_text() == "mine"
     assert short_names(["a/step_1/hf", "a/step_2/hf"]) == ["step_1-hf", "step_2-hf"]
     assert short_names(["old", "./old/", "new"]) == ["old", "old", "new"]
     assert short_names(["base", "step 1", "step-1"]) == ["1-base", "2-step-1", "3-step-1"], "a table needs them unequal"

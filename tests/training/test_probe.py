@@ -124,6 +124,7 @@ def test_padding_has_no_route_in_the_tables_and_the_page_finds_what_the_probe_co
     routed = frame.filter(like="gate").notna().all(axis=1).groupby(frame["sequence"])
     last = routed.apply(lambda given: int(np.flatnonzero(given)[-1]) + 1)
     assert last.tolist() == lengths.tolist(), "no route after the response"
+    assert ((frame["token"] < 0) == frame.filter(like="gate").isna().all(axis=1)).all(), "no token at padding"
     assert lengths.min() < frame["position"].max() + 1, "some responses are padded"
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "run_folder.md").read_text()

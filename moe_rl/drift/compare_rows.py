@@ -1,0 +1,190 @@
+"""Rows of two captures of the same tokens: where they belong, and which of them are no routes of these tokens.
+
+Everywhere: ids `[B,T,L,K]` of the compared layers, -1 where there is no row; `rows`: where a file has one.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from moe_rl.drift.captured import PREFIXES, UNROUTED, Finding
+from moe_rl.drift.errors import DriftError
+from moe_rl.drift.route_check import clearly
+from moe_rl.drift.route_search import slots_of
+from moe_rl.drift.words import percent
+from moe_rl.routing.arrays import FEW_SITES
+from moe_rl.study.words import count
+
+RUN = 8
+"""Fewest tokens of a site or a sequence that are looked at by themselves."""
+PARTS = "parts not told apart"
+"""The fault of a site or a run of tokens that agrees as routes of other tokens do, while the rest does not."""
+DUPLICATES, OUTSIDE = "duplicates", "ids out of range"
+
+
+def placed(
+    ids: Sequence[np.ndarray], other: Sequence[np.ndarray], lengths: Sequence[int], name: str
+) -> tuple[Int[np.ndarray, "B T L K"], Bool[np.ndarray, "B T"], list[Finding]]:
+    """The rows of a file at their tokens. Where sequences have fewer than tokens less one, these are of the first
+    tokens, the last or the last but one, in all of them alike: where they agree best with `other`.
+
+    Raises DriftError where no place is clearly best."""
+    found = np.full((len(ids), max(lengths), *ids[0].shape[1:]), -1, np.int32)
+    rows = np.zeros(found.shape[:2], bool)
+    short = [b for b, n in enumerate(lengths) if len(ids[b]) < n - 1]
+    start, said = np.zeros(len(ids), int), []
+    if short:
+        first = f"first sequence {short[0]} ({len(ids[short[0]])} rows for {lengths[short[0]]} tokens)"
+        many = f"{count(len(short), 'sequence')} with fewer rows than tokens, {first}"
+        start[short], where = _best_place(
+            [ids[b] for b in short], [other[b] for b in short], lengths, short, many, name
+        )
+        said.append(Finding(PREFIXES if start[short].any() else UNROUTED, f"{many}{where}"))
+    if long := [b for b, n in enumerate(lengths) if len(ids[b]) > n]:
+        b = long[0]
+        said.append(Finding("wrong shape", f"sequence {b} has {len(ids[b])} rows for {lengths[b]} tokens"))
+    for b, n in enumerate(lengths):
+        part = slice(start[b], start[b] + min(len(ids[b]), n))
+        found[b, part], rows[b, part] = ids[b][:n], True
+    return found, rows, said
+
+
+def _best_place(
+    ids: list[np.ndarray], other: list[np.ndarray], lengths: Sequence[int], short: list[int], many: str, name: str
+) -> tuple[np.ndarray, str]:
+    mine = np.concatenate(ids)
+    if not len(mine):
+        return np.zeros(len(short), int), ": no row at all"
+    free = np.array([lengths[b] - len(rows) for b, rows in zip(short, ids, strict=True)])
+    found = []
+    for start, tokens in ((0 * free, "first"), (free - 1, "last but one"), (free, "last")):
+        theirs = np.full(mine.shape, -1, np.int64)
+        at = 0
+        for s, rows, whole in zip(start, ids, other, strict=True):
+            there = whole[s : s + len(rows)]
+            theirs[at : at + len(there)] = there
+            at += len(rows)
+        held = np.all([(x >= 0).all((1, 2)) & x.any((1, 2)) for x in (mine, theirs)], axis=0)
+        K = mine.shape[2]
+        agree = slots_of(mine[held].reshape(-1, K), theirs[held].reshape(-1, K))
+        rate = float(agree.mean()) if held.any() else 0.0
+        found.append((rate, tokens, start))
+    (best, tokens, start), (second, *_), _ = sorted(found, key=lambda each: -each[0])
+    if best - second <= 3 * (0.5 / mine.size) ** 0.5:  # what two rates of so many slots differ by, at most, by chance
+        raise DriftError(
+            f"{name}: {many}, which fit no tokens clearly (the best place agrees in {percent(best)} of slots, the next "
+            f"in {percent(second)}). Give every token a row, of -1 where it has no route"
+        )
+    return start, f": taken for the {tokens} tokens ({percent(best)} of slots agree; {percent(second)} elsewhere)"
+
+
+def hash_routed(both: Sequence[Int[np.ndarray, "B T L K"]], tokens: Int[np.ndarray, "B T"]) -> Bool[np.ndarray, " L"]:
+    """Sites whose experts are a table over token ids: an expert twice in a row, and of each token id the same row
+    everywhere in both files."""
+    words = np.concatenate([tokens, tokens])
+    ids: Any = np.sort(np.concatenate(both), -1)
+    there: Any = (ids >= 0).all(-1) & ids.any((2, 3))[..., None]
+    found: np.ndarray = np.zeros(ids.shape[2], bool)
+    for site in np.flatnonzero(twice(ids).any((0, 1))):
+        known = words[there[:, :, site]]
+        pairs = np.unique(np.column_stack([known, ids[:, :, site][there[:, :, site]]]), axis=0)
+        found[site] = len(pairs) == len(np.unique(known))
+    return found
+
+
+def twice(ids: Int[np.ndarray, "B T L K"]) -> Bool[np.ndarray, "B T L"]:
+    """Rows that name an expert twice; rows of zeros are none."""
+    ordered = np.sort(ids, -1)
+    found: np.ndarray = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1) & ids.any(-1)
+    return found
+
+
+def routed(
+    ids: Int[np.ndarray, "B T L K"],
+    rows: Bool[np.ndarray, "B T"],
+    lengths: Sequence[int],
+    tables: Bool[np.ndarray, " L"],
+    sites: Sequence[str],
+    experts: Sequence[int],
+) -> tuple[Bool[np.ndarray, "B T"], list[Finding]]:
+    """Which tokens have a route at every site, why others have none, and ids that no router gives.
+
+    A row of several zeros is no route, for ids of a row differ. One zero may be expert 0: it is no route where all of
+    at least FEW_SITES sites are 0. tables: hash-routed sites, whose rows may be anything."""
+    L, K = ids.shape[2:]
+    zero: Any = (ids == 0).all(-1)
+    live: Any = (ids < 0).any(-1) & rows[..., None]
+    lost: Any = (zero | tables).all(-1) & ~tables.all()
+    zero &= ~tables
+    said: list[Finding] = []
+
+    def tell(name: str, which: np.ndarray, what: str, text: str, fault: bool = True) -> None:
+        if which.any():
+            b, t, *site = (int(i) for i in np.argwhere(which)[0])
+            where = f"first sequence {b}, token {t}{''.join(f', {sites[i]}: {ids[b, t, i].tolist()}' for i in site)}"
+            many = which.any(-1).sum() if what == "token" and site else which.sum()
+            said.append(Finding(name, f"{count(int(many), what)} {text}, {where}", fault))
+
+    if K == 1:
+        if L < FEW_SITES:
+            text = f"of expert 0 at all of {count(L, 'site')}, or without a route: it counts as routes"
+            tell("zeros of one slot", lost, "token", text, fault=False)
+            lost &= False
+        zero &= lost[..., None]
+    if not rows.any():
+        said.append(Finding(UNROUTED, "no token has a row"))
+    elif lost[rows].all():
+        said.append(Finding("all zeros", "no layer of any token was captured (a kernel that bypasses the router?)"))
+    else:
+        inside: Any = lost & (np.arange(ids.shape[1]) != np.array(lengths)[:, None] - 1)
+        start = np.logical_and.accumulate(inside | ~rows, axis=1) & inside  # until the first row that has routes
+        many = count(int(start.any(1).sum()), "sequence")
+        tell(PREFIXES, start, "token", f"of zeros at every layer at the start of {many}")
+        tell(UNROUTED, inside & ~start, "token", "of zeros at every layer")
+        tell(UNROUTED, zero & ~lost[..., None], "token", "of zeros at some layers only")
+    whole: Any = live.all(-1)
+    tell("live rows", whole, "token", "of -1: the routers decide for themselves", fault=False)
+    tell("live rows", live & ~whole[..., None], "token", "of -1 at some layers only, in no rate", fault=False)
+    tell(DUPLICATES, twice(ids) & ~tables, "row", "with an expert twice")
+    high: Any = (ids >= np.array(experts)[:, None]).any(-1)
+    if high.any():
+        site = int(np.argwhere(high)[0][2])
+        tell(OUTSIDE, high, "row", f"with ids that are not 0..{experts[site] - 1}")
+    return rows & ~live.any(-1) & ~zero.any(-1), said
+
+
+def parts_apart(
+    agree: Mapping[int, Float[np.ndarray, " n"]],
+    chance: Mapping[int, float],
+    sequence: Int[np.ndarray, " n"],
+    position: Int[np.ndarray, " n"],
+    sites: Sequence[str],
+    K: int,
+) -> list[Finding]:
+    """Sites, and runs of RUN or more tokens of a sequence, that do not agree clearly better than routes of other tokens
+    do while all together does. agree: slots of each token at each site; chance: the same with other tokens."""
+    tokens = np.mean(list(agree.values()), axis=0)
+    mean, usual = float(tokens.mean()), float(np.mean(list(chance.values())))
+    said = []
+
+    def odd(values: np.ndarray, by_chance: float, slots: int) -> bool:
+        rate, spread = float(values.mean()), 4 * (mean * (1 - mean) / (len(values) * slots)) ** 0.5
+        return rate < mean - spread and not clearly(rate, by_chance)
+
+    if len(tokens) >= RUN:
+        for site, values in agree.items():
+            if odd(values, chance[site], K):
+                said.append((sites[site], values))
+    for b in np.unique(sequence):
+        rows = np.flatnonzero(sequence == b)
+        for run in np.array_split(rows, len(rows) // RUN) if len(rows) >= RUN else ():
+            if odd(tokens[run], usual, K * len(agree)):
+                said.append((f"sequence {b}, tokens {position[run[0]]} to {position[run[-1]]}", tokens[run]))
+    if not said:
+        return []
+    first = "; ".join(f"{where}: {percent(float(values.mean()))}" for where, values in said[:3])
+    text = f"agree no better than routes of other tokens ({percent(usual)}; all together: {percent(mean)})"
+    text = f"{count(len(said), 'part')} {text}: {first}{', ...' if len(said) > 3 else ''}"
+    return [Finding(PARTS, text)]
