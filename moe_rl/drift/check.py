@@ -47,7 +47,7 @@ def run_check(options: CheckOptions) -> int:
 def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
     """The comparison of a file with a model. Raises DriftError: no such file or model, tokens that the model does not
     have, options out of range."""
-    check_least(options, batch_size=1, max_sequences=1, max_tokens=1)
+    check_least(options, batch_size=1, max_sequences=1, max_tokens=1, pad_token_id=0)
     if not 0 < options.temperature < float("inf"):
         raise DriftError(f"--temperature: a positive number, got {options.temperature:g}")
     device = check_device(options.device)

@@ -36,7 +36,7 @@ def placed(
     short = [b for b, n in enumerate(lengths) if len(ids[b]) < n - 1]
     start, said = np.zeros(len(ids), int), []
     if short:
-        first = f"first sequence {short[0]} ({len(ids[short[0]])} rows for {lengths[short[0]]} tokens)"
+        first = f"first sequence {short[0]} ({len(ids[short[0]])} rows for {count(lengths[short[0]], 'token')})"
         many = f"{count(len(short), 'sequence')} with fewer rows than tokens, {first}"
         start[short], where = _best_place(
             [ids[b] for b in short], [other[b] for b in short], lengths, short, many, name
@@ -44,7 +44,7 @@ def placed(
         said.append(Finding(PREFIXES if start[short].any() else UNROUTED, f"{many}{where}"))
     if long := [b for b, n in enumerate(lengths) if len(ids[b]) > n]:
         b = long[0]
-        said.append(Finding("wrong shape", f"sequence {b} has {len(ids[b])} rows for {lengths[b]} tokens"))
+        said.append(Finding("wrong shape", f"sequence {b} has {len(ids[b])} rows for {count(lengths[b], 'token')}"))
     for b, n in enumerate(lengths):
         part = slice(start[b], start[b] + min(len(ids[b]), n))
         found[b, part], rows[b, part] = ids[b][:n], True
@@ -84,13 +84,14 @@ def hash_routed(both: Sequence[Int[np.ndarray, "B T L K"]], tokens: Int[np.ndarr
     """Sites whose experts are a table over token ids: an expert twice in a row, and of each token id the same row
     everywhere in both files."""
     words = np.concatenate([tokens, tokens])
-    ids: Any = np.sort(np.concatenate(both), -1)
-    there: Any = (ids >= 0).all(-1) & ids.any((2, 3))[..., None]
-    found: np.ndarray = np.zeros(ids.shape[2], bool)
-    for site in np.flatnonzero(twice(ids).any((0, 1))):
-        known = words[there[:, :, site]]
-        pairs = np.unique(np.column_stack([known, ids[:, :, site][there[:, :, site]]]), axis=0)
-        found[site] = len(pairs) == len(np.unique(known))
+    captured: Any = np.concatenate([ids.any((2, 3)) for ids in both])
+    repeats: Any = np.any([twice(ids).any((0, 1)) for ids in both], axis=0)
+    found = np.zeros(len(repeats), bool)
+    for site in np.flatnonzero(repeats):
+        rows = np.sort(np.concatenate([ids[:, :, site] for ids in both]), -1)
+        there = (rows >= 0).all(-1) & captured
+        pairs = np.unique(np.column_stack([words[there], rows[there]]), axis=0)
+        found[site] = len(pairs) == len(np.unique(words[there]))
     return found
 
 
