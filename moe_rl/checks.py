@@ -105,7 +105,7 @@ def unreadable_weights(folder: Path) -> str:
         return ""
     for whole in ("model.safetensors", "pytorch_model.bin"):  # in transformers' order
         if (folder / whole).is_file():
-            break
+            return unreadable(folder / whole) if whole.endswith(".safetensors") else ""
         if (index := folder / f"{whole}.index.json").is_file():
             try:
                 shards = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
@@ -114,11 +114,11 @@ def unreadable_weights(folder: Path) -> str:
             missing = [name for name in shards if not (folder / str(name)).is_file()]
             if missing:
                 return f"{folder / str(missing[0])} is missing, which {index.name} names"
-            break
-    else:
-        if not any((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
-            return f"{folder} holds no weights (no model.safetensors)"
-    return next(filter(None, map(unreadable, sorted(folder.glob("model*.safetensors")))), "")
+            of_safetensors = [folder / name for name in shards if name.endswith(".safetensors")]
+            return next(filter(None, map(unreadable, of_safetensors)), "")
+    if any((*folder.glob("*.safetensors"), *folder.glob("*.bin"))):
+        return ""  # of another name: loading says whether they are the model's
+    return f"{folder} holds no weights (no model.safetensors)"
 
 
 def unreadable(path: Path) -> str:

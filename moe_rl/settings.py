@@ -5,9 +5,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-FREE = ("checkpoint_every", "distributed.processes", "keep_policy_every", "tracker")
+FREE = ("checkpoint_every", "keep_policy_every", "tracker")
 """Settings of a run of moe_rl that change none of its numbers and tables: what else is kept, where rows are sent as
-well, how many processes are expected. It may go on with others, and arms that differ in them are one experiment."""
+well. It may go on with others, and arms that differ in them are one experiment."""
 
 
 def differences(a: Any, b: Any, prefix: str = "") -> dict[str, tuple[Any, Any]]:

@@ -17,7 +17,7 @@ import binascii
 import json
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,11 @@ FORMS = (
 )
 
 
-def read_capture(path: Path, num_experts_per_tok: int | None, pad: int | None = None) -> Captured:
-    """The sequences of a file, without leading and trailing tokens `pad` where it has no mask. `num_experts_per_tok` is
-    asked for only by base64 of int32, which has no shape.
+def read_capture(
+    path: Path, num_experts_per_tok: int | None, pad: int | None = None, likely: Collection[int] = ()
+) -> Captured:
+    """The sequences of a file, without leading and trailing tokens `pad` where it has no mask. Base64 of int32, which
+    has no shape, asks for `num_experts_per_tok`; likely: layers that it may have, where several numbers would fit.
 
     Raises DriftError naming the file, the line or sequence, and what it lacks."""
     if path.is_dir():
@@ -57,7 +59,7 @@ def read_capture(path: Path, num_experts_per_tok: int | None, pad: int | None = 
     notes = [] if pad is None or path.suffix not in (".jsonl", ".pt") else [f"--pad-token-id is not of {path.suffix}"]
     try:
         if path.suffix == ".jsonl":
-            found, prompts = _lines(path, num_experts_per_tok, notes)
+            found, prompts = _lines(path, num_experts_per_tok, notes, likely)
         elif path.suffix == ".pt":
             found = [
                 (s["tokens"], s["rollout_routed_experts"], logps_of(s, s["tokens"], f"{path} sequence {b}"))
@@ -167,7 +169,7 @@ def _padded(
 
 
 def _lines(
-    path: Path, K: int | None, notes: list[str]
+    path: Path, K: int | None, notes: list[str], likely: Collection[int]
 ) -> tuple[list[tuple[Any, Any, np.ndarray | None]], list[str] | None]:
     """Sequences, and what is the same in those of one prompt, where every line has one."""
     found: list[tuple[Any, Any, np.ndarray | None]] = []
@@ -200,13 +202,13 @@ def _lines(
             found.append((tokens, ids, logps_of(row, tokens, where)))
             prompts += [json.dumps(row["prompt_token_ids"])] if "prompt_token_ids" in row else []
     if flat and K is not None:
-        layers = _layers({where: (found[b][1].size, len(found[b][0])) for b, where in flat.items()}, K)
+        layers = _layers({where: (found[b][1].size, len(found[b][0])) for b, where in flat.items()}, K, likely)
         found = [(t, ids.reshape(-1, layers, K) if b in flat else ids, x) for b, (t, ids, x) in enumerate(found)]
         notes.append(f"base64 of int32 was read as {count(layers, 'layer')} of {count(K, 'expert')} (--top-k)")
     return found, prompts if len(prompts) == len(found) else None
 
 
-def _layers(sizes: dict[str, tuple[int, int]], K: int) -> int:
+def _layers(sizes: dict[str, tuple[int, int]], K: int, likely: Collection[int]) -> int:
     """Layers of ids without a shape, by line their number and that of the tokens: as many as fit every line with a row
     for each token, or for each but the last. Raises DriftError where not one number does."""
     fit: set[int] | None = None
@@ -219,6 +221,7 @@ def _layers(sizes: dict[str, tuple[int, int]], K: int) -> int:
                 "in the lines before"
             )
     first = next(iter(sizes))
+    fit = fit and (fit & set(likely) or fit)
     if fit is None or len(fit) > 1:
         raise DriftError(f"{first}: {sizes[first][0]} ids may be of {sorted(fit or ())} layers: give nested lists")
     return fit.pop()

@@ -25,7 +25,7 @@ from moe_rl.measure.noise_floor import first_line, rounded_copy
 from moe_rl.measure.scoring import Scored, TokenBatch, score_live
 from moe_rl.policy.models import check_path, taken_for_hub_id, vocabulary_of
 from moe_rl.policy.tiny import ModelError
-from moe_rl.routing import UnsupportedModelError
+from moe_rl.routing import UnsupportedModelError, routing_sites
 from moe_rl.routing.arrays import pad_left_aligned
 from moe_rl.routing.skeleton import sites_of
 from moe_rl.study.words import count
@@ -52,7 +52,8 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
         raise DriftError(f"--temperature: a positive number, got {options.temperature:g}")
     device = check_device(options.device)
     model, K = _loaded(options, device)
-    captured = _cut(read_capture(options.file, K, options.pad_token_id), options, say)
+    likely = {len(routing_sites(model)), int(getattr(model.config.get_text_config(), "num_hidden_layers", 0))}
+    captured = _cut(read_capture(options.file, K, options.pad_token_id, likely), options, say)
     vocabulary = vocabulary_of(model)
     for b, words in enumerate(captured.tokens):
         if int(words.max()) >= vocabulary:

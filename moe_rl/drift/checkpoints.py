@@ -48,7 +48,7 @@ SIZES = (
 )
 _NO_MATTER = re.compile(
     "^_|architectures|version|dtype|use_cache|token_id|^output_|return_dict|id2label|label2id|problem_type|^chunk_size"
-    "|initializer|aux_loss|dropout|input_jitter|moe_jitter|max_position|tie_word|quantization|auto_map|pretraining_tp|gradient"
+    "|initializer|aux_loss|dropout|input_jitter|moe_jitter|^max_position|tie_word|quantization|auto_map|pretraining_tp|gradient"
 )
 SAMPLE = ("The quick brown fox.", " 12+34=46\n", "(a*b) - c_d", "naïve Ω 漢字 🙂")
 CHECKPOINT = "checkpoint"
@@ -267,9 +267,9 @@ def _check_weights(which: str, path: str, name: str | None = None) -> None:
     names = [name] if name else [SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME]
     folder = Path(path)
     try:
-        asked = ((name, local) for local in (True, False) for name in names)  # what is downloaded may be gated since
-        there = folder.is_dir() or any(has_file(path, name, local_files_only=local) for name, local in asked)
-        why = unreadable_weights(folder) if there else "there are none, neither on the hub nor downloaded"
+        why = unreadable_weights(folder)
+        if not folder.is_dir():  # what is downloaded may be gated since; a hub that does not answer: loading says it
+            any(has_file(path, name, local_files_only=local) for local in (True, False) for name in names)
     except OSError as error:  # a gated model, and one that is gone
         why = " ".join(str(error).split())
     if why:

@@ -25,6 +25,10 @@ from moe_rl.study.figures.screen import inline_svg
 Tick = Callable[[], None]
 
 
+SYSTEM = (".DS_Store", ".ipynb_checkpoints", ".nfs")
+"""How names begin that programs leave in any folder."""
+
+
 def output_folder(given: Path | None, default: Path, names: Sequence[str], kept: Path | None = None) -> Path:
     """The folder to write: one that is not there, is empty, or holds an earlier result and nothing else, for all in it
     will be gone. names: of what the command writes, first what marks a result; kept: a file that it takes over. Raises
@@ -32,7 +36,7 @@ def output_folder(given: Path | None, default: Path, names: Sequence[str], kept:
     output = default if given is None else given.expanduser()
     if Path.cwd().is_relative_to(output.resolve()):
         raise DriftError(f"--output: {output} is the folder you are in, or above it; name one inside it")
-    held = list(output.iterdir()) if output.is_dir() else []
+    held = [path for path in output.iterdir() if not path.name.startswith(SYSTEM)] if output.is_dir() else []
     if output.exists() and not (output / names[0]).exists() and (held or not output.is_dir()):
         raise DriftError(f"--output: {output} is there and is no earlier comparison; name another folder")
     taken = None if kept is None else kept.expanduser().resolve()

@@ -43,10 +43,9 @@ KINDS = {
 def text_sentence(text: Mapping[str, Any], old: str) -> str:
     """Which text was measured. old: the name of the checkpoint that is the first."""
     whom = old if text["of_old"] else text["sampled_from"] or "another program"
-    if text["sampled_from"] and not text["of_old"]:
-        unlike = (
-            "which weights is not known" if text["of_old"] is None else f"other weights, settings or dtype than {old}'s"
-        )
+    unknown = text["of_old"] is None and text.get("sampler_sha256") is None
+    if text["sampled_from"] and (unknown or text["of_old"] is False):
+        unlike = "which weights is not known" if unknown else f"other weights, settings or dtype than {old}'s"
         whom += f", with {unlike},"
     heat = f"at temperature {text['temperature']:g}" if text["temperature"] else "greedily"
     words = KINDS | {"samples": f"responses sampled from {whom} {heat}"}

@@ -244,14 +244,14 @@ def run_settings(config: RunConfig) -> dict[str, Any]:
 
 def changed_settings(stored: Any, config: RunConfig) -> dict[str, tuple[Any, Any]]:
     """Settings in which a run's `config.yaml`, read as plain data, differs from `config`, with both values. One that
-    the version which wrote the file did not know counts as its default. Those that change no number (`FREE`) are said
-    of one start: a run may go on with others."""
+    the version which wrote the file did not know counts as its default. Those that change no number (`FREE`) and how
+    many processes are expected are said of one start: a run may go on with others."""
     stored = with_defaults(stored, config)
     if isinstance(stored, dict) and config.method.objective != DPO:
         objective = resolve_method(config, budget=1).objective
         stored["objective"] = with_defaults(stored.get("objective"), objective)
     changed = differences(stored, run_settings(config))
-    return {name: values for name, values in changed.items() if name not in FREE}
+    return {name: values for name, values in changed.items() if name not in (*FREE, "distributed.processes")}
 
 
 def dump_study(study: StudyConfig) -> str:

@@ -24,7 +24,7 @@ from moe_rl.processes import suit_small_model
 from moe_rl.rollout import make_task
 from moe_rl.rollout.engines import check_engine_here
 from moe_rl.rollout.task import checked_reward, problems_of, user_code
-from moe_rl.settings import listed
+from moe_rl.settings import FREE, listed, plain, with_defaults
 from moe_rl.starts import OF_THE_POLICY, begun_under
 from moe_rl.study.config import ConfigError, DamagedRunError, changed_settings, dump_run
 from moe_rl.training import RunConfig, train, validate
@@ -96,7 +96,8 @@ def run_one(
                 "since. Nothing was overwritten: put them back to go on, or move the folder away to begin again."
             )
         about.update(before)
-        write_atomic(folder / "config.yaml", dump_run(config))  # what differs, if anything, is said of this start
+        if not begun(folder) or _free_differ(folder / "config.yaml", config):
+            write_atomic(folder / "config.yaml", dump_run(config))
         write_json(folder / "env.json", about)
         return True
 
@@ -185,6 +186,12 @@ def check_folder(config: RunConfig, folder: Path) -> bool:
     if lost:
         raise DamagedRunError(f"{lost}. {remedy(folder)}")
     return not (folder / NAME).exists()
+
+
+def _free_differ(stored: Path, config: RunConfig) -> bool:
+    """Whether the run goes on with other settings of those that change no number (`FREE`)."""
+    then = with_defaults(parse_yaml(stored.read_bytes()), config)
+    return any(then.get(name) != now for name, now in plain(config).items() if name in FREE)
 
 
 def begun(folder: Path) -> bool:

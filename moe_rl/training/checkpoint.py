@@ -81,8 +81,8 @@ def keep_policy(state: State) -> None:
 
 
 def drop_policies_after(folder: Path, step: int) -> bool:
-    """Remove kept policies of later steps, which a run that goes on from `step` makes again, and unfinished ones; of a
-    link the link alone. Whether there were any."""
+    """Remove kept policies of later steps, which a run that goes on from `step` makes again where its setting asks for
+    them, and unfinished ones; of a link the link alone. Whether there were any."""
     found = {path: re.fullmatch(r"step_(\d+)|\.step_\d+\.new", path.name) for path in (folder / KEPT).glob("*")}
     later = [path for path, kept in found.items() if kept and (kept[1] is None or int(kept[1]) > step)]
     for path in later:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_compare_routes import comparison, lines, names, put
 
+from moe_rl.drift.capture_files import read_capture
 from moe_rl.drift.compare import compared
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CompareOptions
@@ -139,6 +140,7 @@ def test_base64_without_a_shape_is_read_in_one_way_or_refused(tmp_path):
     either = given("five.jsonl", five, words)  # 5 rows of 4 layers, or 4 rows of 5
     with pytest.raises(DriftError, match=r"line 1: 160 ids may be of \[4, 5\] layers"):
         compared(CompareOptions(either, either, top_k=8))
+    assert read_capture(either, 8, likely=(4, 9)).shape() == (4, 8), "check-routes knows the layers of its model"
 
 
 def test_padding_is_named_taken_out_and_known_where_a_mask_hid_it(tmp_path):

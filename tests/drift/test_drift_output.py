@@ -23,6 +23,8 @@ def test_output_is_named_after_the_pair_replaced_and_never_someone_elses(
     assert output.as_posix() == "runs/drift/old_vs_new"
     (output / "experts.parquet").write_text("")
     assert run_drift(DriftOptions(tuple(pair), prompts)) == output and (output / "experts.parquet").stat().st_size
+    (output / ".DS_Store").write_text("")
+    assert run_drift(DriftOptions(tuple(pair), prompts)) == output
     (output / "notes.txt").write_text("mine")
     assert "holds notes.txt, which this command does not write" in refused(capsys, "drift", *pair, "--prompts", prompts)
     assert (output / "notes.txt").read_text() == "mine"

@@ -52,6 +52,7 @@ def test_what_changes_no_number_may_be_another_when_a_run_goes_on_and_another_st
     now = replace(config, keep_policy_every=3, checkpoint_every=7, tracker="wandb")
     assert changed_settings(stored, replace(now, distributed=DistributedConfig("ddp", processes=1))) == {}
     assert {name for name, _ in flatten(plain(config)).items() if name in FREE} == set(FREE), "all are settings"
+    assert "distributed.processes" not in FREE, "ranks draw noise of their own: arms that differ in it differ"
     other = replace(now, distributed=DistributedConfig("fsdp2", processes=1))
     assert changed_settings(stored, other) == {"distributed.strategy": ("ddp", "fsdp2")}
 

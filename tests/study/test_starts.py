@@ -78,6 +78,12 @@ def test_a_stopped_run_goes_on_and_keeps_its_policies_from_there(tmp_path):
         run.run_one(config, tmp_path / "run", tmp_path / "starts")
         assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_000002"]
         assert load(tmp_path / "run").runs[0].setting("keep_policy_every") == 2
+    interrupted(tmp_path / "older", at=1)
+    older = tmp_path / "older" / "config.yaml"
+    older.write_text("".join(line for line in older.open() if not line.startswith("keep_policy_every")))
+    began = older.read_text()
+    run.run_one(CONFIG, tmp_path / "older", tmp_path / "starts")
+    assert older.read_text() == began, "what an older version can read, too, stays so"
     whole, halved = (read_rows(tmp_path / name) for name in ("whole", "run"))
     for row in (*whole, *halved):
         row.pop("seconds", None)
