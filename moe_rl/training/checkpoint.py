@@ -330,7 +330,7 @@ def _saved_parts(folder: Path, name: str) -> dict[str, Any]:
     for path in folder.glob(f"{name}_*.safetensors"):
         read = RoutedExperts.load(path)
         meta = {key: value for key, value in read.meta.items() if key != "written_by"}
-        routes = RoutedExperts(read.ids, read.sites, read.num_experts, tokens=read.tokens, meta=meta)
+        routes = RoutedExperts._trusted(read.packed, read.sites, read._experts, tokens=read._tokens, meta=meta)
         parts[path.stem.removeprefix(f"{name}_")] = routes
     return parts
 
