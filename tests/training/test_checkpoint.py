@@ -1,95 +1,34 @@
 """A checkpoint survives an interruption at every file operation, and nothing damaged passes for one."""
 
-import builtins
 import contextlib
 import json
 import os
-from collections import deque
 from dataclasses import replace
 
 import pytest
 import torch
 from micro import MICRO
 from safetensors.torch import load_file
+from small_checkpoints import Killed, dying, small_state
 
-from moe_rl.checks import changed_since
-from moe_rl.drift.checkpoints import chosen
 from moe_rl.files import write_atomic
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig, load_model
 from moe_rl.policy.tiny import ModelError
-from moe_rl.rollout.engine import ModelEngine
-from moe_rl.routing import RoutedExperts
-from moe_rl.runlog import DamagedMetricsError, RunLog
+from moe_rl.routing.packing import hide
+from moe_rl.runlog import DamagedMetricsError
 from moe_rl.study.config import dump_run
 from moe_rl.tables import write_table
-from moe_rl.training import MethodConfig, run, train, validate
-from moe_rl.training.batch import Batch
+from moe_rl.training import run
 from moe_rl.training.checkpoint import (
     CheckpointError,
     _optimizer_tensors,
     _restore_optimizer,
-    drop_policies_after,
-    keep_policy,
     load_checkpoint,
     save_checkpoint,
     settle,
 )
-from moe_rl.training.method import resolve_method
 from moe_rl.training.optimizer import make_optimizer
-from moe_rl.training.ranks import Ranks
-from moe_rl.training.state import State
-
-
-class Killed(BaseException):
-    """From here on the process is dead: whatever it still tries fails, clean-up included."""
-
-
-OPERATIONS = [(os, name) for name in ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "fsync", "open")] + [
-    (builtins, "open")
-]
-
-
-def dying(monkeypatch, at, before):
-    """The process dies before or after its `at`-th file operation; returns the counter of operations."""
-    done = [0]
-
-    def wrapped(operation):
-        def act(*args, **options):
-            if done[0] > at or (done[0] == at and before):
-                done[0] = 10**9
-                raise Killed
-            done[0] += 1
-            result = operation(*args, **options)
-            if done[0] == at + 1 and not before:
-                done[0] = 10**9
-                raise Killed
-            return result
-
-        return act
-
-    for module, name in OPERATIONS:
-        monkeypatch.setattr(module, name, wrapped(getattr(module, name)))
-    return done
-
-
-def small_state(folder, step, value):
-    """A run of one linear layer, one batch waiting: everything that a checkpoint holds, in milliseconds."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        model.weight.fill_(value)
-    mask = torch.ones(1, 2, dtype=torch.bool)
-    routes = RoutedExperts(torch.full((1, 2, 1, 1), step % 3), ("gate",), 3)
-    logps = torch.full((1, 2), -value)
-    batch = Batch(torch.ones(1, 2).long(), mask, mask, torch.ones(1), torch.ones(1), logps, routes, logps, None, step)
-    return State(
-        MICRO, folder, Ranks(), RunLog(folder), None, None, resolve_method(MICRO, 4), 4, model, optimizer,
-        ModelEngine(model, None), waiting=deque([batch]), step=step,
-    )  # fmt: skip
 
 
 def held(folder):
@@ -182,6 +121,22 @@ def test_the_first_checkpoint_comes_whole_or_not_at_all(tmp_path, monkeypatch):
             with contextlib.suppress(Killed):
                 save_checkpoint(state)
         assert held(folder) in (None, FIRST)
+
+
+def test_routes_of_a_waiting_batch_keep_what_a_mask_hid(tmp_path):
+    """A resumed run writes them as the run does that was never stopped."""
+    state = small_state(tmp_path, 1, 1.0)
+    routes, tokens, mask = state.waiting[0].routes, torch.tensor([[5, 6]]), torch.tensor([[False, True]])
+    state.waiting[0] = replace(state.waiting[0], routes=routes._with(routes.packed, hide(tokens, mask)))
+    save_checkpoint(state)
+    path = tmp_path / "checkpoint" / "batch_0_routes.safetensors"
+    written, again = load_file(path), small_state(tmp_path, 0, 0.0)
+    load_checkpoint(again)
+    assert torch.equal(again.waiting[0].routes.attended, mask)
+    save_checkpoint(again)
+    assert {name: part.tolist() for name, part in load_file(path).items()} == {
+        name: part.tolist() for name, part in written.items()
+    }
 
 
 def saved(folder):
@@ -305,119 +260,3 @@ def test_an_optimizer_is_restored_to_the_devices_that_torch_restores_it_to(dtype
     torchs.load_state_dict(trained.state_dict())
     assert kept(own) == kept(torchs)
     assert {state["step"] for state in kept(own)} == {"meta" if dtype == torch.float32 else "cpu"}
-
-
-def test_a_kill_at_every_file_operation_leaves_a_kept_policy_whole_or_not_there(tmp_path, monkeypatch):
-    """What is left over goes when the run goes on, and the policy is kept then."""
-    at, there, killed = 0, [0, 0], True
-    while killed:
-        folder, place = tmp_path / str(at), tmp_path / str(at) / "checkpoints" / "step_000002"
-        folder.mkdir()
-        with monkeypatch.context() as patch:
-            dying(patch, at, before=False)
-            try:
-                keep_policy(small_state(folder, 2, 2.0))
-                killed = False
-            except Killed:
-                pass
-        there[place.exists()] += 1
-        drop_policies_after(folder, 2)
-        keep_policy(small_state(folder, 2, 2.0))
-        assert os.listdir(place.parent) == [place.name] and not changed_since(place, "state.json")
-        assert load_file(place / "model.safetensors")["weight"][0, 0] == 2
-        at += 1
-    assert there[False] > 5 and there[True] > 1
-
-
-def test_what_was_moved_to_another_disk_and_linked_is_gone_on_with(tmp_path):
-    """Of what is replaced or made again the link alone goes. A link to nothing is no run without a checkpoint."""
-    folder, disk = tmp_path / "run", tmp_path / "disk"
-    folder.mkdir()
-    disk.mkdir()
-    save_checkpoint(small_state(folder, 1, 1.0))
-    for step in (1, 2):
-        keep_policy(small_state(folder, step, 1.0))
-    for name in ("checkpoint", "checkpoints/step_000001", "checkpoints/step_000002"):
-        moved = (folder / name).rename(disk / os.path.basename(name))
-        (folder / name).symlink_to(moved)
-    settle(folder)
-    drop_policies_after(folder, 1)
-    assert os.listdir(folder / "checkpoints") == ["step_000001"] and len(os.listdir(disk)) == 3
-    (disk / "step_000001").rename(disk / "away")
-    keep_policy(small_state(folder, 1, 1.0))
-    assert (folder / "checkpoints" / "step_000001").is_symlink(), "stays as it is"
-    (disk / "checkpoint").rename(disk / "away_too")
-    with pytest.raises(CheckpointError, match=r"run/checkpoint links to .*disk/checkpoint, which is not there"):
-        settle(folder)
-    (disk / "away_too").rename(disk / "checkpoint")
-    for step in (2, 3):
-        save_checkpoint(small_state(folder, step, 2.0))
-    assert load_file(folder / "checkpoint" / "model.safetensors")["weight"][0, 0] == 2
-    assert os.listdir(folder / "checkpoint") and not (folder / "checkpoint.old").is_symlink()
-
-
-KEEPS = replace(MICRO, optim=replace(MICRO.optim, steps=4), checkpoint_every=3, keep_policy_every=2)
-
-
-def kept_policies(folder):
-    return {path.name: {file.name: file.read_bytes() for file in path.iterdir()} for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("stopped", [2, 3], ids=["before the first checkpoint", "after it"])
-def test_policies_of_earlier_steps_stay_and_a_run_that_goes_on_neither_loses_nor_mixes_them(
-    paid_by_parity, tmp_path, stopped
-):
-    train(KEEPS, tmp_path / "whole")
-    expected = kept_policies(tmp_path / "whole" / "checkpoints")
-    assert sorted(expected) == ["step_000000", "step_000002", "step_000004"], "the first, and the last where it is due"
-
-    def stop(row):
-        if row["kind"] == "update" and row["step"] == stopped:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(KEEPS, tmp_path / "halved", listener=stop)
-    own = tmp_path / "halved" / "checkpoints"
-    assert sorted(path.name for path in own.iterdir()) == ["step_000000", "step_000002"]
-    if stopped == 2:  # no checkpoint saw it, so that it is made again
-        (own / "step_000002" / "model.safetensors").unlink()
-    train(KEEPS, tmp_path / "halved")
-    assert kept_policies(own) == expected
-
-
-def test_a_run_starts_from_a_kept_policy_of_another(state_of, tmp_path):
-    """Back to step 2 and on with GSPO: the policy is carried over, the optimizer and the count of steps are not."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    old = state_of(KEEPS, tmp_path / "grpo")
-    run(old)
-    (tmp_path / "grpo" / "checkpoints" / ".step_000006.new").mkdir()  # is being written
-    (tmp_path / "grpo" / "checkpoints" / ".step_000006.new" / "config.json").write_text("{}")
-    series = [tmp_path / "grpo" / "checkpoints" / f"step_00000{step}" for step in (0, 2, 4)]
-    assert chosen([str(tmp_path / "grpo" / "checkpoints")]) == list(map(str, series)), "what moe-rl drift compares"
-    model, report = AutoModelForCausalLM.from_pretrained(series[2], output_loading_info=True)
-    assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert all(torch.equal(weight, old.policy.state_dict()[name]) for name, weight in model.state_dict().items())
-    assert AutoTokenizer.from_pretrained(series[2]).get_vocab() == old.tokenizer.get_vocab()
-
-    policy = replace(MICRO.model, path=str(series[1]), experts_implementation="sorted_mm")
-    new = state_of(replace(MICRO, model=policy, method=MethodConfig(objective="gspo")), tmp_path / "gspo")
-    weights = load_file(series[1] / "model.safetensors")
-    assert all(torch.equal(weight, new.policy.state_dict()[name]) for name, weight in weights.items())
-    assert new.step == 0 and not new.optimizer.state and old.optimizer.state
-    run(new)
-    assert new.step == 2 and not all(torch.equal(new.policy.state_dict()[name], w) for name, w in weights.items())
-    path = series[1] / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
-    with pytest.raises(ModelError, match=r"step_000002/model\.safetensors is damaged"):
-        load_model(str(series[1]), ModelConfig())
-
-
-def test_what_hub_format_cannot_hold_is_not_kept():
-    for config, said in (
-        (replace(MICRO, model=replace(MICRO.model, lora=LoraConfig(rank=2))), r"model\.lora"),
-        (replace(MICRO, optim=replace(MICRO.optim, expert_bias_rate=0.01)), r"optim\.expert_bias_rate"),
-    ):
-        validate(config)
-        with pytest.raises(ValueError, match=f"keep_policy_every .* does not go with {said}"):
-            validate(replace(config, keep_policy_every=1))
