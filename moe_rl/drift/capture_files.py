@@ -32,7 +32,7 @@ from moe_rl.drift.errors import DriftError
 from moe_rl.routing import RoutedExperts
 from moe_rl.routing.arrays import NPY, decode_npy
 from moe_rl.routing.formats import FORMAT
-from moe_rl.routing.traces import read_slime
+from moe_rl.routing.traces import read_slime, slime_samples
 from moe_rl.study.words import count
 
 KEYS = ("tokens", "input_ids")
@@ -62,8 +62,8 @@ def read_capture(
             found, prompts = _lines(path, num_experts_per_tok, notes, likely)
         elif path.suffix == ".pt":
             found = [
-                (s["tokens"], s["rollout_routed_experts"], logps_of(s, s["tokens"], f"{path} sequence {b}"))
-                for b, s in enumerate(read_slime(path))
+                (tokens, ids, logps_of(sample, tokens, f"{path} sequence {b}"))
+                for b, (sample, tokens, ids) in enumerate(slime_samples(read_slime(path)))
             ]
         elif path.suffix == ".parquet":
             from moe_rl.training.route_tables import read_route_table
@@ -121,9 +121,13 @@ def _own(routes: RoutedExperts, path: Path, pad: int | None) -> Captured:
 
 
 def _tokens_of(tokens: torch.Tensor, pad: int | None, notes: list[str]) -> torch.Tensor:
-    """Where a padded batch has tokens: not -1, nor `pad` before the first or behind the last other one."""
+    """Where a padded batch has tokens: not -1; if it has no -1, nor `pad` before the first or behind the last other
+    one."""
     there = tokens >= 0
     if pad is None:
+        return there
+    if not there.all():
+        notes.append("the file says what is padding, --pad-token-id nothing")
         return there
     other = there & (tokens != pad)
     kept = there & (other.cumsum(1) > 0) & (other.flip(1).cumsum(1).flip(1) > 0)
@@ -149,7 +153,7 @@ def _padded(
         if not ((mask == 0) | (mask == 1)).all():  # labels (-100) or weights would all count as tokens
             raise DriftError(f"{path}: attention_mask holds other values than 0 and 1 (or bool)")
         mask = mask.astype(bool)
-        notes += [] if pad is None else ["attention_mask says what is padding, --pad-token-id nothing"]
+        notes += [] if pad is None else ["the file says what is padding, --pad-token-id nothing"]
     else:
         mask = _tokens_of(torch.from_numpy(tokens), pad, notes).numpy()
     if mask.shape != tokens.shape or ids.shape[:2] != tokens.shape:

@@ -17,7 +17,7 @@ from torch import Tensor
 from moe_rl.drift.capture_files import read_capture
 from moe_rl.drift.captured import PREFIXES, UNROUTED, Captured, Finding, OwnRoutes, Work
 from moe_rl.drift.change_tables import changed_in, intervals_of, site_table
-from moe_rl.drift.compare_rows import PARTS, hash_routed, parts_apart, placed, routed
+from moe_rl.drift.compare_rows import PARTS, cut_sets, hash_routed, parts_apart, placed, routed
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.options import CompareOptions, check_least
 from moe_rl.drift.output import finite, output_folder, unfinished
@@ -84,6 +84,7 @@ def compared(options: CompareOptions) -> dict[str, Any]:
         own = OwnRoutes(theirs, theirs, sites, most, tuple(range(len(sites))), len(sites))
         chance, undone = _explained(work, own)
         findings += _of("NEW against OLD", work.findings)
+        findings += _of("OLD", cut_sets(ids[0], held))
         keys = old.prompts or new.prompts or [str(tokens.tolist()) for tokens in old.tokens]
         clusters = torch.from_numpy(np.unique(np.array(keys), return_inverse=True)[1])
         found = _counted(

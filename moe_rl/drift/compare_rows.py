@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from moe_rl.drift.captured import PREFIXES, UNROUTED, Finding
 from moe_rl.drift.errors import DriftError
 from moe_rl.drift.route_check import clearly
-from moe_rl.drift.route_search import slots_of
+from moe_rl.drift.route_search import SEARCHED, slots_of
 from moe_rl.drift.words import percent
 from moe_rl.routing.arrays import FEW_SITES
 from moe_rl.study.words import count
@@ -100,6 +100,21 @@ def twice(ids: Int[np.ndarray, "B T L K"]) -> Bool[np.ndarray, "B T L"]:
     ordered = np.sort(ids, -1)
     found: np.ndarray = ((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any(-1) & ids.any(-1)
     return found
+
+
+def cut_sets(ids: Int[np.ndarray, "B T L K"], held: Bool[np.ndarray, "B T"]) -> list[Finding]:
+    """A fault where groups of layers never name an expert twice, which groups of rows of different tokens do at least
+    20 times: each layer is then a part of a set of more than K experts."""
+    found = ids[held][:SEARCHED]
+    n, L, K = found.shape
+    generator = np.random.default_rng(0)
+    mixed = np.stack([generator.permutation(found[:, site]) for site in range(L)], axis=1)
+    for m in (m for m in range(L, 1, -1) if L % m == 0):
+        repeats = [int(twice(rows.reshape(n, 1, L // m, m * K)).sum()) for rows in (found, mixed)]
+        if repeats[0] == 0 and repeats[1] >= 20:
+            text = f"{m} layers in a row never name an expert twice, rows of different tokens do {repeats[1]} times"
+            return [Finding("sets cut in parts", f"{text}: are they one layer of {m * K} experts (--top-k {m * K})?")]
+    return []
 
 
 def routed(

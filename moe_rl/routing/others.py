@@ -1,7 +1,7 @@
 """RoutedExperts from what other programs return or write: the constructors `from_*`."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 from moe_rl.routing.arrays import decode_sglang, ids_from_engine, ids_from_padded, layers_of, pad_left_aligned
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.skeleton import Described, sites_of
-from moe_rl.routing.traces import read_flame, read_megatron, read_slime
+from moe_rl.routing.traces import read_flame, read_megatron, read_slime, slime_samples
 
 Made = TypeVar("Made", bound="FromOthers")
 NumExperts = int | Sequence[int] | None
@@ -114,19 +114,9 @@ class FromOthers:
         than values and tensors (it is a pickle, and read as data only).
         """
         given = read_slime(samples) if isinstance(samples, str | os.PathLike) else samples
-        flat = list(_flat(given))
-        if not flat:
-            raise RoutingError("no samples")
-        tokens, arrays = [], []
-        for number, sample in enumerate(flat):
-            values = [_field(sample, name) for name in ("tokens", "rollout_routed_experts")]
-            if any(value is None for value in values):
-                raise RoutingError(
-                    f"sample {number} has no {'tokens' if values[0] is None else 'rollout_routed_experts'}: was the "
-                    "rollout made with --use-rollout-routing-replay?"
-                )
-            tokens.append(torch.as_tensor(values[0], device="cpu").reshape(-1).long())
-            arrays.append(torch.as_tensor(values[1], device="cpu").numpy())
+        found = slime_samples(given)
+        tokens = [torch.as_tensor(words, device="cpu").reshape(-1).long() for _, words, _ in found]
+        arrays = [torch.as_tensor(ids, device="cpu").numpy() for *_, ids in found]
         padded = pad_left_aligned(tokens, -1)
         return cls.from_vllm(
             arrays, config_or_sites, num_experts, layers=layers, mask=padded >= 0, tokens=padded, meta=meta
@@ -278,15 +268,3 @@ def _made(
     """The routes, with as many experts as were named, or the configuration says, or the ids need."""
     experts = given if given is not None else known if known is not None else max(1, int(ids.max()) + 1)
     return cls(ids, names, experts, tokens=tokens, meta=meta)
-
-
-def _flat(samples: Any) -> Iterator[Any]:
-    if isinstance(samples, list | tuple):
-        for sample in samples:
-            yield from _flat(sample)
-    else:
-        yield samples
-
-
-def _field(sample: Any, name: str) -> Any:
-    return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)

@@ -3,7 +3,7 @@ files are larger than memory."""
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ from torch import Tensor
 from moe_rl.routing.arrays import pad_left_aligned
 from moe_rl.routing.errors import RoutingError
 from moe_rl.routing.packing import LIVE
+
+SLIME = "tokens", "rollout_routed_experts"
+"""Fields of a sample of slime."""
 
 
 def read_megatron(
@@ -180,3 +183,31 @@ def read_slime(path: str | os.PathLike[str]) -> list[Mapping[str, Any]]:
     if not isinstance(content, Mapping) or not isinstance(content.get("samples"), list):
         raise RoutingError(f"{path}: no samples in it; expected a file of --save-debug-rollout-data")
     return content["samples"]
+
+
+def slime_samples(given: Any) -> list[tuple[Any, Any, Any]]:
+    """Of slime's samples, mappings or objects in the nesting of a rollout: each, its tokens and its routes.
+
+    Raises RoutingError: there are none, or one lacks either.
+    """
+    found = [(sample, *(_field(sample, name) for name in SLIME)) for sample in _flat(given)]
+    if not found:
+        raise RoutingError("no samples")
+    for number, (_, *values) in enumerate(found):
+        for name, value in zip(SLIME, values, strict=True):
+            if value is None:
+                why = "was the rollout made with --use-rollout-routing-replay?"
+                raise RoutingError(f"sample {number} has no {name}: {why}")
+    return found
+
+
+def _flat(samples: Any) -> Iterator[Any]:
+    if isinstance(samples, list | tuple):
+        for sample in samples:
+            yield from _flat(sample)
+    else:
+        yield samples
+
+
+def _field(sample: Any, name: str) -> Any:
+    return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)

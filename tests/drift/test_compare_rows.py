@@ -133,6 +133,9 @@ def test_base64_without_a_shape_is_read_in_one_way_or_refused(tmp_path):
     found = compared(CompareOptions(whole, given("less.jsonl", [x[:-1] for x in ids], tokens), top_k=8))
     assert (found["compared"], found["change"]["slot"]["of"]) == (103, 103 * 4 * 8)
     assert "OLD: base64 of int32 was read as 4 layers of 8 experts (--top-k)" in found["findings"][0]["text"]
+    for wrong in (4, 2):
+        found = compared(CompareOptions(whole, whole, top_k=wrong))
+        assert names(found) == ["sets cut in parts"] and "(--top-k 8)" in found["findings"][-1]["text"]
     nested = lines(tmp_path / "nested.jsonl", [x.tolist() for x in ids], tokens)
     with pytest.raises(DriftError, match=r"--top-k 4: .*nested\.jsonl has 8 experts for a token"):
         compared(CompareOptions(whole, nested, top_k=4))
@@ -164,8 +167,11 @@ def test_padding_is_named_taken_out_and_known_where_a_mask_hid_it(tmp_path):
         routes.save(path.with_suffix(".safetensors"))
         again = RoutedExperts.load(path.with_suffix(".safetensors"))
         assert again.attended.sum() == 90 and torch.equal(again.tokens, torch.from_numpy(wide).int())
-    found = compared(CompareOptions(*(path.with_suffix(".safetensors") for path in two)))
-    assert (found["tokens"], found["compared"], found["change"]["slot"]["changed"]) == (90, 90, 0)
+    known = [path.with_suffix(".safetensors") for path in two]
+    for pad in (None, 0, tokens[0][-1]):  # the last token may end a response and be what pads, too
+        found = compared(CompareOptions(*known, pad_token_id=pad))
+        assert (found["tokens"], found["compared"], found["change"]["slot"]["changed"]) == (90, 90, 0)
+        assert pad is None or found["findings"][0]["text"].endswith("--pad-token-id nothing")
 
 
 def test_intervals_are_over_prompts_or_sequences_of_other_tokens(tmp_path):
@@ -193,12 +199,14 @@ def test_layers_of_zeros_in_both_files_and_files_that_hold_nothing(tmp_path):
     empty = RoutedExperts(np.zeros((0, 5, 1, 2), int), ["gate"], 8, tokens=np.zeros((0, 5), int))
     empty.save(tmp_path / "x.safetensors")
     (tmp_path / "x.pt").write_bytes(b"")
+    torch.save({"samples": [{"tokens": [1, 2], "rollout_routed_experts": None}]}, tmp_path / "none.pt")
     np.savez(tmp_path / "x.npz", tokens=np.array(tokens), routed_experts=np.zeros((2, 45, 3, 0), int))
     nothing = lines(tmp_path / "x.jsonl", [ids[0].tolist(), None], tokens)
     known = tmp_path / "new.jsonl"
     for path, why in (
         (tmp_path / "x.safetensors", "holds no sequence"),
         (tmp_path / "x.pt", "damaged .*EOFError"),
+        (tmp_path / "none.pt", "sample 0 has no rollout_routed_experts: .*--use-rollout-routing-replay"),
         (tmp_path / "x.npz", "3 layers and 0 experts for a token: there are none"),
         (nothing, "line 2: .*no routes: routed_experts are None"),
         (tmp_path, "is a folder; name a file"),
