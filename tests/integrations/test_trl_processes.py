@@ -2,12 +2,12 @@
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from two_processes import run_two
 
 pytest.importorskip("trl", reason="needs `pip install '.[trl]'`")
 
@@ -55,10 +55,7 @@ def worker(rank, port, folder):
 
 @pytest.mark.slow
 def test_two_processes_replay_exactly_and_are_counted_together(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(worker, args=(port, tmp_path), nprocs=2)
+    run_two(worker, tmp_path)
     (metrics,) = tmp_path.rglob("metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     updates = [row for row in rows if row["kind"] == "update"]

@@ -1,7 +1,6 @@
 """DistributedDataParallel and FSDP2 over two gloo processes: same routes, same gradients as one process."""
 
 import os
-import socket
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from routing_helpers import disturbed, grads, moe, routes_of, tokens
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from two_processes import run_two
 
 from moe_rl.routing import find_sites, record_routes, replay_routes
 
@@ -68,7 +68,4 @@ def worker(rank: int, port: int) -> None:
 
 @pytest.mark.slow
 def test_two_processes_replay_like_one() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(worker, args=(port,), nprocs=2)
+    run_two(worker)

@@ -196,7 +196,7 @@ def test_the_script_draws_what_signals_tell_and_what_they_tell_beyond_the_reward
         for file in tmp_path.glob("*.png"):
             file.unlink()
         arguments = [str(tmp_path), "--steps", "3", "5", "--csv", str(tmp_path / "t.csv"), "--figures", str(tmp_path)]
-        arguments += ["--level", "0.99"]
+        arguments += ["--level", "0.99", "--resamples", "100"]
         monkeypatch.setattr("sys.argv", ["early_warning.py", *arguments])
         main()
         assert "beyond_reward" in capsys.readouterr().out

@@ -1,9 +1,7 @@
 """Two processes are one: same prompts, samples and losses, whatever holds the weights; and what stops at once."""
 
 import json
-import multiprocessing
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from micro import MICRO, judged, rows
 from safetensors.torch import load_file
+from two_processes import run_two
 
 from moe_rl.policy.lora import LoraConfig
 from moe_rl.policy.models import ModelConfig
@@ -93,14 +92,6 @@ def join(rank, port):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     torch.set_num_threads(1)
     pay_at_random()
-
-
-def spawn(worker, *args):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.set_forkserver_preload(["moe_rl.study.run", "transformers.models.qwen3_moe.modeling_qwen3_moe"])
-    torch.multiprocessing.start_processes(worker, args=(port, *args), nprocs=2, start_method="forkserver")
 
 
 @pytest.fixture
@@ -258,7 +249,7 @@ PADDED = ("routed_rows", "replayed_rows")
 
 @pytest.mark.slow
 def test_two_processes_are_one(tmp_path, random_rewards):
-    spawn(worker, tmp_path)
+    run_two(worker, tmp_path)
     one_process = {name: replace(config, distributed=DistributedConfig()) for name, config in CASES.items()}
     for name, config in one_process.items():
         first = next(other for other in CASES if one_process[other] == config)  # one run for all strategies
