@@ -93,9 +93,13 @@ def parse(options: Any, arguments: list[str], program: str, default: Any = None)
     option, and after --help-all, which prints every option."""
     import tyro
 
-    known = option_names(options if default is None else default)
+    meant = options if default is None else default
+    known, of_files = option_names(meant), option_names(meant, listed=False)
     for argument in arguments:
         name = argument.partition("=")[0].replace("_", "-")
+        if file_only := next((option for option in of_files if f"{name}.".startswith(f"{option}.")), None):
+            field = file_only.removeprefix("--").replace("-", "_")
+            fail(f"{program}: {argument.partition('=')[0]}: {field} is set in a study file; then it has options", 2)
         if name.startswith("--") and name not in (*known, "--help", "--help-all", "--"):
             fail(f"{program}: unknown option {argument.partition('=')[0]}{_meant(name, known)}", 2)
     listed = next((b for a, b in itertools.pairwise(arguments) if a == "--seeds" and "," in b), None)
@@ -123,14 +127,17 @@ def _meant(name: str, known: list[str]) -> str:
     return f"; did you mean {' or '.join(named)}?" if named else nearest(name, known, listed=False)
 
 
-def option_names(options: Any, prefix: str = "") -> list[str]:
-    """The options that a dataclass, or nested ones with their values, are given as."""
+def option_names(options: Any, prefix: str = "", listed: bool = True) -> list[str]:
+    """The options that a dataclass, or nested ones with their values, are given as; not `listed`: those that there are
+    only where a study file has set them, of mappings that are empty and sections that are None."""
     names = []
     for field in dataclasses.fields(options):
         value = getattr(options, field.name, field.default)
         name = field.name.replace("_", "-")
         if dataclasses.is_dataclass(value):
-            names += option_names(value, prefix if not prefix and field.name in WHOLE else f"{prefix}{name}.")
+            names += option_names(value, prefix if not prefix and field.name in WHOLE else f"{prefix}{name}.", listed)
+            continue
+        if (value == {} or (value is None and "Config" in str(field.type))) == listed:
             continue
         names.append(f"--{prefix}{name}")
         if isinstance(value, bool):

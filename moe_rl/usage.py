@@ -114,7 +114,7 @@ def first_page(command: str, word: str, file: Path | None) -> str:
     parts += [
         _rows("options", STUDY_OPTIONS if command == "study" else RUN_OPTIONS),
         _rows(f"configuration ({arms})", CONFIGURATION),
-        f"Every field of the configuration is an option: `moe-rl {command} {word} --help-all` lists them.",
+        f"Every field that the configuration has is an option: `moe-rl {command} {word} --help-all` lists them.",
     ]
     return "\n\n".join(parts)
 

@@ -80,6 +80,9 @@ def test_every_configuration_field_is_an_option_and_unknown_ones_name_the_neares
     assert "did you mean --optim.learning-rate?" in bare
     section = refused(capsys, "study", "micro.yaml", "--model.cold-start", "None", status=2)
     assert "it is a section, with the options --model.cold-start.steps, " in section and "in a study file" in section
+    for words in (("--task.options.length", "3"), ("--model.lora", "None"), ("--model.lora.rank=8",)):
+        said = refused(capsys, "study", "quick", *words, status=2)
+        assert f"{words[0].partition('=')[0]}: " in said and " is set in a study file; then it has options" in said
     assert not (study / "runs").exists()
 
 

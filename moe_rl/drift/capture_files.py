@@ -3,8 +3,9 @@
 - `.safetensors`: of `RoutedExperts.save` with tokens, or tensors `tokens` `[B,T]`, `routed_experts` `[B,T,layers,K]`
   and, unless padding is -1 in `tokens`, `attention_mask`
 - `.npz`: arrays of the same names
-- `.jsonl`: a sequence per line, `tokens` (or `prompt_token_ids` and `token_ids`) and `routed_experts`, nested lists
-  `[rows, layers, K]` or base64, of int32 as SGLang sends them or of a .npy file as vLLM's server does
+- `.jsonl`: a sequence per line, `tokens` (or `prompt_token_ids` and `token_ids`) and `routed_experts`, itself or in
+  `meta_info`: nested lists `[rows, layers, K]` or base64, of int32 as SGLang sends them or of a .npy file as vLLM's
+  server does
 - `.pt`: a dump of slime's `--save-debug-rollout-data`
 - `.parquet`: `routes/*` of a run folder, or others of `moe_rl.training.route_tables`
 
@@ -36,6 +37,8 @@ from moe_rl.routing.traces import read_slime, slime_samples
 from moe_rl.study.words import count
 
 KEYS = ("tokens", "input_ids")
+UNPADDED = (".jsonl", ".pt")
+"""Files that hold each sequence by itself."""
 # A file that is cut off, damaged, of another kind (an array under the name .npz), or of a dtype that numpy lacks.
 UNREADABLE = (SafetensorError, KeyError, ValueError, OSError, EOFError, TypeError, zipfile.BadZipFile, zlib.error)
 FORMS = (
@@ -56,7 +59,7 @@ def read_capture(
     if not path.is_file():
         raise DriftError(f"there is no file {path}")
     prompts: list[str] | None = None
-    notes = [] if pad is None or path.suffix not in (".jsonl", ".pt") else [f"--pad-token-id is not of {path.suffix}"]
+    notes = [] if pad is None or path.suffix not in UNPADDED else [f"--pad-token-id is not of {path.suffix}"]
     try:
         if path.suffix == ".jsonl":
             found, prompts = _lines(path, num_experts_per_tok, notes, likely)
@@ -188,7 +191,8 @@ def _lines(
                 tokens = next((row[key] for key in KEYS if key in row), None)
                 if tokens is None:
                     tokens = [*row["prompt_token_ids"], *row["token_ids"]]
-                ids = row["routed_experts"]
+                inner = row.get("meta_info")
+                ids = (inner if "routed_experts" not in row and isinstance(inner, dict) else row)["routed_experts"]
                 if not ids:
                     raise ValueError(f"no routes: routed_experts are {ids!r}")
                 ids, shaped = _decoded(ids, K) if isinstance(ids, str) else (np.array(ids), True)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moe_rl.drift.adapters import Source
-from moe_rl.drift.capture_files import read_capture
+from moe_rl.drift.capture_files import UNPADDED, read_capture
 from moe_rl.drift.captured import Captured, Finding, OwnRoutes
 from moe_rl.drift.checkpoints import check_device, check_dtype, load
 from moe_rl.drift.engine_gap import engine_gap, gap_lines, other_arithmetic
@@ -71,14 +71,15 @@ def checked(options: CheckOptions, say: Say = lambda line: None) -> RouteCheck:
         raise DriftError(f"--model: {error}") from error
     if captured.logps is not None and result.logprobs is None:
         say("no token here has a log-probability of the engine (masked, -inf, or cut off)")
+    notes = [Finding("as read", note, False) for note in captured.notes]
     padding = _padding(captured.tokens) if result.faults and options.pad_token_id is None else None
-    if padding is None:
-        return result
-    text = (
-        f"sequences begin or end with runs of token {padding}; if that is padding, its rows were compared, too, and "
-        f"what is named above may be nothing else: check again with --pad-token-id {padding}"
-    )
-    return dataclasses.replace(result, findings=(*result.findings, Finding("padding?", text, False)))
+    after = []
+    if padding is not None:
+        again = f"check again with --pad-token-id {padding}"
+        again = f"write {options.file.suffix} without it" if options.file.suffix in UNPADDED else again
+        text = f"sequences begin or end with runs of token {padding}; if that is padding, its rows were compared, too, "
+        after = [Finding("padding?", f"{text}and what is named above may be nothing else: {again}", False)]
+    return dataclasses.replace(result, findings=(*notes, *result.findings, *after))
 
 
 def _padding(tokens: Sequence[np.ndarray]) -> int | None:
@@ -101,7 +102,8 @@ def _loaded(options: CheckOptions, device: torch.device) -> tuple[Any, int]:
 
 
 def _cut(captured: Captured, options: CheckOptions, say: Say) -> Captured:
-    """The first sequences and tokens; whole sequences that are longer lose their rest, and routes with it."""
+    """The first sequences and tokens; sequences that are longer lose their rest, and its routes. Raises DriftError
+    where these cannot be told from the others: a longer sequence whose tokens do not all have a row."""
     if len(captured.tokens) > options.max_sequences:
         say(f"the first {options.max_sequences} of {len(captured.tokens)} sequences (--max-sequences)")
     tokens, ids = (list(part[: options.max_sequences]) for part in (captured.tokens, captured.ids))
@@ -111,9 +113,14 @@ def _cut(captured: Captured, options: CheckOptions, say: Say) -> Captured:
     if long:
         say(f"{count(len(long), 'sequence')} cut to the first {most} tokens (--max-tokens)")
     for b in long:
-        whole = len(ids[b]) in (len(tokens[b]), len(tokens[b]) - 1)
-        tokens[b], ids[b] = tokens[b][:most], ids[b][:most] if whole else ids[b]
-    return Captured(tokens, ids, captured.sites, logps)
+        more = len(ids[b]) - len(tokens[b])
+        if more < -1:
+            raise DriftError(
+                f"{options.file}: sequence {b} has {len(ids[b])} rows for {len(tokens[b])} tokens, and nothing says "
+                f"which of them are of the first {most}: --max-tokens {len(tokens[b])}"
+            )
+        tokens[b], ids[b] = tokens[b][:most], ids[b][: most + max(0, more)]
+    return dataclasses.replace(captured, tokens=tokens, ids=ids, logps=logps)
 
 
 def _batches(captured: Captured, options: CheckOptions) -> list[TokenBatch]:

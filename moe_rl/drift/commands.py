@@ -47,7 +47,8 @@ def drift(arguments: list[str]) -> None:
     paths = chosen(options.checkpoints)
     options = replace(options, checkpoints=tuple(paths))
     if len(paths) == 2:
-        with ending("nothing was written", always=True):
+        kept = "nothing was written, but responses once all are sampled: OUTPUT.partial/samples.jsonl"
+        with ending(kept if options.sample else "nothing was written", always=True):
             folder = run_drift(options)
         say(folder)
     else:

@@ -85,7 +85,8 @@ class CheckOptions:
     device: str | None = None
     """cpu, cuda, cuda:1, mps; by default the GPU if there is one."""
     pad_token_id: int | None = None
-    """Token that pads, where a padded file has no mask: leading and trailing ones are no part of a sequence."""
+    """Token that pads, where arrays have neither a mask nor -1 there: leading and trailing ones are no part of a
+    sequence."""
     temperature: float = 1.0
     """Of the file's log-probabilities, where it has any: that of sampling, or 1 for raw ones (vLLM's default)."""
     json: bool = False
@@ -114,7 +115,8 @@ class CompareOptions:
     top_k: int | None = None
     """Experts per token. Only the base64 of SGLang, which does not say it, needs this."""
     pad_token_id: int | None = None
-    """Token that pads, where a padded file has no mask: leading and trailing ones are no part of a sequence."""
+    """Token that pads, where arrays have neither a mask nor -1 there: leading and trailing ones are no part of a
+    sequence."""
     json: bool = False
     """Print JSON."""
 

@@ -70,6 +70,31 @@ def test_long_captures_are_cut_with_their_routes(place, tmp_path):
         "the first 1 of 2 sequences (--max-sequences)",
         "1 sequence cut to the first 30 tokens (--max-tokens)",
     ]
+    whole = [(words, ids.tolist()) for words, ids in captured_rows(place)]
+    lines = [{"tokens": words, "routed_experts": rows[5:]} for words, rows in whole]
+    options.file.write_text("\n".join(map(json.dumps, lines)))
+    with pytest.raises(
+        DriftError, match=rf"sequence 0 has .* which of them are of the first 30: --max-tokens {LENGTHS[0]}"
+    ):
+        checked(options)
+    result = checked(CheckOptions(options.file, place.model))
+    assert [fault.name for fault in result.faults] == ["prefix-cache hits without routes"]
+
+
+def test_how_a_file_was_read_is_said_and_advice_is_of_what_it_takes(place, tmp_path):
+    file = tmp_path / "x.jsonl"
+    rows = [
+        {
+            "tokens": words + [0] * 4,
+            "meta_info": {"routed_experts": np.roll(ids, 1, axis=0).tolist() + ids[:4].tolist()},
+        }
+        for words, ids in captured_rows(place)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    found = checked(CheckOptions(file, place.model)).findings[-1]
+    assert found.name == "padding?" and found.text.endswith("nothing else: write .jsonl without it")
+    found = checked(CheckOptions(file, place.model, pad_token_id=0)).findings[0]
+    assert (found.text, found.fault) == ("--pad-token-id is not of .jsonl", False)
 
 
 def test_files_and_models_that_cannot_be_right(place, tmp_path):

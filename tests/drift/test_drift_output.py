@@ -90,6 +90,10 @@ def test_an_error_halfway_leaves_nothing_behind(saved, prompts, tmp_path, monkey
     error = refused(capsys, "drift", old, new, "--prompts", prompts, "--output", tmp_path / "out")
     assert "No space left" in error and "nothing was written" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.jsonl"]
+    sampling = ["--sample", "1", "--max-new-tokens", "2"]
+    error = refused(capsys, "drift", old, new, "--prompts", prompts, "--output", tmp_path / "out", *sampling)
+    assert "responses once all are sampled: OUTPUT.partial/samples.jsonl" in error
+    assert (tmp_path / "out.partial" / "samples.jsonl").exists()
 
 
 def test_a_reader_that_has_gone_is_not_told_that_nothing_was_written(saved, prompts, tmp_path, undrawn, monkeypatch):
