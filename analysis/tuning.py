@@ -23,7 +23,9 @@ def scores(data: StudyData) -> pd.DataFrame:
     in which not all doses are finished has none."""
     declared = {arm: str(about.get("label") or arm) for arm, about in declared_arms(data.config).items()}
     labels = pd.Series({**declared, **data.arms["label"]})  # an arm that has not begun is a dose that is missing
-    last = data.evals[data.evals["step"] > 0].groupby(["arm", "seed"])["reward"].last().unstack("seed")
+    done = {(run.arm, run.seed) for run in data.runs if run.finished}
+    evals = data.evals[[run in done for run in zip(data.evals["arm"], data.evals["seed"], strict=True)]]
+    last = evals[evals["step"] > 0].groupby(["arm", "seed"])["reward"].last().unstack("seed")
     last = last.reindex(index=labels.index, columns=sorted({*data.config.get("seeds", ()), *data.seeds}))
     last = last.set_axis(pd.MultiIndex.from_arrays([labels.str.partition(": ")[0], labels], names=["method", "label"]))
     return last.groupby(level=["method", "label"], sort=False).agg(lambda doses: doses.mean(skipna=False))

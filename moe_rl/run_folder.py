@@ -170,8 +170,9 @@ class RunWriter:
 
     @property
     def next_step(self) -> int:
-        """One more than the last step that has a row; 0 in a new folder."""
-        return max(self._last.values(), default=-1) + 1
+        """One more than the last step that has a row; 0 in a new folder. Evaluations do not count: that of step k comes
+        after k batches."""
+        return max((step for kind, step in self._last.items() if kind != "eval"), default=-1) + 1
 
     def rewind(self, step: SupportsIndex) -> int:
         """Drop the rows of `step` and later, to be written again, and their tokens; how many rows there were."""

@@ -170,6 +170,8 @@ def test_a_row_is_written_once_and_a_checkpoint_rewinds(tmp_path):
     assert run.keep_updates(9) == 0  # there are no more than four
     assert run.keep_updates(3) == 3  # rollout, update and probe of the last step
     assert run.next_step == 3
+    run.eval(3, reward=0.5, reward_n=4)  # after three batches: the next is still batch 3
+    assert run.next_step == 3
     write(run, [3])
     run.finish()
     assert [row["step"] for row in rows(run.folder) if row["kind"] == "probe"] == [0, 1, 2, 3]

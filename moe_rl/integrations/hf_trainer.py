@@ -38,7 +38,9 @@ class ReplayTrainer(Trainer):
         refuse_other_tolerance(first_change_tolerance)
         self.replay, self.first_change_tolerance = replay, first_change_tolerance
 
-    def _begin(self: Any, run_folder: Any, objective: str, sequence_clip: bool, one_update: bool = False) -> None:
+    def _begin(
+        self: Any, run_folder: Any, objective: str, sequence_clip: bool | None, one_update: bool = False
+    ) -> None:
         """After the trainer is made. Raises RoutingError for settings under which there is nothing to measure.
         one_update: whether there is, though a batch gets one update."""
         if not one_update:
@@ -108,7 +110,10 @@ class ReplayTrainer(Trainer):
                     "which would go on in the batch that it holds while its count of steps begins anew: make the "
                     "trainer again and pass resume_from_checkpoint to train(), or choose another run_folder"
                 )
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
+            if writer and self.state.global_step < self.state.max_steps:  # a callback stopped it: it may go on
+                writer.close()
+            return result
 
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         before = len(self._measures.minibatches)

@@ -114,10 +114,11 @@ class Measures:
     """Collects an update's metrics over its micro-batches; writes the trainer's log and, with a writer, our rows.
 
     log: the trainer's own lists of training metrics, of which it logs the means. sequence_clip: whether its clip
-    fractions are of sequences. writer: a `RunWriter`, on the main process while it trains.
+    fractions are of sequences; None: of neither these nor the tokens that are counted here, so that rows have none.
+    writer: a `RunWriter`, on the main process while it trains.
     """
 
-    def __init__(self, ranks: Ranks, log: Mapping[str, list[float]], sequence_clip: bool) -> None:
+    def __init__(self, ranks: Ranks, log: Mapping[str, list[float]], sequence_clip: bool | None) -> None:
         self.ranks, self.log, self.sequence_clip = ranks, log, sequence_clip
         self.writer: Any = None
         self.step: int | None = None
@@ -215,6 +216,8 @@ class Measures:
             ("clipped_sequences", "clip_ratio/region_mean", sequences) if self.sequence_clip else
             ("clipped_tokens", "clip_ratio/region_mean", tokens),
         ):  # fmt: skip
+            if ours.startswith("clipped") and self.sequence_clip is None:
+                continue
             means = torch.tensor(self.log.get(theirs, [])[-len(parts) :], dtype=torch.float64)
             if len(means) == len(parts):
                 value = float((means * weights).sum())

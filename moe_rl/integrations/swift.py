@@ -84,9 +84,13 @@ class _RoutingReplay(ReplayTrainer):
         self._choose(self.replay, KINDS, self.first_change_tolerance)
         super().__init__(*args, **kwargs)
         refuse(self)
-        # Its clip fractions are of tokens at every level: its advantages, with which they are joined, are `[B,T]`.
+        # Its clip fractions are of tokens at every level: its advantages, with which they are joined, are `[B,T]`. Of
+        # several processes they are means of means, and a sequence mask takes out tokens that are counted here.
         objective = objective_of(self.loss_type, self.importance_sampling_level)
-        self._begin(self._run_folder, objective, sequence_clip=False)
+        exact = (
+            self.accelerator.num_processes == 1 and getattr(self.args, "off_policy_sequence_mask_delta", None) is None
+        )
+        self._begin(self._run_folder, objective, sequence_clip=False if exact else None)
 
     # -- scoring ------------------------------------------------------------------------------------------------------
 

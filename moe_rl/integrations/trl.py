@@ -167,7 +167,7 @@ class _RoutingReplay(ReplayTrainer):
             self._sampled.forget()
         elif self._listening:
             prompt_ids, completion_ids, _, _, logps, *_ = generated
-            fields = generated[5] if self.rollout_func is not None else {}
+            fields = generated[5] if self.rollout_func is not None else None
             self._sampled.take(fields, prompt_ids, completion_ids, logps)
             if self._measure_engine and self._sampled.problem:
                 raise RoutingError(f"measure_engine compares log-probabilities: {self._sampled.problem}")

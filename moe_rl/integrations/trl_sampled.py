@@ -54,14 +54,14 @@ class SampledRoutes:
 
     def take(
         self,
-        fields: Mapping[str, Any],
+        fields: Mapping[str, Any] | None,
         prompts: Sequence[Sequence[int]],
         answers: Sequence[Sequence[int]],
         logps: Sequence[Sequence[float | None]] | None = None,
     ) -> None:
-        """After a batch was sampled. RoutingError where a sequence has no routes. `problem` then says why the engine's
-        log-probabilities cannot be compared; empty where they can."""
-        found, self._collected = list(fields.get(FIELD, self._collected)), []
+        """After a batch was sampled. fields: of `rollout_func`, None without one. RoutingError where a sequence has no
+        routes. `problem` then says why the engine's log-probabilities cannot be compared; empty where they can."""
+        found, self._collected = list(self._collected if fields is None else fields.get(FIELD, ())), []
         missing = [i for i, one in enumerate(found) if one is None]
         if len(found) != len(answers) or missing:
             raise RoutingError(

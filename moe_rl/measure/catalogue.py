@@ -256,7 +256,7 @@ HEADS = {
     "rollout": "one per sampled batch, at the step that sampled it. Under `rollout.lag` it is trained on `lag` steps later, and the first step samples `lag` + 1 batches, of which `moe_rl.study.load` keeps the last",
     "update": "one per optimizer step, on its minibatch, under the arm's own routing; old is the objective's anchor: under `anchor: rollout` the engine that sampled",
     "probe": "one per update of a probed step, on a fixed subset of the batch, without noise, old policy against new",
-    "eval": "held-out prompts",
+    "eval": "held-out prompts, after as many batches as `step` says: 0 is before training",
     "step": "one per step",
     "floor": "once per run, before its first update: equal weights, equal tokens, other arithmetic",
     "decomposition": f"one per update of a step that is split (`probe.decompose_every`); old: {LAG}",

@@ -189,8 +189,8 @@ def check_engine(config: EngineConfig) -> None:
             )
     if config.max_batch is not None and config.max_batch < 1:
         raise EngineError(f"rollout.engine.max_batch: at least 1, got {config.max_batch}")
-    if not config.timeout > 0:
-        raise EngineError(f"rollout.engine.timeout: a positive number of seconds, got {config.timeout}")
+    if not 0 < config.timeout < 1e9:  # what the system's clocks can wait for
+        raise EngineError(f"rollout.engine.timeout: a positive number of seconds below 1e9, got {config.timeout}")
 
 
 def url_address(url: str, where: str = "rollout.engine.url") -> tuple[str, int]:

@@ -59,6 +59,9 @@ class ServerProcess(Child):
         except (ValueError, MemoryError, SafetensorError) as error:  # not a frame
             said = self.stop()
             raise EngineError(f"{self.name} answered {what!r} with what is no message ({error}){said}") from error
+        except BaseException:  # interrupted: the answer to come would be taken for that to the next request
+            self.close(0.0)
+            raise
         if "error" in header:
             raise EngineError(f"{self.name} could not {what}: {header['error']}{self.said()}")
         return header, found

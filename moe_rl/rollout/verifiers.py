@@ -112,7 +112,7 @@ class MathVerify:
         return verdict == "equal"
 
     def _ask(self, answer: str, completion: str) -> str:
-        if self.process is None:
+        if new := self.process is None:
             worker = Path(__file__).with_name("math_worker.py")
             self.process = subprocess.Popen(  # -P: the folder of the script is no place to import from
                 [sys.executable, "-P", str(worker), str(os.getpid())],
@@ -122,17 +122,20 @@ class MathVerify:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
             weakref.finalize(self, self.process.kill)
-            if self.process.stdout.readline() != "ready\n":
+        verdict = ""
+        try:
+            if new and self.process.stdout.readline() != "ready\n":
                 raise TaskError("math-verify could not be started; the reason stands above")
-        self.process.stdin.write(json.dumps([answer, completion]) + "\n")
-        self.process.stdin.flush()
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
-            verdict = self.process.stdout.readline().strip() if selector.select(self.SECONDS) else ""
-        if not verdict:  # too long, or out of memory
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
+            self.process.stdin.write(json.dumps([answer, completion]) + "\n")
+            self.process.stdin.flush()
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.process.stdout, selectors.EVENT_READ)
+                verdict = self.process.stdout.readline().strip() if selector.select(self.SECONDS) else ""
+        finally:
+            if not verdict:  # too long, out of memory, or interrupted: its answer would be taken for the next one's
+                process, self.process = self.process, None
+                process.kill()
+                process.wait()
         return verdict
 
 

@@ -76,7 +76,8 @@ class VllmEngine:
         if 0 < temperature < COLDEST:
             raise ValueError(f"temperature: vLLM samples at {COLDEST} or above, or at 0 (greedy); got {temperature}")
         prompts, mask = encode_prompts(self.tokenizer, problems)
-        check_length(self.policy, problems, mask.sum(1), max_new_tokens + 1)  # one more, to score a full one
+        most = self.settings.get("max_model_len")
+        check_length(self.policy, problems, mask.sum(1), max_new_tokens + 1, most)  # one more, to score a full one
         B, N = len(problems) * group_size, max_new_tokens
         source = "cpu" if generator is None else generator.device
         uniform = torch.rand(B, N, generator=generator, dtype=torch.float64, device=source)

@@ -27,6 +27,7 @@ from moe_rl.study.folders import (
     folder_order,
     kind_table,
     load_run,
+    mixed_settings,
     read_json,
     read_parquet,
     read_yaml,
@@ -251,12 +252,17 @@ def load(path: str | Path) -> StudyData:
         if (other := found.setdefault(run.name, run)) is not run:
             raise StudyDataError(f"{other.folder} and {run.folder} both hold {run.name}: move one of them away")
     tables = {name: kind_table(kind, rows.pop(kind), runs) for kind, name in FIELDS.items()}
-    notes = tuple(f"{run.name}: {note}" for run in runs for note in run.notes)
+    notes = [f"{run.name}: {note}" for run in runs for note in run.notes] + mixed_settings(runs)
     name = str(config.get("name") or path.resolve().name)
     there = {(run.arm, run.seed) for run in runs}
+    if folders != [path]:
+        known = {*declared_arms(config), *(run.arm for run in runs)}
+        compared = dict.fromkeys(str(arm) for pair in config.get("comparisons") or () for arm in pair)
+        gone = [arm for arm in compared if arm not in known]
+        notes += [f"comparisons name {arm}, of which there is no run{nearest(arm, known)}" for arm in gone]
     wanted = [] if folders == [path] or again else declared_runs(own, config)
     waiting = tuple(f"{arm}/seed{seed}" for arm, seed in wanted if (arm, seed) not in there)
-    return StudyData(name, path, config, tuple(runs), notes=notes, not_started=waiting, **tables)
+    return StudyData(name, path, config, tuple(runs), notes=tuple(notes), not_started=waiting, **tables)
 
 
 def join(studies: dict[str, StudyData]) -> StudyData:
@@ -328,9 +334,12 @@ def check_declared(file: Path, config: dict[str, Any]) -> None:
         raise StudyDataError(f"{file}: interest, the smallest difference that counts, must be above 0, got {least!r}")
     if pairs is not None and not isinstance(pairs, list):
         raise StudyDataError(f"{file}: comparisons must be a list of pairs [arm, other], got {pairs!r:.80}")
-    for pair in pairs or ():
+    pairs = pairs or []
+    for i, pair in enumerate(pairs):
         if not isinstance(pair, list) or len(pair) != 2:
             raise StudyDataError(f"{file}: comparisons: expected a pair [arm, other], got {pair!r:.80}")
+        if pair[0] == pair[1] or pair in pairs[:i] or pair[::-1] in pairs[:i]:
+            raise StudyDataError(f"{file}: comparisons: {pair!r:.80} compares an arm with itself, or is there twice")
     declared_runs(file, config)
     try:
         alarms_of(config.get("alarms"))

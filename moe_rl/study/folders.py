@@ -1,7 +1,7 @@
 """One run folder: its configuration, environment and metrics, read and checked line by line."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from moe_rl.checks import parse_json
 from moe_rl.done import NAME, remedy, what_is_lost
 from moe_rl.names import run_place, seed_of
 from moe_rl.run_rows import ROWS, row_problem
+from moe_rl.settings import FREE, flatten
 from moe_rl.tables import DamagedTableError, read_table
 from moe_rl.yaml_files import YamlError, parse_yaml
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 KINDS = tuple(ROWS)
 _KEYS = {kind: ["arm", "seed", "step", *more] for kind, more in ROWS.items()}
+_OF_A_RUN = ("label", "note", "run", "distributed")
+"""Parts of a configuration that runs of one arm may have each in its own way."""
 SOURCES = {"sft": "demonstrations", "rft": "initial", "dpo": "initial"}
 """Objectives that learn from others' responses than their own policy's, unless `method.source` says otherwise."""
 
@@ -60,19 +63,22 @@ class Run:
 
     @property
     def replay(self) -> str:
-        return str(self.setting("replay", "none"))
+        replay = self.setting("replay", "none")
+        return "none" if replay is False else str(replay)  # YAML's off, no and false
 
     @property
     def noise(self) -> float:
         """Scale of the selection noise in router-logit units: a stress test, 0 in a natural run."""
-        noise = self.setting("noise")
+        noise = section(self.config, "method").get("noise")  # elsewhere another trainer's word
         return float(noise) if isinstance(noise, int | float) and not isinstance(noise, bool) else 0.0
 
     @property
     def responses(self) -> str:
         """Whose responses the run learns from, and its training rewards are of: `policy`, `initial`,
         `demonstrations`."""
-        return str(self.setting("source") or SOURCES.get(self.objective.lower(), "policy"))
+        source = self.setting("source")
+        known = source in ("policy", *SOURCES.values())  # or another trainer's word, for a data set
+        return str(source if known else SOURCES.get(self.objective.lower(), "policy"))
 
     @property
     def rounding(self) -> str:
@@ -84,6 +90,28 @@ class Run:
         """Objective and replay in one word, the key of a colour: `grpo`, `grpo_replay`, `grpo_pr2`, `gspo`, ..."""
         kind = self.replay.lower()
         return self.objective if kind in ("none", "") else f"{self.objective}_{'pr2' if kind == 'pr2' else 'replay'}"
+
+
+def mixed_settings(runs: Sequence[Run]) -> list[str]:
+    """What is to be said of arms whose seeds were run under different settings: pooled, they are no arm. Left out are
+    seeds, settings that change no number (`FREE`), and texts that every run has of its own, as names and places are."""
+    by_arm: dict[str, list[tuple[Run, dict[str, Any]]]] = {}
+    for run in runs:
+        by_arm.setdefault(run.arm, []).append((run, flatten(run.config)))
+    said = []
+    for arm, held in by_arm.items():
+        for name in dict.fromkeys(name for _, config in held for name in config):
+            if name in FREE or name.endswith("seed") or name.split(".")[0] in _OF_A_RUN:
+                continue
+            first: dict[str, tuple[Run, Any]] = {}
+            there = [(run, config[name]) for run, config in held if name in config]
+            for run, value in there:
+                first.setdefault(repr(value), (run, value))
+            names = len(first) == len(there) and all(isinstance(value, str) for _, value in there)
+            if len(first) > 1 and not names:
+                each = ", ".join(f"{value!r:.40} in seed{run.seed}" for run, value in list(first.values())[:3])
+                said.append(f"{arm}: its runs differ in {name} ({each}), and count as one arm all the same")
+    return said
 
 
 def section(config: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -116,7 +144,10 @@ def load_run(folder: Path, number: int, rows: dict[str, list[dict[str, Any]]]) -
     place = run_place(folder)
     named = seed_of(place)
     arm = config["arm"] if isinstance(config.get("arm"), str) else place.parent.name
-    seed = int(config.get("seed", named or 0))
+    seed = config.get("seed")
+    seed = named or 0 if seed is None else seed
+    if type(seed) is not int:
+        raise StudyDataError(f"{folder / 'config.yaml'}: seed: expected a whole number, got {seed!r:.40}")
     if named not in (None, seed):
         raise StudyDataError(
             f"{folder} holds a run of seed {seed} (config.yaml): a copy of a run is no other seed. Name the folder "

@@ -10,13 +10,13 @@ import torch
 
 from moe_rl.files import sole_writer, write_atomic, write_json
 from moe_rl.names import RESERVED, ROUNDING
-from moe_rl.settings import FREE, differences, plain
-from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, dump_study, load_study
+from moe_rl.settings import FREE, differences, listed, plain
+from moe_rl.study.config import ConfigError, DamagedRunError, StudyConfig, changed_settings, dump_study, load_study
 from moe_rl.study.display import show
 from moe_rl.study.folders import StudyDataError, read_yaml, seeds_in
 from moe_rl.study.jobs import Jobs, job_options
 from moe_rl.study.launchers import Launcher, Processes
-from moe_rl.study.run import check_folder, check_here, check_task, environment
+from moe_rl.study.run import begun, check_folder, check_here, check_task, environment
 from moe_rl.study.runs import Run
 from moe_rl.study.words import not_mathematics
 from moe_rl.training.launch import DistributedError, check_shares, launched_processes
@@ -69,6 +69,7 @@ def run_study(
             raise ConfigError(f"{option}: {path} would be taken for an option later; say {path.absolute()}")
     for place in places.values():
         check_place(study, place)
+        check_other_seeds(study, place)
     runs = [run for name, place in places.items() for run in _runs(study, place, name, nodes)]
     with sole_writer(output, command):
         for place in places.values():
@@ -100,6 +101,20 @@ def check_place(study: StudyConfig, place: Path) -> None:
         ours = path.name in RESERVED or path.name.startswith((".", ROUNDING)) or seeds_in(path)
         if not ours:
             raise ConfigError(f"{place} holds no study, and {path.name}. {remedy}")
+
+
+def check_other_seeds(study: StudyConfig, place: Path) -> None:
+    """Raises ConfigError where an arm has runs of other seeds there that had other settings: they would be pooled."""
+    for name, arm in study.arms.items():
+        for seed in sorted(seeds_in(place / name) - set(arm.seeds or study.seeds)):
+            folder = place / name / f"seed{seed}"
+            with suppress(StudyDataError):  # damaged or none: said where the run is read
+                changed = changed_settings(read_yaml(folder / "config.yaml"), study.resolve(name, seed))
+                if changed and begun(folder):
+                    raise ConfigError(
+                        f"{folder} was run under other settings ({listed(changed)}), and seeds of one arm are pooled. "
+                        "Nothing was overwritten: choose another --output, or move that folder away"
+                    )
 
 
 def with_earlier(study: StudyConfig, place: Path, whole: StudyConfig) -> StudyConfig:

@@ -134,13 +134,14 @@ class LiveStudy:
             problem = _error_in(log, metrics, run.folder / "env.json")
             stopped = state in ("running", "starting") and still_written(run.folder) is False
             state = "failed" if problem else "stopped" if stopped else state
+        steps = section(run.config, "optim").get("steps")
         return {
             "run": run.name,
             "arm": run.arm,
             "seed": run.seed,
             "state": state,
             "problem": problem,
-            "steps": section(run.config, "optim").get("steps"),
+            "steps": steps if type(steps) is int else None,  # of another trainer it may be anything
             "bytes": size,
             "written": changed,
             "age": None if changed is None else round(max(0.0, time.time() - changed), 1),

@@ -63,7 +63,10 @@ def write_results(path: str | Path, to: str | Path = RESULTS) -> list[Path]:
         if old.stem not in tables and old.stem not in OF_POLICIES:
             old.unlink()
     contents = {
-        f"{name}.csv": table.to_csv(index=False, float_format="%.6g", lineterminator="\n")
+        # Of rewards more digits: tests compare sums of them, and ties must stay ties.
+        f"{name}.csv": table.to_csv(
+            index=False, float_format="%.10g" if name == "runs" else "%.6g", lineterminator="\n"
+        )
         for name, table in tables.items()
     }
     contents["env.json"] = json.dumps(environment_of(data), indent=1, default=str, ensure_ascii=False) + "\n"

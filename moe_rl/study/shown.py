@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from moe_rl.names import nearest
-from moe_rl.study.curves import FINAL_STEPS
+from moe_rl.study.curves import final_value
 from moe_rl.study.folders import StudyDataError
 
 if TYPE_CHECKING:
@@ -22,16 +22,15 @@ SYMBOLS = "r = new / old probability of a token, d = log r (nats), s = exp(mean 
 
 
 def overview(arms: pd.DataFrame, rollouts: pd.DataFrame, probes: pd.DataFrame) -> pd.DataFrame:
-    """One row per arm: label, method, noise, runs, how many are finished, steps, the mean reward of the last five
-    steps, and the share of expert slots that changed, pooled over its probes (NaN without)."""
+    """One row per arm: label, method, noise, runs, how many are finished, steps, the mean of the runs' final
+    rewards, and the share of expert slots that changed, pooled over its probes (NaN without)."""
     table = arms.assign(runs=arms["seeds"].map(len))[["label", "method", "noise", "runs", "finished"]]
     if not (table["noise"] > 0).any():
         table = table.drop(columns="noise")
     if len(rollouts):
-        end = rollouts.groupby(["arm", "seed"], observed=True)["step"].transform("max")
         table["steps"] = (rollouts.groupby("arm", observed=True)["step"].max() + 1).reindex(table.index)
-        late = rollouts[rollouts["step"] > end - FINAL_STEPS]
-        table["reward"] = late.groupby("arm", observed=True)["reward"].mean().reindex(table.index)
+        final = rollouts.sort_values("step").groupby(["arm", "seed"], observed=True)["reward"].agg(final_value)
+        table["reward"] = final.groupby("arm", observed=True).mean().reindex(table.index)
     if {"slots_changed", "slots"} <= set(probes):
         table["slot_change"] = rates(probes, "slot", ["arm"]).set_index("arm")["rate"].reindex(table.index)
     return table

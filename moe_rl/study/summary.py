@@ -25,8 +25,8 @@ RATIO_INTEREST = float(np.log(1.25))
 
 def routing_noise(data: StudyData) -> pd.DataFrame:
     """Variance of the routing part of the log-ratio by arm, seed, update and level (token, sequence): `variance` in
-    nats², the geometric mean over the steps that were split. Single steps scatter by orders of magnitude, so an
-    arithmetic mean would be that of the largest of them. Empty where nothing was split."""
+    nats², the geometric mean over the steps that were split, but those in which it is 0. Single steps scatter by orders
+    of magnitude, so an arithmetic mean would be that of the largest of them. Empty where nothing was split."""
     columns = ["arm", "seed", "update", "level", "variance"]
     rows = data.decompositions
     if rows.empty or "token_var_routing" not in rows:

@@ -267,7 +267,7 @@ def _answer(api: Api, name: str, query: str) -> tuple[HTTPStatus, str, bytes]:
         if name not in api.answers:
             raise LiveError(f"no such answer {name!r}; there are {', '.join(api.answers)}")
         asked = {key: values[-1] for key, values in parse_qs(query, keep_blank_values=True).items()}
-        content = api.answers[name](asked)
+        return status, kind, _json(api.answers[name](asked))
     except LiveError as error:
         status, content = HTTPStatus.NOT_FOUND, {"error": str(error)}
     except (StudyDataError, OSError, ValueError) as error:
@@ -275,7 +275,11 @@ def _answer(api: Api, name: str, query: str) -> tuple[HTTPStatus, str, bytes]:
     except Exception as error:  # values in somebody's files that nobody thought of: the page says so, and goes on
         what = f"{name}: the files hold what cannot be shown ({type(error).__name__}: {error})"
         status, content = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": what}
-    return status, kind, json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    return status, kind, _json(content)
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _alarm_table(own: Any) -> tuple[tuple[Alarm, ...], str]:

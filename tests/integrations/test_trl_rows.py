@@ -13,6 +13,7 @@ pytest.importorskip("trl", reason="needs `pip install '.[trl]'`")
 sys.path.append(str(Path(__file__).parents[1] / "routing"))
 from routing_helpers import disturbed, moe
 from tiny_trl import CHANGES, MEASURED, TINY, TOKENIZER, logged, make, replayed_all, spying, trained, weights
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from moe_rl.integrations.hf_trainer import load_converted
@@ -253,6 +254,19 @@ def test_a_trainer_that_was_interrupted_does_not_rewrite_its_folder(interrupted_
         trainer.train()
     assert (options["run_folder"] / "metrics.jsonl").read_bytes() == rows
     assert not (options["run_folder"] / "DONE").exists()
+
+
+def test_a_run_that_a_callback_stops_early_is_not_finished(tmp_path):
+    options = {**MEASURED, "run_folder": tmp_path / "mine" / "seed1", "probe_sequences": 0}
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = state.global_step == 3
+
+    trainer = make(routing_replay(GRPOTrainer), tmp_path / "trl", options=options, max_steps=8)
+    trainer.add_callback(Stop())
+    trainer.train()
+    assert trainer.state.global_step == 3 and not (options["run_folder"] / "DONE").exists()
 
 
 def test_train_may_be_called_again(tmp_path):

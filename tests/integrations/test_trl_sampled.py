@@ -316,9 +316,12 @@ def test_vllm_is_asked_for_routes_and_heard(monkeypatch):
     sampled.forget()  # of an evaluation
     answers = engine.generate([3, 5], sampling_params=None, use_tqdm=False)
     assert len(answers) == 2
-    sampled.take({}, [[1, 2], [1, 2, 3]], [[1, 2, 3], [1, 2]])
+    sampled.take(None, [[1, 2], [1, 2, 3]], [[1, 2, 3], [1, 2]])
     arrays, prompts, completions = sampled._batch
     assert [int(array[0, 0, 0]) for array in arrays] == [3, 5]
     assert (prompts, completions) == ([2, 3], [3, 2])
     with pytest.raises(RoutingError, match="got 0"):  # each answer counts once
+        sampled.take(None, [[1]], [[1]])
+    engine.generate([3])
+    with pytest.raises(RoutingError, match="got 0"):  # of rollout_func, which may have put them into another order
         sampled.take({}, [[1]], [[1]])

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import random
+import selectors
 import sys
 import textwrap
 import time
@@ -272,6 +273,16 @@ def test_math_verify_in_a_process_of_its_own(fake_math_verify, monkeypatch):
     assert verify("12", "\\boxed{12}") and not verify("12", "die") and verify("1\n2", "1\n2")
     with pytest.raises(TaskError, match=r"cannot read the answer '\?'"):
         verify("?", "12")
+    assert verify("12", "12")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:  # between a question and its answer
+        patch.setattr(selectors.DefaultSelector, "select", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            verify("12", "13")
+    assert verify("12", "12"), "not the answer to the question before"
     process = verify.process
     del verify
     assert process.wait(10) is not None, "it ends with the one who asked"

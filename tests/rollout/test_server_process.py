@@ -75,6 +75,21 @@ def test_a_server_that_crashes_hangs_or_babbles_is_named_and_ended(server, do, m
     assert gone(server)
 
 
+def test_an_interrupted_request_leaves_no_answer_to_the_next(server, monkeypatch):
+    answer = ServerProcess.answer
+
+    def interrupted(self, wait):
+        answer(self, wait)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ServerProcess, "answer", interrupted)
+        server.ask({"do": "echo", "word": "A"})
+    assert gone(server)
+    with pytest.raises(EngineError, match="the server was closed"):
+        server.ask({"do": "echo", "word": "B"})
+
+
 def test_a_program_that_cannot_be_started_or_ends_at_once(tmp_path):
     with pytest.raises(EngineError, match=r"the server cannot be started: /no/such/program: No such file"):
         ServerProcess(["/no/such/program"], "the server", 5.0)

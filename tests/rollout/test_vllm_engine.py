@@ -123,6 +123,12 @@ def test_completions_end_at_an_end_token_or_the_limit(synced):
     assert 0 < int(rollout.finished.sum()) < len(rollout), "both happen"
 
 
+def test_a_text_that_the_engine_would_cut_off_is_refused(synced, monkeypatch):
+    monkeypatch.setitem(synced.settings, "max_model_len", 8)
+    with pytest.raises(ValueError, match="are more than the 8 positions that the engine has"):
+        respond(synced)
+
+
 def test_greedy_tokens_are_the_models(synced, model):
     own, found = respond(ModelEngine(model, TOKENIZER), 0.0), respond(synced, 0.0)
     assert torch.equal(own.input_ids, found.input_ids) and own.completions == found.completions
@@ -263,6 +269,7 @@ def test_a_python_without_vllm_or_with_an_unknown_one_is_refused_before_anything
         ({"options": {"max_model_len": -1}}, "options.max_model_len: a positive number, got -1"),
         ({"router_format": "int4"}, "rollout.engine.router_format: is for kind hf"),
         ({"timeout": 0.0}, "rollout.engine.timeout: a positive number of seconds"),
+        ({"timeout": float("inf")}, "rollout.engine.timeout: a positive number of seconds"),
         ({"kind": "hf", "python": "python3"}, "rollout.engine.python: is for kind vllm and .* of kind 'hf', got '"),
     ],
 )

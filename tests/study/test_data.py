@@ -308,6 +308,10 @@ def test_a_study_shows_itself(folder):
         assert arm in text and f"<th>{arm}</th>" in html
     reward = data.rollouts.query("arm == 'gspo' and step >= 1")["reward"].mean()  # the last five of six steps
     assert re.search(rf"gspo +GSPO +gspo .* {reward:.3f} ", text)
+    few = replace(data, rollouts=data.rollouts[data.rollouts["step"] != 3])  # the last five that there are
+    assert few._overview["reward"]["gspo"] == pytest.approx(
+        data.rollouts.query("arm == 'gspo' and step != 3")["reward"].mean()
+    )
     assert "<script" not in html and len(text.splitlines()) == len(ARMS) + 3
 
 

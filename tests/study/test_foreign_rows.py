@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import pytest
+import yaml
 
 from moe_rl.measure.catalogue import CATALOGUE
 from moe_rl.run_rows import OTHER_NAMES
@@ -110,6 +111,8 @@ def test_declared_comparisons_without_runs_are_told(tmp_path):
         ("interest: abc", r"study\.yaml: interest, the smallest difference that counts, must be above 0, got 'abc'"),
         ("interest: true", "must be above 0, got True"),
         ("comparisons: a", r"comparisons must be a list of pairs \[arm, other\], got 'a'"),
+        ("comparisons: [[a, a]]", r"\['a', 'a'\] compares an arm with itself"),
+        ("comparisons: [[a, b], [b, a]]", r"\['b', 'a'\] compares an arm with itself, or is there twice"),
         ("comparisons: [[a, b], [a]]", r"expected a pair \[arm, other\], got \['a'\]"),
     ],
 )
@@ -117,6 +120,39 @@ def test_declarations_that_cannot_be_followed_are_refused(tmp_path, declared, wo
     written(tmp_path, "base")
     (tmp_path / "study.yaml").write_text(f"{declared}\n")
     with pytest.raises(StudyDataError, match=words):
+        load(tmp_path)
+
+
+def test_an_arm_that_comparisons_misspell_is_told(tmp_path):
+    for arm in ("base", "gmpo"):
+        written(tmp_path, arm)
+    (tmp_path / "study.yaml").write_text("comparisons: [[gmpo, base], [gmop, base]]\n")
+    (note,) = load(tmp_path).notes
+    assert note.startswith("comparisons name gmop, of which there is no run") and "gmpo" in note
+
+
+def configured(folder, arm, **configs):
+    written(folder, arm)
+    for seed, config in enumerate(configs.values()):
+        (folder / arm / f"seed{seed}" / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+def test_seeds_of_one_arm_under_other_settings_are_told(tmp_path):
+    own = {"objective": "grpo", "optim": {"lr": 1e-5}, "output_dir": "a", "data_seed": 0, "tracker": "wandb"}
+    configured(tmp_path, "base", a=own, b={**own, "output_dir": "b", "data_seed": 1, "tracker": None})
+    assert load(tmp_path).notes == ()
+    configured(tmp_path, "other", a=own, b={**own, "optim": {"lr": 1e-3}})
+    said = "other: its runs differ in optim.lr (1e-05 in seed0, 0.001 in seed1), and count as one arm all the same"
+    assert load(tmp_path).notes == (said,)
+
+
+def test_words_of_other_trainers_decide_no_numbers(tmp_path):
+    own = {"objective": "grpo", "replay": False, "source": "gsm8k", "noise": 0.1, "seed": None}
+    configured(tmp_path, "base", a=own, b=own)
+    run = load(tmp_path).runs[1]
+    assert (run.method, run.replay, run.responses, run.noise, run.seed) == ("grpo", "none", "policy", 0.0, 1)
+    configured(tmp_path, "odd", a={"seed": "one"}, b={})
+    with pytest.raises(StudyDataError, match=r"odd/seed0/config\.yaml: seed: expected a whole number, got 'one'"):
         load(tmp_path)
 
 

@@ -13,7 +13,17 @@ from moe_rl.cli import main
 from moe_rl.done import write_done
 from moe_rl.files import InUseError, sole_writer
 from moe_rl.study.config import ConfigError, dump_run, dump_study, load_study, parse_study
-from moe_rl.study.grid import Run, StudyFailed, _next, _runs, check_place, check_roundings, run_study, with_earlier
+from moe_rl.study.grid import (
+    Run,
+    StudyFailed,
+    _next,
+    _runs,
+    check_other_seeds,
+    check_place,
+    check_roundings,
+    run_study,
+    with_earlier,
+)
 from moe_rl.study.run import check_folder
 from moe_rl.study.shipped import find_study, listed_studies, outline
 from moe_rl.study.worker import Worker
@@ -138,6 +148,18 @@ def test_a_damaged_run_is_named_and_the_others_run(tmp_path, monkeypatch, capsys
         run_study(study, tmp_path / "out", tmp_path / "cold", 1, "moe-rl study")
     assert begun == ["grpo"] and (folder / "DONE").exists()
     assert "gspo seed 0: " in capsys.readouterr().out
+
+
+def test_seeds_that_ran_under_other_settings_are_not_pooled(tmp_path):
+    first = parse_study(MICRO)
+    (tmp_path / "grpo" / "seed0").mkdir(parents=True)
+    (tmp_path / "grpo" / "seed0" / "config.yaml").write_text(dump_run(first.resolve("grpo", 0)))
+    (tmp_path / "grpo" / "seed0" / "metrics.jsonl").touch()
+    check_other_seeds(parse_study({**MICRO, "seeds": [1]}), tmp_path)
+    faster = parse_study({**MICRO, "seeds": [1], "base": {**MICRO["base"], "optim": {"learning_rate": 0.01}}})
+    with pytest.raises(ConfigError, match=r"seed0 was run under other settings \(.*optim\.learning_rate: .*are pooled"):
+        check_other_seeds(faster, tmp_path)
+    check_other_seeds(faster.with_arms(["gspo"]), tmp_path)
 
 
 def test_a_run_is_named_with_its_rounding(tmp_path):

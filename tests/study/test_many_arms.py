@@ -178,6 +178,14 @@ def test_numbers_at_the_ends_of_neighbouring_columns_stand_apart(brief):
     assert len(numbers) >= 6 and min(b - a for (_, a), (b, _) in pairwise(numbers)) > 3
 
 
+def test_comparisons_of_two_conditions_lie_inside_however_they_are_declared(doses):
+    pairs = [["gspo", "grpo"], ["gspo_0.02", "grpo_0.02"], ["grpo_replay", "grpo"], ["gspo_0.05", "grpo_0.05"]]
+    pairs += [["grpo_replay", "gspo"], ["grpo_0.02", "gspo_0.05"]]
+    figure = FIGURES["final_reward"](replace(doses, config={**doses.config, "comparisons": pairs})).figure
+    ticks = [ax.get_yticks() for ax in figure.axes if len(ax.get_yticks()) == len(pairs)]
+    assert ticks and all(max(ax.get_ylim()) > max(ax.get_yticks()) for ax in figure.axes if len(ax.get_yticks()))
+
+
 def test_the_label_of_a_row_of_panels_ends_below_the_legend_above_it(pair):
     study = replace(pair, floors=pd.DataFrame(FLOORS))
     study.__dict__["tokens"] = pair.tokens

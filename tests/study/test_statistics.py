@@ -85,6 +85,16 @@ def test_sign_flip_by_hand():
     assert S.sign_flip_test(np.full(30, 0.1)) >= 2.0**-15
 
 
+@pytest.mark.parametrize("rounded", [np.float32, lambda x: np.array([float(f"{v:.6g}") for v in x])])
+def test_ties_of_rewards_stay_ties_however_they_are_written(rounded):
+    """Of rewards that are sums over 192 responses; p of the same in whole numbers, whose ties are exact."""
+    draw = np.random.default_rng(0)
+    ones, others = draw.integers(100, 140, (2, 60, 8))
+    for one, other in zip(ones, others, strict=True):
+        found = np.asarray(rounded(one / 192), float) - np.asarray(rounded(other / 192), float)
+        assert S.sign_flip_test(found) == S.sign_flip_test((one - other).astype(float))
+
+
 @pytest.mark.parametrize("unit", [1e-13, 1e-6, 1.0, 1e9])
 def test_sign_flip_does_not_depend_on_the_unit(unit):
     # all but the least are positive: ++++++ and that with the least flipped, of 32, and their negatives

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -93,6 +94,13 @@ def test_a_value_that_nobody_thought_of_is_answered(server):
     status, content = api(server, "run?run=grpo/seed0")
     metrics.write_text(before)
     assert status == 500 and "run: the files hold what cannot be shown (OverflowError" in content["error"]
+    config = server.api.studies.folder / "grpo" / "seed0" / "config.yaml"
+    kept = config.read_text()
+    config.write_text(re.sub(r"(?m)^( +)steps: .*$", r"\1steps: .inf", kept))
+    assert ".inf" in config.read_text()
+    status, content = api(server, "study")
+    config.write_text(kept)
+    assert status == 200 and {run["run"]: run["steps"] for run in content["runs"]}["grpo/seed0"] is None
 
 
 def test_a_cursor_behind_the_end_begins_again(server):

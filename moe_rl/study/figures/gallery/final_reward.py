@@ -86,7 +86,8 @@ def _numbers(drawn: Rows, table: pd.DataFrame, beside: float) -> None:
 
 
 def _differences(drawn: Rows, data: StudyData, pairs: list[Pair]) -> None:
-    """One row per comparison, in the colour of the arm that is compared."""
+    """One row per comparison, by condition, in the colour of the arm that is compared."""
+    pairs = sorted(pairs, key=lambda pair: pair.noise)
     total = drawn.figure.get_figheight()
     names = [_name(data, pair) for pair in pairs]
     high, rows = _height(names), _rows(pairs, names)
