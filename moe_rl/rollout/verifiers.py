@@ -112,7 +112,7 @@ class MathVerify:
         return verdict == "equal"
 
     def _ask(self, answer: str, completion: str) -> str:
-        if new := self.process is None:
+        if new := self.process is None or self.process.poll() is not None:  # out of memory, between two questions
             worker = Path(__file__).with_name("math_worker.py")
             self.process = subprocess.Popen(  # -P: the folder of the script is no place to import from
                 [sys.executable, "-P", str(worker), str(os.getpid())],

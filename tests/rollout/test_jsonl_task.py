@@ -283,6 +283,9 @@ def test_math_verify_in_a_process_of_its_own(fake_math_verify, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             verify("12", "13")
     assert verify("12", "12"), "not the answer to the question before"
+    verify.process.kill()
+    verify.process.wait()
+    assert verify("12", "12"), "started anew"
     process = verify.process
     del verify
     assert process.wait(10) is not None, "it ends with the one who asked"
